@@ -1,0 +1,65 @@
+"""The fused ops that every device implements, and the attention entries they share.
+
+Shapes: T tokens of a step (all rows of all sequences, flat), H query heads, K key/value heads, D head dimension,
+N pages of 128 positions. Caches are [N, 128, K, D].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Attention units: entry i is ``lengths[i]`` queries that see the first ``kv_lengths[i]`` positions of the pages
+    ``page_tables[i]`` and nothing else; so there is no mask.
+
+    Query spans tile the step's tokens in order, and entries of equal shape stand side by side. ``page_tables`` is int64
+    [entries, pages]; columns behind an entry's own pages repeat a valid page.
+    """
+
+    lengths: tuple[int, ...]
+    kv_lengths: tuple[int, ...]
+    page_tables: Tensor
+
+
+class Ops(Protocol):
+    """One signature per fused op; ``backend/cpu.py`` is the definition."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, in], weight [out, in] -> [T, out]. A row's result does not depend on the other rows."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [T, hidden] normed in float32 and scaled."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual); may write into either argument."""
+        ...
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotates the halves of every head: x [T, heads, D], cos and sin [T, 1, D / 2]."""
+        ...
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up of [T, 2 I] -> [T, I]."""
+        ...
+
+    def kv_write(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, source: Tensor | None = None
+    ) -> None:
+        """Writes k, v [T, K, D] to the flat positions ``slots`` (page * 128 + offset); position i takes token
+        ``source[i]``, or token i. Positions are distinct."""
+        ...
+
+    def kv_copy(self, caches: Tensor, source: Tensor, target: Tensor) -> None:
+        """Copies flat positions inside all caches [..., N, 128, K, D] at once, for partial pages and winners."""
+        ...
+
+    def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
+        """q [T, H, D] attends to the pages by ``entries`` -> [T, H * D]."""
+        ...

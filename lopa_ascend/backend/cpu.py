@@ -1,0 +1,70 @@
+"""The fused ops on a CPU: the living definition of every op."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lopa_ascend.backend.base import Entries
+
+MIN_ROWS = 4  # below this a GEMM may take a kernel that sums in another order, and rows would depend on their number
+
+
+class CpuOps:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        rows = x.shape[0]
+        if rows < MIN_ROWS:
+            x = F.pad(x, (0, 0, 0, MIN_ROWS - rows))
+        return F.linear(x, weight, bias)[:rows]
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = residual.add_(x)
+        return self.rms_norm(total, weight, eps), total
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        left, right = x[..., :half], x[..., half:]
+        out = torch.empty_like(x)
+        torch.mul(left, cos, out=out[..., :half]).addcmul_(right, sin, value=-1)
+        torch.mul(right, cos, out=out[..., half:]).addcmul_(left, sin)
+        return out
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def kv_write(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, source: Tensor | None = None
+    ) -> None:
+        for new, cache in ((k, k_cache), (v, v_cache)):
+            cache.view(-1, *cache.shape[-2:]).index_copy_(0, slots, new if source is None else new[source])
+
+    def kv_copy(self, caches: Tensor, source: Tensor, target: Tensor) -> None:
+        flat = caches.flatten(-4, -3)
+        flat.index_copy_(-3, target, flat.index_select(-3, source))
+
+    def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
+        tokens, heads, dim = q.shape
+        kv_heads = k_cache.shape[-2]
+        out = torch.empty_like(q)
+        token = first = 0
+        while first < len(entries.lengths):
+            shape = entries.lengths[first], entries.kv_lengths[first]
+            last = first
+            while last < len(entries.lengths) and (entries.lengths[last], entries.kv_lengths[last]) == shape:
+                last += 1
+            n, (length, kv_length) = last - first, shape
+            span = slice(token, token + n * length)
+            pages = entries.page_tables[first:last, : -(-kv_length // k_cache.shape[1])]
+            # Without a mask, the query heads that share a KV head are one long query.
+            query = q[span].view(n, length, kv_heads, -1, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
+            key, value = (c[pages].flatten(1, 2)[:, :kv_length].transpose(1, 2) for c in (k_cache, v_cache))
+            result = F.scaled_dot_product_attention(query, key, value)
+            grouped = result.view(n, kv_heads, heads // kv_heads, length, dim).permute(0, 3, 1, 2, 4)
+            out[span].view(n, length, kv_heads, heads // kv_heads, dim).copy_(grouped)
+            token, first = span.stop, last
+        return out.view(tokens, heads * dim)

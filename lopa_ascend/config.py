@@ -1,0 +1,268 @@
+"""Frozen, validated configuration: the model's and a request's. Values are checked once, here, on construction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+DECODINGS = ("lopa", "d2f")
+CONFIDENCES = ("max_prob", "margin", "neg_entropy")
+BRANCH_SCORES = ("mean", "tail", "window")
+WINDOW_ATTENTIONS = ("block_causal", "full")
+
+
+class ParameterError(ValueError):
+    """A wrong value; ``param`` names the field."""
+
+    def __init__(self, param: str, message: str):
+        super().__init__(f"{param}: {message}")
+        self.param = param
+
+
+def _choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if not (isinstance(value, str) and value in choices):
+        raise ParameterError(name, f"unknown value {value!r}; choose one of {', '.join(choices)}")
+
+
+def _number(name: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ParameterError(name, f"must be a number from {low:g} to {high:g}, got {value!r}")
+
+
+def _integer(name: str, value: object, low: int, high: int = 2**31 - 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        limit = f"an integer of at least {low}" if high == 2**31 - 1 else f"an integer from {low} to {high}"
+        raise ParameterError(name, f"must be {limit}, got {value!r}")
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ParameterError(name, f"must be true or false, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingParams:
+    """How one request is decoded. Defaults are the paper's GSM8K row (Table 5) with three lookahead branches.
+
+    Raises:
+        ParameterError: a value is out of range, or two values do not go together; ``param`` names the field.
+    """
+
+    decoding: str = "lopa"
+    """"lopa", or "d2f": the anchor branch alone."""
+    num_branches: int | None = None
+    """k, lookahead branches beside the anchor; default 3 with "lopa", 0 with "d2f"."""
+    block_size: int = 32
+    tau_add: float = 0.1
+    """A block is added once this fraction of the last one is filled."""
+    tau_act: float = 0.95
+    """A block must fill at least one position a step once this fraction of the block before it is filled."""
+    tau_conf: float = 0.9
+    """A position is filled when the probability of its token is above this."""
+    max_new_tokens: int = 256
+    """Exact; the last block may be shorter."""
+    min_new_tokens: int = 0
+    """EOS is not produced in the first so many positions, and stop strings there do not count."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the text; they are cut off."""
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    """Seed of this request's sampling; default: the engine's seed."""
+    confidence: str = "max_prob"
+    branch_score: str = "mean"
+    """"mean" of the confidences still masked; "tail": of the least confident ``tail_fraction``; "window": the
+    lowest mean over ``score_window`` consecutive masked positions."""
+    tail_fraction: float = 0.5
+    score_window: int = 8
+    creation_weight: float = 0.0
+    """Weight of a lookahead token's own confidence in its branch's score."""
+    window_attention: str = "block_causal"
+    max_active_blocks: int | None = None
+    """At most so many blocks from the first unfinished one on; default: as published, no limit."""
+    eos_token_id: int | tuple[int, ...] | None = None
+    """Default: all of the model's generation config."""
+    ignore_eos: bool = False
+    finish_at_eos: bool = True
+    """Stop as soon as the visible text is final; False runs on until every open block is filled, as published."""
+
+    def __post_init__(self) -> None:
+        _choice("decoding", self.decoding, DECODINGS)
+        if self.num_branches is None:
+            object.__setattr__(self, "num_branches", 3 if self.decoding == "lopa" else 0)
+        _integer("num_branches", self.num_branches, 0, 255)
+        if self.decoding == "d2f" and self.num_branches:
+            raise ParameterError("num_branches", f'must be 0 with decoding "d2f", got {self.num_branches}; use "lopa"')
+        _integer("block_size", self.block_size, 1, 4096)
+        for name in ("tau_add", "tau_act", "tau_conf", "creation_weight"):
+            _number(name, getattr(self, name), 0.0, 1.0)
+        _integer("max_new_tokens", self.max_new_tokens, 1)
+        _integer("min_new_tokens", self.min_new_tokens, 0)
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ParameterError(
+                "min_new_tokens", f"{self.min_new_tokens} exceeds max_new_tokens {self.max_new_tokens}"
+            )
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, list | tuple) or not all(isinstance(s, str) and s for s in stop):
+            raise ParameterError("stop", f"must be non-empty strings, got {self.stop!r}")
+        object.__setattr__(self, "stop", tuple(stop))
+        self._check_sampling()
+        _choice("confidence", self.confidence, CONFIDENCES)
+        _choice("branch_score", self.branch_score, BRANCH_SCORES)
+        _number("tail_fraction", self.tail_fraction, 0.0, 1.0)
+        _integer("score_window", self.score_window, 1)
+        _choice("window_attention", self.window_attention, WINDOW_ATTENTIONS)
+        if self.max_active_blocks is not None:
+            _integer("max_active_blocks", self.max_active_blocks, 1)
+        eos = (self.eos_token_id,) if isinstance(self.eos_token_id, int) else self.eos_token_id
+        if eos is not None:
+            for token in eos:
+                _integer("eos_token_id", token, 0)
+            object.__setattr__(self, "eos_token_id", tuple(eos))
+        _flag("ignore_eos", self.ignore_eos)
+        _flag("finish_at_eos", self.finish_at_eos)
+
+    def _check_sampling(self) -> None:
+        _number("temperature", self.temperature, 0.0, 100.0)
+        if self.top_p is not None:
+            _number("top_p", self.top_p, 0.0, 1.0)
+        if self.top_k is not None:
+            _integer("top_k", self.top_k, 1)
+        for name in ("top_p", "top_k"):
+            if self.temperature == 0 and getattr(self, name) is not None:
+                raise ParameterError(name, "has no effect at temperature 0; raise temperature or leave it out")
+        if self.top_p == 0:
+            raise ParameterError("top_p", "must be above 0")
+        if self.seed is not None:
+            _integer("seed", self.seed, 0, 2**63 - 1)
+
+    @property
+    def lookaheads(self) -> int:
+        """``num_branches`` with its default filled in."""
+        assert self.num_branches is not None
+        return self.num_branches
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        return tuple(f.name for f in fields(cls))
+
+
+class ConfigError(ValueError):
+    """A model configuration that this engine cannot run; the message names the field and what was expected."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Geometry and special ids of a Dream model, every value from ``config.json`` and ``generation_config.json``."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rope_theta: float
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mask_token_id: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def from_json(
+        cls, config: Mapping[str, Any], generation: Mapping[str, Any], source: str = "config.json"
+    ) -> ModelConfig:
+        """Reads the fields of a Hugging Face Dream directory.
+
+        Raises:
+            ConfigError: a field is missing, malformed, or asks for something this engine does not do.
+        """
+        read = _Reader(config, source)
+        read.expect("model_type", ("Dream",))
+        read.expect("hidden_act", ("silu",), default="silu")
+        read.expect("rope_scaling", (None,), default=None)
+        read.expect("use_sliding_window", (False,), default=False)
+        rope = config.get("rope_parameters") or {}
+        if rope.get("rope_type", "default") != "default":
+            raise ConfigError(f"{source}: rope_parameters.rope_type is {rope['rope_type']!r}, expected 'default'")
+        hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
+        kv_heads = read.integer("num_key_value_heads", default=heads)
+        if heads % kv_heads:
+            raise ConfigError(
+                f"{source}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+            )
+        if "head_dim" not in config and hidden % heads:
+            raise ConfigError(f"{source}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+        head_dim = read.integer("head_dim", default=hidden // heads)
+        if head_dim % 2:
+            raise ConfigError(f"{source}: head_dim {head_dim} is odd; rotary embeddings need an even one")
+        vocab = read.integer("vocab_size")
+        mask = read.token("mask_token_id", vocab)
+        eos = generation.get("eos_token_id", config.get("eos_token_id"))
+        return cls(
+            vocab_size=vocab,
+            hidden_size=hidden,
+            intermediate_size=read.integer("intermediate_size"),
+            num_layers=read.integer("num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            max_position_embeddings=read.integer("max_position_embeddings"),
+            rope_theta=read.positive("rope_theta", rope.get("rope_theta", 10000.0)),
+            rms_norm_eps=read.positive("rms_norm_eps", 1e-6),
+            tie_word_embeddings=read.flag("tie_word_embeddings", False),
+            attention_bias=read.flag("attention_bias", True),
+            mask_token_id=mask,
+            eos_token_ids=_eos_ids(eos, vocab, source),
+            dtype=str(config.get("torch_dtype") or config.get("dtype") or "float32"),
+        )
+
+
+def _eos_ids(value: object, vocab: int, source: str) -> tuple[int, ...]:
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+            raise ConfigError(f"{source}: eos_token_id {token!r} is not an id below vocab_size {vocab}")
+    return tuple(ids)
+
+
+class _Reader:
+    """Typed access to a JSON object whose errors name the file, the field and what was expected."""
+
+    def __init__(self, values: Mapping[str, Any], source: str):
+        self.values, self.source = values, source
+
+    def expect(self, name: str, allowed: tuple[object, ...], **default: object) -> None:
+        value = self.values.get(name, default.get("default"))
+        if value not in allowed:
+            raise ConfigError(f"{self.source}: {name} is {value!r}, expected {' or '.join(map(repr, allowed))}")
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self.values.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{self.source}: {name} is {value!r}, expected a positive integer")
+        return value
+
+    def positive(self, name: str, default: float) -> float:
+        value = self.values.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ConfigError(f"{self.source}: {name} is {value!r}, expected a positive number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.values.get(name, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.source}: {name} is {value!r}, expected true or false")
+        return value
+
+    def token(self, name: str, vocab: int) -> int:
+        value = self.values.get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab:
+            raise ConfigError(f"{self.source}: {name} is {value!r}, expected a token id below vocab_size {vocab}")
+        return value

@@ -1,0 +1,20 @@
+"""The decoding strategies: pure policy over positions, tokens and confidences, without torch.
+
+A strategy drives one sequence and has two verbs: ``plan`` says what the next forward pass computes, ``absorb`` takes
+what it gave and moves on. It is the definition that people read and that the golden traces test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lopa_ascend.config import DecodingParams
+from lopa_ascend.decode.d2f import D2F
+from lopa_ascend.decode.lopa import Lopa
+
+STRATEGIES: dict[str, type[D2F]] = {"d2f": D2F, "lopa": Lopa}
+
+
+def begin(prompt: Sequence[int], params: DecodingParams, mask: int, eos: frozenset[int]) -> D2F:
+    """The strategy named by ``params.decoding`` at the start of a sequence."""
+    return STRATEGIES[params.decoding](prompt, params, mask, eos)

@@ -1,0 +1,175 @@
+"""D2F: confidence-driven filling of a pipeline of blocks; the anchor branch alone (SPEC sections 1 to 3 and 8)."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from lopa_ascend.config import DecodingParams
+from lopa_ascend.decode.blocks import Block, BlockState, Branch, threshold_count
+from lopa_ascend.types import BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord
+
+
+def float32(value: float) -> float:
+    """The float32 nearest to ``value``: thresholds are compared in the precision of the confidences."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+class D2F:
+    """One sequence under D2F. ``branches`` are in evaluation order, lookaheads by rank and the anchor last; here the
+    anchor is alone."""
+
+    def __init__(self, prompt: Sequence[int], params: DecodingParams, mask: int, eos: frozenset[int]):
+        self.params = params
+        self.prompt = tuple(prompt)
+        self.mask = mask
+        self.eos = frozenset() if params.ignore_eos else eos
+        self.limit = len(prompt) + params.max_new_tokens
+        self.tau_conf = float32(params.tau_conf)
+        self.cached = 0
+        self.num_forwards = 0
+        blocks = [Block(0, len(prompt), 0, BlockState.TO_CACHE, activated=True)]
+        self.branches = [Branch([], blocks)]
+        self.winner = self.branches[0]
+
+    @property
+    def num_slots(self) -> int:
+        """Rows that this sequence can ask for in one forward pass."""
+        return 1
+
+    # ---- before a forward pass -------------------------------------------------------------------------------------
+
+    def plan(self) -> SequencePlan | None:
+        """Adds and activates blocks, then says what the next forward pass computes; None when the sequence is done."""
+        if self.params.finish_at_eos and self.visible_is_final():
+            return None
+        for branch in self.branches:
+            self._extend(branch)
+            branch.activate(self.params.tau_act)
+        anchor = self.branches[-1]
+        if not anchor.masks and not anchor.active_blocks():
+            return None
+        if self._settled_without_forward():
+            return None
+        committing = [block for block in anchor.blocks if block.state is BlockState.TO_CACHE]
+        commit = committing[-1].end - self.cached if committing else 0
+        full = self.params.window_attention == "full"
+        rows = tuple(self._row(slot, branch, full) for slot, branch in enumerate(self.branches))
+        return SequencePlan(self.cached, commit, rows, self.num_slots, winner_commits=full)
+
+    def _extend(self, branch: Branch) -> None:
+        last = branch.blocks[-1]
+        if branch.eos or branch.end >= self.limit:
+            return
+        if last.filled < threshold_count(self.params.tau_add, last.length):
+            return
+        if self.params.max_active_blocks is not None:
+            unfinished = next((i for i, block in enumerate(branch.blocks) if block.masks), len(branch.blocks))
+            if len(branch.blocks) - unfinished >= self.params.max_active_blocks:
+                return
+        branch.open_block(min(self.params.block_size, self.limit - branch.end), self.mask)
+
+    def _settled_without_forward(self) -> bool:
+        return False
+
+    def _row(self, slot: int, branch: Branch, full: bool) -> RowPlan:
+        tokens = (*self.prompt, *branch.tokens)[self.cached :]
+        window = [block for block in branch.blocks if block.end > self.cached]
+        compute_from = self.cached
+        edges: tuple[int, ...] = (branch.end,)
+        if not full:
+            if branch.lookahead is not None:
+                position = branch.lookahead.position
+                compute_from = next(block.start for block in window if position < block.end)
+            edges = tuple(block.end for block in window)
+        return RowPlan(slot, self.cached, tokens, compute_from, edges, tuple(branch.masked_positions(self.mask)))
+
+    # ---- after it --------------------------------------------------------------------------------------------------
+
+    def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
+        """Picks the winner, fills it, moves its blocks on and grows the next branches from it.
+
+        ``results`` belong to ``plan.rows``; ``model_tokens`` and ``head_rows`` go into the record.
+        """
+        winner, scores = self._select(results)
+        branch, row, result = self.branches[winner], plan.rows[winner], results[winner]
+        records = tuple(
+            BranchRecord(b.lookahead, r.end, len(r.masked), score)
+            for b, r, score in zip(self.branches, plan.rows, scores, strict=True)
+        )
+        predicted = [
+            Fill(position, token, max_prob, confidence)
+            for position, token, max_prob, confidence in zip(
+                row.masked, result.tokens, result.max_probs, result.confidences, strict=True
+            )
+        ]
+        fills, fallbacks = self._choose(branch, predicted)
+        for fill in fills:
+            branch.fill(fill, self.eos)
+        finished = {block.start for block in branch.active_blocks() if not block.masks}
+        filled = {fill.position for fill in fills}
+        self.branches = self._spawn(branch, [fill for fill in predicted if fill.position not in filled])
+        for child in self.branches:
+            child.settle(finished)
+        self.winner = self.branches[-1]
+        record = StepRecord(
+            index=self.num_forwards,
+            span=(row.start, row.end),
+            cache_length=self.cached,
+            committed=plan.commit,
+            branches=records,
+            winner=winner,
+            fills=tuple(fills),
+            fallbacks=fallbacks,
+            model_tokens=model_tokens,
+            head_rows=head_rows,
+        )
+        self.cached += plan.commit
+        self.num_forwards += 1
+        return record
+
+    def _select(self, results: Sequence[RowResult]) -> tuple[int, list[float]]:
+        confidences = results[0].confidences
+        return 0, [sum(confidences) / len(confidences) if confidences else 1.0]
+
+    def _choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
+        """The fill rule (SPEC section 3): all above tau_conf; in a fully activated block without any, the most
+        confident one, the earliest among equals."""
+        chosen: list[Fill] = []
+        fallbacks = 0
+        for block in branch.active_blocks():
+            here = [fill for fill in predicted if block.start <= fill.position < block.end]
+            accepted = [fill for fill in here if fill.max_prob > self.tau_conf]
+            if not accepted and here and block.activated:
+                accepted = [min(here, key=lambda fill: (-fill.confidence, fill.position))]
+                fallbacks += 1
+            chosen += accepted
+        return chosen, fallbacks
+
+    def _spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
+        anchor.lookahead = None
+        return [anchor]
+
+    # ---- what is final ---------------------------------------------------------------------------------------------
+
+    def final_tokens(self) -> list[int]:
+        """The longest mask-free prefix of the winner's generated ids; with ``finish_at_eos`` it ends before the EOS."""
+        tokens = self.winner.tokens
+        stop = {self.mask, *self.eos} if self.params.finish_at_eos else {self.mask}
+        end = next((i for i, token in enumerate(tokens) if token in stop), len(tokens))
+        return tokens[:end]
+
+    def eos_reached(self) -> int | None:
+        """The first EOS with nothing masked before it, if there is one."""
+        for token in self.winner.tokens:
+            if token in self.eos:
+                return token
+            if token == self.mask:
+                return None
+        return None
+
+    def visible_is_final(self) -> bool:
+        """Whether no later step can change the visible text: an EOS with nothing masked before it, or all filled."""
+        if self.eos_reached() is not None:
+            return True
+        return self.winner.end >= self.limit and not self.winner.masks

@@ -1,0 +1,87 @@
+"""LoPA: lookahead branches beside D2F's anchor, and the choice of the winner (SPEC sections 4 to 6, paper Eq. 2).
+
+A branch's score is compared exactly, as a ratio of integers: confidences become round(c * 2^16), so every rank and
+every device that agrees on the confidences agrees on the winner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from lopa_ascend.config import DecodingParams
+from lopa_ascend.decode.blocks import Branch
+from lopa_ascend.decode.d2f import D2F
+from lopa_ascend.types import Fill, RowResult
+
+SCALE = 1 << 16
+
+
+def fixed(confidence: float) -> int:
+    """A confidence on the integer grid of branch scores: round half to even of c * 2^16."""
+    return round(confidence * SCALE)
+
+
+def branch_score(confidences: Sequence[float], params: DecodingParams) -> tuple[int, int]:
+    """(sum, count) of the fixed-point confidences that ``params.branch_score`` averages; their ratio is the score.
+
+    A branch without masks scores 1.0. "tail" averages the max(1, floor(n * tail_fraction)) lowest of n; "window" takes
+    the lowest mean over ``score_window`` consecutive masked positions, all of them if there are fewer.
+    """
+    values = [fixed(c) for c in confidences]
+    if not values:
+        return SCALE, 1
+    if params.branch_score == "tail":
+        values = sorted(values)[: max(1, int(len(values) * params.tail_fraction))]
+    elif params.branch_score == "window" and len(values) > params.score_window:
+        size = params.score_window
+        total = lowest = sum(values[:size])
+        for out, into in zip(values, values[size:], strict=False):
+            total += into - out
+            lowest = min(lowest, total)
+        return lowest, size
+    return sum(values), len(values)
+
+
+class Lopa(D2F):
+    """One sequence under LoPA with ``num_branches`` lookahead branches."""
+
+    @property
+    def num_slots(self) -> int:
+        return 1 + self.params.lookaheads
+
+    def _scores(self, results: Sequence[RowResult]) -> list[Fraction]:
+        """(1 - w) * branch score + w * confidence of the lookahead token (1.0 for the anchor), exactly."""
+        weight = fixed(self.params.creation_weight)
+        scores = []
+        for branch, result in zip(self.branches, results, strict=True):
+            total, count = branch_score(result.confidences, self.params)
+            creation = SCALE if branch.lookahead is None else fixed(branch.lookahead.confidence)
+            scores.append(Fraction((SCALE - weight) * total + weight * creation * count, count * SCALE * SCALE))
+        return scores
+
+    def _select(self, results: Sequence[RowResult]) -> tuple[int, list[float]]:
+        scores = self._scores(results)
+        return scores.index(max(scores)), [float(score) for score in scores]
+
+    def _spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
+        """The anchor and, before it, one branch for each of the most confident positions that are still open."""
+        ranked = sorted(open_positions, key=lambda fill: (-fill.confidence, fill.position))
+        anchor.lookahead = None
+        branches = []
+        for fill in ranked[: self.params.lookaheads]:
+            branch = anchor.copy()
+            branch.fill(fill, self.eos)
+            branch.lookahead = fill
+            branches.append(branch)
+        return [*branches, anchor]
+
+    def _settled_without_forward(self) -> bool:
+        """A lookahead branch without masks scores 1.0 and has won: its tokens are final, so the pass can be saved."""
+        if not self.params.finish_at_eos or self.params.creation_weight:
+            return False
+        done = next((branch for branch in self.branches if not branch.masks), None)
+        if done is None:
+            return False
+        self.winner = done
+        return True

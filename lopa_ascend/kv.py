@@ -1,0 +1,23 @@
+"""The KV pool on the device: keys and values of all layers, cut into pages of 128 positions."""
+
+from __future__ import annotations
+
+import torch
+
+from lopa_ascend.config import ModelConfig
+from lopa_ascend.pages import PAGE_SIZE, PageAllocator
+
+
+class KVPool:
+    """``k`` and ``v`` [layers, pages, 128, kv_heads, head_dim] and the allocator of their pages."""
+
+    def __init__(self, config: ModelConfig, num_pages: int, dtype: torch.dtype, device: str):
+        shape = (2, config.num_layers, num_pages, PAGE_SIZE, config.num_kv_heads, config.head_dim)
+        # Zeros, because what an entry's last page holds behind its KV length is gathered, though never attended to.
+        self.caches = torch.zeros(shape, dtype=dtype, device=device)
+        self.k, self.v = self.caches
+        self.allocator = PageAllocator(num_pages)
+
+    @property
+    def num_pages(self) -> int:
+        return self.allocator.num_pages

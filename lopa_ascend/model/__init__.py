@@ -1,0 +1,1 @@
+"""Architectures; they take their ops as an argument."""

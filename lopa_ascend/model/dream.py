@@ -1,0 +1,76 @@
+"""Dream (Qwen2-like decoder): architecture only. Dream-7B and DiffuCoder-7B are this.
+
+Packed weights: ``embed``, ``layers.N.{attn_norm, qkv, o, mlp_norm, gate_up, down}``, ``norm``, ``head`` (absent when
+tied); ``qkv`` stacks q, k, v and ``gate_up`` gate and up along the output rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lopa_ascend.backend import Entries, Ops
+from lopa_ascend.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class ForwardInputs:
+    """Device tensors of one forward pass: T tokens of all rows, flat.
+
+    ``tokens`` and ``positions`` int64 [T]; ``slots`` and ``source`` int64 [W]: cache position slots[i] takes token
+    source[i]; ``rows`` int64 [R]: the tokens whose hidden states are wanted.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    source: Tensor
+    entries: Entries
+    rows: Tensor
+
+
+class Dream:
+    """``forward`` gives final hidden states, ``logits`` the head's output for them."""
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], ops: Ops):
+        self.config, self.weights, self.ops = config, weights, ops
+        self.head = weights["embed.weight" if config.tie_word_embeddings else "head.weight"]
+        dtype, device = self.head.dtype, self.head.device
+        half = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
+        angles = torch.outer(
+            torch.arange(config.max_position_embeddings, dtype=torch.float32, device=device),
+            config.rope_theta ** -(half / config.head_dim),
+        )
+        self.cos, self.sin = angles.cos().to(dtype)[:, None], angles.sin().to(dtype)[:, None]  # [positions, 1, D / 2]
+
+    def forward(self, inputs: ForwardInputs, k_caches: Tensor, v_caches: Tensor) -> Tensor:
+        """Final normed hidden states [R, hidden] of ``inputs.rows``; writes keys and values to the caches
+        [layers, N, 128, K, D] as it goes."""
+        c, w, ops = self.config, self.weights, self.ops
+        cos, sin = self.cos[inputs.positions], self.sin[inputs.positions]
+        residual = w["embed.weight"][inputs.tokens]
+        x = ops.rms_norm(residual, w["layers.0.attn_norm.weight"], c.rms_norm_eps)
+        for n in range(c.num_layers):
+            p = f"layers.{n}."
+            qkv = ops.linear(x, w[p + "qkv.weight"], w.get(p + "qkv.bias"))
+            qkv = qkv.view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
+            turned = ops.rope(qkv[:, : c.num_heads + c.num_kv_heads], cos, sin)
+            q, k, v = turned[:, : c.num_heads], turned[:, c.num_heads :], qkv[:, c.num_heads + c.num_kv_heads :]
+            ops.kv_write(k, v, k_caches[n], v_caches[n], inputs.slots, inputs.source)
+            x = ops.attention(q, k_caches[n], v_caches[n], inputs.entries)
+            if n == c.num_layers - 1:  # from here on rows no longer meet: go on with the wanted ones
+                x, residual = x[inputs.rows], residual[inputs.rows]
+            x = ops.linear(x, w[p + "o.weight"])
+            x, residual = ops.add_rms_norm(x, residual, w[p + "mlp_norm.weight"], c.rms_norm_eps)
+            x = ops.swiglu(ops.linear(x, w[p + "gate_up.weight"]))
+            x = ops.linear(x, w[p + "down.weight"])
+            following = "norm.weight" if n == c.num_layers - 1 else f"layers.{n + 1}.attn_norm.weight"
+            x, residual = ops.add_rms_norm(x, residual, w[following], c.rms_norm_eps)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] -> [R, vocab]."""
+        return self.ops.linear(hidden, self.head)

@@ -1,0 +1,77 @@
+"""The recorded traces of the published code (tests/data/golden) in our terms."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lopa_ascend import DecodingParams
+
+FOLDER = Path(__file__).parent / "data" / "golden"
+CASES = sorted(path.stem for path in FOLDER.glob("*.json"))
+MASK_CHOSEN = "quirk_mask_argmax"  # the published code fills a position with the mask here; ours never does
+
+
+def read(case: str) -> dict[str, Any]:
+    trace: dict[str, Any] = json.loads((FOLDER / f"{case}.json").read_text())
+    return trace
+
+
+def model_path(trace: dict[str, Any]) -> Path:
+    return FOLDER / "models" / Path(trace["model_dir"]).name
+
+
+def decoding_params(trace: dict[str, Any], **changes: Any) -> DecodingParams:
+    h = trace["hyperparameters"]
+    branches = h["branching_factor"] if trace["mode"] == "lopa" and not h["verification_force_base_winner"] else 0
+    branches = branches if branches > 1 else 0
+    values: dict[str, Any] = {
+        "decoding": "lopa" if branches else "d2f",
+        "num_branches": branches,
+        "block_size": h["block_size"],
+        "tau_add": h["block_add_threshold"],
+        "tau_act": h["decoded_token_threshold"],
+        "tau_conf": h["skip_threshold"],
+        "max_new_tokens": h["max_new_tokens"] // h["block_size"] * h["block_size"],
+        "confidence": "max_prob" if h["sampling_strategy"] == "default" else h["sampling_strategy"],
+        "branch_score": "mean" if h["branch_topp"] == 1 else "tail",
+        "tail_fraction": h["branch_topp"],
+        "creation_weight": h["selection_conf_alpha"],
+        "window_attention": "full" if h["use_full_attention"] else "block_causal",
+        "ignore_eos": trace["eos_token_id"] < 0,
+        "eos_token_id": max(trace["eos_token_id"], 0),
+        "finish_at_eos": False,
+    }
+    return DecodingParams(**{**values, **changes})
+
+
+def rounds(trace: dict[str, Any]) -> list[dict[str, Any]]:
+    """The recorded rounds with a forward pass, D2F and LoPA in one form.
+
+    Keys: span, cache_length, committed, winner (evaluation order), fills, branch_ends, masked (of the winner).
+    """
+    out = []
+    for record in trace["trace"]:
+        if not record.get("forwards", record.get("forward")):
+            continue  # the closing round
+        if trace["mode"] == "d2f":
+            forwards, winner, masked = [record["forward"]], 0, record["masked"]
+        else:
+            forwards, winner, masked = record["forwards"], record["winner"]["eval_index"], record["winner_masked"]
+            if trace["hyperparameters"]["verification_force_base_winner"]:
+                forwards, winner = forwards[-1:], 0
+        forward = forwards[winner]
+        out.append(
+            {
+                "span": (forward["start_pos"], forward["start_pos"] + forward["input_len"]),
+                "cache_length": forward["cache_len_before"],
+                "committed": forward["update_kvcache"],
+                "winner": winner,
+                "fills": [tuple(fill) for fill in record["fills"]],
+                "branch_ends": [f["start_pos"] + f["input_len"] for f in forwards],
+                "masked": masked,
+                "confidences": [c[2] for c in record.get("confidences", [])],
+            }
+        )
+    return out

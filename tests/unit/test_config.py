@@ -1,0 +1,114 @@
+"""Parameters and model configurations are checked on construction, and errors name the field."""
+
+from __future__ import annotations
+
+import pytest
+
+from lopa_ascend.config import ConfigError, DecodingParams, ModelConfig, ParameterError
+
+
+def test_defaults_are_the_papers_gsm8k_row() -> None:
+    p = DecodingParams()
+    assert (p.decoding, p.num_branches, p.block_size, p.tau_add, p.tau_act, p.tau_conf) == (
+        "lopa",
+        3,
+        32,
+        0.1,
+        0.95,
+        0.9,
+    )
+    assert (p.max_new_tokens, p.temperature, p.confidence, p.branch_score) == (256, 0.0, "max_prob", "mean")
+    assert (p.window_attention, p.finish_at_eos, p.ignore_eos) == ("block_causal", True, False)
+    assert DecodingParams(decoding="d2f").num_branches == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("decoding", "lopaa"),
+        ("num_branches", -1),
+        ("num_branches", 1.5),
+        ("num_branches", True),
+        ("block_size", 0),
+        ("tau_add", 1.1),
+        ("tau_act", float("nan")),
+        ("tau_conf", "0.9"),
+        ("max_new_tokens", 0),
+        ("min_new_tokens", 300),
+        ("stop", ("",)),
+        ("stop", (1,)),
+        ("temperature", -0.1),
+        ("temperature", float("inf")),
+        ("top_p", 0.9),
+        ("top_k", 5),
+        ("seed", -1),
+        ("confidence", "entropy"),
+        ("branch_score", "median"),
+        ("tail_fraction", 2),
+        ("score_window", 0),
+        ("creation_weight", -0.5),
+        ("window_attention", "causal"),
+        ("max_active_blocks", 0),
+        ("eos_token_id", -3),
+        ("ignore_eos", 1),
+        ("finish_at_eos", None),
+    ],
+)
+def test_wrong_values_are_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(ParameterError, match=field) as error:
+        DecodingParams(**{field: value})  # type: ignore[arg-type]
+    assert error.value.param == field
+
+
+def test_d2f_has_no_branches() -> None:
+    with pytest.raises(ParameterError, match="num_branches"):
+        DecodingParams(decoding="d2f", num_branches=2)
+
+
+def test_an_unknown_choice_lists_the_known_ones() -> None:
+    with pytest.raises(ParameterError, match="max_prob, margin, neg_entropy"):
+        DecodingParams(confidence="probability")
+
+
+def test_the_parameters_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        DecodingParams().seed = 3  # type: ignore[misc]
+
+
+GOOD = {
+    "model_type": "Dream", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "mask_token_id": 63,
+}  # fmt: skip
+
+
+def test_fields_come_from_the_file() -> None:
+    config = ModelConfig.from_json({**GOOD, "rope_theta": 5.0e5, "eos_token_id": 3}, {"eos_token_id": [1, 2]})
+    assert (config.head_dim, config.rope_theta, config.eos_token_ids) == (8, 5.0e5, (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "qwen2"}, "model_type.*'qwen2'.*'Dream'"),
+        ({"mask_token_id": None}, "mask_token_id"),
+        ({"mask_token_id": 64}, "mask_token_id.*64"),
+        ({"hidden_size": "32"}, "hidden_size"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"hidden_act": "gelu"}, "hidden_act.*gelu"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps"),
+        ({"eos_token_id": 64}, "eos_token_id"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings"),
+        ({"hidden_size": 36, "num_attention_heads": 4}, "head_dim 9"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name(change: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ModelConfig.from_json({**GOOD, **change}, {})
+
+
+@pytest.mark.parametrize("missing", [k for k in GOOD if k not in ("num_key_value_heads",)])
+def test_missing_fields_are_refused_by_name(missing: str) -> None:
+    with pytest.raises(ConfigError, match=missing):
+        ModelConfig.from_json({k: v for k, v in GOOD.items() if k != missing}, {})

@@ -1,0 +1,102 @@
+"""Branch scores and the choice of the winner, exactly."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lopa_ascend.config import DecodingParams
+from lopa_ascend.decode import begin
+from lopa_ascend.decode.lopa import SCALE, branch_score, fixed
+from lopa_ascend.types import RowResult
+
+confidences = st.lists(st.floats(-12, 1, width=32), min_size=1, max_size=40)
+
+
+@given(confidences)
+def test_mean(values: list[float]) -> None:
+    assert branch_score(values, DecodingParams()) == (sum(map(fixed, values)), len(values))
+
+
+@given(confidences, st.floats(0, 1))
+def test_tail_is_the_mean_of_the_least_confident(values: list[float], fraction: float) -> None:
+    total, count = branch_score(values, DecodingParams(branch_score="tail", tail_fraction=fraction))
+    assert count == max(1, int(len(values) * fraction))
+    assert total == sum(sorted(map(fixed, values))[:count])
+
+
+@given(confidences, st.integers(1, 12))
+def test_window_is_the_lowest_mean_of_consecutive_ones(values: list[float], size: int) -> None:
+    total, count = branch_score(values, DecodingParams(branch_score="window", score_window=size))
+    whole = [fixed(v) for v in values]
+    windows = [whole[i : i + size] for i in range(len(whole) - size + 1)] or [whole]
+    assert Fraction(total, count) == min(Fraction(sum(w), len(w)) for w in windows)
+
+
+def test_a_branch_without_masks_scores_one() -> None:
+    assert branch_score((), DecodingParams(confidence="neg_entropy")) == (SCALE, 1)
+
+
+def first_round(confs: list[float], **kwargs):
+    params = DecodingParams(block_size=len(confs), max_new_tokens=2 * len(confs), tau_conf=1.0, tau_add=1.0, **kwargs)
+    strategy = begin([1], params, 99, frozenset())
+    plan = strategy.plan()
+    assert plan is not None
+    strategy.absorb(plan, [RowResult(tuple(range(len(confs))), tuple(confs), tuple(confs))], 0, 0)
+    return strategy
+
+
+def test_candidates_rank_by_confidence_then_position() -> None:
+    strategy = first_round([0.5, 0.9, 0.7, 0.7, 0.6], num_branches=3)
+    lookaheads = [branch.lookahead and branch.lookahead.position for branch in strategy.branches]
+    assert lookaheads == [3, 4, 5, None]  # position 2 was the fallback fill
+
+
+def test_fewer_candidates_than_branches() -> None:
+    strategy = first_round([0.5, 0.9, 0.7], num_branches=7)
+    assert len(strategy.branches) == 3
+
+
+def test_exact_ties_go_to_the_higher_ranked_lookahead() -> None:
+    strategy = first_round([0.5, 0.9, 0.7], num_branches=2)
+    plan = strategy.plan()
+    assert plan is not None
+    tie = [RowResult((1,) * len(r.masked), (0.25,) * len(r.masked), (0.25,) * len(r.masked)) for r in plan.rows]
+    assert strategy.absorb(plan, tie, 0, 0).winner == 0
+
+
+def test_creation_weight_counts_the_lookahead_token() -> None:
+    strategy = first_round([0.5, 0.9, 0.7], num_branches=2, creation_weight=1.0)
+    plan = strategy.plan()
+    assert plan is not None
+    tie = [RowResult((1,) * len(r.masked), (0.25,) * len(r.masked), (0.25,) * len(r.masked)) for r in plan.rows]
+    record = strategy.absorb(plan, tie, 0, 0)
+    assert record.winner == 2  # the anchor's is 1.0
+    assert [round(b.score, 3) for b in record.branches] == [0.7, 0.5, 1.0]
+
+
+def test_a_branch_computes_from_its_lookahead_block_on() -> None:
+    params = DecodingParams(block_size=4, max_new_tokens=8, num_branches=2, tau_conf=1.0, tau_add=0.25)
+    strategy = begin([1], params, 99, frozenset())
+    plan = strategy.plan()
+    assert plan is not None
+    row = (0.9, 0.3, 0.2, 0.1)
+    strategy.absorb(plan, [RowResult((1, 1, 1, 1), row, row)], 0, 0)
+    plan = strategy.plan()
+    assert plan is not None
+    window = [0.1, 0.1, 0.1, 0.9, 0.8, 0.3, 0.2]
+    strategy.absorb(
+        plan,
+        [
+            RowResult((1,) * len(r.masked), tuple(window[-len(r.masked) :]), tuple(window[-len(r.masked) :]))
+            for r in plan.rows
+        ],
+        0,
+        0,
+    )
+    plan = strategy.plan()
+    assert plan is not None
+    assert {row.compute_from for row in plan.rows[:-1]} == {5}
+    assert plan.rows[-1].compute_from == plan.start
