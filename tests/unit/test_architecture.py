@@ -1,0 +1,81 @@
+"""The import contracts are there and cover what they should; the folders beside lopa_ascend/ have one name each."""
+
+import dataclasses
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lopa_ascend.config import DecodingParams
+
+ROOT = Path(__file__).resolve().parents[2]
+TOML = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+PYPROJECT: dict[str, Any] = TOML.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+CONTRACTS = {c["name"]: c for c in PYPROJECT["tool"]["importlinter"]["contracts"]}
+PURE: list[str] = CONTRACTS["policy is pure"]["source_modules"]
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a fresh interpreter that finds the checkout first."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+def exists(module: str) -> bool:
+    path = ROOT.joinpath(*module.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+def test_layers_are_as_designed():
+    contract = CONTRACTS["imports point one way"]
+    layers = [{name.strip(" ()") for name in layer.split("|")} for layer in contract["layers"]]
+    assert contract["type"] == "layers"
+    assert contract["exhaustive"]
+    assert layers == [
+        {"serve"},
+        {"engine"},
+        {"runner", "scheduler", "tokenizer"},
+        {"checkpoint", "model", "kv", "score", "policy", "decode"},
+        {"graph", "parallel"},
+        {"backend", "pages"},
+        {"config"},
+        {"types"},
+    ]
+
+
+def test_policy_contract_names_every_pure_module():
+    designed = [f"lopa_ascend.{name}" for name in ("types", "config", "decode", "pages", "scheduler")]
+    assert [m for m in designed if exists(m)] == PURE
+    assert {"torch", "torch_npu"} <= set(CONTRACTS["policy is pure"]["forbidden_modules"])
+
+
+def test_only_the_npu_backend_may_import_torch_npu():
+    contract = CONTRACTS["one place knows the NPU"]
+    assert set(contract["forbidden_modules"]) == {"torch_npu", "torchair"}
+    assert all(line.startswith("lopa_ascend.backend.npu") for line in contract["ignore_imports"])
+
+
+@pytest.mark.parametrize("module", ["lopa_ascend", *PURE])
+def test_pure_modules_do_not_import_torch(module: str):
+    result = python(f"import sys, {module}; print(sorted({{'torch', 'torch_npu', 'transformers'}} & set(sys.modules)))")
+    assert (result.stdout.strip(), result.stderr) == ("[]", "")
+
+
+@pytest.mark.parametrize("name", ["graph", "parallel"])
+def test_outer_packages_have_one_name(name: str):
+    assert python(f"import lopa_ascend.{name}").returncode == 0
+    result = python(f"import {name}")
+    assert result.returncode != 0
+    assert f"ImportError: {name}/ is the package lopa_ascend.{name}" in result.stderr
+    assert (ROOT / "lopa_ascend" / name).readlink() == Path("..", name)
+
+
+def test_readme_names_every_decoding_parameter():
+    readme = (ROOT / "README.md").read_text("utf-8")
+    missing = [f.name for f in dataclasses.fields(DecodingParams) if f"| `{f.name}` |" not in readme]
+    assert missing == []
