@@ -1,0 +1,48 @@
+# shellcheck shell=bash
+# To be sourced: use_env ROOT [EXTRA] sets up ROOT/.venv with the project (editable) and the extra, and puts it on PATH.
+# PYTHON names the interpreter to build it from (default python3). Installs only what changed: when pyproject.toml,
+# setup.py and the checkout's place are as they were, it takes no time. torch_npu is never installed here.
+
+TORCH="torch==2.13.0"
+
+use_env() {
+    local root=$1 extra=${2:-} python=${PYTHON:-python3} venv="$1/.venv" wanted
+    wanted=$(cd "$root" && { echo "$TORCH" && cat pyproject.toml setup.py; } | cksum)
+
+    if [[ -e $venv/installing ]]; then
+        echo "env: the last installation into $venv did not finish; starting afresh" >&2
+        make_venv "$python" "$venv"
+    # venv writes bin/activate last, and with its own path in it: this also finds a half-made or a moved environment.
+    elif ! grep -qsF "$venv" "$venv/bin/activate" || ! "$venv/bin/python" -c "" 2>/dev/null; then
+        make_venv "$python" "$venv"
+    fi
+    export VIRTUAL_ENV=$venv PATH="$venv/bin:$PATH"
+    unset PYTHONHOME
+
+    grep -qsxF "$wanted" "$venv/installed-${extra:-base}" && return
+    # An installation with an extra holds all that one without holds.
+    [[ -z $extra ]] && grep -qsxF "$wanted" "$venv"/installed-* && return
+    echo "env: installing $TORCH and the project${extra:+ with its $extra tools} into $venv (minutes, once)" >&2
+    touch "$venv/installing"
+    # torch first, by itself: what comes later finds it there and does not choose another.
+    (
+        cd "$root" || exit
+        python -m pip install --quiet --disable-pip-version-check "$TORCH"
+        python -m pip install --quiet --disable-pip-version-check --editable ".${extra:+[$extra]}"
+    )
+    echo "$wanted" >"$venv/installed-${extra:-base}"
+    rm "$venv/installing"
+}
+
+make_venv() {
+    local python=$1 venv=$2
+    if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+        echo "env: $python is missing or older than Python 3.10; name another one: PYTHON=python3.11 $0" >&2
+        exit 1
+    fi
+    if ! "$python" -c "import ensurepip, venv" 2>/dev/null; then
+        echo "env: $python has no venv module; install it (Debian, Ubuntu: apt-get install python3-venv) and try again" >&2
+        exit 1
+    fi
+    "$python" -m venv --clear "$venv"
+}
