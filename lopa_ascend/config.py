@@ -183,12 +183,15 @@ class ModelConfig:
         Raises:
             ConfigError: a field is missing, malformed, or asks for something this engine does not do.
         """
+        config = {name: value for name, value in config.items() if value is not None}  # null: the default
         read = _Reader(config, source)
         read.expect("model_type", ("Dream",))
         read.expect("hidden_act", ("silu",), default="silu")
         read.expect("rope_scaling", (None,), default=None)
         read.expect("use_sliding_window", (False,), default=False)
-        rope = config.get("rope_parameters") or {}
+        rope = config.get("rope_parameters", {})
+        if not isinstance(rope, dict):
+            raise ConfigError(f"{source}: rope_parameters is {rope!r}, expected an object")
         if rope.get("rope_type", "default") != "default":
             raise ConfigError(f"{source}: rope_parameters.rope_type is {rope['rope_type']!r}, expected 'default'")
         hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
@@ -204,7 +207,6 @@ class ModelConfig:
             raise ConfigError(f"{source}: head_dim {head_dim} is odd; rotary embeddings need an even one")
         vocab = read.integer("vocab_size")
         mask = read.token("mask_token_id", vocab)
-        eos = generation.get("eos_token_id", config.get("eos_token_id"))
         return cls(
             vocab_size=vocab,
             hidden_size=hidden,
@@ -219,13 +221,19 @@ class ModelConfig:
             tie_word_embeddings=read.flag("tie_word_embeddings", False),
             attention_bias=read.flag("attention_bias", True),
             mask_token_id=mask,
-            eos_token_ids=_eos_ids(eos, vocab, source),
-            dtype=str(config.get("torch_dtype") or config.get("dtype") or "float32"),
+            eos_token_ids=_eos_ids(config, generation, vocab, source),
+            dtype=str(config.get("torch_dtype", config.get("dtype", "float32"))),
         )
 
 
-def _eos_ids(value: object, vocab: int, source: str) -> tuple[int, ...]:
-    ids = [] if value is None else value if isinstance(value, list) else [value]
+def _eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any], vocab: int, source: str) -> tuple[int, ...]:
+    """All EOS ids of generation_config.json, or else of config.json."""
+    value = generation.get("eos_token_id")
+    if value is None:
+        value = config.get("eos_token_id", [])
+    else:
+        source = source.replace("config.json", "generation_config.json")
+    ids = value if isinstance(value, list) else [value]
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
             raise ConfigError(f"{source}: eos_token_id {token!r} is not an id below vocab_size {vocab}")

@@ -142,5 +142,5 @@ def gumbel_noise(seed: int, positions: Tensor, round_: int, vocab: int) -> Tenso
     key = _mix(key + (positions + 1) * gamma)
     key = _mix(key + (round_ + 1) * gamma % 2**63)
     bits = _mix(key[:, None] + (torch.arange(vocab, device=positions.device) + 1) * gamma)
-    uniform = (((bits >> 40) & (2**24 - 1)).float() + 0.5) * 2.0**-24  # in (0, 1): both logarithms are finite
+    uniform = (((bits >> 41) & (2**23 - 1)).float() + 0.5) * 2.0**-23  # exact, in (0, 1): both logarithms are finite
     return uniform.log_().neg_().log_().neg_()

@@ -128,7 +128,6 @@ class Reference:
         return branch["x"][block["start"] : block["end"]].count(self.mask)
 
     def run(self) -> Outcome:
-        p = self.p
         prompt_block = {"start": 0, "end": self.prompt_length, "state": "to_cache", "full": True}
         branches = [{"x": self.x, "blocks": [prompt_block], "eos": False, "creation": 1.0}]
         rounds = []

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lopa_ascend.backend.base import Entries
 
-MIN_ROWS = 4  # below this a GEMM may take a kernel that sums in another order, and rows would depend on their number
+MIN_ROWS = 16  # below this MKL takes kernels that sum in another order, and a row would depend on how many there are
 
 
 class CpuOps:

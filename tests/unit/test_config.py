@@ -112,3 +112,13 @@ def test_what_cannot_run_is_refused_by_name(change: dict, words: str) -> None:
 def test_missing_fields_are_refused_by_name(missing: str) -> None:
     with pytest.raises(ConfigError, match=missing):
         ModelConfig.from_json({k: v for k, v in GOOD.items() if k != missing}, {})
+
+
+def test_null_is_the_default_and_generation_config_goes_first() -> None:
+    nothing = {"head_dim": None, "num_key_value_heads": None, "rope_theta": None, "eos_token_id": 5}
+    config = ModelConfig.from_json({**GOOD, **nothing}, {"eos_token_id": None})
+    assert (config.head_dim, config.num_kv_heads, config.rope_theta, config.eos_token_ids) == (8, 4, 10000.0, (5,))
+    with pytest.raises(ConfigError, match="generation_config.json: eos_token_id 99"):
+        ModelConfig.from_json(GOOD, {"eos_token_id": 99})
+    with pytest.raises(ConfigError, match="rope_parameters"):
+        ModelConfig.from_json({**GOOD, "rope_parameters": 3}, {})

@@ -1,0 +1,187 @@
+"""The Python API: what users call, with a tiny random model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lopa_ascend import LLM, DecodingParams
+from lopa_ascend.config import ParameterError
+from lopa_ascend.score import NonFiniteError
+from tests.tiny import VOCAB_SIZE, write_dream, write_tokenizer
+
+SHORT = {"block_size": 8, "max_new_tokens": 40, "tau_conf": 0.5}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    write_dream(folder, eos_token_id=3)
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(path) -> LLM:
+    return LLM(path)
+
+
+def params(**kwargs) -> DecodingParams:
+    return DecodingParams(**{**SHORT, **kwargs})
+
+
+def one(llm: LLM, prompt="hello the answer", **kwargs):
+    return llm.generate(prompt, params(**kwargs), quiet=True)[0]
+
+
+def test_prompts_as_text_texts_and_token_ids(llm: LLM) -> None:
+    text = one(llm)
+    ids = llm.tokenizer.encode("hello the answer")
+    assert llm.generate(["hello the answer", "ing"], params(), quiet=True)[0] == text
+    assert llm.generate([ids], params(), quiet=True)[0] == text
+    assert text.prompt_token_ids == tuple(ids)
+    assert text.text == llm.tokenizer.decode(list(text.token_ids))
+
+
+def test_chat_goes_through_the_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    output = llm.chat([messages, messages], params(), quiet=True)
+    assert output[0] == output[1]
+    assert list(output[0].prompt_token_ids) == llm.tokenizer.chat(messages)
+
+
+def test_max_new_tokens_is_exact(llm: LLM) -> None:
+    for n in (1, 7, 8, 9, 21):
+        output = one(llm, max_new_tokens=n, ignore_eos=True)
+        assert len(output.token_ids) == n
+        assert output.finish_reason == "length"
+
+
+def test_min_new_tokens_holds_eos_back(llm: LLM) -> None:
+    eos = one(llm, ignore_eos=True).token_ids[5]
+    assert len(one(llm, eos_token_id=eos).token_ids) <= 5
+    output = one(llm, eos_token_id=eos, min_new_tokens=20)
+    assert len(output.token_ids) >= 20
+    assert eos not in output.token_ids
+
+
+def test_eos_ends_the_text_and_is_cut_off(llm: LLM) -> None:
+    eos = one(llm, ignore_eos=True, decoding="d2f").token_ids[12]
+    output = one(llm, eos_token_id=(eos, 5), decoding="d2f")
+    assert (output.finish_reason, output.stop_reason) == ("stop", eos)
+    assert eos not in output.token_ids
+
+
+def test_stop_strings_cut_the_text(llm: LLM) -> None:
+    whole = one(llm, ignore_eos=True).text
+    stop = whole[len(whole) // 2 :][:3]
+    output = one(llm, ignore_eos=True, stop=(stop,))
+    assert output.text == whole[: whole.index(stop)]
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+    assert output.num_forwards <= one(llm, ignore_eos=True).num_forwards
+
+
+def test_progress_only_ever_grows(llm: LLM) -> None:
+    tokens, text = (), ""
+    *steps, last = llm.stream(llm.tokenize("hello"), params(ignore_eos=True))
+    for step in [*steps, last]:
+        assert step.token_ids[: len(tokens)] == tokens
+        assert step.text.startswith(text)
+        tokens, text = step.token_ids, step.text
+    assert last.output.text == text
+    assert all(step.output is None for step in steps)
+
+
+def test_a_closed_stream_gives_its_pages_back(llm: LLM) -> None:
+    stream = llm.stream(llm.tokenize("hello"), params())
+    next(stream)
+    assert llm._pool.allocator.num_free < llm._pool.num_pages
+    stream.close()
+    assert llm._pool.allocator.num_free == llm._pool.num_pages
+
+
+def test_a_seed_reproduces_a_sample_and_another_changes_it(llm: LLM) -> None:
+    first = one(llm, temperature=1.0, seed=1, ignore_eos=True)
+    assert one(llm, temperature=1.0, seed=1, ignore_eos=True) == first
+    assert one(llm, temperature=1.0, seed=2, ignore_eos=True).token_ids != first.token_ids
+    assert one(llm, temperature=1.0, ignore_eos=True, top_k=5, top_p=0.9).token_ids
+
+
+@pytest.mark.parametrize("temperature", [0.0, 3.0])
+def test_ids_behind_the_tokenizer_and_the_mask_are_never_produced(path, tmp_path, temperature: float) -> None:
+    """A head that wants nothing but the mask and ids that the tokenizer lacks."""
+    write_dream(tmp_path, vocab_size=VOCAB_SIZE + 60, mask_token_id=VOCAB_SIZE - 1)
+    write_tokenizer(tmp_path)
+    llm = LLM(tmp_path)
+    llm._model.head[VOCAB_SIZE - 1 :] *= 20
+    for seed in range(3):
+        output = one(llm, temperature=temperature, seed=seed, ignore_eos=True)
+        assert max(output.token_ids) < VOCAB_SIZE - 1
+
+
+def test_logits_that_are_not_finite_fail_the_request_alone(path) -> None:
+    llm = LLM(path)
+    good = one(llm)
+    kept = llm._model.head.clone()
+    llm._model.head[7] = torch.nan
+    with pytest.raises(NonFiniteError):
+        one(llm)
+    llm._model.head.copy_(kept)
+    assert llm._pool.allocator.num_free == llm._pool.num_pages
+    assert one(llm) == good
+
+
+def test_without_a_tokenizer_prompts_are_ids(tmp_path) -> None:
+    write_dream(tmp_path)
+    llm = LLM(tmp_path)
+    output = llm.generate([[1, 2, 3]], params(ignore_eos=True), quiet=True)[0]
+    assert output.text is None
+    assert len(output.token_ids) == 40
+    with pytest.raises(ParameterError, match="prompt.*no tokenizer"):
+        llm.generate("text", quiet=True)
+    with pytest.raises(ParameterError, match="stop.*tokenizer"):
+        llm.generate([[1]], params(stop=("a",)), quiet=True)
+    with pytest.raises(ParameterError, match="messages"):
+        llm.chat([[{"role": "user", "content": "hello"}]], quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [([], "empty"), ([-1], "-1"), ([VOCAB_SIZE], str(VOCAB_SIZE)), ([True], "True"), ([VOCAB_SIZE - 1], "mask")],
+)
+def test_a_bad_prompt_is_refused_by_name(llm: LLM, prompt: list[int], words: str) -> None:
+    with pytest.raises(ParameterError, match=f"prompt.*{words}"):
+        llm.generate([prompt], params(), quiet=True)
+
+
+def test_a_request_that_cannot_fit_is_refused_with_the_numbers(path) -> None:
+    llm = LLM(path, max_model_len=64)
+    with pytest.raises(ParameterError, match="max_new_tokens.*60.*5 tokens.*64.*59"):
+        llm.generate([[1] * 5], params(max_new_tokens=60), quiet=True)
+    with pytest.raises(ParameterError, match="max_model_len"):
+        LLM(path, max_model_len=10**6)
+
+
+def test_bfloat16(path) -> None:
+    llm = LLM(path, dtype="bfloat16")
+    assert llm._model.head.dtype == torch.bfloat16
+    assert len(one(llm, ignore_eos=True).token_ids) == 40
+
+
+def test_counts(llm: LLM) -> None:
+    output = llm.generate("hello", params(ignore_eos=True), trace=True, quiet=True)[0]
+    assert output.trace is not None
+    assert output.num_forwards == len(output.trace)
+    assert output.tokens_per_forward == 40 / output.num_forwards
+    assert output.published_tokens_per_step == 40 / (output.num_forwards + 1)
+    assert output.model_tokens == sum(record.model_tokens for record in output.trace)
+
+
+def test_branches_that_are_equal_by_construction_are_computed_once(llm: LLM) -> None:
+    causal, full = (
+        llm.generate("hello", params(ignore_eos=True, window_attention=mode), trace=True, quiet=True)[0]
+        for mode in ("block_causal", "full")
+    )
+    whole = [sum(branch.end - r.span[0] for branch in r.branches) for r in full.trace]
+    assert [record.model_tokens for record in full.trace] == whole
+    assert causal.model_tokens < sum(sum(b.end - r.span[0] for b in r.branches) for r in causal.trace)
