@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ class LLM:
         device: "cpu".
         dtype: "float32", "bfloat16", or "auto" for the checkpoint's own.
         max_model_len: positions of prompt and answer together; default: the model's max_position_embeddings.
+        kv_cache_memory: bytes that the KV pages of a request may take; default: half of the machine's memory.
         seed: seed of requests that give none.
 
     Raises:
@@ -47,6 +49,7 @@ class LLM:
         device: str = "cpu",
         dtype: str = "auto",
         max_model_len: int | None = None,
+        kv_cache_memory: int | None = None,
         seed: int = 0,
     ):
         path = DEMO_MODEL if model is None else Path(model)
@@ -65,6 +68,8 @@ class LLM:
         self._model = Dream(self.config, weights, ops)
         self._pool = KVPool(self.config, 0, self._model.head.dtype, device)
         self._ops, self._device = ops, device
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        self.kv_cache_memory = memory // 2 if kv_cache_memory is None else kv_cache_memory
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
@@ -123,6 +128,14 @@ class LLM:
                 f"{params.max_new_tokens} does not fit: the prompt has {len(prompt_token_ids)} tokens and "
                 f"max_model_len is {self.max_model_len}, which leaves {room}",
             )
+        slots = 1 + params.lookaheads
+        needed = self._pages(len(prompt_token_ids) + params.max_new_tokens, slots) * self._page_bytes
+        if needed > self.kv_cache_memory:
+            raise ParameterError(
+                "num_branches",
+                f"{slots} branches of {len(prompt_token_ids)} + {params.max_new_tokens} positions need {needed} bytes "
+                f"of KV pages; kv_cache_memory is {self.kv_cache_memory}",
+            )
         if params.stop and self.tokenizer is None:
             raise ParameterError("stop", f"needs a tokenizer, and {self.model_name} has no tokenizer files")
         for token in self._eos(params):
@@ -133,7 +146,7 @@ class LLM:
 
     def stream(
         self, prompt_token_ids: Sequence[int], params: DecodingParams, *, trace: bool = False
-    ) -> Iterator[Progress]:
+    ) -> Generator[Progress, None, None]:
         """What is final after each forward pass; the last item carries the output. One request at a time.
 
         Closing the iterator ends the request and gives its pages back, as does any error.
@@ -219,9 +232,18 @@ class LLM:
             seed=self.seed if params.seed is None else params.seed,
         )
 
+    @property
+    def _page_bytes(self) -> int:
+        return KVPool.page_bytes(self.config, self._model.head.dtype)
+
+    @staticmethod
+    def _pages(positions: int, num_slots: int) -> int:
+        """Pages of a sequence in the worst case, when its slots share none."""
+        return pages_for(positions) * num_slots
+
     def _runner(self, positions: int, num_slots: int) -> Runner:
         """A runner whose pool holds at least one such sequence; with one request at a time the pool may be replaced."""
-        pages = pages_for(positions) * num_slots
+        pages = self._pages(positions, num_slots)
         if pages > self._pool.num_pages:
             self._pool = KVPool(self.config, pages, self._model.head.dtype, self._device)
         return Runner(self._model, self._pool, self._ops)
@@ -245,9 +267,12 @@ class _Request:
             if self.records is not None:
                 self.records.append(record)
             tokens = self.strategy.final_tokens()
-            text = self.text.push(tokens) if self.text else ""
-            if self.text and self.text.stopped is not None:
-                break
+            text = ""
+            if self.text:
+                text = self.text.push(tokens)
+                if self.text.stopped is not None:
+                    break
+                tokens = tokens[: self.text.num_shown]
             yield Progress(tuple(tokens), text)
         yield self._finished()
 

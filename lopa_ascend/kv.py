@@ -18,6 +18,11 @@ class KVPool:
         self.k, self.v = self.caches
         self.allocator = PageAllocator(num_pages)
 
+    @staticmethod
+    def page_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+        """Bytes of one page in all layers, keys and values."""
+        return 2 * config.num_layers * PAGE_SIZE * config.num_kv_heads * config.head_dim * dtype.itemsize
+
     @property
     def num_pages(self) -> int:
         return self.allocator.num_pages

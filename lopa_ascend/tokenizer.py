@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -60,7 +60,8 @@ class Tokenizer:
             ValueError: the text holds lone surrogates.
         """
         text.encode()
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+        # A batch of one, because that releases the GIL: megabytes of text take seconds.
+        return list(self._backend.encode_batch([text], add_special_tokens=False)[0].ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text; bytes that are not UTF-8 become U+FFFD, ids that are no token become nothing."""
@@ -125,6 +126,11 @@ class TextStream:
         self._ends: list[int] = []
         """Per token, the characters known after it."""
         self._stop_end = 0
+
+    @property
+    def num_shown(self) -> int:
+        """Tokens of which nothing is held back."""
+        return bisect_right(self._ends, len(self._shown))
 
     @property
     def num_tokens(self) -> int:

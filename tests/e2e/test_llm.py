@@ -82,7 +82,8 @@ def test_stop_strings_cut_the_text(llm: LLM) -> None:
 
 
 def test_progress_only_ever_grows(llm: LLM) -> None:
-    tokens, text = (), ""
+    tokens: tuple[int, ...] = ()
+    text = ""
     *steps, last = llm.stream(llm.tokenize("hello"), params(ignore_eos=True))
     for step in [*steps, last]:
         assert step.token_ids[: len(tokens)] == tokens
@@ -160,6 +161,8 @@ def test_a_request_that_cannot_fit_is_refused_with_the_numbers(path) -> None:
         llm.generate([[1] * 5], params(max_new_tokens=60), quiet=True)
     with pytest.raises(ParameterError, match="max_model_len"):
         LLM(path, max_model_len=10**6)
+    with pytest.raises(ParameterError, match="num_branches.*256 branches.*kv_cache_memory is 1000000"):
+        LLM(path, kv_cache_memory=10**6).generate([[1]], params(num_branches=255), quiet=True)
 
 
 def test_bfloat16(path) -> None:
@@ -184,4 +187,5 @@ def test_branches_that_are_equal_by_construction_are_computed_once(llm: LLM) -> 
     )
     whole = [sum(branch.end - r.span[0] for branch in r.branches) for r in full.trace]
     assert [record.model_tokens for record in full.trace] == whole
-    assert causal.model_tokens < sum(sum(b.end - r.span[0] for b in r.branches) for r in causal.trace)
+    windows = [branch.end - r.span[0] for r in causal.trace for branch in r.branches]
+    assert causal.model_tokens < sum(windows)

@@ -1,0 +1,32 @@
+"""Entry of `python -m lopa_ascend.serve`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import NoReturn
+
+from lopa_ascend.serve.cli import parse_args
+
+
+def _leave(*_: object) -> None:
+    # While the model loads there is nothing to clean up, and an exception inside an import would become another one.
+    os._exit(0)
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    config = parse_args(argv)
+    signal.signal(signal.SIGINT, _leave)
+    signal.signal(signal.SIGTERM, _leave)
+    from lopa_ascend.serve.server import serve  # brings torch, which takes seconds
+
+    status = serve(config)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Taking torch down takes seconds on a busy machine, and crashes while the engine's thread is inside a forward pass.
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

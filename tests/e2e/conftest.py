@@ -1,0 +1,105 @@
+"""Real server processes on tiny random models."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.tiny import SPECIAL, VOCAB_SIZE, write_dream, write_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+POISON = 5
+"""The token id whose embedding is NaN in ``poisoned_server``'s model."""
+
+
+class ServerProcess:
+    """`python -m lopa_ascend.serve` on a free port."""
+
+    def __init__(self, *arguments: str, wait: bool = True):
+        # Not OpenMP's default threads: a busy machine would make every step slow.
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "lopa_ascend.serve", "--port", "0", *arguments]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.greeting = ""
+        if wait:
+            self._await_greeting()
+
+    def _await_greeting(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.greeting += line
+            if line.startswith("curl "):
+                break
+        else:
+            raise AssertionError(f"the server did not start:\n{self.process.communicate()[1]}")
+        self.url = self.greeting.partition("serving   ")[2].split()[0]
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+        self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def stop(self, signal_number: int) -> tuple[int, str]:
+        """Exit status and stderr; raises subprocess.TimeoutExpired after 5 s."""
+        self.process.send_signal(signal_number)
+        stderr = self.process.communicate(timeout=5)[1]
+        return self.process.returncode, stderr
+
+
+@contextmanager
+def running(*arguments: str, wait: bool = True) -> Iterator[ServerProcess]:
+    server = ServerProcess(*arguments, wait=wait)
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.communicate()
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    write_tokenizer(path)
+    # As Dream has it: logits wider than the tokenizer, whose last id is the mask.
+    return write_dream(
+        path,
+        vocab_size=VOCAB_SIZE + 8,
+        mask_token_id=VOCAB_SIZE - 1,
+        eos_token_id=VOCAB_SIZE - len(SPECIAL),
+        max_position_embeddings=4096,
+    )
+
+
+@pytest.fixture(scope="session")
+def poisoned_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """No tokenizer, and prompts that hold ``POISON`` give logits that are not finite."""
+    path = tmp_path_factory.mktemp("models") / "poisoned"
+    write_dream(path)
+    weights = load_file(path / "model.safetensors")
+    weights["model.embed_tokens.weight"][POISON] = torch.nan
+    save_file(weights, path / "model.safetensors")
+    return path
+
+
+@pytest.fixture(scope="session")
+def server(model_dir: Path) -> Iterator[ServerProcess]:
+    with running("--model", str(model_dir)) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def poisoned_server(poisoned_dir: Path) -> Iterator[ServerProcess]:
+    with running("--model", str(poisoned_dir), "--served-model-name", "ids-only", "--max-new-tokens", "8") as process:
+        yield process
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> openai.OpenAI:
+    return server.openai
