@@ -31,7 +31,7 @@ def load(path: Any) -> Qwen2ForCausalLM:
 
     values = json.loads((path / "config.json").read_text())
     keep = {k: v for k, v in values.items() if k not in ("architectures", "model_type", "torch_dtype", "golden_init")}
-    model = Qwen2ForCausalLM(Qwen2Config(**keep, attn_implementation="eager"))
+    model = Qwen2ForCausalLM(Qwen2Config(**keep))
     state = load_file(path / "model.safetensors")
     if values.get("tie_word_embeddings"):
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
@@ -129,8 +129,8 @@ class Reference:
 
     def run(self) -> Outcome:
         prompt_block = {"start": 0, "end": self.prompt_length, "state": "to_cache", "full": True}
-        branches = [{"x": self.x, "blocks": [prompt_block], "eos": False, "creation": 1.0}]
-        rounds = []
+        branches: list[dict[str, Any]] = [{"x": self.x, "blocks": [prompt_block], "eos": False, "creation": 1.0}]
+        rounds: list[tuple[int, int, int, list[tuple[int, int]]]] = []
         while True:
             for branch in branches:
                 self.open_and_activate(branch)
@@ -219,7 +219,7 @@ class Reference:
         return branches
 
 
-def layers(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def layers(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     if hasattr(cache, "layers"):
         return [(layer.keys, layer.values) for layer in cache.layers]
-    return list(zip(cache.key_cache, cache.value_cache, strict=True))
+    return list(zip(cache.key_cache, cache.value_cache, strict=True))  # transformers 4

@@ -123,9 +123,10 @@ def test_a_block_finished_by_a_lookahead_alone_waits_a_round() -> None:
     branch = Branch([1, 2, 3, MASK], [Block(0, 1, 0, BlockState.IN_CACHE), Block(1, 5, 1, activated=True)])
     branch.fill(Fill(4, 1, 0.9, 0.9), frozenset())
     branch.settle(frozenset())
-    assert branch.blocks[1].state is BlockState.ACTIVE
+    states = [branch.blocks[1].state]
     branch.settle(frozenset([1]))
-    assert branch.blocks[1].state is BlockState.TO_CACHE
+    states.append(branch.blocks[1].state)
+    assert states == [BlockState.ACTIVE, BlockState.TO_CACHE]
 
 
 def test_a_finished_block_waits_for_the_one_before() -> None:
