@@ -1,0 +1,197 @@
+"""Decoding speed on a CPU against this machine's GEMM peak, both measured in this run.
+
+    python -m scripts.bench_decode
+    python -m scripts.bench_decode --branches 8 --dtypes bfloat16 --windows full
+
+The workload is a random Dream of 125 M parameters (768 hidden, 12 layers, vocabulary 32,000), prompt 128, 128 new
+tokens, block 32. Times are CPU seconds of this process, so other work on the machine disturbs them little. Columns:
+
+  forwards       forward passes for the 128 tokens
+  tokens/step    model tokens computed a step; positions that branches share by construction are computed once
+  forward        FLOP/s of the model's forward passes (linear layers) as a share of the GEMM peak
+  decode         FLOP/s of the whole decode: linear layers and LM head over all CPU time, as a share of the GEMM peak
+  published      FLOPs that the published code spends on as many forwards, with k = 8 and full attention (17,920 tokens
+                 of 100.1 M parameters for 19), over our CPU seconds, as a share of the GEMM peak
+  outside        share of the CPU time outside model forward, head and score
+
+In float32 with full attention the output ids are compared with those of the published code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+from safetensors.torch import save_file
+
+from lopa_ascend import LLM, DecodingParams
+from lopa_ascend.types import GenerationOutput
+
+WORKLOAD = Path(__file__).with_name("bench_workload.json")
+PUBLISHED_FLOPS = 2 * 100.1e6 * 17_920 / 19  # a forward, k = 8, full attention
+RECORDED = {0: "d2f", 4: "bf4", 8: "bf8"}
+
+
+def parameters(c: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name, shape) in drawing order."""
+    hidden, inner = c["hidden_size"], c["intermediate_size"]
+    kv = hidden // c["num_attention_heads"] * c["num_key_value_heads"]
+    yield "model.embed_tokens.weight", (c["vocab_size"], hidden)
+    for n in range(c["num_hidden_layers"]):
+        p = f"model.layers.{n}."
+        for name, rows in (("q", hidden), ("k", kv), ("v", kv)):
+            yield f"{p}self_attn.{name}_proj.weight", (rows, hidden)
+            yield f"{p}self_attn.{name}_proj.bias", (rows,)
+        yield p + "self_attn.o_proj.weight", (hidden, hidden)
+        yield p + "mlp.gate_proj.weight", (inner, hidden)
+        yield p + "mlp.up_proj.weight", (inner, hidden)
+        yield p + "mlp.down_proj.weight", (hidden, inner)
+        yield p + "input_layernorm.weight", (hidden,)
+        yield p + "post_attention_layernorm.weight", (hidden,)
+    yield "model.norm.weight", (hidden,)
+    yield "lm_head.weight", (c["vocab_size"], hidden)
+
+
+def spread(name: str, init: dict[str, float]) -> float:
+    """The standard deviation of a parameter's random values."""
+    groups = {"bias": "bias", "embed": "emb", "lm_head": "head", "q_proj": "qk", "k_proj": "qk", "self_attn": "attn"}
+    return init[next((group for key, group in groups.items() if key in name), "mlp")]
+
+
+def write_model(folder: Path, work: dict[str, Any]) -> None:
+    """The workload's model as a Dream directory, the same weights as were timed with the published code."""
+    config = dict(work["model"])
+    init = config.pop("init")
+    generator = torch.Generator().manual_seed(init["seed"])
+    digest, tensors = hashlib.sha256(), {}
+    for name, shape in parameters(config):
+        values = torch.randn(shape, generator=generator)
+        values = 1.0 + init["norm"] * values if name.endswith("norm.weight") else spread(name, init) * values
+        digest.update(name.encode() + values.numpy().tobytes())
+        tensors[name] = values.contiguous()
+    if digest.hexdigest() != work["weights_sha256_fp32"]:
+        raise RuntimeError("this torch draws other random weights than those that were timed")
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config |= {"model_type": "Dream", "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def gemm_peak(dtype: torch.dtype) -> float:
+    """FLOP/s of CPU time of the best of some linear layers of the model's sizes."""
+    best = 0.0
+    for rows, inner, outer in ((1152, 768, 4096), (1152, 2048, 768), (2048, 2048, 2048)):
+        x, weight = torch.randn(rows, inner).to(dtype), torch.randn(outer, inner).to(dtype)
+        for _ in range(6):
+            start = time.process_time()
+            torch.nn.functional.linear(x, weight)
+            best = max(best, 2 * rows * inner * outer / (time.process_time() - start))
+    return best
+
+
+@dataclass
+class Spent:
+    """CPU seconds inside some calls."""
+
+    seconds: float = 0.0
+
+    def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            start = time.process_time()
+            try:
+                return call(*args)
+            finally:
+                self.seconds += time.process_time() - start
+
+        return timed
+
+
+@dataclass(frozen=True)
+class Measurement:
+    output: GenerationOutput
+    total: float
+    forward: float
+    score: float
+
+
+def measure(llm: LLM, prompt: list[int], params: DecodingParams) -> Measurement:
+    forward, score = Spent(), Spent()
+    runner = llm._runner(len(prompt) + params.max_new_tokens, 1 + params.lookaheads)
+    kept = runner.model.forward, type(runner)._score
+    try:
+        runner.model.forward = forward.wrap(kept[0])  # type: ignore[method-assign]
+        type(runner)._score = lambda *args: score.wrap(kept[1])(*args)  # type: ignore[method-assign]
+        start = time.process_time()
+        output = llm.generate([prompt], params, trace=True, quiet=True)[0]
+        total = time.process_time() - start
+    finally:
+        runner.model.forward, type(runner)._score = kept  # type: ignore[method-assign]
+    return Measurement(output, total, forward.seconds, score.seconds)
+
+
+def report(llm: LLM, m: Measurement, peak: float, expected: dict[str, Any] | None) -> str:
+    c, trace = llm.config, m.output.trace
+    assert trace is not None
+    attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
+    layers = 2 * c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size) * m.output.model_tokens
+    head = 2 * c.hidden_size * c.vocab_size * sum(record.head_rows for record in trace)
+    n = m.output.num_forwards
+    cells = (
+        f"{n:8d}",
+        f"{m.output.tokens_per_forward:6.2f}",
+        f"{m.output.model_tokens / n:11.1f}",
+        f"{m.total:9.2f}",
+        f"{layers / m.forward / 1e9:8.1f} ({layers / m.forward / peak:4.2f})",
+        f"{(layers + head) / m.total / 1e9:8.1f} ({(layers + head) / m.total / peak:4.2f})",
+        f"{PUBLISHED_FLOPS * n / m.total / peak:9.2f}",
+        f"{1 - (m.forward + m.score) / m.total:7.1%}",
+        "" if expected is None else "same ids" if list(m.output.token_ids) == expected["output_ids"] else "OTHER IDS",
+    )
+    return "  ".join(cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--branches", type=int, nargs="+", default=[0, 4, 8], help="k, lookahead branches")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    parser.add_argument("--windows", nargs="+", default=["full", "block_causal"], choices=["full", "block_causal"])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1])
+    parser.add_argument("--model", type=Path, default=Path("build/bench-model"), help="where the random model is kept")
+    args = parser.parse_args()
+    work = json.loads(WORKLOAD.read_text())
+    if not (args.model / "config.json").exists():
+        write_model(args.model, work)
+    generator = torch.Generator().manual_seed(work["prompt_seed"])
+    prompt = torch.randint(0, work["prompt_vocab"], (work["prompt_len"],), generator=generator).tolist()
+    heading = "forwards     TPF  tokens/step  cpu secs  forward GFLOP/s   decode GFLOP/s  published  outside"
+    for dtype in args.dtypes:
+        llm = LLM(args.model, dtype=dtype)
+        for threads in args.threads:
+            torch.set_num_threads(threads)
+            peak = gemm_peak(getattr(torch, dtype))
+            print(f"\n{dtype}, {threads} thread(s): GEMM peak {peak / 1e9:.1f} GFLOP/s a core")
+            print(f"{'window':>12s}   k  {heading}")
+            for window in args.windows:
+                for k in args.branches:
+                    params = DecodingParams(
+                        decoding="lopa" if k else "d2f", num_branches=k, max_new_tokens=128, confidence="neg_entropy",
+                        window_attention=window, finish_at_eos=False, ignore_eos=True,
+                    )  # fmt: skip
+                    found = measure(llm, prompt, params)
+                    recorded = window == "full" and dtype == "float32" and k in RECORDED
+                    expected = work["expected"][f"{RECORDED[k]}/float32"] if recorded else None
+                    print(f"{window:>12s} {k:3d}  {report(llm, found, peak, expected)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
