@@ -23,7 +23,8 @@ from lopa_ascend.score import Scoring, score
 from lopa_ascend.types import RowPlan, RowResult, SequencePlan
 
 Indices = NDArray[np.int64]
-HEAD_ROWS = 128  # logits are computed and scored so many rows at a time: the whole of them would not fit a cache
+HEAD_ROWS = 128  # rows of logits computed at a time, enough to make good use of the head's weights,
+SCORE_ROWS = 16  # and scored at a time, few enough to stay in the cache
 
 
 @dataclass
@@ -199,14 +200,17 @@ class Runner:
         return Entries(layout.lengths, layout.kv_lengths, torch.from_numpy(table))
 
     def _score(self, rows: Tensor, state: SequenceState, positions: Indices) -> tuple[NDArray[np.generic], ...]:
-        where = torch.from_numpy(positions)
-        parts = [
-            score(self.model.logits(rows[i : i + HEAD_ROWS]), state.scoring, where[i : i + HEAD_ROWS], state.round)
-            for i in range(0, len(rows), HEAD_ROWS)
-        ]
-        if not parts:
-            return (np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.float32))
-        return tuple(torch.cat(column).numpy() for column in zip(*parts, strict=True))
+        """(tokens, probabilities, confidences), each [R], of hidden states [R, hidden] that predict ``positions``."""
+        num_rows, where = len(rows), torch.from_numpy(positions)
+        if not num_rows:
+            return np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.float32)
+        if num_rows % SCORE_ROWS == 1:  # a row by itself is summed by several threads, in another order
+            rows, where = torch.cat([rows, rows[-1:]]), torch.cat([where, where[-1:]])
+        parts = []
+        for chunk, places in zip(rows.split(HEAD_ROWS), where.split(HEAD_ROWS), strict=True):
+            for logits, at in zip(self.model.logits(chunk).split(SCORE_ROWS), places.split(SCORE_ROWS), strict=True):
+                parts.append(score(logits, state.scoring, at, state.round))
+        return tuple(torch.cat(column)[:num_rows].numpy() for column in zip(*parts, strict=True))
 
 
 def locations(table: Sequence[int], begin: int, end: int) -> Indices:

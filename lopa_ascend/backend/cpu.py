@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,7 +13,20 @@ from lopa_ascend.backend.base import Entries
 MIN_ROWS = 16  # below this MKL takes kernels that sum in another order, and a row would depend on how many there are
 
 
+def keep_freed_memory() -> None:
+    """Lets glibc keep what a step frees for the next one, instead of giving it back to the system and taking page
+    faults for it again: the tensors of a step are just above the size from which it does that."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mmap_threshold, trim_threshold = -3, -1
+        mallopt(mmap_threshold, 32 << 20)  # the largest that it accepts
+        mallopt(trim_threshold, 2**31 - 1)
+
+
 class CpuOps:
+    def __init__(self) -> None:
+        keep_freed_memory()
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         rows = x.shape[0]
         if rows < MIN_ROWS:
