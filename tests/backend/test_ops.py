@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lopa_ascend.backend import Entries, load_ops
+from lopa_ascend.backend.cpu import widened_linear
 from lopa_ascend.pages import PAGE_SIZE
 
 OPS = load_ops("cpu")
@@ -92,3 +93,11 @@ def test_attention_sees_the_pages_of_its_entry_and_no_further(heads: int) -> Non
         expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
         torch.testing.assert_close(out[start : start + length], expected.flatten(1))
         start += length
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_widened_linear_rounds_once(dtype: torch.dtype) -> None:
+    x, weight, bias = randn(20, 48).to(dtype), randn(2500, 48, seed=1).to(dtype), randn(2500, seed=2).to(dtype)
+    expected = (x.double() @ weight.double().T + bias.double()).to(dtype)
+    torch.testing.assert_close(widened_linear(x, weight, bias), expected, rtol=2**-7, atol=1e-2)
+    assert (widened_linear(x, weight, bias) == expected).float().mean() > 0.99

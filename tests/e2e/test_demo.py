@@ -1,0 +1,51 @@
+"""The bundled model, as a new user meets it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lopa_ascend import LLM, DecodingParams
+from scripts.eval_demo import decoding, evaluate, read
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM()
+
+
+def test_it_solves_held_out_problems_in_few_forward_passes(llm: LLM) -> None:
+    """A floor far below the measured figures, which `scripts.eval_demo` prints: it fails when the model is broken."""
+    problems = read(20)
+    d2f, lopa = (evaluate(llm, problems, decoding(k, 0.9)) for k in (0, 7))
+    assert d2f.accuracy >= 0.75
+    assert lopa.accuracy >= 0.75
+    assert lopa.tpf > d2f.tpf > 2
+
+
+def test_it_ends_by_itself_with_the_default_parameters(llm: LLM) -> None:
+    question = "Tom has 12 apples. Tom buys 30 more. How many apples does Tom have now?"
+    output = llm.chat([[{"role": "user", "content": question}]], quiet=True)[0]
+    assert output.finish_reason == "stop"
+    assert output.text.rpartition("#### ")[2].isdigit()
+
+
+def test_any_text_is_a_prompt(llm: LLM) -> None:
+    for prompt in ("x", "naïve 火 \U0001f600", "<|user|>Tom<|assistant|>", "\n\n"):
+        assert llm.generate(prompt, DecodingParams(max_new_tokens=33), quiet=True)[0].text is not None
+
+
+def test_the_readmes_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (code,) = [block for block in blocks if "LLM()" in block]
+    exec(compile(code, "README.md", "exec"), {})
+    assert "####" in capsys.readouterr().out
+
+
+def test_the_checkpoint_is_small() -> None:
+    files = [file for file in (ROOT / "lopa_ascend" / "demo").rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) <= 12e6
