@@ -75,10 +75,6 @@ class SlotTables:
                     table.append(self.allocator.share(self.tables[0][i]))
         self.num_shared = max(self.num_shared, full)
 
-    def location(self, slot: int, position: int) -> int:
-        """The flat index page * 128 + offset of a position."""
-        return self.tables[slot][position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
-
     def release(self) -> None:
         """Gives every page back."""
         for table in self.tables:

@@ -1,9 +1,10 @@
 """Word problems of the bundled model: seeded questions and worked answers that end in ``#### N``.
 
-A problem is a start amount and one to three changes (more, fewer, times), every number from 1 to 99. The question is
-worded by one of twelve story templates, each with its own verbs. The answer restates the facts, breaks each change
-into tens and ones, and repeats the result. Its sentences are drawn from several phrasings of different length that
-the question does not determine: an honest source of uncertainty, which is what lookahead branches resolve.
+A problem is a start amount and one to three changes (more, fewer, twice as many), with every number from 10 to 99. The
+question is worded by one of twelve story templates, each with its own verbs. The answer restates the amounts, breaks
+each change into tens and ones, and repeats the result. Which of four phrasings each of its sentences takes, the
+question does not say: an honest source of uncertainty, which is what lookahead branches resolve. The phrasings of a
+sentence have equally many tokens: filling a later position never forces a length on an earlier one.
 
 Training and held-out problems are disjoint by construction: a question belongs to one side by a hash of its text.
 """
@@ -24,13 +25,13 @@ PIECE = re.compile(r" ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]+\n*|\s")  # what the tokeniz
 
 @dataclass(frozen=True)
 class Story:
-    """One wording of a question; ``more``, ``fewer`` and ``times`` hold the sentences for each kind of change."""
+    """One wording of a question; ``more``, ``fewer`` and ``twice`` hold the sentences for each kind of change."""
 
     things: tuple[str, ...]
     start: str
     more: tuple[str, ...]
     fewer: tuple[str, ...]
-    times: tuple[str, ...]
+    twice: str
     ask: str
 
 
@@ -40,7 +41,7 @@ STORIES = (
         "{name} has {n} {thing}.",
         ("{name} buys {n} more.", "A friend gives {name} {n} more."),
         ("{name} eats {n}.", "{name} gives away {n}."),
-        ("Then {name} gets {n} times as many.",),
+        "Then {name} gets twice as many.",
         "How many {thing} does {name} have now?",
     ),
     Story(
@@ -48,7 +49,7 @@ STORIES = (
         "There are {n} {thing} on the shelf of {name}.",
         ("{name} puts {n} more on it.",),
         ("{name} takes {n} from it.", "{name} sells {n}."),
-        ("A bigger shelf holds {n} times as many.",),
+        "A bigger shelf holds twice as many.",
         "How many {thing} are on the shelf in the end?",
     ),
     Story(
@@ -56,7 +57,7 @@ STORIES = (
         "{name} counts {n} {thing} in the pond.",
         ("Then {n} more come.",),
         ("Then {n} leave.",),
-        ("By summer there are {n} times as many.",),
+        "By summer there are twice as many.",
         "How many {thing} are in the pond now?",
     ),
     Story(
@@ -64,7 +65,7 @@ STORIES = (
         "{name} collects {thing} and owns {n} of them.",
         ("{name} finds {n} more.", "{name} wins {n} more."),
         ("{name} loses {n}.", "{name} trades {n} away."),
-        ("Then the collection becomes {n} times as big.",),
+        "Then the collection becomes twice as big.",
         "How many {thing} does {name} own at last?",
     ),
     Story(
@@ -72,7 +73,7 @@ STORIES = (
         "The bakery of {name} makes {n} {thing} in the morning.",
         ("At noon it makes {n} more.",),
         ("It sells {n}.", "{n} are eaten."),
-        ("For a party it needs {n} times as many.",),
+        "For a party it needs twice as many.",
         "How many {thing} does that make?",
     ),
     Story(
@@ -80,7 +81,7 @@ STORIES = (
         "{name} saved {n} {thing}.",
         ("{name} earns {n} more.", "Grandma adds {n}."),
         ("{name} spends {n}.", "A toy costs {name} {n}."),
-        ("After a year {name} has {n} times as much.",),
+        "After a year {name} has twice as much.",
         "How many {thing} does {name} have in the end?",
     ),
     Story(
@@ -88,7 +89,7 @@ STORIES = (
         "{name} drives a bus with {n} {thing}.",
         ("At a stop {n} get on.",),
         ("At a stop {n} get off.",),
-        ("A train takes {n} times as many.",),
+        "A train takes twice as many.",
         "How many {thing} ride at the end?",
     ),
     Story(
@@ -96,7 +97,7 @@ STORIES = (
         "The hens of {name} lay {n} {thing} on Monday.",
         ("They lay {n} more on Tuesday.",),
         ("{name} cooks {n}.", "{n} break."),
-        ("In a month there are {n} times as many.",),
+        "In a month there are twice as many.",
         "How many {thing} are there then?",
     ),
     Story(
@@ -104,7 +105,7 @@ STORIES = (
         "In a game {name} scores {n} {thing}.",
         ("In the next round {name} scores {n} more.",),
         ("A mistake costs {n}.",),
-        ("A bonus makes it {n} times as many.",),
+        "A bonus makes it twice as many.",
         "What is the number of {thing} of {name}?",
     ),
     Story(
@@ -112,7 +113,7 @@ STORIES = (
         "{name} plants {n} {thing} in the garden.",
         ("In spring {name} plants {n} more.",),
         ("In winter {n} die.", "The wind breaks {n}."),
-        ("The next garden has {n} times as many.",),
+        "The next garden has twice as many.",
         "How many {thing} is that?",
     ),
     Story(
@@ -120,7 +121,7 @@ STORIES = (
         "{name} reads {n} {thing} of a book.",
         ("In the evening {name} reads {n} more.",),
         ("But {n} of them do not count.",),
-        ("In a week {name} reads {n} times as many.",),
+        "In a week {name} reads twice as many.",
         "How many {thing} are counted?",
     ),
     Story(
@@ -128,48 +129,34 @@ STORIES = (
         "A truck of {name} carries {n} {thing}.",
         ("It loads {n} more.", "{name} adds {n}."),
         ("It drops off {n}.", "{name} unloads {n}."),
-        ("A ship carries {n} times as many.",),
+        "A ship carries twice as many.",
         "How many {thing} are carried in the end?",
     ),
 )
 
 OPENINGS = (
-    "We start with {n} {thing}.",
-    "At first there are {n} {thing}.",
-    "The story begins with {n}.",
-    "Let us see: {n} {thing} to begin with.",
+    "At first we have {n} {thing} here.",
+    "The story begins with {n} {thing} now.",
+    "We start this with {n} {thing} now.",
+    "Let us now take {n} {thing} first.",
 )
+PLAN = "Let us work it out."
 STEPS = {
-    "+": (
-        "Then {n} more come: {work}.",
-        "Adding {n} to that: {work}.",
-        "It grows by {n}, so {work}.",
-        "Now add {n}: {work}.",
-    ),
-    "-": (
-        "Then {n} go away: {work}.",
-        "Taking {n} from that: {work}.",
-        "It falls by {n}, so {work}.",
-        "Now subtract {n}: {work}.",
-    ),
-    "*": (
-        "Then we need {n} times that: {work}.",
-        "Taking it {n} times: {work}.",
-        "It becomes {n} times as big, so {work}.",
-        "Now multiply by {n}: {work}.",
+    "+": ("Adding {n} gives: {work}.", "We add {n}: {work}.", "Plus {n} makes: {work}.", "Then {n} come: {work}."),
+    "-": ("Taking {n} leaves: {work}.", "We subtract {n}: {work}.", "Minus {n} makes: {work}.", "Then {n} go: {work}."),
+    "2": (
+        "Doubling {n} gives: {work}.",
+        "We double {n}: {work}.",
+        "Twice {n} makes: {work}.",
+        "Then {n} again: {work}.",
     ),
 }
-RESULTS = (
-    "That makes {n} {thing}.",
-    "So there are {n} now.",
-    "We have {n} {thing} after this.",
-    "The result here is {n}.",
-)
+RESULTS = ("That makes {n} {thing}.", "We have {n} {thing}.", "There are {n} {thing}.", "So it is {n}.")
 ENDINGS = (
-    "In the end {name} counts {n} {thing}.",
-    "So the answer is {n}.",
-    "Nothing else changes, the answer is {n} {thing}.",
+    "So the answer is {n} {thing}.",
+    "In the end {name} counts {n}.",
     "Therefore it is {n} for {name}.",
+    "The final count is {n} {thing}.",
 )
 
 
@@ -185,45 +172,31 @@ class Problem:
 
 
 def worked(a: int, op: str, b: int) -> tuple[str, int]:
-    """The calculation of ``a op b`` by tens and ones, and its result.
+    """The calculation of a + b ("+", "2") or a - b ("-") by tens and ones, and its result.
 
     >>> worked(37, "+", 45)
     ('37+40=77, 77+5=82', 82)
-    >>> worked(14, "*", 3)
-    ('10*3=30, 4*3=12, 30+12=42', 42)
+    >>> worked(52, "-", 17)
+    ('52-10=42, 42-7=35', 35)
     """
-    if op == "*":
-        tens, ones = a - a % 10, a % 10
-        if tens and ones:
-            return f"{tens}*{b}={tens * b}, {ones}*{b}={ones * b}, {tens * b}+{ones * b}={a * b}", a * b
-        return f"{a}*{b}={a * b}", a * b
-    sign = 1 if op == "+" else -1
-    tens, ones = b - b % 10, b % 10
-    if tens and ones:
-        middle = a + sign * tens
-        return f"{a}{op}{tens}={middle}, {middle}{op}{ones}={middle + sign * ones}", a + sign * b
-    return f"{a}{op}{b}={a + sign * b}", a + sign * b
+    sign, symbol = (-1, "-") if op == "-" else (1, "+")
+    ones = b % 10
+    middle, result = a + sign * (b - ones), a + sign * b
+    return f"{a}{symbol}{b - ones}={middle}, {middle}{symbol}{ones}={result}", result
 
 
 def changes(rng: random.Random) -> tuple[int, list[tuple[str, int]]]:
-    """A start amount and one to three changes whose results all stay within 1 to 99."""
-    start = value = rng.randint(2, 99)
+    """A start amount and one to three changes ("2" doubles), whose results all stay within 10 to 99."""
+    start = value = rng.randint(10, 99)
     wanted = rng.choice((1, 2, 2, 3, 3))
     out: list[tuple[str, int]] = []
     while len(out) < wanted:
-        op = rng.choice("++--*")
-        if op == "+" and value < 99:
-            n = rng.randint(1, 99 - value)
-            value += n
-        elif op == "-" and value > 1:
-            n = rng.randint(1, value - 1)
-            value -= n
-        elif op == "*" and value <= 49:
-            n = rng.randint(2, min(9, 99 // value))
-            value *= n
-        else:
-            continue
-        out.append((op, n))
+        op = rng.choice("++--2")
+        n = value if op == "2" else rng.randint(11, 89)
+        result = value - n if op == "-" else value + n
+        if n % 10 and 10 <= result <= 99:
+            out.append((op, n))
+            value = result
     return start, out
 
 
@@ -231,13 +204,13 @@ def make_problem(rng: random.Random) -> Problem:
     story, name = rng.choice(STORIES), rng.choice(NAMES)
     thing = rng.choice(story.things)
     start, steps = changes(rng)
-    kinds = {"+": story.more, "-": story.fewer, "*": story.times}
+    kinds = {"+": story.more, "-": story.fewer, "2": (story.twice,)}
 
     def say(phrasings: tuple[str, ...], n: int, work: str = "") -> str:
         return rng.choice(phrasings).format(name=name, thing=thing, n=n, work=work)
 
     question = [story.start.format(name=name, thing=thing, n=start)]
-    answer = [say(OPENINGS, start)]
+    answer = [say(OPENINGS, start), PLAN]
     value = start
     for op, n in steps:
         question.append(say(kinds[op], n))

@@ -51,11 +51,3 @@ def test_a_slot_that_had_no_page_yet_shares_slot_zeros() -> None:
     slots.grow(0, 3 * PAGE_SIZE)
     slots.share_committed(2 * PAGE_SIZE + 1)
     assert slots.tables[1] == slots.tables[0][:2]
-
-
-def test_location_is_page_and_offset() -> None:
-    slots = SlotTables(PageAllocator(8), 1)
-    slots.allocator.allocate()
-    slots.grow(0, PAGE_SIZE + 1)
-    assert slots.location(0, PAGE_SIZE) == slots.tables[0][1] * PAGE_SIZE
-    assert slots.location(0, 5) == slots.tables[0][0] * PAGE_SIZE + 5
