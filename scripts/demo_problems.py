@@ -4,7 +4,8 @@ A problem is a start amount and one to three changes (more, fewer, twice as many
 question is worded by one of twelve story templates, each with its own verbs. The answer restates the amounts, breaks
 each change into tens and ones, and repeats the result. Which of four phrasings each of its sentences takes, the
 question does not say: an honest source of uncertainty, which is what lookahead branches resolve. The phrasings of a
-sentence have equally many tokens: filling a later position never forces a length on an earlier one.
+sentence have equally many tokens, with the numbers at the same places: filling a later position never forces a length
+on an earlier one.
 
 Training and held-out problems are disjoint by construction: a question belongs to one side by a hash of its text.
 """
@@ -142,20 +143,30 @@ OPENINGS = (
 )
 PLAN = "Let us work it out."
 STEPS = {
-    "+": ("Adding {n} gives: {work}.", "We add {n}: {work}.", "Plus {n} makes: {work}.", "Then {n} come: {work}."),
-    "-": ("Taking {n} leaves: {work}.", "We subtract {n}: {work}.", "Minus {n} makes: {work}.", "Then {n} go: {work}."),
+    "+": (
+        "Adding {n} gives: {work}.",
+        "Plus {n} makes: {work}.",
+        "Then {n} come: {work}.",
+        "Another {n} join: {work}.",
+    ),
+    "-": (
+        "Taking {n} leaves: {work}.",
+        "Minus {n} makes: {work}.",
+        "Then {n} go: {work}.",
+        "Without {n} remain: {work}.",
+    ),
     "2": (
         "Doubling {n} gives: {work}.",
-        "We double {n}: {work}.",
         "Twice {n} makes: {work}.",
         "Then {n} again: {work}.",
+        "Another {n} join: {work}.",
     ),
 }
-RESULTS = ("That makes {n} {thing}.", "We have {n} {thing}.", "There are {n} {thing}.", "So it is {n}.")
+RESULTS = ("That makes {n} {thing}.", "We have {n} {thing}.", "There are {n} {thing}.", "This gives {n} {thing}.")
 ENDINGS = (
     "So the answer is {n} {thing}.",
-    "In the end {name} counts {n}.",
-    "Therefore it is {n} for {name}.",
+    "In the end remain {n} {thing}.",
+    "Therefore {name} now counts {n} {thing}.",
     "The final count is {n} {thing}.",
 )
 
