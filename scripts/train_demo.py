@@ -281,9 +281,12 @@ class Trainer:
         self.export()
 
     def export(self) -> None:
-        """The checkpoint in Dream's layout: config.json, generation_config.json, model.safetensors."""
+        """The checkpoint in Dream's layout: config.json, generation_config.json, model.safetensors.
+
+        Weights are stored in bfloat16, half the size, and run in float32.
+        """
         out: Path = self.args.out
-        weights = {f"model.{k}": v.contiguous() for k, v in self.model.state_dict().items()}
+        weights = {f"model.{k}": v.bfloat16().contiguous() for k, v in self.model.state_dict().items()}
         save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
         config = {"architectures": ["DreamModel"], "model_type": "Dream", **GEOMETRY, "hidden_act": "silu",
                   "torch_dtype": "float32", "mask_token_id": self.mask, "pad_token_id": self.eos,
@@ -308,9 +311,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("lopa_ascend/demo/model"), help="where the checkpoint goes")
     parser.add_argument("--held-out", type=Path, default=Path("lopa_ascend/demo/heldout.jsonl"))
     parser.add_argument("--state", type=Path, default=Path("build/demo/state.pt"), help="where to resume from")
-    parser.add_argument("--ar-steps", type=int, default=1500)
-    parser.add_argument("--diffusion-steps", type=int, default=6000)
-    parser.add_argument("--batch", type=int, default=48, help="problems a step")
+    parser.add_argument("--ar-steps", type=int, default=350)
+    parser.add_argument("--diffusion-steps", type=int, default=6500)
+    parser.add_argument("--batch", type=int, default=24, help="problems a step")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument(
         "--full-share", type=float, default=0.25, help="share of batches with full attention in the window"
@@ -318,7 +321,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--log-every", type=int, default=50)
-    parser.add_argument("--save-every", type=int, default=250)
+    parser.add_argument("--save-every", type=int, default=100)
     parser.add_argument("--eval-every", type=int, default=500)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
