@@ -28,7 +28,7 @@ def test_it_solves_held_out_problems_in_few_forward_passes(llm: LLM) -> None:
 
 
 def test_it_ends_by_itself_with_the_default_parameters(llm: LLM) -> None:
-    question = "Tom has 12 apples. Tom buys 30 more. How many apples does Tom have now?"
+    question = "Tom has 12 apples. Tom buys 35 more. How many apples does Tom have now?"
     output = llm.chat([[{"role": "user", "content": question}]], quiet=True)[0]
     assert output.finish_reason == "stop"
     assert output.text.rpartition("#### ")[2].isdigit()
