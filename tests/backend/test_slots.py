@@ -94,12 +94,9 @@ def test_full_attention_commits_the_winners_values(tmp_path) -> None:
     copies = []
     run.runner._copy = lambda *args: copies.append(args)  # type: ignore[method-assign]
     differ = False
-    try:
-        for _ in itertools.islice(run.steps(), 12):
-            slots = [run.committed(slot) for slot in range(run.strategy.num_slots)]
-            differ |= not all(torch.equal(slots[0], other) for other in slots[1:])
-    except IndexError:  # a slot that never got the prompt has no page for it
-        differ = True
+    for _ in itertools.islice(run.steps(), 12):
+        slots = [run.committed(slot) for slot in range(run.strategy.num_slots)]
+        differ |= not all(torch.equal(slots[0], other) for other in slots[1:])
     assert copies
     assert differ
 
