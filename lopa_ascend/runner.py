@@ -166,23 +166,21 @@ class Runner:
 
     def _make_room(self, tables: SlotTables, plan: SequencePlan) -> None:
         committed = plan.start + plan.commit
-        for row in plan.rows[:1]:
-            tables.grow(row.slot, row.end)
+        ends = dict.fromkeys(range(plan.num_slots), 0 if plan.winner_commits else committed)
+        ends |= {row.slot: row.end for row in plan.rows}
+        tables.grow(0, ends[0])
         if not plan.winner_commits:  # equal for all branches, so full pages can be shared before they are written
             tables.share_committed(committed)
-            for slot in range(len(plan.rows), plan.num_slots):
-                tables.grow(slot, committed)
-        for row in plan.rows[1:]:
-            tables.grow(row.slot, row.end)
+        for slot, end in ends.items():
+            tables.grow(slot, end)
 
     def _writes(self, tables: SlotTables, plan: SequencePlan, layout: Layout) -> tuple[Indices, Indices]:
         """(cache positions, the tokens they take). A slot without a row takes the anchor's committing positions."""
+        committing = layout.flat[-1][: 0 if plan.winner_commits else plan.commit]
+        rows = {row.slot: where for row, where in zip(plan.rows, layout.flat, strict=True)}
         slots, source = [], []
         for slot in range(plan.num_slots):
-            if slot < len(plan.rows):
-                where = layout.flat[slot]
-            else:
-                where = layout.flat[-1][: 0 if plan.winner_commits else plan.commit]
+            where = rows.get(slot, committing)
             end = plan.start + len(where)
             begin = plan.start if slot == 0 else max(plan.start, tables.num_shared * PAGE_SIZE)
             if begin < end:
