@@ -20,11 +20,11 @@ def llm() -> LLM:
 
 def test_it_solves_held_out_problems_in_few_forward_passes(llm: LLM) -> None:
     """Floors below the measured figures, which `scripts.eval_demo` prints: it fails when the model is broken."""
-    problems = read(30)
+    problems = read(60)
     d2f, lopa = (evaluate(llm, problems, decoding(k, 0.9)) for k in (0, 7))
-    assert d2f.accuracy > 0
-    assert lopa.accuracy > 0
-    assert lopa.tpf > 1.25 * d2f.tpf > 2
+    assert d2f.accuracy >= 0.85
+    assert lopa.accuracy >= 0.85
+    assert lopa.tpf > 2 * d2f.tpf > 10
 
 
 def test_it_ends_by_itself_with_the_default_parameters(llm: LLM) -> None:
