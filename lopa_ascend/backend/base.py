@@ -12,22 +12,33 @@ from typing import Protocol
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Entries:
     """Attention units: entry i is ``lengths[i]`` queries that see the first ``kv_lengths[i]`` positions of the pages
     ``page_tables[i]`` and nothing else; so there is no mask.
 
-    Query spans tile the step's tokens in order, and entries of equal shape stand side by side. ``page_tables`` is int64
-    [entries, pages]; columns behind an entry's own pages repeat a valid page.
+    Query spans tile the step's tokens in order. ``page_tables`` is int64 [entries, pages]; columns behind an entry's
+    own pages repeat a valid page. ``sequences[i]`` is the index of entry i's sequence in the step. ``prefixes`` has for
+    every sequence the number of its first positions that are the same in all its entries, the committed ones: keys and
+    values there are equal whichever entry's pages they are read through, and every entry sees at least one position
+    more. Entries are compared by identity.
     """
 
     lengths: tuple[int, ...]
     kv_lengths: tuple[int, ...]
     page_tables: Tensor
+    sequences: tuple[int, ...]
+    prefixes: tuple[int, ...]
 
 
 class Ops(Protocol):
-    """One signature per fused op; ``backend/cpu.py`` is the definition."""
+    """One signature per fused op; ``backend/cpu.py`` is the definition.
+
+    ``gathered_bytes``: the keys and values that attention has copied out of the pages since the start, in all layers;
+    a kernel that reads pages in place copies none.
+    """
+
+    gathered_bytes: int
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, in], weight [out, in] -> [T, out]. A row's result does not depend on the other rows."""
@@ -61,5 +72,6 @@ class Ops(Protocol):
         ...
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
-        """q [T, H, D] attends to the pages by ``entries`` -> [T, H * D]."""
+        """q [T, H, D] attends to the pages by ``entries`` -> [T, H * D]. The prefix of a sequence is read once for all
+        its entries. An entry's result depends on how long that prefix is, and on no other entry."""
         ...

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, groupby
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +17,7 @@ from lopa_ascend.backend.base import Entries
 
 MIN_ROWS = 16  # below this MKL takes kernels that sum in another order, and a row would depend on how many there are
 WIDENED_ROWS = 1024
+QUERY_BLOCK = 32  # the fewest queries that torch's attention kernel makes one task of
 
 
 def keep_freed_memory() -> None:
@@ -40,10 +45,114 @@ def widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
+@dataclass(frozen=True)
+class Reading:
+    """Flat cache positions that are gathered at once, int64 [entries, keys], or [1, keys] for entries that all read the
+    same; ``batches`` are the (entries, length) that attend to them, of one length each."""
+
+    positions: Tensor
+    batches: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Entries attend in two parts, to the prefix of their sequence and to their ``own`` positions behind it.
+
+    ``rows`` are those of q [T * K, H / K, D] in the order (batch, entry, KV head, token) of ``own``, and ``restored``
+    puts results back; the first ``num_shared`` have a prefix. ``regrouped`` brings these into the order of ``prefix``,
+    ``aligned`` its results back; both are None where the orders are the same. All are int64.
+    """
+
+    own: tuple[Reading, ...]
+    prefix: tuple[Reading, ...]
+    rows: Tensor
+    restored: Tensor
+    num_shared: int
+    regrouped: Tensor | None
+    aligned: Tensor | None
+
+
+@lru_cache(maxsize=1)
+def plan_attention(entries: Entries, kv_heads: int, page_size: int) -> AttentionPlan:
+    """All indices of a step's attention; they are the same in every layer, and computed in the first."""
+    prefixes = [entries.prefixes[sequence] for sequence in entries.sequences]
+    indices = range(len(prefixes))
+    own_shapes = [(not prefixes[i], entries.lengths[i], entries.kv_lengths[i] - prefixes[i]) for i in indices]
+    own, prefix = [], []
+    batches: list[list[int]] = []
+    for (_, length, keys), group in groupby(sorted(indices, key=own_shapes.__getitem__), own_shapes.__getitem__):
+        members = list(group)
+        positions = flat_positions(entries.page_tables[members], [prefixes[i] for i in members], keys, page_size)
+        own.append(Reading(positions, ((len(members), length),)))
+        batches.append(members)
+    rows = query_rows(entries.lengths, batches, kv_heads)
+
+    batches = []
+    shared = sorted((i for i in indices if prefixes[i]), key=lambda i: (entries.sequences[i], entries.lengths[i]))
+    for sequence, group in groupby(shared, entries.sequences.__getitem__):
+        members = list(group)
+        positions = flat_positions(entries.page_tables[members[:1]], [0], entries.prefixes[sequence], page_size)
+        by_length = [list(batch) for _, batch in groupby(members, entries.lengths.__getitem__)]
+        prefix.append(Reading(positions, tuple((len(batch), entries.lengths[batch[0]]) for batch in by_length)))
+        batches += by_length
+    restored = rows.argsort()
+    regrouped = restored[query_rows(entries.lengths, batches, kv_heads)]
+    same = torch.equal(regrouped, torch.arange(len(regrouped)))
+    return AttentionPlan(
+        own=tuple(own),
+        prefix=tuple(prefix),
+        rows=rows,
+        restored=restored,
+        num_shared=len(regrouped),
+        regrouped=None if same else regrouped,
+        aligned=None if same else regrouped.argsort(),
+    )
+
+
+def flat_positions(page_tables: Tensor, begins: Sequence[int], count: int, page_size: int) -> Tensor:
+    """Flat cache positions of ``count`` positions from ``begins[i]`` on in page table i, int64 [tables, count]."""
+    positions = torch.tensor(begins)[:, None] + torch.arange(count)
+    return page_tables.gather(1, positions // page_size) * page_size + positions % page_size
+
+
+def query_rows(lengths: Sequence[int], batches: Sequence[Sequence[int]], kv_heads: int) -> Tensor:
+    """Rows token * K + KV head in the order (batch, entry, KV head, token), int64. A batch is the indices of entries of
+    one length; ``lengths`` are those of all entries."""
+    starts = list(accumulate(lengths, initial=0))
+    rows = [torch.empty(0, dtype=torch.int64)]
+    for batch in batches:
+        tokens = torch.tensor([starts[i] for i in batch])[:, None, None] + torch.arange(lengths[batch[0]])
+        rows.append((tokens * kv_heads + torch.arange(kv_heads)[:, None]).flatten())
+    return torch.cat(rows)
+
+
+def flash_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """(output [N, K, L, D], float32 log-sum-exps [N, K, L]): query [N, K, L, D] attends to all of key and value
+    [N, K, keys, D]."""
+    single = query.shape[0] * query.shape[1] == 1 and query.shape[2] <= QUERY_BLOCK
+    if single:  # MKL would split the sums of a task that is alone among the threads, and round them otherwise
+        query, key, value = (x.expand(2, -1, -1, -1) for x in (query, key, value))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)
+    return (out[:1], lse[:1]) if single else (out, lse)
+
+
+def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Makes attention to two sets of keys of that to each: ``out`` and ``other`` [R, H / K, D] with their log-sum-exps
+    [R, H / K]. The result is in ``out``.
+
+    Every operation but exp rounds once, which is why a value does not depend on its place in the tensor. sigmoid gives
+    other bits where the end of the tensor, or of a thread's share of it, does not fill a vector; exp does not.
+    """
+    share = 1 / (1 + (lse - other_lse).exp())
+    wide = out.float()
+    torch.add(other.float().sub_(wide).mul_(share[..., None]), wide, out=out)
+
+
 class CpuOps:
     def __init__(self) -> None:
         keep_freed_memory()
         self._emulated = emulated_dtypes()
+        self.gathered_bytes = 0
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         rows = x.shape[0]
@@ -84,22 +193,42 @@ class CpuOps:
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
         tokens, heads, dim = q.shape
-        kv_heads = k_cache.shape[-2]
-        out = torch.empty_like(q)
-        token = first = 0
-        while first < len(entries.lengths):
-            shape = entries.lengths[first], entries.kv_lengths[first]
-            last = first
-            while last < len(entries.lengths) and (entries.lengths[last], entries.kv_lengths[last]) == shape:
-                last += 1
-            n, (length, kv_length) = last - first, shape
-            span = slice(token, token + n * length)
-            pages = entries.page_tables[first:last, : -(-kv_length // k_cache.shape[1])]
-            # Without a mask, the query heads that share a KV head are one long query.
-            query = q[span].view(n, length, kv_heads, -1, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
-            key, value = (c[pages].flatten(1, 2)[:, :kv_length].transpose(1, 2) for c in (k_cache, v_cache))
-            result = F.scaled_dot_product_attention(query, key, value)
-            grouped = result.view(n, kv_heads, heads // kv_heads, length, dim).permute(0, 3, 1, 2, 4)
-            out[span].view(n, length, kv_heads, heads // kv_heads, dim).copy_(grouped)
-            token, first = span.stop, last
-        return out.view(tokens, heads * dim)
+        page_size, kv_heads = k_cache.shape[1:3]
+        plan = plan_attention(entries, kv_heads, page_size)
+        # Without a mask, the query heads that share a KV head are one long query.
+        queries = q.reshape(tokens * kv_heads, heads // kv_heads, dim).index_select(0, plan.rows)
+        out, lse = self._attend(queries, k_cache, v_cache, plan.own)
+        if plan.prefix:
+            shared = queries[: plan.num_shared]
+            if plan.regrouped is not None:
+                shared = shared.index_select(0, plan.regrouped)
+            other, other_lse = self._attend(shared, k_cache, v_cache, plan.prefix)
+            if plan.aligned is not None:
+                other, other_lse = other.index_select(0, plan.aligned), other_lse.index_select(0, plan.aligned)
+            merge_(out[: plan.num_shared], lse[: plan.num_shared], other, other_lse)
+        return out.index_select(0, plan.restored).view(tokens, heads * dim)
+
+    def _attend(
+        self, queries: Tensor, k_cache: Tensor, v_cache: Tensor, readings: Sequence[Reading]
+    ) -> tuple[Tensor, Tensor]:
+        """(outputs [R, H / K, D], log-sum-exps [R, H / K]) of queries [R, H / K, D] in the order of ``readings``."""
+        kv_heads, (group, dim) = k_cache.shape[2], queries.shape[1:]
+        first, outs, lses = 0, [], []
+        for reading in readings:
+            key, value = (self._gather(cache, reading.positions) for cache in (k_cache, v_cache))
+            for entries, length in reading.batches:
+                last = first + entries * kv_heads * length
+                query = queries[first:last].view(entries, kv_heads, length * group, dim)
+                shape = (entries, -1, -1, -1)
+                out, lse = flash_attention(query, key.expand(shape), value.expand(shape))
+                outs.append(out.reshape(-1, group, dim))
+                lses.append(lse.reshape(-1, group))
+                first = last
+        return (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs), torch.cat(lses))
+
+    def _gather(self, cache: Tensor, positions: Tensor) -> Tensor:
+        """[entries, K, keys, D] of the flat ``positions`` [entries, keys]."""
+        kv_heads, dim = cache.shape[2:]
+        out = cache.view(-1, kv_heads, dim).index_select(0, positions.flatten())
+        self.gathered_bytes += out.nbytes
+        return out.view(*positions.shape, kv_heads, dim).transpose(1, 2)

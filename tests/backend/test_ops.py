@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from itertools import accumulate
 
 import pytest
 import torch
 
 from lopa_ascend.backend import Entries, load_ops
-from lopa_ascend.backend.cpu import widened_linear
+from lopa_ascend.backend.cpu import CpuOps, widened_linear
 from lopa_ascend.pages import PAGE_SIZE
 
 OPS = load_ops("cpu")
@@ -79,20 +81,124 @@ def test_kv_copy_moves_positions_in_every_layer() -> None:
     assert torch.equal(caches[:, :, 3, 1], before[:, :, 0, 4])
 
 
-@pytest.mark.parametrize("heads", [2, 4, 6])
-def test_attention_sees_the_pages_of_its_entry_and_no_further(heads: int) -> None:
-    dim, kv_heads = 8, 2
-    k_cache, v_cache = randn(6, PAGE_SIZE, kv_heads, dim), randn(6, PAGE_SIZE, kv_heads, dim, seed=1)
-    entries = Entries((3, 3, 5), (140, 140, 20), torch.tensor([[4, 1], [0, 5], [2, 2]]))
-    q = randn(11, heads, dim, seed=2)
+def paged_step(
+    shapes: list[tuple[int, int, int]], prefixes: tuple[int, ...], kv_heads: int, dim: int, dtype: torch.dtype
+) -> tuple[Entries, torch.Tensor, torch.Tensor]:
+    """(entries, keys' and values' pages) of entries given as (sequence, length, keys behind the prefix): a sequence's
+    full prefix pages are shared, the others private, and what no entry may see is NaN."""
+    caches = torch.full((2, 0, PAGE_SIZE, kv_heads, dim), torch.nan, dtype=dtype)
+    tables: list[list[int]] = []
+    shared: dict[int, list[int]] = {}
+    for seed, (sequence, _, own) in enumerate(shapes):
+        prefix = prefixes[sequence]
+        content = torch.full((2, -(-(prefix + own) // PAGE_SIZE) * PAGE_SIZE, kv_heads, dim), torch.nan)
+        content[:, :prefix] = randn(2, prefix, kv_heads, dim, seed=1000 + sequence)
+        content[:, prefix : prefix + own] = randn(2, own, kv_heads, dim, seed=2000 + seed)
+        pages = content.view(2, -1, PAGE_SIZE, kv_heads, dim).to(dtype)
+        table = list(shared.get(sequence, []))
+        table += range(caches.shape[1], caches.shape[1] + pages.shape[1] - len(table))
+        caches = torch.cat([caches, pages[:, len(shared.get(sequence, [])) :]], 1)
+        shared[sequence] = table[: prefix // PAGE_SIZE]
+        tables.append(table)
+    width = max(map(len, tables))
+    page_tables = torch.tensor([(table + table[-1:] * width)[:width] for table in tables])
+    sequences, lengths = tuple(shape[0] for shape in shapes), tuple(shape[1] for shape in shapes)
+    kv_lengths = tuple(prefixes[sequence] + own for sequence, _, own in shapes)
+    return Entries(lengths, kv_lengths, page_tables, sequences, prefixes), caches[0], caches[1]
+
+
+def one_entry(entries: Entries, i: int) -> Entries:
+    """Entry i in a step of its own."""
+    prefix = entries.prefixes[entries.sequences[i]]
+    return Entries(entries.lengths[i : i + 1], entries.kv_lengths[i : i + 1], entries.page_tables[[i]], (0,), (prefix,))
+
+
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+# Prefixes: none, less than a page, exactly one, more than one. Sequences 2 and 3 have entries of two lengths.
+PREFIXES = (0, 40, PAGE_SIZE, 200)
+ENTRIES = [
+    (3, 4, 4),
+    (1, 4, 4),
+    (0, 7, 150),
+    (3, 4, 90),
+    (1, 4, 4),
+    (2, 4, 4),
+    (3, 2, 4),
+    (2, 1, 9),
+    (0, 4, 20),
+    (3, 4, 4),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (6, 2), (7, 1)])
+def test_attention_sees_the_pages_of_its_entry_and_no_further(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    dim = 8
+    entries, k_cache, v_cache = paged_step(ENTRIES, PREFIXES, kv_heads, dim, dtype)
+    q = randn(sum(entries.lengths), heads, dim).to(dtype)
     out = OPS.attention(q, k_cache, v_cache, entries)
+    assert out.dtype == dtype
     start = 0
     for length, kv_length, pages in zip(entries.lengths, entries.kv_lengths, entries.page_tables, strict=True):
-        k, v = (c[pages].flatten(0, 1)[:kv_length].repeat_interleave(heads // kv_heads, 1) for c in (k_cache, v_cache))
-        scores = torch.einsum("qhd,khd->hqk", q[start : start + length], k) / math.sqrt(dim)
-        expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
-        torch.testing.assert_close(out[start : start + length], expected.flatten(1))
+        k, v = (c[pages].flatten(0, 1)[:kv_length].double() for c in (k_cache, v_cache))
+        k, v = (c.repeat_interleave(heads // kv_heads, 1) for c in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[start : start + length].double(), k) / math.sqrt(dim)
+        expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+        tolerance = 2e-6 if dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(out[start : start + length].double(), expected, rtol=tolerance, atol=tolerance)
         start += length
+
+
+def test_a_prefix_outweighs_or_vanishes_without_overflow() -> None:
+    entries, k_cache, v_cache = paged_step([(0, 1, 1)], (3,), 1, 8, torch.float32)
+    q = torch.full((1, 1, 8), 100.0)
+    values = v_cache.flatten(0, 1)[:, 0]
+    k_cache[0, :3], k_cache[0, 3] = -10, 10  # scores differ by 5,657
+    torch.testing.assert_close(OPS.attention(q, k_cache, v_cache, entries)[0], values[3])
+    k_cache[0, :3], k_cache[0, 3] = 10, -10
+    torch.testing.assert_close(OPS.attention(q, k_cache, v_cache, entries)[0], values[:3].mean(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_reads_a_prefix_once_a_sequence(dtype: torch.dtype) -> None:
+    ops, kv_heads, dim = CpuOps(), 2, 8
+    entries, k_cache, v_cache = paged_step(ENTRIES, PREFIXES, kv_heads, dim, dtype)
+    q = randn(sum(entries.lengths), 4, dim).to(dtype)
+    for layer in (1, 2):
+        ops.attention(q, k_cache, v_cache, entries)
+        positions = sum(PREFIXES) + sum(own for _, _, own in ENTRIES)
+        assert ops.gathered_bytes == layer * positions * 2 * kv_heads * dim * dtype.itemsize
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("group", range(1, 8))
+def test_attention_of_an_entry_does_not_depend_on_the_others(
+    group: int, kv_heads: int, dtype: torch.dtype, threads: int
+) -> None:
+    dim = 16
+    # Every length from 1 to 70, twice in one sequence and once in another, so that all batches hold several entries.
+    shapes = [(i % 5, length, 3 + length % 40) for length in range(1, 71) for i in (length, length, length + 2)]
+    entries, k_cache, v_cache = paged_step(shapes, (0, 7, 64, 131, 200), kv_heads, dim, dtype)
+    q = randn(sum(entries.lengths), group * kv_heads, dim).to(dtype)
+    together = OPS.attention(q, k_cache, v_cache, entries)
+    differing = []
+    for i, (start, length) in enumerate(zip(accumulate(entries.lengths, initial=0), entries.lengths, strict=False)):
+        span = slice(start, start + length)
+        alone = OPS.attention(q[span], k_cache, v_cache, one_entry(entries, i))
+        if not torch.equal(alone, together[span]):
+            differing.append(shapes[i])
+    assert not differing
+    torch.set_num_threads(1)
+    assert torch.equal(OPS.attention(q, k_cache, v_cache, entries), together)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,0 +1,18 @@
+"""How much memory a device has left."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def free_memory(device: str) -> int:
+    """Bytes that can be allocated without swapping, page cache that can be dropped included."""
+    assert device == "cpu"
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "MemAvailable":
+                return int(value.split()[0]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
