@@ -11,6 +11,8 @@ DECODINGS = ("lopa", "d2f")
 CONFIDENCES = ("max_prob", "margin", "neg_entropy")
 BRANCH_SCORES = ("mean", "tail", "window")
 WINDOW_ATTENTIONS = ("block_causal", "full")
+MIN_TEMPERATURE = 0.01
+"""Below it logits divided by the temperature leave the range of float32."""
 
 
 class ParameterError(ValueError):
@@ -68,6 +70,7 @@ class DecodingParams:
     stop: tuple[str, ...] = ()
     """Strings that end the text; they are cut off."""
     temperature: float = 0.0
+    """0, or from 0.01 to 100."""
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
@@ -127,6 +130,8 @@ class DecodingParams:
 
     def _check_sampling(self) -> None:
         _number("temperature", self.temperature, 0.0, 100.0)
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise ParameterError("temperature", f"must be 0 or at least {MIN_TEMPERATURE}, got {self.temperature!r}")
         if self.top_p is not None:
             _number("top_p", self.top_p, 0.0, 1.0)
         if self.top_k is not None:
@@ -144,6 +149,60 @@ class DecodingParams:
         """``num_branches`` with its default filled in."""
         assert self.num_branches is not None
         return self.num_branches
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """``eos_token_id`` as several; empty for the model's own."""
+        assert not isinstance(self.eos_token_id, int)
+        return self.eos_token_id or ()
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        return tuple(f.name for f in fields(cls))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What an engine is started with.
+
+    Raises:
+        ParameterError: a value is out of range; ``param`` names the field.
+    """
+
+    model: str | None = None
+    """Hugging Face directory of a Dream checkpoint; None for the bundled model."""
+    lora: str | None = None
+    device: str = "cpu"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    """Positions of prompt and answer together; default: the model's max_position_embeddings."""
+    kv_cache_memory: int | None = None
+    """Bytes of the KV pool; default: what the limits below can use, at most 4 GiB and half of the free memory."""
+    max_num_seqs: int = 32
+    """Requests that run at the same time."""
+    max_num_batched_tokens: int | None = None
+    """Tokens computed in one step; default: max_model_len, but at least 4096."""
+    max_num_branches: int = 15
+    """Lookahead branches that a request may ask for."""
+    enable_prefix_caching: bool = True
+    """Keep the KV pages of whole prompts for requests with an equal prompt; changes no token."""
+    approximate_prefix_caching: bool = False
+    """Reuse pages of an equal beginning as well, although its prompt went on differently: changes tokens."""
+    seed: int = 0
+    """Of the sampling where a request has none."""
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "kv_cache_memory", "max_num_batched_tokens", "threads"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 1, 2**63 - 1)
+        _integer("max_num_seqs", self.max_num_seqs, 1)
+        _integer("max_num_branches", self.max_num_branches, 0, 255)
+        _integer("seed", self.seed, 0, 2**63 - 1)
+        for name in ("enable_prefix_caching", "approximate_prefix_caching"):
+            _flag(name, getattr(self, name))
+        if self.approximate_prefix_caching and not self.enable_prefix_caching:
+            raise ParameterError("approximate_prefix_caching", "needs enable_prefix_caching")
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

@@ -6,6 +6,10 @@ that are full and committed are shared by all slots of a sequence; the pages tha
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+from lopa_ascend.types import Demand
+
 PAGE_SIZE = 128
 
 
@@ -14,10 +18,15 @@ class OutOfPages(RuntimeError):
 
 
 class PageAllocator:
-    """Reference-counted pages out of a pool of fixed size; the lowest free page first."""
+    """Reference-counted pages out of a pool of fixed size.
 
-    def __init__(self, num_pages: int):
+    ``reclaim`` is asked for pages when none is free (the prefix cache lets go of its oldest entry); it returns whether
+    it gave up anything.
+    """
+
+    def __init__(self, num_pages: int, reclaim: Callable[[], bool] = lambda: False):
         self.num_pages = num_pages
+        self.reclaim = reclaim
         self._free = list(range(num_pages - 1, -1, -1))
         self._references = [0] * num_pages
 
@@ -25,7 +34,15 @@ class PageAllocator:
     def num_free(self) -> int:
         return len(self._free)
 
+    def references(self, page: int) -> int:
+        return self._references[page]
+
     def allocate(self) -> int:
+        """Raises:
+        OutOfPages: none is free, and nothing can be reclaimed.
+        """
+        while not self._free and self.reclaim():
+            pass
         if not self._free:
             raise OutOfPages(f"all {self.num_pages} KV pages are in use")
         page = self._free.pop()
@@ -49,13 +66,26 @@ def pages_for(positions: int) -> int:
     return -(-positions // PAGE_SIZE)
 
 
+def worst_case(positions: int, num_slots: int, committed: int) -> int:
+    """Pages that a sequence of at most ``positions`` positions can hold from now on: full pages of its ``committed``
+    ones once, all others once a slot. The prompt counts as committed from the start: in the first step one row runs."""
+    full = committed // PAGE_SIZE
+    return full + num_slots * (pages_for(positions) - full)
+
+
 class SlotTables:
-    """The page tables of one sequence's slots: ``tables[slot][i]`` holds positions [128 i, 128 (i + 1))."""
+    """The page tables of one sequence's slots: ``tables[slot][i]`` holds positions [128 i, 128 (i + 1)). The first
+    ``num_shared`` pages are the same in all."""
 
     def __init__(self, allocator: PageAllocator, num_slots: int):
         self.allocator = allocator
         self.tables: list[list[int]] = [[] for _ in range(num_slots)]
         self.num_shared = 0
+
+    @property
+    def num_pages(self) -> int:
+        """Distinct pages held."""
+        return len({page for table in self.tables for page in table})
 
     def grow(self, slot: int, positions: int) -> None:
         """Makes room for ``positions`` positions in a slot."""
@@ -63,16 +93,38 @@ class SlotTables:
         while len(table) < pages_for(positions):
             table.append(self.allocator.allocate())
 
+    def adopt(self, pages: Sequence[int]) -> None:
+        """Begins all slots with pages that somebody else filled."""
+        for table in self.tables:
+            assert not table
+            table.extend(self.allocator.share(page) for page in pages)
+        self.num_shared = len(pages)
+
+    def make_room(self, demand: Demand) -> None:
+        """Room for what a step writes: rows up to their end, all slots up to the committed end. A slot without a row
+        shares the full ones of slot 0's at once."""
+        committed = demand.committed_end
+        self.grow(0, max(committed, demand.ends[0]))
+        if not demand.winner_commits:  # equal for all branches, so full pages can be shared before they are written
+            self.share_committed(committed)
+        for slot, end in enumerate(demand.ends):
+            table = self.tables[slot]
+            if not end:
+                for page in self.tables[0][len(table) : committed // PAGE_SIZE]:
+                    table.append(self.allocator.share(page))
+            self.grow(slot, max(committed, end))
+
     def share_committed(self, committed: int) -> None:
         """Pages that ``committed`` positions fill become slot 0's for all slots."""
         full = committed // PAGE_SIZE
         for table in self.tables[1:]:
             for i in range(self.num_shared, full):
+                page = self.allocator.share(self.tables[0][i])
                 if i < len(table):
                     self.allocator.release(table[i])
-                    table[i] = self.allocator.share(self.tables[0][i])
+                    table[i] = page
                 else:
-                    table.append(self.allocator.share(self.tables[0][i]))
+                    table.append(page)
         self.num_shared = max(self.num_shared, full)
 
     def release(self) -> None:

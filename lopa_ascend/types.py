@@ -44,7 +44,8 @@ class SequencePlan:
     ``rows`` are its branches in evaluation order (lookaheads by rank, anchor last). ``commit`` positions from
     ``start`` on are final in this forward, and their keys and values stay in the cache. ``num_slots`` slots take every
     committing write, those without a row too. ``winner_commits``: the values differ by branch (full attention), so the
-    winner's are copied to all slots once it is known.
+    winner's are copied to all slots once it is known. What stands behind ``prefix`` (the committed positions, or the
+    prompt while it is computed) may attend to it apart from the rest.
     """
 
     start: int
@@ -52,6 +53,74 @@ class SequencePlan:
     rows: tuple[RowPlan, ...]
     num_slots: int
     winner_commits: bool
+    prefix: int
+
+    @property
+    def demand(self) -> Demand:
+        ends = [0] * self.num_slots
+        for row in self.rows:
+            ends[row.slot] = row.end
+        tokens = sum(row.end - row.compute_from for row in self.rows)
+        return Demand(tokens, self.start + self.commit, tuple(ends), self.winner_commits)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What the host must know of a sequence's next step to plan it.
+
+    ``num_tokens`` are computed: what rows share with the anchor counts once. Positions before ``committed_end`` are
+    committed after it. ``ends[slot]`` is where a slot's row ends, 0 without a row. For ``winner_commits`` see
+    SequencePlan.
+    """
+
+    num_tokens: int
+    committed_end: int
+    ends: tuple[int, ...]
+    winner_commits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStep:
+    """One sequence in a step: ``tables[slot]`` are the page ids of a slot, of which the first ``num_shared`` are the
+    same in all slots."""
+
+    request_id: str
+    tables: tuple[tuple[int, ...], ...]
+    num_shared: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What the host decides of one step: who takes part, and where their keys and values lie.
+
+    Tokens, masks and block states are the step's state, not its plan. ``prefill``: the sequences compute their prompts
+    (and their first block); otherwise none does.
+    """
+
+    index: int
+    prefill: bool
+    sequences: tuple[SequenceStep, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceResult:
+    """What a step made of one sequence: its record, or why it cannot go on (``error``).
+
+    ``committed`` positions are in its pages now. ``next`` is None when it is done.
+    """
+
+    request_id: str
+    committed: int
+    next: Demand | None
+    record: StepRecord | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One result for each of the plan's sequences, in their order."""
+
+    sequences: tuple[SequenceResult, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +168,63 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Update:
+    """What one step made of one request.
+
+    ``token_ids`` became final in it (never retracted, in order), each filled with the probability in ``max_probs``.
+    ``num_forwards``, ``num_positions`` and ``model_tokens`` count from the request's start, as in GenerationOutput.
+    ``winner`` is 0 for the anchor and r for the lookahead branch of rank r (from 1); None if no forward pass was made.
+    ``cached_tokens`` of the prompt came from the prefix cache. ``finish_reason`` is set on a request's last update:
+    "stop" (EOS, in ``stop_token_id``), "length" or "error" (with ``error``). ``record`` is set where a trace was
+    asked for.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    max_probs: tuple[float, ...]
+    num_forwards: int
+    num_positions: int
+    model_tokens: int
+    winner: int | None
+    cached_tokens: int
+    finish_reason: str | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+    record: StepRecord | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine at one moment, and its counters since the start.
+
+    ``pages_in_use`` are held by requests, ``pages_cached`` by the prefix cache alone. ``prefix_queries`` and
+    ``prefix_hits`` count prompt tokens. ``copied_positions`` were copied between slots, ``gathered_bytes`` of keys and
+    values were read by attention. ``forward_seconds`` is the duration of the last step.
+    """
+
+    num_running: int
+    num_waiting: int
+    pages_in_use: int
+    pages_cached: int
+    num_pages: int
+    num_steps: int = 0
+    num_prefill_steps: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    copied_positions: int = 0
+    gathered_bytes: int = 0
+    forward_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationOutput:
     """A finished request.
 
-    ``token_ids`` is what was generated; with ``finish_at_eos`` it ends before the first EOS. ``text`` is None without a
-    tokenizer. ``finish_reason`` is "stop" (EOS or stop string) or "length". ``num_forwards`` counts forward passes,
-    however many branches ran in each. ``num_positions`` counts every position that was opened, EOS and what
-    stands after it included.
+    ``token_ids`` is what was generated; with ``finish_at_eos`` it ends before the first EOS. ``max_probs`` are the
+    probabilities at which its tokens were filled. ``text`` is None without a tokenizer. ``finish_reason`` is "stop"
+    (EOS or stop string), "length", or "abort" (the server was told to end it). ``num_forwards`` counts forward passes,
+    however many branches ran in each. ``num_positions`` counts every position that was opened, EOS and what stands
+    after it included. ``cached_tokens`` of the prompt came from the prefix cache.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -116,6 +235,8 @@ class GenerationOutput:
     num_forwards: int
     num_positions: int
     model_tokens: int
+    max_probs: tuple[float, ...] = field(default=(), repr=False)
+    cached_tokens: int = 0
     trace: tuple[StepRecord, ...] | None = field(default=None, repr=False)
 
     @property
@@ -140,4 +261,5 @@ class Progress:
 
     token_ids: tuple[int, ...]
     text: str
+    max_probs: tuple[float, ...] = ()
     output: GenerationOutput | None = None

@@ -1,0 +1,313 @@
+"""The scheduler against random arrivals on a paper device: pages hold tags instead of keys and values."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lopa_ascend.config import DecodingParams, ParameterError
+from lopa_ascend.pages import PAGE_SIZE, PageAllocator, SlotTables, worst_case
+from lopa_ascend.prefix_cache import PrefixCache, PrefixKey
+from lopa_ascend.scheduler import Limits, Scheduler, Sequence
+from lopa_ascend.types import Demand, SequenceResult, SequenceStep, StepPlan
+
+
+def limits(**changes: int) -> Limits:
+    values = {
+        "vocab_size": 1000,
+        "mask_token_id": 999,
+        "max_model_len": 1024,
+        "num_pages": 40,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 700,
+        "max_num_branches": 7,
+    }
+    return Limits(**{**values, **changes})
+
+
+@dataclass
+class Arrival:
+    step: int
+    prompt: int
+    text: int  # equal numbers: equal prompts, as far as both go
+    new: int
+    slots: int
+    full: bool
+    abort_after: int | None
+
+
+arrivals = st.lists(
+    st.builds(
+        Arrival,
+        step=st.integers(0, 30),
+        prompt=st.sampled_from([1, 60, 127, 128, 129, 256, 300]),
+        text=st.integers(0, 2),
+        new=st.integers(1, 300),
+        slots=st.integers(1, 4),
+        full=st.booleans(),
+        abort_after=st.one_of(st.none(), st.integers(0, 40)),
+    ),
+    min_size=1,
+    max_size=25,
+)
+
+
+@dataclass
+class Paper:
+    """A device whose pages hold (whose, which page of it) at every offset."""
+
+    scheduler: Scheduler
+    seed: int
+    pages: dict[int, list[object]] = field(default_factory=dict)
+    running: dict[str, Arrival] = field(default_factory=dict)
+    plans: list[StepPlan] = field(default_factory=list)
+
+    def write(self, table: tuple[int, ...] | list[int], begin: int, end: int, whose: object) -> None:
+        for number in range(begin // PAGE_SIZE, -(-end // PAGE_SIZE)):
+            first, last = max(begin - number * PAGE_SIZE, 0), min(end - number * PAGE_SIZE, PAGE_SIZE)
+            page = self.pages.setdefault(table[number], [None] * PAGE_SIZE)
+            page[first:last] = [(whose, number)] * (last - first)
+
+    def check(self, table: tuple[int, ...] | list[int], begin: int, end: int, whose: object) -> None:
+        for number in range(begin // PAGE_SIZE, -(-end // PAGE_SIZE)):
+            first, last = max(begin - number * PAGE_SIZE, 0), min(end - number * PAGE_SIZE, PAGE_SIZE)
+            assert self.pages[table[number]][first:last] == [(whose, number)] * (last - first)
+
+    def key(self, arrival: Arrival) -> PrefixKey:
+        tokens = tuple([arrival.text] * arrival.prompt)
+        return PrefixKey(tokens, "full" if arrival.full else "block_causal", arrival.new % 3 if arrival.full else 0)
+
+    def demand(self, name: str, start: int) -> Demand:
+        """Anything that a strategy could ask for next: more rows, longer windows, some of it committed."""
+        arrival, rng = self.running[name], random.Random(f"{self.seed} {name} {len(self.plans)}")
+        limit = arrival.prompt + arrival.new
+        if start < arrival.prompt:
+            committed, rows = arrival.prompt, 1
+        else:
+            committed, rows = min(limit, start + rng.choice([0, 1, 32, 90])), rng.randint(1, arrival.slots)
+        ends = [rng.randint(committed, limit) for _ in range(rows)] + [0] * (arrival.slots - rows)
+        tokens = sum(end - start for end in ends if end)
+        return Demand(tokens, committed, tuple(ends), winner_commits=arrival.full)
+
+    def step(self) -> None:
+        scheduler = self.scheduler
+        while (admission := scheduler.admit()) is not None:
+            sequence = admission.sequence
+            arrival = self.running[sequence.request_id]
+            if admission.entry is not None and admission.entry.partial_page is not None:
+                page = scheduler.allocator.share(admission.entry.pages[-1])
+                for slot, table in enumerate(sequence.tables.tables):
+                    sequence.tables.grow(slot, arrival.prompt)
+                    self.pages[table[-1]] = list(self.pages[page])
+                scheduler.allocator.release(page)
+            sequence.demand = self.demand(sequence.request_id, sequence.committed)
+        before = {s.request_id: s for s in scheduler.running}
+        decoding = any(not s.prefills for s in scheduler.running)
+        plan = scheduler.plan()
+        if plan is None:
+            return
+        self.plans.append(plan)
+        assert not (plan.prefill and decoding and len(self.plans) > 1 and self.plans[-2].prefill)
+        demands = [before[s.request_id].demand for s in plan.sequences]
+        tokens = sum(demand.num_tokens for demand in demands if demand is not None)
+        assert tokens <= scheduler.limits.max_num_batched_tokens or len(plan.sequences) == 1
+        self.check_owners()
+        for pages in plan.sequences:
+            self.run(before[pages.request_id], pages)
+
+    def check_owners(self) -> None:
+        """No private page is in two tables, and all that is not free is held by somebody."""
+        scheduler = self.scheduler
+        private: list[int] = [
+            page
+            for sequence in scheduler.running
+            for table in sequence.tables.tables
+            for page in table
+            if scheduler.allocator.references(page) == 1
+        ]
+        assert len(private) == len(set(private))
+        held = {page for s in scheduler.running for table in s.tables.tables for page in table}
+        cached = scheduler.prefix_cache.num_evictable if scheduler.prefix_cache else 0
+        assert scheduler.allocator.num_free + cached + len(held) == scheduler.allocator.num_pages
+        assert sum(s.reserved for s in scheduler.running) <= scheduler.allocator.num_free + cached
+
+    def run(self, sequence: Sequence, pages: SequenceStep) -> None:
+        """Writes what the rows compute, hands the winner's on, and checks that every slot holds what is committed."""
+        name, demand, start = sequence.request_id, sequence.demand, sequence.committed
+        assert demand is not None
+        arrival = self.running[name]
+        own = [("prompt", self.key(arrival)) if start < arrival.prompt else name, name]
+        for slot, end in enumerate(demand.ends):
+            first = start if slot == 0 else max(start, pages.num_shared * PAGE_SIZE)
+            committed = 0 if demand.winner_commits else demand.committed_end
+            self.write(pages.tables[slot], first, max(first, committed), own[0])
+            self.write(pages.tables[slot], max(first, committed), max(first, committed, end), (name, slot))
+        if demand.winner_commits:
+            end = demand.committed_end
+            self.write(pages.tables[0], start, end, own[0])
+            for table in pages.tables[1:]:
+                first = max(start, end // PAGE_SIZE * PAGE_SIZE)
+                self.write(table, first, max(first, end), own[0])
+        if sequence.prefills:
+            self.remember(sequence)
+        committed = demand.committed_end
+        done = committed >= arrival.prompt + arrival.new
+        following = None if done else self.demand(name, committed)
+        self.scheduler.advance(SequenceResult(name, committed, following))
+        for own_table in [] if done else sequence.tables.tables:
+            self.check(own_table, 0, arrival.prompt, ("prompt", self.key(arrival)))
+            self.check(own_table, arrival.prompt, committed, name)
+        if done:
+            del self.running[name]
+
+    def remember(self, sequence: Sequence) -> None:
+        cache, key = self.scheduler.prefix_cache, sequence.key
+        if cache is None or key is None:
+            return
+        pages = cache.take_pages(key, sequence.tables.tables[0])
+        if pages is not None:
+            if len(key.tokens) % PAGE_SIZE:
+                self.pages[pages[-1]] = list(self.pages[sequence.tables.tables[0][len(pages) - 1]])
+            cache.insert(key, pages, "hidden")
+
+    def drive(self, arriving: list[Arrival]) -> list[str]:
+        """All arrivals to their end; the order in which they finished or were ended."""
+        order: list[str] = []
+        scheduler = self.scheduler
+        for step in range(3_000):
+            for index, arrival in enumerate(arriving):
+                if arrival.step == step:
+                    name = f"r{index}"
+                    self.running[name] = arrival
+                    tables = SlotTables(scheduler.allocator, arrival.slots)
+                    limit = arrival.prompt + arrival.new
+                    scheduler.add(Sequence(name, arrival.prompt, limit, tables, self.key(arrival)))
+                elif arrival.abort_after is not None and arrival.step + arrival.abort_after == step:
+                    if self.running.pop(f"r{index}", None):
+                        assert scheduler.remove(f"r{index}")
+                        order.append(f"r{index}")
+            before = set(self.running)
+            self.step()
+            order += sorted(before - set(self.running))
+            if step > 31 and not self.running and all(a.step <= step for a in arriving):
+                return order
+        raise AssertionError("somebody never finished")
+
+
+def paper(seed: int, cache: bool = True, **changes: int) -> Paper:
+    bounds = limits(**changes)
+    allocator = PageAllocator(bounds.num_pages)
+    return Paper(Scheduler(bounds, allocator, PrefixCache(allocator) if cache else None), seed)
+
+
+@settings(max_examples=200)
+@given(arrivals, st.integers(0, 10**6), st.booleans())
+def test_pages_in_are_pages_out_and_everybody_finishes(arriving: list[Arrival], seed: int, cache: bool) -> None:
+    run = paper(seed, cache)
+    run.drive(arriving)
+    allocator = run.scheduler.allocator
+    assert not run.scheduler.running
+    assert not run.scheduler.waiting
+    if run.scheduler.prefix_cache is not None:
+        assert allocator.num_free + run.scheduler.prefix_cache.num_evictable == allocator.num_pages
+        run.scheduler.prefix_cache.clear()
+    assert allocator.num_free == allocator.num_pages
+
+
+@settings(max_examples=50)
+@given(arrivals, st.integers(0, 10**6))
+def test_the_same_arrivals_give_the_same_plans(arriving: list[Arrival], seed: int) -> None:
+    first, second = paper(seed), paper(seed)
+    assert first.drive(arriving) == second.drive(arriving)
+    assert first.plans == second.plans
+
+
+def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_pages() -> None:
+    run = paper(0, num_pages=24, max_num_seqs=8)
+    arriving = [Arrival(0, 128, n, 250, 4, False, None) for n in range(4)] + [Arrival(1, 1, 9, 1, 1, False, None)]
+    run.drive(arriving)
+    first_seen: dict[str, int] = {}
+    for index, plan in enumerate(run.plans):
+        for sequence in plan.sequences:
+            first_seen.setdefault(sequence.request_id, index)
+    assert sorted(first_seen, key=lambda name: (first_seen[name], name)) == ["r0", "r1", "r2", "r3", "r4"]
+
+
+def test_under_a_steady_load_no_request_waits_more_than_its_turn() -> None:
+    """A budget of one request a step: four that run take turns, however many arrive."""
+    run = paper(1, cache=False, max_num_batched_tokens=200)
+    run.drive([Arrival(step, 60, 0, 200, 2, False, None) for step in range(25)])
+    last: dict[str, int] = {}
+    gaps: list[int] = []
+    for index, plan in enumerate(run.plans):
+        for sequence in plan.sequences:
+            gaps.append(index - last.get(sequence.request_id, index))
+            last[sequence.request_id] = index
+    assert max(gaps) <= 2 * run.scheduler.limits.max_num_seqs
+
+
+def test_a_whole_prompt_is_reused_and_a_beginning_only_when_asked_for() -> None:
+    arriving = [Arrival(0, 300, 0, 10, 2, False, None), Arrival(20, 300, 0, 50, 3, False, None)]
+    run = paper(0)
+    run.drive(arriving)
+    assert run.scheduler.prefix_hits == 300
+    longer = [*arriving, Arrival(30, 700, 0, 10, 2, False, None)]
+    assert paper(0).drive(longer)
+    run = paper(0)
+    run.drive(longer)
+    assert run.scheduler.prefix_hits == 300
+    run = paper(0, max_num_batched_tokens=1000)
+    run.scheduler.approximate = True
+    cache = run.scheduler.prefix_cache
+    assert cache is not None
+    run.drive(arriving)
+    assert len(cache.longest(PrefixKey((0,) * 700, "block_causal", 0))) == 2
+    assert cache.longest(PrefixKey((1,) * 700, "block_causal", 0)) == ()
+    assert cache.longest(PrefixKey((0,) * 700, "full", 3)) == ()
+    assert len(cache.longest(PrefixKey((0,) * 256, "block_causal", 0))) == 1
+
+
+def test_the_oldest_entry_goes_first() -> None:
+    allocator = PageAllocator(4)
+    cache = PrefixCache(allocator)
+    keys = [PrefixKey((n,) * 128, "block_causal", 0) for n in range(4)]
+    for key in keys:
+        table = [allocator.allocate()]
+        pages = cache.take_pages(key, table)
+        assert pages is not None
+        cache.insert(key, pages, None)
+        allocator.release(table[0])
+    assert cache.num_evictable == 4
+    assert cache.get(keys[0]) is not None
+    allocator.allocate()
+    assert [key in cache for key in keys] == [True, False, True, True]
+
+
+def test_worst_case_counts_what_the_prompt_fills_once() -> None:
+    assert worst_case(128 * 4, num_slots=3, committed=130) == 1 + 3 * 3
+    assert worst_case(100, num_slots=1, committed=0) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "field", "numbers"),
+    [
+        (1024, {}, "prompt", ["1024", "max_model_len"]),
+        (1000, {"max_new_tokens": 25}, "max_new_tokens", ["25", "1000", "1024", "24"]),
+        (700, {"max_new_tokens": 8}, "prompt", ["700", "8", "max_num_batched_tokens"]),
+        (10, {"num_branches": 8}, "num_branches", ["8", "max_num_branches 7"]),
+        (10, {"num_branches": 7, "max_new_tokens": 1000}, "num_branches", ["8 branches", "64 KV pages", "40"]),
+        (10, {"eos_token_id": 1000}, "eos_token_id", ["1000"]),
+    ],
+)
+def test_what_could_never_run_is_refused_with_the_numbers(
+    prompt: int, params: dict[str, Any], field: str, numbers: list[str]
+) -> None:
+    with pytest.raises(ParameterError) as caught:
+        limits().check(prompt, DecodingParams(**params))
+    assert caught.value.param == field
+    assert all(number in str(caught.value) for number in numbers)
