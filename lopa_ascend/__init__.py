@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lopa_ascend.config import DecodingParams
-    from lopa_ascend.engine import LLM
+    from lopa_ascend.llm import LLM
 
 # Both are read once, when torch is loaded. Waiting OpenMP threads sleep instead of spinning, which on a machine with
 # other work cost up to thirty times the time; and MKL sums a GEMM's rows in an order that depends on neither the number
@@ -23,7 +23,7 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 __version__ = "0.1.0"
 __all__ = ["LLM", "DecodingParams", "__version__"]
 
-_HOMES = {"LLM": "lopa_ascend.engine", "DecodingParams": "lopa_ascend.config"}
+_HOMES = {"LLM": "lopa_ascend.llm", "DecodingParams": "lopa_ascend.config"}
 
 
 def __getattr__(name: str) -> object:

@@ -1,297 +1,267 @@
-"""The engine: requests in, tokens out."""
+"""The engine: requests of token ids in, updates out, many requests in one step. It knows no text."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from tqdm import tqdm
+import torch
 
 from lopa_ascend import checkpoint
 from lopa_ascend.backend import load_ops
-from lopa_ascend.config import DecodingParams, ParameterError
+from lopa_ascend.backend.memory import free_memory
+from lopa_ascend.config import DecodingParams, EngineConfig, ModelConfig, ParameterError
 from lopa_ascend.decode import begin
-from lopa_ascend.decode.d2f import D2F
+from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.kv import KVPool
 from lopa_ascend.model.dream import Dream
-from lopa_ascend.pages import pages_for
-from lopa_ascend.runner import Runner, SequenceState
+from lopa_ascend.pages import PAGE_SIZE, SlotTables, pages_for
+from lopa_ascend.prefix_cache import PrefixCache, PrefixKey
+from lopa_ascend.runner import BatchState, Runner, SequenceState
+from lopa_ascend.scheduler import Admission, Limits, Scheduler
+from lopa_ascend.scheduler import Sequence as Scheduled
 from lopa_ascend.score import Scoring
-from lopa_ascend.tokenizer import TextStream, load_tokenizer
-from lopa_ascend.types import GenerationOutput, Progress, StepRecord
+from lopa_ascend.tokenizer import load_tokenizer
+from lopa_ascend.types import EngineStats, SequenceResult, Update
 
-DEMO_MODEL = Path(__file__).parent / "demo" / "model"
+DEFAULT_KV_MEMORY = 4 * 2**30
+"""Bytes at most, where nothing is said."""
 
 
-class LLM:
-    """A model ready to generate.
+@dataclass
+class _Request:
+    """``shown`` tokens were reported; ``winner``, ``model_tokens`` as in Update."""
 
-    Args:
-        model: a Hugging Face directory with a Dream checkpoint; None for the bundled model.
-        lora: a PEFT LoRA adapter directory, merged at load.
-        device: "cpu".
-        dtype: "float32", "bfloat16", or "auto" for the checkpoint's own.
-        max_model_len: positions of prompt and answer together; default: the model's max_position_embeddings.
-        kv_cache_memory: bytes that the KV pages of a request may take; default: half of the machine's memory.
-        seed: seed of requests that give none.
+    prompt: tuple[int, ...]
+    params: DecodingParams
+    trace: bool
+    scheduled: Scheduled
+    cached_tokens: int = 0
+    shown: int = 0
+    model_tokens: int = 0
+
+
+class Engine:
+    """A model with its KV pool and the requests that run on it. Everything is deterministic: the same calls in the same
+    order give the same updates.
 
     Raises:
-        CheckpointError, ConfigError, TokenizerError: the directory cannot be served; nothing was loaded.
+        CheckpointError, ConfigError, TokenizerError, ParameterError: this cannot be served; no weights were loaded.
     """
 
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        *,
-        lora: str | Path | None = None,
-        device: str = "cpu",
-        dtype: str = "auto",
-        max_model_len: int | None = None,
-        kv_cache_memory: int | None = None,
-        seed: int = 0,
-    ):
-        path = DEMO_MODEL if model is None else Path(model)
-        self.model_name = "demo" if model is None else path.resolve().name
-        self.seed = seed
-        ops = load_ops(device)
+    def __init__(self, config: EngineConfig):
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        path = DEMO_MODEL if config.model is None else Path(config.model)
+        self.config = config
+        self.model_name = "demo" if config.model is None else path.resolve().name
+        ops = load_ops(config.device)
         source = checkpoint.open_checkpoint(path)
-        self.tokenizer = load_tokenizer(path, source.config.vocab_size)
-        limit = source.config.max_position_embeddings
-        self.max_model_len = limit if max_model_len is None else max_model_len
-        if not 1 <= self.max_model_len <= limit:
-            raise ParameterError(
-                "max_model_len", f"must be from 1 to the model's {limit} positions, got {max_model_len}"
-            )
-        self.config, weights = checkpoint.load(path, lora=lora, dtype=dtype, device=device)
-        self._model = Dream(self.config, weights, ops)
-        self._pool = KVPool(self.config, 0, self._model.head.dtype, device)
-        self._ops, self._device = ops, device
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        self.kv_cache_memory = memory // 2 if kv_cache_memory is None else kv_cache_memory
+        tokenizer = load_tokenizer(path, source.config.vocab_size)
+        self._num_tokens = tokenizer.size if tokenizer else source.config.vocab_size
+        max_model_len = _max_model_len(config, source.config)
+        self.model_config, weights = checkpoint.load(path, lora=config.lora, dtype=config.dtype, device=config.device)
+        model = Dream(self.model_config, weights, ops)
+        dtype = model.head.dtype
+        page_bytes = KVPool.page_bytes(self.model_config, dtype)
+        pool = KVPool(self.model_config, _num_pages(config, max_model_len, page_bytes), dtype, config.device)
+        self.kv_cache_memory = pool.num_pages * page_bytes
+        self.limits = Limits(
+            vocab_size=self.model_config.vocab_size,
+            mask_token_id=self.model_config.mask_token_id,
+            max_model_len=max_model_len,
+            num_pages=pool.num_pages,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens or max(4096, max_model_len),
+            max_num_branches=config.max_num_branches,
+        )
+        cache = PrefixCache(pool.allocator) if config.enable_prefix_caching else None
+        self.scheduler = Scheduler(self.limits, pool.allocator, cache, config.approximate_prefix_caching)
+        self.runner = Runner(model, pool, ops)
+        self._states: BatchState = {}
+        self._requests: dict[str, _Request] = {}
+        self._forward_seconds = 0.0
+
+    @property
+    def dtype(self) -> str:
+        return str(self.runner.model.head.dtype).removeprefix("torch.")
+
+    @property
+    def device(self) -> str:
+        return self.config.device
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
-    def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
-        """Token ids of a prompt.
+    def add(self, request_id: str, prompt: Sequence[int], params: DecodingParams, *, trace: bool = False) -> None:
+        """Queues a request.
 
         Raises:
-            ParameterError: it is empty, holds ids that the model does not have, or is text without a tokenizer.
+            ParameterError: it could never run.
+            ValueError: the id is in use.
         """
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ParameterError("prompt", f"{self.model_name} has no tokenizer files; give token ids")
-            try:
-                ids = self.tokenizer.encode(prompt)
-            except UnicodeEncodeError as error:
-                raise ParameterError("prompt", f"is not text: {error.reason} at character {error.start}") from error
-        else:
-            ids = list(prompt)
-        if not ids:
-            raise ParameterError("prompt", "must not be empty")
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.config.vocab_size:
-                raise ParameterError(
-                    "prompt", f"token id {token!r} is not an integer from 0 to {self.config.vocab_size - 1}"
-                )
-            if token == self.config.mask_token_id:
-                raise ParameterError("prompt", f"holds the mask token (id {token}), which only the engine may place")
-        return ids
+        if request_id in self._requests:
+            raise ValueError(f"request id {request_id!r} is in use")
+        self.limits.check(len(prompt), params)
+        tables = SlotTables(self.scheduler.allocator, 1 + params.lookaheads)
+        scheduled = Scheduled(request_id, len(prompt), len(prompt) + params.max_new_tokens, tables)
+        if self.scheduler.prefix_cache is not None:
+            full = params.window_attention == "full"
+            block = min(params.block_size, params.max_new_tokens) if full else 0
+            scheduled.key = PrefixKey(tuple(prompt), params.window_attention, block)
+        self._requests[request_id] = _Request(tuple(prompt), params, trace, scheduled)
+        self.scheduler.add(scheduled)
 
-    def tokenize_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation, through the chat template.
+    def abort(self, request_id: str) -> bool:
+        """Ends a request now and gives its pages back; there is no update of it any more. False if there is none."""
+        self._states.pop(request_id, None)
+        if self._requests.pop(request_id, None) is None:
+            return False
+        return self.scheduler.remove(request_id)
 
-        Raises:
-            ParameterError: there is no template, or it refuses the messages.
-        """
-        if self.tokenizer is None:
-            raise ParameterError("messages", f"{self.model_name} has no tokenizer files, so no chat template")
-        try:
-            ids = self.tokenizer.chat([dict(message) for message in messages])
-        except ValueError as error:
-            raise ParameterError("messages", str(error)) from error
-        return self.tokenize(ids)
+    def has_work(self) -> bool:
+        return bool(self._requests)
 
-    def check(self, prompt_token_ids: Sequence[int], params: DecodingParams) -> None:
-        """Refuses what this model can never run.
+    def step(self) -> list[Update]:
+        """Admits what may begin, makes one forward pass, and says what it made of every request that took part."""
+        while (admission := self.scheduler.admit()) is not None:
+            self._open(admission)
+        plan = self.scheduler.plan()
+        if plan is None:
+            return []
+        start = time.perf_counter()
+        self._states, result = self.runner.step(self._states, plan)
+        self._forward_seconds = time.perf_counter() - start
+        return [self._take(sequence) for sequence in result.sequences]
 
-        Raises:
-            ParameterError: the request does not fit, or asks for stop strings without a tokenizer.
-        """
-        room = self.max_model_len - len(prompt_token_ids)
-        if room < 1:
-            raise ParameterError("prompt", f"has {len(prompt_token_ids)} tokens; max_model_len is {self.max_model_len}")
-        if params.max_new_tokens > room:
-            raise ParameterError(
-                "max_new_tokens",
-                f"{params.max_new_tokens} does not fit: the prompt has {len(prompt_token_ids)} tokens and "
-                f"max_model_len is {self.max_model_len}, which leaves {room}",
-            )
-        slots = 1 + params.lookaheads
-        needed = self._pages(len(prompt_token_ids) + params.max_new_tokens, slots) * self._page_bytes
-        if needed > self.kv_cache_memory:
-            raise ParameterError(
-                "num_branches",
-                f"{slots} branches of {len(prompt_token_ids)} + {params.max_new_tokens} positions need {needed} bytes "
-                f"of KV pages; kv_cache_memory is {self.kv_cache_memory}",
-            )
-        if params.stop and self.tokenizer is None:
-            raise ParameterError("stop", f"needs a tokenizer, and {self.model_name} has no tokenizer files")
-        for token in self._eos(params):
-            if token >= self.config.vocab_size:
-                raise ParameterError(
-                    "eos_token_id", f"{token} is not below the vocabulary size {self.config.vocab_size}"
-                )
-
-    def stream(
-        self, prompt_token_ids: Sequence[int], params: DecodingParams, *, trace: bool = False
-    ) -> Generator[Progress, None, None]:
-        """What is final after each forward pass; the last item carries the output. One request at a time.
-
-        Closing the iterator ends the request and gives its pages back, as does any error.
-
-        Raises:
-            ParameterError: see ``check``.
-            NonFiniteError: the model's logits are not finite.
-        """
-        self.check(prompt_token_ids, params)
-        strategy = begin(prompt_token_ids, params, self.config.mask_token_id, frozenset(self._eos(params)))
-        runner = self._runner(len(prompt_token_ids) + params.max_new_tokens, strategy.num_slots)
-        state = runner.open(strategy.num_slots, self._scoring(len(prompt_token_ids), params))
-        try:
-            yield from _Request(self, strategy, params, trace).run(runner, state)
-        finally:
-            runner.close(state)
-
-    def generate(
-        self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
-        params: DecodingParams | None = None,
-        *,
-        trace: bool = False,
-        quiet: bool = False,
-    ) -> list[GenerationOutput]:
-        """One output a prompt, in order; prompts are texts or lists of token ids.
-
-        Raises:
-            ParameterError: a prompt or parameter cannot be served; nothing was generated.
-        """
-        several = [prompts] if isinstance(prompts, str) else prompts
-        return self._all([self.tokenize(prompt) for prompt in several], params, trace, quiet)
-
-    def chat(
-        self,
-        conversations: Sequence[Sequence[Mapping[str, Any]]],
-        params: DecodingParams | None = None,
-        *,
-        trace: bool = False,
-        quiet: bool = False,
-    ) -> list[GenerationOutput]:
-        """One output a conversation (a list of messages with role and content), through the chat template.
-
-        Raises:
-            ParameterError: see ``generate`` and ``tokenize_chat``.
-        """
-        return self._all([self.tokenize_chat(messages) for messages in conversations], params, trace, quiet)
-
-    def _all(
-        self, prompts: list[list[int]], params: DecodingParams | None, trace: bool, quiet: bool
-    ) -> list[GenerationOutput]:
-        params = params or DecodingParams()
-        for prompt in prompts:
-            self.check(prompt, params)
-        outputs = []
-        with tqdm(total=len(prompts), desc="prompts", disable=True if quiet else None) as bar:
-            for prompt in prompts:
-                *_, last = self.stream(prompt, params, trace=trace)
-                assert last.output is not None
-                outputs.append(last.output)
-                bar.set_postfix(tpf=f"{last.output.tokens_per_forward:.1f}")
-                bar.update()
-        return outputs
+    def stats(self) -> EngineStats:
+        scheduler, allocator = self.scheduler, self.scheduler.allocator
+        cached = scheduler.prefix_cache.num_evictable if scheduler.prefix_cache else 0
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            pages_in_use=allocator.num_pages - allocator.num_free - cached,
+            pages_cached=cached,
+            num_pages=allocator.num_pages,
+            num_steps=scheduler.num_steps,
+            num_prefill_steps=scheduler.num_prefill_steps,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+            copied_positions=self.runner.copied_positions,
+            gathered_bytes=self.runner.ops.gathered_bytes,
+            forward_seconds=self._forward_seconds,
+        )
 
     # ---- pieces ----------------------------------------------------------------------------------------------------
 
-    def _eos(self, params: DecodingParams) -> tuple[int, ...]:
-        eos = params.eos_token_id
-        if eos is None:
-            return self.config.eos_token_ids
-        return (eos,) if isinstance(eos, int) else eos
+    def _open(self, admission: Admission) -> None:
+        scheduled, entry = admission.sequence, admission.entry
+        request = self._requests[scheduled.request_id]
+        request.cached_tokens = admission.adopted
+        config = self.model_config
+        eos = request.params.eos_token_ids or config.eos_token_ids
+        strategy = begin(request.prompt, request.params, config.mask_token_id, frozenset(eos), admission.adopted)
+        state = SequenceState(strategy, self._scoring(request, eos), strategy.plan())
+        if entry is not None:
+            state.last = entry.last
+            if entry.partial_page is not None:
+                self._copy_partial(scheduled.tables, entry.pages, len(request.prompt))
+        assert state.pending is not None
+        scheduled.demand = state.pending.demand
+        self._states[scheduled.request_id] = state
 
-    def _scoring(self, prompt_length: int, params: DecodingParams) -> Scoring:
+    def _copy_partial(self, tables: SlotTables, pages: Sequence[int], length: int) -> None:
+        """Gives every slot its own copy of an entry's last page, which growing may otherwise drop from the cache."""
+        allocator = self.scheduler.allocator
+        allocator.share(pages[-1])
+        for slot, table in enumerate(tables.tables):
+            tables.grow(slot, length)
+            self.runner.copy(pages, table, length // PAGE_SIZE * PAGE_SIZE, length)
+        allocator.release(pages[-1])
+
+    def _scoring(self, request: _Request, eos: tuple[int, ...]) -> Scoring:
+        # What has no effect is left at its default, so that more requests are scored together.
+        params, config = request.params, self.model_config
+        late = (
+            {"eos": eos, "min_position": len(request.prompt) + params.min_new_tokens} if params.min_new_tokens else {}
+        )
+        drawn = {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "seed": self.config.seed if params.seed is None else params.seed,
+        }
         return Scoring(
             confidence=params.confidence,
-            mask=self.config.mask_token_id,
-            num_tokens=self.tokenizer.size if self.tokenizer else self.config.vocab_size,
-            eos=self._eos(params),
-            min_position=prompt_length + params.min_new_tokens,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            seed=self.seed if params.seed is None else params.seed,
+            mask=config.mask_token_id,
+            num_tokens=self._num_tokens,
+            **late,  # type: ignore[arg-type]
+            **(drawn if params.temperature else {}),  # type: ignore[arg-type]
         )
 
-    @property
-    def _page_bytes(self) -> int:
-        return KVPool.page_bytes(self.config, self._model.head.dtype)
-
-    @staticmethod
-    def _pages(positions: int, num_slots: int) -> int:
-        """Pages of a sequence in the worst case, when its slots share none."""
-        return pages_for(positions) * num_slots
-
-    def _runner(self, positions: int, num_slots: int) -> Runner:
-        """A runner whose pool holds at least one such sequence; with one request at a time the pool may be replaced."""
-        pages = self._pages(positions, num_slots)
-        if pages > self._pool.num_pages:
-            self._pool = KVPool(self.config, pages, self._model.head.dtype, self._device)
-        return Runner(self._model, self._pool, self._ops)
-
-
-class _Request:
-    """One request on its way: the strategy's steps, and what of their text may be shown."""
-
-    def __init__(self, llm: LLM, strategy: D2F, params: DecodingParams, trace: bool):
-        self.strategy, self.params = strategy, params
-        self.text = TextStream(llm.tokenizer, params.stop, params.min_new_tokens) if llm.tokenizer else None
-        self.records: list[StepRecord] | None = [] if trace else None
-        self.model_tokens = 0
-
-    def run(self, runner: Runner, state: SequenceState) -> Iterator[Progress]:
-        while (plan := self.strategy.plan()) is not None:
-            result = runner.step(state, plan)
-            record = self.strategy.absorb(plan, result.results, result.model_tokens, result.head_rows)
-            runner.commit(state, plan, record.winner, result)
-            self.model_tokens += result.model_tokens
-            if self.records is not None:
-                self.records.append(record)
-            tokens = self.strategy.final_tokens()
-            text = ""
-            if self.text:
-                text = self.text.push(tokens)
-                if self.text.stopped is not None:
-                    break
-                tokens = tokens[: self.text.num_shown]
-            yield Progress(tuple(tokens), text)
-        yield self._finished()
-
-    def _finished(self) -> Progress:
-        tokens = self.strategy.final_tokens()
-        text = self.text.finish(tokens) if self.text else ""
-        stop_reason: int | str | None = self.strategy.eos_reached()
-        if self.text and self.text.stopped is not None:
-            stop_reason = self.text.stopped
-            tokens = tokens[: self.text.num_tokens]
-        output = GenerationOutput(
-            prompt_token_ids=self.strategy.prompt,
-            token_ids=tuple(tokens),
-            text=text if self.text else None,
-            finish_reason="length" if stop_reason is None else "stop",
-            stop_reason=stop_reason,
-            num_forwards=self.strategy.num_forwards,
-            num_positions=len(self.strategy.winner.tokens),
-            model_tokens=self.model_tokens,
-            trace=None if self.records is None else tuple(self.records),
+    def _take(self, result: SequenceResult) -> Update:
+        request, state = self._requests[result.request_id], self._states[result.request_id]
+        strategy, record = state.strategy, result.record
+        if record is not None:
+            request.model_tokens += record.model_tokens
+            if request.scheduled.prefills and result.committed >= len(request.prompt):
+                self._remember(request, state)
+        self.scheduler.advance(result)
+        tokens = strategy.final_tokens()
+        new = slice(request.shown, len(tokens))
+        finish_reason, stop = None, None
+        if result.error is not None:
+            finish_reason = "error"
+        elif result.next is None:
+            stop = strategy.eos_reached()
+            finish_reason = "length" if stop is None else "stop"
+        if finish_reason is not None:
+            del self._requests[result.request_id], self._states[result.request_id]
+        request.shown = len(tokens)
+        return Update(
+            request_id=result.request_id,
+            token_ids=tuple(tokens[new]),
+            max_probs=tuple(strategy.winner.probs[new]),
+            num_forwards=strategy.num_forwards,
+            num_positions=len(strategy.winner.tokens),
+            model_tokens=request.model_tokens,
+            winner=None if record is None else (record.winner + 1) % len(record.branches),
+            cached_tokens=request.cached_tokens,
+            finish_reason=finish_reason,
+            stop_token_id=stop,
+            error=result.error,
+            record=record if request.trace else None,
         )
-        return Progress(tuple(tokens), text, output)
+
+    def _remember(self, request: _Request, state: SequenceState) -> None:
+        """Puts a prompt that was just computed into the prefix cache, unless all pages are in use."""
+        cache, key = self.scheduler.prefix_cache, request.scheduled.key
+        if cache is None or key is None:
+            return
+        table, length = request.scheduled.tables.tables[0], len(request.prompt)
+        pages = cache.take_pages(key, table)
+        if pages is not None:
+            self.runner.copy(table, pages, length // PAGE_SIZE * PAGE_SIZE, length)
+            cache.insert(key, pages, state.last)
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    limit = model.max_position_embeddings
+    if config.max_model_len is None:
+        return limit
+    if config.max_model_len > limit:
+        message = f"must be from 1 to the model's {limit} positions, got {config.max_model_len}"
+        raise ParameterError("max_model_len", message)
+    return config.max_model_len
+
+
+def _num_pages(config: EngineConfig, max_model_len: int, page_bytes: int) -> int:
+    if config.kv_cache_memory is not None:
+        if config.kv_cache_memory < page_bytes:
+            message = f"must hold at least one page of {page_bytes} bytes, got {config.kv_cache_memory}"
+            raise ParameterError("kv_cache_memory", message)
+        return config.kv_cache_memory // page_bytes
+    usual_slots = 1 + DecodingParams().lookaheads
+    useful = config.max_num_seqs * usual_slots * pages_for(max_model_len)
+    return max(1, min(useful, min(DEFAULT_KV_MEMORY, free_memory(config.device) // 2) // page_bytes))

@@ -13,8 +13,8 @@ class KVPool:
 
     def __init__(self, config: ModelConfig, num_pages: int, dtype: torch.dtype, device: str):
         shape = (2, config.num_layers, num_pages, PAGE_SIZE, config.num_kv_heads, config.head_dim)
-        # Zeros, because what an entry's last page holds behind its KV length is gathered, though never attended to.
-        self.caches = torch.zeros(shape, dtype=dtype, device=device)
+        # Written once now, so that the memory is really there and does not run out under load.
+        self.caches = torch.empty(shape, dtype=dtype, device=device).zero_()
         self.k, self.v = self.caches
         self.allocator = PageAllocator(num_pages)
 

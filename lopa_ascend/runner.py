@@ -1,233 +1,195 @@
-"""Runs the forward pass of a plan: lays its rows out as tensors, keeps the slots' pages, scores the logits.
+"""One decode step in eager mode: forward pass of all rows, scores, and the decode policy of every sequence.
 
-Positions that branches share by construction are computed once: a row computes the blocks from its lookahead position
-on, takes what lies before from the anchor, and keys and values are written to every slot that needs them (DESIGN's
-slot rules).
+``step(state, plan) -> (state, result)`` is what a parallel or a compiled step offers as well. The plan holds what the
+host decides: who takes part and where keys and values lie. The state holds the rest: tokens, masks, block states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lopa_ascend.backend import Entries, Ops
+from lopa_ascend.backend import Ops
+from lopa_ascend.decode.d2f import D2F
 from lopa_ascend.kv import KVPool
+from lopa_ascend.layout import Indices, Part, lay_out, locations
 from lopa_ascend.model.dream import Dream, ForwardInputs
-from lopa_ascend.pages import PAGE_SIZE, SlotTables
+from lopa_ascend.pages import PAGE_SIZE
 from lopa_ascend.score import Scoring, score
-from lopa_ascend.types import RowPlan, RowResult, SequencePlan
+from lopa_ascend.types import RowResult, SequencePlan, SequenceResult, SequenceStep, StepPlan, StepResult
 
-Indices = NDArray[np.int64]
 HEAD_ROWS = 128  # rows of logits computed at a time, enough to make good use of the head's weights,
 SCORE_ROWS = 16  # and scored at a time, few enough to stay in the cache
 
 
 @dataclass
 class SequenceState:
-    """What the device side keeps of a sequence: its slots' pages, how it is scored, and the normed hidden state
-    [hidden] of the last committed position, which predicts the first position of the window."""
+    """What a step carries on of a sequence: the policy's state and its next plan (None when it is done), how it is
+    scored, and the normed hidden state [hidden] of the last committed position, which predicts the first position of
+    the window."""
 
-    tables: SlotTables
+    strategy: D2F
     scoring: Scoring
+    pending: SequencePlan | None
     last: Tensor | None = None
     round: int = 0
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Where a plan's positions are computed: ``flat[r][i]`` is the token that holds position start + i of row r."""
-
-    tokens: Indices
-    positions: Indices
-    lengths: tuple[int, ...]
-    kv_lengths: tuple[int, ...]
-    slots: tuple[int, ...]
-    flat: tuple[Indices, ...]
+BatchState = dict[str, SequenceState]
 
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """``results`` of the plan's rows; ``commit_hidden`` [rows, hidden] or [1, hidden]: the last committing position's
-    final hidden state by row, or the one that all rows share; ``model_tokens`` and ``head_rows`` were computed."""
+    """``results`` of the plan's rows, None if a logit was not finite; ``commit_hidden`` [rows, hidden] or [1, hidden]:
+    the last committing position's final hidden state by row, or the one that all rows share."""
 
-    results: tuple[RowResult, ...]
-    commit_hidden: Tensor | None
+    results: tuple[RowResult, ...] | None
+    commit_hidden: Tensor
     model_tokens: int
     head_rows: int
 
 
-def lay_out(plan: SequencePlan) -> Layout:
-    """Cuts the rows into attention entries and orders them so that entries of equal shape stand side by side."""
-    spans: list[tuple[int, int, int, int]] = []  # (length, kv length, row, first position)
-    for index, row in enumerate(plan.rows):
-        begin = row.start
-        for edge in row.edges:
-            if begin >= row.compute_from:
-                spans.append((edge - begin, edge, index, begin))
-            begin = edge
-    spans.sort(key=lambda span: (span[1], span[0], span[2], span[3]))
-    flat = [np.full(len(row.tokens), -1, dtype=np.int64) for row in plan.rows]
-    tokens, positions, count = [], [], 0
-    for length, _, index, begin in spans:
-        row = plan.rows[index]
-        offset = begin - row.start
-        flat[index][offset : offset + length] = np.arange(count, count + length)
-        tokens.append(np.array(row.tokens[offset : offset + length], dtype=np.int64))
-        positions.append(np.arange(begin, begin + length))
-        count += length
-    anchor = flat[-1]
-    for row, where in zip(plan.rows, flat, strict=True):
-        shared = row.compute_from - row.start
-        where[:shared] = anchor[:shared]
-    return Layout(
-        np.concatenate(tokens),
-        np.concatenate(positions),
-        tuple(span[0] for span in spans),
-        tuple(span[1] for span in spans),
-        tuple(plan.rows[span[2]].slot for span in spans),
-        tuple(flat),
-    )
+class Scored(NamedTuple):
+    """[R] each: token ids, probabilities, confidences (float32), and whether the logits were finite."""
+
+    tokens: NDArray[np.int64]
+    probs: NDArray[np.float32]
+    confidences: NDArray[np.float32]
+    finite: NDArray[np.bool_]
 
 
 class Runner:
-    """One model on one device with its KV pool."""
+    """One model on one device with its KV pool. ``copied_positions`` counts what was copied between slots."""
 
     def __init__(self, model: Dream, pool: KVPool, ops: Ops):
         self.model, self.pool, self.ops = model, pool, ops
-
-    def open(self, num_slots: int, scoring: Scoring) -> SequenceState:
-        return SequenceState(SlotTables(self.pool.allocator, num_slots), scoring)
-
-    def close(self, state: SequenceState) -> None:
-        """Gives the sequence's pages back."""
-        state.tables.release()
+        self.copied_positions = 0
 
     @torch.inference_mode()
-    def step(self, state: SequenceState, plan: SequencePlan) -> ForwardResult:
-        """One forward pass of one sequence.
+    def step(self, state: BatchState, plan: StepPlan) -> tuple[BatchState, StepResult]:
+        """One forward pass of the plan's sequences, and what follows from it. A sequence whose logits are not finite
+        ends with an error; the others do not notice."""
+        sequences = [state[pages.request_id] for pages in plan.sequences]
+        forwards = self.forward(sequences, plan.sequences)
+        results = []
+        for sequence, pages, forward in zip(sequences, plan.sequences, forwards, strict=True):
+            results.append(self._advance(sequence, pages, forward))
+        return state, StepResult(tuple(results))
 
-        Raises:
-            NonFiniteError: the logits are not finite.
-        """
-        layout = lay_out(plan)
-        self._make_room(state.tables, plan)
-        slots, source = self._writes(state.tables, plan, layout)
-        wanted, inverse, positions = wanted_rows(plan, layout)
-        commits = [where[plan.commit - 1] for where in (layout.flat if plan.winner_commits else layout.flat[-1:])]
-        commits = commits if plan.commit else []
-        own = wanted[wanted >= 0]
+    def _advance(self, state: SequenceState, pages: SequenceStep, forward: ForwardResult) -> SequenceResult:
+        plan, strategy = state.pending, state.strategy
+        assert plan is not None
+        if forward.results is None:
+            state.pending = None
+            message = "the model produced logits that are not finite; the request cannot go on"
+            return SequenceResult(pages.request_id, strategy.cached, None, error=message)
+        record = strategy.absorb(plan, forward.results, forward.model_tokens, forward.head_rows)
+        self.commit(state, plan, pages, record.winner, forward)
+        state.pending = strategy.plan()
+        demand = None if state.pending is None else state.pending.demand
+        return SequenceResult(pages.request_id, strategy.cached, demand, record)
+
+    @torch.inference_mode()
+    def forward(self, sequences: Sequence[SequenceState], pages: Sequence[SequenceStep]) -> list[ForwardResult]:
+        """The forward pass of the sequences' pending plans."""
+        plans = [state.pending for state in sequences]
+        layout = lay_out([(plan, at) for plan, at in zip(plans, pages, strict=True) if plan is not None])
+        own = [part.predictions.tokens[part.predictions.tokens >= 0] for part in layout.parts]
+        wanted = [rows for part, tokens in zip(layout.parts, own, strict=True) for rows in (tokens, part.commits)]
         inputs = ForwardInputs(
             tokens=torch.from_numpy(layout.tokens),
             positions=torch.from_numpy(layout.positions),
-            slots=torch.from_numpy(slots),
-            source=torch.from_numpy(source),
-            entries=self._entries(state.tables, layout),
-            rows=torch.from_numpy(np.concatenate([own, np.array(commits, dtype=np.int64)])),
+            slots=torch.from_numpy(layout.slots),
+            source=torch.from_numpy(layout.source),
+            entries=layout.entries,
+            rows=torch.from_numpy(np.concatenate(wanted)),
         )
-        hidden = self.model.forward(inputs, self.pool.k, self.pool.v)
-        rows = hidden[: len(own)]
-        if len(own) < len(wanted):  # sorted: the row before the window comes first
-            assert state.last is not None
-            rows = torch.cat([state.last[None], rows])
-        scores = self._score(rows, state, positions)
-        state.round += 1
-        results = tuple(
-            RowResult(*(tuple(column[where].tolist()) for column in scores))  # token, probability, confidence
-            for where in np.split(inverse, np.cumsum([len(row.masked) for row in plan.rows])[:-1])
-        )
-        return ForwardResult(results, hidden[len(own) :] if commits else None, len(layout.tokens), len(wanted))
+        hidden = self.model.forward(inputs, self.pool.k, self.pool.v).split([len(rows) for rows in wanted])
+        predicting = []
+        for state, part, rows in zip(sequences, layout.parts, hidden[::2], strict=True):
+            if len(rows) < len(part.predictions.tokens):  # sorted: the row before the window comes first
+                assert state.last is not None
+                rows = torch.cat([state.last[None], rows])
+            predicting.append(rows)
+        scores = self._scores(predicting, sequences, layout.parts)
+        for state in sequences:
+            state.round += 1
+        return [
+            ForwardResult(row_results(part, scored), commits, part.num_tokens, len(part.predictions.tokens))
+            for part, scored, commits in zip(layout.parts, scores, hidden[1::2], strict=True)
+        ]
 
     @torch.inference_mode()
-    def commit(self, state: SequenceState, plan: SequencePlan, winner: int, result: ForwardResult) -> None:
+    def commit(
+        self, state: SequenceState, plan: SequencePlan, pages: SequenceStep, winner: int, forward: ForwardResult
+    ) -> None:
         """Makes the committing positions of the winner everybody's. In block-causal mode all slots hold them already;
         with full attention this is the second phase."""
         if not plan.commit:
             return
-        assert result.commit_hidden is not None
-        state.last = result.commit_hidden[winner if plan.winner_commits else 0].clone()
+        state.last = forward.commit_hidden[winner if plan.winner_commits else 0].clone()
         if not plan.winner_commits:
             return
-        tables, end = state.tables, plan.start + plan.commit
-        self._copy(tables, plan.rows[winner].slot, 0, plan.start, end)
-        tables.share_committed(end)
-        for slot in range(1, plan.num_slots):
-            tables.grow(slot, end)
-            self._copy(tables, 0, slot, max(plan.start, tables.num_shared * PAGE_SIZE), end)
+        end = plan.start + plan.commit
+        source = pages.tables[plan.rows[winner].slot]
+        self.copy(source, pages.tables[0], plan.start, end)
+        for table in pages.tables[1:]:  # full pages are shared from now on
+            self.copy(pages.tables[0], table, max(plan.start, end // PAGE_SIZE * PAGE_SIZE), end)
 
-    def _copy(self, tables: SlotTables, source: int, target: int, begin: int, end: int) -> None:
+    def copy(self, source: Sequence[int], target: Sequence[int], begin: int, end: int) -> None:
+        """Copies keys and values of the positions [begin, end) from one page table's pages to another's."""
         if source != target and begin < end:
-            at = (torch.from_numpy(locations(tables.tables[slot], begin, end)) for slot in (source, target))
+            self.copied_positions += end - begin
+            at = (torch.from_numpy(locations(table, begin, end)) for table in (source, target))
             self.ops.kv_copy(self.pool.caches, *at)
 
-    def _make_room(self, tables: SlotTables, plan: SequencePlan) -> None:
-        committed = plan.start + plan.commit
-        ends = dict.fromkeys(range(plan.num_slots), 0 if plan.winner_commits else committed)
-        ends |= {row.slot: row.end for row in plan.rows}
-        tables.grow(0, ends[0])
-        if not plan.winner_commits:  # equal for all branches, so full pages can be shared before they are written
-            tables.share_committed(committed)
-        for slot, end in ends.items():
-            tables.grow(slot, end)
+    def _scores(
+        self, rows: Sequence[Tensor], sequences: Sequence[SequenceState], parts: Sequence[Part]
+    ) -> list[Scored]:
+        """Of each sequence's hidden states [R_i, hidden], which predict its positions. Neighbours that are scored
+        alike are scored together."""
+        groups: list[tuple[Scoring, int, list[int]]] = []
+        for index, state in enumerate(sequences):
+            kind = state.scoring, state.round if state.scoring.temperature else 0
+            if groups and groups[-1][:2] == kind:
+                groups[-1][2].append(index)
+            else:
+                groups.append((*kind, [index]))
+        out: list[Scored] = []
+        for scoring, round_, members in groups:
+            positions = np.concatenate([parts[i].predictions.positions for i in members])
+            scored = self._score(torch.cat([rows[i] for i in members]), scoring, positions, round_)
+            cuts = np.cumsum([len(rows[i]) for i in members])[:-1]
+            out += [Scored(*columns) for columns in zip(*(np.split(column, cuts) for column in scored), strict=True)]
+        return out
 
-    def _writes(self, tables: SlotTables, plan: SequencePlan, layout: Layout) -> tuple[Indices, Indices]:
-        """(cache positions, the tokens they take). A slot without a row takes the anchor's committing positions."""
-        committing = layout.flat[-1][: 0 if plan.winner_commits else plan.commit]
-        rows = {row.slot: where for row, where in zip(plan.rows, layout.flat, strict=True)}
-        slots, source = [], []
-        for slot in range(plan.num_slots):
-            where = rows.get(slot, committing)
-            end = plan.start + len(where)
-            begin = plan.start if slot == 0 else max(plan.start, tables.num_shared * PAGE_SIZE)
-            if begin < end:
-                slots.append(locations(tables.tables[slot], begin, end))
-                source.append(where[begin - plan.start :])
-        return np.concatenate(slots), np.concatenate(source)
-
-    def _entries(self, tables: SlotTables, layout: Layout) -> Entries:
-        width = -(-max(layout.kv_lengths) // PAGE_SIZE)
-        table = np.empty((len(layout.slots), width), dtype=np.int64)
-        for i, slot in enumerate(layout.slots):
-            pages = tables.tables[slot][:width]
-            table[i, : len(pages)] = pages
-            table[i, len(pages) :] = pages[-1]
-        return Entries(layout.lengths, layout.kv_lengths, torch.from_numpy(table))
-
-    def _score(self, rows: Tensor, state: SequenceState, positions: Indices) -> tuple[NDArray[np.generic], ...]:
-        """(tokens, probabilities, confidences), each [R], of hidden states [R, hidden] that predict ``positions``."""
+    def _score(self, rows: Tensor, scoring: Scoring, positions: Indices, round_: int) -> Scored:
         num_rows, where = len(rows), torch.from_numpy(positions)
         if not num_rows:
-            return np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.float32)
+            return Scored(
+                np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.float32), np.empty(0, np.bool_)
+            )
         if num_rows % SCORE_ROWS == 1:  # a row by itself is summed by several threads, in another order
             rows, where = torch.cat([rows, rows[-1:]]), torch.cat([where, where[-1:]])
-        parts = []
+        chunks = []
         for chunk, places in zip(rows.split(HEAD_ROWS), where.split(HEAD_ROWS), strict=True):
             for logits, at in zip(self.model.logits(chunk).split(SCORE_ROWS), places.split(SCORE_ROWS), strict=True):
-                parts.append(score(logits, state.scoring, at, state.round))
-        return tuple(torch.cat(column)[:num_rows].numpy() for column in zip(*parts, strict=True))
+                chunks.append(score(logits, scoring, at, round_))
+        return Scored(*(torch.cat(column)[:num_rows].numpy() for column in zip(*chunks, strict=True)))
 
 
-def locations(table: Sequence[int], begin: int, end: int) -> Indices:
-    """Flat cache indices page * 128 + offset of the positions [begin, end)."""
-    positions = np.arange(begin, end)
-    pages = np.asarray(table, dtype=np.int64)[positions // PAGE_SIZE]
-    return pages * PAGE_SIZE + positions % PAGE_SIZE
-
-
-def wanted_rows(plan: SequencePlan, layout: Layout) -> tuple[Indices, Indices, Indices]:
-    """(tokens whose hidden states predict something, ascending and once each; for every masked position of every row
-    its index among them; the position that each predicts). -1 stands for the row before the window."""
-    predicted = [np.array(row.masked, dtype=np.int64) for row in plan.rows]
-    tokens = [before(row, where, at) for row, where, at in zip(plan.rows, layout.flat, predicted, strict=True)]
-    wanted, first, inverse = np.unique(np.concatenate(tokens), return_index=True, return_inverse=True)
-    return wanted, inverse, np.concatenate(predicted)[first]
-
-
-def before(row: RowPlan, where: Indices, positions: Indices) -> Indices:
-    """The token at position q - 1 for each q (the logits are shifted by one), -1 where it lies before the row."""
-    offsets = positions - row.start - 1
-    return np.where(offsets < 0, -1, where[np.maximum(offsets, 0)])
+def row_results(part: Part, scored: Scored) -> tuple[RowResult, ...] | None:
+    """By row, in the order of its masked positions; None if a logit was not finite."""
+    if not scored.finite.all():
+        return None
+    cuts = np.cumsum([len(row.masked) for row in part.plan.rows])[:-1]
+    return tuple(
+        RowResult(*(tuple(column[where].tolist()) for column in (scored.tokens, scored.probs, scored.confidences)))
+        for where in np.split(part.predictions.inverse, cuts)
+    )

@@ -15,10 +15,6 @@ import torch
 from torch import Tensor
 
 
-class NonFiniteError(RuntimeError):
-    """The model gave logits that are not finite; nothing may be made of them."""
-
-
 @dataclass(frozen=True)
 class Scoring:
     """How one request's logits become tokens. ``num_tokens``: ids from here on do not exist in the tokenizer.
@@ -41,26 +37,23 @@ class Scoring:
         return self.top_p is not None or self.top_k is not None
 
 
-def score(logits: Tensor, scoring: Scoring, positions: Tensor, round_: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens int64, probabilities float32, confidences float32), each [R], of logits [R, vocab] for the absolute
-    ``positions`` [R] in forward pass ``round_``. ``logits`` is overwritten.
+def score(logits: Tensor, scoring: Scoring, positions: Tensor, round_: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(tokens int64, probabilities float32, confidences float32, finite bool), each [R], of logits [R, vocab] for the
+    absolute ``positions`` [R] in forward pass ``round_``. ``logits`` is overwritten.
 
-    "margin" is the chosen token's probability less the largest other one, "neg_entropy" the sum of p log p.
-
-    Raises:
-        NonFiniteError: a logit is not finite.
+    "margin" is the chosen token's probability less the largest other one, "neg_entropy" the sum of p log p. Where a
+    logit or the confidence is not finite, nothing may be made of the rest.
     """
     x = logits.float()
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-    if not bool((low.isfinite() & high.isfinite()).all()):
-        raise NonFiniteError("the model produced logits that are not finite; the request cannot go on")
+    finite = low.isfinite() & high.isfinite()
     x.sub_(high)
     if scoring.temperature:
         x.div_(scoring.temperature)
         _truncate(x, scoring, positions)
     weights = x.exp()
     total = weights.sum(-1, keepdim=True)
-    entropy = _neg_entropy(x, weights, total) if scoring.confidence == "neg_entropy" else None
+    entropy = _neg_entropy(x, weights, total, scoring.truncated) if scoring.confidence == "neg_entropy" else None
     banned = _ban(x, scoring, positions)
     if scoring.temperature:
         noise = gumbel_noise(scoring.seed, positions, round_, x.shape[-1])
@@ -76,14 +69,15 @@ def score(logits: Tensor, scoring: Scoring, positions: Tensor, round_: int) -> t
     else:
         assert entropy is not None
         conf = entropy
-    return chosen[:, 0], prob[:, 0], conf[:, 0]
+    return chosen[:, 0], prob[:, 0], conf[:, 0], (finite & conf.isfinite())[:, 0]
 
 
-def _neg_entropy(x: Tensor, weights: Tensor, total: Tensor) -> Tensor:
+def _neg_entropy(x: Tensor, weights: Tensor, total: Tensor, truncated: bool) -> Tensor:
     """sum p log p [R, 1] with p = weights / total and log p = x - log total."""
-    dot = (weights * x).sum(-1, keepdim=True)
-    if bool(dot.isnan().any()):  # 0 * -inf where sampling cut an id off: it counts nothing
-        dot = (weights * x).nansum(-1, keepdim=True)
+    product = weights * x
+    if truncated:  # 0 * -inf where sampling cut an id off: it counts nothing
+        product.nan_to_num_(0.0)
+    dot = product.sum(-1, keepdim=True)
     return dot / total - total.log()
 
 

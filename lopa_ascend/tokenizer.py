@@ -44,14 +44,11 @@ class Tokenizer:
     """A byte-level BPE tokenizer. ``special`` are the named special tokens that the chat template sees."""
 
     def __init__(self, backend: tokenizers.Tokenizer, special: dict[str, str], chat_template: str | None):
-        self._backend, self._special, self._chat_template = backend, special, chat_template
+        self.special, self.chat_template = special, chat_template
+        self._backend = backend
         self._added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
         self._pieces: dict[int, bytes] = {}
         self.size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values())
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self._chat_template is not None
 
     def encode(self, text: str) -> list[int]:
         """Token ids; special tokens in the text are recognised, none is added.
@@ -87,7 +84,7 @@ class Tokenizer:
         Raises:
             ValueError: there are no messages, there is no chat template, or it refuses the messages.
         """
-        if self._chat_template is None:
+        if self.chat_template is None:
             raise ValueError("this model has no chat template")
         if not messages:
             raise ValueError("there are no messages")
@@ -106,7 +103,7 @@ class Tokenizer:
 
         # Only its templates are used, so it needs no vocabulary of ours.
         empty = tokenizers.Tokenizer(models.BPE())
-        return PreTrainedTokenizerFast(tokenizer_object=empty, chat_template=self._chat_template, **self._special)
+        return PreTrainedTokenizerFast(tokenizer_object=empty, chat_template=self.chat_template, **self.special)
 
 
 class TextStream:
@@ -191,8 +188,8 @@ class TextStream:
         return len(self._held) - longest
 
 
-def load_tokenizer(path: str | Path, vocab_size: int) -> Tokenizer | None:
-    """The tokenizer in a model directory; None if there are no tokenizer files.
+def load_tokenizer(path: str | Path, vocab_size: int, chat_template: str | None = None) -> Tokenizer | None:
+    """The tokenizer in a model directory; None if there are no tokenizer files. ``chat_template`` replaces its own.
 
     Reads tokenizer.json, or else vocab.json and merges.txt; special tokens and the chat template come from
     tokenizer_config.json, special_tokens_map.json, added_tokens.json and chat_template.jinja where they exist.
@@ -214,7 +211,7 @@ def load_tokenizer(path: str | Path, vocab_size: int) -> Tokenizer | None:
     named, others = _special_tokens(path)
     known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     backend.add_special_tokens([token for token in dict.fromkeys([*named.values(), *others]) if token not in known])
-    tokenizer = Tokenizer(backend, named, _chat_template(path, config))
+    tokenizer = Tokenizer(backend, named, chat_template or _chat_template(path, config))
     if tokenizer.size > vocab_size:
         raise TokenizerError(
             f"{source}: has ids up to {tokenizer.size - 1}, expected less than vocab_size {vocab_size}"

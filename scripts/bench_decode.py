@@ -126,7 +126,7 @@ class Measurement:
 
 def measure(llm: LLM, prompt: list[int], params: DecodingParams) -> Measurement:
     forward, score = Spent(), Spent()
-    runner = llm._runner(len(prompt) + params.max_new_tokens, 1 + params.lookaheads)
+    runner = llm.engine.runner
     kept = runner.model.forward, type(runner)._score
     try:
         runner.model.forward = forward.wrap(kept[0])  # type: ignore[method-assign]
@@ -175,7 +175,7 @@ def main() -> None:
     prompt = torch.randint(0, work["prompt_vocab"], (work["prompt_len"],), generator=generator).tolist()
     heading = "forwards     TPF  tokens/step  cpu secs  forward GFLOP/s   decode GFLOP/s  published  outside"
     for dtype in args.dtypes:
-        llm = LLM(args.model, dtype=dtype)
+        llm = LLM(args.model, dtype=dtype, enable_prefix_caching=False)
         for threads in args.threads:
             torch.set_num_threads(threads)
             own, wide = gemm_peak(getattr(torch, dtype)), gemm_peak(torch.float32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
 
@@ -52,12 +52,14 @@ def threshold_count(fraction: float, length: int) -> int:
 @dataclass(slots=True)
 class Branch:
     """One candidate state of a sequence: ``tokens`` [end - first] are the ids of all generated positions so far, masks
-    included; ``blocks`` begin with the prompt's. ``eos``: an EOS has been filled, so no block is added any more."""
+    included, and ``probs`` the probabilities at which they were filled; ``blocks`` begin with the prompt's. ``eos``: an
+    EOS has been filled, so no block is added any more."""
 
     tokens: list[int]
     blocks: list[Block]
     eos: bool = False
     lookahead: Fill | None = None
+    probs: list[float] = field(default_factory=list)
 
     @property
     def first(self) -> int:
@@ -88,15 +90,17 @@ class Branch:
 
     def fill(self, fill: Fill, eos: Set[int]) -> None:
         self.tokens[fill.position - self.first] = fill.token
+        self.probs[fill.position - self.first] = fill.max_prob
         next(b for b in self.blocks if b.start <= fill.position < b.end).masks -= 1
         self.eos |= fill.token in eos
 
     def copy(self) -> Branch:
-        return Branch(list(self.tokens), [replace(block) for block in self.blocks], self.eos)
+        return Branch(list(self.tokens), [replace(block) for block in self.blocks], self.eos, probs=list(self.probs))
 
     def open_block(self, length: int, mask: int) -> None:
         self.blocks.append(Block(self.end, self.end + length, length))
         self.tokens.extend([mask] * length)
+        self.probs.extend([0.0] * length)
 
     def activate(self, tau_act: float) -> None:
         """A block whose predecessor is filled to ``tau_act`` becomes fully activated."""

@@ -17,18 +17,19 @@ def float32(value: float) -> float:
 
 class D2F:
     """One sequence under D2F. ``branches`` are in evaluation order, lookaheads by rank and the anchor last; here the
-    anchor is alone."""
+    anchor is alone. ``cached`` positions of the prompt have their keys and values in the cache already."""
 
-    def __init__(self, prompt: Sequence[int], params: DecodingParams, mask: int, eos: frozenset[int]):
+    def __init__(self, prompt: Sequence[int], params: DecodingParams, mask: int, eos: frozenset[int], cached: int = 0):
         self.params = params
         self.prompt = tuple(prompt)
         self.mask = mask
         self.eos = frozenset() if params.ignore_eos else eos
         self.limit = len(prompt) + params.max_new_tokens
         self.tau_conf = float32(params.tau_conf)
-        self.cached = 0
+        self.cached = cached
         self.num_forwards = 0
-        blocks = [Block(0, len(prompt), 0, BlockState.TO_CACHE, activated=True)]
+        state = BlockState.IN_CACHE if cached == len(prompt) else BlockState.TO_CACHE
+        blocks = [Block(0, len(prompt), 0, state, activated=True)]
         self.branches = [Branch([], blocks)]
         self.winner = self.branches[0]
 
@@ -55,7 +56,8 @@ class D2F:
         commit = committing[-1].end - self.cached if committing else 0
         full = self.params.window_attention == "full"
         rows = tuple(self._row(slot, branch, full) for slot, branch in enumerate(self.branches))
-        return SequencePlan(self.cached, commit, rows, self.num_slots, winner_commits=full)
+        prefix = max(self.cached, len(self.prompt))
+        return SequencePlan(self.cached, commit, rows, self.num_slots, winner_commits=full, prefix=prefix)
 
     def _extend(self, branch: Branch) -> None:
         last = branch.blocks[-1]

@@ -7,14 +7,15 @@ import random
 import pytest
 import torch
 
-from lopa_ascend import checkpoint
+from lopa_ascend import DecodingParams, checkpoint
 from lopa_ascend.backend import load_ops
+from lopa_ascend.decode import begin
 from lopa_ascend.kv import KVPool
 from lopa_ascend.model.dream import Dream
 from lopa_ascend.pages import pages_for
-from lopa_ascend.runner import Runner
+from lopa_ascend.runner import Runner, SequenceState
 from lopa_ascend.score import Scoring
-from lopa_ascend.types import RowPlan, SequencePlan
+from lopa_ascend.types import RowPlan, SequencePlan, SequenceStep
 from tests import reference
 from tests.tiny import write_dream
 
@@ -29,6 +30,15 @@ class Recorder(Dream):
     def forward(self, *args):
         self.hidden = super().forward(*args)
         return self.hidden
+
+
+def forward(model: Dream, plan: SequencePlan) -> None:
+    """One forward pass of one row on pages of its own."""
+    end = plan.rows[0].end
+    runner = Runner(model, KVPool(model.config, pages_for(end), torch.float32, "cpu"), model.ops)
+    strategy = begin([1], DecodingParams(decoding="d2f"), model.config.mask_token_id, frozenset())
+    state = SequenceState(strategy, Scoring("max_prob", model.config.mask_token_id, model.config.vocab_size), plan)
+    runner.forward([state], [SequenceStep("one", (tuple(range(pages_for(end))),), 0)])
 
 
 def random_config(rng: random.Random) -> dict:
@@ -61,9 +71,7 @@ def test_logits_are_those_of_qwen2(seed: int, full: bool, tmp_path) -> None:
     masked = tuple(range(prompt, end))
     edges = (end,) if full else (prompt, *range(prompt + BLOCK, end + 1, BLOCK))
     row = RowPlan(0, 0, tuple(tokens), 0, edges, masked)
-    runner = Runner(model, KVPool(config, pages_for(end), torch.float32, "cpu"), ops)
-    state = runner.open(1, Scoring("max_prob", config.mask_token_id, config.vocab_size))
-    runner.step(state, SequencePlan(0, prompt, (row,), 1, winner_commits=full))
+    forward(model, SequencePlan(0, prompt, (row,), 1, winner_commits=full, prefix=prompt))
     ours = model.logits(model.hidden[: len(masked)])
 
     owner = torch.tensor([0] * prompt + [1 + i // BLOCK for i in range(blocks * BLOCK)])
@@ -87,8 +95,6 @@ def test_without_biases(tmp_path) -> None:
     outputs = []
     for some in (zero, same):
         model = Recorder(config, some, load_ops("cpu"))
-        runner = Runner(model, KVPool(config, 1, torch.float32, "cpu"), model.ops)
-        state = runner.open(1, Scoring("max_prob", config.mask_token_id, config.vocab_size))
-        runner.step(state, SequencePlan(0, 4, (RowPlan(0, 0, (1, 2, 3, 4, 5, 6), 0, (4, 6), (4, 5)),), 1, False))
+        forward(model, SequencePlan(0, 4, (RowPlan(0, 0, (1, 2, 3, 4, 5, 6), 0, (4, 6), (4, 5)),), 1, False, 4))
         outputs.append(model.hidden)
     torch.testing.assert_close(outputs[0], outputs[1])

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lopa_ascend.score import NonFiniteError, Scoring, gumbel_noise, score
+from lopa_ascend.score import Scoring, gumbel_noise, score
 
 VOCAB, MASK, TOKENS = 50, 40, 44
 GREEDY = Scoring("max_prob", MASK, TOKENS)
@@ -34,7 +34,7 @@ def test_confidences_are_those_of_the_whole_softmax(confidence: str) -> None:
     x = logits()
     x[0, MASK] = 20.0  # the mask's share stays in the denominator, and in what margin is taken from
     probs = x.double().softmax(-1)
-    token, prob, conf = run(x, replace(GREEDY, confidence=confidence))
+    token, prob, conf, _ = run(x, replace(GREEDY, confidence=confidence))
     assert torch.equal(token, allowed(x).argmax(-1))
     chosen = probs.gather(-1, token[:, None])[:, 0]
     others = probs.scatter(-1, token[:, None], 0).amax(-1)
@@ -47,28 +47,32 @@ def test_ties_go_to_the_lowest_id() -> None:
     for vocab in (7, 64, 1000, 32_000):
         x = torch.zeros(5, vocab)
         x[:, vocab // 2 :] = 1.0
-        token, _, _ = score(x, Scoring("max_prob", 0, vocab), torch.arange(5), 0)
+        token, *_ = score(x, Scoring("max_prob", 0, vocab), torch.arange(5), 0)
         assert token.tolist() == [vocab // 2] * 5
 
 
 def test_bfloat16_logits_are_scored_in_float32() -> None:
-    _, prob, conf = run(logits().bfloat16(), GREEDY)
+    _, prob, conf, _ = run(logits().bfloat16(), GREEDY)
     assert prob.dtype == conf.dtype == torch.float32
     assert not torch.equal(prob, prob.bfloat16().float())
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_logits_that_are_not_finite_raise(value: float) -> None:
+@pytest.mark.parametrize("scoring", [GREEDY, replace(GREEDY, confidence="neg_entropy", temperature=1.0, top_k=9)])
+def test_rows_whose_logits_are_not_finite_are_named_and_disturb_no_other(value: float, scoring: Scoring) -> None:
     x = logits()
+    expected = run(x, scoring)
     x[3, 7] = value
-    with pytest.raises(NonFiniteError):
-        run(x, GREEDY)
+    found = run(x, scoring)
+    assert found[3].tolist() == [True, True, True, False, True, True]
+    for column, same in zip(found[:3], expected[:3], strict=True):
+        assert torch.equal(column[found[3]], same[found[3]])
 
 
 def test_eos_waits_for_min_position() -> None:
     x = logits()
     x[:, 3] = 30.0
-    token, _, _ = run(x, replace(GREEDY, eos=(3,), min_position=12), first=10)
+    token, *_ = run(x, replace(GREEDY, eos=(3,), min_position=12), first=10)
     assert (token == 3).tolist() == [False, False, True, True, True, True]
 
 
@@ -101,7 +105,7 @@ def test_samples_follow_the_tempered_truncated_distribution(temperature, top_k, 
     row = logits(1, seed=3)
     n = 20_000
     scoring = replace(GREEDY, temperature=temperature, top_k=top_k, top_p=top_p, seed=5)
-    token, prob, _ = run(row.expand(n, -1), scoring)
+    token, prob, *_ = run(row.expand(n, -1), scoring)
     scaled = allowed(row)[0].double() / temperature
     ranked = scaled.sort(descending=True)
     keep = torch.ones(VOCAB, dtype=torch.bool)
@@ -125,5 +129,5 @@ def test_samples_follow_the_tempered_truncated_distribution(temperature, top_k, 
 def test_top_k_of_one_cannot_draw_what_may_not_be_chosen() -> None:
     x = logits()
     x[:, MASK] = 30.0
-    token, _, _ = run(x, replace(GREEDY, temperature=1.0, top_k=1))
+    token, *_ = run(x, replace(GREEDY, temperature=1.0, top_k=1))
     assert torch.equal(token, allowed(x).argmax(-1))

@@ -12,11 +12,12 @@ from lopa_ascend import DecodingParams, checkpoint
 from lopa_ascend.backend import load_ops
 from lopa_ascend.decode import begin
 from lopa_ascend.kv import KVPool
+from lopa_ascend.layout import locations
 from lopa_ascend.model.dream import Dream
-from lopa_ascend.pages import PAGE_SIZE, pages_for
-from lopa_ascend.runner import Runner, locations
+from lopa_ascend.pages import PAGE_SIZE, SlotTables, pages_for
+from lopa_ascend.runner import ForwardResult, Runner, SequenceState
 from lopa_ascend.score import Scoring
-from lopa_ascend.types import RowPlan, SequencePlan
+from lopa_ascend.types import RowPlan, SequencePlan, SequenceStep, StepPlan
 from tests.tiny import write_dream
 
 
@@ -30,18 +31,29 @@ class Run:
         slots = self.strategy.num_slots
         pool = KVPool(self.config, pages_for(len(prompt) + params.max_new_tokens) * slots, torch.float32, "cpu")
         self.runner = Runner(self.model, pool, self.model.ops)
-        self.state = self.runner.open(slots, Scoring("max_prob", self.config.mask_token_id, self.config.vocab_size))
+        self.tables = SlotTables(pool.allocator, slots)
+        scoring = Scoring("max_prob", self.config.mask_token_id, self.config.vocab_size)
+        self.state = SequenceState(self.strategy, scoring, None)
+
+    def forward(self, plan: SequencePlan) -> ForwardResult:
+        self.state.pending = plan
+        return self.runner.forward([self.state], [self.pages])[0]
+
+    def make_room(self, plan: SequencePlan) -> None:
+        self.tables.make_room(plan.demand)
+        self.pages = SequenceStep("one", tuple(map(tuple, self.tables.tables)), self.tables.num_shared)
 
     def steps(self):
-        while (plan := self.strategy.plan()) is not None:
-            result = self.runner.step(self.state, plan)
-            record = self.strategy.absorb(plan, result.results, result.model_tokens, result.head_rows)
-            self.runner.commit(self.state, plan, record.winner, result)
-            yield plan, record
+        self.state.pending = self.strategy.plan()
+        while (plan := self.state.pending) is not None:
+            self.make_room(plan)
+            _, result = self.runner.step({"one": self.state}, StepPlan(0, False, (self.pages,)))
+            self.tables.share_committed(self.strategy.cached)
+            yield plan, result.sequences[0].record
 
     def committed(self, slot: int) -> torch.Tensor:
         """[2, layers, committed, kv_heads, head_dim] of a slot."""
-        at = torch.from_numpy(locations(self.state.tables.tables[slot], 0, self.strategy.cached))
+        at = torch.from_numpy(locations(self.tables.tables[slot], 0, self.strategy.cached))
         return self.runner.pool.caches.flatten(2, 3)[:, :, at]
 
 
@@ -61,11 +73,11 @@ def test_all_slots_hold_the_same_committed_keys_and_values(attention: str, promp
         slots = [run.committed(slot) for slot in range(run.strategy.num_slots)]
         assert all(torch.equal(slots[0], other) for other in slots[1:])
         full = run.strategy.cached // PAGE_SIZE
-        tables = run.state.tables.tables
+        tables = run.tables.tables
         assert all(table[:full] == tables[0][:full] for table in tables)
         private = [page for table in tables for page in table[full:]]
         assert len(set(private)) == len(private)
-    run.runner.close(run.state)
+    run.tables.release()
     assert run.runner.pool.allocator.num_free == run.runner.pool.num_pages
 
 
@@ -82,7 +94,9 @@ def test_the_committed_values_are_those_of_a_run_without_branches_reading_one_sl
     again = Run(tmp_path, prompt, params)
     edges = (100, *range(124, end + 1, 24))
     row = RowPlan(0, 0, tuple(text[:end]), 0, edges, (100,))
-    again.runner.step(again.state, SequencePlan(0, end, (row,), 1, winner_commits=False))
+    plan = SequencePlan(0, end, (row,), 1, winner_commits=False, prefix=100)
+    again.make_room(plan)
+    again.forward(plan)
     again.strategy.cached = end
     torch.testing.assert_close(again.committed(0), run.committed(0), rtol=1e-4, atol=1e-5)
 
@@ -92,7 +106,7 @@ def test_full_attention_commits_the_winners_values(tmp_path) -> None:
     write_dream(tmp_path)
     run = Run(tmp_path, *settings("full", 100))
     copies = []
-    run.runner._copy = lambda *args: copies.append(args)  # type: ignore[method-assign]
+    run.runner.copy = lambda *args: copies.append(args)  # type: ignore[method-assign]
     differ = False
     for _ in itertools.islice(run.steps(), 12):
         slots = [run.committed(slot) for slot in range(run.strategy.num_slots)]
@@ -109,14 +123,18 @@ def test_a_branch_is_bit_equal_whatever_shares_its_batch(attention: str, tmp_pat
     compared = 0
     plan = run.strategy.plan()
     while plan is not None:
-        result = run.runner.step(run.state, plan)
+        run.make_room(plan)
+        result = run.forward(plan)
+        assert result.results is not None
         anchor = len(plan.rows) - 1
-        alone = replace(plan, rows=(replace(plan.rows[anchor], slot=0),))
-        again = run.runner.step(run.state, alone)
+        again = run.forward(replace(plan, rows=(replace(plan.rows[anchor], slot=0),)))
+        assert again.results is not None
         assert again.results[0] == result.results[anchor]
         compared += len(plan.rows) > 1
-        result = run.runner.step(run.state, plan)
+        result = run.forward(plan)
+        assert result.results is not None
         record = run.strategy.absorb(plan, result.results, 0, 0)
-        run.runner.commit(run.state, plan, record.winner, result)
+        run.runner.commit(run.state, plan, run.pages, record.winner, result)
+        run.tables.share_committed(run.strategy.cached)
         plan = run.strategy.plan()
     assert compared > 5

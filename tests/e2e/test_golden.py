@@ -12,7 +12,7 @@ from tests import golden
 
 @functools.cache
 def model(path: str) -> LLM:
-    return LLM(path, dtype="float32")
+    return LLM(path, dtype="float32", enable_prefix_caching=False)
 
 
 def generate(trace, **changes):

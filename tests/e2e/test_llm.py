@@ -7,7 +7,7 @@ import torch
 
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.config import ParameterError
-from lopa_ascend.score import NonFiniteError
+from lopa_ascend.llm import GenerationError
 from tests.tiny import VOCAB_SIZE, write_dream, write_tokenizer
 
 SHORT = {"block_size": 8, "max_new_tokens": 40, "tau_conf": 0.5}
@@ -23,7 +23,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(path) -> LLM:
-    return LLM(path)
+    return LLM(path, enable_prefix_caching=False)
 
 
 def params(**kwargs) -> DecodingParams:
@@ -96,9 +96,10 @@ def test_progress_only_ever_grows(llm: LLM) -> None:
 def test_a_closed_stream_gives_its_pages_back(llm: LLM) -> None:
     stream = llm.stream(llm.tokenize("hello"), params())
     next(stream)
-    assert llm._pool.allocator.num_free < llm._pool.num_pages
+    assert llm.engine.stats().pages_in_use
     stream.close()
-    assert llm._pool.allocator.num_free == llm._pool.num_pages
+    assert not llm.engine.stats().pages_in_use
+    assert not llm.engine.has_work()
 
 
 def test_a_seed_reproduces_a_sample_and_another_changes_it(llm: LLM) -> None:
@@ -114,21 +115,22 @@ def test_ids_behind_the_tokenizer_and_the_mask_are_never_produced(path, tmp_path
     write_dream(tmp_path, vocab_size=VOCAB_SIZE + 60, mask_token_id=VOCAB_SIZE - 1)
     write_tokenizer(tmp_path)
     llm = LLM(tmp_path)
-    llm._model.head[VOCAB_SIZE - 1 :] *= 20
+    llm.engine.runner.model.head[VOCAB_SIZE - 1 :] *= 20
     for seed in range(3):
         output = one(llm, temperature=temperature, seed=seed, ignore_eos=True)
         assert max(output.token_ids) < VOCAB_SIZE - 1
 
 
 def test_logits_that_are_not_finite_fail_the_request_alone(path) -> None:
-    llm = LLM(path)
+    llm = LLM(path, enable_prefix_caching=False)
     good = one(llm)
-    kept = llm._model.head.clone()
-    llm._model.head[7] = torch.nan
-    with pytest.raises(NonFiniteError):
+    head = llm.engine.runner.model.head
+    kept = head.clone()
+    head[7] = torch.nan
+    with pytest.raises(GenerationError):
         one(llm)
-    llm._model.head.copy_(kept)
-    assert llm._pool.allocator.num_free == llm._pool.num_pages
+    head.copy_(kept)
+    assert not llm.engine.stats().pages_in_use
     assert one(llm) == good
 
 
@@ -161,13 +163,18 @@ def test_a_request_that_cannot_fit_is_refused_with_the_numbers(path) -> None:
         llm.generate([[1] * 5], params(max_new_tokens=60), quiet=True)
     with pytest.raises(ParameterError, match="max_model_len"):
         LLM(path, max_model_len=10**6)
-    with pytest.raises(ParameterError, match="num_branches.*256 branches.*kv_cache_memory is 1000000"):
-        LLM(path, kv_cache_memory=10**6).generate([[1]], params(num_branches=255), quiet=True)
+    small = LLM(path, kv_cache_memory=10**6, max_num_branches=255)
+    with pytest.raises(ParameterError, match="num_branches.*256 branches.*256 KV pages; there are 30"):
+        small.generate([[1]], params(num_branches=255), quiet=True)
+    with pytest.raises(ParameterError, match="num_branches.*16.*max_num_branches 15"):
+        llm.generate([[1]], params(num_branches=16), quiet=True)
+    with pytest.raises(ParameterError, match="max_seqs: unknown option; choose from.*max_num_seqs"):
+        LLM(path, max_seqs=3)
 
 
 def test_bfloat16(path) -> None:
     llm = LLM(path, dtype="bfloat16")
-    assert llm._model.head.dtype == torch.bfloat16
+    assert llm.engine.runner.model.head.dtype == torch.bfloat16
     assert len(one(llm, ignore_eos=True).token_ids) == 40
 
 

@@ -223,7 +223,7 @@ def test_lone_surrogate() -> None:
 
 def test_no_chat_template(tmp_path: Path) -> None:
     tokenizer = some(write_tokenizer(tmp_path, chat_template=None))
-    assert not tokenizer.has_chat_template
+    assert tokenizer.chat_template is None
     with pytest.raises(ValueError, match="no chat template"):
         tokenizer.chat([{"role": "user", "content": "hello"}])
 
@@ -254,7 +254,7 @@ def test_template_sources(tmp_path: Path) -> None:
     assert some(tmp_path).chat(messages) == tiny().chat(messages)
     (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}")
     assert some(tmp_path).chat(messages) == [VOCAB_SIZE - len(SPECIAL)]
-    assert not some(write_tokenizer(tmp_path / "b", chat_template=named[:1])).has_chat_template
+    assert some(write_tokenizer(tmp_path / "b", chat_template=named[:1])).chat_template is None
 
 
 # ---- streaming -----------------------------------------------------------------------------------------------------

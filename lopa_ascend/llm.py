@@ -1,0 +1,187 @@
+"""The Python API: a model in this process."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
+from lopa_ascend.demo import DEMO_MODEL
+from lopa_ascend.engine import Engine
+from lopa_ascend.output import OutputStream
+from lopa_ascend.prompt import Prompts
+from lopa_ascend.tokenizer import load_tokenizer
+from lopa_ascend.types import GenerationOutput, Progress, Update
+
+
+class GenerationError(RuntimeError):
+    """A request failed inside the engine; others are not affected."""
+
+
+@dataclass
+class _Running:
+    """A request under way: updates that its reader has not seen yet."""
+
+    request_id: str
+    output: OutputStream
+    updates: deque[Update] = field(default_factory=deque)
+    finished: bool = False
+
+    def advance(self) -> Progress:
+        """Raises:
+        GenerationError: the engine could not go on with it.
+        """
+        update = self.updates.popleft()
+        if update.error is not None:
+            raise GenerationError(update.error)
+        progress = self.output.push(update)
+        self.finished = progress.output is not None
+        return progress
+
+
+class LLM:
+    """A model ready to generate.
+
+    Args:
+        model: a Hugging Face directory with a Dream checkpoint; None for the bundled model.
+        options: the other fields of `lopa_ascend.config.EngineConfig`, e.g. ``lora``, ``dtype``, ``max_model_len``,
+            ``kv_cache_memory``, ``max_num_seqs``, ``seed``.
+
+    Raises:
+        CheckpointError, ConfigError, TokenizerError: the directory cannot be served; no weights were loaded.
+        ParameterError: an option is unknown or out of range.
+    """
+
+    def __init__(self, model: str | Path | None = None, **options: Any):
+        names = EngineConfig.names()
+        for name in options:
+            if name not in names:
+                raise ParameterError(name, f"unknown option; choose from {', '.join(names)}")
+        lora = options.pop("lora", None)
+        path = None if model is None else str(model)
+        self.engine = Engine(EngineConfig(model=path, lora=None if lora is None else str(lora), **options))
+        self.config = self.engine.model_config
+        self.tokenizer = load_tokenizer(DEMO_MODEL if model is None else model, self.config.vocab_size)
+        self.prompts = Prompts(
+            self.tokenizer, self.config.vocab_size, self.config.mask_token_id, self.engine.model_name
+        )
+        self._ids = itertools.count()
+        self._running: dict[str, _Running] = {}
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a prompt; raises ParameterError as `Prompts.encode` does."""
+        return self.prompts.encode(prompt)
+
+    def tokenize_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation; raises ParameterError as `Prompts.encode_chat` does."""
+        return self.prompts.encode_chat(messages)
+
+    def check(self, prompt_token_ids: Sequence[int], params: DecodingParams) -> None:
+        """Refuses what this model can never run.
+
+        Raises:
+            ParameterError: the request does not fit, or asks for stop strings without a tokenizer.
+        """
+        self.engine.limits.check(len(prompt_token_ids), params)
+        self.prompts.check_stop(params.stop)
+
+    def stream(
+        self, prompt_token_ids: Sequence[int], params: DecodingParams, *, trace: bool = False
+    ) -> Generator[Progress, None, None]:
+        """What is final after each forward pass; the last item carries the output. Several streams may run at once:
+        each advances all of them.
+
+        Closing the iterator ends the request and gives its pages back, as does any error.
+
+        Raises:
+            ParameterError: see ``check``.
+            GenerationError: the model's logits are not finite.
+        """
+        self.check(prompt_token_ids, params)
+        running = self._begin(prompt_token_ids, params, trace)
+        try:
+            while not running.finished:
+                while not running.updates:
+                    self._step()
+                yield running.advance()
+        finally:
+            self._end(running)
+
+    def _begin(self, prompt: Sequence[int], params: DecodingParams, trace: bool) -> _Running:
+        running = _Running(f"request-{next(self._ids)}", OutputStream(prompt, params, self.tokenizer))
+        self.engine.add(running.request_id, prompt, params, trace=trace)
+        self._running[running.request_id] = running
+        return running
+
+    def _end(self, running: _Running) -> None:
+        self.engine.abort(running.request_id)
+        del self._running[running.request_id]
+
+    def _step(self) -> None:
+        for update in self.engine.step():
+            self._running[update.request_id].updates.append(update)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        params: DecodingParams | None = None,
+        *,
+        trace: bool = False,
+        quiet: bool = False,
+    ) -> list[GenerationOutput]:
+        """One output a prompt, in order; prompts are texts or lists of token ids, and run together.
+
+        Raises:
+            ParameterError: a prompt or parameter cannot be served; nothing was generated.
+            GenerationError: a request failed; the others were ended.
+        """
+        several = [prompts] if isinstance(prompts, str) else prompts
+        return self._all([self.tokenize(prompt) for prompt in several], params, trace, quiet)
+
+    def chat(
+        self,
+        conversations: Sequence[Sequence[Mapping[str, Any]]],
+        params: DecodingParams | None = None,
+        *,
+        trace: bool = False,
+        quiet: bool = False,
+    ) -> list[GenerationOutput]:
+        """One output a conversation (a list of messages with role and content), through the chat template.
+
+        Raises:
+            ParameterError: see ``generate`` and ``tokenize_chat``.
+            GenerationError: a request failed; the others were ended.
+        """
+        return self._all([self.tokenize_chat(messages) for messages in conversations], params, trace, quiet)
+
+    def _all(
+        self, prompts: list[list[int]], params: DecodingParams | None, trace: bool, quiet: bool
+    ) -> list[GenerationOutput]:
+        params = params or DecodingParams()
+        for prompt in prompts:
+            self.check(prompt, params)
+        requests = [self._begin(prompt, params, trace) for prompt in prompts]
+        outputs: list[GenerationOutput | None] = [None] * len(requests)
+        try:
+            with tqdm(total=len(prompts), desc="prompts", disable=True if quiet else None) as bar:
+                while None in outputs:
+                    self._step()
+                    for index, request in enumerate(requests):
+                        while request.updates and not request.finished:
+                            outputs[index] = request.advance().output
+                        if request.finished and request.request_id in self._running:
+                            self._end(request)
+                            bar.update()
+        finally:
+            for request in requests:
+                if request.request_id in self._running:
+                    self._end(request)
+        return [output for output in outputs if output is not None]

@@ -1,0 +1,216 @@
+"""Many requests in one step: nobody's tokens depend on the neighbours, and an equal prompt is computed once."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from lopa_ascend import LLM, DecodingParams
+from lopa_ascend.config import EngineConfig, ParameterError
+from lopa_ascend.engine import Engine
+from lopa_ascend.output import OutputStream
+from lopa_ascend.types import GenerationOutput
+from tests.tiny import write_dream, write_tokenizer
+
+EOS = 3
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    write_dream(folder, eos_token_id=EOS, hidden=64, heads=4, kv_heads=2)
+    write_tokenizer(folder)
+    return str(folder)
+
+
+def requests(seed: int, count: int) -> list[tuple[list[int], DecodingParams]]:
+    """Prompts of all lengths, with settings of all kinds side by side."""
+    rng = random.Random(seed)
+    out = []
+    for _ in range(count):
+        prompt = [rng.randrange(4, 200) for _ in range(rng.choice([1, 20, 127, 128, 200]))]
+        params = DecodingParams(
+            num_branches=rng.choice([0, 1, 3, 5]),
+            block_size=rng.choice([4, 8, 32]),
+            max_new_tokens=rng.choice([1, 9, 40, 64]),
+            tau_conf=rng.choice([0.3, 0.6, 0.9]),
+            tau_add=rng.choice([0.1, 0.5]),
+            temperature=rng.choice([0.0, 0.0, 1.0]),
+            seed=rng.randrange(100),
+            window_attention=rng.choice(["block_causal", "full"]),
+            confidence=rng.choice(["max_prob", "margin", "neg_entropy"]),
+            branch_score=rng.choice(["mean", "tail"]),
+            max_active_blocks=rng.choice([None, 2]),
+            ignore_eos=rng.random() < 0.3,
+        )
+        out.append((prompt, params))
+    return out
+
+
+def run(
+    engine: Engine, asked: list[tuple[list[int], DecodingParams]], arrivals: list[int] | None = None
+) -> list[GenerationOutput]:
+    """All requests together; request i arrives before step arrivals[i]."""
+    arrivals = arrivals or [0] * len(asked)
+    streams = {str(i): OutputStream(prompt, params, None) for i, (prompt, params) in enumerate(asked)}
+    outputs: dict[str, GenerationOutput] = {}
+    step = 0
+    while len(outputs) < len(asked):
+        for i, (prompt, params) in enumerate(asked):
+            if arrivals[i] == step:
+                engine.add(str(i), prompt, params, trace=True)
+        for update in engine.step():
+            assert update.error is None
+            progress = streams[update.request_id].push(update)
+            if progress.output is not None:
+                outputs[update.request_id] = progress.output
+        step += 1
+    return [outputs[str(i)] for i in range(len(asked))]
+
+
+def decisions(output: GenerationOutput) -> object:
+    """Everything that a neighbour could disturb, to the last bit."""
+    assert output.trace is not None
+    trace = [(r.span, r.cache_length, r.winner, r.fills, r.branches) for r in output.trace]
+    return output.token_ids, output.max_probs, output.finish_reason, output.num_forwards, trace
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_are_the_same_alone_and_among_sixteen_others(path: str, seed: int) -> None:
+    asked = requests(seed, 17)
+    engine = Engine(EngineConfig(model=path, enable_prefix_caching=False))
+    alone = [decisions(run(engine, [one])[0]) for one in asked]
+    together = [decisions(output) for output in run(engine, asked)]
+    assert together == alone
+    rng = random.Random(seed)
+    arrivals = [rng.randrange(12) for _ in asked]
+    narrow = Engine(EngineConfig(model=path, enable_prefix_caching=False, max_num_seqs=5, max_num_batched_tokens=300))
+    order = list(range(len(asked)))
+    rng.shuffle(order)
+    shuffled = run(narrow, [asked[i] for i in order], arrivals)
+    assert [decisions(output) for output in shuffled] == [alone[i] for i in order]
+    assert not narrow.stats().pages_in_use
+
+
+@pytest.mark.parametrize("window", ["block_causal", "full"])
+@pytest.mark.parametrize("length", [5, 128, 150, 300])
+def test_an_equal_prompt_is_not_computed_again(path: str, window: str, length: int) -> None:
+    prompt = [4 + i % 190 for i in range(length)]
+    params = DecodingParams(num_branches=3, block_size=8, max_new_tokens=40, tau_conf=0.5, window_attention=window)
+    engine = Engine(EngineConfig(model=path))
+    first = run(engine, [(prompt, params)])[0]
+    asked = [(prompt, params), (prompt, replace(params, num_branches=1)), (prompt, replace(params, tau_conf=0.9))]
+    again = run(engine, asked, [0, 1, 1])
+    assert [output.cached_tokens for output in (first, *again)] == [0, length, length, length]
+    assert again[0].token_ids == first.token_ids
+    assert again[0].max_probs == first.max_probs
+    assert again[0].num_forwards == first.num_forwards
+    assert again[0].model_tokens == first.model_tokens - length
+    plain = Engine(EngineConfig(model=path, enable_prefix_caching=False))
+    for ours, (_, changed) in zip(again, asked, strict=True):
+        assert ours.token_ids == run(plain, [(prompt, changed)])[0].token_ids
+    stats = engine.stats()
+    assert (stats.prefix_queries, stats.prefix_hits) == (4 * length, 3 * length)
+    assert not stats.pages_in_use
+    assert stats.pages_cached == -(-length // 128)
+
+
+def test_with_full_attention_the_first_blocks_length_is_part_of_the_key(path: str) -> None:
+    engine = Engine(EngineConfig(model=path))
+    params = DecodingParams(block_size=8, max_new_tokens=16, window_attention="full")
+    run(engine, [([5, 6, 7], params)])
+    assert run(engine, [([5, 6, 7], replace(params, max_new_tokens=24))])[0].cached_tokens == 3
+    assert run(engine, [([5, 6, 7], replace(params, block_size=4))])[0].cached_tokens == 0
+    assert run(engine, [([5, 6, 7], replace(params, window_attention="block_causal"))])[0].cached_tokens == 0
+
+
+def test_the_cache_gives_way_to_requests(path: str) -> None:
+    """A pool of six pages: prompts keep theirs only while nobody needs them."""
+    page = 2 * 2 * 128 * 2 * 16 * 4
+    engine = Engine(EngineConfig(model=path, kv_cache_memory=6 * page))
+    params = DecodingParams(num_branches=1, block_size=8, max_new_tokens=20, tau_conf=0.5)
+    for start in range(8):
+        run(engine, [([4 + start + i for i in range(100)], params)])
+    stats = engine.stats()
+    assert stats.num_pages == 6
+    assert stats.pages_cached == 4  # the last request needed two pages, and left one
+    with pytest.raises(ParameterError, match="8 KV pages; there are 6"):
+        engine.add("large", [5] * 120, replace(params, num_branches=3, max_new_tokens=136))
+
+
+def test_the_approximation_reuses_the_pages_of_a_beginning(path: str) -> None:
+    shots = [4 + i % 190 for i in range(256)]
+    params = DecodingParams(num_branches=1, block_size=8, max_new_tokens=24, tau_conf=0.5)
+    asked = [([*shots, 9, 10], params), ([*shots, 11, 12, 13], params)]
+    for approximate, cached in ((False, 0), (True, 256)):
+        engine = Engine(EngineConfig(model=path, approximate_prefix_caching=approximate))
+        outputs = [run(engine, [one])[0] for one in asked]
+        assert [output.cached_tokens for output in outputs] == [0, cached]
+        assert len(outputs[1].token_ids) == 24 or outputs[1].finish_reason == "stop"
+
+
+def test_an_abort_ends_a_request_at_once_and_gives_its_pages_back(path: str) -> None:
+    engine = Engine(EngineConfig(model=path, max_num_seqs=1, enable_prefix_caching=False))
+    params = DecodingParams(max_new_tokens=64, ignore_eos=True)
+    for name in ("running", "waiting", "last"):
+        engine.add(name, [5, 6, 7], params)
+    engine.step()
+    assert engine.stats().num_waiting == 2
+    assert engine.abort("waiting")
+    assert engine.abort("running")
+    assert not engine.abort("running")
+    assert engine.stats().pages_in_use == 0
+    assert {update.request_id for update in engine.step()} == {"last"}
+    with pytest.raises(ValueError, match="in use"):
+        engine.add("last", [1], params)
+
+
+def test_logits_that_are_not_finite_end_one_request_and_no_other(path: str) -> None:
+    engine = Engine(EngineConfig(model=path, enable_prefix_caching=False))
+    params = DecodingParams(num_branches=2, block_size=8, max_new_tokens=32, ignore_eos=True)
+    good = run(engine, [([5, 6, 7], params)])[0]
+    engine.runner.model.weights["embed.weight"][200] = float("nan")
+    engine.add("bad", [8, 200, 9], params)
+    stream, output, errors = OutputStream([5, 6, 7], params, None), None, []
+    engine.add("good", [5, 6, 7], params)
+    while engine.has_work():
+        for update in engine.step():
+            if update.request_id == "good":
+                output = stream.push(update).output
+            else:
+                errors.append(update.error)
+    assert len(errors) == 1
+    assert "not finite" in str(errors[0])
+    assert output is not None
+    assert output.token_ids == good.token_ids
+    assert not engine.stats().pages_in_use
+
+
+def test_a_committed_prefix_is_read_once_a_sequence(path: str) -> None:
+    """Bytes gathered by attention in a step hardly grow with the number of branches, whose prefix is the same."""
+    gathered = []
+    for branches in (1, 7):
+        engine = Engine(EngineConfig(model=path, enable_prefix_caching=False))
+        engine.add("one", [4 + i % 190 for i in range(1024)], DecodingParams(num_branches=branches, ignore_eos=True))
+        engine.step()
+        before = engine.stats().gathered_bytes
+        engine.step()
+        gathered.append(engine.stats().gathered_bytes - before)
+    position = 2 * 2 * 2 * 16 * 4  # keys and values, two layers, two heads of 16 float32
+    assert gathered[0] >= 1024 * position
+    assert gathered[1] <= gathered[0] + 6 * 64 * position
+
+
+def test_several_streams_run_side_by_side(path: str) -> None:
+    llm = LLM(path)
+    params = DecodingParams(max_new_tokens=32, ignore_eos=True)
+    first, second = (llm.stream(llm.tokenize(text), params) for text in ("hello", "the answer"))
+    for _ in range(2):
+        next(first), next(second)
+    assert llm.engine.stats().num_running == 2
+    first.close()
+    *_, last = second
+    assert last.output == llm.generate("the answer", params, quiet=True)[0] or last.output.cached_tokens == 0
+    assert last.output.token_ids == llm.generate("the answer", params, quiet=True)[0].token_ids
