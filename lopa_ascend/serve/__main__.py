@@ -11,7 +11,7 @@ from lopa_ascend.serve.cli import parse_args
 
 
 def _leave(*_: object) -> None:
-    # While the model loads there is nothing to clean up, and an exception inside an import would become another one.
+    # During the imports there is nothing to clean up, and an exception inside one would become another one.
     os._exit(0)
 
 
@@ -19,13 +19,12 @@ def main(argv: list[str] | None = None) -> NoReturn:
     config = parse_args(argv)
     signal.signal(signal.SIGINT, _leave)
     signal.signal(signal.SIGTERM, _leave)
-    from lopa_ascend.serve.server import serve  # brings torch, which takes seconds
+    from lopa_ascend.serve.server import serve  # brings FastAPI
 
     status = serve(config)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Taking torch down takes seconds on a busy machine, and crashes while the engine's thread is inside a forward pass.
-    os._exit(status)
+    os._exit(status)  # threads may still be in the tokenizer with a very long prompt
 
 
 if __name__ == "__main__":

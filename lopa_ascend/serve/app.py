@@ -3,202 +3,159 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.openapi.utils import get_openapi
-from pydantic.json_schema import models_json_schema
-from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 import lopa_ascend
-from lopa_ascend.engine import LLM
-from lopa_ascend.serve import responses
-from lopa_ascend.serve.body import parse_chat, parse_completion, read_body
+from lopa_ascend.serve import answers, body, generate, info, protocol
+from lopa_ascend.serve.access import Access, open_request_log
 from lopa_ascend.serve.cli import ServeConfig
-from lopa_ascend.serve.errors import ApiError, ErrorBody, install_handlers, unavailable
-from lopa_ascend.serve.options import chat_choices, completion_choices
-from lopa_ascend.serve.protocol import (
-    ChatCompletion,
-    ChatRequest,
-    Completion,
-    CompletionRequest,
-    GenerationRequest,
-    Health,
-    ModelCard,
-    ModelList,
+from lopa_ascend.serve.client import EngineClient
+from lopa_ascend.serve.errors import ApiError, install_handlers, unavailable
+from lopa_ascend.serve.metrics import Metrics
+from lopa_ascend.serve.openapi import (
+    DIFFUSION_EVENTS,
+    EVENTS,
+    GENERATING,
+    PLAIN_TEXT,
+    READING,
+    body_of,
+    document,
+    errors,
 )
-from lopa_ascend.serve.worker import Choice, Generation, Worker
-from lopa_ascend.types import GenerationOutput
+from lopa_ascend.serve.options import Planner
 
-T = TypeVar("T", bound=GenerationRequest)
-
-SCHEMAS = "#/components/schemas/{model}"
-ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for status in (400, 404, 413, 500, 503)}
-EVENTS = {"text/event-stream": {"schema": {"type": "string", "description": "With stream: one chunk an event."}}}
+T = TypeVar("T")
 
 
-def create_app(llm: LLM, worker: Worker, config: ServeConfig) -> FastAPI:
+def create_app(client: EngineClient, config: ServeConfig) -> FastAPI:
+    """The HTTP API of a running engine."""
     app = FastAPI(title="LoPA-Dist-Ascend", version=lopa_ascend.__version__, redirect_slashes=False)
     install_handlers(app)
-    name = config.served_model_name or llm.model_name
-    card = ModelCard(id=name, created=int(time.time()), max_model_len=llm.max_model_len)
-    engine = _Endpoint(llm, worker, config, name)
-
-    @app.get("/health", responses={503: {"model": ErrorBody}})
-    async def health() -> Health:
-        if not worker.alive:
-            raise unavailable("the engine thread is dead")
-        return Health()
-
-    @app.get("/v1/models")
-    async def list_models() -> ModelList:
-        return ModelList(data=[card])
-
-    @app.get("/v1/models/{model:path}", responses={404: {"model": ErrorBody}})
-    async def retrieve_model(model: str) -> ModelCard:
-        engine.check_model(model)
-        return card
-
-    @app.post("/v1/completions", response_model=Completion, **_documented(CompletionRequest))
-    async def completions(request: Request) -> Response:
-        return await engine.answer(request, parse_completion, completion_choices, responses.COMPLETION)
-
-    @app.post("/v1/chat/completions", response_model=ChatCompletion, **_documented(ChatRequest))
-    async def chat_completions(request: Request) -> Response:
-        return await engine.answer(request, parse_chat, chat_choices, responses.CHAT)
-
-    _document_bodies(app)
+    app.add_middleware(Access, api_key=config.api_key)
+    open_request_log()
+    model = config.served_model_name or client.ready.model_name
+    metrics = Metrics(client, model)
+    client.observers.append(metrics.observe_step)
+    planner = Planner(client.prompts, client.ready.limits, config.decoding, config.engine.seed)
+    endpoint = generate.Endpoint(client, planner, metrics, model, config)
+    _add_state(app, client, config, metrics, model)
+    _add_models(app, endpoint, client.ready.limits.max_model_len, model)
+    _add_tokenizer(app, endpoint, client, config.max_body_size)
+    _add_generation(app, endpoint, config.max_body_size)
+    document(app, client.ready.limits, with_key=config.api_key is not None)
     return app
 
 
-def _documented(body: type[GenerationRequest]) -> dict[str, Any]:
-    schema = {"$ref": SCHEMAS.format(model=body.__name__)}
-    request = {"required": True, "content": {"application/json": {"schema": schema}}}
-    return {"responses": {200: {"content": EVENTS}, **ERRORS}, "openapi_extra": {"requestBody": request}}
+def _add_state(app: FastAPI, client: EngineClient, config: ServeConfig, metrics: Metrics, model: str) -> None:
+    @app.get("/health", responses=errors(503))
+    async def health() -> answers.Status:
+        """200 while the engine makes progress."""
+        if (trouble := client.health()) is not None:
+            raise unavailable(trouble)
+        return answers.Status()
+
+    @app.get("/ready", responses=errors(503))
+    async def ready() -> answers.Status:
+        """200 while a new request would be taken."""
+        if (trouble := client.health()) is not None:
+            raise unavailable(trouble)
+        if client.num_running + client.num_waiting >= client.max_choices:
+            raise unavailable("the queue is full", code="queue_full")
+        return answers.Status()
+
+    @app.get("/version")
+    async def version() -> answers.Version:
+        return answers.Version(version=lopa_ascend.__version__)
+
+    @app.get("/server_info")
+    async def server_info() -> answers.ServerInfo:
+        return info.server_info(config, client.ready, model)
+
+    @app.get("/metrics", response_class=PlainTextResponse, responses={200: {"content": PLAIN_TEXT}})
+    async def read_metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
-def _document_bodies(app: FastAPI) -> None:
-    # Bodies are read and checked by our own code (FastAPI would answer 422), so their schemas are added by hand.
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            _, bodies = models_json_schema(
-                [(CompletionRequest, "validation"), (ChatRequest, "validation")], ref_template=SCHEMAS
-            )
-            app.openapi_schema["components"]["schemas"].update(bodies["$defs"])
-            for operations in app.openapi_schema["paths"].values():
-                for operation in operations.values():
-                    operation["responses"].pop("422", None)
-        return app.openapi_schema
+def _add_models(app: FastAPI, endpoint: generate.Endpoint, max_model_len: int, model: str) -> None:
+    card = answers.ModelCard(id=model, created=int(time.time()), max_model_len=max_model_len)
 
-    app.openapi = openapi  # type: ignore[method-assign]
+    @app.get("/v1/models")
+    async def list_models() -> answers.ModelList:
+        return answers.ModelList(data=[card])
+
+    @app.get("/v1/models/{model:path}", responses=errors(404))
+    async def retrieve_model(model: str) -> answers.ModelCard:
+        endpoint.check_model(model)
+        return card
 
 
-class _Endpoint:
-    """What both endpoints do, given how a body is parsed and an answer is spelt."""
+def _add_tokenizer(app: FastAPI, endpoint: generate.Endpoint, client: EngineClient, max_body_size: int) -> None:
+    prompts, limits = client.prompts, client.ready.limits
+    statuses = (*READING, 404)
 
-    def __init__(self, llm: LLM, worker: Worker, config: ServeConfig, name: str):
-        self._llm, self._worker, self._config, self._name = llm, worker, config, name
+    @app.post("/tokenize", responses=errors(*statuses), openapi_extra=body_of(protocol.TokenizeRequest))
+    async def tokenize(request: Request) -> answers.Tokens:
+        asked = await _read(request, body.parse_tokenize, max_body_size)
+        endpoint.check_model(asked.model)
+        return await asyncio.to_thread(info.tokenize, prompts, asked, limits.max_model_len)
 
-    def check_model(self, model: str) -> None:
-        if model != self._name:
-            message = f"the model {model!r} does not exist; this server has {self._name!r}"
-            raise ApiError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
+    @app.post("/detokenize", responses=errors(*statuses), openapi_extra=body_of(protocol.DetokenizeRequest))
+    async def detokenize(request: Request) -> answers.Text:
+        asked = await _read(request, body.parse_detokenize, max_body_size)
+        endpoint.check_model(asked.model)
+        return await asyncio.to_thread(info.detokenize, prompts, asked, limits.vocab_size)
 
-    async def answer(
-        self,
-        request: Request,
-        parse: Callable[[bytes], T],
-        plan: Callable[[LLM, ServeConfig, T], list[Choice]],
-        form: responses.Format,
-    ) -> Response:
-        """Raises ApiError, ParameterError or ClientDisconnect; a stream that has begun reports errors inside."""
-        raw = await read_body(request)
-        # In threads, for a large body takes seconds to parse and tokenize, and /health must not wait for it.
-        body = await asyncio.to_thread(parse, raw)
-        if body.model is not None:
-            self.check_model(body.model)
-        choices = await asyncio.to_thread(plan, self._llm, self._config, body)
-        with_ids = bool(body.return_token_ids) or self._llm.tokenizer is None
-        response = responses.Response(form, self._name, choices, body.n or 1, with_ids)
-        generation = self._worker.submit(choices)
-        if body.stream:
-            encoder = responses.ChunkEncoder(response, len(choices), body)
-            return _EventStream(self._worker, generation, encoder)
-        with _released(self._worker, generation):
-            async with _aborted_on_disconnect(request.receive, generation):
-                outputs = await _collect(generation)
-        return JSONResponse(response.whole(outputs))
+    @app.get("/tokenizer_info", responses=errors(404))
+    async def tokenizer_info() -> answers.TokenizerInfo:
+        if prompts.tokenizer is None:
+            raise ApiError(HTTPStatus.NOT_FOUND, "the model has no tokenizer files", code="no_tokenizer")
+        return info.tokenizer_info(prompts.tokenizer, limits.max_model_len)
 
 
-async def _collect(generation: Generation) -> list[GenerationOutput]:
-    outputs: dict[int, GenerationOutput] = {}
-    async for index, progress in generation.progress():
-        if progress.output is not None:
-            outputs[index] = progress.output
-    return [outputs[index] for index in range(len(outputs))]
+def _add_generation(app: FastAPI, endpoint: generate.Endpoint, max_body_size: int) -> None:
+    completion, chat = body_of(protocol.CompletionRequest), body_of(protocol.ChatRequest)
+    responses = {**errors(*GENERATING), 200: {"content": EVENTS}}
+    events = {**errors(*GENERATING), 200: {"content": DIFFUSION_EVENTS}}
+
+    @app.post("/v1/completions", response_model=answers.Completion, responses=responses, openapi_extra=completion)
+    async def completions(request: Request) -> Response:
+        return await endpoint.answer(request, generate.COMPLETIONS)
+
+    @app.post("/v1/chat/completions", response_model=answers.ChatCompletion, responses=responses, openapi_extra=chat)
+    async def chat_completions(request: Request) -> Response:
+        return await endpoint.answer(request, generate.CHAT)
+
+    stream, completion = StreamingResponse, body_of(protocol.DiffusionCompletionRequest)
+
+    @app.post("/v1/diffusion/completions", response_class=stream, responses=events, openapi_extra=completion)
+    async def diffusion_completions(request: Request) -> Response:
+        """Every forward pass as an event. The stream is implied."""
+        return await endpoint.answer(request, generate.DIFFUSION_COMPLETIONS)
+
+    chat = body_of(protocol.DiffusionChatRequest)
+
+    @app.post("/v1/diffusion/chat/completions", response_class=stream, responses=events, openapi_extra=chat)
+    async def diffusion_chat_completions(request: Request) -> Response:
+        """Every forward pass as an event. The stream is implied."""
+        return await endpoint.answer(request, generate.DIFFUSION_CHAT)
+
+    @app.post("/abort_request", responses=errors(*READING, 404), openapi_extra=body_of(protocol.AbortRequest))
+    async def abort_request(request: Request) -> answers.Aborted:
+        """Ends a request: its choices get the finish reason "abort"."""
+        asked = await _read(request, body.parse_abort, max_body_size)
+        if not endpoint.abort(asked.request_id):
+            message = f"no request {asked.request_id!r} is under way"
+            raise ApiError(HTTPStatus.NOT_FOUND, message, param="request_id", code="request_not_found")
+        return answers.Aborted(request_id=asked.request_id)
 
 
-@contextmanager
-def _released(worker: Worker, generation: Generation) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        worker.release(generation)
-
-
-@asynccontextmanager
-async def _aborted_on_disconnect(receive: Receive, generation: Generation) -> AsyncIterator[None]:
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        generation.abort(ClientDisconnect())
-
-    watcher = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        watcher.cancel()
-
-
-class _EventStream(StreamingResponse):
-    """Server-sent events of one generation; it ends with the response, whichever way that ends."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, worker: Worker, generation: Generation, encoder: responses.ChunkEncoder):
-        super().__init__(self._events(generation, encoder), headers={"Cache-Control": "no-cache"})
-        self._worker, self._generation = worker, generation
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with _released(self._worker, self._generation):
-            async with _aborted_on_disconnect(receive, self._generation):
-                await super().__call__(scope, receive, send)
-
-    @staticmethod
-    async def _events(generation: Generation, encoder: responses.ChunkEncoder) -> AsyncIterator[str]:
-        for chunk in encoder.opening():
-            yield _event(chunk)
-        try:
-            async for index, progress in generation.progress():
-                for chunk in encoder.progress(index, progress):
-                    yield _event(chunk)
-            for chunk in encoder.closing():
-                yield _event(chunk)
-        except ClientDisconnect:
-            return
-        except ApiError as error:
-            yield _event(error.body())
-        yield "data: [DONE]\n\n"
-
-
-def _event(value: dict[str, Any]) -> str:
-    # ASCII: many clients take U+2028 and U+0085 for line ends.
-    return f"data: {json.dumps(value)}\n\n"
+async def _read(request: Request, parse: Callable[[bytes], T], max_body_size: int) -> T:
+    return await asyncio.to_thread(parse, await body.read_body(request, max_body_size))

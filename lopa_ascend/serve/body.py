@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import json
 import math
-from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
@@ -17,55 +17,122 @@ from lopa_ascend.serve.errors import ApiError
 from lopa_ascend.serve.protocol import (
     UNSUPPORTED_CHAT,
     UNSUPPORTED_COMPLETION,
+    UNSUPPORTED_DIFFUSION,
     UNSUPPORTED_MESSAGE,
+    UNSUPPORTED_TEMPLATE,
+    AbortRequest,
     ChatRequest,
     CompletionRequest,
-    GenerationRequest,
+    DetokenizeRequest,
+    DiffusionChatRequest,
+    DiffusionCompletionRequest,
+    TokenizeRequest,
 )
+from lopa_ascend.serve.schema import Neutral
 
-MAX_BODY = 8 * 2**20
-"""Bytes."""
+PATIENCE = 30.0
+"""Seconds between two pieces of a body."""
+DEADLINE = 300.0
+"""Seconds for a whole body."""
+DRAIN = 8
+"""How many times the size limit is read and thrown away: clients look for the answer only after they have sent it."""
 MAX_DEPTH = 16
 """Of nested objects and lists; no request needs more than five."""
+HANG_UP = {"Connection": "close"}
 
-T = TypeVar("T", bound=GenerationRequest)
+T = TypeVar("T", bound=BaseModel)
 
 
-async def read_body(request: Request) -> bytes:
+async def read_body(request: Request, limit: int) -> bytes:
     """Raises:
-    ApiError: not JSON by its content type, or larger than ``MAX_BODY``.
+    ApiError: 400, not JSON by its content type; 408, the client is too slow; 413, more than ``limit`` bytes.
     ClientDisconnect: the client went away.
     """
     content_type = request.headers.get("content-type", "")
-    body, size = bytearray(), 0
-    async for chunk in request.stream():
-        # The rest of a large body is read all the same: clients look for the answer only after they have sent it.
-        size += len(chunk)
-        if size <= MAX_BODY:
-            body += chunk
-    if size > MAX_BODY:
-        message = f"the body has {size} bytes, the limit is {MAX_BODY}"
-        raise ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="request_too_large")
+    announced = request.headers.get("content-length", "0")
+    size = int(announced) if announced.isdecimal() else 0
+    if size > DRAIN * limit:
+        raise _too_large(size, limit)
+    body = await _read(request, limit)
     if content_type.partition(";")[0].strip().lower() != "application/json":
         message = f"the content type is {content_type!r}; send Content-Type: application/json"
         raise ApiError(HTTPStatus.BAD_REQUEST, message, code="invalid_content_type")
+    return body
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    body, size = bytearray(), 0
+    pieces = aiter(request.stream())
+    deadline = asyncio.get_running_loop().time() + DEADLINE
+    while True:
+        patience = min(PATIENCE, deadline - asyncio.get_running_loop().time())
+        try:
+            piece = await asyncio.wait_for(anext(pieces), patience)
+        except StopAsyncIteration:
+            break
+        except asyncio.TimeoutError:
+            message = f"the body did not arrive; {size} bytes of it did"
+            raise ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="body_timeout", headers=HANG_UP) from None
+        size += len(piece)
+        if size > DRAIN * limit:
+            break
+        if size <= limit:
+            body += piece
+    if size > limit:
+        raise _too_large(size, limit)
     return bytes(body)
 
 
+def _too_large(size: int, limit: int) -> ApiError:
+    message = f"the body has {size} bytes or more, the limit is {limit}"
+    headers = HANG_UP if size > DRAIN * limit else None
+    return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="request_too_large", headers=headers)
+
+
 def parse_completion(raw: bytes) -> CompletionRequest:
-    values = _load(raw)
-    _drop_unsupported(values, UNSUPPORTED_COMPLETION)
-    return _validate(CompletionRequest, values)
+    return _completion(CompletionRequest, raw, UNSUPPORTED_COMPLETION)
 
 
 def parse_chat(raw: bytes) -> ChatRequest:
+    return _chat(ChatRequest, raw, UNSUPPORTED_CHAT)
+
+
+def parse_diffusion_completion(raw: bytes) -> CompletionRequest:
+    return _completion(DiffusionCompletionRequest, raw, {**UNSUPPORTED_COMPLETION, **UNSUPPORTED_DIFFUSION})
+
+
+def parse_diffusion_chat(raw: bytes) -> ChatRequest:
+    return _chat(DiffusionChatRequest, raw, {**UNSUPPORTED_CHAT, **UNSUPPORTED_DIFFUSION})
+
+
+def parse_tokenize(raw: bytes) -> TokenizeRequest:
     values = _load(raw)
-    _drop_unsupported(values, UNSUPPORTED_CHAT)
-    messages = values.get("messages")
-    for index, message in enumerate(messages if isinstance(messages, list) else []):
-        if isinstance(message, dict):
-            _drop_unsupported(message, dict.fromkeys(UNSUPPORTED_MESSAGE, (None,)), f"messages[{index}].")
-    return _validate(ChatRequest, values)
+    _drop_unsupported(values, UNSUPPORTED_TEMPLATE)
+    _drop_from_messages(values)
+    return _validate(TokenizeRequest, values)
+
+
+def parse_detokenize(raw: bytes) -> DetokenizeRequest:
+    return _validate(DetokenizeRequest, _load(raw))
+
+
+def parse_abort(raw: bytes) -> AbortRequest:
+    return _validate(AbortRequest, _load(raw))
+
+
+def _completion(model: type[T], raw: bytes, unsupported: Neutral) -> T:
+    values = _load(raw)
+    _drop_unsupported(values, unsupported)
+    if values.get("logprobs") is False:
+        del values["logprobs"]  # as chat clients switch them off
+    return _validate(model, values)
+
+
+def _chat(model: type[T], raw: bytes, unsupported: Neutral) -> T:
+    values = _load(raw)
+    _drop_unsupported(values, unsupported)
+    _drop_from_messages(values)
+    return _validate(model, values)
 
 
 def _bad(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
@@ -80,7 +147,7 @@ def _finite(text: str) -> float:
     value = float(text)
     if math.isinf(value):
         raise ValueError("a number is too large")
-    return value
+    return int(value) if value.is_integer() else value  # JSON has no other way to tell integers
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -129,14 +196,21 @@ def _is_text(value: str) -> bool:
     return "\0" not in value
 
 
-def _drop_unsupported(values: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
+def _drop_from_messages(values: dict[str, Any]) -> None:
+    messages = values.get("messages")
+    for index, message in enumerate(messages if isinstance(messages, list) else []):
+        if isinstance(message, dict):
+            _drop_unsupported(message, dict.fromkeys(UNSUPPORTED_MESSAGE, ()), f"messages[{index}].")
+
+
+def _drop_unsupported(values: dict[str, Any], neutral: Neutral, prefix: str = "") -> None:
     for name in neutral.keys() & values.keys():
         value = values.pop(name)
         # JSON's false is not its 0, Python's is.
         if value is None or any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral[name]):
             continue
-        allowed = " or ".join(json.dumps(item) for item in neutral[name])
-        message = f"{prefix}{name} is not supported; leave it out or send {allowed}"
+        allowed = " or ".join(json.dumps(item) for item in neutral[name] or (None,))
+        message = f"{prefix}{name} is not supported here; leave it out or send {allowed}"
         raise _bad(message, prefix + name, code="unsupported_parameter")
 
 
@@ -151,7 +225,7 @@ def _validate(model: type[T], values: dict[str, Any]) -> T:
         raise _explain(unknown[0] if unknown else max(same, key=lambda e: len(e["loc"])), model) from None
 
 
-def _explain(error: ErrorDetails, model: type[GenerationRequest]) -> ApiError:
+def _explain(error: ErrorDetails, model: type[BaseModel]) -> ApiError:
     # A union's errors name its members, e.g. ("content", "str"), of which no client knows.
     place = [part for part in error["loc"] if isinstance(part, int) or part not in ("str", "int") and "[" not in part]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")

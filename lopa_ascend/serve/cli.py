@@ -1,21 +1,24 @@
-"""Command line -> ``ServeConfig``. Imports no torch, so that --help and mistakes answer at once."""
+"""Command line and configuration file -> ``ServeConfig``. Imports no torch: --help and mistakes answer at once."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
-from lopa_ascend.config import (
-    BRANCH_SCORES,
-    CONFIDENCES,
-    DECODINGS,
-    WINDOW_ATTENTIONS,
-    DecodingParams,
-    ParameterError,
-)
+import yaml
 
+from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
+from lopa_ascend.serve.flags import DECODING_FLAGS, FLAGS, GROUPS, Flag, size
+
+__all__ = ["DECODING_FLAGS", "ServeConfig", "build_parser", "parse_args"]
+
+API_KEY = "LOPA_API_KEY"
+"""The environment variable that stands for --api-key."""
 EXAMPLES = """\
 examples:
   python -m lopa_ascend.serve                                  the bundled model on http://127.0.0.1:8000
@@ -26,133 +29,167 @@ examples:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """``decoding`` holds the decoding parameters given on the command line: what a request does not set itself."""
+    """How to serve. Times are in seconds, sizes in bytes, files are paths. ``decoding`` holds the decoding parameters
+    that were given: what a request does not set itself. ``api_key`` and the password are secrets and not shown."""
 
-    model: str | None = None
-    lora_path: str | None = None
+    engine: EngineConfig = field(default_factory=EngineConfig)
     served_model_name: str | None = None
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    device: str = "cpu"
-    threads: int | None = None
-    seed: int = 0
+    chat_template: str | None = None
+    max_num_queued_reqs: int = 1024
     host: str = "127.0.0.1"
     port: int = 8000
+    api_key: str | None = field(default=None, repr=False)
+    root_path: str = ""
+    max_body_size: int = 8 * 2**20
+    request_timeout: float | None = None
+    watchdog_timeout: float = 60.0
     shutdown_timeout: float = 0.0
+    enable_log_requests: bool = False
+    uvicorn_log_level: str = "info"
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_keyfile_password: str | None = field(default=None, repr=False)
+    ssl_ca_certs: str | None = None
     decoding: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Flag:
-    """How the default of one decoding parameter is given on the command line."""
-
-    kind: Callable[[str], Any]
-    help: str
-    choices: tuple[str, ...] | None = None
-    many: bool = False
-
-
-# Every field of DecodingParams but ``seed``, whose default is the engine's --seed.
-DECODING_FLAGS = {
-    "decoding": Flag(str, '"lopa": lookahead branches beside the anchor; "d2f": the anchor alone', DECODINGS),
-    "num_branches": Flag(int, "k, lookahead branches beside the anchor (default: 3 with lopa, 0 with d2f)"),
-    "block_size": Flag(int, "positions in a diffusion block"),
-    "tau_add": Flag(float, "fraction of the last block filled before the next block is added"),
-    "tau_act": Flag(float, "fraction of a block filled before the block after it must fill a position a step"),
-    "tau_conf": Flag(float, "probability above which a position is filled; lower is faster and less accurate"),
-    "confidence": Flag(str, "what a branch is scored by", CONFIDENCES),
-    "branch_score": Flag(str, "how the confidences still masked become a branch's score", BRANCH_SCORES),
-    "tail_fraction": Flag(float, 'share of the least confident positions for --branch-score "tail"'),
-    "score_window": Flag(int, 'positions in a window for --branch-score "window"'),
-    "creation_weight": Flag(float, "weight of a lookahead token's own confidence in its branch's score"),
-    "window_attention": Flag(str, "what masked blocks see of each other", WINDOW_ATTENTIONS),
-    "max_active_blocks": Flag(int, "at most so many blocks from the first unfinished one on (default: no limit)"),
-    "max_new_tokens": Flag(int, "length of an answer, where --max-model-len leaves room for it"),
-    "min_new_tokens": Flag(int, "positions in which neither EOS nor a stop string ends the answer"),
-    "stop": Flag(str, "strings that end the answer", many=True),
-    "temperature": Flag(float, "0: the most probable token"),
-    "top_p": Flag(float, "sample from the most probable tokens with this mass (needs --temperature)"),
-    "top_k": Flag(int, "sample from the so many most probable tokens (needs --temperature)"),
-    "eos_token_id": Flag(int, "ids that end an answer (default: the model's)", many=True),
-    "ignore_eos": Flag(bool, "go on after EOS"),
-    "finish_at_eos": Flag(bool, "end as soon as the visible answer is final; off: fill every open block, as published"),
-}
+ENGINE_NAMES = {"lora_path": "lora", **{f.name: f.name for f in fields(EngineConfig) if f.name != "lora"}}
+"""Flag -> field of EngineConfig."""
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m lopa_ascend.serve",
+        usage="%(prog)s [--model DIR] [--host ADDRESS] [--port N] [FLAGS]",
         description="Serves a Dream model over an OpenAI-compatible HTTP API.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    model = parser.add_argument_group("model")
-    model.add_argument("--model", metavar="DIR", help="Hugging Face directory of a Dream model (default: bundled)")
-    model.add_argument("--lora-path", metavar="DIR", help="PEFT LoRA adapter, merged into the weights at start")
-    model.add_argument("--served-model-name", metavar="NAME", help='name in the API (default: "demo", or DIR\'s name)')
-    model.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help="of the weights (default: auto)")
-    model.add_argument("--max-model-len", type=int, metavar="N", help="prompt and answer together, in tokens")
-    model.add_argument("--device", choices=("cpu",), help="where the model runs (default: cpu)")
-    model.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: torch's choice)")
-    model.add_argument("--seed", type=int, metavar="N", help="of the sampling where a request has none (default: 0)")
-    http = parser.add_argument_group("server")
-    http.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
-    http.add_argument("--port", type=_port, metavar="N", help="0 takes a free one (default: 8000)")
-    http.add_argument(
-        "--shutdown-timeout",
-        type=_seconds,
-        metavar="SECONDS",
-        help="how long running requests may go on after Ctrl-C or SIGTERM before they are ended (default: 0)",
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file with any of these flags, without dashes; the command line wins"
     )
-    group = parser.add_argument_group(
-        "decoding defaults", "What a request does not say itself; it may set each by the same name, e.g. tau_conf."
-    )
-    for name, flag in DECODING_FLAGS.items():
-        _add_decoding_flag(group, name, flag)
+    for title, (description, flags) in GROUPS.items():
+        group = parser.add_argument_group(title, description or None)
+        for name, flag in flags.items():
+            _add_flag(group, name, flag)
     return parser
 
 
-def _add_decoding_flag(group: argparse._ArgumentGroup, name: str, flag: Flag) -> None:
-    default = getattr(DecodingParams(), name)
-    note = "" if "(default" in flag.help or default in (None, ()) else f" (default: {default})"
-    option, text = "--" + name.replace("_", "-"), (flag.help + note).replace("%", "%%")
+def _add_flag(group: argparse._ArgumentGroup, name: str, flag: Flag) -> None:
+    default = _default(name)
+    note = "" if "(default" in flag.help or default in (None, (), "") else f" (default: {_shown(flag, default)})"
+    option, text = _option(name), (flag.help + note).replace("%", "%%")
     if flag.kind is bool:
         group.add_argument(option, action=argparse.BooleanOptionalAction, help=text)
         return
-    metavar = None if flag.choices else {int: "N", float: "X"}.get(flag.kind, "TEXT")  # type: ignore[call-overload]
+    metavar = None if flag.choices else flag.metavar
     nargs = "+" if flag.many else None
     group.add_argument(option, type=flag.kind, choices=flag.choices, metavar=metavar, nargs=nargs, help=text)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _default(name: str) -> Any:
+    owner: type = DecodingParams if name in DECODING_FLAGS else EngineConfig if name in ENGINE_NAMES else ServeConfig
+    (default,) = (f.default for f in fields(owner) if f.name == ENGINE_NAMES.get(name, name))
+    assert default is not MISSING
+    return default
+
+
+def _shown(flag: Flag, default: Any) -> str:
+    if flag.kind is size:
+        return f"{default >> 20}MiB"
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> ServeConfig:
     """Exits with status 2 and a message that names the flag on a wrong value."""
     parser = build_parser()
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
-    decoding = {name: given.pop(name) for name in DECODING_FLAGS if name in given}
-    for name in ("stop", "eos_token_id"):
-        if name in decoding:
-            decoding[name] = tuple(decoding[name])
     try:
-        DecodingParams(**decoding)
+        if (file := given.pop("config", None)) is not None:
+            given = {**_read_config(Path(file)), **given}
+        if API_KEY in os.environ:
+            given.setdefault("api_key", os.environ[API_KEY])
+        return _serve_config(given)
     except ParameterError as error:
-        parser.error("argument --" + error.param.replace("_", "-") + str(error).removeprefix(error.param))
-    return ServeConfig(**given, decoding=decoding)
+        parser.error(f"argument {_option(error.param)}{str(error).removeprefix(error.param)}")
 
 
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+def _serve_config(given: Mapping[str, Any]) -> ServeConfig:
+    """Raises ParameterError with the name of the flag at fault."""
+    many = {name: tuple(value) for name, value in given.items() if FLAGS[name].many}
+    decoding = {name: many.get(name, given[name]) for name in DECODING_FLAGS if name in given}
+    lookaheads = DecodingParams(**decoding).lookaheads
+    engine = EngineConfig(**{name: given[flag] for flag, name in ENGINE_NAMES.items() if flag in given})
+    if lookaheads > engine.max_num_branches:
+        hint = "" if "num_branches" in given else " by default"
+        message = f"is {lookaheads}{hint}, which exceeds --max-num-branches {engine.max_num_branches}"
+        raise ParameterError("num_branches", message)
+    if given.get("api_key") == "":
+        raise ParameterError("api_key", f"is empty; leave it out ({API_KEY} as well) to serve without one")
+    for name, needed in (("ssl_keyfile", "ssl_certfile"), ("ssl_certfile", "ssl_keyfile")):
+        if name in given and needed not in given:
+            raise ParameterError(name, f"needs {_option(needed)}")
+    for name in ("ssl_keyfile_password", "ssl_ca_certs"):
+        if name in given and "ssl_certfile" not in given:
+            raise ParameterError(name, "needs --ssl-certfile")
+    http = {name: value for name, value in given.items() if name not in ENGINE_NAMES and name not in DECODING_FLAGS}
+    return ServeConfig(engine=engine, **http, decoding=decoding)
 
 
-def _port(text: str) -> int:
-    if not 0 <= (value := int(text)) <= 65535:
-        raise argparse.ArgumentTypeError(f"must be from 0 to 65535, got {value}")
-    return value
+# ---- the configuration file ------------------------------------------------------------------------------------------
 
 
-def _seconds(text: str) -> float:
-    if not 0 <= (value := float(text)) < 86400:
-        raise argparse.ArgumentTypeError(f"must be from 0 to 86400 seconds, got {text}")
-    return value
+def _read_config(file: Path) -> dict[str, Any]:
+    """The values in a YAML file, by flag; null counts as absent.
+
+    Raises:
+        ParameterError: of ``config``; it cannot be read, or holds an unknown key or a wrong value.
+    """
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ParameterError("config", f"{file}: {error}") from error
+    if not isinstance(values, dict | None):
+        raise ParameterError("config", f"{file}: expected flags and values, found {type(values).__name__}")
+    result = {}
+    for key, value in (values or {}).items():
+        name = str(key).replace("-", "_")
+        if name not in FLAGS:
+            close = get_close_matches(name, FLAGS, n=1)
+            hint = f"; did you mean {close[0].replace('_', '-')}?" if close else ""
+            raise ParameterError("config", f"{file}: unknown key {str(key)!r}{hint}")
+        if name in result:
+            raise ParameterError("config", f"{file}: {str(key)!r} is there twice")
+        if value is not None:
+            result[name] = _from_yaml(f"{file}: {key}", FLAGS[name], value)
+    return result
+
+
+def _from_yaml(where: str, flag: Flag, value: object) -> Any:
+    if flag.many:
+        entries = value if isinstance(value, list) and value else [value]
+        return [_one_from_yaml(where, flag, entry) for entry in entries]
+    return _one_from_yaml(where, flag, value)
+
+
+def _one_from_yaml(where: str, flag: Flag, value: object) -> Any:
+    if flag.kind is bool:
+        if not isinstance(value, bool):
+            raise ParameterError("config", f"{where}: must be true or false, got {value!r}")
+        return value
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ParameterError("config", f"{where}: must be one value, got {value!r}")
+    try:
+        parsed = flag.kind(str(value))
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        raise ParameterError("config", f"{where}: {error}") from error
+    if flag.choices and parsed not in flag.choices:
+        raise ParameterError("config", f"{where}: unknown value {value!r}; choose one of {', '.join(flag.choices)}")
+    return parsed

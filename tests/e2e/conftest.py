@@ -1,11 +1,14 @@
 """Real server processes on tiny random models."""
 
 import os
+import queue
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import httpx
 import openai
@@ -20,47 +23,81 @@ POISON = 5
 """The token id whose embedding is NaN in ``poisoned_server``'s model."""
 
 
+class Lines:
+    """The lines of a pipe, read as they come, so that the writer never has to wait for a reader."""
+
+    def __init__(self, pipe: IO[str]):
+        self.seen: list[str] = []
+        self._new: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._read, args=(pipe,), daemon=True)
+        self._thread.start()
+
+    def _read(self, pipe: IO[str]) -> None:
+        for line in pipe:
+            self.seen.append(line)
+            self._new.put(line)
+        self._new.put(None)
+
+    def next(self) -> str | None:
+        """The next line, None at the end. For one reader."""
+        return self._new.get(timeout=120)
+
+    def all(self) -> str:
+        """Everything, once the pipe was closed."""
+        self._thread.join(timeout=10)
+        return "".join(self.seen)
+
+
 class ServerProcess:
     """`python -m lopa_ascend.serve` on a free port."""
 
-    def __init__(self, *arguments: str, wait: bool = True):
+    def __init__(self, *arguments: str, wait: bool = True, env: dict[str, str] | None = None):
         # Not OpenMP's default threads: a busy machine would make every step slow.
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
         command = [sys.executable, "-m", "lopa_ascend.serve", "--port", "0", *arguments]
         self.process = subprocess.Popen(
-            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        self.stdout, self.stderr = Lines(self.process.stdout), Lines(self.process.stderr)
         self.greeting = ""
         if wait:
             self._await_greeting()
 
     def _await_greeting(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
+        while (line := self.stdout.next()) is not None:
             self.greeting += line
             if line.startswith("curl "):
                 break
         else:
-            raise AssertionError(f"the server did not start:\n{self.process.communicate()[1]}")
+            raise AssertionError(f"the server did not start:\n{self.stderr.all()}")
         self.url = self.greeting.partition("serving   ")[2].split()[0]
         self.http = httpx.Client(base_url=self.url, timeout=60)
         self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
 
+    @property
+    def engine_pid(self) -> int:
+        """The process that holds the model: the only child of the one that speaks HTTP."""
+        pid = self.process.pid
+        (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(child)
+
     def stop(self, signal_number: int) -> tuple[int, str]:
         """Exit status and stderr; raises subprocess.TimeoutExpired after 5 s."""
         self.process.send_signal(signal_number)
-        stderr = self.process.communicate(timeout=5)[1]
-        return self.process.returncode, stderr
+        status = self.process.wait(timeout=5)
+        return status, self.stderr.all()
 
 
 @contextmanager
-def running(*arguments: str, wait: bool = True) -> Iterator[ServerProcess]:
-    server = ServerProcess(*arguments, wait=wait)
+def running(*arguments: str, wait: bool = True, env: dict[str, str] | None = None) -> Iterator[ServerProcess]:
+    server = ServerProcess(*arguments, wait=wait, env=env)
     try:
         yield server
     finally:
         server.process.kill()
-        server.process.communicate()
+        server.process.wait()
 
 
 @pytest.fixture(scope="session")

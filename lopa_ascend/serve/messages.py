@@ -1,0 +1,57 @@
+"""What the HTTP process and the engine process say to each other: msgpack over a zmq PAIR socket, one a frame."""
+
+from __future__ import annotations
+
+import msgspec
+
+from lopa_ascend.config import DecodingParams, EngineConfig
+from lopa_ascend.scheduler import Limits
+from lopa_ascend.types import EngineStats, Update
+
+
+class Start(msgspec.Struct, tag=True, frozen=True):
+    """The first message to the engine."""
+
+    config: EngineConfig
+
+
+class Generate(msgspec.Struct, tag=True, frozen=True):
+    """Begin a request. It was checked against the engine's limits."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: DecodingParams
+    trace: bool = False
+
+
+class Abort(msgspec.Struct, tag=True, frozen=True):
+    """End a request before the next step; unknown ids, which have finished meanwhile, mean nothing."""
+
+    request_id: str
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """The model is loaded. ``dtype`` and ``device`` are the effective ones."""
+
+    limits: Limits
+    model_name: str
+    dtype: str
+    device: str
+    kv_cache_memory: int
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """The engine cannot start; the process ends."""
+
+    message: str
+
+
+class Stepped(msgspec.Struct, tag=True, frozen=True):
+    """After a step, and as a heartbeat about once a second while there is nothing to do (then without updates)."""
+
+    updates: list[Update]
+    stats: EngineStats
+
+
+ToEngine = Start | Generate | Abort
+FromEngine = Ready | Failed | Stepped

@@ -1,0 +1,22 @@
+"""The judges that need no tools, in short, against the bundled model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.judge import faults, kill, soak
+from scripts.judge.report import Options, Report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("judge", "amount"),
+    [(faults.judge, {"hostile": 400, "good": 24}), (kill.judge, {}), (soak.judge, {"minutes": 0.5})],
+    ids=["faults", "kill", "soak"],
+)
+def test_judge_is_content(judge, amount: dict[str, Any], tmp_path: Path):
+    report = Report()
+    judge(Options(out=tmp_path, **amount), report)
+    # Half a minute says nothing about memory: its pages are touched for the first time.
+    assert [what for what in report.failed if not what.startswith("growth")] == []

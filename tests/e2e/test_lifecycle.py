@@ -1,0 +1,296 @@
+"""Two processes through everything that can happen to them: death, hangs, full queues, impatient clients, signals."""
+
+import json
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import ServerProcess, running
+
+# One token a forward pass, for tens of seconds: what cannot end by itself while a test looks on.
+ENDLESS = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "tau_conf": 1.0, "tau_add": 1.0, "tau_act": 1.0}
+SHORT = {"prompt": "x", "max_tokens": 4}
+ROUTE = "/v1/completions"
+
+
+def until(condition: Callable[[], Any], seconds: float) -> Any:
+    """The first true value of what can only be asked for."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.02)
+    return value
+
+
+def exists(pid: int) -> bool:
+    """Whether a process runs; zombies do not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def metric(server: ServerProcess, name: str) -> float:
+    (line,) = [line for line in server.http.get("/metrics").text.splitlines() if line.startswith(name + "{")]
+    return float(line.rpartition(" ")[2])
+
+
+class Stream:
+    """A streamed answer that has begun, read by a thread."""
+
+    def __init__(self, server: ServerProcess, body: dict[str, Any]):
+        self._began = threading.Event()
+        self._pool = ThreadPoolExecutor(1)
+        self._read: Future[tuple[list[str], float]] = self._pool.submit(self._run, server, body)
+
+    def _run(self, server: ServerProcess, body: dict[str, Any]) -> tuple[list[str], float]:
+        events = []
+        with httpx.stream("POST", server.url + ROUTE, json={**body, "stream": True}, timeout=60) as answer:
+            for line in answer.iter_lines():
+                if line:
+                    events.append(line.removeprefix("data: "))
+                    self._began.set()
+        return events, time.monotonic()
+
+    def begun(self) -> "Stream":
+        assert self._began.wait(60)
+        return self
+
+    def end(self) -> tuple[list[str], float]:
+        """All events, and when the last one came."""
+        return self._read.result(60)
+
+
+def whole(server: ServerProcess, body: dict[str, Any]) -> tuple[httpx.Response, float]:
+    answer = httpx.post(server.url + ROUTE, json=body, timeout=60)
+    return answer, time.monotonic()
+
+
+def health(server: ServerProcess) -> int:
+    return httpx.get(server.url + "/health", timeout=5).status_code
+
+
+# ---- the engine dies -------------------------------------------------------------------------------------------------
+
+
+def test_engine_killed_under_load(model_dir: Path):
+    with running("--model", str(model_dir), "--max-num-seqs", "4") as server, ThreadPoolExecutor(3) as pool:
+        streams = [Stream(server, ENDLESS).begun() for _ in range(3)]
+        # One of them gets the last seat, the others wait.
+        answers = [pool.submit(whole, server, ENDLESS) for _ in range(3)]
+        until(lambda: metric(server, "vllm:num_requests_waiting") == 2, 20)
+        os.kill(server.engine_pid, signal.SIGKILL)
+        killed = time.monotonic()
+        until(lambda: health(server) == 503, 1)
+        for stream in streams:
+            events, ended = stream.end()
+            assert (json.loads(events[-2])["error"]["code"], events[-1]) == ("engine_dead", "[DONE]")
+            assert ended - killed < 2
+        for answer, ended in (future.result(60) for future in answers):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+            assert ended - killed < 2
+        assert whole(server, SHORT)[0].status_code == 503
+        assert "SIGKILL" in server.http.get("/health").json()["error"]["message"]
+        assert server.process.wait(timeout=10) == 1
+        assert "Traceback" not in server.stderr.all()
+
+
+def test_engine_killed_while_idle(model_dir: Path):
+    with running("--model", str(model_dir)) as server:
+        os.kill(server.engine_pid, signal.SIGKILL)
+        until(lambda: health(server) == 503, 1)
+        assert server.process.wait(timeout=10) == 1
+
+
+def test_server_killed_ends_the_engine(model_dir: Path):
+    with running("--model", str(model_dir)) as server:
+        engine = server.engine_pid
+        maps = [Path(f"/proc/{pid}/maps").read_text() for pid in (server.process.pid, engine)]
+        assert ["libtorch" in text for text in maps] == [False, True]
+        stream = Stream(server, ENDLESS).begun()
+        server.process.kill()
+        until(lambda: not exists(engine), 2)
+        with pytest.raises(httpx.RemoteProtocolError):
+            stream.end()
+
+
+# ---- a small server: two seats, one place in the queue, an impatient watchdog ----------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small(model_dir: Path) -> Iterator[ServerProcess]:
+    flags = "--max-num-seqs 2 --max-num-queued-reqs 1 --watchdog-timeout 2"
+    with running("--model", str(model_dir), *flags.split()) as server:
+        yield server
+
+
+@contextmanager
+def under_way(server: ServerProcess, body: dict[str, Any]) -> Iterator[Iterator[str]]:
+    """A stream that has begun; its client goes away at the end."""
+    with httpx.stream("POST", server.url + ROUTE, json={**body, "stream": True}, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        yield lines
+
+
+def test_disconnect_returns_the_pages(small: ServerProcess):
+    until(lambda: metric(small, "lopa:pages_in_use") == 0, 10)
+    with under_way(small, ENDLESS) as first:
+        alone = until(lambda: metric(small, "lopa:pages_in_use"), 5)
+        with under_way(small, ENDLESS):
+            both = until(lambda: (used := metric(small, "lopa:pages_in_use")) >= 2 * alone and used, 5)
+        # Four branches have a page each at least; the first request may have grown by one meanwhile.
+        until(lambda: metric(small, "lopa:pages_in_use") <= both - 3, 2)
+        assert metric(small, "vllm:num_requests_running") == 1
+        assert next(line for line in first if line).startswith("data: {")
+    until(lambda: metric(small, "lopa:pages_in_use") == 0, 2)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(small.url + ROUTE, json=ENDLESS, timeout=httpx.Timeout(60, read=0.5))
+    until(lambda: metric(small, "lopa:pages_in_use") == 0, 2)
+    assert metric(small, "vllm:num_requests_running") == 0
+
+
+def test_full_queue(small: ServerProcess):
+    with under_way(small, ENDLESS), under_way(small, ENDLESS):
+        waiting = Stream(small, SHORT)
+        until(lambda: metric(small, "vllm:num_requests_waiting") == 1, 5)
+        answer = whole(small, SHORT)[0]
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "queue_full")
+        assert int(answer.headers["Retry-After"]) >= 1
+        assert health(small) == 200
+    assert waiting.end()[0][-1] == "[DONE]"
+    assert whole(small, SHORT)[0].status_code == 200
+    assert whole(small, {**SHORT, "n": 3})[0].status_code == 200
+    answer = whole(small, {**SHORT, "n": 4})[0]
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+    answer = whole(small, {**SHORT, "prompt": ["x"] * 4})[0]
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+
+
+def test_watchdog_sees_an_engine_that_hangs(small: ServerProcess):
+    with under_way(small, ENDLESS) as stream:
+        os.kill(small.engine_pid, signal.SIGSTOP)
+        try:
+            until(lambda: health(small) == 503, 5)
+            assert "watchdog" in small.http.get("/health").json()["error"]["message"]
+            assert whole(small, SHORT)[0].status_code == 503
+        finally:
+            os.kill(small.engine_pid, signal.SIGCONT)
+        until(lambda: health(small) == 200, 5)
+        assert "error" not in next(line for line in stream if line)
+    until(lambda: metric(small, "vllm:num_requests_running") == 0, 5)
+    os.kill(small.engine_pid, signal.SIGSTOP)
+    try:
+        until(lambda: health(small) == 503, 5)
+    finally:
+        os.kill(small.engine_pid, signal.SIGCONT)
+    until(lambda: health(small) == 200, 5)
+    assert whole(small, SHORT)[0].status_code == 200
+
+
+# ---- time limits and the end -----------------------------------------------------------------------------------------
+
+
+def test_request_timeout(model_dir: Path):
+    with running("--model", str(model_dir), "--request-timeout", "1.5") as server:
+        stream = Stream(server, ENDLESS).begun()
+        answer = whole(server, ENDLESS)[0]
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+        events = stream.end()[0]
+        assert len(events) > 3
+        assert (json.loads(events[-2])["error"]["code"], events[-1]) == ("timeout", "[DONE]")
+        until(lambda: metric(server, "lopa:pages_in_use") == 0, 2)
+        assert whole(server, SHORT)[0].status_code == 200
+
+
+def test_no_new_requests_while_running_ones_end(model_dir: Path):
+    with running("--model", str(model_dir), "--shutdown-timeout", "60") as server:
+        engine = server.engine_pid
+        with under_way(server, {**ENDLESS, "max_tokens": 400}) as lines:
+            server.process.send_signal(signal.SIGTERM)
+            until(lambda: health(server) == 503, 2)
+            answer = whole(server, SHORT)[0]
+            assert answer.status_code == 503
+            assert "shutting down" in answer.json()["error"]["message"]
+            events = [json.loads(line.removeprefix("data: ")) for line in lines if line and not line.endswith("[DONE]")]
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+        assert server.process.wait(timeout=10) == 0
+        assert not exists(engine)
+
+
+def test_second_interrupt_leaves_at_once(model_dir: Path):
+    with running("--model", str(model_dir), "--shutdown-timeout", "60") as server:
+        engine = server.engine_pid
+        with under_way(server, ENDLESS):
+            server.process.send_signal(signal.SIGINT)
+            until(lambda: health(server) == 503, 2)
+            status, stderr = server.stop(signal.SIGINT)
+        assert (status, exists(engine)) == (0, False)
+        assert "Traceback" not in stderr
+
+
+def test_shutdown_of_an_engine_that_hangs(model_dir: Path):
+    with running("--model", str(model_dir)) as server:
+        engine = server.engine_pid
+        os.kill(engine, signal.SIGSTOP)
+        status, stderr = server.stop(signal.SIGTERM)
+        assert (status, exists(engine), "Traceback" in stderr) == (0, False, False)
+
+
+# ---- the start -------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_served_is_one_line(tmp_path: Path, model_dir: Path):
+    missing = tmp_path / "nothing"
+    for flags in (
+        ["--model", str(missing)],
+        ["--model", str(model_dir), "--chat-template", str(missing)],
+        ["--model", str(model_dir), "--ssl-certfile", str(missing), "--ssl-keyfile", str(missing)],
+    ):
+        with running(*flags, wait=False) as server:
+            assert server.process.wait(timeout=60) == 1
+            stderr = server.stderr.all()
+            assert stderr.startswith("error: ")
+            assert stderr.count("\n") == 1
+            assert str(missing) in stderr
+
+
+def test_signal_while_it_loads_leaves_nothing_behind(model_dir: Path, tmp_path: Path):
+    with running("--model", str(model_dir), wait=False, env={"TMPDIR": str(tmp_path)}) as server:
+        engine = until(lambda: any(tmp_path.glob("lopa-*/*")) and server.engine_pid, 60)
+        assert server.stop(signal.SIGTERM) == (0, "")
+        until(lambda: not exists(engine), 2)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_tls_and_a_chat_template_of_ones_own(model_dir: Path, tmp_path: Path):
+    template, key, certificate = (tmp_path / name for name in ("template.jinja", "key.pem", "certificate.pem"))
+    template.write_text("{% for message in messages %}<{{ message.content }}>{% endfor %}")
+    command = (
+        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    )
+    subprocess.run([*command.split(), "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
+    flags = ["--ssl-certfile", str(certificate), "--ssl-keyfile", str(key), "--chat-template", str(template)]
+    with running("--model", str(model_dir), *flags) as server:
+        assert server.url.startswith("https://")
+        trusting = ssl.create_default_context(cafile=str(certificate))
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        with httpx.Client(base_url=server.url, verify=trusting, timeout=60) as http:
+            chat = http.post("/tokenize", json=body).json()["tokens"]
+            assert chat == http.post("/tokenize", json={"prompt": "<hi>"}).json()["tokens"]
+        plain = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=10)
+        with plain:
+            plain.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert not plain.recv(100).startswith(b"HTTP/1.1 200")

@@ -1,0 +1,173 @@
+"""Flags and the configuration file of the server."""
+
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from lopa_ascend.config import DecodingParams, EngineConfig
+from lopa_ascend.serve import cli
+from lopa_ascend.serve.cli import ServeConfig, parse_args
+from lopa_ascend.serve.flags import DECODING_FLAGS, FLAGS
+
+
+@pytest.fixture(autouse=True)
+def _no_key_in_the_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(cli.API_KEY, raising=False)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The message with which a command line is refused."""
+    with pytest.raises(SystemExit) as stop:
+        parse_args(argv)
+    assert stop.value.code == 2
+    return capsys.readouterr().err.partition("error: ")[2]
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_no_flags_are_the_defaults():
+    assert parse_args([]) == ServeConfig()
+
+
+def test_flags_reach_their_fields():
+    config = parse_args(
+        "--model M --lora-path L --max-num-seqs 4 --kv-cache-memory 1.5GiB --no-enable-prefix-caching --seed 7 "
+        "--threads 2 --max-body-size 4096 --watchdog-timeout 5 --tau-conf 0.8 --stop a b --ignore-eos "
+        "--no-finish-at-eos --eos-token-id 1 2".split()
+    )
+    assert config.engine == EngineConfig(
+        model="M", lora="L", max_num_seqs=4, kv_cache_memory=3 * 2**29, enable_prefix_caching=False, seed=7, threads=2
+    )
+    assert (config.max_body_size, config.watchdog_timeout) == (4096, 5.0)
+    assert config.decoding == {
+        "tau_conf": 0.8,
+        "stop": ("a", "b"),
+        "ignore_eos": True,
+        "finish_at_eos": False,
+        "eos_token_id": (1, 2),
+    }
+
+
+def test_every_setting_has_one_flag():
+    assert set(DecodingParams.names()) - {"seed"} == DECODING_FLAGS.keys()
+    settings = {f.name for f in fields(ServeConfig)} - {"engine", "decoding"}
+    engine = {"lora_path" if f.name == "lora" else f.name for f in fields(EngineConfig)}
+    assert settings | engine | DECODING_FLAGS.keys() == FLAGS.keys()
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("--tau-conf 2", "0 to 1"),
+        ("--port 70000", "65535"),
+        ("--port x", "65535"),
+        ("--decoding x", "lopa"),
+        ("--tau 1", "unrecognized"),
+        ("--num-branches x", "int"),
+        ("--seed -1", "0 to 9223372036854775807"),
+        ("--seed 9223372036854775808", "0 to 9223372036854775807"),
+        ("--threads 0", "1 to"),
+        ("--max-num-seqs 0", "at least 1"),
+        ("--max-num-queued-reqs -1", "0 to"),
+        ("--kv-cache-memory 1GB", "GiB"),
+        ("--kv-cache-memory -1", "GiB"),
+        ("--kv-cache-memory 0", "1 to"),
+        ("--watchdog-timeout 1", "2 to"),
+        ("--request-timeout 0", "seconds"),
+        ("--shutdown-timeout nan", "0 to"),
+        ("--approximate-prefix-caching --no-enable-prefix-caching", "enable_prefix_caching"),
+        ("--ssl-keyfile k", "--ssl-certfile"),
+        ("--ssl-certfile c", "--ssl-keyfile"),
+        ("--ssl-ca-certs c", "--ssl-certfile"),
+        ("--uvicorn-log-level loud", "trace"),
+    ],
+)
+def test_wrong_values_name_their_flag(capsys: pytest.CaptureFixture[str], argv: str, expected: str):
+    message = refusal(capsys, *argv.split())
+    assert argv.split()[0] in message
+    assert expected in message
+
+
+def test_more_branches_than_allowed_name_both_flags(capsys: pytest.CaptureFixture[str]):
+    for argv in (["--max-num-branches", "2"], ["--max-num-branches", "2", "--num-branches", "4"]):
+        message = refusal(capsys, *argv)
+        assert "--num-branches" in message
+        assert "--max-num-branches 2" in message
+    assert parse_args(["--max-num-branches", "2", "--num-branches", "2"]).engine.max_num_branches == 2
+    assert parse_args(["--max-num-branches", "0", "--decoding", "d2f"]).engine.max_num_branches == 0
+
+
+def test_config_file_and_command_line(tmp_path: Path):
+    file = write(
+        tmp_path / "serve.yaml",
+        "port: 9000\nmax-num-seqs: 4\nkv_cache_memory: 64MiB\ntau_conf: 0.8\nstop: ['- x', y]\nignore-eos: true\n"
+        "enable_prefix_caching: false\nrequest-timeout: 30\nlora-path: null\nserved-model-name: 7\neos_token_id: 3\n",
+    )
+    config = parse_args(["--config", file, "--port", "1", "--enable-prefix-caching", "--tau-conf", "0.7"])
+    assert config == ServeConfig(
+        engine=EngineConfig(max_num_seqs=4, kv_cache_memory=2**26, enable_prefix_caching=True),
+        served_model_name="7",
+        port=1,
+        request_timeout=30.0,
+        decoding={"tau_conf": 0.7, "stop": ("- x", "y"), "ignore_eos": True, "eos_token_id": (3,)},
+    )
+    assert parse_args(["--config", write(tmp_path / "empty.yaml", "")]) == ServeConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("max-num-seq: 4", "max-num-seqs?"),
+        ("config: x.yaml", "unknown key 'config'"),
+        ("1: 2", "unknown key '1'"),
+        ("port: 70000", "port: must be"),
+        ("port: [1]", "port: must be"),
+        ("port: true", "port: must be"),
+        ("model: yes", "model: must be"),
+        ("ignore_eos: 1", "ignore_eos: must be true or false"),
+        ("dtype: int8", "dtype: unknown value 'int8'; choose one of auto, float32, bfloat16"),
+        ("tau-conf: 0.5\ntau_conf: 0.6", "twice"),
+        ("- port", "expected flags"),
+        ("port: [", "serve.yaml"),
+        ("stop: [1, [2]]", "stop: must be"),
+    ],
+)
+def test_wrong_config_files_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, expected: str):
+    message = refusal(capsys, "--config", write(tmp_path / "serve.yaml", text))
+    assert "--config" in message
+    assert "serve.yaml" in message
+    assert expected in message
+
+
+def test_values_of_a_config_file_are_checked_together(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    message = refusal(capsys, "--config", write(tmp_path / "serve.yaml", "tau_conf: 2"))
+    assert "--tau-conf" in message
+    assert "does-not-exist.yaml" in refusal(capsys, "--config", "does-not-exist.yaml")
+
+
+def test_the_key_comes_from_the_environment_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(cli.API_KEY, "from-env")
+    assert parse_args([]).api_key == "from-env"
+    assert parse_args(["--api-key", "given"]).api_key == "given"
+    assert "given" not in repr(parse_args(["--api-key", "given", "--ssl-certfile", "c", "--ssl-keyfile", "k"]))
+    monkeypatch.setenv(cli.API_KEY, "")
+    assert "--api-key" in refusal(capsys)
+
+
+def test_help_names_every_flag_once_and_answers_without_torch():
+    code = (
+        "import sys\nfrom lopa_ascend.serve.cli import build_parser\nprint(build_parser().format_help())\n"
+        "assert not {'torch', 'transformers', 'fastapi'} & set(sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    words = result.stdout.replace(",", " ").split()
+    for name in FLAGS:
+        assert words.count("--" + name.replace("_", "-")) >= 1
+    for title in ("model:", "engine:", "server:", "TLS:", "decoding defaults:"):
+        assert f"\n{title}\n" in result.stdout

@@ -1,0 +1,119 @@
+"""The judges' own judgement: they must be able to find fault."""
+
+import asyncio
+import json
+import random
+
+import httpx
+
+from scripts.bench_serve import Level
+from scripts.judge import faults, soak
+from scripts.judge.attack import CLOSED, KINDS, LEFT, Attack, head, play
+from scripts.judge.client import COMPLETIONS, Answer, Ask, ask, chat
+from scripts.judge.report import Report, percentile
+
+
+async def answered(reply: bytes, *attacks: Attack) -> list[int | str]:
+    """What the attacks make of a server that answers everything with ``reply``."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(reply)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        return [await play("127.0.0.1", port, attack) for attack in attacks]
+
+
+def test_outcomes_of_attacks():
+    body = json.dumps({"error": {"message": "no"}}).encode()
+    refusal = b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    asked, lingering = Attack([head(COMPLETIONS, 0)], http=True), Attack([b"POST"], linger=0.0)
+    assert asyncio.run(answered(refusal, asked, lingering)) == [400, LEFT]
+    assert asyncio.run(answered(b"HTTP/1.1 500 Oh\r\nContent-Length: 0\r\n\r\n", Attack([b"x"]))) == [500]
+    assert asyncio.run(answered(b"", asked)) == [CLOSED]
+
+
+def test_only_refusals_and_ends_are_right():
+    storm = faults.Storm()
+    for outcome in (400, 413, 499, LEFT, CLOSED):
+        storm.count("fine", 0, outcome)
+    assert not storm.wrong
+    for outcome in (200, 500, 503, "TimeoutError: "):
+        storm.count(f"kind {outcome}", 7, outcome)
+    assert storm.wrong == {f"kind {outcome}": f"request 7: {outcome}" for outcome in (200, 500, 503, "TimeoutError: ")}
+
+
+def test_every_kind_takes_part_and_is_reproducible():
+    assert len(KINDS) >= 20
+    assert set(faults._plan(1, 10)) == set(KINDS)
+    assert len(faults._plan(1, 5000)) == 5000
+    for make, _ in KINDS.values():
+        for seed in range(20):
+            first, second = make(random.Random(seed)), make(random.Random(seed))
+            assert list(first.chunks) == list(second.chunks)
+
+
+def test_memory_growth_ignores_the_warm_up():
+    seen = soak.Soak(memory=[(float(s), 100 if s < 100 else 200 + s // 100, 300) for s in range(500)])
+    assert soak.warm_up_seconds(20) == 300
+    assert 0.01 < seen.growth(1, warm_up=110) < 0.02
+    assert seen.growth(1, warm_up=0) > 1
+    assert seen.growth(2, warm_up=0) == 0
+
+
+def test_changed_answers_are_found():
+    seen, request = soak.Soak(), chat("How many?", max_tokens=4)
+    soak._compare(seen, request, "5")
+    soak._compare(seen, chat("How many?", max_tokens=4, stream=True), "5")
+    soak._compare(seen, chat("How many?", max_tokens=5), "6")
+    assert not seen.faults
+    soak._compare(seen, request, "6")
+    assert len(seen.faults) == 1
+
+
+def test_percentile_and_report(capsys):
+    assert [percentile([3.0, 1.0, 2.0, 4.0], share) for share in (0.01, 0.5, 0.99)] == [1.0, 2.0, 4.0]
+    report = Report()
+    report.check("one", True, 1)
+    report.check("two", False, 2)
+    assert report.failed == ["two"]
+    assert "FAILED  two: 2" in capsys.readouterr().out
+
+
+def answer_of(request: Ask, body: bytes, status: int = 200) -> Answer:
+    async def run() -> Answer:
+        transport = httpx.MockTransport(lambda _: httpx.Response(status, content=body))
+        async with httpx.AsyncClient(transport=transport, base_url="http://judge") as client:
+            return await ask(client, request)
+
+    return asyncio.run(run())
+
+
+def test_answers_are_read():
+    def event(**delta: object) -> bytes:
+        return (
+            b"data: "
+            + json.dumps({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}).encode()
+            + b"\n\n"
+        )
+
+    streamed = chat("?", stream=True)
+    whole = answer_of(
+        streamed, event(role="assistant", content="") + event(content="4") + event(content="2") + b"data: [DONE]\n\n"
+    )
+    assert whole.ok
+    assert whole.texts == {0: "42"}
+    assert not answer_of(streamed, event(content="4")).ok
+    failed = answer_of(streamed, event(content="4") + b'data: {"error": {"message": "dead"}}\n\ndata: [DONE]\n\n')
+    assert (failed.ok, failed.error) == (False, {"message": "dead"})
+    refused = answer_of(chat("?"), b'{"error": {"message": "full", "code": "queue_full"}}', 503)
+    assert (refused.ok, refused.status) == (False, 503)
+    assert refused.error == {"message": "full", "code": "queue_full"}
+
+
+def test_row_of_a_load_table():
+    answers = [Answer(tokens=10, first=0.1, seconds=0.5), Answer(tokens=30, first=0.2, seconds=1.5)]
+    level = Level("2", 2, answers, seconds=2.0, pings=[0.001] * 99 + [0.5])
+    assert level.row() == "| 2 | 1.00 | 20 | 100 | 200 | 500 | 1500 | 1.0 |"

@@ -1,0 +1,127 @@
+"""Bodies of requests: what the schemas promise is what ``DecodingParams`` takes, and nothing is silently ignored."""
+
+import json
+from typing import Any
+
+import pytest
+from pydantic.json_schema import models_json_schema
+
+from lopa_ascend.config import DecodingParams, ParameterError
+from lopa_ascend.prompt import Prompts
+from lopa_ascend.scheduler import Limits
+from lopa_ascend.serve.body import parse_abort, parse_chat, parse_completion, parse_diffusion_completion, parse_tokenize
+from lopa_ascend.serve.errors import ApiError
+from lopa_ascend.serve.options import Planner
+from lopa_ascend.serve.protocol import (
+    UNSUPPORTED_CHAT,
+    UNSUPPORTED_COMPLETION,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
+
+MODELS: Any = [(CompletionRequest, "validation"), (ChatRequest, "validation")]
+SCHEMAS = models_json_schema(MODELS)[1]["$defs"]
+LIMITS = Limits(
+    vocab_size=100,
+    mask_token_id=99,
+    max_model_len=500,
+    num_pages=100,
+    max_num_seqs=4,
+    max_num_batched_tokens=600,
+    max_num_branches=15,
+)
+PLANNER = Planner(Prompts(None, 100, 99, "m"), LIMITS, {"tau_conf": 0.5, "top_p": 0.9, "temperature": 1.0}, seed=40)
+NEEDED: dict[str, dict[str, Any]] = {
+    "top_p": {"temperature": 1.0},
+    "top_k": {"temperature": 1.0},
+    "min_new_tokens": {"max_new_tokens": 400},
+}
+
+
+def parsed(**fields: Any) -> CompletionRequest:
+    return parse_completion(json.dumps({"prompt": [1, 2, 3], **fields}).encode())
+
+
+def params(**fields: Any) -> DecodingParams:
+    return PLANNER.completion(parsed(**fields))[0].params
+
+
+def test_every_decoding_parameter_is_a_field():
+    assert set(DecodingParams.names()) <= GenerationRequest.model_fields.keys()
+    assert CompletionRequest.model_config["extra"] == "forbid"
+
+
+@pytest.mark.parametrize("name", sorted(set(DecodingParams.names()) - {"num_branches", "max_new_tokens"}))
+def test_stated_ranges_are_the_real_ones(name: str):
+    schema = SCHEMAS["CompletionRequest"]["properties"][name]
+    step = 1 if any(part.get("type") == "integer" for part in schema.get("anyOf", [])) else 1e-6
+    with_it = NEEDED.get(name, {})
+    for limit, outwards in (("minimum", -step), ("maximum", step)):
+        if limit not in schema:
+            continue
+        edge = schema[limit]
+        if name != "eos_token_id":
+            params(**{**with_it, name: edge})
+        with pytest.raises(ParameterError) as wrong:
+            params(**{**with_it, name: edge + outwards})
+        assert wrong.value.param == name
+    for choice in schema.get("enum", []):
+        params(**{name: choice})
+
+
+def test_integers_may_be_written_with_a_fraction_of_zero():
+    assert parsed(max_tokens=5.0, top_k=3.0, temperature=1.0).max_tokens == 5
+    with pytest.raises(ApiError, match="max_tokens"):
+        parsed(max_tokens=5.5)
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED_COMPLETION.keys() | UNSUPPORTED_CHAT.keys()))
+def test_unsupported_fields_are_refused_by_name(name: str):
+    for parse, fields, table in (
+        (parse_completion, {"prompt": "x"}, UNSUPPORTED_COMPLETION),
+        (parse_chat, {"messages": [{"role": "user", "content": "x"}]}, UNSUPPORTED_CHAT),
+    ):
+        if name not in table:
+            continue
+        for neutral in (None, *table[name]):
+            parse(json.dumps({**fields, name: neutral}).encode())
+        for value in ("something", 0.3, [1], {"a": 1}):
+            with pytest.raises(ApiError) as refused:
+                parse(json.dumps({**fields, name: value}).encode())
+            assert (refused.value.status, refused.value.param) == (400, name)
+
+
+def test_defaults_step_back_where_a_request_excludes_them():
+    assert (params().top_p, params().tau_conf, params().temperature) == (0.9, 0.5, 1.0)
+    assert params(temperature=0).top_p is None
+    assert params(top_p=1).top_p is None
+    with pytest.raises(ParameterError, match="temperature 0"):
+        params(temperature=0, top_p=0.95)
+    assert params().max_new_tokens == 256
+    assert PLANNER.completion(parsed(prompt=[1] * 400))[0].params.max_new_tokens == 100
+
+
+def test_seeds_differ_by_answer_from_one_start():
+    choices = PLANNER.completion(parsed(prompt=[[1], [2]], n=3))
+    assert [choice.params.seed for choice in choices] == [None, 41, 42] * 2
+    last = 2**63 - 1
+    assert [c.params.seed for c in PLANNER.completion(parsed(n=2, seed=last))] == [last, 0]
+    assert {c.params.seed for c in PLANNER.completion(parsed(n=2, temperature=0))} == {None}
+
+
+def test_errors_use_the_name_that_was_sent():
+    for fields, param in (({"max_tokens": 0}, "max_tokens"), ({"max_completion_tokens": 900}, "max_completion_tokens")):
+        with pytest.raises(ParameterError) as wrong:
+            params(**fields)
+        assert wrong.value.param == param
+    assert params(max_tokens=7, max_completion_tokens=7).max_new_tokens == 7
+
+
+def test_diffusion_and_tokenize_bodies():
+    assert parse_diffusion_completion(b'{"prompt": "x", "stream": true, "n": 1}').prompt == ["x"]
+    with pytest.raises(ApiError, match="one prompt"):
+        parse_diffusion_completion(b'{"prompt": ["x", "y"]}')
+    assert parse_tokenize(b'{"prompt": "x", "add_special_tokens": true}').prompt == "x"
+    with pytest.raises(ApiError, match="did you mean 'request_id'"):
+        parse_abort(b'{"requestid": "x"}')

@@ -1,0 +1,153 @@
+"""Chunks of a stream against the whole response, for every text and every way of cutting it into updates."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lopa_ascend.config import DecodingParams
+from lopa_ascend.output import OutputStream
+from lopa_ascend.serve.client import Choice
+from lopa_ascend.serve.logprobs import LOWEST, TokenProbs
+from lopa_ascend.serve.protocol import StreamOptions
+from lopa_ascend.serve.responses import CHAT, COMPLETION, ChunkEncoder, Details, Format, Response
+from lopa_ascend.tokenizer import Tokenizer, load_tokenizer
+from lopa_ascend.types import Progress, Update
+from tests.tiny import VOCAB_SIZE, write_tokenizer
+
+TEXTS = ["größer als 5 €?", "日本語のテキスト", "🙂🙃 emoji é", "line\nbreak \u2028 \x85", "hello hello", " the answer"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path: Path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(path)
+    tokenizer = load_tokenizer(path, VOCAB_SIZE)
+    assert tokenizer is not None
+    return tokenizer
+
+
+def updates_of(ids: list[int], cuts: list[int], params: DecodingParams) -> list[Update]:
+    """The tokens in as many updates as there are cuts, and one more; some are empty."""
+    edges = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
+    updates = []
+    for number, (start, end) in enumerate(zip(edges, edges[1:], strict=False), 1):
+        probs = tuple((1 + position % 7) / 8 for position in range(start, end))
+        reason = "length" if number == len(edges) - 1 else None
+        updates.append(Update("r", tuple(ids[start:end]), probs, number, end, 9, 0, 0, finish_reason=reason))
+    return updates
+
+
+def run(ids: list[int], cuts: list[int], params: DecodingParams, tokenizer: Tokenizer) -> list[tuple[Update, Progress]]:
+    stream, steps = OutputStream([1, 2], params, tokenizer), []
+    for update in updates_of(ids, cuts, params):
+        steps.append((update, stream.push(update)))
+        if steps[-1][1].output is not None:
+            return steps
+    raise AssertionError("the last update ends the request")
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    part = choice.get("delta", choice.get("message", choice))
+    return str(part.get("content", part.get("text", "")))
+
+
+def joined(chunks: list[dict[str, Any]]) -> tuple[str, list[int], list[Any], Any]:
+    """Text, token ids, logprobs and the end of the only choice of a stream."""
+    text = ""
+    ids: list[int] = []
+    probs: list[Any] = []
+    ends: list[Any] = []
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        assert not ends, "something came after the finish chunk"
+        text += text_of(choice)
+        ids += choice.get("token_ids", [])
+        probs += listed(choice["logprobs"])
+        if choice["finish_reason"] is not None:
+            ends.append((choice["finish_reason"], choice["stop_reason"]))
+    (end,) = ends
+    return text, ids, probs, end
+
+
+def listed(logprobs: dict[str, Any] | None) -> list[Any]:
+    """One item a token, of either shape."""
+    if logprobs is None:
+        return []
+    if "content" in logprobs:
+        return list(logprobs["content"])
+    return list(zip(*(logprobs[name] for name in ("tokens", "token_logprobs", "text_offset")), strict=True))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[int], str, list[int], list[str], int, str]:
+    ids = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=30))
+    text = draw(st.sampled_from(TEXTS) | st.text(max_size=12))
+    cuts = draw(st.lists(st.integers(0, 60), max_size=12))
+    stop = draw(st.lists(st.text(min_size=1, max_size=4), max_size=3))
+    return ids, text, cuts, stop, draw(st.integers(0, 8)), draw(st.sampled_from(["", "a", "the end"]))
+
+
+@pytest.mark.parametrize("form", [COMPLETION, CHAT])
+@pytest.mark.parametrize("logprobs", [None, 0, 1])
+@given(case=cases(), pick=st.integers(0, 100))
+def test_chunks_join_to_the_whole(form: Format, logprobs: int | None, tokenizer: Tokenizer, case: Any, pick: int):
+    ids, text, cuts, stop, min_new_tokens, echoed = case
+    ids = ids[: pick % 31] + tokenizer.encode(text) + ids[pick % 31 :]
+    if not ids:
+        return
+    plain = tokenizer.decode(ids)
+    inside = plain[pick % (len(plain) + 1) :][:3]
+    stops = tuple({*stop, inside} - {""})
+    params = DecodingParams(stop=stops, min_new_tokens=min(min_new_tokens, len(ids)), max_new_tokens=len(ids))
+    details = Details(with_ids=True, logprobs=logprobs, echoed=[echoed] if form is COMPLETION else ())
+    response = Response(form, "m", [Choice([1, 2], params)], details, tokenizer)
+    encoder = ChunkEncoder(response, 1, StreamOptions.model_validate({"include_usage": True}))
+    chunks = encoder.opening()
+    steps = run(ids, cuts, params, tokenizer)
+    for update, progress in steps:
+        chunks += encoder.progress(0, update, progress)
+    output, alone = steps[-1][1].output, run(ids, [], params, tokenizer)[-1][1].output
+    assert output is not None
+    assert alone is not None
+    assert (output.text, output.token_ids, output.stop_reason) == (alone.text, alone.token_ids, alone.stop_reason)
+    (choice,) = response.whole([output])["choices"]
+    expected = (choice["finish_reason"], choice["stop_reason"])
+    assert joined(chunks) == (text_of(choice), choice["token_ids"], listed(choice["logprobs"]), expected)
+    assert len(listed(choice["logprobs"])) == (0 if logprobs is None else len(output.token_ids))
+    (last,) = encoder.closing()
+    assert last["usage"] == response.whole([output])["usage"]
+
+
+@given(ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=20))
+def test_offsets_and_bytes(tokenizer: Tokenizer, ids: list[int]):
+    tokens = TokenProbs(tokenizer).push(ids, [0.5] * len(ids))
+    visible = [token for token in ids if not tokenizer.is_special(token)]
+    pieces = b"".join(item.data or b"" for item, token in zip(tokens, ids, strict=True) if token in visible)
+    assert pieces.decode(errors="replace") == tokenizer.decode(ids)
+    offsets = [item.offset for item in tokens]
+    assert offsets == sorted(offsets)
+    assert all(offset <= len(tokenizer.decode(ids[:place])) for place, offset in enumerate(offsets))
+    text = tokenizer.encode("hello é")
+    for place, item in enumerate(TokenProbs(tokenizer).push(text, [1.0] * len(text))):
+        assert (item.offset, item.logprob) == (len(tokenizer.decode(text[:place])), 0.0)
+
+
+def test_probabilities_without_a_tokenizer_or_of_zero():
+    one, none = TokenProbs(None).push([7, 8], [0.25, 0.0])
+    assert (one.token, one.data, one.logprob) == ("token_id:7", None, math.log(0.25))
+    assert none.logprob == LOWEST
+    assert one.chat() == {"token": "token_id:7", "logprob": math.log(0.25), "bytes": None}
+
+
+def test_usage_counts_a_prompt_once(tokenizer: Tokenizer):
+    params = DecodingParams(max_new_tokens=3)
+    outputs = [run([65, 66, 67], [1], params, tokenizer)[-1][1].output for _ in range(4)]
+    choices = [Choice([1] * size, params) for size in (5, 5, 7, 7)]
+    whole = Response(COMPLETION, "m", choices, Details(n=2, echoed=["A", "B"])).whole([o for o in outputs if o])
+    assert (whole["usage"]["prompt_tokens"], whole["usage"]["completion_tokens"]) == (12, 12)
+    assert whole["lopa"] == {"num_forwards": 8, "tokens_per_forward": 1.5}
+    assert [choice["text"][0] for choice in whole["choices"]] == ["A", "A", "B", "B"]

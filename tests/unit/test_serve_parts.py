@@ -1,0 +1,130 @@
+"""Reading bodies, keys and ids, and times, each without a server."""
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import pytest
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse
+
+from lopa_ascend.serve import body
+from lopa_ascend.serve.access import Access
+from lopa_ascend.serve.errors import ApiError
+from lopa_ascend.serve.timeline import Timeline
+from lopa_ascend.types import GenerationOutput, Progress, Update
+
+JSON_TYPE = (b"content-type", b"application/json")
+
+
+def scope(path: str = "/v1/models", *headers: tuple[bytes, bytes], root_path: str = "") -> dict[str, Any]:
+    return {
+        "type": "http",
+        "method": "POST",
+        "path": root_path + path,
+        "root_path": root_path,
+        "headers": list(headers),
+    }
+
+
+async def read(pieces: list[bytes], *headers: tuple[bytes, bytes], limit: int = 10, hang: bool = False) -> bytes:
+    async def receive() -> dict[str, Any]:
+        if pieces:
+            return {"type": "http.request", "body": pieces.pop(0), "more_body": True}
+        if hang:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    return await body.read_body(Request(scope("/", JSON_TYPE, *headers), receive), limit)
+
+
+def status(*arguments: Any, **keywords: Any) -> tuple[int, dict[str, str]]:
+    with pytest.raises(ApiError) as error:
+        asyncio.run(read(*arguments, **keywords))
+    return error.value.status, error.value.headers
+
+
+def test_body_sizes():
+    assert asyncio.run(read([b"12345", b"67890"])) == b"1234567890"
+    close = {"Connection": "close"}
+    assert status([b"12345", b"678901"]) == (413, {})
+    pieces = [b"1" * 10] * 20
+    assert status(pieces) == (413, close)
+    assert len(pieces) == 11, "it was read further than is worth while"
+    untouched = [b"1"]
+    assert status(untouched, (b"content-length", b"1000")) == (413, close)
+    assert untouched
+
+
+def test_clients_that_stop_sending(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(body, "PATIENCE", 0.05)
+    assert status([b"{"], hang=True) == (408, {"Connection": "close"})
+    monkeypatch.setattr(body, "PATIENCE", 30.0)
+    monkeypatch.setattr(body, "DEADLINE", 0.05)
+    assert status([b"{"], hang=True)[0] == 408
+
+
+def test_client_that_leaves():
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    with pytest.raises(ClientDisconnect):
+        asyncio.run(body.read_body(Request(scope("/", JSON_TYPE), receive), 10))
+
+
+async def answer(app: Any, request: dict[str, Any]) -> tuple[int, dict[bytes, bytes], bytes]:
+    messages: list[Any] = []
+
+    async def send(message: Any) -> None:
+        messages.append(message)
+
+    async def receive() -> Any:
+        raise AssertionError("nobody reads the body")
+
+    await app(request, receive, send)
+    return messages[0]["status"], dict(messages[0]["headers"]), messages[1]["body"]
+
+
+def test_keys_and_ids():
+    app = Access(PlainTextResponse("fine"), "key")
+    assert asyncio.run(answer(app, scope()))[0] == 401
+    assert asyncio.run(answer(app, scope("/v1/models", (b"authorization", b"Bearer \xff"))))[0] == 401
+    request = scope("/v1/models", (b"authorization", b"Bearer key"), (b"x-request-id", b"mine"))
+    code, headers, _ = asyncio.run(answer(app, request))
+    assert (code, headers[b"x-request-id"]) == (200, b"mine")
+    for path in ("/health", "/version"):
+        assert asyncio.run(answer(app, scope(path)))[0] == 200
+        assert asyncio.run(answer(app, scope(path, root_path="/api")))[0] == 200
+    assert asyncio.run(answer(app, scope("/health/../v1/models")))[0] == 401
+    assert asyncio.run(answer(Access(PlainTextResponse("fine"), None), scope()))[0] == 200
+
+
+def test_our_own_failures_are_answered_and_logged(caplog: pytest.LogCaptureFixture):
+    async def broken(*_: Any) -> None:
+        raise KeyError("x")
+
+    with caplog.at_level(logging.ERROR):
+        code, headers, text = asyncio.run(answer(Access(broken, None), scope()))
+    assert (code, json.loads(text)["error"]["code"]) == (500, "internal_error")
+    assert headers[b"x-request-id"].decode() in caplog.text
+    assert "KeyError" in caplog.text
+
+
+def step(number: int, tokens: int, output: GenerationOutput | None = None) -> tuple[Update, Progress]:
+    update = Update("r-0", (), (), number, 40, 50 * number, 0, 2)
+    return update, Progress((7,) * tokens, "", (0.5,) * tokens, output)
+
+
+def test_times_of_a_request():
+    timeline = Timeline([5, 5], arrived=10.0)
+    first = timeline.choices[0]
+    output = GenerationOutput((1,), (7,) * 4, "", "length", None, 3, 40, 150)
+    for now, (update, progress) in ((12.0, step(1, 0)), (13.0, step(2, 3)), (15.0, step(3, 4, output))):
+        first.advance(now, 0.5, update, progress)
+    assert (first.begun, first.prefilled, first.first_token, first.ended) == (11.5, 12.0, 13.0, 15.0)
+    assert (first.gaps, first.num_forwards, first.canvas_positions) == ([2.0], 3, 147)
+    summary = timeline.summary(16.0, "error")
+    assert (summary["ttft_s"], summary["latency_s"], summary["finish_reason"]) == (3.0, 6.0, "error,length")
+    assert (summary["prompt_tokens"], summary["completion_tokens"], summary["tpf"]) == (10, 4, 1.333)
+    assert Timeline([5], 0.0).summary(1.0, None)["finish_reason"] == "abort"
