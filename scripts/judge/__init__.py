@@ -1,0 +1,1 @@
+"""The independent judges of the server: `python -m scripts.judge --help`."""

@@ -1,0 +1,109 @@
+"""A client of the completion routes that keeps what a judge asks about: text, tokens, errors, times."""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from lopa_ascend.demo import HELD_OUT
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request."""
+
+    route: str
+    body: Mapping[str, Any]
+
+    @property
+    def stream(self) -> bool:
+        return bool(self.body.get("stream"))
+
+
+@dataclass
+class Answer:
+    """``status`` is the response's, ``error`` that of its body or of an event in its stream. ``done``: a whole
+    answer, or a stream with its end. ``first`` text and end (``seconds``) came so many seconds after the request.
+    """
+
+    status: int = 0
+    texts: dict[int, str] = field(default_factory=dict)
+    finish_reasons: dict[int, str] = field(default_factory=dict)
+    tokens: int | None = None
+    error: dict[str, Any] | None = None
+    done: bool = False
+    first: float | None = None
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return self.status == 200 and self.done and self.error is None
+
+    def __str__(self) -> str:
+        return f"status {self.status}, {'done' if self.done else 'cut off'}, {self.error or self.texts}"[:300]
+
+
+@functools.cache
+def questions() -> list[str]:
+    """The held-out problems."""
+    return [json.loads(line)["question"] for line in HELD_OUT.read_text(encoding="utf-8").splitlines()]
+
+
+def chat(question: str, **fields: Any) -> Ask:
+    return Ask(CHAT, {"messages": [{"role": "user", "content": question}], **fields})
+
+
+def connect(url: str, timeout: float = 600.0) -> httpx.AsyncClient:
+    """A client with as many connections as are asked for."""
+    return httpx.AsyncClient(base_url=url, timeout=timeout, limits=httpx.Limits(max_keepalive_connections=64))
+
+
+async def ask(client: httpx.AsyncClient, request: Ask, leave_after: int | None = None) -> Answer:
+    """Sends it and reads the answer; with ``leave_after`` hangs up after so many events of a stream.
+
+    Raises:
+        httpx.TransportError: the connection broke.
+    """
+    answer, start = Answer(), time.perf_counter()
+    async with client.stream("POST", request.route, json=request.body) as response:
+        answer.status = response.status_code
+        if request.stream and response.status_code == 200:
+            async for event in _events(response, answer):
+                _take(answer, event, time.perf_counter() - start)
+                if leave_after is not None and (leave_after := leave_after - 1) < 0:
+                    break
+        else:
+            _take(answer, json.loads(await response.aread()), time.perf_counter() - start)
+            answer.done = True
+    answer.seconds = time.perf_counter() - start
+    return answer
+
+
+async def _events(response: httpx.Response, answer: Answer) -> AsyncIterator[dict[str, Any]]:
+    async for line in response.aiter_lines():
+        if line == "data: [DONE]":
+            answer.done = True
+        elif line:
+            yield json.loads(line.removeprefix("data: "))
+
+
+def _take(answer: Answer, body: dict[str, Any], seconds: float) -> None:
+    """What a whole answer or one event says."""
+    answer.error = body.get("error", answer.error)
+    answer.tokens = (body.get("usage") or {}).get("completion_tokens", answer.tokens)
+    for choice in body.get("choices", ()):
+        message = choice.get("message") or choice.get("delta") or choice
+        text, index = message.get("content", message.get("text")) or "", choice["index"]
+        answer.texts[index] = answer.texts.get(index, "") + text
+        if text and answer.first is None:
+            answer.first = seconds
+        if choice["finish_reason"] is not None:
+            answer.finish_reasons[index] = choice["finish_reason"]

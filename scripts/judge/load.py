@@ -1,0 +1,53 @@
+"""Judge: under guidellm's concurrent clients no request fails, and with ignore_eos each gets exactly its tokens."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import Any
+
+from scripts.judge.report import Options, Report
+from scripts.judge.server import serving
+from scripts.judge.tools import offline, tool, write_tokenizer
+
+PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64
+
+
+def judge(options: Options, report: Report) -> None:
+    with serving(options.url, options.out / "load.log") as server:
+        tokenizer = write_tokenizer(options.out / "tokenizer")
+        result = options.out / "guidellm.json"
+        command = [*tool("guidellm"), "run"]
+        command += ["--backend", f"kind=openai_http,target={server.url},model={server.model}"]
+        command += ["--profile", f"kind=concurrent,streams={options.clients}"]
+        command += ["--constraint", f"kind=max_requests,count={options.requests}"]
+        command += ["--data", f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={OUTPUT_TOKENS}"]
+        command += ["--tokenizer", f"kind=huggingface_auto,model={tokenizer}", "--disable-progress"]
+        # The default prepares 4096 prompts before the first request.
+        command += ["--data-loader", "kind=pytorch,prefetch_factor=64"]
+        command += ["--output", f"kind=json,path={result}"]
+        done = subprocess.run(
+            command,
+            cwd=options.out,
+            env=offline(options.out / "huggingface"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        (options.out / "guidellm.txt").write_text(done.stdout)
+        report.check("guidellm finishes", done.returncode == 0, done.stdout[-3000:] if done.returncode else "yes")
+        if done.returncode == 0:
+            _check(json.loads(result.read_text()), options, report)
+        report.check("pages in use afterwards", (pages := server.await_no_pages()) == 0, pages)
+        report.check("tracebacks in the server's log", not server.tracebacks(), server.tracebacks())
+
+
+def _check(result: dict[str, Any], options: Options, report: Report) -> None:
+    (benchmark,) = result["benchmarks"]
+    expected = {"successful": options.requests, "errored": 0, "incomplete": 0}
+    counts = {kind: len(requests or ()) for kind, requests in benchmark["requests"].items() if kind in expected}
+    report.check(f"{options.requests} requests from {options.clients} clients", counts == expected, counts)
+    tokens = {request["output_metrics"]["text_tokens"] for request in benchmark["requests"]["successful"]}
+    report.check(f"{OUTPUT_TOKENS} tokens in each answer", tokens == {OUTPUT_TOKENS}, tokens)
+    speed = benchmark["metrics"]["output_tokens_per_second"]["successful"]["mean"]
+    print(f"    {speed:.0f} output tokens/s, {benchmark['duration']:.0f} s")

@@ -1,0 +1,163 @@
+"""Judge: minutes of mixed load with clients that come and go leave memory, pages and answers as they were."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import httpx
+
+from scripts.judge.client import COMPLETIONS, Ask, ask, chat, connect, questions
+from scripts.judge.report import Options, Report
+from scripts.judge.server import Server, resident, serving
+
+CLIENTS = 24
+QUEUE = 32
+"""--max-num-queued-reqs: a burst fills it."""
+BURST = 120
+"""Requests at once, about twice a minute."""
+POOL = 40
+"""Questions that are asked, so that equal requests come again."""
+MAX_GROWTH = 0.02
+SAMPLE = 2.0
+"""Seconds between two looks at the memory."""
+MIB = 2**20
+# A pool that fills during the warm-up: memory of pages that are used for the first time is no leak.
+FLAGS = ("--kv-cache-memory", "96MiB", "--max-num-seqs", "16", "--max-num-queued-reqs", str(QUEUE))
+
+
+@dataclass
+class Soak:
+    """What was seen: outcomes of requests, faults among them, and (seconds, front, engine) in bytes of memory.
+    ``texts`` are the answers to greedy requests, which must stay what they were."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    memory: list[tuple[float, int, int]] = field(default_factory=list)
+    texts: dict[str, str] = field(default_factory=dict)
+
+    def growth(self, process: int, warm_up: float) -> float:
+        """Share by which the median of the last quarter behind ``warm_up`` exceeds that of the first."""
+        values = [sample[process] for sample in self.memory if sample[0] >= warm_up]
+        quarter = max(1, len(values) // 4)
+        return statistics.median(values[-quarter:]) / statistics.median(values[:quarter]) - 1
+
+
+def judge(options: Options, report: Report) -> None:
+    with serving(options.url, options.out / "soak.log", *FLAGS) as server:
+        soak = asyncio.run(_judge(server, options))
+        warm_up = warm_up_seconds(options.minutes)
+        for process, name in ((1, "HTTP process"), (2, "engine process")):
+            growth, last = soak.growth(process, warm_up), soak.memory[-1][process] / MIB
+            what = f"growth of the {name} after {warm_up / 60:.1f} minutes, below {MAX_GROWTH:.0%}"
+            report.check(what, growth < MAX_GROWTH, f"{growth:+.2%} to {last:.0f} MiB")
+        what = "5xx but 503 for a full queue, broken answers, or texts that changed"
+        report.check(what, not soak.faults, soak.faults[:5] or f"none in {dict(soak.outcomes)}")
+        report.check(
+            "the queue was full at times", soak.outcomes["503 queue_full"] > 0, soak.outcomes["503 queue_full"]
+        )
+        report.check("pages in use afterwards", (pages := server.await_no_pages()) == 0, pages)
+        report.check("/health afterwards", (status := httpx.get(f"{server.url}/health").status_code) == 200, status)
+        report.check("tracebacks in the server's log", not server.tracebacks(), server.tracebacks())
+
+
+def warm_up_seconds(minutes: float) -> float:
+    """A quarter of the time, but no more than five minutes."""
+    return min(300.0, 15 * minutes)
+
+
+async def _judge(server: Server, options: Options) -> Soak:
+    soak, start = Soak(), time.monotonic()
+    end = start + 60 * options.minutes
+    async with connect(server.url) as client:
+        watching = asyncio.create_task(_watch(server, soak, start, end))
+        clients = [_client(client, soak, random.Random(f"{options.seed} {i}"), end) for i in range(CLIENTS)]
+        await asyncio.gather(*clients, _bursts(client, soak, random.Random(options.seed), end))
+        await watching
+    return soak
+
+
+async def _watch(server: Server, soak: Soak, start: float, end: float) -> None:
+    """Samples memory; says once a minute how things are."""
+    pids, minute = (server.pid, server.engine_pid), 1
+    while (now := time.monotonic()) < end:
+        soak.memory.append((now - start, resident(pids[0]), resident(pids[1])))
+        if now - start >= 60 * minute:
+            metrics = await asyncio.to_thread(server.metrics)
+            front, engine = (f"{size / MIB:.1f}" for size in soak.memory[-1][1:])
+            pages, running = metrics["lopa:pages_in_use"], metrics["vllm:num_requests_running"]
+            state = f"HTTP {front} MiB, engine {engine} MiB, {pages:.0f} pages, {running:.0f} running"
+            print(f"    minute {minute}: {state}, {len(soak.faults)} faults, {dict(soak.outcomes)}", flush=True)
+            minute += 1
+        await asyncio.sleep(SAMPLE)
+
+
+async def _client(client: httpx.AsyncClient, soak: Soak, rng: random.Random, end: float) -> None:
+    while time.monotonic() < end:
+        await _one(client, soak, rng, _request(rng))
+        await asyncio.sleep(rng.choice([0, 0, 0.05, 0.5]))
+
+
+async def _bursts(client: httpx.AsyncClient, soak: Soak, rng: random.Random, end: float) -> None:
+    while time.monotonic() < end:
+        requests = [chat(rng.choice(questions()[:POOL]), max_tokens=8) for _ in range(BURST)]
+        await asyncio.gather(*(_one(client, soak, random.Random(0), request, stay=True) for request in requests))
+        await asyncio.sleep(rng.uniform(15, 35))
+
+
+def _request(rng: random.Random) -> Ask:
+    """Any mixture of what requests may ask."""
+    fields: dict[str, object] = {"max_tokens": rng.choice([1, 8, 32, 64, 64, 128, 256]), "stream": rng.random() < 0.6}
+    if rng.random() < 0.3:
+        fields |= {"temperature": rng.choice([0.3, 1.0]), "seed": rng.randrange(1000)}
+        fields |= rng.choice([{}, {"top_p": 0.9}, {"top_k": 20}])
+    fields |= rng.choice([{}, {}, {"stop": ["####"]}, {"stop": [" the", "\n"]}, {"ignore_eos": True}])
+    fields |= rng.choice([{}, {}, {"num_branches": 7}, {"decoding": "d2f"}, {"window_attention": "full"}])
+    fields |= rng.choice([{}, {}, {"n": rng.randint(2, 4)}])
+    asked = rng.sample(questions()[:POOL], 3)
+    kind = rng.random()
+    if kind < 0.05:
+        return Ask(COMPLETIONS, {"prompt": asked[0], **fields, "max_tokens": rng.choice([-1, 10**6])})
+    if kind < 0.15:
+        return Ask(COMPLETIONS, {"prompt": asked, **fields})
+    if kind < 0.25:
+        return chat(" ".join(asked * rng.randint(1, 4)), **fields)
+    return chat(asked[0], **fields)
+
+
+async def _one(client: httpx.AsyncClient, soak: Soak, rng: random.Random, request: Ask, stay: bool = False) -> None:
+    """One request, in a quarter of the cases left before its end."""
+    leaves = not stay and rng.random() < 0.25
+    leave_after = rng.randint(0, 10) if leaves and request.stream else None
+    patience = rng.uniform(0.01, 3) if leaves and not request.stream else 600
+    try:
+        answer = await asyncio.wait_for(ask(client, request, leave_after), patience)
+    except asyncio.TimeoutError:
+        soak.outcomes["left"] += 1
+        if not leaves:
+            soak.faults.append(f"no answer in {patience} s: {request}")
+        return
+    except httpx.TransportError as error:
+        soak.outcomes["broken"] += 1
+        soak.faults.append(f"{type(error).__name__} {error}: {request}")
+        return
+    if leave_after is not None and answer.status == 200:
+        soak.outcomes["left"] += 1
+        return
+    code = (answer.error or {}).get("code", "")
+    soak.outcomes[f"{answer.status} {code}".strip()] += 1
+    if not answer.ok and not (400 <= answer.status < 500 or (answer.status, code) == (503, "queue_full")):
+        soak.faults.append(f"{answer}: {request}")
+    if answer.ok:
+        _compare(soak, request, str(sorted(answer.texts.items())))
+
+
+def _compare(soak: Soak, request: Ask, texts: str) -> None:
+    """An equal request was answered equally before, streamed or not."""
+    key = str(sorted((name, str(value)) for name, value in request.body.items() if name != "stream"))
+    if soak.texts.setdefault(key, texts) != texts:
+        soak.faults.append(f"{texts} after {soak.texts[key]}: {request}")
