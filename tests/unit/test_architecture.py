@@ -26,11 +26,6 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
-def exists(module: str) -> bool:
-    path = ROOT.joinpath(*module.split("."))
-    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
-
-
 def test_layers_are_as_designed():
     contract = CONTRACTS["imports point one way"]
     layers = [{name.strip(" ()") for name in layer.split("|")} for layer in contract["layers"]]
@@ -38,19 +33,21 @@ def test_layers_are_as_designed():
     assert contract["exhaustive"]
     assert layers == [
         {"serve"},
-        {"engine"},
+        {"llm"},
+        {"engine", "output", "prompt"},
         {"runner", "scheduler", "tokenizer"},
+        {"layout", "prefix_cache"},
         {"checkpoint", "model", "kv", "score", "policy", "decode"},
         {"graph", "parallel"},
         {"backend", "pages"},
         {"config"},
-        {"types"},
+        {"types", "demo"},
     ]
 
 
 def test_policy_contract_names_every_pure_module():
-    designed = [f"lopa_ascend.{name}" for name in ("types", "config", "decode", "pages", "scheduler")]
-    assert [m for m in designed if exists(m)] == PURE
+    names = ("types", "config", "decode", "pages", "prefix_cache", "scheduler", "tokenizer", "prompt", "output")
+    assert [f"lopa_ascend.{name}" for name in names] == PURE
     assert {"torch", "torch_npu"} <= set(CONTRACTS["policy is pure"]["forbidden_modules"])
 
 
@@ -60,7 +57,13 @@ def test_only_the_npu_backend_may_import_torch_npu():
     assert all(line.startswith("lopa_ascend.backend.npu") for line in contract["ignore_imports"])
 
 
-@pytest.mark.parametrize("module", ["lopa_ascend", *PURE])
+def test_the_http_process_is_one_of_the_contracts():
+    contract = CONTRACTS["the HTTP process knows no torch"]
+    assert contract["source_modules"] == ["lopa_ascend.serve"]
+    assert "torch" in contract["forbidden_modules"]
+
+
+@pytest.mark.parametrize("module", ["lopa_ascend", "lopa_ascend.serve.server", *PURE])
 def test_pure_modules_do_not_import_torch(module: str):
     result = python(f"import sys, {module}; print(sorted({{'torch', 'torch_npu', 'transformers'}} & set(sys.modules)))")
     assert (result.stdout.strip(), result.stderr) == ("[]", "")

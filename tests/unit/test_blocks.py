@@ -120,7 +120,9 @@ def test_max_active_blocks_bounds_the_window(limit: int) -> None:
 
 
 def test_a_block_finished_by_a_lookahead_alone_waits_a_round() -> None:
-    branch = Branch([1, 2, 3, MASK], [Block(0, 1, 0, BlockState.IN_CACHE), Block(1, 5, 1, activated=True)])
+    branch = Branch(
+        [1, 2, 3, MASK], [Block(0, 1, 0, BlockState.IN_CACHE), Block(1, 5, 1, activated=True)], probs=[0.5] * 4
+    )
     branch.fill(Fill(4, 1, 0.9, 0.9), frozenset())
     branch.settle(frozenset())
     states = [branch.blocks[1].state]
@@ -131,7 +133,7 @@ def test_a_block_finished_by_a_lookahead_alone_waits_a_round() -> None:
 
 def test_a_finished_block_waits_for_the_one_before() -> None:
     blocks = [Block(0, 1, 0, BlockState.IN_CACHE), Block(1, 3, 1), Block(3, 5, 0)]
-    branch = Branch([1, MASK, 1, 1], blocks)
+    branch = Branch([1, MASK, 1, 1], blocks, probs=[0.5] * 4)
     branch.settle(frozenset([3]))
     assert blocks[2].state is BlockState.ACTIVE
     branch.fill(Fill(2, 1, 0.9, 0.9), frozenset())

@@ -38,6 +38,7 @@ def test_defaults_are_the_papers_gsm8k_row() -> None:
         ("stop", ("",)),
         ("stop", (1,)),
         ("temperature", -0.1),
+        ("temperature", 1e-40),
         ("temperature", float("inf")),
         ("top_p", 0.9),
         ("top_k", 5),
