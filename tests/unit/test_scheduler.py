@@ -134,6 +134,7 @@ class Paper:
         held = {page for s in scheduler.running for table in s.tables.tables for page in table}
         cached = scheduler.prefix_cache.num_evictable if scheduler.prefix_cache else 0
         assert scheduler.allocator.num_free + cached + len(held) == scheduler.allocator.num_pages
+        assert all(s.reserved >= 0 for s in scheduler.running)
         assert sum(s.reserved for s in scheduler.running) <= scheduler.allocator.num_free + cached
 
     def run(self, sequence: Sequence, pages: SequenceStep) -> None:
@@ -142,11 +143,14 @@ class Paper:
         assert demand is not None
         arrival = self.running[name]
         own = [("prompt", self.key(arrival)) if start < arrival.prompt else name, name]
+        common = start if demand.winner_commits else demand.committed_end
         for slot, end in enumerate(demand.ends):
             first = start if slot == 0 else max(start, pages.num_shared * PAGE_SIZE)
-            committed = 0 if demand.winner_commits else demand.committed_end
-            self.write(pages.tables[slot], first, max(first, committed), own[0])
-            self.write(pages.tables[slot], max(first, committed), max(first, committed, end), (name, slot))
+            self.write(pages.tables[slot], first, max(first, common), own[0])
+            self.write(pages.tables[slot], max(first, common), max(first, common, end), (name, slot))
+        for slot, end in enumerate(demand.ends):
+            self.check(pages.tables[slot], start, common, own[0])
+            self.check(pages.tables[slot], common, end, (name, slot))
         if demand.winner_commits:
             end = demand.committed_end
             self.write(pages.tables[0], start, end, own[0])
@@ -206,9 +210,11 @@ def paper(seed: int, cache: bool = True, **changes: int) -> Paper:
 
 
 @settings(max_examples=200)
-@given(arrivals, st.integers(0, 10**6), st.booleans())
-def test_pages_in_are_pages_out_and_everybody_finishes(arriving: list[Arrival], seed: int, cache: bool) -> None:
-    run = paper(seed, cache)
+@given(arrivals, st.integers(0, 10**6), st.booleans(), st.sampled_from([14, 17, 20, 40]))
+def test_pages_in_are_pages_out_and_everybody_finishes(
+    arriving: list[Arrival], seed: int, cache: bool, num_pages: int
+) -> None:
+    run = paper(seed, cache, num_pages=num_pages)
     run.drive(arriving)
     allocator = run.scheduler.allocator
     assert not run.scheduler.running
