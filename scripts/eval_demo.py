@@ -2,6 +2,7 @@
 
 python -m scripts.eval_demo targets            the four numbers that the model must reach, 500 problems
 python -m scripts.eval_demo table --plot F     k by tau_conf by window mode, 200 problems
+python -m scripts.eval_demo prefix             what approximate prefix caching does to answers, 50 problems
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from tqdm import tqdm
 
 from lopa_ascend import LLM, DecodingParams
 from scripts.demo_problems import parse_result
+from scripts.demo_tokenizer import ASSISTANT, EOS, USER
 
 HELD_OUT = Path("lopa_ascend/demo/heldout.jsonl")
 ONE_A_STEP = DecodingParams(decoding="d2f", tau_add=1.0, tau_act=1.0, tau_conf=1.0, max_new_tokens=192)
@@ -79,6 +81,25 @@ def table(llm: LLM, limit: int, plot: Path | None) -> None:
         draw(found, plot)
 
 
+def prefix(model: str | None, limit: int) -> None:
+    """Prompts that begin with the same solved problems, with the exact cache and with the approximate one."""
+    lines = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
+    shots = "".join(f"{USER}{row['question']}{ASSISTANT}{row['answer']}{EOS}" for row in lines[-4:])
+    problems = read(limit)
+    texts = []
+    for approximate in (False, True):
+        llm = LLM(model, approximate_prefix_caching=approximate, max_num_seqs=1)
+        prompts = [f"{shots}{USER}{question}{ASSISTANT}" for question, _ in problems]
+        outputs = llm.generate(prompts, decoding(3, 0.9), quiet=True)
+        exact = sum(parse_result(o.text or "") == result for o, (_, result) in zip(outputs, problems, strict=True))
+        reused = sum(o.cached_tokens for o in outputs) / sum(len(o.prompt_token_ids) for o in outputs)
+        name = "approximate" if approximate else "exact"
+        print(f"{name:12s} exact {exact / len(problems):6.1%}  prompt tokens reused {reused:5.1%}", flush=True)
+        texts.append([o.text for o in outputs])
+    changed = sum(a != b for a, b in zip(*texts, strict=True))
+    print(f"{changed} of {len(problems)} answers changed")
+
+
 def draw(found: dict[tuple[str, int, float], Outcome], path: Path) -> None:
     from matplotlib import pyplot
 
@@ -97,16 +118,17 @@ def draw(found: dict[tuple[str, int, float], Outcome], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["targets", "table"])
+    parser.add_argument("what", choices=["targets", "table", "prefix"])
     parser.add_argument("--model", help="another model directory")
-    parser.add_argument("--limit", type=int, help="problems (default 500 for targets, 200 for the table)")
+    parser.add_argument("--limit", type=int, help="problems (default 500 for targets, 200 for table, 50 for prefix)")
     parser.add_argument("--plot", type=Path, help="write the table as a picture")
     args = parser.parse_args()
-    llm = LLM(args.model)
     if args.what == "targets":
-        targets(llm, args.limit or 500)
+        targets(LLM(args.model), args.limit or 500)
+    elif args.what == "table":
+        table(LLM(args.model), args.limit or 200, args.plot)
     else:
-        table(llm, args.limit or 200, args.plot)
+        prefix(args.model, args.limit or 50)
 
 
 if __name__ == "__main__":
