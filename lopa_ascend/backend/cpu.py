@@ -173,13 +173,16 @@ class CpuOps:
         half = x.shape[-1] // 2
         left, right = x[..., :half], x[..., half:]
         out = torch.empty_like(x)
-        torch.mul(left, cos, out=out[..., :half]).addcmul_(right, sin, value=-1)
-        torch.mul(right, cos, out=out[..., half:]).addcmul_(left, sin)
+        # One rounding an operation: what is fused rounds differently where a thread's share does not fill a vector.
+        torch.mul(left, cos, out=out[..., :half]).sub_(right * sin)
+        torch.mul(right, cos, out=out[..., half:]).add_(left * sin)
         return out
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        wide = gate.float()
+        # silu itself rounds differently where a thread's share does not fill a vector.
+        return wide.div(wide.neg().exp_().add_(1)).to(gate.dtype).mul_(up)
 
     def kv_write(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, source: Tensor | None = None

@@ -207,3 +207,23 @@ def test_a_widened_linear_rounds_once(dtype: torch.dtype) -> None:
     expected = (x.double() @ weight.double().T + bias.double()).to(dtype)
     torch.testing.assert_close(widened_linear(x, weight, bias), expected, rtol=2**-7, atol=1e-2)
     assert (widened_linear(x, weight, bias) == expected).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("threads", [1, 2, 3], indirect=True)
+def test_element_wise_results_do_not_depend_on_the_other_rows(dtype: torch.dtype, threads: int) -> None:
+    """Row by row as in one batch, which threads cut at places that are no multiple of a vector."""
+    ops = CpuOps()
+    for rows, inner in ((705, 48), (2117, 20), (1033, 192)):
+        generator = torch.Generator().manual_seed(rows)
+        x = torch.randn(rows, 2 * inner, generator=generator).to(dtype)
+        heads = x.view(rows, 2, inner)
+        angles = torch.randn(rows, 1, inner // 2, generator=generator)
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        weight = torch.randn(2 * inner, generator=generator).to(dtype)
+        whole = ops.swiglu(x), ops.rope(heads, cos, sin), ops.rms_norm(x, weight, 1e-6)
+        for begin in range(0, rows, 13):
+            part = slice(begin, begin + 13)
+            assert torch.equal(ops.swiglu(x[part]), whole[0][part])
+            assert torch.equal(ops.rope(heads[part], cos[part], sin[part]), whole[1][part])
+            assert torch.equal(ops.rms_norm(x[part], weight, 1e-6), whole[2][part])
