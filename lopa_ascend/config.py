@@ -151,10 +151,10 @@ class DecodingParams:
         return self.num_branches
 
     @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """``eos_token_id`` as several; empty for the model's own."""
+    def eos_token_ids(self) -> tuple[int, ...] | None:
+        """``eos_token_id`` as several; None for the model's own."""
         assert not isinstance(self.eos_token_id, int)
-        return self.eos_token_id or ()
+        return self.eos_token_id
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

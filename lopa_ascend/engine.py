@@ -32,7 +32,7 @@ DEFAULT_KV_MEMORY = 4 * 2**30
 
 @dataclass
 class _Request:
-    """``shown`` tokens were reported; ``winner``, ``model_tokens`` as in Update."""
+    """``shown`` tokens were reported; ``cached_tokens`` and ``model_tokens`` as in Update."""
 
     prompt: tuple[int, ...]
     params: DecodingParams
@@ -158,10 +158,10 @@ class Engine:
     def _open(self, admission: Admission) -> None:
         scheduled, entry = admission.sequence, admission.entry
         request = self._requests[scheduled.request_id]
-        request.cached_tokens = admission.adopted
+        request.cached_tokens = scheduled.committed
         config = self.model_config
-        eos = request.params.eos_token_ids or config.eos_token_ids
-        strategy = begin(request.prompt, request.params, config.mask_token_id, frozenset(eos), admission.adopted)
+        eos = config.eos_token_ids if request.params.eos_token_ids is None else request.params.eos_token_ids
+        strategy = begin(request.prompt, request.params, config.mask_token_id, frozenset(eos), scheduled.committed)
         state = SequenceState(strategy, self._scoring(request, eos), strategy.plan())
         if entry is not None:
             state.last = entry.last
@@ -183,21 +183,17 @@ class Engine:
     def _scoring(self, request: _Request, eos: tuple[int, ...]) -> Scoring:
         # What has no effect is left at its default, so that more requests are scored together.
         params, config = request.params, self.model_config
-        late = (
-            {"eos": eos, "min_position": len(request.prompt) + params.min_new_tokens} if params.min_new_tokens else {}
-        )
-        drawn = {
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
-            "seed": self.config.seed if params.seed is None else params.seed,
-        }
+        late, seed = params.min_new_tokens > 0, self.config.seed if params.seed is None else params.seed
         return Scoring(
             confidence=params.confidence,
             mask=config.mask_token_id,
             num_tokens=self._num_tokens,
-            **late,  # type: ignore[arg-type]
-            **(drawn if params.temperature else {}),  # type: ignore[arg-type]
+            eos=eos if late else (),
+            min_position=len(request.prompt) + params.min_new_tokens if late else 0,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            seed=seed if params.temperature else 0,
         )
 
     def _take(self, result: SequenceResult) -> Update:

@@ -66,7 +66,7 @@ class Limits:
                 f"{slots} branches of {prompt_tokens} + {params.max_new_tokens} positions can need {pages} KV pages; "
                 f"there are {self.num_pages}",
             )
-        for token in params.eos_token_ids:
+        for token in params.eos_token_ids or ():
             if token >= self.vocab_size:
                 raise ParameterError("eos_token_id", f"{token} is not below the vocabulary size {self.vocab_size}")
 
@@ -98,12 +98,11 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Admission:
-    """A request that begins to run. ``adopted`` tokens of its prompt are in the prefix cache, and their full pages in
-    its tables; all of them if there is an ``entry``."""
+    """A request that begins to run. What the prefix cache has of its prompt counts as committed, and its full pages are
+    in the request's tables; ``entry``: it has all of it."""
 
     sequence: Sequence
     entry: PrefixEntry | None
-    adopted: int
 
 
 @dataclass
@@ -155,7 +154,7 @@ class Scheduler:
         if sequence.key is not None:
             self.prefix_queries += sequence.prompt_tokens
             self.prefix_hits += sequence.committed
-        return Admission(sequence, entry, sequence.committed)
+        return Admission(sequence, entry)
 
     def _cached(self, key: PrefixKey | None) -> tuple[PrefixEntry | None, tuple[int, ...]]:
         """(the entry of an equal prompt, all its pages), or (None, full pages of an equal beginning)."""
