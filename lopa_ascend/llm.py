@@ -168,20 +168,19 @@ class LLM:
         params = params or DecodingParams()
         for prompt in prompts:
             self.check(prompt, params)
-        requests = [self._begin(prompt, params, trace) for prompt in prompts]
-        outputs: list[GenerationOutput | None] = [None] * len(requests)
+        requests = dict(enumerate([self._begin(prompt, params, trace) for prompt in prompts]))
+        outputs: dict[int, GenerationOutput | None] = {}
         try:
             with tqdm(total=len(prompts), desc="prompts", disable=True if quiet else None) as bar:
-                while None in outputs:
+                while requests:
                     self._step()
-                    for index, request in enumerate(requests):
+                    for index, request in list(requests.items()):
                         while request.updates and not request.finished:
                             outputs[index] = request.advance().output
-                        if request.finished and request.request_id in self._running:
-                            self._end(request)
+                        if request.finished:
+                            self._end(requests.pop(index))
                             bar.update()
         finally:
-            for request in requests:
-                if request.request_id in self._running:
-                    self._end(request)
-        return [output for output in outputs if output is not None]
+            for request in requests.values():
+                self._end(request)
+        return [output for _, output in sorted(outputs.items()) if output is not None]

@@ -98,8 +98,11 @@ class Runner:
     @torch.inference_mode()
     def forward(self, sequences: Sequence[SequenceState], pages: Sequence[SequenceStep]) -> list[ForwardResult]:
         """The forward pass of the sequences' pending plans."""
-        plans = [state.pending for state in sequences]
-        layout = lay_out([(plan, at) for plan, at in zip(plans, pages, strict=True) if plan is not None])
+        items = []
+        for state, at in zip(sequences, pages, strict=True):
+            assert state.pending is not None
+            items.append((state.pending, at))
+        layout = lay_out(items)
         own = [part.predictions.tokens[part.predictions.tokens >= 0] for part in layout.parts]
         wanted = [rows for part, tokens in zip(layout.parts, own, strict=True) for rows in (tokens, part.commits)]
         inputs = ForwardInputs(
