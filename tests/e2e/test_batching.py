@@ -148,7 +148,8 @@ def test_the_approximation_reuses_the_pages_of_a_beginning(path: str) -> None:
         engine = Engine(EngineConfig(model=path, approximate_prefix_caching=approximate))
         outputs = [run(engine, [one])[0] for one in asked]
         assert [output.cached_tokens for output in outputs] == [0, cached]
-        assert len(outputs[1].token_ids) == 24 or outputs[1].finish_reason == "stop"
+        assert outputs[1].trace is not None
+        assert (outputs[1].trace[0].cache_length, outputs[1].trace[0].span[0]) == (cached, cached)
 
 
 def test_an_abort_ends_a_request_at_once_and_gives_its_pages_back(path: str) -> None:
@@ -212,5 +213,4 @@ def test_several_streams_run_side_by_side(path: str) -> None:
     assert llm.engine.stats().num_running == 2
     first.close()
     *_, last = second
-    assert last.output == llm.generate("the answer", params, quiet=True)[0] or last.output.cached_tokens == 0
     assert last.output.token_ids == llm.generate("the answer", params, quiet=True)[0].token_ids
