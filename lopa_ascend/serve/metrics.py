@@ -150,6 +150,8 @@ class _EngineState(Collector):
         yield self._total("vllm:num_preemptions", "Always 0: a request that was begun is never put back.", 0)
         yield self._total("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_queries)
         yield self._total("vllm:prefix_cache_hits", "Prompt tokens found.", stats.prefix_hits)
+        yield self._total("lopa:gathered_bytes", "Keys and values that attention copied.", stats.gathered_bytes)
+        yield self._total("lopa:copied_positions", "Positions copied between pages.", stats.copied_positions)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=LABELS)
