@@ -191,18 +191,35 @@ class EngineConfig:
     seed: int = 0
     """Of the sampling where a request has none."""
     threads: int | None = None
+    tensor_parallel_size: int = 1
+    """Ranks that split each branch's forward pass."""
+    branch_parallel_size: int = 1
+    """Groups of such ranks that take different branches."""
+    distributed_timeout_seconds: float = 60.0
+    """For which a rank may hang before the others end."""
+    agreement_interval: int = 64
+    """Steps between two comparisons of what the ranks have decided; 0 for none."""
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "kv_cache_memory", "max_num_batched_tokens", "threads"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 1, 2**63 - 1)
         _integer("max_num_seqs", self.max_num_seqs, 1)
+        for name in ("tensor_parallel_size", "branch_parallel_size"):
+            _integer(name, getattr(self, name), 1, 4096)
+        _number("distributed_timeout_seconds", self.distributed_timeout_seconds, 2.0, 86400.0)
+        _integer("agreement_interval", self.agreement_interval, 0)
         _integer("max_num_branches", self.max_num_branches, 0, 255)
         _integer("seed", self.seed, 0, 2**63 - 1)
         for name in ("enable_prefix_caching", "approximate_prefix_caching"):
             _flag(name, getattr(self, name))
         if self.approximate_prefix_caching and not self.enable_prefix_caching:
             raise ParameterError("approximate_prefix_caching", "needs enable_prefix_caching")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of this engine."""
+        return self.tensor_parallel_size * self.branch_parallel_size
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -232,6 +249,30 @@ class ModelConfig:
     mask_token_id: int
     eos_token_ids: tuple[int, ...]
     dtype: str
+
+    # ---- shares of a tensor-parallel rank --------------------------------------------------------------------------
+
+    def tensor_parallel_sizes(self) -> tuple[int, ...]:
+        """The sizes that split this model: query heads and the MLP evenly, KV heads evenly or one for several ranks,
+        and the vocabulary so that no rank is left without a token."""
+        return tuple(size for size in range(1, self.num_heads + 1) if self._splits(size))
+
+    def _splits(self, size: int) -> bool:
+        even = not self.num_heads % size and not self.intermediate_size % size
+        kv_heads = not self.num_kv_heads % size or not size % self.num_kv_heads
+        return even and kv_heads and (size - 1) * self.vocab_shard(size) < self.vocab_size
+
+    def local_heads(self, size: int) -> int:
+        """Query heads of one of ``size`` ranks."""
+        return self.num_heads // size
+
+    def local_kv_heads(self, size: int) -> int:
+        """KV heads of one of ``size`` ranks: where there are more ranks, several hold the same one."""
+        return max(1, self.num_kv_heads // size)
+
+    def vocab_shard(self, size: int) -> int:
+        """Token ids of one of ``size`` ranks; the last ones may have fewer."""
+        return -(-self.vocab_size // size)
 
     @classmethod
     def from_json(

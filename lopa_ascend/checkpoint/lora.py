@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from lopa_ascend.checkpoint.files import CheckpointError, Header, check_directory, no_weights, read_headers, read_json
-from lopa_ascend.checkpoint.read import expected_shapes
+from lopa_ascend.checkpoint.read import expected_shapes, map_tensor
+from lopa_ascend.checkpoint.shard import Slices
 from lopa_ascend.config import ModelConfig
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -79,15 +79,21 @@ def open_adapter(path: str | Path, config: ModelConfig) -> Adapter:
     return Adapter(path, deltas)
 
 
-def merge(stream: Iterable[tuple[str, torch.Tensor]], adapter: Adapter) -> Iterator[tuple[str, torch.Tensor]]:
-    """The stream with W + scaling * B @ A for every adapted W, computed in float32 and cast back to W's dtype."""
-    with safe_open(str(adapter.path / _WEIGHTS), framework="pt") as file:
-        for name, weight in stream:
-            delta = adapter.deltas.get(name)
-            if delta is not None:
-                product = file.get_tensor(delta.b).float() @ file.get_tensor(delta.a).float()
-                weight = (weight.float() + product * delta.scaling).to(weight.dtype)
-            yield name, weight
+def merge(
+    stream: Iterable[tuple[str, torch.Tensor]], adapter: Adapter, slices: Slices
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The stream with W + scaling * B @ A for every adapted W, computed in float32 and cast back to W's dtype.
+
+    Each W is the part that ``slices`` names, and only these rows of B and columns of A are used.
+    """
+    file = adapter.path / _WEIGHTS
+    for name, weight in stream:
+        delta = adapter.deltas.get(name)
+        if delta is not None:
+            rows, columns = slices[name]
+            a, b = map_tensor(file, delta.a)[:, columns], map_tensor(file, delta.b)[rows]
+            weight = (b.float() @ a.float()).mul_(delta.scaling).add_(weight).to(weight.dtype)
+        yield name, weight
 
 
 def _check_tensors(file: Path, headers: dict[str, Header], expected: dict[str, tuple[int, int]]) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
-from lopa_ascend.checkpoint.read import expected_shapes
-from lopa_ascend.config import ModelConfig
+from lopa_ascend.checkpoint.shard import Slices
 
 _MODEL = {
     "model.embed_tokens.weight": "embed.weight",
@@ -39,18 +38,20 @@ def packed_name(name: str) -> str:
 
 
 def pack(
-    stream: Iterator[tuple[str, torch.Tensor]], config: ModelConfig, dtype: torch.dtype
+    stream: Iterable[tuple[str, torch.Tensor]], slices: Slices, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Puts the pieces of each packed tensor one below the other (q, k, v; gate, up) and casts them to ``dtype``.
+
+    The pieces are the parts that ``slices`` names; rows that a piece lacks at the end of its part are zero.
 
     Yields each packed tensor as soon as its last piece has come, always in memory of its own: pieces may be views of a
     file. In layer order only one packed tensor is in the making at a time.
     """
     spans: dict[str, dict[str, slice]] = {}
-    for name, shape in expected_shapes(config).items():
+    for name, (rows, *_) in slices.items():
         pieces = spans.setdefault(packed_name(name), {})
         start = max((span.stop for span in pieces.values()), default=0)
-        pieces[name] = slice(start, start + shape[0])
+        pieces[name] = slice(start, start + rows.stop - rows.start)
     making: dict[str, torch.Tensor] = {}
     for name, piece in stream:
         target = packed_name(name)
@@ -58,7 +59,9 @@ def pack(
         if target not in making:
             num_rows = max(span.stop for span in pieces.values())
             making[target] = torch.empty((num_rows, *piece.shape[1:]), dtype=dtype)
-        making[target][pieces.pop(name)] = piece
+        place = making[target][pieces.pop(name)]
+        place[: len(piece)] = piece
+        place[len(piece) :] = 0  # beyond the vocabulary
         if not pieces:
             yield target, making.pop(target)
     assert not making, f"incomplete: {', '.join(making)}"

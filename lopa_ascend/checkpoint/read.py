@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,16 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def map_tensor(file: Path, name: str) -> torch.Tensor:
+    """A tensor as stored: a view of its file, of which only what is used is read.
+
+    Pages that were used count as memory of this process. The file is mapped for each tensor anew, so they go with it.
+    """
+    with safe_open(str(file), framework="pt") as handle:
+        tensor: torch.Tensor = handle.get_tensor(name)
+    return tensor
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A directory that passed every check. ``files`` says where each tensor is, in layer order."""
@@ -53,15 +62,9 @@ class Checkpoint:
     files: Mapping[str, Path]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights under their Hugging Face names in layer order, one at a time, as stored.
-
-        A tensor is a view of its file: what keeps it keeps the file mapped.
-        """
-        # Neighbours in layer order share a shard, so at most one is mapped at a time.
-        for file, names in groupby(self.files, key=lambda name: self.files[name]):
-            with safe_open(str(file), framework="pt") as handle:
-                for name in names:
-                    yield name, handle.get_tensor(name)
+        """The weights under their Hugging Face names in layer order, one at a time, as `map_tensor` gives them."""
+        for name, file in self.files.items():
+            yield name, map_tensor(file, name)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

@@ -11,7 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lopa_ascend.checkpoint import CheckpointError, load, merge, open_adapter, open_checkpoint
+from lopa_ascend.checkpoint import (
+    Adapter,
+    Checkpoint,
+    CheckpointError,
+    Shard,
+    load,
+    merge,
+    open_adapter,
+    open_checkpoint,
+)
 from tests.tiny import write_dream
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -59,6 +68,10 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
+def merge_whole(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, torch.Tensor]:
+    return dict(merge(checkpoint.tensors(), adapter, Shard().slices(checkpoint.config)))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", ADAPTERS)
 def test_equals_peft(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
@@ -66,7 +79,7 @@ def test_equals_peft(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
     expected = write_with_peft(model, tmp_path / "adapter", dtype, **ADAPTERS[case])
     checkpoint = open_checkpoint(model)
     adapter = open_adapter(tmp_path / "adapter", checkpoint.config)
-    merged = dict(merge(checkpoint.tensors(), adapter))
+    merged = merge_whole(checkpoint, adapter)
     assert list(merged) == list(checkpoint.files)
     raw = dict(checkpoint.tensors())
     for name, tensor in merged.items():
@@ -80,7 +93,7 @@ def test_all_linear_in_the_file(tmp_path: Path) -> None:
     expected = write_with_peft(model, tmp_path / "adapter", torch.float32, r=2, target_modules="all-linear")
     edit(tmp_path / "adapter", target_modules="all-linear")
     checkpoint = open_checkpoint(model)
-    merged = dict(merge(checkpoint.tensors(), open_adapter(tmp_path / "adapter", checkpoint.config)))
+    merged = merge_whole(checkpoint, open_adapter(tmp_path / "adapter", checkpoint.config))
     assert all(torch.equal(merged[name], tensor) for name, tensor in expected.items())
 
 
