@@ -1,0 +1,265 @@
+"""The watch: real processes that are killed, stopped and woken, and what each of the others says and when."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from lopa_ascend.parallel import watch
+from lopa_ascend.parallel.watch import Watch
+
+ROOT = Path(__file__).resolve().parents[2]
+HOST = "127.0.0.1"
+SCRIPT = """
+import sys
+from lopa_ascend.parallel.watch import Watch
+
+rank, size, timeout = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+fail = lambda message: print(message, flush=True)
+if rank == 0:
+    watch = Watch.lead(size, timeout, fail, "127.0.0.1")
+    print(watch.port, watch.token, flush=True)
+else:
+    port, token = sys.argv[4:]
+    watch = Watch.follow("127.0.0.1", int(port), token, rank, timeout, fail)
+    print("joined", flush=True)
+sys.stdin.read()
+"""
+
+
+class Rank:
+    """A process with a watch, and the lines that it prints."""
+
+    def __init__(self, *args: object) -> None:
+        command = [sys.executable, "-c", SCRIPT, *map(str, args)]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self._lines: queue.Queue[str] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self._lines.put(line.rstrip())
+
+    def line(self, seconds: float) -> str:
+        """The next line; raises queue.Empty if none comes within ``seconds``."""
+        return self._lines.get(timeout=seconds)
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def end(self) -> list[str]:
+        """Ends the process; returns the lines that nobody has asked for."""
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        self.process.stdin.close()
+        self.process.stdout.close()
+        return list(self._lines.queue)
+
+
+@contextmanager
+def ranks(size: int, timeout: float) -> Iterator[list[Rank]]:
+    """Processes that have joined; whatever a test does, none says more at the end than the test has asked for."""
+    with ExitStack() as stack:
+        started: list[Rank] = []
+
+        def start(*args: object) -> None:
+            started.append(Rank(*args))
+            stack.callback(started[-1].process.kill)
+
+        start(0, size, timeout)
+        port, token = started[0].line(20).split()
+        for rank in range(1, size):
+            start(rank, size, timeout, port, token)
+        assert [rank.line(20) for rank in started[1:]] == ["joined"] * (size - 1)
+        yield started
+        assert [rank.end() for rank in started] == [[]] * size
+
+
+def heard(all_ranks: list[Rank], seconds: float) -> list[str]:
+    """What each rank says within ``seconds`` of now, "" if nothing."""
+    end = time.monotonic() + seconds
+    lines = []
+    for rank in all_ranks:
+        try:
+            lines.append(rank.line(max(0.0, end - time.monotonic())))
+        except queue.Empty:
+            lines.append("")
+    return lines
+
+
+def test_all_learn_of_a_death_at_once_though_one_of_them_is_stopped() -> None:
+    with ranks(5, timeout=60) as (leader, first, stopped, dies, last):
+        stopped.signal(signal.SIGSTOP)
+        dies.signal(signal.SIGKILL)
+        assert heard([leader, first, last], 1) == ["rank 3 has ended"] * 3
+        last.signal(signal.SIGKILL)
+        leader.signal(signal.SIGKILL)
+        stopped.signal(signal.SIGCONT)
+        assert heard([stopped], 1) == ["rank 3 has ended"]
+        assert heard([first], 0.3) == [""]
+
+
+def test_all_learn_of_the_death_of_rank_0() -> None:
+    with ranks(3, timeout=60) as (leader, *others):
+        leader.signal(signal.SIGKILL)
+        assert heard(others, 1) == ["rank 0 has ended"] * 2
+
+
+def test_all_learn_of_a_hang_and_so_does_the_one_that_hung() -> None:
+    """Rank 1 of one group and rank 0 of another, at the same time, for this takes its seconds."""
+    with ranks(3, timeout=2) as one, ranks(3, timeout=2) as other:
+        hung = [one[1], other[0]]
+        for rank in hung:
+            rank.signal(signal.SIGSTOP)
+        live = [one[0], one[2], *other[1:]]
+        assert heard(live, 0.8) == [""] * 4
+        messages = ["rank 1 has not answered for 2 s", "rank 0 has not answered for 2 s"]
+        assert heard(live, 3.2) == [messages[0], messages[0], messages[1], messages[1]]
+        for rank in hung:
+            rank.signal(signal.SIGCONT)
+        assert heard(hung, 1) == messages
+
+
+def test_who_was_suspended_does_not_blame_others_for_it() -> None:
+    with ranks(3, timeout=2) as (leader, *others):
+        for rank in (*others, leader):
+            rank.signal(signal.SIGSTOP)
+        time.sleep(2.7)
+        leader.signal(signal.SIGCONT)
+        assert heard([leader], 0.5) == [""]
+        for rank in others:
+            rank.signal(signal.SIGCONT)
+        assert heard([leader, *others], 0.5) == [""] * 3
+        others[0].signal(signal.SIGKILL)
+        assert heard([leader, others[1]], 1) == ["rank 1 has ended"] * 2
+
+
+class Group:
+    """Watches in this process; ``said`` gets (rank, message) of each callback, with "closed" for on_close."""
+
+    def __init__(self, size: int):
+        self.said: queue.Queue[tuple[int, str]] = queue.Queue()
+        self.watches = [Watch.lead(size, 2, lambda message: self.said.put((0, message)), HOST)]
+        self.port, self.token = self.watches[0].port, self.watches[0].token
+
+    def follow(self, rank: int) -> Watch:
+        def closed() -> None:
+            self.watches[rank].close()  # by the watch's own thread
+            self.said.put((rank, "closed"))
+
+        def failed(message: str) -> None:
+            self.said.put((rank, message))
+
+        self.watches.append(Watch.follow(HOST, self.port, self.token, rank, 2, failed, closed))
+        return self.watches[-1]
+
+    def connect(self, line: str) -> socket.socket:
+        """A connection without a watch behind it that has sent ``line``."""
+        connection = socket.create_connection((HOST, self.port), timeout=3)
+        connection.sendall(line.encode())
+        return connection
+
+    def everything(self, seconds: float) -> list[tuple[int, str]]:
+        time.sleep(seconds)
+        return sorted(self.said.get() for _ in range(self.said.qsize()))
+
+
+def ended(connection: socket.socket) -> bool:
+    """Whether the other end closes, before the connection's timeout."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    group = Group(4)
+    yield group
+    for end in group.watches:
+        end.close()
+
+
+def threads() -> int:
+    return sum(thread.name == "watch" for thread in threading.enumerate())
+
+
+def test_a_goodbye_is_no_failure(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is silence while there are beats; who never says a word is dropped."""
+    monkeypatch.setattr(watch, "HELLO", 2)
+    before, silent = threads(), group.connect("")
+    one, _, _ = (group.follow(rank) for rank in (1, 2, 3))
+    start = time.monotonic()
+    one.close()
+    one.close()
+    assert time.monotonic() - start < 0.5
+    assert group.everything(3.3) == []
+    with silent:
+        assert ended(silent)
+    assert threads() == before + 2
+    group.watches[0].close()
+    assert group.everything(0.3) == [(2, "closed"), (3, "closed")]
+    assert threads() == before - 1
+
+
+def test_who_does_not_know_the_token_is_dropped_and_not_missed(group: Group) -> None:
+    with ExitStack() as stack:
+        group.connect("").close()
+        wrong = ["GET / HTTP/1.1\r\n", f"{'0' * 32} 1\n", f"0\n{group.token} 1\n", "x" * 5000]
+        wrong += [f"{group.token} {rank}\n" for rank in ("0", "4", "-1", "one", "")]
+        for line in wrong:
+            assert ended(stack.enter_context(group.connect(line))), line
+        for rank in (1, 2):
+            group.follow(rank)
+        again = stack.enter_context(group.connect(f"{group.token} 1\n"))
+        assert ended(again)
+        late = stack.enter_context(group.connect(group.token[:5]))
+        late.sendall(f"{group.token[5:]} 3\n".encode())
+        assert group.everything(0.3) == []
+        with pytest.raises(ConnectionRefusedError):  # all have joined
+            group.connect("")
+        late.close()
+        assert group.everything(0.3) == [(rank, "rank 3 has ended") for rank in (0, 1, 2)]
+
+
+def test_what_is_no_message_is_a_failure(group: Group) -> None:
+    message = "rank 1 has sent b'what', which is no message"
+    with group.connect(f"{group.token} 1\n\nwhat\n") as connection, connection.makefile() as lines:
+        assert lines.read() == f"failed {message}\n"
+    assert group.everything(0.1) == [(0, message)]
+
+
+def test_a_failure_is_told_once(group: Group) -> None:
+    connections = [group.connect(f"{group.token} {rank}\n") for rank in (1, 2)]
+    group.follow(3)
+    time.sleep(0.2)
+    for connection in connections:
+        connection.close()
+    (first, message), *others = group.everything(0.5)
+    assert (first, others) == (0, [(3, message)])
+    assert message in ("rank 1 has ended", "rank 2 has ended")
+
+
+def test_a_rank_that_leaves_for_a_failure_says_which() -> None:
+    heard: list[queue.Queue[str]] = [queue.Queue() for _ in range(3)]
+    leader = Watch.lead(3, 60, heard[0].put, HOST)
+    followers = [Watch.follow(HOST, leader.port, leader.token, rank, 60, heard[rank].put) for rank in (1, 2)]
+    followers[0].close("rank 1 has left: ValueError")
+    assert [heard[rank].get(timeout=2) for rank in (0, 2)] == 2 * ["rank 1 has left: ValueError"]
+    for each in (leader, *followers):
+        each.close()
+    assert all(queue.empty() for queue in heard)
