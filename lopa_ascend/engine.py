@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from lopa_ascend import checkpoint
-from lopa_ascend.backend import load_ops
+from lopa_ascend.backend import Ops, load_ops
 from lopa_ascend.backend.memory import free_memory
 from lopa_ascend.config import DecodingParams, EngineConfig, ModelConfig, ParameterError
 from lopa_ascend.decode import begin
@@ -18,11 +18,13 @@ from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.kv import KVPool
 from lopa_ascend.model.dream import Dream
 from lopa_ascend.pages import PAGE_SIZE, SlotTables, pages_for
+from lopa_ascend.parallel.agreement import Agreement
+from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.prefix_cache import PrefixCache, PrefixKey
 from lopa_ascend.runner import BatchState, Runner, SequenceState
 from lopa_ascend.scheduler import Admission, Limits, Scheduler
 from lopa_ascend.scheduler import Sequence as Scheduled
-from lopa_ascend.score import Scoring
+from lopa_ascend.score import CANDIDATES, Scoring
 from lopa_ascend.tokenizer import load_tokenizer
 from lopa_ascend.types import EngineStats, SequenceResult, Update
 
@@ -51,22 +53,28 @@ class Engine:
         CheckpointError, ConfigError, TokenizerError, ParameterError: this cannot be served; no weights were loaded.
     """
 
-    def __init__(self, config: EngineConfig):
+    def __init__(self, config: EngineConfig, mesh: Mesh | None = None):
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         path = DEMO_MODEL if config.model is None else Path(config.model)
-        self.config = config
+        self.config, self.mesh = config, mesh or Mesh()
         self.model_name = "demo" if config.model is None else path.resolve().name
-        ops = load_ops(config.device)
-        source = checkpoint.open_checkpoint(path)
-        tokenizer = load_tokenizer(path, source.config.vocab_size)
-        self._num_tokens = tokenizer.size if tokenizer else source.config.vocab_size
-        max_model_len = _max_model_len(config, source.config)
-        self.model_config, weights = checkpoint.load(path, lora=config.lora, dtype=config.dtype, device=config.device)
-        model = Dream(self.model_config, weights, ops)
+        trouble = None
+        try:
+            ops, self._num_tokens, max_model_len = self._examine(path)
+        except (ValueError, OSError) as error:
+            trouble = error
+        self.mesh.refuse_together(trouble)
+        tp = self.mesh.tp
+        shard = checkpoint.Shard(tp.rank, tp.size)
+        self.model_config, weights = checkpoint.load(
+            path, lora=config.lora, dtype=config.dtype, device=config.device, shard=shard
+        )
+        model = Dream(self.model_config, weights, ops, tp)
         dtype = model.head.dtype
-        page_bytes = KVPool.page_bytes(self.model_config, dtype)
-        pool = KVPool(self.model_config, _num_pages(config, max_model_len, page_bytes), dtype, config.device)
+        page_bytes = KVPool.page_bytes(self.model_config, dtype, tp.size)
+        num_pages = self.mesh.world.minimum(_num_pages(config, max_model_len, page_bytes), "start")
+        pool = KVPool(self.model_config, num_pages, dtype, config.device, tp.size)
         self.kv_cache_memory = pool.num_pages * page_bytes
         self.limits = Limits(
             vocab_size=self.model_config.vocab_size,
@@ -76,13 +84,33 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens or max(4096, max_model_len),
             max_num_branches=config.max_num_branches,
+            max_top_k=CANDIDATES if tp.size > 1 else None,
+            branch_parallel_size=self.mesh.bp.size,
         )
         cache = PrefixCache(pool.allocator) if config.enable_prefix_caching else None
         self.scheduler = Scheduler(self.limits, pool.allocator, cache, config.approximate_prefix_caching)
-        self.runner = Runner(model, pool, ops)
+        self.runner = Runner(model, pool, ops, self.mesh.bp)
         self._states: BatchState = {}
         self._requests: dict[str, _Request] = {}
         self._forward_seconds = 0.0
+        self._agreement = Agreement(self.mesh, config.agreement_interval)
+        alike = replace(config, model=None, lora=None, threads=None)  # these may differ between machines
+        self.mesh.agree(0, {"its configuration": alike, "its model": self.model_config, "its limits": self.limits})
+        self.mesh.start()
+
+    def _examine(self, path: Path) -> tuple[Ops, int, int]:
+        """The device's ops, the number of token ids that exist, and the longest sequence; raises as the constructor
+        does, before any weight is read."""
+        config = self.config
+        ops = load_ops(config.device)
+        model = checkpoint.open_checkpoint(path).config
+        sizes, wanted = model.tensor_parallel_sizes(), config.tensor_parallel_size
+        if wanted not in sizes:
+            choices = ", ".join(map(str, sizes))
+            message = f"{wanted} does not split this model evenly; choose one of {choices}"
+            raise ParameterError("tensor_parallel_size", message)
+        tokenizer = load_tokenizer(path, model.vocab_size)
+        return ops, tokenizer.size if tokenizer else model.vocab_size, _max_model_len(config, model)
 
     @property
     def dtype(self) -> str:
@@ -104,7 +132,7 @@ class Engine:
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use")
         self.limits.check(len(prompt), params)
-        tables = SlotTables(self.scheduler.allocator, 1 + params.lookaheads)
+        tables = SlotTables(self.scheduler.allocator, self.limits.num_slots(params))
         scheduled = Scheduled(request_id, len(prompt), len(prompt) + params.max_new_tokens, tables)
         if self.scheduler.prefix_cache is not None:
             full = params.window_attention == "full"
@@ -133,6 +161,7 @@ class Engine:
         start = time.perf_counter()
         self._states, result = self.runner.step(self._states, plan)
         self._forward_seconds = time.perf_counter() - start
+        self._agreement.note(plan, result)
         return [self._take(sequence) for sequence in result.sequences]
 
     def stats(self) -> EngineStats:
@@ -151,7 +180,15 @@ class Engine:
             copied_positions=self.runner.copied_positions,
             gathered_bytes=self.runner.ops.gathered_bytes,
             forward_seconds=self._forward_seconds,
+            num_rows=self.runner.num_rows,
+            idle_rows=self.runner.idle_rows,
+            traffic=self.mesh.traffic(),
         )
+
+    def close(self, failure: str | None = None) -> None:
+        """Leaves the other ranks, if there are any, which end if it is because of a ``failure`` here. The engine is of no
+        use any more."""
+        self.mesh.close(failure)
 
     # ---- pieces ----------------------------------------------------------------------------------------------------
 
@@ -167,8 +204,7 @@ class Engine:
             state.last = entry.last
             if entry.partial_page is not None:
                 self._copy_partial(scheduled.tables, entry.pages, len(request.prompt))
-        assert state.pending is not None
-        scheduled.demand = state.pending.demand
+        scheduled.demand = self.runner.demand(state)
         self._states[scheduled.request_id] = state
 
     def _copy_partial(self, tables: SlotTables, pages: Sequence[int], length: int) -> None:
@@ -258,6 +294,6 @@ def _num_pages(config: EngineConfig, max_model_len: int, page_bytes: int) -> int
             message = f"must hold at least one page of {page_bytes} bytes, got {config.kv_cache_memory}"
             raise ParameterError("kv_cache_memory", message)
         return config.kv_cache_memory // page_bytes
-    usual_slots = 1 + DecodingParams().lookaheads
+    usual_slots = -(-(1 + DecodingParams().lookaheads) // config.branch_parallel_size)
     useful = config.max_num_seqs * usual_slots * pages_for(max_model_len)
-    return max(1, min(useful, min(DEFAULT_KV_MEMORY, free_memory(config.device) // 2) // page_bytes))
+    return max(1, min(useful, min(DEFAULT_KV_MEMORY, free_memory(config.device, config.world_size) // 2) // page_bytes))

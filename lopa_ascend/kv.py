@@ -9,19 +9,20 @@ from lopa_ascend.pages import PAGE_SIZE, PageAllocator
 
 
 class KVPool:
-    """``k`` and ``v`` [layers, pages, 128, kv_heads, head_dim] and the allocator of their pages."""
+    """``k`` and ``v`` [layers, pages, 128, kv_heads, head_dim] and the allocator of their pages; ``kv_heads`` are those
+    of one of ``tp_size`` ranks."""
 
-    def __init__(self, config: ModelConfig, num_pages: int, dtype: torch.dtype, device: str):
-        shape = (2, config.num_layers, num_pages, PAGE_SIZE, config.num_kv_heads, config.head_dim)
+    def __init__(self, config: ModelConfig, num_pages: int, dtype: torch.dtype, device: str, tp_size: int = 1):
+        shape = (2, config.num_layers, num_pages, PAGE_SIZE, config.local_kv_heads(tp_size), config.head_dim)
         # Written once now, so that the memory is really there and does not run out under load.
         self.caches = torch.empty(shape, dtype=dtype, device=device).zero_()
         self.k, self.v = self.caches
         self.allocator = PageAllocator(num_pages)
 
     @staticmethod
-    def page_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-        """Bytes of one page in all layers, keys and values."""
-        return 2 * config.num_layers * PAGE_SIZE * config.num_kv_heads * config.head_dim * dtype.itemsize
+    def page_bytes(config: ModelConfig, dtype: torch.dtype, tp_size: int = 1) -> int:
+        """Bytes of one page in all layers, keys and values, on one of ``tp_size`` ranks."""
+        return 2 * config.num_layers * PAGE_SIZE * config.local_kv_heads(tp_size) * config.head_dim * dtype.itemsize
 
     @property
     def num_pages(self) -> int:

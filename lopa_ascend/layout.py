@@ -1,8 +1,8 @@
 """Lays the rows of a step's sequences out as one flat batch of tokens, attention entries and cache positions.
 
 Positions that branches share by construction are computed once: a row computes the blocks from its lookahead position
-on, takes what lies before from the anchor, and keys and values are written to every slot that needs them (DESIGN's
-slot rules).
+on, takes what lies before from the last row of its share, and keys and values are written to every slot that needs them
+(DESIGN's slot rules).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lopa_ascend.backend import Entries
 from lopa_ascend.pages import PAGE_SIZE
-from lopa_ascend.types import RowPlan, SequencePlan, SequenceStep
+from lopa_ascend.types import RowPlan, SequenceStep, Share
 
 Indices = NDArray[np.int64]
 
@@ -34,20 +34,21 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Part:
-    """One sequence in the layout: ``flat[r][i]`` is the token that holds position start + i of row r."""
+    """One sequence in the layout: ``flat[r][i]`` is the token that holds position start + i of the share's row r."""
 
-    plan: SequencePlan
+    share: Share
     flat: tuple[Indices, ...]
     num_tokens: int
     predictions: Predictions
 
     @property
     def commits(self) -> Indices:
-        """The tokens of the last committing position: one by row where values differ by branch, else the anchor's."""
-        if not self.plan.commit:
+        """The tokens of the last committing position: one by row where values differ by branch, else the last row's."""
+        plan = self.share.plan
+        if not plan.commit:
             return np.empty(0, dtype=np.int64)
-        rows = self.flat if self.plan.winner_commits else self.flat[-1:]
-        return np.array([where[self.plan.commit - 1] for where in rows], dtype=np.int64)
+        rows = self.flat if plan.winner_commits else self.flat[-1:]
+        return np.array([where[plan.commit - 1] for where in rows], dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -72,26 +73,27 @@ class _Span:
     row: int
 
 
-def lay_out(items: Sequence[tuple[SequencePlan, SequenceStep]]) -> Layout:
-    """Cuts rows into entries; a sequence's tokens stand together, entries of equal shape side by side."""
+def lay_out(items: Sequence[tuple[Share, SequenceStep]]) -> Layout:
+    """Cuts rows into entries; a sequence's tokens stand together, entries of equal shape side by side. Every share has
+    a row at least."""
     parts, tokens, positions, slots, source = [], [], [], [], []
     lengths: list[int] = []
     kv_lengths: list[int] = []
     tables: list[tuple[int, ...]] = []
     sequences: list[int] = []
     count = 0
-    for index, (plan, pages) in enumerate(items):
-        spans = _spans(plan)
-        part = _part(plan, spans, count)
+    for index, (share, pages) in enumerate(items):
+        spans = _spans(share)
+        part = _part(share, spans, count)
         for span in spans:
-            row = plan.rows[span.row]
+            row = share.rows[span.row]
             tokens.append(np.array(row.tokens[span.begin - row.start : span.end - row.start], dtype=np.int64))
             positions.append(np.arange(span.begin, span.end))
             lengths.append(span.end - span.begin)
             kv_lengths.append(span.keys)
-            tables.append(pages.tables[row.slot])
-            sequences.append(2 * index + (span.begin >= plan.prefix))
-        at, what = _writes(plan, pages, part.flat)
+            tables.append(pages.tables[share.slots[span.row]])
+            sequences.append(2 * index + (span.begin >= share.plan.prefix))
+        at, what = _writes(share, pages, part.flat)
         slots.append(at)
         source.append(what)
         parts.append(part)
@@ -102,7 +104,7 @@ def lay_out(items: Sequence[tuple[SequencePlan, SequenceStep]]) -> Layout:
         page_tables=_page_tables(tables, kv_lengths),
         sequences=tuple(sequences),
         # A prompt that is computed now counts as a sequence of its own: its first block reads it like a cached one.
-        prefixes=tuple(prefix for plan, _ in items for prefix in (plan.start, plan.prefix)),
+        prefixes=tuple(prefix for share, _ in items for prefix in (share.plan.start, share.plan.prefix)),
     )
     return Layout(
         np.concatenate(tokens),
@@ -114,35 +116,35 @@ def lay_out(items: Sequence[tuple[SequencePlan, SequenceStep]]) -> Layout:
     )
 
 
-def _spans(plan: SequencePlan) -> list[_Span]:
-    spans = []
-    for index, row in enumerate(plan.rows):
+def _spans(share: Share) -> list[_Span]:
+    prefix, spans = share.plan.prefix, []
+    for index, row in enumerate(share.rows):
         begin = row.start
         for edge in row.edges:
             if begin >= row.compute_from:
-                cuts = [begin, plan.prefix, edge] if begin < plan.prefix < edge else [begin, edge]
+                cuts = [begin, prefix, edge] if begin < prefix < edge else [begin, edge]
                 spans += [_Span(first, last, edge, index) for first, last in zip(cuts, cuts[1:], strict=False)]
             begin = edge
     return sorted(spans, key=lambda span: (span.keys, span.end, span.end - span.begin, span.row))
 
 
-def _part(plan: SequencePlan, spans: Sequence[_Span], first: int) -> Part:
-    flat = [np.full(len(row.tokens), -1, dtype=np.int64) for row in plan.rows]
+def _part(share: Share, spans: Sequence[_Span], first: int) -> Part:
+    flat = [np.full(len(row.tokens), -1, dtype=np.int64) for row in share.rows]
     count = first
     for span in spans:
         length = span.end - span.begin
-        offset = span.begin - plan.start
+        offset = span.begin - share.plan.start
         flat[span.row][offset : offset + length] = np.arange(count, count + length)
         count += length
-    for row, where in zip(plan.rows, flat, strict=True):
+    for row, where in zip(share.rows, flat, strict=True):
         shared = row.compute_from - row.start
         where[:shared] = flat[-1][:shared]
-    return Part(plan, tuple(flat), count - first, _predictions(plan, flat))
+    return Part(share, tuple(flat), count - first, _predictions(share, flat))
 
 
-def _predictions(plan: SequencePlan, flat: Sequence[Indices]) -> Predictions:
-    predicted = [np.array(row.masked, dtype=np.int64) for row in plan.rows]
-    before = [_before(row, where, at) for row, where, at in zip(plan.rows, flat, predicted, strict=True)]
+def _predictions(share: Share, flat: Sequence[Indices]) -> Predictions:
+    predicted = [np.array(row.masked, dtype=np.int64) for row in share.rows]
+    before = [_before(row, where, at) for row, where, at in zip(share.rows, flat, predicted, strict=True)]
     tokens, first, inverse = np.unique(np.concatenate(before), return_index=True, return_inverse=True)
     return Predictions(tokens, np.concatenate(predicted)[first], inverse)
 
@@ -153,12 +155,13 @@ def _before(row: RowPlan, where: Indices, positions: Indices) -> Indices:
     return np.where(offsets < 0, -1, where[np.maximum(offsets, 0)])
 
 
-def _writes(plan: SequencePlan, pages: SequenceStep, flat: Sequence[Indices]) -> tuple[Indices, Indices]:
-    """(cache positions, the tokens they take). A slot without a row takes the anchor's committing positions."""
+def _writes(share: Share, pages: SequenceStep, flat: Sequence[Indices]) -> tuple[Indices, Indices]:
+    """(cache positions, the tokens they take). A slot without a row takes the committing positions."""
+    plan = share.plan
     committing = flat[-1][: 0 if plan.winner_commits else plan.commit]
-    rows = {row.slot: where for row, where in zip(plan.rows, flat, strict=True)}
+    rows = dict(zip(share.slots, flat, strict=True))
     slots, source = [], []
-    for slot in range(plan.num_slots):
+    for slot in range(share.num_slots):
         where = rows.get(slot, committing)
         end = plan.start + len(where)
         begin = plan.start if slot == 0 else max(plan.start, pages.num_shared * PAGE_SIZE)

@@ -1,4 +1,4 @@
-"""The Python API: a model in this process."""
+"""The Python API: a model in this process, or split over several."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tqdm import tqdm
 
 from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
 from lopa_ascend.demo import DEMO_MODEL
-from lopa_ascend.engine import Engine
 from lopa_ascend.output import OutputStream
 from lopa_ascend.prompt import Prompts
+from lopa_ascend.ranks import start_engine
 from lopa_ascend.tokenizer import load_tokenizer
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
@@ -53,9 +53,14 @@ class LLM:
         options: the other fields of `lopa_ascend.config.EngineConfig`, e.g. ``lora``, ``dtype``, ``max_model_len``,
             ``kv_cache_memory``, ``max_num_seqs``, ``seed``.
 
+    With ``tensor_parallel_size`` or ``branch_parallel_size`` above 1 it starts the other ranks on this machine, and
+    ``close`` (or leaving a ``with`` block, or the end of this process) ends them. Under torchrun nothing is started:
+    every rank must make the same calls, and gets the same outputs.
+
     Raises:
         CheckpointError, ConfigError, TokenizerError: the directory cannot be served; no weights were loaded.
-        ParameterError: an option is unknown or out of range.
+        ParameterError: an option is unknown or out of range, or the model cannot be split so.
+        RankError: the ranks did not come together. Later calls raise it when one has ended or hangs.
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any):
@@ -65,7 +70,7 @@ class LLM:
                 raise ParameterError(name, f"unknown option; choose from {', '.join(names)}")
         lora = options.pop("lora", None)
         path = None if model is None else str(model)
-        self.engine = Engine(EngineConfig(model=path, lora=None if lora is None else str(lora), **options))
+        self.engine = start_engine(EngineConfig(model=path, lora=None if lora is None else str(lora), **options))
         self.config = self.engine.model_config
         self.tokenizer = load_tokenizer(DEMO_MODEL if model is None else model, self.config.vocab_size)
         self.prompts = Prompts(
@@ -73,6 +78,16 @@ class LLM:
         )
         self._ids = itertools.count()
         self._running: dict[str, _Running] = {}
+
+    def close(self) -> None:
+        """Ends the other ranks, if there are any. Nothing can be generated after it."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.engine.close(None if kind is None else kind.__name__)
 
     # ---- requests --------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from lopa_ascend.types import Demand, SequenceResult, SequenceStep, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a request may ask of an engine."""
+    """What a request may ask of an engine. Its branches are spread over ``branch_parallel_size`` groups."""
 
     vocab_size: int
     mask_token_id: int
@@ -31,6 +31,12 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_num_branches: int
+    max_top_k: int | None = None
+    branch_parallel_size: int = 1
+
+    def num_slots(self, params: DecodingParams) -> int:
+        """Slots of a request in each group."""
+        return -(-(1 + params.lookaheads) // self.branch_parallel_size)
 
     def check(self, prompt_tokens: int, params: DecodingParams) -> None:
         """Refuses what could never run.
@@ -58,13 +64,14 @@ class Limits:
                 f"has {prompt_tokens} tokens, with the first block of {block} more than max_num_batched_tokens "
                 f"{self.max_num_batched_tokens}",
             )
-        slots = 1 + params.lookaheads
-        pages = worst_case(prompt_tokens + params.max_new_tokens, slots, prompt_tokens)
+        if params.top_k is not None and self.max_top_k is not None and params.top_k > self.max_top_k:
+            raise ParameterError("top_k", f"{params.top_k} exceeds this server's limit of {self.max_top_k}")
+        pages = worst_case(prompt_tokens + params.max_new_tokens, self.num_slots(params), prompt_tokens)
         if pages > self.num_pages:
             raise ParameterError(
                 "num_branches",
-                f"{slots} branches of {prompt_tokens} + {params.max_new_tokens} positions can need {pages} KV pages; "
-                f"there are {self.num_pages}",
+                f"{1 + params.lookaheads} branches of {prompt_tokens} + {params.max_new_tokens} positions can need "
+                f"{pages} KV pages; there are {self.num_pages}",
             )
         for token in params.eos_token_ids or ():
             if token >= self.vocab_size:

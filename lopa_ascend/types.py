@@ -20,12 +20,12 @@ class RowPlan:
     """One branch of one sequence in one forward pass.
 
     ``tokens`` are the ids (masks included) of the absolute positions ``[start, start + len(tokens))``. Positions
-    before ``compute_from`` equal the anchor's by construction and are computed once, in the anchor's row.
-    ``edges`` are the ends of the attention entries, ascending: the entry that ends at ``e`` spans the positions from
-    the previous edge (or ``start``) to ``e`` and sees every key before ``e``. ``masked`` are the positions to predict.
+    before ``compute_from`` equal the anchor's by construction and need not be computed again where another row of the
+    same sequence computes them. ``edges`` are the ends of the attention entries, ascending: the entry that ends at
+    ``e`` spans the positions from the previous edge (or ``start``) to ``e`` and sees every key before ``e``.
+    ``masked`` are the positions to predict.
     """
 
-    slot: int
     start: int
     tokens: tuple[int, ...]
     compute_from: int
@@ -41,35 +41,43 @@ class RowPlan:
 class SequencePlan:
     """What one sequence asks of one forward pass.
 
-    ``rows`` are its branches in evaluation order (lookaheads by rank, anchor last). ``commit`` positions from
-    ``start`` on are final in this forward, and their keys and values stay in the cache. ``num_slots`` slots take every
-    committing write, those without a row too. ``winner_commits``: the values differ by branch (full attention), so the
-    winner's are copied to all slots once it is known. What stands behind ``prefix`` (the committed positions, or the
-    prompt while it is computed) may attend to it apart from the rest.
+    ``rows`` are its branches in evaluation order (lookaheads by rank, anchor last), ``num_branches`` at most.
+    ``commit`` positions from ``start`` on are final in this forward, and their keys and values stay in the cache.
+    ``winner_commits``: the values differ by branch (full attention), so the winner's are copied to all slots once it is
+    known. What stands behind ``prefix`` (the committed positions, or the prompt while it is computed) may attend to it
+    apart from the rest.
     """
 
     start: int
     commit: int
     rows: tuple[RowPlan, ...]
-    num_slots: int
+    num_branches: int
     winner_commits: bool
     prefix: int
 
-    @property
-    def demand(self) -> Demand:
-        ends = [0] * self.num_slots
-        for row in self.rows:
-            ends[row.slot] = row.end
-        tokens = sum(row.end - row.compute_from for row in self.rows)
-        return Demand(tokens, self.start + self.commit, tuple(ends), self.winner_commits)
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one branch-parallel group computes of a sequence's forward pass.
+
+    ``rows`` run in ``slots``, of which the sequence has ``num_slots``. The last row computes all its positions, the
+    others take theirs before ``compute_from`` from it. ``branches`` are the rows' indices in ``plan.rows``; a row at
+    whose index another group computes the predictions has no ``masked`` positions here.
+    """
+
+    plan: SequencePlan
+    rows: tuple[RowPlan, ...]
+    slots: tuple[int, ...]
+    branches: tuple[int, ...]
+    num_slots: int
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the host must know of a sequence's next step to plan it.
+    """What the host must know of a sequence's next step to plan it; the same on every rank.
 
-    ``num_tokens`` are computed: what rows share with the anchor counts once. Positions before ``committed_end`` are
-    committed after it. ``ends[slot]`` is where a slot's row ends, 0 without a row. For ``winner_commits`` see
+    ``num_tokens`` are computed by the group that computes most. Positions before ``committed_end`` are committed after
+    it. ``ends[slot]`` is where the longest row of a slot ends, 0 without a row. For ``winner_commits`` see
     SequencePlan.
     """
 
@@ -152,7 +160,7 @@ class StepRecord:
     the pass, ``committed`` how many it adds. ``branches`` come in evaluation order (lookaheads by rank, anchor last),
     ``winner`` indexes them. ``fills`` are the positions that the winner filled after the pass; a winning lookahead's
     own token is in ``branches[winner].lookahead``. ``fallbacks`` of the fills were forced. ``model_tokens`` and
-    ``head_rows`` count what was computed for the request in this pass.
+    ``head_rows`` count what this rank computed for the request in this pass.
     """
 
     index: int
@@ -194,12 +202,23 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
+class Traffic:
+    """Messages between ranks for one ``purpose``: how many collectives a rank took part in, and the bytes that it
+    contributed to them (of a broadcast: the bytes of the message)."""
+
+    purpose: str
+    calls: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The engine at one moment, and its counters since the start.
+    """The engine at one moment, and its counters since the start. With several ranks these are rank 0's.
 
     ``pages_in_use`` are held by requests, ``pages_cached`` by the prefix cache alone. ``prefix_queries`` and
     ``prefix_hits`` count prompt tokens. ``copied_positions`` were copied between slots, ``gathered_bytes`` of keys and
-    values were read by attention. ``forward_seconds`` is the duration of the last step.
+    values were read by attention. ``forward_seconds`` is the duration of the last step. ``num_rows`` branches were
+    evaluated, on all ranks; ``idle_rows`` more could have been in the same time, had the branches divided evenly.
     """
 
     num_running: int
@@ -214,6 +233,9 @@ class EngineStats:
     copied_positions: int = 0
     gathered_bytes: int = 0
     forward_seconds: float = 0.0
+    num_rows: int = 0
+    idle_rows: int = 0
+    traffic: tuple[Traffic, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +246,8 @@ class GenerationOutput:
     probabilities at which its tokens were filled. ``text`` is None without a tokenizer. ``finish_reason`` is "stop"
     (EOS or stop string), "length", or "abort" (the server was told to end it). ``num_forwards`` counts forward passes,
     however many branches ran in each. ``num_positions`` counts every position that was opened, EOS and what stands
-    after it included. ``cached_tokens`` of the prompt came from the prefix cache.
+    after it included. ``model_tokens`` counts what this rank computed, all else is the same on every rank.
+    ``cached_tokens`` of the prompt came from the prefix cache.
     """
 
     prompt_token_ids: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Mesh, collectives, branch placement and launch; imports as ``lopa_ascend.parallel``. Still empty."""
+"""Mesh, collectives, branch placement, watch and launch; imports as ``lopa_ascend.parallel``."""
 
 if __name__ != "lopa_ascend.parallel":  # pragma: no cover
     raise ImportError("parallel/ is the package lopa_ascend.parallel: import it by that name")

@@ -18,4 +18,9 @@ def load_ops(device: str) -> Ops:
     return CpuOps()
 
 
-__all__ = ["Entries", "Ops", "load_ops"]
+def collective_backend(device: str) -> str:
+    """The library of torch.distributed that moves a device's tensors between ranks."""
+    return {"cpu": "gloo", "npu": "hccl", "cuda": "nccl"}[device]
+
+
+__all__ = ["Entries", "Ops", "collective_backend", "load_ops"]

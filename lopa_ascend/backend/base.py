@@ -71,6 +71,14 @@ class Ops(Protocol):
         """Copies flat positions inside all caches [..., N, 128, K, D] at once, for partial pages and winners."""
         ...
 
+    def kv_read(self, caches: Tensor, source: Tensor) -> Tensor:
+        """[..., positions, K, D] of the flat positions ``source`` in all caches [..., N, 128, K, D]."""
+        ...
+
+    def kv_fill(self, caches: Tensor, target: Tensor, values: Tensor) -> None:
+        """Writes what ``kv_read`` gave, here or on another rank, to the flat positions ``target``."""
+        ...
+
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
         """q [T, H, D] attends to the pages by ``entries`` -> [T, H * D]. The prefix of a sequence is read once for all
         its entries. An entry's result depends on how long that prefix is, and on no other entry."""

@@ -191,8 +191,13 @@ class CpuOps:
             cache.view(-1, *cache.shape[-2:]).index_copy_(0, slots, new if source is None else new[source])
 
     def kv_copy(self, caches: Tensor, source: Tensor, target: Tensor) -> None:
-        flat = caches.flatten(-4, -3)
-        flat.index_copy_(-3, target, flat.index_select(-3, source))
+        self.kv_fill(caches, target, self.kv_read(caches, source))
+
+    def kv_read(self, caches: Tensor, source: Tensor) -> Tensor:
+        return caches.flatten(-4, -3).index_select(-3, source)
+
+    def kv_fill(self, caches: Tensor, target: Tensor, values: Tensor) -> None:
+        caches.flatten(-4, -3).index_copy_(-3, target, values)
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
         tokens, heads, dim = q.shape

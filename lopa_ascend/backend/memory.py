@@ -6,9 +6,14 @@ import os
 from pathlib import Path
 
 
-def free_memory(device: str) -> int:
-    """Bytes that can be allocated without swapping, page cache that can be dropped included."""
+def free_memory(device: str, ranks: int = 1) -> int:
+    """Bytes that one of ``ranks`` processes can allocate without swapping, page cache that can be dropped included. On
+    a CPU they share what the machine has."""
     assert device == "cpu"
+    return _free_on_this_machine() // ranks
+
+
+def _free_on_this_machine() -> int:
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():

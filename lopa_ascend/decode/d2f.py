@@ -34,8 +34,8 @@ class D2F:
         self.winner = self.branches[0]
 
     @property
-    def num_slots(self) -> int:
-        """Rows that this sequence can ask for in one forward pass."""
+    def num_branches(self) -> int:
+        """The most rows that this sequence can ask for in one forward pass."""
         return 1
 
     # ---- before a forward pass -------------------------------------------------------------------------------------
@@ -55,9 +55,9 @@ class D2F:
         committing = [block for block in anchor.blocks if block.state is BlockState.TO_CACHE]
         commit = committing[-1].end - self.cached if committing else 0
         full = self.params.window_attention == "full"
-        rows = tuple(self._row(slot, branch, full) for slot, branch in enumerate(self.branches))
+        rows = tuple(self._row(branch, full) for branch in self.branches)
         prefix = max(self.cached, len(self.prompt))
-        return SequencePlan(self.cached, commit, rows, self.num_slots, winner_commits=full, prefix=prefix)
+        return SequencePlan(self.cached, commit, rows, self.num_branches, winner_commits=full, prefix=prefix)
 
     def _extend(self, branch: Branch) -> None:
         last = branch.blocks[-1]
@@ -74,7 +74,7 @@ class D2F:
     def _settled_without_forward(self) -> bool:
         return False
 
-    def _row(self, slot: int, branch: Branch, full: bool) -> RowPlan:
+    def _row(self, branch: Branch, full: bool) -> RowPlan:
         tokens = (*self.prompt, *branch.tokens)[self.cached :]
         window = [block for block in branch.blocks if block.end > self.cached]
         compute_from = self.cached
@@ -84,7 +84,7 @@ class D2F:
                 position = branch.lookahead.position
                 compute_from = next(block.start for block in window if position < block.end)
             edges = tuple(block.end for block in window)
-        return RowPlan(slot, self.cached, tokens, compute_from, edges, tuple(branch.masked_positions(self.mask)))
+        return RowPlan(self.cached, tokens, compute_from, edges, tuple(branch.masked_positions(self.mask)))
 
     # ---- after it --------------------------------------------------------------------------------------------------
 

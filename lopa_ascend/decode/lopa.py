@@ -47,7 +47,7 @@ class Lopa(D2F):
     """One sequence under LoPA with ``num_branches`` lookahead branches."""
 
     @property
-    def num_slots(self) -> int:
+    def num_branches(self) -> int:
         return 1 + self.params.lookaheads
 
     def _scores(self, results: Sequence[RowResult]) -> list[Fraction]:

@@ -2,6 +2,10 @@
 
 Packed weights: ``embed``, ``layers.N.{attn_norm, qkv, o, mlp_norm, gate_up, down}``, ``norm``, ``head`` (absent when
 tied); ``qkv`` stacks q, k, v and ``gate_up`` gate and up along the output rows.
+
+Under tensor parallelism a rank holds its heads of qkv, the matching columns of o, its part of the MLP and of the
+vocabulary (padded to the same size on every rank). Each layer sums over the ranks twice, after o and after down, and
+the embedding once.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from torch import Tensor
 
 from lopa_ascend.backend import Entries, Ops
 from lopa_ascend.config import ModelConfig
+from lopa_ascend.parallel.collectives import ALONE, Group
 
 
 @dataclass(frozen=True)
@@ -33,11 +38,19 @@ class ForwardInputs:
 
 
 class Dream:
-    """``forward`` gives final hidden states, ``logits`` the head's output for them."""
+    """``forward`` gives final hidden states, ``logits`` the head's output for them.
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], ops: Ops):
-        self.config, self.weights, self.ops = config, weights, ops
+    ``config`` is the whole model's and ``weights`` are this rank's of the group ``tp``, which has the token ids from
+    ``first_token`` on, ``num_tokens`` of them.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], ops: Ops, tp: Group = ALONE):
+        self.config, self.weights, self.ops, self.tp = config, weights, ops, tp
         self.head = weights["embed.weight" if config.tie_word_embeddings else "head.weight"]
+        self.num_heads, self.num_kv_heads = config.local_heads(tp.size), config.local_kv_heads(tp.size)
+        shard = config.vocab_shard(tp.size)
+        self.first_token = tp.rank * shard
+        self.num_tokens = min(shard, config.vocab_size - self.first_token)
         dtype, device = self.head.dtype, self.head.device
         half = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
         angles = torch.outer(
@@ -50,27 +63,38 @@ class Dream:
         """Final normed hidden states [R, hidden] of ``inputs.rows``; writes keys and values to the caches
         [layers, N, 128, K, D] as it goes."""
         c, w, ops = self.config, self.weights, self.ops
+        heads, kv_heads = self.num_heads, self.num_kv_heads
         cos, sin = self.cos[inputs.positions], self.sin[inputs.positions]
-        residual = w["embed.weight"][inputs.tokens]
+        residual = self._embed(inputs.tokens)
         x = ops.rms_norm(residual, w["layers.0.attn_norm.weight"], c.rms_norm_eps)
         for n in range(c.num_layers):
             p = f"layers.{n}."
             qkv = ops.linear(x, w[p + "qkv.weight"], w.get(p + "qkv.bias"))
-            qkv = qkv.view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
-            turned = ops.rope(qkv[:, : c.num_heads + c.num_kv_heads], cos, sin)
-            q, k, v = turned[:, : c.num_heads], turned[:, c.num_heads :], qkv[:, c.num_heads + c.num_kv_heads :]
+            qkv = qkv.view(-1, heads + 2 * kv_heads, c.head_dim)
+            turned = ops.rope(qkv[:, : heads + kv_heads], cos, sin)
+            q, k, v = turned[:, :heads], turned[:, heads:], qkv[:, heads + kv_heads :]
             ops.kv_write(k, v, k_caches[n], v_caches[n], inputs.slots, inputs.source)
             x = ops.attention(q, k_caches[n], v_caches[n], inputs.entries)
             if n == c.num_layers - 1:  # from here on rows no longer meet: go on with the wanted ones
                 x, residual = x[inputs.rows], residual[inputs.rows]
-            x = ops.linear(x, w[p + "o.weight"])
+            x = self.tp.all_reduce(ops.linear(x, w[p + "o.weight"]), "layers")
             x, residual = ops.add_rms_norm(x, residual, w[p + "mlp_norm.weight"], c.rms_norm_eps)
             x = ops.swiglu(ops.linear(x, w[p + "gate_up.weight"]))
-            x = ops.linear(x, w[p + "down.weight"])
+            x = self.tp.all_reduce(ops.linear(x, w[p + "down.weight"]), "layers")
             following = "norm.weight" if n == c.num_layers - 1 else f"layers.{n + 1}.attn_norm.weight"
             x, residual = ops.add_rms_norm(x, residual, w[following], c.rms_norm_eps)
         return x
 
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """[T] -> [T, hidden]."""
+        weight = self.weights["embed.weight"]
+        if self.tp.size == 1:
+            return weight[tokens]
+        own = tokens - self.first_token
+        elsewhere = (own < 0) | (own >= self.num_tokens)
+        found = weight[own.masked_fill_(elsewhere, 0)]
+        return self.tp.all_reduce(found.masked_fill_(elsewhere[:, None], 0.0), "embedding")
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> [R, vocab]."""
-        return self.ops.linear(hidden, self.head)
+        """[R, hidden] -> [R, num_tokens], of this rank's part of the vocabulary."""
+        return self.ops.linear(hidden, self.head)[:, : self.num_tokens]

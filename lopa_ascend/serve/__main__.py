@@ -7,6 +7,7 @@ import signal
 import sys
 from typing import NoReturn
 
+from lopa_ascend.parallel.launch import follower_command, rank_in_environment
 from lopa_ascend.serve.cli import parse_args
 
 
@@ -17,6 +18,10 @@ def _leave(*_: object) -> None:
 
 def main(argv: list[str] | None = None) -> NoReturn:
     config = parse_args(argv)
+    if rank_in_environment():
+        # torchrun starts this command once a rank, and rank 0 alone speaks HTTP.
+        command = follower_command(config.engine, with_parent=False)
+        os.execv(command[0], command)
     signal.signal(signal.SIGINT, _leave)
     signal.signal(signal.SIGTERM, _leave)
     from lopa_ascend.serve.server import serve  # brings FastAPI

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 
+from lopa_ascend.commands import Abort, Generate
 from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.output import OutputStream
@@ -18,7 +19,7 @@ from lopa_ascend.prompt import Prompts
 from lopa_ascend.serve.errors import ApiError, unavailable
 from lopa_ascend.serve.generation import Choice, Generation
 from lopa_ascend.serve.launch import EngineFailed, EngineProcess
-from lopa_ascend.serve.messages import Abort, Generate, Ready, Stepped
+from lopa_ascend.serve.messages import Ready, Stepped
 from lopa_ascend.tokenizer import load_tokenizer
 from lopa_ascend.types import EngineStats, Update
 

@@ -10,14 +10,15 @@ import logging
 import os
 import signal
 import sys
-import threading
 from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 
+from lopa_ascend.commands import Abort, Generate
 from lopa_ascend.config import ParameterError
-from lopa_ascend.serve.messages import Abort, Failed, FromEngine, Generate, Ready, Start, Stepped, ToEngine
+from lopa_ascend.parallel.launch import end_with_stdin, leave
+from lopa_ascend.serve.messages import Failed, FromEngine, Ready, Start, Stepped, ToEngine
 from lopa_ascend.types import Update
 
 if TYPE_CHECKING:
@@ -29,11 +30,6 @@ HEARTBEAT = 1.0
 """Seconds between messages while there is nothing to do."""
 FLUSH = 1000
 """Milliseconds in which the last message must be out."""
-
-
-def _end_with_parent() -> None:
-    sys.stdin.buffer.read()  # nothing is ever written to it
-    os._exit(0)
 
 
 class _Peer:
@@ -59,10 +55,10 @@ def _load(peer: _Peer) -> Engine | None:
     """Starts the engine and says how that went; None if its configuration cannot be served."""
     start = peer.receive()
     assert isinstance(start, Start), start
-    from lopa_ascend.engine import Engine  # brings torch, which takes seconds
+    from lopa_ascend.ranks import lead  # brings torch, which takes seconds
 
     try:
-        engine = Engine(start.config)
+        engine = lead(start.config, leave)
     except (ValueError, OSError) as error:
         peer.send(Failed(str(error)))
         return None
@@ -116,7 +112,7 @@ def run(endpoint: str) -> int:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+    end_with_stdin()
     status = 1
     try:
         status = run(sys.argv[1])

@@ -90,6 +90,12 @@ ENGINE_FLAGS = {
         bool, "reuse KV pages of equal beginnings of prompts as well: changes tokens, for other text followed them"
     ),
 }
+PARALLEL_FLAGS = {
+    "tensor_parallel_size": Flag(int, "ranks that split each branch's forward pass", "N"),
+    "branch_parallel_size": Flag(int, "groups of such ranks, each of which takes some of the branches", "N"),
+    "distributed_timeout_seconds": Flag(float, "how long a rank may hang before the others end", "SECONDS"),
+    "agreement_interval": Flag(int, "steps between two checks that all ranks have decided the same; 0: none", "N"),
+}
 HTTP_FLAGS = {
     "host": Flag(str, "address to listen on", "ADDRESS"),
     "port": Flag(integer(0, 65535), "0 takes a free one", "N"),
@@ -146,6 +152,10 @@ DECODING_FLAGS = {
 GROUPS = {
     "model": ("", MODEL_FLAGS),
     "engine": ("", ENGINE_FLAGS),
+    "ranks": (
+        "Starts tensor x branch processes on this machine; under torchrun, which starts them, joins them.",
+        PARALLEL_FLAGS,
+    ),
     "server": ("", HTTP_FLAGS),
     "TLS": ("", TLS_FLAGS),
     "decoding defaults": (

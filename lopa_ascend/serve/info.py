@@ -18,6 +18,8 @@ from lopa_ascend.tokenizer import Tokenizer
 
 SECRETS = ("api_key", "ssl_keyfile_password")
 """Of these only whether they are set is shown."""
+KV_UPDATE = {"block_causal": "single-phase", "full": "two-phase"}
+"""By window mode: what commits is in every slot of every rank at once, or is the winner's and sent after the step."""
 PACKAGES = ("torch", "torch_npu", "transformers", "tokenizers", "fastapi", "uvicorn", "pyzmq")
 
 
@@ -27,7 +29,14 @@ def server_info(config: ServeConfig, ready: Ready, model: str) -> ServerInfo:
     settings |= {name: settings[name] is not None for name in SECRETS}
     return ServerInfo(
         model=model,
-        backend={"device": ready.device, "dtype": ready.dtype, "kv_cache_memory": ready.kv_cache_memory},
+        backend={
+            "device": ready.device,
+            "dtype": ready.dtype,
+            "kv_cache_memory": ready.kv_cache_memory,
+            "tensor_parallel_size": config.engine.tensor_parallel_size,
+            "branch_parallel_size": config.engine.branch_parallel_size,
+            "kv_update": KV_UPDATE,
+        },
         limits=dataclasses.asdict(ready.limits),
         engine=dataclasses.asdict(engine),
         decoding=dataclasses.asdict(DecodingParams(**decoding)),

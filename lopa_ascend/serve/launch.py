@@ -1,8 +1,9 @@
-"""Starts the engine process, and knows how it ends."""
+"""Starts the engine: its process, or those of all its ranks on this machine, and knows how they end."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import tempfile
@@ -13,6 +14,7 @@ import zmq
 import zmq.asyncio
 
 from lopa_ascend.config import EngineConfig
+from lopa_ascend.parallel.launch import Meeting, follower_command, free_port, rank_in_environment, with_own_threads
 from lopa_ascend.serve.messages import Failed, FromEngine, Ready, Start, ToEngine
 
 
@@ -21,10 +23,12 @@ class EngineFailed(Exception):
 
 
 class EngineProcess:
-    """The engine process and the socket to it. ``start`` makes one; ``close`` must follow."""
+    """The engine process, the socket to it, and the processes of the other ranks that were started here. ``start``
+    makes one; ``close`` must follow. When one process has ended, the engine has."""
 
-    def __init__(self, process: Process, socket: zmq.asyncio.Socket):
-        self._process, self._socket = process, socket
+    def __init__(self, socket: zmq.asyncio.Socket):
+        self._processes: list[Process] = []
+        self._socket = socket
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(FromEngine)
 
     @classmethod
@@ -35,35 +39,46 @@ class EngineProcess:
             EngineFailed: this cannot be served, or the process ended while it loaded, or TMPDIR takes no socket.
             OSError: no process can be started.
         """
+        if rank_in_environment() is None:
+            config = with_own_threads(config)
         with tempfile.TemporaryDirectory(prefix="lopa-") as folder:  # only its owner may enter it
             endpoint = f"ipc://{folder}/engine"
             socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
             for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0)):
                 socket.setsockopt(option, value)
+            engine = cls(socket)
             try:
                 _bind(socket, endpoint)
-                command = (sys.executable, "-m", "lopa_ascend.serve.engine_process", endpoint)
-                # Signals of the terminal are not for the engine; it ends when the pipe to its stdin does.
-                process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, start_new_session=True)
-            except BaseException:
-                socket.close()
-                raise
-            engine = cls(process, socket)
-            try:
+                await engine._start_processes(config, endpoint)
                 engine.send(Start(config))
                 return engine, await engine._await_ready()
             except BaseException:
                 await engine.close()
                 raise
 
+    async def _start_processes(self, config: EngineConfig, endpoint: str) -> None:
+        """Under torchrun the other ranks are there already."""
+        command: tuple[str, ...] = (sys.executable, "-m", "lopa_ascend.serve.engine_process", endpoint)
+        port = free_port()
+        for rank in range(1 if rank_in_environment() is not None else config.world_size):
+            environment = dict(os.environ)
+            if config.world_size > 1 and rank_in_environment() is None:
+                environment |= Meeting.on_this_machine(rank, config.world_size, port).environment()
+            # Signals of the terminal are not for the engine; it ends when the pipe to its stdin does.
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=PIPE, start_new_session=True, env=environment
+            )
+            self._processes.append(process)
+            command = follower_command(config, with_parent=True)
+
     async def _await_ready(self) -> Ready:
         receive = asyncio.create_task(self.receive())
-        death = asyncio.create_task(self._process.wait())
+        death = asyncio.create_task(self.wait())
         try:
             await asyncio.wait({receive, death}, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait({receive}, timeout=1)  # its last word may still be on the way
             if not receive.done():
-                raise EngineFailed(f"the engine process ended while it loaded the model ({self.ending})")
+                raise EngineFailed(f"the engine ended while it loaded the model ({self.ending})")
             message = receive.result()
         finally:
             receive.cancel()
@@ -82,26 +97,35 @@ class EngineProcess:
         return message
 
     async def wait(self) -> None:
-        """Returns when the process has ended."""
-        await self._process.wait()
+        """Returns when a process has ended."""
+        waiting = [asyncio.create_task(process.wait()) for process in self._processes]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
 
     @property
     def ending(self) -> str | None:
-        """How the process has ended; None while it runs."""
-        code = self._process.returncode
-        if code is None:
-            return None
-        return signal.Signals(-code).name if code < 0 else f"exit status {code}"
+        """How the first process that has ended did; None while all run."""
+        for rank, process in enumerate(self._processes):
+            code = process.returncode
+            if code is not None:
+                how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+                return how if len(self._processes) == 1 else f"rank {rank}: {how}"
+        return None
 
     def kill(self) -> None:
-        """Ends the process at once; it holds nothing that is worth saving."""
-        if self._process.returncode is None:
-            self._process.kill()
+        """Ends the processes at once; they hold nothing that is worth saving."""
+        for process in self._processes:
+            if process.returncode is None:
+                process.kill()
 
     async def close(self) -> None:
-        """Ends the process, and returns when it is gone."""
+        """Ends the processes, and returns when they are gone."""
         self.kill()
-        await self._process.wait()
+        for process in self._processes:
+            await process.wait()
         self._socket.close()
 
 

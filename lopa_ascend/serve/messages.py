@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from lopa_ascend.config import DecodingParams, EngineConfig
+from lopa_ascend.commands import Abort, Generate
+from lopa_ascend.config import EngineConfig
 from lopa_ascend.scheduler import Limits
 from lopa_ascend.types import EngineStats, Update
 
@@ -13,21 +14,6 @@ class Start(msgspec.Struct, tag=True, frozen=True):
     """The first message to the engine."""
 
     config: EngineConfig
-
-
-class Generate(msgspec.Struct, tag=True, frozen=True):
-    """Begin a request. It was checked against the engine's limits."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    params: DecodingParams
-    trace: bool = False
-
-
-class Abort(msgspec.Struct, tag=True, frozen=True):
-    """End a request before the next step; unknown ids, which have finished meanwhile, mean nothing."""
-
-    request_id: str
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):

@@ -152,6 +152,18 @@ class _EngineState(Collector):
         yield self._total("vllm:prefix_cache_hits", "Prompt tokens found.", stats.prefix_hits)
         yield self._total("lopa:gathered_bytes", "Keys and values that attention copied.", stats.gathered_bytes)
         yield self._total("lopa:copied_positions", "Positions copied between pages.", stats.copied_positions)
+        yield self._total("lopa:branch_rows", "Branches evaluated, on all ranks.", stats.num_rows)
+        yield self._total("lopa:idle_rows", "Branches that would have fitted in beside them.", stats.idle_rows)
+        yield self._total("lopa:steps", "Steps of the engine, by which to divide what is counted.", stats.num_steps)
+        yield self._by_purpose("lopa:collective_calls", "Collectives of rank 0.", [t.calls for t in stats.traffic])
+        bytes_sent = [t.num_bytes for t in stats.traffic]
+        yield self._by_purpose("lopa:collective_bytes", "Bytes that rank 0 contributed to them.", bytes_sent)
+
+    def _by_purpose(self, name: str, text: str, values: Sequence[float]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=(*LABELS, "purpose"))
+        for traffic, value in zip(self._client.stats.traffic, values, strict=True):
+            family.add_metric((*self._labels, traffic.purpose), value)
+        return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=LABELS)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import uvicorn
 
-from lopa_ascend.config import DecodingParams, ParameterError
+from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
 from lopa_ascend.demo import HELD_OUT
 from lopa_ascend.serve.app import create_app
 from lopa_ascend.serve.cli import ServeConfig
@@ -217,10 +217,22 @@ def _greeting(client: EngineClient, config: ServeConfig, listener: socket.socket
     return (
         f"\nmodel     {config.served_model_name or ready.model_name}, max_model_len {ready.limits.max_model_len}, "
         f"{ready.dtype} on {ready.device}\n"
+        f"{_ranks(config.engine, params)}"
         f"decoding  {shown}\n"
         f"serving   {url}  (API documentation: {url}/docs)\n\n"
         f"curl {url}{route}{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}\n\n"
     )
+
+
+def _ranks(engine: EngineConfig, params: DecodingParams) -> str:
+    """A line on how the branches divide between the ranks; nothing for one rank."""
+    if engine.world_size == 1:
+        return ""
+    tp, bp = engine.tensor_parallel_size, engine.branch_parallel_size
+    branches = 1 + params.lookaheads
+    places = -(-branches // bp) * bp
+    waste = "" if places == branches else f": {places - branches} of {places} places idle; more branches would be free"
+    return f"ranks     tensor parallel {tp} x branch parallel {bp}, {branches} branches{waste}\n"
 
 
 def _example(client: EngineClient, config: ServeConfig) -> tuple[str, dict[str, object]]:

@@ -38,7 +38,8 @@ def forward(model: Dream, plan: SequencePlan) -> None:
     runner = Runner(model, KVPool(model.config, pages_for(end), torch.float32, "cpu"), model.ops)
     strategy = begin([1], DecodingParams(decoding="d2f"), model.config.mask_token_id, frozenset())
     state = SequenceState(strategy, Scoring("max_prob", model.config.mask_token_id, model.config.vocab_size), plan)
-    runner.forward([state], [SequenceStep("one", (tuple(range(pages_for(end))),), 0)])
+    pages = SequenceStep("one", (tuple(range(pages_for(end))),), 0)
+    runner.forward([state], [runner.placement.share(plan)], [pages])
 
 
 def random_config(rng: random.Random) -> dict:
@@ -70,7 +71,7 @@ def test_logits_are_those_of_qwen2(seed: int, full: bool, tmp_path) -> None:
     tokens = [rng.randrange(config.vocab_size - 1) for _ in range(end)]
     masked = tuple(range(prompt, end))
     edges = (end,) if full else (prompt, *range(prompt + BLOCK, end + 1, BLOCK))
-    row = RowPlan(0, 0, tuple(tokens), 0, edges, masked)
+    row = RowPlan(0, tuple(tokens), 0, edges, masked)
     forward(model, SequencePlan(0, prompt, (row,), 1, winner_commits=full, prefix=prompt))
     ours = model.logits(model.hidden[: len(masked)])
 
@@ -95,6 +96,6 @@ def test_without_biases(tmp_path) -> None:
     outputs = []
     for some in (zero, same):
         model = Recorder(config, some, load_ops("cpu"))
-        forward(model, SequencePlan(0, 4, (RowPlan(0, 0, (1, 2, 3, 4, 5, 6), 0, (4, 6), (4, 5)),), 1, False, 4))
+        forward(model, SequencePlan(0, 4, (RowPlan(0, (1, 2, 3, 4, 5, 6), 0, (4, 6), (4, 5)),), 1, False, 4))
         outputs.append(model.hidden)
     torch.testing.assert_close(outputs[0], outputs[1])

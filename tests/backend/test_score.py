@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lopa_ascend.score import Scoring, gumbel_noise, score
+from lopa_ascend.score import Scoring, gumbel_noise, merge_scores, shard_scores
 
 VOCAB, MASK, TOKENS = 50, 40, 44
 GREEDY = Scoring("max_prob", MASK, TOKENS)
@@ -19,7 +19,10 @@ def logits(rows: int = 6, seed: int = 0) -> torch.Tensor:
 
 
 def run(x: torch.Tensor, scoring: Scoring, first: int = 0, round_: int = 0):
-    return score(x.clone(), scoring, torch.arange(first, first + len(x)), round_)
+    """One shard holds the whole vocabulary."""
+    positions = torch.arange(first, first + len(x))
+    stats = shard_scores(x.clone(), scoring, positions, round_)
+    return merge_scores(stats[None], scoring, positions, round_)
 
 
 def allowed(x: torch.Tensor) -> torch.Tensor:
@@ -44,10 +47,10 @@ def test_confidences_are_those_of_the_whole_softmax(confidence: str) -> None:
 
 
 def test_ties_go_to_the_lowest_id() -> None:
-    for vocab in (7, 64, 1000, 32_000):
+    for vocab in (7, 256, 1000, 32_000):
         x = torch.zeros(5, vocab)
         x[:, vocab // 2 :] = 1.0
-        token, *_ = score(x, Scoring("max_prob", 0, vocab), torch.arange(5), 0)
+        token, *_ = run(x, Scoring("max_prob", 0, vocab))
         assert token.tolist() == [vocab // 2] * 5
 
 
@@ -77,20 +80,22 @@ def test_eos_waits_for_min_position() -> None:
 
 
 def test_noise_depends_on_seed_position_round_and_token_alone() -> None:
-    positions = torch.tensor([4, 9, 2])
-    noise = gumbel_noise(1, positions, 3, VOCAB)
-    assert torch.equal(gumbel_noise(1, positions[1:2], 3, VOCAB)[0], noise[1])
-    assert torch.equal(gumbel_noise(1, positions, 3, 20), noise[:, :20])
+    positions, ids = torch.tensor([4, 9, 2]), torch.arange(VOCAB)
+    noise = gumbel_noise(1, positions, 3, ids)
+    assert torch.equal(gumbel_noise(1, positions[1:2], 3, ids)[0], noise[1])
+    assert torch.equal(gumbel_noise(1, positions, 3, ids[7:20]), noise[:, 7:20])
+    some = torch.tensor([[49, 0, 7], [3, 3, 31], [8, 1, 48]])
+    assert torch.equal(gumbel_noise(1, positions, 3, some), noise.gather(-1, some))
     for other in (
-        gumbel_noise(2, positions, 3, VOCAB),
-        gumbel_noise(1, positions + 1, 3, VOCAB),
-        gumbel_noise(1, positions, 4, VOCAB),
+        gumbel_noise(2, positions, 3, ids),
+        gumbel_noise(1, positions + 1, 3, ids),
+        gumbel_noise(1, positions, 4, ids),
     ):
         assert not (other == noise).any()
 
 
 def test_noise_is_gumbel_and_uncorrelated() -> None:
-    noise = gumbel_noise(0, torch.arange(300), 0, 1000).double()
+    noise = gumbel_noise(0, torch.arange(300), 0, torch.arange(1000)).double()
     assert noise.isfinite().all()
     assert abs(float(noise.mean()) - 0.5772) < 0.01
     assert abs(float(noise.var()) - math.pi**2 / 6) < 0.02

@@ -17,7 +17,7 @@ from lopa_ascend.model.dream import Dream
 from lopa_ascend.pages import PAGE_SIZE, SlotTables, pages_for
 from lopa_ascend.runner import ForwardResult, Runner, SequenceState
 from lopa_ascend.score import Scoring
-from lopa_ascend.types import RowPlan, SequencePlan, SequenceStep, StepPlan
+from lopa_ascend.types import RowPlan, RowResult, SequencePlan, SequenceStep, StepPlan
 from tests.tiny import write_dream
 
 
@@ -28,19 +28,22 @@ class Run:
         self.config, weights = checkpoint.load(path)
         self.model = Dream(self.config, weights, load_ops("cpu"))
         self.strategy = begin(prompt, params, self.config.mask_token_id, frozenset())
-        slots = self.strategy.num_slots
+        slots = self.strategy.num_branches
         pool = KVPool(self.config, pages_for(len(prompt) + params.max_new_tokens) * slots, torch.float32, "cpu")
         self.runner = Runner(self.model, pool, self.model.ops)
         self.tables = SlotTables(pool.allocator, slots)
         scoring = Scoring("max_prob", self.config.mask_token_id, self.config.vocab_size)
         self.state = SequenceState(self.strategy, scoring, None)
 
-    def forward(self, plan: SequencePlan) -> ForwardResult:
-        self.state.pending = plan
-        return self.runner.forward([self.state], [self.pages])[0]
+    def forward(self, plan: SequencePlan) -> tuple[ForwardResult, tuple[RowResult, ...]]:
+        share = self.runner.placement.share(plan)
+        forward = self.runner.forward([self.state], [share], [self.pages])[0]
+        results = self.runner.exchange([plan], [forward.predictions])[0]
+        assert results is not None
+        return forward, results
 
     def make_room(self, plan: SequencePlan) -> None:
-        self.tables.make_room(plan.demand)
+        self.tables.make_room(self.runner.placement.demand(plan))
         self.pages = SequenceStep("one", tuple(map(tuple, self.tables.tables)), self.tables.num_shared)
 
     def steps(self):
@@ -70,7 +73,7 @@ def test_all_slots_hold_the_same_committed_keys_and_values(attention: str, promp
     write_dream(tmp_path)
     run = Run(tmp_path, *settings(attention, prompt))
     for _ in run.steps():
-        slots = [run.committed(slot) for slot in range(run.strategy.num_slots)]
+        slots = [run.committed(slot) for slot in range(run.strategy.num_branches)]
         assert all(torch.equal(slots[0], other) for other in slots[1:])
         full = run.strategy.cached // PAGE_SIZE
         tables = run.tables.tables
@@ -93,7 +96,7 @@ def test_the_committed_values_are_those_of_a_run_without_branches_reading_one_sl
     end = run.strategy.cached
     again = Run(tmp_path, prompt, params)
     edges = (100, *range(124, end + 1, 24))
-    row = RowPlan(0, 0, tuple(text[:end]), 0, edges, (100,))
+    row = RowPlan(0, tuple(text[:end]), 0, edges, (100,))
     plan = SequencePlan(0, end, (row,), 1, winner_commits=False, prefix=100)
     again.make_room(plan)
     again.forward(plan)
@@ -109,7 +112,7 @@ def test_full_attention_commits_the_winners_values(tmp_path) -> None:
     run.runner.copy = lambda *args: copies.append(args)  # type: ignore[method-assign]
     differ = False
     for _ in itertools.islice(run.steps(), 12):
-        slots = [run.committed(slot) for slot in range(run.strategy.num_slots)]
+        slots = [run.committed(slot) for slot in range(run.strategy.num_branches)]
         differ |= not all(torch.equal(slots[0], other) for other in slots[1:])
     assert copies
     assert differ
@@ -124,17 +127,14 @@ def test_a_branch_is_bit_equal_whatever_shares_its_batch(attention: str, tmp_pat
     plan = run.strategy.plan()
     while plan is not None:
         run.make_room(plan)
-        result = run.forward(plan)
-        assert result.results is not None
+        _, results = run.forward(plan)
         anchor = len(plan.rows) - 1
-        again = run.forward(replace(plan, rows=(replace(plan.rows[anchor], slot=0),)))
-        assert again.results is not None
-        assert again.results[0] == result.results[anchor]
+        _, again = run.forward(replace(plan, rows=(plan.rows[anchor],)))
+        assert again[0] == results[anchor]
         compared += len(plan.rows) > 1
-        result = run.forward(plan)
-        assert result.results is not None
-        record = run.strategy.absorb(plan, result.results, 0, 0)
-        run.runner.commit(run.state, plan, run.pages, record.winner, result)
+        forward, results = run.forward(plan)
+        record = run.strategy.absorb(plan, results, 0, 0)
+        run.runner.commit(run.state, run.runner.placement.share(plan), run.pages, record.winner, forward)
         run.tables.share_committed(run.strategy.cached)
         plan = run.strategy.plan()
     assert compared > 5

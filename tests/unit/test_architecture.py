@@ -33,13 +33,14 @@ def test_layers_are_as_designed():
     assert contract["exhaustive"]
     assert layers == [
         {"serve"},
-        {"llm"},
+        {"llm", "follower"},
+        {"ranks"},
         {"engine", "output", "prompt"},
         {"runner", "scheduler", "tokenizer"},
         {"layout", "prefix_cache"},
         {"checkpoint", "model", "kv", "score", "policy", "decode"},
         {"graph", "parallel"},
-        {"backend", "pages"},
+        {"backend", "pages", "commands"},
         {"config"},
         {"types", "demo"},
     ]

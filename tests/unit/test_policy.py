@@ -96,7 +96,7 @@ def test_plans_are_consistent(setup: dict, seed: int) -> None:
     params = DecodingParams(**setup)
     strategy = begin([1, 2, 3], params, MASK, frozenset([EOS]))
     while (plan := strategy.plan()) is not None:
-        assert 1 <= len(plan.rows) <= plan.num_slots == 1 + params.lookaheads
+        assert 1 <= len(plan.rows) <= plan.num_branches == 1 + params.lookaheads
         anchor = plan.rows[-1]
         for row in plan.rows:
             assert row.start == plan.start == strategy.cached

@@ -1,0 +1,56 @@
+"""What every rank of a test runs: `python -m tests.dist.generate JOB OUT`.
+
+JOB is a JSON file with a list of {"model", "options", "requests": [{"prompt", "params"}], "together"}; the outputs go
+to OUT with this process's rank, or 0, behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from lopa_ascend import LLM, DecodingParams
+from lopa_ascend.types import GenerationOutput
+
+
+def shown(output: GenerationOutput) -> dict[str, Any]:
+    """What ranks and engines must agree on."""
+    return {
+        "tokens": output.token_ids,
+        "forwards": output.num_forwards,
+        "positions": output.num_positions,
+        "reason": output.finish_reason,
+        "winners": [record.winner for record in output.trace or ()],
+        "fills": [[(fill.position, fill.token) for fill in record.fills] for record in output.trace or ()],
+        "cached": output.cached_tokens,
+    }
+
+
+def run(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """All requests, one after the other or ``together``, which takes different parameters in one batch."""
+    with LLM(job["model"], **job["options"]) as llm:
+        requests = [(request["prompt"], DecodingParams(**request["params"])) for request in job["requests"]]
+        if not job.get("together"):
+            return [shown(llm.generate([prompt], params, trace=True, quiet=True)[0]) for prompt, params in requests]
+        outputs: list[GenerationOutput | None] = [None] * len(requests)
+        streams = dict(enumerate(llm.stream(prompt, params, trace=True) for prompt, params in requests))
+        while streams:
+            for index, stream in list(streams.items()):
+                progress = next(stream)
+                if progress.output is not None:
+                    outputs[index] = progress.output
+                    stream.close()
+                    del streams[index]
+        return [shown(output) for output in outputs if output is not None]
+
+
+def main() -> None:
+    jobs = json.loads(Path(sys.argv[1]).read_text())
+    Path(f"{sys.argv[2]}.{os.environ.get('RANK', 0)}").write_text(json.dumps([run(job) for job in jobs]))
+
+
+if __name__ == "__main__":
+    main()

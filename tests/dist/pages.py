@@ -1,0 +1,122 @@
+"""What every rank of tests/dist/test_pages.py runs: `python -m tests.dist.pages JOB OUT`.
+
+Several random requests run together, and after every step the committed keys and values of every slot of every
+branch-parallel rank are compared. JOB names the model, the sizes, the window mode and a write rule to leave out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lopa_ascend import LLM, DecodingParams, layout
+from lopa_ascend.engine import Engine
+from lopa_ascend.layout import locations
+from lopa_ascend.pages import PAGE_SIZE
+from lopa_ascend.runner import Runner
+from lopa_ascend.types import SequenceStep, Share
+
+
+def leave_out_writes(kept: Callable[[Share, SequenceStep], set[int]]) -> None:
+    """Only the slots in ``kept`` are written to."""
+    whole = layout._writes
+
+    def writes(share, pages, flat):
+        slots, source = whole(share, pages, flat)
+        live = [page for slot in kept(share, pages) for page in pages.tables[slot]]
+        where = np.isin(slots // PAGE_SIZE, live)
+        return slots[where], source[where]
+
+    layout._writes = writes
+
+
+def without_idle_slots() -> None:
+    """A slot without a branch takes no committing write."""
+    leave_out_writes(lambda share, pages: set(share.slots))
+
+
+def without_repeats() -> None:
+    """A rank without a branch does not write what commits."""
+    leave_out_writes(lambda share, pages: set(range(share.num_slots)) if any(r.masked for r in share.rows) else set())
+
+
+def without_sending() -> None:
+    """The winner's keys and values stay where they are."""
+
+    def send(self, table, begin, end, group, last):
+        return torch.zeros(self.model.config.hidden_size) if self.bp.rank != group else last[0].clone()
+
+    Runner._send = send  # type: ignore[method-assign]
+
+
+def without_copies() -> None:
+    """The other slots of a rank do not get the winner's keys and values."""
+    Runner.copy = lambda *_: None  # type: ignore[method-assign]
+
+
+RULES: dict[str, Callable[[], None]] = {
+    "": lambda: None,
+    "idle slots": without_idle_slots,
+    "repeats": without_repeats,
+    "sending": without_sending,
+    "copies": without_copies,
+}
+
+
+def differing(engine: Engine) -> int:
+    """Slots of all ranks whose committed keys and values are not those of slot 0 here."""
+    digests = []
+    for sequence in engine.scheduler.running:
+        for table in sequence.tables.tables:
+            at = torch.from_numpy(locations(table, 0, sequence.committed))
+            digests.append(zlib.crc32(engine.runner.pool.caches.flatten(2, 3)[:, :, at].numpy().tobytes()))
+        digests += [digests[-len(sequence.tables.tables)]]  # slot 0's once more, to compare the others with
+    gathered = engine.mesh.bp.all_gather(torch.tensor(digests or [0]), "test")
+    count, first = 0, 0
+    for sequence in engine.scheduler.running:
+        last = first + len(sequence.tables.tables)
+        count += int((gathered[:, first:last] != gathered[0, last]).sum())
+        first = last + 1
+    return count
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    RULES[job["left_out"]]()
+    rng = random.Random(7)
+    report = {"steps": 0, "committing": 0, "differing": 0}
+    with LLM(job["model"], enable_prefix_caching=False, **job["sizes"]) as llm:
+        engine = llm.engine
+        for index in range(4):
+            prompt = [rng.randrange(50) for _ in range(rng.choice([5, 100, 127, 128, 200]))]
+            params = DecodingParams(
+                num_branches=rng.choice([0, 2, 3, 4]),
+                block_size=rng.choice([8, 24]),
+                max_new_tokens=96,
+                tau_conf=0.6,
+                tau_add=0.3,
+                ignore_eos=True,
+                window_attention=job["window"],
+            )
+            engine.add(str(index), prompt, params)
+        while engine.has_work():
+            before = sum(sequence.committed for sequence in engine.scheduler.running)
+            engine.step()
+            report["steps"] += 1
+            report["committing"] += sum(sequence.committed for sequence in engine.scheduler.running) > before
+            report["differing"] += differing(engine)
+        traffic = {t.purpose: t.num_bytes for t in engine.stats().traffic}
+        report["kv_bytes"] = traffic.get("kv", 0)
+    Path(f"{sys.argv[2]}.{os.environ['RANK']}").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The recorded traces of the published code on several ranks: the same tokens, forward passes and winners."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from lopa_ascend import checkpoint
+from tests import golden
+from tests.dist import ranks
+
+CASES = [case for case in golden.CASES if case != golden.MASK_CHOSEN]
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(("tp", "bp"), [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (4, 2)])
+def test_all_cases(tp: int, bp: int, tmp_path: Path) -> None:
+    traces = {case: golden.read(case) for case in CASES}
+    by_model: dict[Path, list[str]] = {}
+    for case, trace in traces.items():
+        model = golden.model_path(trace)
+        if tp in checkpoint.open_checkpoint(model).config.tensor_parallel_sizes():
+            by_model.setdefault(model, []).append(case)
+    jobs = [
+        {
+            "model": str(model),
+            "options": {
+                "dtype": "float32",
+                "tensor_parallel_size": tp,
+                "branch_parallel_size": bp,
+                "enable_prefix_caching": False,
+                "agreement_interval": 1,
+            },
+            "requests": [
+                {"prompt": traces[case]["prompt_ids"], "params": asdict(golden.decoding_params(traces[case]))}
+                for case in cases
+            ],
+        }
+        for model, cases in by_model.items()
+    ]
+    assert len(jobs) >= 2
+    for cases, outputs in zip(by_model.values(), ranks.generate(tp * bp, jobs, tmp_path), strict=True):
+        for case, output in zip(cases, outputs, strict=True):
+            trace, expected = traces[case], golden.rounds(traces[case])
+            assert output["tokens"] == trace["output_ids"], case
+            assert output["forwards"] == trace["n_forward_rounds"], case
+            assert output["winners"] == [record["winner"] for record in expected], case
+            assert [[tuple(fill) for fill in fills] for fills in output["fills"]] == [
+                record["fills"] for record in expected
+            ], case
