@@ -186,7 +186,7 @@ class Engine:
         )
 
     def close(self, failure: str | None = None) -> None:
-        """Leaves the other ranks, if there are any, which end if it is because of a ``failure`` here. The engine is of no
+        """Leaves the other ranks, if there are any; they end if it is because of a ``failure`` here. The engine is of no
         use any more."""
         self.mesh.close(failure)
 

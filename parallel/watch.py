@@ -151,8 +151,8 @@ class Watch:
         return watch
 
     def close(self, failure: str | None = None) -> None:
-        """Ends the watch with a goodbye, or with the ``failure`` for which this rank leaves the others; does nothing the
-        second time. A failure seen before is still reported."""
+        """Ends the watch with a goodbye, or with the ``failure`` for which this rank leaves the others; does nothing
+        the second time. A failure seen before is still reported."""
         if failure is not None:
             self._last_words = _FAILED + failure.encode()
         self._close.close()  # the other end of the pair wakes the thread

@@ -2,7 +2,7 @@
 
 python -m scripts.judge                                  every judge, each with a server of its own
 python -m scripts.judge faults --hostile 500             one of them, shorter
-python -m scripts.judge schema --url http://host:8000    a server that runs already (not with kill and soak)
+python -m scripts.judge schema --url http://host:8000    a server that runs already (not with kill, ranks and soak)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from scripts.judge.report import Options, Report
 
-JUDGES = ("schema", "accuracy", "load", "faults", "kill", "soak")
+JUDGES = ("schema", "accuracy", "load", "faults", "kill", "ranks", "soak")
 """Modules of this package, each with a function ``judge(options, report)``."""
 HELP = {
     "examples": "schema: examples an endpoint",
