@@ -186,8 +186,8 @@ class Engine:
         )
 
     def close(self, failure: str | None = None) -> None:
-        """Leaves the other ranks, if there are any; they end if it is because of a ``failure`` here. The engine is of no
-        use any more."""
+        """Leaves the other ranks, if there are any; they end if it is because of a ``failure`` here. The engine is of
+        no use any more."""
         self.mesh.close(failure)
 
     # ---- pieces ----------------------------------------------------------------------------------------------------

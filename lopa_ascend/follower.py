@@ -29,9 +29,11 @@ def run(config: EngineConfig) -> int:
     mesh = Mesh.join(config, Meeting.from_environment(), leave)
     try:
         engine = Engine(config, mesh)
-    except (ValueError, OSError):  # rank 0 says it
-        mesh.close()
-        return 1
+    except BaseException as error:
+        mesh.close(f"it could not start ({type(error).__name__})")
+        if mesh.refused:  # rank 0 says it
+            return 1
+        raise
     follow(engine)
     mesh.close()
     return 0

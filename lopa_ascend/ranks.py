@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 from types import TracebackType
 
 import msgspec
@@ -186,7 +187,7 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         process.stdin.close()
 
 
-def start_local_ranks(config: EngineConfig) -> LeadingEngine:
+def start_local_ranks(config: EngineConfig) -> Engine:
     """Starts the other ranks as processes of this machine, and leads them.
 
     Raises:
@@ -197,7 +198,7 @@ def start_local_ranks(config: EngineConfig) -> LeadingEngine:
     meeting = Meeting.on_this_machine(0, config.world_size, store.port)
     with _Followers(config, store.port) as followers:
         mesh = Mesh.join(config, meeting, lambda message: None, store, followers.check)
-        return LeadingEngine(config, mesh, followers.processes)
+        return _begin(partial(LeadingEngine, followers=followers.processes), config, mesh)
 
 
 def lead(config: EngineConfig, on_failure: Callable[[str], None]) -> Engine:
@@ -209,7 +210,7 @@ def lead(config: EngineConfig, on_failure: Callable[[str], None]) -> Engine:
     """
     if config.world_size == 1:
         return Engine(config)
-    return LeadingEngine(config, Mesh.join(config, Meeting.from_environment(), on_failure))
+    return _begin(LeadingEngine, config, Mesh.join(config, Meeting.from_environment(), on_failure))
 
 
 def start_engine(config: EngineConfig) -> Engine:
@@ -223,4 +224,13 @@ def start_engine(config: EngineConfig) -> Engine:
         return Engine(config)
     if rank_in_environment() is None:
         return start_local_ranks(config)
-    return Engine(config, Mesh.join(config, Meeting.from_environment(), lambda message: None))
+    return _begin(Engine, config, Mesh.join(config, Meeting.from_environment(), lambda message: None))
+
+
+def _begin(kind: Callable[[EngineConfig, Mesh], Engine], config: EngineConfig, mesh: Mesh) -> Engine:
+    """The engine, or a mesh that was left for the failure to make it."""
+    try:
+        return kind(config, mesh)
+    except BaseException as error:
+        mesh.close(f"it could not start ({type(error).__name__})")
+        raise

@@ -61,6 +61,7 @@ class Mesh:
 
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
+        self.refused = False
         self.ledger = Ledger()
         self.tp = self.bp = self.world = Group(ledger=self.ledger)
         self._failure = _Failure()
@@ -92,9 +93,10 @@ class Mesh:
         mesh._timeout = timedelta(seconds=config.distributed_timeout_seconds)
         try:
             mesh._connect(config, meeting, on_failure, store, check)
-        except RankError:
-            raise
-        except RuntimeError as error:
+        except BaseException as error:
+            mesh.close("it could not join")
+            if isinstance(error, RankError) or not isinstance(error, RuntimeError):
+                raise
             raise RankError(f"rank {mesh.rank}: the ranks did not meet: {error}") from error
         return mesh
 
@@ -108,9 +110,9 @@ class Mesh:
     ) -> None:
         if meeting.local:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-        self._owns_processes = store is not None
-        if self._owns_processes and dist.is_initialized():
+        if store is not None and dist.is_initialized():
             raise RankError("torch.distributed is in use in this process; close() the other engine first")
+        self._owns_processes = store is not None
         if not dist.is_initialized():
             if store is None:
                 store, _, _ = next(rendezvous("env://", timeout=START_TIMEOUT))
@@ -170,7 +172,8 @@ class Mesh:
     # ---- the start -------------------------------------------------------------------------------------------------
 
     def refuse_together(self, error: Exception | None) -> None:
-        """Every rank says what keeps it from serving, if anything does, and none goes on if one cannot.
+        """Every rank says what keeps it from serving, if anything does, and none goes on if one cannot; ``refused`` is
+        set then.
 
         Raises:
             StartError: another rank said so, which the message names. Its own ``error`` each rank raises itself.
@@ -179,6 +182,7 @@ class Mesh:
             assert self._store is not None
             self._store.set(f"refusal/{self.rank}", "" if error is None else str(error))
             said = [self._read(f"refusal/{rank}") for rank in range(self.size)]
+            self.refused = any(said)
             for rank, message in enumerate(said):
                 if error is None and message:
                     raise StartError(f"{self.name(rank)}: {message}")
