@@ -1,0 +1,315 @@
+"""The ranks of scripts.bench_parallel: how they are started, and what each of them runs and notes.
+
+`run` starts `python -m scripts.bench_ranks JOB OUT` once a rank, with one thread each, and gives back what they noted.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import msgspec
+from tqdm import tqdm
+
+from lopa_ascend import LLM
+from lopa_ascend.config import DecodingParams, EngineConfig
+from lopa_ascend.engine import Engine
+from lopa_ascend.parallel.launch import Meeting, free_port, leave
+from lopa_ascend.parallel.mesh import Mesh
+from lopa_ascend.ranks import LeadingEngine, follow
+from lopa_ascend.runner import SCORE_ROWS
+from lopa_ascend.types import SequencePlan, Traffic
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class TrafficJob(msgspec.Struct, tag=True):
+    """Decode the requests together, as a server does: rank 0 leads. Every rank notes a list of Step."""
+
+    config: EngineConfig
+    requests: list[tuple[list[int], DecodingParams]]
+
+
+class ScalingJob(msgspec.Struct, tag=True):
+    """Decode the prompt ``repetitions`` times in each way that RankTimes names; every rank notes its RankTimes. With
+    ``alone`` False it is only decoded by all together."""
+
+    config: EngineConfig
+    prompt: list[int]
+    params: DecodingParams
+    repetitions: int
+    alone: bool
+
+
+Job = TrafficJob | ScalingJob
+
+
+def run(job: Job, kind: Any) -> list[Any]:
+    """What each rank has noted, as ``kind``.
+
+    Raises:
+        RuntimeError: a rank failed; its stderr says why.
+    """
+    size, port = job.config.world_size, free_port()
+    with tempfile.TemporaryDirectory() as directory:
+        task, out = Path(directory) / "job", Path(directory) / "out"
+        task.write_bytes(msgspec.msgpack.encode(job))
+        processes = []
+        for rank in range(size):
+            environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+            environment |= Meeting.on_this_machine(rank, size, port).environment()
+            command = [sys.executable, "-m", "scripts.bench_ranks", str(task), f"{out}.{rank}"]
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=environment))
+        _wait(processes)
+        return [msgspec.msgpack.decode(Path(f"{out}.{rank}").read_bytes(), type=kind) for rank in range(size)]
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """For all; ends the others if one fails."""
+    try:
+        while any(process.poll() is None for process in processes):
+            time.sleep(0.05)
+            failed = [rank for rank, process in enumerate(processes) if process.poll()]
+            if failed:
+                raise RuntimeError(f"rank {failed[0]} ended with status {processes[failed[0]].returncode}")
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+# ---- traffic -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one rank sent in one step, and what the step was about: the ``plans`` of its sequences, the ``tokens`` that
+    this rank computed and how many of them it wanted hidden states of (``rows``), and [rows, float32 columns] of each
+    message about its part of the vocabulary."""
+
+    traffic: list[Traffic]
+    plans: list[SequencePlan]
+    tokens: int = 0
+    rows: int = 0
+    scored: list[tuple[int, int]] = field(default_factory=list)
+
+    def sent(self, purpose: str) -> Traffic:
+        return next((traffic for traffic in self.traffic if traffic.purpose == purpose), Traffic(purpose, 0, 0))
+
+
+class Recorder:
+    """Notes every step of an engine."""
+
+    def __init__(self, engine: Engine):
+        self.steps: list[Step] = []
+        self._engine, self._sent = engine, engine.mesh.traffic()
+        self._plans: list[SequencePlan] = []
+        self._tokens, self._rows = 0, 0
+        self._scored: list[tuple[int, int]] = []
+        runner = engine.runner
+        _look(runner, "exchange", self._exchanging)
+        _look(runner.model, "forward", self._computing)
+        _look(runner, "_score", self._scoring)
+        step = engine.step
+
+        def recorded() -> Any:
+            updates = step()
+            self._close()
+            return updates
+
+        engine.step = recorded  # type: ignore[method-assign]
+
+    def _exchanging(self, plans: Sequence[SequencePlan], *_: object) -> None:
+        self._plans = list(plans)
+
+    def _computing(self, inputs: Any, *_: object) -> None:
+        self._tokens, self._rows = len(inputs.tokens), len(inputs.rows)
+
+    def _scoring(self, rows: Any, scoring: Any, *_: object) -> None:
+        # A last chunk of one row is scored as two; a token and its logit follow the columns (see shard_scores).
+        self._scored.append((len(rows) + (len(rows) % SCORE_ROWS == 1), len(scoring.columns) + 2))
+
+    def _close(self) -> None:
+        before, self._sent = {t.purpose: t for t in self._sent}, self._engine.mesh.traffic()
+        traffic = []
+        for now in self._sent:
+            then = before.get(now.purpose, Traffic(now.purpose, 0, 0))
+            if now.calls > then.calls:
+                traffic.append(Traffic(now.purpose, now.calls - then.calls, now.num_bytes - then.num_bytes))
+        self.steps.append(Step(traffic, self._plans, self._tokens, self._rows, self._scored))
+        self._plans, self._tokens, self._rows, self._scored = [], 0, 0, []
+
+
+def _look(owner: Any, name: str, look: Callable[..., None]) -> None:
+    """Shows the arguments of each call of a method to ``look`` first."""
+    call = getattr(owner, name)
+
+    def watched(*args: Any) -> Any:
+        look(*args)
+        return call(*args)
+
+    setattr(owner, name, watched)
+
+
+def traffic(job: TrafficJob) -> list[Step]:
+    """What this rank did, from the first step on."""
+    mesh = Mesh.join(job.config, Meeting.from_environment(), leave)
+    if mesh.rank:
+        engine = Engine(job.config, mesh)
+        recorder = Recorder(engine)
+        follow(engine)
+    else:
+        engine = LeadingEngine(job.config, mesh)
+        recorder = Recorder(engine)
+        for index, (prompt, params) in enumerate(job.requests):
+            engine.add(str(index), prompt, params)
+        with tqdm(total=len(job.requests), desc="problems", disable=None, leave=False) as bar:
+            while engine.has_work():
+                bar.update(sum(update.finish_reason is not None for update in engine.step()))
+    engine.close()
+    return recorder.steps
+
+
+# ---- scaling -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Decode:
+    """CPU seconds of one rank for one decode. ``total``: of all threads of its process. The others are of its main
+    thread, which computes everything and sleeps while it waits for another rank: of all that it did, and inside the
+    model's forward passes, the head with the scores, and the exchange between groups."""
+
+    total: float
+    main_thread: float
+    forward: float
+    scores: float
+    exchange: float
+    num_steps: int
+    token_ids: tuple[int, ...]
+
+    @property
+    def host(self) -> float:
+        """Of the main thread, all but forward passes, head and scores."""
+        return self.main_thread - self.forward - self.scores
+
+    @property
+    def rest(self) -> float:
+        """Of the host's work all but the exchange."""
+        return self.host - self.exchange
+
+    @property
+    def other_threads(self) -> float:
+        """gloo's, and torch's."""
+        return self.total - self.main_thread
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Seconds for which a rank did nothing but wait for another in a collective, and its CPU seconds meanwhile."""
+
+    wall: float
+    cpu: float
+
+
+@dataclass
+class RankTimes:
+    """``alone``: rank 0 decodes with one rank, ``waits``: while each other rank waits. ``side_by_side``: every rank
+    decodes with one rank, all at the same time. ``together``: all ranks make the one decode."""
+
+    alone: list[Decode] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
+    side_by_side: list[Decode] = field(default_factory=list)
+    together: list[Decode] = field(default_factory=list)
+
+
+@dataclass
+class _Spent:
+    """CPU seconds of the main thread inside some calls."""
+
+    seconds: float = 0.0
+
+    def wrap(self, owner: Any, name: str) -> None:
+        call = getattr(owner, name)
+
+        def timed(*args: Any) -> Any:
+            start = time.thread_time()
+            result = call(*args)
+            self.seconds += time.thread_time() - start
+            return result
+
+        setattr(owner, name, timed)
+
+
+class _Timed:
+    """A model whose decodes are timed. Positions that branches have in common are computed by each."""
+
+    def __init__(self, config: EngineConfig, size: int):
+        self.llm = LLM(
+            **{name: getattr(config, name) for name in EngineConfig.names()} | {"branch_parallel_size": size}
+        )
+        runner = self.llm.engine.runner
+        runner.placement = replace(runner.placement, sharing=False)
+        self._spent = {"forward": _Spent(), "scores": _Spent(), "exchange": _Spent()}
+        for name, owner, method in (
+            ("forward", runner.model, "forward"),
+            ("scores", runner, "_scores"),
+            ("exchange", runner, "exchange"),
+        ):
+            self._spent[name].wrap(owner, method)
+
+    def decode(self, job: ScalingJob) -> Decode:
+        before = {name: spent.seconds for name, spent in self._spent.items()}
+        start, thread = time.process_time(), time.thread_time()
+        output = self.llm.generate([job.prompt], job.params, quiet=True)[0]
+        total, thread = time.process_time() - start, time.thread_time() - thread
+        parts = {name: spent.seconds - before[name] for name, spent in self._spent.items()}
+        return Decode(total, thread, **parts, num_steps=output.num_forwards, token_ids=output.token_ids)
+
+
+def scaling(job: ScalingJob) -> RankTimes:
+    """This rank's times."""
+    times, size = RankTimes(), job.config.branch_parallel_size
+    several = _Timed(job.config, size)
+    single = _Timed(job.config, 1) if job.alone else None
+    mesh = several.llm.engine.mesh
+
+    def meet() -> None:
+        mesh.world.minimum(0, "meeting")
+
+    short = msgspec.structs.replace(job, params=replace(job.params, max_new_tokens=8))
+    for model in filter(None, (single, several)):
+        model.decode(short)  # first calls take longer
+    for _ in tqdm(range(job.repetitions), desc=f"bp {size}", disable=None if mesh.rank == 0 else True, leave=False):
+        meet()
+        if single is not None:
+            start, cpu = time.perf_counter(), time.process_time()
+            if mesh.rank == 0:
+                times.alone.append(single.decode(job))
+            meet()
+            if mesh.rank:
+                times.waits.append(Wait(time.perf_counter() - start, time.process_time() - cpu))
+            times.side_by_side.append(single.decode(job))
+            meet()
+        times.together.append(several.decode(job))
+    meet()
+    several.llm.close()
+    return times
+
+
+def main() -> None:
+    job = msgspec.msgpack.decode(Path(sys.argv[1]).read_bytes(), type=Job)
+    noted = traffic(job) if isinstance(job, TrafficJob) else scaling(job)
+    Path(sys.argv[2]).write_bytes(msgspec.msgpack.encode(noted))
+
+
+if __name__ == "__main__":
+    main()

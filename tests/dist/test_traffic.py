@@ -1,0 +1,78 @@
+"""What ranks send each other in every step, against what the step was about."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lopa_ascend import DecodingParams, checkpoint
+from lopa_ascend.config import EngineConfig
+from lopa_ascend.demo import DEMO_MODEL
+from lopa_ascend.types import SequencePlan
+from scripts.bench_parallel import Formulas, arrived, faults, prompts
+from scripts.bench_ranks import Step, TrafficJob, run
+
+pytestmark = pytest.mark.multirank
+
+INTERVAL = 4
+"""Steps between two comparisons of the ranks' decisions."""
+LOOKAHEADS = 4
+
+
+def recorded(tp: int, bp: int) -> list[list[Step]]:
+    """Every step of every rank: problems of both window modes, three at a time, whose branches bp does not divide."""
+    config = EngineConfig(
+        tensor_parallel_size=tp,
+        branch_parallel_size=bp,
+        enable_prefix_caching=False,
+        max_num_seqs=3,
+        agreement_interval=INTERVAL,
+        threads=1,
+    )
+    windows = ("block_causal", "block_causal", "full", "block_causal", "full")
+    requests = [
+        (prompt, DecodingParams(num_branches=LOOKAHEADS, max_new_tokens=80, window_attention=window))
+        for prompt, window in zip(prompts(DEMO_MODEL, len(windows)), windows, strict=True)
+    ]
+    ranks: list[list[Step]] = run(TrafficJob(config, requests), list[Step])
+    assert len(ranks) == tp * bp
+    for steps in ranks:
+        assert [step.plans for step in steps] == [step.plans for step in ranks[0]]
+        assert [step.sent("agreement").calls for step in steps] == [not i % INTERVAL for i in range(1, len(steps) + 1)]
+        assert sum(map(arrived, steps)) == 1
+        assert any(len(plan.rows) == 1 + LOOKAHEADS for step in steps for plan in step.plans)
+    return ranks
+
+
+def branches_bound(plan: SequencePlan, bp: int) -> int:
+    """12 bytes x positions of its active blocks x branches of a group."""
+    return 12 * (max(row.end for row in plan.rows) - plan.start - plan.commit) * math.ceil(len(plan.rows) / bp)
+
+
+@pytest.mark.parametrize(("tp", "bp"), [(1, 2), (2, 2)])
+def test_every_step_sends_what_the_formulas_say(tp: int, bp: int) -> None:
+    model = checkpoint.open_checkpoint(DEMO_MODEL).config
+    hidden, kv_position = 4 * model.hidden_size, 4 * 2 * model.num_layers * model.local_kv_heads(tp) * model.head_dim
+    steps = [step for rank in recorded(tp, bp) for step in rank]
+    second_phases = commits = 0
+    for step in steps:
+        sent = {purpose: step.sent(purpose) for purpose in ("layers", "embedding", "branches", "control", "kv")}
+        rows = 2 * (model.num_layers - 1) * step.tokens + 2 * step.rows  # in the last layer the wanted ones alone
+        assert sent["layers"].num_bytes == (hidden * rows if tp > 1 else 0)
+        assert sent["layers"].calls == (2 * model.num_layers if tp > 1 and step.tokens else 0)
+        assert sent["embedding"].num_bytes == (hidden * step.tokens if tp > 1 else 0)
+        bound = sum(branches_bound(plan, bp) for plan in step.plans)
+        assert sent["branches"].num_bytes <= bound
+        assert sent["branches"].calls <= 1
+        if not arrived(step):
+            assert sent["control"].num_bytes == 8 * sent["control"].calls <= 16  # a heartbeat may come before it
+            others = sent["control"].num_bytes + step.sent("agreement").num_bytes
+            assert sent["branches"].num_bytes + others <= bound + 256
+        committing = [plan for plan in step.plans if plan.commit and len(plan.rows) > 1]
+        full = [plan.commit for plan in committing if plan.winner_commits]
+        assert sent["kv"].num_bytes == sum(commit * kv_position + hidden for commit in full)
+        second_phases, commits = second_phases + len(full), commits + len(committing)
+    assert 0 < second_phases < commits
+    assert faults(Formulas(model, torch.float32, tp, bp), steps) == []
