@@ -27,6 +27,8 @@ def run(config: EngineConfig) -> int:
     from lopa_ascend.ranks import follow
 
     mesh = Mesh.join(config, Meeting.from_environment(), leave)
+    # torchrun sends it to every rank; rank 0 lets its requests end first, and the watch tells when it has.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         engine = Engine(config, mesh)
     except BaseException as error:

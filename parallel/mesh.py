@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import secrets
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -117,10 +118,7 @@ class Mesh:
             if store is None:
                 store, _, _ = next(rendezvous("env://", timeout=START_TIMEOUT))
             self._store = PrefixStore("lopa", store)
-            self._store.set(f"here/{self.rank}", "")
-            if self.rank == 0:
-                for rank in range(1, self.size):
-                    self._read(f"here/{rank}", check)
+            self._store = PrefixStore(self._meet(check), self._store)
             dist.init_process_group(
                 collective_backend(config.device),
                 store=PrefixStore("ranks", self._store),
@@ -138,19 +136,44 @@ class Mesh:
         self.bp, self.tp = (self._group(grid.get_group(name)) for name in ("bp", "tp"))
         self.world = self._group(dist.new_group(backend="gloo", timeout=START_TIMEOUT))
 
+    def _meet(self, check: Callable[[], None]) -> str:
+        """A name for this start that all its ranks know. torchrun's store outlives the ranks that it starts again, and
+        so does what they wrote: rank 0 names itself, the others tell that name their own, and a rank goes on when
+        rank 0 has read its name, not that of the one before it."""
+        assert self._store is not None
+        own = secrets.token_hex(8)
+        if self.rank == 0:
+            self._store.set("leader", own)
+            self._store.set(f"{own}/all", " ".join(self._read(f"{own}/{rank}", check) for rank in range(1, self.size)))
+            return own
+        leader = ""
+        for _ in self._waiting(f"rank 0 has not called for {START_TIMEOUT}"):
+            if leader and self._store.check([f"{leader}/all"]) and own in self._read(f"{leader}/all").split():
+                break
+            if (current := self._read("leader")) != leader:
+                leader = current
+                self._store.set(f"{leader}/{self.rank}", own)
+        return leader
+
     def _read(self, key: str, check: Callable[[], None] = lambda: None) -> str:
         """What a rank has written to the store, once it has."""
         assert self._store is not None
-        deadline = time.monotonic() + START_TIMEOUT.total_seconds()
-        while not self._store.check([key]):
+        for _ in self._waiting(f"nobody has said {key} for {START_TIMEOUT}"):
+            if self._store.check([key]):
+                break
             check()
-            if self.failure is not None:
-                raise RankError(self.failure)
-            if time.monotonic() > deadline:
-                raise RankError(f"nobody has said {key} for {START_TIMEOUT}")
-            time.sleep(POLL)
         text: str = self._store.get(key).decode()
         return text
+
+    def _waiting(self, complaint: str) -> Iterator[None]:
+        """Now and then, until the ranks have failed or for too long; raises RankError then."""
+        deadline = time.monotonic() + START_TIMEOUT.total_seconds()
+        while time.monotonic() < deadline:
+            yield
+            if self.failure is not None:
+                raise RankError(self.failure)
+            time.sleep(POLL)
+        raise RankError(complaint)
 
     def _group(self, process_group: dist.ProcessGroup) -> Group:
         rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
