@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# One server on one 910C node: ./scripts/launch_node.sh --help
+set -euo pipefail
+# shellcheck source=scripts/launch_common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/launch_common.sh"
+flag+=([bp]=4)
+
+usage() {
+    cat <<END
+One server on one 910C node, by default on all 16 dies: 4 branch parallel groups of 4 tensor parallel ranks.
+Checks the machine, then becomes torchrun, which starts the ranks and, when one ends, all of them again.
+
+usage: launch_node.sh [FLAGS] [-- FLAGS OF python -m lopa_ascend.serve]
+
+  launch_node.sh --model Dream-v0-Instruct-7B --lora-path D2F_Dream_Instruct_7B_Lora
+  launch_node.sh --model Dream-v0-Instruct-7B --bp 4 -- --num-branches 7      each group takes 2 of the 8 branches
+  ASCEND_RT_VISIBLE_DEVICES=8,9,10,11 launch_node.sh --bp 1 --port 8001 --master-port 29501
+  launch_node.sh --device cpu --tp 2 --bp 2                                   the bundled model, without an NPU
+
+$(flags_help)
+END
+}
+
+parse_flags "$@"
+choose_python
+preflight
+make_environment "${ASCEND_RT_VISIBLE_DEVICES-$(seq -s, 0 $((ranks - 1)))}"
+make_command "${flag[port]}" "${flag[master-port]}" --nnodes 1 --master-addr 127.0.0.1
+[[ -z $dry_run ]] || { show && exit; }
+exec env "${environment[@]}" "${command[@]}"

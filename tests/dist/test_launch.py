@@ -1,0 +1,123 @@
+"""The launch scripts on CPUs: one node, and two "nodes" that are both this machine."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.ports import free_ports
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = "Tom has 12 apples. Tom buys 35 more. How many apples does Tom have now?"
+
+pytestmark = pytest.mark.multirank
+
+
+class Launched:
+    """Processes that launch scripts have started, all of them known by a mark in their environment."""
+
+    def __init__(self) -> None:
+        self.port = free_ports(2)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.scripts: list[subprocess.Popen[bytes]] = []
+        self._mark = f"LAUNCH_TEST={uuid.uuid4()}"
+
+    def launch(self, name: str, *flags: str) -> None:
+        command = [str(ROOT / f"scripts/launch_{name}.sh"), "--device", "cpu", "--tp", "2", "--bp", "2"]
+        command += ["--port", str(self.port), "--master-port", str(self.port + 1), *flags]
+        name, _, value = self._mark.partition("=")
+        environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", name: value}
+        self.scripts.append(subprocess.Popen(command, env=environment, cwd=ROOT))
+
+    def processes(self) -> dict[int, str]:
+        """Command lines of all that still run."""
+        found = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if self._mark.encode() in (process / "environ").read_bytes().split(b"\0"):
+                    found[int(process.name)] = (process / "cmdline").read_text().replace("\0", " ")
+            except (OSError, ValueError):
+                continue
+        return found
+
+    def rank(self) -> int:
+        """The process of some rank that is not 0."""
+        return next(pid for pid, command in self.processes().items() if "lopa_ascend.follower" in command)
+
+    def is_healthy(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def await_health(self, wanted: bool, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self.is_healthy() is not wanted:
+            assert time.monotonic() < deadline, f"/health did not become {wanted} in {seconds} s"
+            time.sleep(0.05)
+
+    def answer(self) -> str:
+        body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 64}
+        response = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=60)
+        text: str = response.raise_for_status().json()["choices"][0]["message"]["content"]
+        return text
+
+    def end(self) -> None:
+        """As an operator does it, who stops the script on every node."""
+        for script in self.scripts:
+            script.send_signal(signal.SIGTERM)
+        for script in self.scripts:
+            script.wait(timeout=30)
+
+
+@pytest.fixture
+def launched() -> Iterator[Launched]:
+    servers = Launched()
+    try:
+        yield servers
+    finally:
+        for pid in servers.processes():
+            os.kill(pid, signal.SIGKILL)
+        for script in servers.scripts:
+            script.wait()
+
+
+def test_one_node_answers_comes_back_and_ends(launched: Launched):
+    launched.launch("node")
+    launched.await_health(True, 120)
+    text = launched.answer()
+    assert "47" in text
+    os.kill(launched.rank(), signal.SIGKILL)
+    launched.await_health(False, 5)
+    launched.await_health(True, 120)
+    assert launched.answer() == text
+    launched.end()
+    assert launched.processes() == {}
+
+
+def test_two_nodes_answer_and_end(launched: Launched):
+    for rank in ("0", "1"):
+        launched.launch("cluster", "--node-rank", rank, "--master-addr", "127.0.0.1", "--interface", "lo")
+    launched.await_health(True, 120)
+    assert "47" in launched.answer()
+    assert sum("lopa_ascend.follower" in command for command in launched.processes().values()) == 3
+    launched.end()
+    assert launched.processes() == {}
+
+
+def test_replicas_answer_and_end(launched: Launched):
+    launched.port = free_ports(4)
+    launched.launch("replicas", "--replicas", "2", "--bp", "1", "--master-port", str(launched.port + 2))
+    for port in (launched.port + 1, launched.port):
+        launched.url = f"http://127.0.0.1:{port}"
+        launched.await_health(True, 120)
+        assert "47" in launched.answer()
+    launched.end()
+    assert launched.processes() == {}

@@ -1,0 +1,220 @@
+"""Every check before a launch, on directories made for it."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lopa_ascend.demo import DEMO_MODEL
+from scripts import preflight
+from scripts.preflight import Launch
+from tests.ports import free_ports, listening
+
+ROOT = Path(__file__).resolve().parents[2]
+NODE = Launch(device="npu", tp=4, bp=4)
+
+
+def told(findings: Iterator[preflight.Finding]) -> list[str]:
+    return [str(finding) for finding in findings]
+
+
+@pytest.mark.parametrize(
+    ("dies", "visible", "launch", "lines"),
+    [
+        (0, None, NODE, ["FAIL  devices: {dev} has no davinciN; install the driver, or start the container with its"]),
+        (16, None, NODE, ["ok    devices: dies 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15 of 16"]),
+        (8, None, NODE, ["FAIL  devices: 16 ranks on as many dies, but {dev} has 8; lower --bp"]),
+        (16, "0-15", NODE, ["FAIL  devices: ASCEND_RT_VISIBLE_DEVICES is '0-15'; give numbers and commas alone"]),
+        (16, "0, 1", NODE, ["FAIL  devices: ASCEND_RT_VISIBLE_DEVICES is '0, 1'; give numbers and commas alone"]),
+        (16, "0,1", replace(NODE, tp=1, bp=3), ["FAIL  devices: ASCEND_RT_VISIBLE_DEVICES names 2 dies for 3 ranks"]),
+        (16, "1,0", replace(NODE, tp=1, bp=2), ["FAIL  devices: ASCEND_RT_VISIBLE_DEVICES is 1,0, but CANN takes"]),
+        (16, "1,1", replace(NODE, tp=1, bp=2), ["FAIL  devices: ASCEND_RT_VISIBLE_DEVICES is 1,1, but CANN takes"]),
+        (
+            4,
+            "3,4",
+            replace(NODE, tp=1, bp=2),
+            ["FAIL  devices: ASCEND_RT_VISIBLE_DEVICES names die 4, but {dev} has 4"],
+        ),
+        (16, "3,4,8", replace(NODE, tp=1, bp=3), ["ok    devices: dies 3, 4, 8 of 16"]),
+        (
+            16,
+            "3,4,6,7",
+            replace(NODE, tp=2, bp=2),
+            [
+                "ok    devices: dies 3, 4, 6, 7 of 16",
+                "note  devices: neighbours in a TP group that are on different packages: 3 and 4",
+            ],
+        ),
+        (
+            16,
+            None,
+            replace(NODE, bp=1, replicas=4),
+            ["ok    devices: dies 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13"],
+        ),
+        (16, None, replace(NODE, bp=8, nnodes=2), ["ok    devices: dies 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13"]),
+    ],
+)
+def test_devices(tmp_path: Path, dies: int, visible: str | None, launch: Launch, lines: list[str]):
+    for die in range(dies):
+        (tmp_path / f"davinci{die + 100}").touch()  # a container's may have any numbers
+    (tmp_path / "davinci_manager").touch()
+    found = told(preflight.check_devices(launch, tmp_path, visible))
+    assert len(found) == len(lines)
+    for line, beginning in zip(found, lines, strict=True):
+        assert line.startswith(beginning.format(dev=tmp_path))
+
+
+def test_cann(tmp_path: Path):
+    remedy = "; source CANN's set_env.sh, e.g. /usr/local/Ascend/cann/set_env.sh"
+    assert told(preflight.check_cann(None)) == ["FAIL  CANN: ASCEND_HOME_PATH is not set" + remedy]
+    (tmp_path / "lib64").mkdir()
+    (tmp_path / "lib64/libascendcl.so").touch()
+    assert told(preflight.check_cann(tmp_path)) == [f"FAIL  CANN: {tmp_path}/lib64 has no libhccl.so{remedy}"]
+    (tmp_path / "lib64/libhccl.so").touch()
+    assert told(preflight.check_cann(tmp_path)) == [f"ok    CANN: {tmp_path}, version unknown"]
+    (tmp_path / "aarch64-linux").mkdir()
+    info = "package_name=Ascend-cann-toolkit\ninnerversion=V100R001\nversion=9.1.0\n"
+    (tmp_path / "aarch64-linux/ascend_toolkit_install.info").write_text(info)
+    assert told(preflight.check_cann(tmp_path)) == [f"ok    CANN: {tmp_path}, version 9.1.0"]
+
+
+@pytest.mark.parametrize(
+    ("torch", "torch_npu", "cann", "line"),
+    [
+        ("2.10.0+cpu", "2.10.0.post4", "9.1.0", "ok    versions: torch 2.10.0 and torch_npu 2.10.0.post4"),
+        ("2.10.0", "2.9.0.post6", "9.1.0", "FAIL  versions: torch 2.10.0 and torch_npu 2.9.0.post6 do not go together"),
+        ("2.10.0", "2.10.1", "9.1.0", "FAIL  versions: torch 2.10.0 and torch_npu 2.10.1 do not go together"),
+        ("2.8.0", "2.8.0", "8.3.0", "ok    versions: torch 2.8.0 and torch_npu 2.8.0"),
+        (
+            "2.8.0",
+            "2.8.0",
+            "8.2.RC1",
+            "FAIL  versions: torch 2.8.0 and torch_npu 2.8.0 are made for CANN 8.3.RC1, and 8.2",
+        ),
+        (
+            "2.8.0",
+            "2.8.0",
+            "8.5.0",
+            "note  versions: torch 2.8.0 and torch_npu 2.8.0 are made for CANN 8.3.RC1; 8.5.0 is",
+        ),
+        ("2.8.0", "2.8.0", None, "note  versions: torch 2.8.0 and torch_npu 2.8.0 are made for CANN 8.3.RC1"),
+        ("2.13.0", "2.13.0", "9.1.0", "note  versions: torch 2.13.0 and torch_npu 2.13.0: not known which CANN"),
+    ],
+)
+def test_versions(torch: str, torch_npu: str, cann: str | None, line: str):
+    installed = {"lopa-dist-ascend": "0.1.0", "torch": torch, "torch_npu": torch_npu}
+    (found,) = told(preflight.check_versions(installed, cann))
+    assert found.startswith(line)
+
+
+def test_missing_distributions():
+    (found,) = told(preflight.check_versions({"torch": "2.10.0"}, "9.1.0"))
+    assert found.startswith(f"FAIL  versions: {sys.executable} has no lopa-dist-ascend and no torch_npu; install there")
+
+
+def test_a_checkout_is_no_installation(tmp_path: Path):
+    for name in ("site/torch_npu-2.10.0.post4", "checkout/lopa_dist_ascend-0.1.0", "checkout/torch-2.10.0"):
+        folder = tmp_path / f"{name}.dist-info"
+        folder.mkdir(parents=True)
+        distribution, _, version = folder.stem.partition("-")
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+    path, checkout = [str(tmp_path / "checkout"), str(tmp_path / "site")], tmp_path / "checkout"
+    assert preflight.installed_versions(path, checkout) == {"torch_npu": "2.10.0.post4"}
+    assert preflight.installed_versions(path, tmp_path).keys() == {"lopa-dist-ascend", "torch", "torch_npu"}
+
+
+def test_ports(tmp_path: Path):
+    free = free_ports(4)
+    launch = Launch(device="cpu", tp=1, bp=1, replicas=2, port=free, master_port=free + 2)
+    free_lines = [f"127.0.0.1:{free}", f"127.0.0.1:{free + 1}", f"{free + 2}", f"{free + 3}"]
+    assert told(preflight.check_network(launch, tmp_path)) == [f"ok    network: {port} is free" for port in free_lines]
+    last = replace(launch, port=65535, master_port=65535)
+    assert all(":65535" in line or " 65535" in line for line in told(preflight.check_network(last, tmp_path)))
+    with listening() as port:
+        busy = replace(launch, replicas=1, master_port=port)  # on one address, but the ranks meet on all
+        remedy = "(Address already in use); end what does, or move --master-port"
+        assert f"FAIL  network: cannot listen on {port} {remedy}" in told(preflight.check_network(busy, tmp_path))
+        other_node = replace(busy, nnodes=2, node_rank=1)
+        assert told(preflight.check_network(other_node, tmp_path)) == []
+    (not_ours,) = told(preflight.check_network(replace(launch, replicas=1, host="192.0.2.1"), tmp_path))[:1]
+    assert not_ours.startswith(f"FAIL  network: cannot listen on 192.0.2.1:{free} (")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A Dream of 28 heads with weights in two files, whose content nobody reads."""
+    path = tmp_path / "model"
+    path.mkdir()
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    config |= {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18944}
+    (path / "config.json").write_text(json.dumps(config))
+    weight_map = {"a": "model-00001.safetensors", "b": "model-00002.safetensors"}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    for file in weight_map.values():
+        (path / file).touch()
+    return path
+
+
+def check_model(model: Path, **changes: object) -> list[str]:
+    launch = Launch(device="cpu", tp=2, bp=1, model=model)
+    return told(preflight.check_model(replace(launch, **changes)))  # type: ignore[arg-type]
+
+
+def test_a_model_that_is_whole(model: Path):
+    assert check_model(model) == [f"ok    model: {model}", "ok    model: tp 2 splits 28 query and 4 KV heads"]
+    assert check_model(DEMO_MODEL) == [f"ok    model: {DEMO_MODEL}", "ok    model: tp 2 splits 4 query and 2 KV heads"]
+
+
+WHOLE = "give a whole Hugging Face directory of a Dream model"
+DOWNLOAD = "finish its download, or let this user read it"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "line"),
+    [
+        ("model-00002.safetensors", None, "{}/model-00002.safetensors is not there or cannot be read; " + DOWNLOAD),
+        ("model.safetensors.index.json", None, "{}/model.safetensors is not there or cannot be read; " + DOWNLOAD),
+        ("model.safetensors.index.json", "{}", "{}/model.safetensors.index.json: has no weight_map; " + WHOLE),
+        ("model.safetensors.index.json", "[]", "{}/model.safetensors.index.json: is not a JSON object; " + WHOLE),
+        ("config.json", None, "{}/config.json: No such file or directory; " + WHOLE),
+        ("config.json", "{", "{}/config.json: is not JSON: Expecting property name enclosed in double quotes"),
+        ("config.json", "{}", "{}/config.json: model_type is None, expected 'Dream'; " + WHOLE),
+    ],
+)
+def test_a_model_that_is_not_whole(model: Path, file: str, content: str | None, line: str):
+    if content is None:
+        (model / file).unlink()
+    else:
+        (model / file).write_text(content)
+    (found,) = [line for line in check_model(model) if not line.startswith("ok")]
+    assert found.startswith("FAIL  model: " + line.replace("{}", str(model)))
+
+
+def test_a_model_that_tp_does_not_split(model: Path):
+    reason = "tp 7 does not split a model with 28 query and 4 KV heads; choose --tp from 1, 2, 4"
+    assert check_model(model, tp=7) == [f"ok    model: {model}", f"FAIL  model: {reason}"]
+
+
+def test_an_adapter_that_is_not_there(model: Path, tmp_path: Path):
+    names = ("adapter_config.json", "adapter_model.safetensors")
+    missing = [f"FAIL  model: {tmp_path / name} is not there or cannot be read; {DOWNLOAD}" for name in names]
+    assert check_model(model, lora_path=tmp_path)[:-1] == missing
+    for name in names:
+        (tmp_path / name).touch()
+    assert check_model(model, lora_path=tmp_path)[0] == f"ok    model: {model}"
+
+
+def test_the_checks_bring_no_torch():
+    code = (
+        "import runpy, sys\n"
+        "main = runpy.run_path('scripts/preflight.py')['main']\n"
+        "sys.argv[1:] = ['--device', 'npu', '--tp', '1', '--bp', '1', '--port', '1']\n"
+        "main()\n"
+        "print([name for name in ('torch', 'torch_npu') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
