@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -39,9 +40,14 @@ class Ops(Protocol):
     """
 
     gathered_bytes: int
+    device: torch.device
+
+    def stored(self, weight: Tensor) -> Tensor:
+        """A linear layer's weight [out, in] as this device wants it in ``linear``."""
+        ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, in], weight [out, in] -> [T, out]. A row's result does not depend on the other rows."""
+        """x [T, in], weight as ``stored`` gave it -> [T, out]. A row's result does not depend on the other rows."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -52,8 +58,12 @@ class Ops(Protocol):
         """(norm(x + residual), x + residual); may write into either argument."""
         ...
 
+    def rope_tables(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines float32 [positions, D / 2] of all positions as ``rope`` wants those of some."""
+        ...
+
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotates the halves of every head: x [T, heads, D], cos and sin [T, 1, D / 2]."""
+        """Rotates the halves of every head of x [T, heads, D] by the tables' rows [T, ...] of its positions."""
         ...
 
     def swiglu(self, gate_up: Tensor) -> Tensor:

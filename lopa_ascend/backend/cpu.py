@@ -153,6 +153,10 @@ class CpuOps:
         keep_freed_memory()
         self._emulated = emulated_dtypes()
         self.gathered_bytes = 0
+        self.device = torch.device("cpu")
+
+    def stored(self, weight: Tensor) -> Tensor:
+        return weight
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         rows = x.shape[0]
@@ -168,6 +172,10 @@ class CpuOps:
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total = residual.add_(x)
         return self.rms_norm(total, weight, eps), total
+
+    def rope_tables(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """[positions, 1, D / 2] each."""
+        return cos.to(dtype)[:, None], sin.to(dtype)[:, None]
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         half = x.shape[-1] // 2

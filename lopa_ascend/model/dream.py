@@ -20,6 +20,9 @@ from lopa_ascend.backend import Entries, Ops
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.parallel.collectives import ALONE, Group
 
+LINEAR = ("qkv.weight", "o.weight", "gate_up.weight", "down.weight", "head.weight")
+"""Endings of the names of linear layers' weights."""
+
 
 @dataclass(frozen=True)
 class ForwardInputs:
@@ -45,8 +48,10 @@ class Dream:
     """
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], ops: Ops, tp: Group = ALONE):
-        self.config, self.weights, self.ops, self.tp = config, weights, ops, tp
-        self.head = weights["embed.weight" if config.tie_word_embeddings else "head.weight"]
+        self.config, self.ops, self.tp = config, ops, tp
+        self.weights = {name: ops.stored(w) if name.endswith(LINEAR) else w for name, w in weights.items()}
+        tied = config.tie_word_embeddings
+        self.head = ops.stored(weights["embed.weight"]) if tied else self.weights["head.weight"]
         self.num_heads, self.num_kv_heads = config.local_heads(tp.size), config.local_kv_heads(tp.size)
         shard = config.vocab_shard(tp.size)
         self.first_token = tp.rank * shard
@@ -57,7 +62,7 @@ class Dream:
             torch.arange(config.max_position_embeddings, dtype=torch.float32, device=device),
             config.rope_theta ** -(half / config.head_dim),
         )
-        self.cos, self.sin = angles.cos().to(dtype)[:, None], angles.sin().to(dtype)[:, None]  # [positions, 1, D / 2]
+        self.cos, self.sin = ops.rope_tables(angles.cos(), angles.sin(), dtype)
 
     def forward(self, inputs: ForwardInputs, k_caches: Tensor, v_caches: Tensor) -> Tensor:
         """Final normed hidden states [R, hidden] of ``inputs.rows``; writes keys and values to the caches
