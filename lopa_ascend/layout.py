@@ -172,9 +172,9 @@ def _writes(share: Share, pages: SequenceStep, flat: Sequence[Indices]) -> tuple
 
 
 def _page_tables(tables: Sequence[Sequence[int]], kv_lengths: Sequence[int]) -> torch.Tensor:
-    """int64 [entries, pages]; columns behind an entry's own pages repeat its last one."""
+    """int32 [entries, pages]; columns behind an entry's own pages repeat its last one."""
     width = -(-max(kv_lengths) // PAGE_SIZE)
-    out = np.empty((len(tables), width), dtype=np.int64)
+    out = np.empty((len(tables), width), dtype=np.int32)
     for row, table in zip(out, tables, strict=True):
         pages = table[:width]
         row[: len(pages)] = pages

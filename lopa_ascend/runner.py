@@ -10,7 +10,8 @@ probability, confidence) tells every rank what all of them say, and every rank g
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -143,7 +144,7 @@ class Runner:
         message[: counts[self.bp.rank]] = np.concatenate(own)
         gathered = np.broadcast_to(message, (self.bp.size, *message.shape))
         if message.size:
-            gathered = self.bp.all_gather(torch.from_numpy(message), "branches").numpy()
+            gathered = self.bp.all_gather(self._put(message), "branches").cpu().numpy()
         tokens = gathered[..., 0].tolist()
         probs, confidences = (gathered[..., column].copy().view(np.float32).tolist() for column in (1, 2))
         read = [0] * self.bp.size
@@ -173,12 +174,12 @@ class Runner:
         own = [part.predictions.tokens[part.predictions.tokens >= 0] for part in layout.parts]
         wanted = [rows for part, tokens in zip(layout.parts, own, strict=True) for rows in (tokens, part.commits)]
         inputs = ForwardInputs(
-            tokens=torch.from_numpy(layout.tokens),
-            positions=torch.from_numpy(layout.positions),
-            slots=torch.from_numpy(layout.slots),
-            source=torch.from_numpy(layout.source),
-            entries=layout.entries,
-            rows=torch.from_numpy(np.concatenate(wanted)),
+            tokens=self._put(layout.tokens),
+            positions=self._put(layout.positions),
+            slots=self._put(layout.slots),
+            source=self._put(layout.source),
+            entries=replace(layout.entries, page_tables=layout.entries.page_tables.to(self.ops.device)),
+            rows=self._put(np.concatenate(wanted)),
         )
         hidden = self.model.forward(inputs, self.pool.k, self.pool.v).split([len(rows) for rows in wanted])
         predicting = []
@@ -219,7 +220,7 @@ class Runner:
     def _send(self, table: Sequence[int], begin: int, end: int, group: int, last: Tensor) -> Tensor:
         """Gives the keys and values of the positions [begin, end) in a slot's table of ``group``, and the final hidden
         state ``last`` [1, hidden] there, to all groups; returns that hidden state [hidden]."""
-        at = torch.from_numpy(locations(table, begin, end))
+        at = self._put(locations(table, begin, end))
         values = self.ops.kv_read(self.pool.caches, at)
         hidden = last[0] if self.bp.rank == group else values.new_empty(self.model.config.hidden_size)
         message = torch.cat([values.flatten(), hidden])
@@ -232,8 +233,11 @@ class Runner:
         """Copies keys and values of the positions [begin, end) from one page table's pages to another's."""
         if source != target and begin < end:
             self.copied_positions += end - begin
-            at = (torch.from_numpy(locations(table, begin, end)) for table in (source, target))
+            at = (self._put(locations(table, begin, end)) for table in (source, target))
             self.ops.kv_copy(self.pool.caches, *at)
+
+    def _put(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self.ops.device)
 
     def _scores(
         self, rows: Sequence[Tensor], sequences: Sequence[SequenceState], parts: Sequence[Part]
@@ -255,7 +259,7 @@ class Runner:
         return out
 
     def _score(self, rows: Tensor, scoring: Scoring, positions: Indices, round_: int) -> NDArray[np.int32]:
-        num_rows, where = len(rows), torch.from_numpy(positions)
+        num_rows, where = len(rows), self._put(positions)
         if not num_rows:
             return np.empty((0, 3), np.int32)
         if num_rows % SCORE_ROWS == 1:  # a row by itself is summed by several threads, in another order
@@ -273,7 +277,7 @@ class Runner:
             stats = tp.all_gather(torch.cat([stats for stats, _ in local]), "vocabulary")
             merged = [merge_scores(stats, scoring, where, round_)]
         tokens, probs, confidences, finite = (
-            torch.cat(column)[:num_rows].numpy() for column in zip(*merged, strict=True)
+            torch.cat(column)[:num_rows].cpu().numpy() for column in zip(*merged, strict=True)
         )
         bits = (np.ascontiguousarray(column, np.float32).view(np.int32) for column in (probs, confidences))
         scored: NDArray[np.int32] = np.stack([np.where(finite, tokens, -1).astype(np.int32), *bits], axis=1)

@@ -18,7 +18,7 @@ class Entries:
     """Attention units: entry i is ``lengths[i]`` queries that see the first ``kv_lengths[i]`` positions of the pages
     ``page_tables[i]`` and nothing else; so there is no mask.
 
-    Query spans tile the step's tokens in order. ``page_tables`` is int64 [entries, pages]; columns behind an entry's
+    Query spans tile the step's tokens in order. ``page_tables`` is int32 [entries, pages]; columns behind an entry's
     own pages repeat a valid page. ``sequences[i]`` is the index of entry i's sequence in the step. ``prefixes`` has for
     every sequence the number of its first positions that are the same in all its entries, the committed ones: keys and
     values there are equal whichever entry's pages they are read through, and every entry sees at least one position

@@ -112,7 +112,7 @@ def plan_attention(entries: Entries, kv_heads: int, page_size: int) -> Attention
 def flat_positions(page_tables: Tensor, begins: Sequence[int], count: int, page_size: int) -> Tensor:
     """Flat cache positions of ``count`` positions from ``begins[i]`` on in page table i, int64 [tables, count]."""
     positions = torch.tensor(begins)[:, None] + torch.arange(count)
-    return page_tables.gather(1, positions // page_size) * page_size + positions % page_size
+    return page_tables.long().gather(1, positions // page_size) * page_size + positions % page_size
 
 
 def query_rows(lengths: Sequence[int], batches: Sequence[Sequence[int]], kv_heads: int) -> Tensor:
