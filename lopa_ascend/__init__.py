@@ -1,6 +1,6 @@
 """LoPA-Dist-Ascend: a serving engine for diffusion language models on Huawei Ascend 910C, which runs on a CPU as well.
 
-``LLM`` and ``DecodingParams`` are looked up on first use, so that ``lopa_ascend.types`` and the decode policy are
+What is named here is looked up on first use, so that ``lopa_ascend.types`` and the decode policy are
 imported without torch.
 """
 
@@ -11,8 +11,9 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lopa_ascend.config import DecodingParams
-    from lopa_ascend.llm import LLM
+    from lopa_ascend.config import DecodingParams, ParameterError
+    from lopa_ascend.llm import LLM, GenerationError
+    from lopa_ascend.parallel.collectives import RankError
 
 # Both are read once, when torch is loaded. Waiting OpenMP threads sleep instead of spinning, which on a machine with
 # other work cost up to thirty times the time; and MKL sums a GEMM's rows in an order that depends on neither the number
@@ -21,9 +22,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "DecodingParams", "__version__"]
+__all__ = ["LLM", "DecodingParams", "GenerationError", "ParameterError", "RankError", "__version__"]
 
-_HOMES = {"LLM": "lopa_ascend.llm", "DecodingParams": "lopa_ascend.config"}
+_HOMES = {
+    "LLM": "lopa_ascend.llm",
+    "DecodingParams": "lopa_ascend.config",
+    "GenerationError": "lopa_ascend.llm",
+    "ParameterError": "lopa_ascend.config",
+    "RankError": "lopa_ascend.parallel.collectives",
+}
 
 
 def __getattr__(name: str) -> object:

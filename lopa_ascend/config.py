@@ -208,6 +208,8 @@ class EngineConfig:
         for name in ("tensor_parallel_size", "branch_parallel_size"):
             _integer(name, getattr(self, name), 1, 4096)
         _number("distributed_timeout_seconds", self.distributed_timeout_seconds, 2.0, 86400.0)
+        # As it travels between ranks, which compare their configurations.
+        object.__setattr__(self, "distributed_timeout_seconds", float(self.distributed_timeout_seconds))
         _integer("agreement_interval", self.agreement_interval, 0)
         _integer("max_num_branches", self.max_num_branches, 0, 255)
         _integer("seed", self.seed, 0, 2**63 - 1)

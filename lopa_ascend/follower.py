@@ -32,7 +32,7 @@ def run(config: EngineConfig) -> int:
     try:
         engine = Engine(config, mesh)
     except BaseException as error:
-        mesh.close(f"it could not start ({type(error).__name__})")
+        mesh.close(None if mesh.refused else f"it could not start ({type(error).__name__})")
         if mesh.refused:  # rank 0 says it
             return 1
         raise

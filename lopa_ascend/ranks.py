@@ -6,6 +6,7 @@ same message goes out each second, so that no rank waits longer than the time af
 
 from __future__ import annotations
 
+import atexit
 import os
 import subprocess
 import threading
@@ -72,6 +73,7 @@ class LeadingEngine(Engine):
         self._closed = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._heart.start()
+        atexit.register(self.close)  # the others must not take the end of a script for a failure
 
     def add(self, request_id: str, prompt: Sequence[int], params: DecodingParams, *, trace: bool = False) -> None:
         self._check()
@@ -101,6 +103,7 @@ class LeadingEngine(Engine):
         if self._closed.is_set():
             return
         self._closed.set()
+        atexit.unregister(self.close)
         self._heart.join()
         try:
             if self._trouble is None and self.mesh.failure is None:
@@ -232,5 +235,5 @@ def _begin(kind: Callable[[EngineConfig, Mesh], Engine], config: EngineConfig, m
     try:
         return kind(config, mesh)
     except BaseException as error:
-        mesh.close(f"it could not start ({type(error).__name__})")
+        mesh.close(None if mesh.refused else f"it could not start ({type(error).__name__})")
         raise

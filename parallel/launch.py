@@ -6,13 +6,14 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
 
 from lopa_ascend.config import EngineConfig, ParameterError
 
+LEFT = 3
+"""Exit status of a rank that ends because of another one."""
 LOCALHOST, LOOPBACK = "127.0.0.1", "lo" if sys.platform == "linux" else "lo0"
 
 
@@ -44,6 +45,8 @@ class Meeting:
         except (KeyError, ValueError) as error:
             message = f"several ranks need RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment: {error}"
             raise ParameterError("tensor_parallel_size", message) from error
+        if not 0 <= rank < world_size:
+            raise ParameterError("tensor_parallel_size", f"RANK is {rank}, with a WORLD_SIZE of {world_size}")
         local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) == world_size
         return cls(rank, world_size, host, port, local)
 
@@ -72,9 +75,13 @@ def _fitting(world_size: int, tp: int) -> str:
     return f"start a multiple of {tp} ranks"
 
 
-def rank_in_environment(environment: Mapping[str, str] = os.environ) -> int | None:
-    """This process's rank, if torchrun or the like has started it as one of several."""
-    return int(environment["RANK"]) if {"RANK", "WORLD_SIZE"} <= environment.keys() else None
+def rank_in_environment() -> int | None:
+    """This process's rank, if torchrun or the like has started it as one of several.
+
+    Raises:
+        ParameterError: what it says of it is incomplete.
+    """
+    return Meeting.from_environment().rank if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else None
 
 
 def end_with_stdin() -> None:
@@ -91,7 +98,7 @@ def leave(failure: str) -> None:
     """Ends this process, a rank, at once: the ranks cannot go on without the one that the failure is about."""
     sys.stderr.write(f"rank {os.environ['RANK']} ends: {failure}\n")
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(LEFT)
 
 
 def free_port() -> int:

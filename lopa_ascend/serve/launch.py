@@ -14,7 +14,14 @@ import zmq
 import zmq.asyncio
 
 from lopa_ascend.config import EngineConfig
-from lopa_ascend.parallel.launch import Meeting, follower_command, free_port, rank_in_environment, with_own_threads
+from lopa_ascend.parallel.launch import (
+    LEFT,
+    Meeting,
+    follower_command,
+    free_port,
+    rank_in_environment,
+    with_own_threads,
+)
 from lopa_ascend.serve.messages import Failed, FromEngine, Ready, Start, ToEngine
 
 
@@ -107,13 +114,14 @@ class EngineProcess:
 
     @property
     def ending(self) -> str | None:
-        """How the first process that has ended did; None while all run."""
-        for rank, process in enumerate(self._processes):
-            code = process.returncode
-            if code is not None:
-                how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
-                return how if len(self._processes) == 1 else f"rank {rank}: {how}"
-        return None
+        """How a process has ended; None while all run."""
+        codes = {rank: process.returncode for rank, process in enumerate(self._processes)}
+        ended = {rank: code for rank, code in codes.items() if code is not None}
+        if not ended:
+            return None
+        rank = min(ended, key=lambda rank: ended[rank] == LEFT)  # of the others the reason is another rank
+        how = _how(ended[rank])
+        return how if len(self._processes) == 1 else f"rank {rank}: {how}"
 
     def kill(self) -> None:
         """Ends the processes at once; they hold nothing that is worth saving."""
@@ -127,6 +135,12 @@ class EngineProcess:
         for process in self._processes:
             await process.wait()
         self._socket.close()
+
+
+def _how(code: int) -> str:
+    if code == LEFT:
+        return "gave up another rank, which the log names"
+    return signal.Signals(-code).name if code < 0 else f"exit status {code}"
 
 
 def _bind(socket: zmq.asyncio.Socket, endpoint: str) -> None:

@@ -1,0 +1,288 @@
+"""Ranks that die, hang, or decide something else: everyone hears of it within seconds, and no process is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from lopa_ascend.parallel.watch import BEAT
+from scripts.judge.ranks import by_rank
+from scripts.judge.server import serving
+from scripts.judge.strike import Outcome, strike
+from tests.dist import ranks
+from tests.ports import free_ports
+
+pytestmark = pytest.mark.multirank
+
+MARK = "LOPA_TEST_MARK"
+QUESTION = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "max_tokens": 8}
+SERVE = ("-m", "lopa_ascend.serve")
+
+
+def flags(tp: int, bp: int, **others: float) -> list[str]:
+    values = {"tensor-parallel-size": tp, "branch-parallel-size": bp, **others}
+    return [text for name, value in values.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def until(condition: Callable[[], Any], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.05)
+
+
+class Family:
+    """The processes that a test has started, and theirs: a mark in the environment tells them."""
+
+    def __init__(self, mark: str):
+        self._mark = f"{MARK}={mark}"
+
+    def all(self) -> dict[int, list[str]]:
+        """The environment of each that has not ended."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            try:
+                variables = (entry / "environ").read_text().split("\0") if entry.name.isdigit() else []
+            except OSError:  # somebody else's, or ended meanwhile
+                continue
+            if self._mark in variables:
+                found[int(entry.name)] = variables
+        return found
+
+    def rank(self, rank: int) -> int:
+        """The only process that is this rank."""
+        (pid,) = [pid for pid, variables in self.all().items() if f"RANK={rank}" in variables]
+        return pid
+
+    def ends(self, seconds: float) -> None:
+        """Fails unless all have ended after so many seconds."""
+        until(lambda: not self.all(), seconds)
+
+
+@pytest.fixture(autouse=True)
+def family(monkeypatch: pytest.MonkeyPatch) -> Iterator[Family]:
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, mark)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ranks.ROOT))
+    family = Family(mark)
+    try:
+        yield family
+        family.ends(5)
+    finally:
+        for pid in family.all():
+            os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def started(command: Sequence[str], output: int = subprocess.PIPE) -> Iterator[subprocess.Popen[str]]:
+    """A process, in a group of its own, that does not outlive a test."""
+    with subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+# ---- the server ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_killed_rank(rank: int, family: Family, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with serving(None, log, *flags(2, 2, max_num_seqs=4)) as server:
+        outcome = asyncio.run(strike(server, family.rank(rank), signal.SIGKILL, clients=6))
+    assert outcome.faults() == []
+    assert set(re.findall(r"rank . ends: (.*)", log.read_text())) == {f"rank {rank} has ended"}
+
+
+def test_hanging_ranks(tmp_path: Path) -> None:
+    """Rank 0 of one server and rank 1 of another, at the same time."""
+    logs = [tmp_path / "0", tmp_path / "1"]
+    limits = {"max_num_seqs": 4, "distributed_timeout_seconds": 3}
+
+    async def outcomes() -> list[Outcome]:
+        victims = [(server, by_rank(server.pid)[rank]) for rank, server in enumerate(servers)]
+        return await asyncio.gather(*(strike(*victim, signal.SIGSTOP, clients=6) for victim in victims))
+
+    with serving(None, logs[0], *flags(2, 1, **limits)) as one, serving(None, logs[1], *flags(1, 2, **limits)) as other:
+        servers = one, other
+        assert [outcome.faults(patience=3 + BEAT) for outcome in asyncio.run(outcomes())] == [[], []]
+    for rank, log in enumerate(logs):
+        assert f"rank {1 - rank} ends: rank {rank} has not answered for 3 s" in log.read_text()
+
+
+def test_idle_server_lives_on_until_its_http_process_is_killed(family: Family, tmp_path: Path) -> None:
+    with serving(None, tmp_path / "log", *flags(1, 2, distributed_timeout_seconds=2)) as server:
+        time.sleep(4)
+        assert httpx.post(f"{server.url}/v1/chat/completions", json=QUESTION, timeout=60).status_code == 200
+        assert len(family.all()) == 3
+        os.kill(server.pid, signal.SIGKILL)
+        family.ends(5)
+
+
+def test_torchrun_restarts_the_server(family: Family) -> None:
+    port = free_ports(2)
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command += ["--master-port", str(port + 1), *SERVE, "--port", str(port), *flags(2, 1)]
+    with started(command, subprocess.DEVNULL) as agent:
+        until(lambda: healthy(url), 60)
+        os.kill(family.rank(1), signal.SIGKILL)
+        until(lambda: not healthy(url), 1)
+        until(lambda: healthy(url), 60)
+        assert httpx.post(f"{url}/v1/chat/completions", json=QUESTION, timeout=60).status_code == 200
+        os.kill(family.rank(1), signal.SIGKILL)
+        assert agent.wait(10) != 0
+
+
+def healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_sizes_that_do_not_fit_are_refused(family: Family) -> None:
+    command = [sys.executable, *SERVE, "--port", "0"]
+    result = subprocess.run([*command, *flags(3, 1)], capture_output=True, text=True, timeout=60)
+    message = "error: tensor_parallel_size: 3 does not split this model evenly; choose one of 1, 2, 4\n"
+    assert (result.returncode, result.stdout, result.stderr) == (1, "", message)
+    assert not family.all()
+    meeting = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    environment = os.environ | meeting
+    result = subprocess.run([*command, *flags(2, 2)], env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert "are 4 ranks, but 3 were started; start a multiple of 2" in result.stderr
+
+
+# ---- the Python API --------------------------------------------------------------------------------------------------
+
+START = """
+import json, os, signal, sys, time
+from lopa_ascend import LLM, DecodingParams
+from lopa_ascend.decode.lopa import Lopa
+from lopa_ascend.parallel.collectives import RankError
+
+def generate(llm, count):
+    return llm.generate("hi", DecodingParams(max_new_tokens=count, ignore_eos=True), quiet=True)[0].token_ids
+
+def followers():
+    with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
+        return [int(pid) for pid in file.read().split()]
+"""
+# Prints of each engine its tokens, the error, after how many seconds it came, and the followers left after close().
+ENGINES = """
+def engine(blow):
+    llm, error, seconds = LLM(tensor_parallel_size=2, distributed_timeout_seconds=2), "", 0.0
+    tokens = generate(llm, 8)
+    if blow is not None:
+        os.kill(*followers(), blow)
+        struck = time.monotonic()
+        try:
+            while True:
+                generate(llm, 8)
+        except RankError as failure:
+            error, seconds = str(failure), time.monotonic() - struck
+    llm.close()
+    print(json.dumps([tokens, error, seconds, followers()]))
+
+for blow in None, signal.SIGKILL, signal.SIGSTOP:
+    engine(blow)
+"""
+ENDS = """
+llm = LLM(branch_parallel_size=2)
+print("begins", flush=True)
+generate(llm, int(sys.argv[1]))
+"""
+
+
+def test_engines_one_after_another() -> None:
+    """One that is closed, one whose follower is killed, one whose follower hangs."""
+    result = subprocess.run(
+        [sys.executable, "-c", START + ENGINES], stdout=subprocess.PIPE, text=True, timeout=ranks.TIMEOUT
+    )
+    assert result.returncode == 0
+    closed, killed, stopped = map(json.loads, result.stdout.splitlines())
+    assert closed[1] == ""
+    assert killed[1].endswith("rank 1 has ended")
+    assert stopped[1].endswith("rank 1 has not answered for 2 s")
+    assert killed[2] < 2
+    assert stopped[2] < 6
+    assert [engine[3] for engine in (closed, killed, stopped)] == [[], [], []]
+    assert closed[0] == killed[0] == stopped[0]
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_script_that_ends_without_close(interrupted: bool, family: Family) -> None:
+    command = [sys.executable, "-c", START + ENDS, "1500" if interrupted else "8"]
+    with started(command) as script:
+        assert script.stdout.readline() == "begins\n"
+        assert len(family.all()) == 2
+        if interrupted:
+            time.sleep(0.5)
+            os.killpg(script.pid, signal.SIGINT)  # as a terminal does
+        stderr = script.communicate(timeout=10)[1]
+    assert script.returncode == (-signal.SIGINT if interrupted else 0)
+    assert stderr.rstrip().endswith("KeyboardInterrupt") if interrupted else stderr == ""
+
+
+# ---- agreement -------------------------------------------------------------------------------------------------------
+
+SPMD = """
+other = int(os.environ["RANK"]) == 1
+select = Lopa._select
+
+def drift(self, results):
+    winner, scores = select(self, results)
+    return (winner + 1) % len(results), scores
+
+def hang(self, results):
+    time.sleep(3600)
+
+case, sizes = sys.argv[1], json.loads(sys.argv[2])
+if other and case != "seed":
+    Lopa._select = {"winner": drift, "hang": hang}[case]
+try:
+    llm = LLM(**sizes, distributed_timeout_seconds=2, agreement_interval=1, seed=int(other and case == "seed"))
+    generate(llm, 64)
+except RankError as error:
+    sys.stderr.write(f"{error}\\n")
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes", "message"),
+    [
+        ("winner", {"tensor_parallel_size": 2}, r"rank 1 \(bp 0, tp 1\) .* step \d+.* what was decided"),
+        ("seed", {"branch_parallel_size": 2}, r"rank 1 \(bp 1, tp 0\) .* step 0.* configuration"),
+    ],
+)
+def test_rank_that_differs_is_named_by_all(case: str, sizes: dict[str, int], message: str) -> None:
+    errors = ranks.finish(ranks.start(2, "-c", START + SPMD, case, json.dumps(sizes)))
+    assert errors[0] == errors[1]
+    assert re.fullmatch(message, errors[0].rstrip())
+
+
+def test_rank_stuck_in_its_own_work_is_given_up() -> None:
+    """It goes on beating, for its other threads live."""
+    leader, stuck = ranks.start(2, "-c", START + SPMD, "hang", '{"branch_parallel_size": 2}')
+    stderr = leader.communicate(timeout=60)[1]
+    assert stderr.startswith("the ranks' exchange of ")
+    stuck.kill()
+    stuck.communicate()
