@@ -1,7 +1,8 @@
 """What every rank of tests/dist/test_pages.py runs: `python -m tests.dist.pages JOB OUT`.
 
 Several random requests run together, and after every step the committed keys and values of every slot of every
-branch-parallel rank are compared. JOB names the model, the sizes, the window mode and a write rule to leave out.
+branch-parallel rank are compared. JOB names the model, the sizes, the window mode and write rules to leave out, one run
+each.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from lopa_ascend import LLM, DecodingParams, layout
@@ -25,7 +27,7 @@ from lopa_ascend.runner import Runner
 from lopa_ascend.types import SequenceStep, Share
 
 
-def leave_out_writes(kept: Callable[[Share, SequenceStep], set[int]]) -> None:
+def leave_out_writes(patch: pytest.MonkeyPatch, kept: Callable[[Share, SequenceStep], set[int]]) -> None:
     """Only the slots in ``kept`` are written to."""
     whole = layout._writes
 
@@ -35,35 +37,37 @@ def leave_out_writes(kept: Callable[[Share, SequenceStep], set[int]]) -> None:
         where = np.isin(slots // PAGE_SIZE, live)
         return slots[where], source[where]
 
-    layout._writes = writes
+    patch.setattr(layout, "_writes", writes)
 
 
-def without_idle_slots() -> None:
+def without_idle_slots(patch: pytest.MonkeyPatch) -> None:
     """A slot without a branch takes no committing write."""
-    leave_out_writes(lambda share, pages: set(share.slots))
+    leave_out_writes(patch, lambda share, pages: set(share.slots))
 
 
-def without_repeats() -> None:
+def without_repeats(patch: pytest.MonkeyPatch) -> None:
     """A rank without a branch does not write what commits."""
-    leave_out_writes(lambda share, pages: set(range(share.num_slots)) if any(r.masked for r in share.rows) else set())
+    leave_out_writes(
+        patch, lambda share, _: set(range(share.num_slots)) if any(row.masked for row in share.rows) else set()
+    )
 
 
-def without_sending() -> None:
+def without_sending(patch: pytest.MonkeyPatch) -> None:
     """The winner's keys and values stay where they are."""
 
     def send(self, table, begin, end, group, last):
         return torch.zeros(self.model.config.hidden_size) if self.bp.rank != group else last[0].clone()
 
-    Runner._send = send  # type: ignore[method-assign]
+    patch.setattr(Runner, "_send", send)
 
 
-def without_copies() -> None:
+def without_copies(patch: pytest.MonkeyPatch) -> None:
     """The other slots of a rank do not get the winner's keys and values."""
-    Runner.copy = lambda *_: None  # type: ignore[method-assign]
+    patch.setattr(Runner, "copy", lambda *_: None)
 
 
-RULES: dict[str, Callable[[], None]] = {
-    "": lambda: None,
+RULES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "": lambda patch: None,
     "idle slots": without_idle_slots,
     "repeats": without_repeats,
     "sending": without_sending,
@@ -88,12 +92,11 @@ def differing(engine: Engine) -> int:
     return count
 
 
-def main() -> None:
-    job = json.loads(Path(sys.argv[1]).read_text())
-    RULES[job["left_out"]]()
+def run(model: str, sizes: dict[str, int], window: str) -> dict[str, int]:
+    """Decodes and compares; what was seen."""
     rng = random.Random(7)
     report = {"steps": 0, "committing": 0, "differing": 0}
-    with LLM(job["model"], enable_prefix_caching=False, **job["sizes"]) as llm:
+    with LLM(model, enable_prefix_caching=False, **sizes) as llm:
         engine = llm.engine
         for index in range(4):
             prompt = [rng.randrange(50) for _ in range(rng.choice([5, 100, 127, 128, 200]))]
@@ -104,7 +107,7 @@ def main() -> None:
                 tau_conf=0.6,
                 tau_add=0.3,
                 ignore_eos=True,
-                window_attention=job["window"],
+                window_attention=window,
             )
             engine.add(str(index), prompt, params)
         while engine.has_work():
@@ -113,9 +116,18 @@ def main() -> None:
             report["steps"] += 1
             report["committing"] += sum(sequence.committed for sequence in engine.scheduler.running) > before
             report["differing"] += differing(engine)
-        traffic = {t.purpose: t.num_bytes for t in engine.stats().traffic}
-        report["kv_bytes"] = traffic.get("kv", 0)
-    Path(f"{sys.argv[2]}.{os.environ['RANK']}").write_text(json.dumps(report))
+        report["kv_bytes"] = {t.purpose: t.num_bytes for t in engine.stats().traffic}.get("kv", 0)
+    return report
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    reports = {}
+    for rule in job["left_out"]:
+        with pytest.MonkeyPatch.context() as patch:
+            RULES[rule](patch)
+            reports[rule] = run(job["model"], job["sizes"], job["window"])
+    Path(f"{sys.argv[2]}.{os.environ['RANK']}").write_text(json.dumps(reports))
 
 
 if __name__ == "__main__":
