@@ -10,7 +10,7 @@ the embedding once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,8 @@ from torch import Tensor
 from lopa_ascend.backend import Entries, Ops
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.parallel.collectives import ALONE, Group
+
+Caches = Tensor | Sequence[Tensor]
 
 LINEAR = ("qkv.weight", "o.weight", "gate_up.weight", "down.weight", "head.weight")
 """Endings of the names of linear layers' weights."""
@@ -29,13 +31,13 @@ class ForwardInputs:
     """Device tensors of one forward pass: T tokens of all rows, flat.
 
     ``tokens`` and ``positions`` int64 [T]; ``slots`` and ``source`` int64 [W]: cache position slots[i] takes token
-    source[i]; ``rows`` int64 [R]: the tokens whose hidden states are wanted.
+    source[i], or token i; ``rows`` int64 [R]: the tokens whose hidden states are wanted.
     """
 
     tokens: Tensor
     positions: Tensor
     slots: Tensor
-    source: Tensor
+    source: Tensor | None
     entries: Entries
     rows: Tensor
 
@@ -64,9 +66,10 @@ class Dream:
         )
         self.cos, self.sin = ops.rope_tables(angles.cos(), angles.sin(), dtype)
 
-    def forward(self, inputs: ForwardInputs, k_caches: Tensor, v_caches: Tensor) -> Tensor:
+    def forward(self, inputs: ForwardInputs, k_caches: Caches, v_caches: Caches) -> Tensor:
         """Final normed hidden states [R, hidden] of ``inputs.rows``; writes keys and values to the caches
-        [layers, N, 128, K, D] as it goes."""
+        [layers, N, 128, K, D] as it goes. A compiled forward copies what it takes out of one tensor, and takes a
+        sequence of those of the layers as they are."""
         c, w, ops = self.config, self.weights, self.ops
         heads, kv_heads = self.num_heads, self.num_kv_heads
         cos, sin = self.cos[inputs.positions], self.sin[inputs.positions]
@@ -76,8 +79,8 @@ class Dream:
             p = f"layers.{n}."
             qkv = ops.linear(x, w[p + "qkv.weight"], w.get(p + "qkv.bias"))
             qkv = qkv.view(-1, heads + 2 * kv_heads, c.head_dim)
-            turned = ops.rope(qkv[:, : heads + kv_heads], cos, sin)
-            q, k, v = turned[:, :heads], turned[:, heads:], qkv[:, heads + kv_heads :]
+            q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
+            q, k = ops.rope(q, cos, sin), ops.rope(k, cos, sin)
             ops.kv_write(k, v, k_caches[n], v_caches[n], inputs.slots, inputs.source)
             x = ops.attention(q, k_caches[n], v_caches[n], inputs.entries)
             if n == c.num_layers - 1:  # from here on rows no longer meet: go on with the wanted ones

@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# The NPU tests, with the real torch_npu on stand-ins for the CANN libraries: ci/npu.sh [--quick] [PYTEST_ARGUMENT ...]
+# --quick leaves the slow ones out. The first time it makes an environment of its own for them, .venv-npu (minutes; needs
+# gcc and binutils); .venv stays as it is.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+# shellcheck source=scripts/env.sh
+source scripts/env.sh
+venv=$root/.venv-npu
+torch_npu="torch_npu==2.13.0"
+# What torch_npu and torchair import (the wheel names numpy and pyyaml alone), and what the tests do.
+packages=(protobuf decorator scipy attrs psutil packaging numpy pyyaml "pytest>=8" pytest-timeout hypothesis)
+
+for tool in gcc nm readelf; do
+    if ! command -v "$tool" >/dev/null; then
+        echo "npu: $tool is missing; install gcc and binutils (Debian, Ubuntu: apt-get install gcc libc6-dev binutils)" >&2
+        exit 1
+    fi
+done
+
+# made_from PART WORDS FILE ...: whether the part was made from these words and files. If not, make it, then call it done.
+made_from() {
+    wanted=$({ echo "$2" && cat "${@:3}"; } | cksum)
+    grep -qsxF "$wanted" "$venv/installed-$1"
+}
+
+done_with() {
+    echo "$wanted" >"$venv/installed-$1"
+}
+
+if [[ -e $venv/installing ]] || ! grep -qsF "$venv" "$venv/bin/activate" || ! "$venv/bin/python" -c "" 2>/dev/null; then
+    make_venv "${PYTHON:-python3}" "$venv"
+fi
+export VIRTUAL_ENV=$venv PATH="$venv/bin:$PATH"
+unset PYTHONHOME
+
+if ! made_from packages "$TORCH $torch_npu ${packages[*]}" pyproject.toml setup.py; then
+    echo "npu: installing $TORCH, $torch_npu and the project into $venv (minutes, once)" >&2
+    touch "$venv/installing"
+    pip=(python -m pip install --quiet --disable-pip-version-check)
+    # torch first, by itself: what comes later finds it there and does not choose another.
+    "${pip[@]}" "$TORCH"
+    "${pip[@]}" --no-deps "$torch_npu"
+    "${pip[@]}" --editable . "${packages[@]}"
+    done_with packages
+    rm "$venv/installing"
+fi
+if ! made_from cann "$torch_npu" tests/npu/lab/standins.py tests/npu/lab/acl.c; then
+    python tests/npu/lab/standins.py "$venv/cann"
+    done_with cann
+fi
+
+selection=()
+if [[ ${1:-} == --quick ]]; then
+    selection=(-m "not slow")
+    shift
+fi
+exec python -m pytest tests/npu "${selection[@]}" "$@"

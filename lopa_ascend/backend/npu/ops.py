@@ -1,0 +1,160 @@
+"""The fused ops on torch.ops.npu: one kernel where ``backend/cpu.py`` spells it out.
+
+What must hold so that a compiled step copies nothing: weights as ``stored`` gives them, and a layer's cache passed in
+as it is, [N, 128, K, D] and contiguous, for a view between an input and the write costs a copy of the cache.
+
+Slots of a write must be distinct and lie inside the cache: the kernel does not look, and writes somewhere. A row that
+only fills up a bucket is written too; its slots are positions of pages that belong to no sequence, one for each such
+row, and the caller gives them like all others.
+
+By its documents, attention wants a cache of no fewer pages than its entries have together, a page counted once for each
+entry that has it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate, groupby
+
+import torch
+import torch_npu  # noqa: F401
+from torch import Tensor
+
+from lopa_ascend.backend.base import Entries
+
+npu = torch.ops.npu
+LAYOUTS = ("TND", "BSH")
+
+
+class NpuOps:
+    """``backend/base.py`` on an NPU.
+
+    ``attention_layout``: TND takes all entries of a step at once; BSH, where a device or a version refuses TND, takes
+    entries of one length at once. ``debug`` reads every write's slots and every attention's page ids back and checks
+    them: in eager mode alone, for the host waits for it.
+
+    Slots are int32 or int64, page tables int32, all on the device.
+
+    Raises:
+        ValueError: the layout is unknown; with ``debug``, slots or page ids are not valid.
+    """
+
+    def __init__(self, device: str = "npu", *, attention_layout: str = "TND", debug: bool = False):
+        if attention_layout not in LAYOUTS:
+            raise ValueError(
+                f"attention layout: unknown value {attention_layout!r}; choose one of {', '.join(LAYOUTS)}"
+            )
+        self.device = torch.device(device)
+        self.gathered_bytes = 0
+        self._attention_layout = attention_layout
+        self._debug = debug
+
+    def stored(self, weight: Tensor) -> Tensor:
+        return weight.t().contiguous()
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        normed: Tensor = npu.npu_rms_norm(x, weight, eps)[0]
+        return normed
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        normed, _, total = npu.npu_add_rms_norm(x, residual, weight, eps)
+        return normed, total
+
+    def rope_tables(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """[positions, 1, D]: the kernel takes a factor for every element of a head."""
+        return tuple(torch.cat([table, table], -1).to(dtype)[:, None] for table in (cos, sin))  # type: ignore[return-value]
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        turned: Tensor = npu.npu_rotary_mul(x[None], cos[None], sin[None])  # [1, T, heads, D] and [1, T, 1, D]
+        return turned.view(x.shape)
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        gated: Tensor = npu.npu_swiglu(gate_up)
+        return gated
+
+    def kv_write(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, source: Tensor | None = None
+    ) -> None:
+        if self._debug:
+            check_slots(slots.tolist(), k_cache.shape[0] * k_cache.shape[1])
+        k, v = (x.contiguous() if source is None else x.index_select(0, source) for x in (k, v))
+        npu.npu_scatter_pa_kv_cache(k, v, k_cache, v_cache, slots, cache_mode="Norm")
+
+    def kv_copy(self, caches: Tensor, source: Tensor, target: Tensor) -> None:
+        self.kv_fill(caches, target, self.kv_read(caches, source))
+
+    def kv_read(self, caches: Tensor, source: Tensor) -> Tensor:
+        return caches.flatten(-4, -3).index_select(-3, source)
+
+    def kv_fill(self, caches: Tensor, target: Tensor, values: Tensor) -> None:
+        caches.flatten(-4, -3).index_copy_(-3, target, values)
+
+    def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
+        if self._debug:
+            check_pages(entries, k_cache.shape[0], k_cache.shape[1])
+        q = q.contiguous()
+        if self._attention_layout == "TND":
+            ends = list(accumulate(entries.lengths))
+            return _attend("TND", q, k_cache, v_cache, ends, entries.kv_lengths, entries.page_tables)
+        outputs, rows, tokens = [], 0, 0
+        for length, group in groupby(entries.lengths):
+            count = len(list(group))
+            span = q[tokens : tokens + count * length]
+            kv_lengths, tables = entries.kv_lengths[rows : rows + count], entries.page_tables[rows : rows + count]
+            outputs.append(_attend("BSH", span, k_cache, v_cache, [length] * count, kv_lengths, tables))
+            rows, tokens = rows + count, tokens + count * length
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _attend(
+    layout: str,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Sequence[int],
+    kv_lengths: Sequence[int],
+    page_tables: Tensor,
+) -> Tensor:
+    """One kernel. ``lengths`` as the layout counts them."""
+    tokens, heads, dim = q.shape
+    page_size, kv_heads = k_cache.shape[1:3]
+    out: Tensor = npu.npu_fused_infer_attention_score(
+        q if layout == "TND" else q.view(len(lengths), -1, heads * dim),
+        k_cache.flatten(2),
+        v_cache.flatten(2),
+        actual_seq_lengths=list(lengths),
+        actual_seq_lengths_kv=list(kv_lengths),
+        block_table=page_tables,
+        num_heads=heads,
+        num_key_value_heads=kv_heads,
+        scale=dim**-0.5,
+        input_layout=layout,
+        block_size=page_size,
+    )[0]
+    return out.view(tokens, heads * dim)
+
+
+def check_slots(slots: Sequence[int], num_slots: int) -> None:
+    """Refuses slots that are not distinct or lie outside a cache of ``num_slots``."""
+    outside = sorted({slot for slot in slots if not 0 <= slot < num_slots})
+    if outside:
+        raise ValueError(f"slots {outside[:8]} lie outside the cache, which has {num_slots}")
+    twice = sorted(slot for slot, count in Counter(slots).items() if count > 1)
+    if twice:
+        raise ValueError(f"slots {twice[:8]} are written more than once in a step")
+
+
+def check_pages(entries: Entries, num_pages: int, page_size: int) -> None:
+    """Refuses page ids outside a cache of ``num_pages``, and entries that see more positions than they have pages
+    for."""
+    tables = entries.page_tables.tolist()
+    for index, (table, kv_length) in enumerate(zip(tables, entries.kv_lengths, strict=True)):
+        if kv_length > len(table) * page_size:
+            raise ValueError(f"entry {index} sees {kv_length} positions and has {len(table)} pages")
+        outside = sorted({page for page in table if not 0 <= page < num_pages})
+        if outside:
+            raise ValueError(f"pages {outside[:8]} of entry {index} lie outside the cache, which has {num_pages}")

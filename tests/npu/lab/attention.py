@@ -1,0 +1,140 @@
+"""What npu_fused_infer_attention_score computes over paged keys and values, on CPU tensors.
+
+The constraints are those of torch_npu's documents. For TND they are those of version 2 of the op: the text on version 1
+excludes pages and groups of query heads in TND, which run in practice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.npu.lab.constraints import require, require_kind
+from tests.npu.lab.kernels import kernel
+
+NAME = "npu_fused_infer_attention_score"
+MAX_INT32 = 2**31 - 1
+UNLIMITED = MAX_INT32  # the default of pre_tokens and next_tokens
+
+
+def query_spans(query: Tensor, lengths: Sequence[int] | None, layout: str, heads: int) -> list[Tensor]:
+    """The queries [L, H, D] of every entry."""
+    if layout == "TND":
+        require(query.dim() == 3 and query.shape[1] == heads, f"{NAME}: a TND query is [T, H, D]")
+        require_kind(query.dtype == torch.bfloat16, f"{NAME}: TND takes bfloat16 alone")
+        require_kind(query.shape[2] in (128, 192), f"{NAME}: TND takes heads of 128 or 192")
+        require(query.shape[0] <= 1 << 20, f"{NAME}: TND takes no more than 1 M tokens")
+        require(lengths is not None, f"{NAME}: TND needs both length lists")
+        assert lengths is not None
+        require(len(lengths) <= 4096, f"{NAME}: TND takes no more than 4096 entries")
+        ends = [0, *lengths]
+        require(all(a <= b for a, b in pairwise(ends)), f"{NAME}: TND query lengths are cumulative")
+        require(ends[-1] == query.shape[0], f"{NAME}: the last TND query length is the number of tokens")
+        return [query[a:b] for a, b in pairwise(ends)]
+    require(layout == "BSH", f"{NAME}: the laboratory knows the layouts TND and BSH")
+    require(query.dim() == 3 and query.shape[2] % heads == 0, f"{NAME}: a BSH query is [B, S, H * D]")
+    batch, span, width = query.shape
+    require_kind(query.dtype in (torch.float16, torch.bfloat16), f"{NAME}: float16 or bfloat16")
+    require(batch <= 65536 and width < 65535, f"{NAME}: BSH takes B <= 65536 and H * D < 65535")
+    given = [span] * batch if lengths is None else list(lengths)
+    require(len(given) in (1, batch), f"{NAME}: one query length, or one an entry")
+    given = given * batch if len(given) == 1 else given
+    require(all(length == span for length in given), f"{NAME}: the laboratory knows no padded BSH queries")
+    return list(query.view(batch, span, heads, -1))
+
+
+def check_pages(
+    cache: Tensor, tables: Tensor, lengths: Sequence[int], spans: Sequence[Tensor], layout: str, page: int
+) -> None:
+    """What holds for keys and for values; the ids of pages are not checked on a device, and here they are."""
+    entries = len(spans)
+    require(tables.dtype == torch.int32 and tables.dim() == 2, f"{NAME}: block_table is int32 [entries, pages]")
+    require(tables.shape[0] == entries and len(lengths) == entries, f"{NAME}: one row and one kv length an entry")
+    longest = max(len(span) for span in spans)
+    sizes = range(16, 513, 16) if longest == 1 else range(128, 513, 128)
+    require(page in sizes, f"{NAME}: block_size is a multiple of 128, at most 512 (of 16 for single queries)")
+    if layout == "BSH":
+        require(cache.dim() == 3, f"{NAME}: BSH takes a cache [N, page, K * D] alone")
+    require(cache.dim() == 3 and cache.shape[1] == page, f"{NAME}: the laboratory knows caches [N, page, K * D]")
+    require(cache.shape[2] <= 65535, f"{NAME}: K * D is at most 65535")
+    require(cache.numel() <= MAX_INT32, f"{NAME}: a cache has no more elements than an int32 counts")
+    pages = [-(-length // page) for length in lengths]
+    require(min(lengths) >= 0 and max(pages) <= tables.shape[1], f"{NAME}: block_table has too few columns")
+    require(sum(pages) <= cache.shape[0], f"{NAME}: N is no less than the pages of all entries, shared or not")
+    for row, count in zip(tables, pages, strict=True):
+        used = row[:count]
+        require(bool(((used >= 0) & (used < cache.shape[0])).all()), f"{NAME}: a page id lies outside the cache")
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Queries [L, H, D] attend to all keys and values [S, K, D], in float32."""
+    q, k, v = (x.float().transpose(0, 1) for x in (query, key, value))
+    return F.scaled_dot_product_attention(q[None], k[None], v[None], scale=scale, enable_gqa=True)[0].transpose(0, 1)
+
+
+@kernel(NAME)
+def fused_infer_attention_score(  # noqa: PLR0913
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    actual_seq_lengths: Sequence[int] | None = None,
+    actual_seq_lengths_kv: Sequence[int] | None = None,
+    block_table: Tensor | None = None,
+    num_heads: int = 1,
+    num_key_value_heads: int = 0,
+    scale: float = 1.0,
+    pre_tokens: int = UNLIMITED,
+    next_tokens: int = UNLIMITED,
+    input_layout: str = "BSH",
+    block_size: int = 0,
+    **others: Any,
+) -> tuple[Tensor, Tensor]:
+    used = [name for name, given in others.items() if isinstance(given, Tensor) or given not in (None, 0, False)]
+    require(not used, f"{NAME}: the laboratory knows no {', '.join(used)}")
+    require(pre_tokens == next_tokens == UNLIMITED, f"{NAME}: the laboratory knows no bands")
+    require(block_table is not None, f"{NAME}: the laboratory knows paged keys alone")
+    require(actual_seq_lengths_kv is not None, f"{NAME}: paged keys need actual_seq_lengths_kv")
+    assert block_table is not None
+    assert actual_seq_lengths_kv is not None
+    kv_heads = num_key_value_heads or num_heads
+    require(num_heads <= 256 and num_heads % kv_heads == 0, f"{NAME}: at most 256 heads, a multiple of the KV heads")
+    require(num_heads // kv_heads <= 64, f"{NAME}: at most 64 query heads a KV head")
+    require(all(x.is_contiguous() for x in (query, key, value)), f"{NAME}: contiguous query, key and value")
+    require(query.dtype == key.dtype == value.dtype and key.shape == value.shape, f"{NAME}: one dtype, equal caches")
+    spans = query_spans(query, actual_seq_lengths, input_layout, num_heads)
+    size = spans[0].shape[-1]
+    require_kind(size % 16 == 0, f"{NAME}: heads of a multiple of 16")
+    require(size <= 512, f"{NAME}: heads of at most 512")
+    for cache in (key, value):
+        check_pages(cache, block_table, actual_seq_lengths_kv, spans, input_layout, block_size)
+        require(cache.shape[2] == kv_heads * size, f"{NAME}: a cache holds K * D elements a position")
+    out = query.new_empty((sum(map(len, spans)), num_heads, size))
+    ends = accumulate(map(len, spans))
+    for span, table, length, end in zip(spans, block_table.long(), actual_seq_lengths_kv, ends, strict=True):
+        pages = table[: -(-length // block_size)]
+        k, v = (cache[pages].view(-1, kv_heads, size)[:length] for cache in (key, value))
+        out[end - len(span) : end] = attend(span, k, v, scale)
+    return out.view(query.shape), query.new_zeros(1, dtype=torch.float32)
+
+
+# A captured graph has the workspace made before and writes into outputs that stand, with lengths that can be exchanged.
+
+
+@kernel(f"_{NAME}_get_max_workspace")
+def max_workspace(query: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+    return query.new_empty(1, dtype=torch.uint8)
+
+
+@kernel(f"{NAME}.out")
+def fused_infer_attention_score_out(
+    query: Tensor, key: Tensor, value: Tensor, *, workspace: Tensor | None = None, out: Sequence[Tensor], **options: Any
+) -> tuple[Tensor, ...]:
+    for target, result in zip(out, fused_infer_attention_score(query, key, value, **options), strict=True):
+        target.copy_(result)
+    return tuple(out)

@@ -1,0 +1,166 @@
+"""A simulated NPU: tensors on ``npu`` that compute.
+
+Their memory is what the real torch_npu allocates through the stand-in for the runtime, so of the host; every kernel of
+theirs is replaced by the CPU kernel of the same op, on the same bytes. Importing this module replaces them, for good.
+
+During a capture nothing is computed: ``capture`` records the tasks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tests.npu.lab import attention, kernels, traffic  # noqa: F401
+
+# What allocates, or changes how bytes are seen, is torch_npu's own.
+OWN = (
+    *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_quantized", "set_", "resize_"),
+    *("resize_as_", "_to_copy", "to", "record_stream", "is_pinned", "_pin_memory", "_reshape_alias", "is_set_to"),
+)
+DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor's memory and how it is seen, without a claim on it: as on a device, a graph that runs again finds there
+    whatever is there by then."""
+
+    address: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Place:
+        return cls(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def tensor(self) -> Tensor:
+        """A CPU tensor over these bytes."""
+        if 0 in self.size:
+            return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
+        elements = 1 + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+        memory = (ctypes.c_char * (elements * self.dtype.itemsize)).from_address(self.address)
+        return torch.frombuffer(memory, dtype=self.dtype).as_strided(self.size, self.stride)
+
+
+def on_npu(x: object) -> bool:
+    return isinstance(x, Tensor) and x.device.type == "npu"
+
+
+def compute(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs the CPU kernel on the memory of the arguments; what it returns is on ``npu`` again."""
+    given: list[tuple[Tensor, Tensor]] = []
+
+    def down(x: Any) -> Any:
+        if isinstance(x, torch.device):
+            return torch.device("cpu") if x.type == "npu" else x
+        if on_npu(x):
+            given.append((Place.of(x).tensor(), x))
+            return given[-1][0]
+        return x
+
+    def up(result: Tensor) -> Tensor:
+        for host, tensor in given:
+            if result is host:
+                return tensor
+            if result.untyped_storage().data_ptr() == host.untyped_storage().data_ptr() != 0:
+                offset = tensor.storage_offset() + result.storage_offset()
+                return tensor.as_strided(result.shape, result.stride(), offset)
+        out = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="npu")
+        Place.of(out).tensor().copy_(result)
+        return out
+
+    kinds = (Tensor, torch.device)
+    result = op(*tree_map_only(kinds, down, args), **tree_map_only(kinds, down, kwargs))
+    return tree_map_only(Tensor, up, result)
+
+
+@dataclass
+class Recorder:
+    """What takes tasks instead of the device, while a graph is captured or changed."""
+
+    take: Callable[[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], Any] | None = None
+    # Called before anything runs on the device: whether graphs still wait for something.
+    before: list[Callable[[], None]] = field(default_factory=list)
+
+
+recorder = Recorder()
+
+
+def reads_data(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether the host must know values on the device to go on."""
+    if op._schema.name == "aten::index":
+        return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+    return any(tag in op.tags for tag in DATA_DEPENDENT)
+
+
+def copy_with_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, bool]:
+    """(name, whether the host waits for it) of a copy from or to the host: it goes on where that is asked for and its
+    memory is pinned, and where it sends one value along with the launch."""
+    target, source = args[:2]
+    to_host = not on_npu(target)
+    host = target if to_host else source
+    non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+    goes_on = (non_blocking and host.is_pinned()) or (not to_host and host.dim() == 0)
+    return f"copy to {'host' if to_host else 'device'}", not goes_on
+
+
+def refuse_host_tensors(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A kernel takes single values from the host, which travel with the launch, and no tensors."""
+    if any(isinstance(x, Tensor) and x.device.type == "cpu" and x.dim() for x in tree_leaves((args, kwargs))):
+        raise RuntimeError(f"{op._schema.name}: one tensor is on the device and another one on the host")
+
+
+def launch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = op._schema.name
+    with_host = name == "aten::copy_" and not all(map(on_npu, args[:2]))
+    if with_host:
+        name, waits = copy_with_host(args, kwargs)
+    else:
+        refuse_host_tensors(op, args, kwargs)
+        waits = reads_data(op, args)
+    if recorder.take is not None:
+        if with_host or waits:
+            raise RuntimeError(f"{name}: the host takes part in this, so no graph can hold it")
+        return recorder.take(op, args, kwargs)
+    for check in recorder.before:
+        check()
+    if waits:
+        traffic.stalled(name)
+    traffic.launched(name)
+    return compute(op, args, kwargs)
+
+
+def _kernel_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    return lambda *args, **kwargs: launch(op, args, kwargs)
+
+
+def _replace_kernels() -> list[torch.library.Library]:
+    libraries = {space: torch.library.Library(space, "IMPL") for space in ("aten", "npu")}
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, rest = name.partition("::")
+        base, _, overload = rest.partition(".")
+        if space not in libraries or base in OWN:
+            continue
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "PrivateUse1"):
+            continue
+        # Of the npu ops, those that the laboratory knows; the others fail in the stand-ins.
+        if space == "npu" and not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
+            continue
+        packet = getattr(getattr(torch.ops, space), base, None)
+        if packet is None:
+            continue
+        op = getattr(packet, overload or "default")
+        if not op.is_view:
+            libraries[space].impl(rest, _kernel_of(op), "PrivateUse1", allow_override=True)
+    return list(libraries.values())
+
+
+_libraries = _replace_kernels()

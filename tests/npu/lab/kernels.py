@@ -1,0 +1,120 @@
+"""What the ``npu::`` ops compute, on CPU tensors, under their real schemas; attention is in ``attention.py``.
+
+Results are computed in float32 and rounded once where a kernel gives them out, so not bit for bit those of a device.
+What an op refuses is from torch_npu's own documents (``torch_npu/_op_plugin_docs.py``); npu_add_rms_norm has none
+there, and takes what npu_rms_norm takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.npu.lab.constraints import require
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_library = torch.library.Library("npu", "IMPL")
+
+
+def kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a function as the CPU kernel of ``npu::name``."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        _library.impl(name, function, "CPU")
+        return function
+
+    return register
+
+
+def _normed(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """(norm, 1 / root mean square)."""
+    wide = x.float()
+    scale = (wide.pow(2).mean(-1, keepdim=True) + epsilon).rsqrt()
+    return (wide * scale * gamma.float()).to(x.dtype), scale
+
+
+@kernel("npu_rms_norm")
+def rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    require(x.dtype in FLOATS and gamma.dtype == x.dtype, "npu_rms_norm: x and gamma are of one float dtype")
+    require(
+        2 <= x.dim() <= 8 and gamma.shape == x.shape[-1:], "npu_rms_norm: x of 2 to 8 dimensions, gamma of the last"
+    )
+    return _normed(x, gamma, epsilon)
+
+
+@kernel("npu_add_rms_norm")
+def add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
+    same = x1.dtype == x2.dtype == gamma.dtype
+    require(same and x1.dtype in FLOATS, "npu_add_rms_norm: x1, x2 and gamma are of one float dtype")
+    require(x1.shape == x2.shape, "npu_add_rms_norm: x1 and x2 are of one shape")
+    require(gamma.shape == x1.shape[-1:], "npu_add_rms_norm: gamma is of the last dimension")
+    total = (x1.float() + x2.float()).to(x1.dtype)
+    return *_normed(total, gamma, epsilon), total
+
+
+@kernel("npu_swiglu")
+def swiglu(x: Tensor, dim: int = -1) -> Tensor:
+    require(x.dtype in FLOATS and 1 <= x.dim() <= 8, "npu_swiglu: a float dtype, 1 to 8 dimensions")
+    require(x.shape[dim] % 2 == 0, "npu_swiglu: an even size of the split dimension")
+    gate, up = x.float().chunk(2, dim)
+    return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+
+
+@kernel("npu_rotary_mul")
+def rotary_mul(x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None) -> Tensor:
+    require(rotary_mode == "half" and rotate is None, "npu_rotary_mul: the laboratory knows mode half alone")
+    require(x.dim() == 4 and r1.dim() == 4 and r1.shape == r2.shape, "npu_rotary_mul: x, r1 and r2 are 4-D")
+    require(x.dtype in FLOATS and x.dtype == r1.dtype == r2.dtype, "npu_rotary_mul: one float dtype")
+    batch, tokens, heads, size = x.shape
+    require(batch < 1000 and heads < 1000, "npu_rotary_mul: fewer than 1000 batches and heads")
+    require(size < 896 and size % 2 == 0, "npu_rotary_mul: an even head size below 896")
+    tables = ((1, tokens, 1, size), (batch, tokens, 1, size), (batch, tokens, heads, size))
+    require(tuple(r1.shape) in tables, "npu_rotary_mul: r1 and r2 are 1S1D, BS1D or BSND for x BSND")
+    require(bool(r1.abs().max() <= 1) and bool(r2.abs().max() <= 1), "npu_rotary_mul: r1 and r2 lie in [-1, 1]")
+    wide = x.float()
+    left, right = wide.chunk(2, -1)
+    return (wide * r1.float() + torch.cat((-right, left), -1) * r2.float()).to(x.dtype)
+
+
+@kernel("npu_scatter_pa_kv_cache")
+def scatter_pa_kv_cache(  # noqa: PLR0913
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    compress_lens: Tensor | None = None,
+    compress_seq_offsets: Tensor | None = None,
+    seq_lens: Tensor | None = None,
+    cache_mode: str | None = "PA_NZ",
+) -> None:
+    name = "npu_scatter_pa_kv_cache"
+    require(compress_lens is None and compress_seq_offsets is None and seq_lens is None, f"{name}: no compression here")
+    require(cache_mode in (None, "Norm"), f"{name}: an ND cache takes cache_mode Norm, and the default is PA_NZ")
+    tensors = (key, value, key_cache, value_cache, slot_mapping)
+    require(all(t.is_contiguous() for t in tensors), f"{name}: contiguous tensors alone")
+    require(key.dtype == value.dtype == key_cache.dtype == value_cache.dtype, f"{name}: one dtype")
+    require(slot_mapping.dtype in (torch.int32, torch.int64), f"{name}: slots are int32 or int64")
+    require(key.dim() == 3 and key.shape[:2] == value.shape[:2], f"{name}: key and value are [T, heads, size]")
+    require(slot_mapping.shape == key.shape[:1], f"{name}: as many slots as tokens")
+    slots = slot_mapping.long()
+    for new, cache in ((key, key_cache), (value, value_cache)):
+        require(cache.dim() == 4 and cache.shape[2:] == new.shape[1:], f"{name}: a cache is [N, page, heads, size]")
+        within = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
+        require(bool(within.all()), f"{name}: a slot lies outside the cache")
+        require(len(slots.unique()) == len(slots), f"{name}: a slot comes twice, which leaves open what it holds")
+        cache.flatten(0, 1)[slots] = new
+
+
+@kernel("npu_scatter_pa_kv_cache_functional")
+def scatter_pa_kv_cache_functional(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """What torch.compile makes of the op above, until torchair puts it back."""
+    keys, values = key_cache.clone(), value_cache.clone()
+    scatter_pa_kv_cache(key, value, keys, values, slot_mapping, **options)
+    return keys, values

@@ -1,0 +1,56 @@
+"""The ops as models are usually written, for comparison with the fused ones."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lopa_ascend.backend import Entries
+from lopa_ascend.backend.npu.ops import NpuOps
+
+
+class PlainOps(NpuOps):
+    """In plain torch, for entries of one length. Of torch's ways to write a cache this one has a GE converter."""
+
+    def stored(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        left, right = x.chunk(2, -1)
+        return x * cos + torch.cat((-right, left), -1) * sin
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
+
+    def kv_write(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, source: Tensor | None = None
+    ) -> None:
+        for new, cache in ((k, k_cache), (v, v_cache)):
+            flat = cache.view(-1, cache.shape[2] * cache.shape[3])
+            rows = new if source is None else new[source]
+            flat.scatter_(0, slots[:, None].expand(-1, flat.shape[1]), rows.flatten(1))
+
+    def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
+        count, (heads, dim), kv_heads = len(entries.lengths), q.shape[1:], k_cache.shape[2]
+        seen = []
+        for cache in (k_cache, v_cache):
+            pages = cache[entries.page_tables.long()].view(count, -1, kv_heads, dim)
+            seen.append(pages[:, : entries.kv_lengths[0]].transpose(1, 2))
+        # The query heads of a KV head are so many more rows.
+        q = q.view(count, -1, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        scores = torch.softmax((q @ seen[0].transpose(-1, -2)).float() * dim**-0.5, -1).to(q.dtype)
+        out = (scores @ seen[1]).view(count, kv_heads, heads // kv_heads, -1, dim).permute(0, 3, 1, 2, 4)
+        return out.reshape(-1, heads * dim)

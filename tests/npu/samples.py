@@ -1,0 +1,105 @@
+"""Tensors for tests: a Dream of any size with a step's inputs, and attention entries over pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+import torch
+from torch import Tensor
+
+from lopa_ascend.backend import Entries
+from lopa_ascend.config import ModelConfig
+from lopa_ascend.model.dream import ForwardInputs
+from lopa_ascend.pages import PAGE_SIZE
+
+SMALL_VOCABULARY = 512
+
+
+def paged_entries(lengths: Sequence[int], kv_lengths: Sequence[int], pages: int = 0) -> tuple[Entries, int]:
+    """(entries of one sequence each, number of pages), which is at least ``pages``, and what the entries take together.
+    Tables are in random order, and a page may be in several."""
+    taken = [-(-length // PAGE_SIZE) for length in kv_lengths]
+    num_pages = max(sum(taken), pages)
+    tables = torch.stack([torch.randperm(num_pages)[: max(taken)] for _ in taken]).int()
+    sequences = tuple(range(len(taken)))
+    return Entries(tuple(lengths), tuple(kv_lengths), tables, sequences, (0,) * len(taken)), num_pages
+
+
+def dream_config(num_layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int) -> ModelConfig:
+    """Of heads of 128, as Dream-7B's are, and with few tokens."""
+    return ModelConfig(
+        vocab_size=SMALL_VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=128,
+        max_position_embeddings=2048,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        attention_bias=True,
+        mask_token_id=SMALL_VOCABULARY - 1,
+        eos_token_ids=(0,),
+        dtype="bfloat16",
+    )
+
+
+def dream_7b(num_layers: int) -> ModelConfig:
+    """The layers of Dream-7B."""
+    return dream_config(num_layers, hidden=3584, intermediate=18944, heads=28, kv_heads=4)
+
+
+def small_dream(num_layers: int) -> ModelConfig:
+    """One that can be computed here, with as many query heads a KV head as Dream-7B."""
+    return dream_config(num_layers, hidden=256, intermediate=320, heads=7, kv_heads=1)
+
+
+def dream_weights(config: ModelConfig, dtype: torch.dtype, *, filled: bool = True) -> dict[str, Tensor]:
+    """Random ones on the CPU; without ``filled``, on ``npu`` and with whatever is in memory."""
+    c, qkv = config, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    sizes: dict[str, tuple[int, ...]] = dict.fromkeys(("embed.weight", "head.weight"), (c.vocab_size, c.hidden_size))
+    for n in range(c.num_layers):
+        sizes |= {
+            f"layers.{n}.attn_norm.weight": (c.hidden_size,),
+            f"layers.{n}.qkv.weight": (qkv, c.hidden_size),
+            f"layers.{n}.qkv.bias": (qkv,),
+            f"layers.{n}.o.weight": (c.hidden_size, c.num_heads * c.head_dim),
+            f"layers.{n}.mlp_norm.weight": (c.hidden_size,),
+            f"layers.{n}.gate_up.weight": (2 * c.intermediate_size, c.hidden_size),
+            f"layers.{n}.down.weight": (c.hidden_size, c.intermediate_size),
+        }
+    sizes["norm.weight"] = (c.hidden_size,)
+    if not filled:
+        return {name: torch.empty(size, dtype=dtype, device="npu") for name, size in sizes.items()}
+    return {name: (torch.randn(size) * size[-1] ** (0.5 - len(size) / 2)).to(dtype) for name, size in sizes.items()}
+
+
+def forward_inputs(entries: Entries, num_pages: int) -> ForwardInputs:
+    """Random ones, on the CPU. Every token is written to a slot, and wanted."""
+    count = sum(entries.lengths)
+    return ForwardInputs(
+        tokens=torch.randint(SMALL_VOCABULARY, (count,)),
+        positions=torch.randint(2048, (count,)),
+        slots=torch.randperm(num_pages * PAGE_SIZE)[:count],
+        source=None,
+        entries=entries,
+        rows=torch.randperm(count),
+    )
+
+
+def moved(inputs: ForwardInputs, device: str) -> ForwardInputs:
+    """The same on a device."""
+    given = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    tensors = {name: x.to(device) for name, x in given.items() if isinstance(x, Tensor)}
+    tables = inputs.entries.page_tables.to(device)
+    return replace(inputs, **tensors, entries=replace(inputs.entries, page_tables=tables))
+
+
+def overwrite(inputs: ForwardInputs, other: ForwardInputs) -> None:
+    """Puts other tensors into the memory of these; lengths stay."""
+    for name in ("tokens", "positions", "slots", "rows"):
+        getattr(inputs, name).copy_(getattr(other, name))
+    inputs.entries.page_tables.copy_(other.entries.page_tables)

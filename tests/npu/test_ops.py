@@ -1,0 +1,225 @@
+"""NpuOps on the simulated device against the CPU backend, which defines every op: over random shapes in numeric mode,
+at those of Dream-7B in strict mode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lopa_ascend.backend import Entries
+from lopa_ascend.backend.cpu import CpuOps
+from lopa_ascend.backend.npu.ops import NpuOps
+from lopa_ascend.pages import PAGE_SIZE
+from tests.npu.lab import device  # noqa: F401
+from tests.npu.lab.constraints import numeric
+from tests.npu.lab.traffic import host_traffic
+from tests.npu.samples import paged_entries
+
+pytestmark = pytest.mark.npu
+CPU, NPU = CpuOps(), NpuOps()
+
+seeds = st.integers(0, 2**31)
+rows = st.integers(1, 70)
+dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+
+
+def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_same(got: Tensor, expected: Tensor) -> None:
+    """Equal but for rounding; ``got`` is on the device."""
+    assert got.device.type == "npu"
+    tolerance = 2e-5 if expected.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.cpu(), expected, rtol=tolerance, atol=tolerance)
+
+
+@given(seeds, rows, st.integers(1, 60), st.integers(1, 60), st.booleans(), dtypes)
+def test_linear_takes_what_stored_gives(
+    seed: int, rows: int, inner: int, outer: int, has_bias: bool, dtype: torch.dtype
+) -> None:
+    x, weight = randn(seed, rows, inner, dtype=dtype), randn(seed + 1, outer, inner, dtype=dtype)
+    bias = randn(seed + 2, outer, dtype=dtype) if has_bias else None
+    stored = NPU.stored(weight.to("npu"))
+    assert stored.shape == (inner, outer)
+    assert stored.is_contiguous()
+    out = NPU.linear(x.to("npu"), stored, None if bias is None else bias.to("npu"))
+    expected = CPU.linear(x, weight, bias)
+    scale = expected.abs().max()
+    assert_same(out / scale, expected / scale)
+
+
+@given(seeds, rows, st.integers(1, 200), dtypes)
+def test_norms(seed: int, rows: int, hidden: int, dtype: torch.dtype) -> None:
+    x, residual = randn(seed, 2, rows, hidden, dtype=dtype)
+    weight = randn(seed + 1, hidden, dtype=dtype)
+    assert_same(NPU.rms_norm(x.to("npu"), weight.to("npu"), 0.1), CPU.rms_norm(x, weight, 0.1))
+    normed, total = NPU.add_rms_norm(x.to("npu"), residual.to("npu"), weight.to("npu"), 0.1)
+    expected_normed, expected_total = CPU.add_rms_norm(x, residual, weight, 0.1)
+    assert_same(normed, expected_normed)
+    assert_same(total, expected_total)
+
+
+@given(seeds, rows, st.integers(1, 80), dtypes)
+def test_swiglu(seed: int, rows: int, inner: int, dtype: torch.dtype) -> None:
+    gate_up = randn(seed, rows, 2 * inner, dtype=dtype)
+    assert_same(NPU.swiglu(gate_up.to("npu")), CPU.swiglu(gate_up))
+
+
+@given(seeds, rows, st.integers(1, 9), st.sampled_from([8, 16, 128]), dtypes)
+def test_rope_with_tables_indexed_by_positions(seed: int, rows: int, heads: int, dim: int, dtype: torch.dtype) -> None:
+    x = randn(seed, rows, heads, dim, dtype=dtype)
+    angles = randn(seed + 1, 300, dim // 2) * 5
+    positions = torch.randint(300, (rows,), generator=torch.Generator().manual_seed(seed))
+    cos, sin = (
+        table[positions.to("npu")] for table in NPU.rope_tables(angles.cos().to("npu"), angles.sin().to("npu"), dtype)
+    )
+    expected = CPU.rope(x, *(table.to(dtype)[positions, None] for table in (angles.cos(), angles.sin())))
+    assert_same(NPU.rope(x.to("npu"), cos, sin), expected)
+
+
+@given(seeds, st.integers(1, 3), st.integers(1, 4), st.integers(1, 70), st.booleans(), dtypes)
+def test_kv_writes(seed: int, pages: int, kv_heads: int, tokens: int, has_source: bool, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    k, v = randn(seed, 2, tokens, kv_heads, 16, dtype=dtype)
+    caches = randn(seed + 1, 2, pages, PAGE_SIZE, kv_heads, 16, dtype=dtype)
+    source = torch.randint(tokens, (90,), generator=generator) if has_source else None
+    written = tokens if source is None else len(source)
+    slots = torch.randperm(pages * PAGE_SIZE, generator=generator)[:written]
+    on_npu = caches.to("npu")
+    given_source = None if source is None else source.to("npu")
+    NPU.kv_write(k.to("npu"), v.to("npu"), on_npu[0], on_npu[1], slots.int().to("npu"), given_source)
+    CPU.kv_write(k, v, caches[0], caches[1], slots, source)
+    assert torch.equal(on_npu.cpu(), caches)
+
+
+def test_a_write_takes_the_parts_of_a_packed_projection() -> None:
+    packed = randn(0, 9, 8, 16).to("npu")
+    caches = torch.zeros(2, 1, PAGE_SIZE, 2, 16, device="npu")
+    slots = torch.arange(9, dtype=torch.int32, device="npu")
+    NPU.kv_write(packed[:, 4:6], packed[:, 6:], caches[0], caches[1], slots)
+    assert torch.equal(caches[:, 0, :9].transpose(0, 1).flatten(1, 2), packed[:, 4:])
+
+
+@given(seeds, st.integers(2, 4), dtypes)
+def test_positions_move_in_all_layers_at_once(seed: int, pages: int, dtype: torch.dtype) -> None:
+    caches = randn(seed, 2, 3, pages, PAGE_SIZE, 2, 8, dtype=dtype)
+    on_npu = caches.to("npu")
+    positions = torch.randperm(pages * PAGE_SIZE, generator=torch.Generator().manual_seed(seed))
+    source, target = positions[:20], positions[50:70]
+    assert torch.equal(NPU.kv_read(on_npu, source.to("npu")).cpu(), CPU.kv_read(caches, source))
+    NPU.kv_copy(on_npu, source.to("npu"), target.to("npu"))
+    CPU.kv_copy(caches, source, target)
+    assert torch.equal(on_npu.cpu(), caches)
+
+
+def attention_case(
+    seed: int,
+    lengths: Sequence[int],
+    kv_lengths: Sequence[int],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Entries]:
+    """(q, caches [2, N, 128, K, D], entries), on the CPU."""
+    torch.manual_seed(seed)
+    entries, num_pages = paged_entries(lengths, kv_lengths)
+    q = randn(seed, sum(lengths), heads, dim, dtype=dtype)
+    return q, randn(seed + 1, 2, num_pages, PAGE_SIZE, kv_heads, dim, dtype=dtype), entries
+
+
+def assert_attends(ops: NpuOps, q: Tensor, caches: Tensor, entries: Entries) -> None:
+    on_npu = replace(entries, page_tables=entries.page_tables.to("npu"))
+    query = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device="npu").copy_(q)
+    k_cache, v_cache = caches.to("npu")
+    with host_traffic() as traffic:
+        out = ops.attention(query, k_cache, v_cache, on_npu)
+    assert not traffic.stalls
+    expected = CPU.attention(q, caches[0], caches[1], replace(entries, page_tables=entries.page_tables.long()))
+    assert_same(out, expected)
+
+
+@pytest.mark.parametrize("layout", ["TND", "BSH"])
+def test_queries_can_be_a_part_of_a_packed_projection(layout: str) -> None:
+    q, caches, entries = attention_case(0, [32, 32], [40, 70], 14, 2, 128, torch.bfloat16)
+    packed = torch.cat([q, torch.zeros(64, 4, 128, dtype=q.dtype)], 1)
+    assert_attends(NpuOps(attention_layout=layout), packed[:, :14], caches, entries)
+
+
+@settings(max_examples=40)
+@given(
+    seeds,
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 300)), min_size=1, max_size=6),
+    st.sampled_from([(2, 2), (4, 2), (7, 1), (6, 3)]),
+    st.sampled_from([8, 64, 128]),
+    dtypes,
+)
+def test_attention_over_any_entries(
+    seed: int, spans: list[tuple[int, int]], heads: tuple[int, int], dim: int, dtype: torch.dtype
+) -> None:
+    lengths, kv_lengths = zip(*spans, strict=True)
+    case = attention_case(seed, lengths, kv_lengths, *heads, dim, dtype)
+    for layout in ("TND", "BSH"):
+        with numeric():
+            assert_attends(NpuOps(attention_layout=layout), *case)
+
+
+@pytest.mark.parametrize("layout", ["TND", "BSH"])
+def test_attention_at_the_shapes_of_dream_7b(layout: str) -> None:
+    """A prompt, three branches of two sequences with blocks of 32, a single token: in strict mode."""
+    lengths = [150, *[32] * 6, 1]
+    kv_lengths = [150, 160, 192, 160, 545, 577, 640, 33]
+    assert_attends(NpuOps(attention_layout=layout), *attention_case(0, lengths, kv_lengths, 28, 4, 128, torch.bfloat16))
+
+
+def test_an_unknown_layout_is_refused_with_the_choices() -> None:
+    with pytest.raises(ValueError, match="'BNSD'; choose one of TND, BSH"):
+        NpuOps(attention_layout="BNSD")
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        ([0, 1, PAGE_SIZE * 2], r"slots \[256\] lie outside the cache, which has 256"),
+        ([0, -1, 5], r"slots \[-1\] lie outside"),
+        ([7, 3, 7], r"slots \[7\] are written more than once"),
+    ],
+)
+def test_debug_refuses_slots(slots: list[int], message: str) -> None:
+    k = torch.zeros(3, 1, 16, device="npu")
+    cache = torch.zeros(2, PAGE_SIZE, 1, 16, device="npu")
+    with pytest.raises(ValueError, match=message):
+        NpuOps(debug=True).kv_write(k, k, cache, cache, torch.tensor(slots, dtype=torch.int32, device="npu"))
+
+
+@pytest.mark.parametrize(
+    ("table", "kv_length", "message"),
+    [
+        ([0, 2], 200, r"pages \[2\] of entry 1 lie outside the cache, which has 2"),
+        ([-1, 0], 200, r"pages \[-1\] of entry 1"),
+        ([1, 0], 257, "entry 1 sees 257 positions and has 2 pages"),
+    ],
+)
+def test_debug_refuses_pages(table: list[int], kv_length: int, message: str) -> None:
+    tables = torch.tensor([[0, 1], table], dtype=torch.int32, device="npu")
+    cache = torch.zeros(2, PAGE_SIZE, 1, 128, dtype=torch.bfloat16, device="npu")
+    q = torch.zeros(2, 1, 128, dtype=torch.bfloat16, device="npu")
+    with pytest.raises(ValueError, match=message):
+        NpuOps(debug=True).attention(q, cache, cache, Entries((1, 1), (1, kv_length), tables, (0, 1), (0, 0)))
+
+
+def test_without_debug_no_op_waits_for_the_device() -> None:
+    k = torch.zeros(3, 1, 16, device="npu")
+    cache = torch.zeros(2, PAGE_SIZE, 1, 16, device="npu")
+    slots = torch.arange(3, dtype=torch.int32, device="npu")
+    with host_traffic() as traffic:
+        NPU.kv_write(k, k, cache, cache, slots)
+    assert traffic.launches == ["npu::npu_scatter_pa_kv_cache"]
+    assert not traffic.stalls
