@@ -32,6 +32,19 @@ class Entries:
     prefixes: tuple[int, ...]
 
 
+class PagedCopies:
+    """Keys and values moved between flat positions of all caches, in torch alone; for steps that are not compiled."""
+
+    def kv_copy(self, caches: Tensor, source: Tensor, target: Tensor) -> None:
+        self.kv_fill(caches, target, self.kv_read(caches, source))
+
+    def kv_read(self, caches: Tensor, source: Tensor) -> Tensor:
+        return caches.flatten(-4, -3).index_select(-3, source)
+
+    def kv_fill(self, caches: Tensor, target: Tensor, values: Tensor) -> None:
+        caches.flatten(-4, -3).index_copy_(-3, target, values)
+
+
 class Ops(Protocol):
     """One signature per fused op; ``backend/cpu.py`` is the definition.
 

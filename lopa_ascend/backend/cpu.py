@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lopa_ascend.backend.base import Entries
+from lopa_ascend.backend.base import Entries, PagedCopies
 
 MIN_ROWS = 16  # below this MKL takes kernels that sum in another order, and a row would depend on how many there are
 WIDENED_ROWS = 1024
@@ -148,7 +148,7 @@ def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     torch.add(other.float().sub_(wide).mul_(share[..., None]), wide, out=out)
 
 
-class CpuOps:
+class CpuOps(PagedCopies):
     def __init__(self) -> None:
         keep_freed_memory()
         self._emulated = emulated_dtypes()
@@ -197,15 +197,6 @@ class CpuOps:
     ) -> None:
         for new, cache in ((k, k_cache), (v, v_cache)):
             cache.view(-1, *cache.shape[-2:]).index_copy_(0, slots, new if source is None else new[source])
-
-    def kv_copy(self, caches: Tensor, source: Tensor, target: Tensor) -> None:
-        self.kv_fill(caches, target, self.kv_read(caches, source))
-
-    def kv_read(self, caches: Tensor, source: Tensor) -> Tensor:
-        return caches.flatten(-4, -3).index_select(-3, source)
-
-    def kv_fill(self, caches: Tensor, target: Tensor, values: Tensor) -> None:
-        caches.flatten(-4, -3).index_copy_(-3, target, values)
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
         tokens, heads, dim = q.shape

@@ -21,13 +21,13 @@ import torch
 import torch_npu  # noqa: F401
 from torch import Tensor
 
-from lopa_ascend.backend.base import Entries
+from lopa_ascend.backend.base import Entries, PagedCopies
 
 npu = torch.ops.npu
 LAYOUTS = ("TND", "BSH")
 
 
-class NpuOps:
+class NpuOps(PagedCopies):
     """``backend/base.py`` on an NPU.
 
     ``attention_layout``: TND takes all entries of a step at once; BSH, where a device or a version refuses TND, takes
@@ -66,7 +66,8 @@ class NpuOps:
 
     def rope_tables(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """[positions, 1, D]: the kernel takes a factor for every element of a head."""
-        return tuple(torch.cat([table, table], -1).to(dtype)[:, None] for table in (cos, sin))  # type: ignore[return-value]
+        whole = [torch.cat([table, table], -1).to(dtype)[:, None] for table in (cos, sin)]
+        return whole[0], whole[1]
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         turned: Tensor = npu.npu_rotary_mul(x[None], cos[None], sin[None])  # [1, T, heads, D] and [1, T, 1, D]
@@ -83,15 +84,6 @@ class NpuOps:
             check_slots(slots.tolist(), k_cache.shape[0] * k_cache.shape[1])
         k, v = (x.contiguous() if source is None else x.index_select(0, source) for x in (k, v))
         npu.npu_scatter_pa_kv_cache(k, v, k_cache, v_cache, slots, cache_mode="Norm")
-
-    def kv_copy(self, caches: Tensor, source: Tensor, target: Tensor) -> None:
-        self.kv_fill(caches, target, self.kv_read(caches, source))
-
-    def kv_read(self, caches: Tensor, source: Tensor) -> Tensor:
-        return caches.flatten(-4, -3).index_select(-3, source)
-
-    def kv_fill(self, caches: Tensor, target: Tensor, values: Tensor) -> None:
-        caches.flatten(-4, -3).index_copy_(-3, target, values)
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
         if self._debug:
