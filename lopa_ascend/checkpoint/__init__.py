@@ -15,7 +15,7 @@ from lopa_ascend.checkpoint.files import CheckpointError
 from lopa_ascend.checkpoint.lora import Adapter, merge, open_adapter
 from lopa_ascend.checkpoint.pack import pack, packed_name
 from lopa_ascend.checkpoint.read import DTYPES, Checkpoint, open_checkpoint
-from lopa_ascend.checkpoint.shard import Shard, cut
+from lopa_ascend.checkpoint.shard import WHOLE, Shard, cut
 from lopa_ascend.config import ModelConfig
 
 __all__ = [
@@ -39,7 +39,7 @@ def load(
     lora: str | Path | None = None,
     dtype: str = "auto",
     device: str = "cpu",
-    shard: Shard = Shard(),  # noqa: B008 (frozen)
+    shard: Shard = WHOLE,
 ) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
     """The packed weights of a Dream directory, with a PEFT adapter merged in if ``lora`` names one.
 

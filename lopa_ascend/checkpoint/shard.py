@@ -49,6 +49,9 @@ class Shard:
         return slice(self.rank * local, (self.rank + 1) * local)
 
 
+WHOLE = Shard()
+
+
 def cut(stream: Iterable[tuple[str, torch.Tensor]], slices: Slices) -> Iterator[tuple[str, torch.Tensor]]:
     """The stream with a view of the part that ``slices`` names in place of each tensor."""
     for name, tensor in stream:
