@@ -64,16 +64,16 @@ class EngineProcess:
                 raise
 
     async def _start_processes(self, config: EngineConfig, endpoint: str) -> None:
-        """Under torchrun the other ranks are there already."""
+        """The engine process, and the other ranks unless torchrun has started them."""
+        environments: list[dict[str, str]] = [{}]
+        if config.world_size > 1 and rank_in_environment() is None:
+            port, size = free_port(), config.world_size
+            environments = [Meeting.on_this_machine(rank, size, port).environment() for rank in range(size)]
         command: tuple[str, ...] = (sys.executable, "-m", "lopa_ascend.serve.engine_process", endpoint)
-        port = free_port()
-        for rank in range(1 if rank_in_environment() is not None else config.world_size):
-            environment = dict(os.environ)
-            if config.world_size > 1 and rank_in_environment() is None:
-                environment |= Meeting.on_this_machine(rank, config.world_size, port).environment()
+        for environment in environments:
             # Signals of the terminal are not for the engine; it ends when the pipe to its stdin does.
             process = await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE, start_new_session=True, env=environment
+                *command, stdin=PIPE, start_new_session=True, env=os.environ | environment
             )
             self._processes.append(process)
             command = follower_command(config, with_parent=True)
