@@ -17,7 +17,7 @@ from lopa_ascend.decode import begin
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.kv import KVPool
 from lopa_ascend.model.dream import Dream
-from lopa_ascend.pages import PAGE_SIZE, SlotTables, pages_for
+from lopa_ascend.pages import PAGE_SIZE, SlotTables, pages_for, slots_for
 from lopa_ascend.parallel.agreement import Agreement
 from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.prefix_cache import PrefixCache, PrefixKey
@@ -294,6 +294,6 @@ def _num_pages(config: EngineConfig, max_model_len: int, page_bytes: int) -> int
             message = f"must hold at least one page of {page_bytes} bytes, got {config.kv_cache_memory}"
             raise ParameterError("kv_cache_memory", message)
         return config.kv_cache_memory // page_bytes
-    usual_slots = -(-(1 + DecodingParams().lookaheads) // config.branch_parallel_size)
+    usual_slots = slots_for(1 + DecodingParams().lookaheads, config.branch_parallel_size)
     useful = config.max_num_seqs * usual_slots * pages_for(max_model_len)
     return max(1, min(useful, min(DEFAULT_KV_MEMORY, free_memory(config.device, config.world_size) // 2) // page_bytes))

@@ -66,6 +66,11 @@ def pages_for(positions: int) -> int:
     return -(-positions // PAGE_SIZE)
 
 
+def slots_for(num_branches: int, groups: int) -> int:
+    """Slots that a sequence has in each of ``groups`` branch-parallel groups, which take its branches in turn."""
+    return -(-num_branches // groups)
+
+
 def worst_case(positions: int, num_slots: int, committed: int) -> int:
     """Pages that a sequence of at most ``positions`` positions can hold from now on: full pages of its ``committed``
     ones once, all others once a slot. The prompt counts as committed from the start: in the first step one row runs."""

@@ -23,7 +23,7 @@ from lopa_ascend.decode.d2f import D2F
 from lopa_ascend.kv import KVPool
 from lopa_ascend.layout import Indices, Part, lay_out, locations
 from lopa_ascend.model.dream import Dream, ForwardInputs
-from lopa_ascend.pages import PAGE_SIZE
+from lopa_ascend.pages import PAGE_SIZE, slots_for
 from lopa_ascend.parallel.collectives import ALONE, Group
 from lopa_ascend.parallel.placement import Placement
 from lopa_ascend.score import CANDIDATES, Scoring, merge_scores, shard_scores
@@ -99,8 +99,10 @@ class Runner:
         plans = [_pending(sequence) for sequence in sequences]
         shares = [self.placement.share(pending) for pending in plans]
         forwards = self.forward(sequences, shares, plan.sequences)
-        for sequence in sequences:
+        for sequence, pending in zip(sequences, plans, strict=True):
             sequence.round += 1
+            self.num_rows += len(pending.rows)
+            self.idle_rows += slots_for(len(pending.rows), self.bp.size) * self.bp.size - len(pending.rows)
         results = self.exchange(plans, [forward.predictions for forward in forwards])
         advanced = []
         for at in zip(sequences, plan.sequences, shares, forwards, results, strict=True):
@@ -137,9 +139,6 @@ class Runner:
         for plan in plans:
             for branch, row in enumerate(plan.rows):
                 counts[self.placement.home(branch)[0]] += len(row.masked)
-            width = self.placement.num_slots(len(plan.rows))
-            self.num_rows += len(plan.rows)
-            self.idle_rows += width * self.bp.size - len(plan.rows)
         message = np.zeros((max(counts), 3), dtype=np.int32)
         message[: counts[self.bp.rank]] = np.concatenate(own)
         gathered = np.broadcast_to(message, (self.bp.size, *message.shape))

@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from lopa_ascend.config import DecodingParams, ParameterError
-from lopa_ascend.pages import PAGE_SIZE, PageAllocator, SlotTables, worst_case
+from lopa_ascend.pages import PAGE_SIZE, PageAllocator, SlotTables, slots_for, worst_case
 from lopa_ascend.prefix_cache import PrefixCache, PrefixEntry, PrefixKey
 from lopa_ascend.types import Demand, SequenceResult, SequenceStep, StepPlan
 
@@ -36,7 +36,7 @@ class Limits:
 
     def num_slots(self, params: DecodingParams) -> int:
         """Slots of a request in each group."""
-        return -(-(1 + params.lookaheads) // self.branch_parallel_size)
+        return slots_for(1 + params.lookaheads, self.branch_parallel_size)
 
     def check(self, prompt_tokens: int, params: DecodingParams) -> None:
         """Refuses what could never run.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from lopa_ascend.pages import slots_for
 from lopa_ascend.types import Demand, RowPlan, SequencePlan, Share
 
 
@@ -22,9 +23,6 @@ class Placement:
     group: int = 0
     sharing: bool = True
 
-    def num_slots(self, num_branches: int) -> int:
-        return -(-num_branches // self.size)
-
     def home(self, branch: int) -> tuple[int, int]:
         """(group, slot) of a branch."""
         return branch % self.size, branch // self.size
@@ -35,7 +33,7 @@ class Placement:
 
     def share(self, plan: SequencePlan) -> Share:
         """This group's part."""
-        num_slots = self.num_slots(plan.num_branches)
+        num_slots = slots_for(plan.num_branches, self.size)
         branches = list(range(self.group, len(plan.rows), self.size))
         if not branches:
             row = _repeated(plan)
@@ -58,7 +56,7 @@ class Placement:
 
     def demand(self, plan: SequencePlan) -> Demand:
         """What the step needs on every rank."""
-        ends = [0] * self.num_slots(plan.num_branches)
+        ends = [0] * slots_for(plan.num_branches, self.size)
         for branch, row in enumerate(plan.rows):
             slot = self.home(branch)[1]
             ends[slot] = max(ends[slot], row.end)

@@ -46,7 +46,7 @@ from lopa_ascend import DecodingParams, checkpoint
 from lopa_ascend.config import WINDOW_ATTENTIONS, EngineConfig, ModelConfig
 from lopa_ascend.demo import DEMO_MODEL, HELD_OUT
 from lopa_ascend.kv import KVPool
-from lopa_ascend.pages import PAGE_SIZE
+from lopa_ascend.pages import PAGE_SIZE, slots_for
 from lopa_ascend.parallel.placement import Placement
 from lopa_ascend.prompt import Prompts
 from lopa_ascend.tokenizer import load_tokenizer
@@ -109,7 +109,7 @@ class Formulas:
         placement, positions = Placement(self.bp), 0
         for plan in step.plans:
             active = max(row.end for row in plan.rows) - plan.start - plan.commit
-            positions += active * placement.num_slots(len(plan.rows))
+            positions += active * slots_for(len(plan.rows), placement.size)
         return 12 * positions + 256
 
     def logits(self, step: Step) -> int:

@@ -18,6 +18,7 @@ import uvicorn
 
 from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
 from lopa_ascend.demo import HELD_OUT
+from lopa_ascend.pages import slots_for
 from lopa_ascend.serve.app import create_app
 from lopa_ascend.serve.cli import ServeConfig
 from lopa_ascend.serve.client import ClientSettings, EngineClient, EngineFailed
@@ -230,7 +231,7 @@ def _ranks(engine: EngineConfig, params: DecodingParams) -> str:
         return ""
     tp, bp = engine.tensor_parallel_size, engine.branch_parallel_size
     branches = 1 + params.lookaheads
-    places = -(-branches // bp) * bp
+    places = slots_for(branches, bp) * bp
     waste = "" if places == branches else f": {places - branches} of {places} places idle; more branches would be free"
     return f"ranks     tensor parallel {tp} x branch parallel {bp}, {branches} branches{waste}\n"
 
