@@ -1,0 +1,43 @@
+"""What a server of several ranks says of itself, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.e2e.conftest import ServerProcess, running
+from tests.e2e.serving import refused
+
+pytestmark = pytest.mark.multirank
+
+
+def counted(server: ServerProcess, name: str) -> dict[str, float]:
+    """A counter of /metrics, by purpose."""
+    families = text_string_to_metric_families(server.http.get("/metrics").text)
+    samples = [sample for family in families for sample in family.samples if sample.name == f"{name}_total"]
+    return {sample.labels.get("purpose", ""): sample.value for sample in samples}
+
+
+def test_a_server_of_several_ranks_says_what_they_do() -> None:
+    sizes = ("--tensor-parallel-size", "2", "--branch-parallel-size", "2")
+    with running(*sizes, "--num-branches", "4", "--max-new-tokens", "64") as server:
+        greeting = server.greeting
+        assert "ranks     tensor parallel 2 x branch parallel 2, 5 branches: 1 of 6 places idle" in greeting
+        backend = server.http.get("/server_info").json()["backend"]
+        assert (backend["tensor_parallel_size"], backend["branch_parallel_size"]) == (2, 2)
+        assert backend["kv_update"] == {"block_causal": "single-phase", "full": "two-phase"}
+
+        body = {"messages": [{"role": "user", "content": "What is 12 + 30?"}]}
+        answer = server.http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200
+        calls, steps = counted(server, "lopa:collective_calls"), counted(server, "lopa:steps")[""]
+        assert steps == answer.json()["lopa"]["num_forwards"]
+        assert calls["branches"] == calls["embedding"] == steps
+        assert calls["layers"] == 2 * 6 * steps
+        assert "kv" not in calls
+        assert counted(server, "lopa:collective_bytes")["branches"] % 12 == 0
+        assert counted(server, "lopa:idle_rows")[""] >= 1  # the first pass has one branch for two groups
+
+        wide = {**body, "temperature": 1.0, "top_k": 257}
+        assert refused(server.http.post("/v1/chat/completions", json=wide))["param"] == "top_k"
+        assert server.http.post("/v1/chat/completions", json={**wide, "top_k": 256}).status_code == 200
