@@ -6,6 +6,7 @@ N pages of 128 positions. Caches are [N, 128, K, D].
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,7 +69,18 @@ class Ops(Protocol):
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual); may write into either argument."""
+        """(norm(x + residual), x + residual); may write into ``residual``."""
+        ...
+
+    def rms_norm_quant(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """The norm of x [T, hidden] in int8, and a scale float32 [T] for each row: the largest magnitude / 127. Values
+        are rounded half to even; a row of zeros has the scale 0. A device may round the norm to x's dtype before."""
+        ...
+
+    def add_rms_norm_quant(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(int8, scale) as above of norm(x + residual), and x + residual; may write into ``residual``."""
         ...
 
     def rope_tables(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -100,6 +112,18 @@ class Ops(Protocol):
 
     def kv_fill(self, caches: Tensor, target: Tensor, values: Tensor) -> None:
         """Writes what ``kv_read`` gave, here or on another rank, to the flat positions ``target``."""
+        ...
+
+    def put_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> None:
+        """Writes values [n, C] to the distinct ``rows`` int32 [n] of x [N, C]."""
+        ...
+
+    def host_memory(self, size: int) -> Tensor:
+        """int32 [size] of the host, from which a copy to the device need not be waited for."""
+        ...
+
+    def read_later(self, x: Tensor) -> Callable[[], Tensor]:
+        """Begins to copy x to the host; what it returns waits for the copy and gives it."""
         ...
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:

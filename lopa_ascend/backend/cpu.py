@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, groupby
+from itertools import accumulate, count, groupby
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -151,6 +152,8 @@ def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
 class CpuOps(PagedCopies):
     def __init__(self) -> None:
         keep_freed_memory()
+        self._number = next(_numbers)
+        _instances[self._number] = self
         self._emulated = emulated_dtypes()
         self.gathered_bytes = 0
         self.device = torch.device("cpu")
@@ -173,6 +176,19 @@ class CpuOps(PagedCopies):
         total = residual.add_(x)
         return self.rms_norm(total, weight, eps), total
 
+    def rms_norm_quant(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        wide = self.rms_norm(x.float(), weight.float(), eps)
+        scale = wide.abs().amax(-1) / 127
+        steps = wide.div_(scale.masked_fill(scale == 0, 1)[..., None])
+        # With a scale too small for full precision, a quotient may lie beyond 127.
+        return steps.round_().clamp_(-127, 127).to(torch.int8), scale
+
+    def add_rms_norm_quant(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        total = residual.add_(x)
+        return *self.rms_norm_quant(total, weight, eps), total
+
     def rope_tables(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """[positions, 1, D / 2] each."""
         return cos.to(dtype)[:, None], sin.to(dtype)[:, None]
@@ -180,6 +196,8 @@ class CpuOps(PagedCopies):
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         half = x.shape[-1] // 2
         left, right = x[..., :half], x[..., half:]
+        if torch.compiler.is_compiling():  # which takes no parts of a tensor to write to
+            return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
         out = torch.empty_like(x)
         # One rounding an operation: what is fused rounds differently where a thread's share does not fill a vector.
         torch.mul(left, cos, out=out[..., :half]).sub_(right * sin)
@@ -196,9 +214,26 @@ class CpuOps(PagedCopies):
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, source: Tensor | None = None
     ) -> None:
         for new, cache in ((k, k_cache), (v, v_cache)):
-            cache.view(-1, *cache.shape[-2:]).index_copy_(0, slots, new if source is None else new[source])
+            cache.view(-1, *cache.shape[-2:]).index_copy_(0, slots.long(), new if source is None else new[source])
+
+    def put_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> None:
+        x.index_copy_(0, rows.long(), values)
+
+    def host_memory(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int32)
+
+    def read_later(self, x: Tensor) -> Callable[[], Tensor]:
+        copy = x.clone()
+        return lambda: copy
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
+        if torch.compiler.is_compiling():
+            e = entries
+            tables = e.page_tables.contiguous()
+            attended: Tensor = compiled_attention(
+                q, k_cache, v_cache, tables, e.lengths, e.kv_lengths, e.sequences, e.prefixes, self._number
+            )
+            return attended
         tokens, heads, dim = q.shape
         page_size, kv_heads = k_cache.shape[1:3]
         plan = plan_attention(entries, kv_heads, page_size)
@@ -239,3 +274,46 @@ class CpuOps(PagedCopies):
         out = cache.view(-1, kv_heads, dim).index_select(0, positions.flatten())
         self.gathered_bytes += out.nbytes
         return out.view(*positions.shape, kv_heads, dim).transpose(1, 2)
+
+
+# ---- in a compiled step --------------------------------------------------------------------------------------------
+
+_numbers = count()
+_instances: WeakValueDictionary[int, CpuOps] = WeakValueDictionary()
+
+
+@torch.library.custom_op("lopa_ascend::paged_attention", mutates_args=())
+def compiled_attention(  # noqa: PLR0913
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_tables: Tensor,
+    lengths: Sequence[int],
+    kv_lengths: Sequence[int],
+    sequences: Sequence[int],
+    prefixes: Sequence[int],
+    ops: int,
+) -> Tensor:
+    """``attention`` of the CpuOps number ``ops``, which no compiler looks into: it depends on values all over."""
+    tables = page_tables.numpy().tobytes(), page_tables.shape
+    entries = equal_entries(tuple(lengths), tuple(kv_lengths), tables, tuple(sequences), tuple(prefixes))
+    return _instances[ops].attention(q, k_cache, v_cache, entries)
+
+
+@compiled_attention.register_fake
+def _(q: Tensor, *_args: object) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+
+
+@lru_cache(maxsize=1)
+def equal_entries(
+    lengths: tuple[int, ...],
+    kv_lengths: tuple[int, ...],
+    tables: tuple[bytes, tuple[int, ...]],
+    sequences: tuple[int, ...],
+    prefixes: tuple[int, ...],
+) -> Entries:
+    """Of equal arguments the same, so that all layers share a plan."""
+    content, shape = tables
+    page_tables = torch.frombuffer(bytearray(content), dtype=torch.int32).view(shape)
+    return Entries(lengths, kv_lengths, page_tables, sequences, prefixes)

@@ -5,24 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
 
 from lopa_ascend.backend import Entries, load_ops
 from lopa_ascend.backend.cpu import CpuOps, widened_linear
+from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.pages import PAGE_SIZE
 
-OPS = load_ops("cpu")
+OPS = CpuOps()
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_an_unknown_device_is_refused_with_the_choices() -> None:
-    with pytest.raises(ValueError, match="'tpu'; choose one of cpu"):
-        load_ops("tpu")
+@pytest.mark.parametrize("option", [{"attention_layout": "BSH"}, {"debug_kv": True}])
+def test_what_is_for_an_npu_is_refused_by_name(option: dict[str, Any]) -> None:
+    assert load_ops(EngineConfig()).device.type == "cpu"
+    (name,) = option
+    with pytest.raises(ParameterError, match=f"{name}: is for device npu, and this is device cpu"):
+        load_ops(EngineConfig(**option))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 64])

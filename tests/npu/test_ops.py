@@ -179,6 +179,19 @@ def test_attention_at_the_shapes_of_dream_7b(layout: str) -> None:
     assert_attends(NpuOps(attention_layout=layout), *attention_case(0, lengths, kv_lengths, 28, 4, 128, torch.bfloat16))
 
 
+@pytest.mark.parametrize("layout", ["TND", "BSH"])
+def test_entries_with_more_places_than_the_pool_has_pages_come_in_turn(layout: str) -> None:
+    """Eight entries of up to three pages out of a pool of seven, so two at a time."""
+    lengths, kv_lengths = (32,) * 8, (300, 64, 300, 200, 300, 32, 100, 300)
+    tables = torch.stack([torch.randperm(7, generator=torch.Generator().manual_seed(i))[:3] for i in range(8)]).int()
+    caches = randn(0, 2, 7, PAGE_SIZE, 1, 128, dtype=torch.bfloat16)
+    q = randn(1, 256, 7, 128, dtype=torch.bfloat16)
+    case = q, caches, Entries(lengths, kv_lengths, tables, tuple(range(8)), (0,) * 8)
+    with host_traffic() as traffic:
+        assert_attends(NpuOps(attention_layout=layout), *case)
+    assert traffic.launches.count("npu::npu_fused_infer_attention_score") == 4
+
+
 def test_an_unknown_layout_is_refused_with_the_choices() -> None:
     with pytest.raises(ValueError, match="'BNSD'; choose one of TND, BSH"):
         NpuOps(attention_layout="BNSD")

@@ -7,32 +7,36 @@ Slots of a write must be distinct and lie inside the cache: the kernel does not 
 only fills up a bucket is written too; its slots are positions of pages that belong to no sequence, one for each such
 row, and the caller gives them like all others.
 
-By its documents, attention wants a cache of no fewer pages than its entries have together, a page counted once for each
-entry that has it.
+By its documents, attention wants a cache of no fewer pages than its entries have together, a page counted once for
+each entry that has it. Where page tables have more places than the cache has pages, several kernels take the entries in
+turn.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from itertools import accumulate, groupby
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
-import torch_npu  # noqa: F401
+import torch_npu
 from torch import Tensor
 
 from lopa_ascend.backend.base import Entries, PagedCopies
+from lopa_ascend.config import ATTENTION_LAYOUTS
 
 npu = torch.ops.npu
-LAYOUTS = ("TND", "BSH")
+MAX_ENTRIES = 4096
+"""That one attention takes in TND."""
 
 
 class NpuOps(PagedCopies):
     """``backend/base.py`` on an NPU.
 
-    ``attention_layout``: TND takes all entries of a step at once; BSH, where a device or a version refuses TND, takes
-    entries of one length at once. ``debug`` reads every write's slots and every attention's page ids back and checks
-    them: in eager mode alone, for the host waits for it.
+    Everything is on the NPU that was current when the ops were made, ``device``. ``attention_layout``: TND takes
+    entries of any lengths at once; BSH, where a device or a version refuses TND, takes neighbours of one length.
+    ``debug`` reads every write's slots and every attention's page ids back and checks them: in eager mode alone, for
+    the host waits for it.
 
     Slots are int32 or int64, page tables int32, all on the device.
 
@@ -40,12 +44,11 @@ class NpuOps(PagedCopies):
         ValueError: the layout is unknown; with ``debug``, slots or page ids are not valid.
     """
 
-    def __init__(self, device: str = "npu", *, attention_layout: str = "TND", debug: bool = False):
-        if attention_layout not in LAYOUTS:
-            raise ValueError(
-                f"attention layout: unknown value {attention_layout!r}; choose one of {', '.join(LAYOUTS)}"
-            )
-        self.device = torch.device(device)
+    def __init__(self, *, attention_layout: str = "TND", debug: bool = False):
+        if attention_layout not in ATTENTION_LAYOUTS:
+            choices = ", ".join(ATTENTION_LAYOUTS)
+            raise ValueError(f"attention layout: unknown value {attention_layout!r}; choose one of {choices}")
+        self.device = torch.device("npu", torch_npu.npu.current_device())
         self.gathered_bytes = 0
         self._attention_layout = attention_layout
         self._debug = debug
@@ -63,6 +66,20 @@ class NpuOps(PagedCopies):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         normed, _, total = npu.npu_add_rms_norm(x, residual, weight, eps)
         return normed, total
+
+    def rms_norm_quant(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """x in float16 or bfloat16."""
+        codes, scale = npu.npu_dynamic_quant(self.rms_norm(x, weight, eps))
+        return codes, scale
+
+    def add_rms_norm_quant(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x in float16 or bfloat16."""
+        codes, _, total, scale, _ = npu.npu_add_rms_norm_dynamic_quant(
+            x, residual, weight, epsilon=eps, output_mask=[True, False]
+        )
+        return codes, scale, total
 
     def rope_tables(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """[positions, 1, D]: the kernel takes a factor for every element of a head."""
@@ -85,24 +102,50 @@ class NpuOps(PagedCopies):
         k, v = (x.contiguous() if source is None else x.index_select(0, source) for x in (k, v))
         npu.npu_scatter_pa_kv_cache(k, v, k_cache, v_cache, slots, cache_mode="Norm")
 
+    def put_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> None:
+        npu.npu_scatter_nd_update_(x, rows[:, None], values)
+
+    def host_memory(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int32, pin_memory=True)
+
+    def read_later(self, x: Tensor) -> Callable[[], Tensor]:
+        copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        copy.copy_(x, non_blocking=True)
+        event = torch_npu.npu.Event()
+        event.record()
+
+        def read() -> Tensor:
+            event.synchronize()
+            return copy
+
+        return read
+
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
         if self._debug:
             check_pages(entries, k_cache.shape[0], k_cache.shape[1])
-        q = q.contiguous()
-        if self._attention_layout == "TND":
-            ends = list(accumulate(entries.lengths))
-            return _attend("TND", q, k_cache, v_cache, ends, entries.kv_lengths, entries.page_tables)
-        outputs, rows, tokens = [], 0, 0
-        for length, group in groupby(entries.lengths):
-            count = len(list(group))
-            span = q[tokens : tokens + count * length]
-            kv_lengths, tables = entries.kv_lengths[rows : rows + count], entries.page_tables[rows : rows + count]
-            outputs.append(_attend("BSH", span, k_cache, v_cache, [length] * count, kv_lengths, tables))
-            rows, tokens = rows + count, tokens + count * length
+        q, outputs, tokens = q.contiguous(), [], 0
+        for first, last in self._batches(entries, k_cache.shape[0]):
+            part = slice(first, last)
+            lengths, kv_lengths, tables = entries.lengths[part], entries.kv_lengths[part], entries.page_tables[part]
+            span = q[tokens : tokens + sum(lengths)]
+            outputs.append(attend(self._attention_layout, span, k_cache, v_cache, lengths, kv_lengths, tables))
+            tokens += sum(lengths)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
+    def _batches(self, entries: Entries, num_pages: int) -> list[tuple[int, int]]:
+        """Ranges [first, last) of entries that one kernel can take. They depend on shapes alone, not on KV lengths, so
+        that a graph holds for all of these."""
+        most = min(MAX_ENTRIES, max(1, num_pages // entries.page_tables.shape[1]))
+        batches, first = [], 0
+        for index, length in enumerate(entries.lengths):
+            differs = self._attention_layout == "BSH" and length != entries.lengths[first]
+            if differs or index - first == most:
+                batches.append((first, index))
+                first = index
+        return [*batches, (first, len(entries.lengths))]
 
-def _attend(
+
+def attend(
     layout: str,
     q: Tensor,
     k_cache: Tensor,
@@ -111,14 +154,15 @@ def _attend(
     kv_lengths: Sequence[int],
     page_tables: Tensor,
 ) -> Tensor:
-    """One kernel. ``lengths`` as the layout counts them."""
+    """One kernel for contiguous queries [T, H, D] of entries with these lengths, which are equal in BSH -> [T, H * D].
+    It looks at nothing that ``NpuOps`` takes care of."""
     tokens, heads, dim = q.shape
     page_size, kv_heads = k_cache.shape[1:3]
     out: Tensor = npu.npu_fused_infer_attention_score(
         q if layout == "TND" else q.view(len(lengths), -1, heads * dim),
         k_cache.flatten(2),
         v_cache.flatten(2),
-        actual_seq_lengths=list(lengths),
+        actual_seq_lengths=list(accumulate(lengths) if layout == "TND" else lengths),
         actual_seq_lengths_kv=list(kv_lengths),
         block_table=page_tables,
         num_heads=heads,

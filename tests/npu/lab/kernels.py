@@ -15,7 +15,8 @@ from torch import Tensor
 
 from tests.npu.lab.constraints import require
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+HALVES = (torch.float16, torch.bfloat16)
+FLOATS = (*HALVES, torch.float32)
 _library = torch.library.Library("npu", "IMPL")
 
 
@@ -118,3 +119,60 @@ def scatter_pa_kv_cache_functional(
     keys, values = key_cache.clone(), value_cache.clone()
     scatter_pa_kv_cache(key, value, keys, values, slot_mapping, **options)
     return keys, values
+
+
+@kernel("npu_scatter_nd_update")
+def scatter_nd_update(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+    return scatter_nd_update_(input.clone(), indices, updates)
+
+
+@kernel("npu_scatter_nd_update_")
+def scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+    name = "npu_scatter_nd_update_"
+    kinds = (*FLOATS, torch.bool, torch.int64, torch.int8)
+    require(input.dtype in kinds and input.dtype == updates.dtype, f"{name}: one dtype of floats, bool, int64 and int8")
+    require(1 <= input.dim() <= 8, f"{name}: an input of 1 to 8 dimensions")
+    require(indices.dtype in (torch.int32, torch.int64), f"{name}: indices are int32 or int64")
+    require(indices.dim() >= 2 and indices.shape[-1] <= input.dim(), f"{name}: indices of 2 or more dimensions")
+    depth = indices.shape[-1]
+    require(updates.shape == indices.shape[:-1] + input.shape[depth:], f"{name}: updates of the indexed shape")
+    places = indices.long().unbind(-1)
+    for place, size in zip(places, input.shape, strict=False):
+        require(bool(((place >= 0) & (place < size)).all()), f"{name}: an index lies outside the input")
+    return input.index_put_(places, updates)
+
+
+def _coded(wide: Tensor) -> tuple[Tensor, Tensor]:
+    """(int8, scale of each row) of float32."""
+    scale = wide.abs().amax(-1) / 127
+    return (wide / scale.clamp_min(1e-30)[..., None]).round().to(torch.int8), scale
+
+
+@kernel("npu_dynamic_quant")
+def dynamic_quant(input: Tensor, *, quant_mode: str = "pertoken", **others: Any) -> tuple[Tensor, Tensor]:
+    name = "npu_dynamic_quant"
+    used = [option for option, given in others.items() if given]
+    require(not used and quant_mode == "pertoken", f"{name}: the laboratory knows a scale a token alone")
+    require(input.dtype in HALVES and input.dim() > 1, f"{name}: float16 or bfloat16 of 2 or more dimensions")
+    return _coded(input.float())
+
+
+@kernel("npu_add_rms_norm_dynamic_quant")
+def add_rms_norm_dynamic_quant(
+    x1: Tensor,
+    x2: Tensor,
+    gamma: Tensor,
+    *,
+    epsilon: float = 1e-6,
+    output_mask: list[bool] | None = None,
+    **others: Any,
+) -> tuple[Tensor, ...]:
+    name = "npu_add_rms_norm_dynamic_quant"
+    used = [option for option, given in others.items() if given is not None]
+    require(not used and output_mask == [True, False], f"{name}: the laboratory knows one output, and no smoothing")
+    require(x1.dtype in HALVES and x1.dtype == x2.dtype == gamma.dtype, f"{name}: one dtype, float16 or bfloat16")
+    require(2 <= x1.dim() <= 8 and x1.shape == x2.shape, f"{name}: x1 and x2 are of one shape, of 2 to 8 dimensions")
+    require(gamma.shape == x1.shape[-1:], f"{name}: gamma is of the last dimension")
+    total = (x1.float() + x2.float()).to(x1.dtype)
+    codes, scale = _coded(_normed(total.float(), gamma.float(), epsilon)[0])
+    return codes, codes.new_empty(0), total, scale, scale.new_empty(0)
