@@ -2,9 +2,13 @@
 
 from setuptools import find_packages, setup
 
-# These two lie beside lopa_ascend/ and import from inside it. A build takes them from here and never needs the links
+# These lie beside lopa_ascend/ and import from inside it. A build takes them from here and never needs the links
 # lopa_ascend/graph and lopa_ascend/parallel, which are for running, testing and type-checking a checkout.
-OUTSIDE = {"lopa_ascend.graph": "graph", "lopa_ascend.parallel": "parallel"}
+OUTSIDE = {
+    "lopa_ascend.graph": "graph",
+    "lopa_ascend.graph.fusion": "graph/fusion",
+    "lopa_ascend.parallel": "parallel",
+}
 inside = find_packages(include=["lopa_ascend", "lopa_ascend.*"])
 
 setup(

@@ -1,0 +1,173 @@
+"""What the nodes of an FX graph of aten ops read and write: their arguments, values and memory."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+
+aten = torch.ops.aten
+
+WRITES: Mapping[str, tuple[int, ...]] = {
+    "stored": (),
+    "linear": (),
+    "rms_norm": (),
+    "add_rms_norm": (1,),
+    "rms_norm_quant": (),
+    "add_rms_norm_quant": (1,),
+    "rope_tables": (),
+    "rope": (),
+    "swiglu": (),
+    "kv_write": (2, 3),
+    "attention": (),
+}
+"""Methods of ``Ops`` that may stand in a graph, and the positions of the arguments that each may write into."""
+
+MAY_RETURN_ARGUMENTS = frozenset({"stored", "rope_tables"})
+"""Those of them whose results may lie in the memory of their arguments."""
+
+
+NONE: frozenset[Node] = frozenset()
+
+
+def value(node: Node) -> Tensor:
+    """What a node gave when the graph was traced: a tensor without data."""
+    found: Tensor = node.meta["val"]
+    return found
+
+
+def attribute(module: GraphModule, node: Node) -> Any:
+    """What a get_attr node gives."""
+    return operator.attrgetter(str(node.target))(module)
+
+
+def method_of(target: Any, ops: object) -> str | None:
+    """The name of the method of ``ops`` that a node calls, if it is one of those above."""
+    name = target.__name__ if getattr(target, "__self__", None) is ops else None
+    return name if name in WRITES else None
+
+
+@cache
+def arguments_of(target: OpOverload) -> tuple[tuple[str, Any], ...]:
+    """(name, default) of an op's arguments."""
+    return tuple((argument.name, argument.default_value) for argument in target._schema.arguments)
+
+
+def arguments(node: Node) -> list[Any]:
+    """All arguments of a call in the order of the op's schema, with those that were left out."""
+    if not isinstance(node.target, OpOverload):
+        return [*node.args, *node.kwargs.values()]
+    given = list(node.args)
+    return given + [node.kwargs.get(name, default) for name, default in arguments_of(node.target)[len(given) :]]
+
+
+@cache
+def aliases_of(target: OpOverload) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(positions of the arguments whose memory a result may lie in, those that are written)."""
+    schema = target._schema
+    returned = any(result.alias_info is not None for result in schema.returns)
+    infos = [(i, argument.alias_info) for i, argument in enumerate(schema.arguments) if argument.alias_info]
+    # What as_strided reads rests on how its argument lies in memory; as a write it keeps all rewriting away.
+    written = tuple(i for i, info in infos if info.is_write or target is aten.as_strided.default)
+    return tuple(i for i, _ in infos) if returned else (), written
+
+
+def nodes_in(argument: Any) -> list[Node]:
+    found: list[Node] = []
+    torch.fx.map_arg(argument, found.append)
+    return found
+
+
+class Memory:
+    """In which tensors' memory the results of all nodes lie, and who writes there.
+
+    ``roots[node]``: the nodes whose memory that of the node may be; ``writes[node]``: the roots that it writes into.
+    Inputs of the graph count as disjoint. A call that is neither an aten op nor a method of ``ops`` may write into all
+    its arguments, and return them.
+    """
+
+    def __init__(self, module: GraphModule, ops: object):
+        self.order = {node: i for i, node in enumerate(module.graph.nodes)}
+        self.roots: dict[Node, frozenset[Node]] = {}
+        self.writes: dict[Node, frozenset[Node]] = {}
+        storages: dict[int, Node] = {}
+        for node in module.graph.nodes:
+            if node.op == "get_attr":
+                held = attribute(module, node)
+                key = held.untyped_storage()._cdata if isinstance(held, Tensor) else id(held)
+                self.roots[node] = frozenset({storages.setdefault(key, node)})
+                continue
+            shown, written = self._aliases(node, ops)
+            self.roots[node] = shown or frozenset({node})
+            if written:
+                self.writes[node] = written
+        self.written = self._union(self.writes.values())
+        self.returned = self._union(self.roots[node] for node in self.order if node.op == "output")
+
+    def _aliases(self, node: Node, ops: object) -> tuple[frozenset[Node], frozenset[Node]]:
+        """(roots that the result may lie in, none if only in memory of its own; roots that are written)."""
+        target = node.target
+        if node.op == "placeholder":
+            return NONE, NONE
+        if node.op == "output" or target is operator.getitem:
+            return self._of(node.args[0]), NONE
+        if isinstance(target, OpOverload):
+            shown, written = aliases_of(target)
+            if not shown and not written:
+                return NONE, NONE
+            given = arguments(node)
+            return self._of([given[i] for i in shown]), self._of([given[i] for i in written])
+        method = method_of(target, ops)
+        if method is None or node.kwargs:
+            everything = self._of([node.args, node.kwargs])
+            return everything | {node}, everything
+        returned = self._of(node.args) | {node} if method in MAY_RETURN_ARGUMENTS else NONE
+        return returned, self._of([node.args[i] for i in WRITES[method]])
+
+    def _of(self, argument: Any) -> frozenset[Node]:
+        return self._union(self.roots[node] for node in nodes_in(argument))
+
+    @staticmethod
+    def _union(sets: Iterable[frozenset[Node]]) -> frozenset[Node]:
+        return NONE.union(*sets)
+
+    def constant(self, node: Any) -> bool:
+        """Whether a node is an attribute of the module that the graph never writes into."""
+        return isinstance(node, Node) and node.op == "get_attr" and not self.roots[node] & self.written
+
+    def is_written_between(self, nodes: Iterable[Node], first: Node, last: Node, but: Iterable[Node]) -> bool:
+        """Whether a node after ``first`` and before ``last`` writes into memory of ``nodes``; those of ``but`` may."""
+        watched = self._union(self.roots[node] for node in nodes)
+        begin, end, own = self.order[first], self.order[last], set(but)
+        return any(
+            begin < self.order[writer] < end and writer not in own and watched & roots
+            for writer, roots in self.writes.items()
+        )
+
+    def dies_at(self, node: Node, reader: Node) -> bool:
+        """Whether a node has memory of this graph that nothing reads after ``reader``."""
+        roots = self.roots[node]
+        if any(root.op != "call_function" for root in roots):
+            return False
+        sharing = [other for other, its_roots in self.roots.items() if its_roots & roots and other.op != "output"]
+        end = self.order[reader]
+        return all(self.order[user] <= end for other in sharing for user in other.users if user not in sharing)
+
+
+def is_pure(node: Node, ops: object) -> bool:
+    """Whether a node without users can go. What returns nothing is there to check something; tensors' metadata are as
+    traced."""
+    target = node.target
+    if node.op != "call_function":
+        return node.op == "get_attr"
+    if isinstance(target, OpOverload):
+        useful = target._schema.returns or target is aten._assert_tensor_metadata.default
+        return bool(useful) and not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+    method = method_of(target, ops)
+    return target is operator.getitem or (method is not None and not WRITES[method])

@@ -1,0 +1,174 @@
+"""The normal form of a graph, in which passes look for what they know: the many ways to say the same become one.
+
+Nothing that has no effect; casts are ``_to_copy(x, dtype=...)``, views ``reshape``, dimensions count from the end, SiLU
+is ``silu``, and products with a constant matrix are ``linear(x, weight, bias)`` on x of any rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from lopa_ascend.graph.fusion.nodes import arguments, aten, value
+from lopa_ascend.graph.fusion.patterns import RESULT, Call, Cast, Either, Match, Some
+from lopa_ascend.graph.fusion.rewriter import Fusion, Refused, Rewriter
+
+X, BIAS, WEIGHT = Some("x"), Some("bias"), Some("weight")
+
+VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
+CASTS = frozenset({aten.to.dtype, torch.ops.prims.convert_element_type.default})
+COPIES = frozenset({aten.clone.default, aten._to_copy.default, *CASTS})
+SAME = frozenset(
+    {aten.alias.default, aten.detach.default, aten.contiguous.default, aten.expand.default, aten.slice.Tensor}
+)
+DIMS = {
+    aten.cat.default: 1,
+    aten.mean.dim: 1,
+    aten.amax.default: 1,
+    aten.max.dim: 1,
+    aten.unsqueeze.default: 1,
+}
+"""Ops whose dimension, or list of dimensions, is this argument."""
+
+
+def normalise(rewriter: Rewriter) -> None:
+    """Brings a graph into normal form, in place."""
+    graph = rewriter.graph
+    for node in [node for node in graph.nodes if node.op == "get_attr"]:
+        next(iter(graph.nodes)).prepend(node)
+    rewriter.sweep()
+    memory = rewriter.memory
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        source = node.args[0] if node.args else None
+        if isinstance(source, Node) and has_no_effect(node, source, rewriter):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+        elif node.target in CASTS:
+            node.kwargs = {"dtype": arguments(node)[1]}
+            node.args, node.target = (source,), aten._to_copy.default
+        elif node.target is aten._to_copy.default:
+            drop_same_place(node)
+        elif node.target in VIEWS and not memory.roots[node] & memory.written:
+            # What a view demands of strides, other ops may not give.
+            node.args, node.target = (source, list(value(node).shape)), aten.reshape.default
+        elif node.target in DIMS:
+            count_from_the_end(node, DIMS[node.target])
+    rewriter.changed()
+    for rule in RULES:
+        rule(rewriter)
+    rewriter.sweep()
+
+
+def has_no_effect(node: Node, source: Node, rewriter: Rewriter) -> bool:
+    """Whether a node only gives its argument again. A copy has an effect where one of the two is written into, or both
+    are returned."""
+    if node.target not in VIEWS | SAME | COPIES:
+        return False
+    x, result = value(source), value(node)
+    if (x.shape, x.stride(), x.dtype, x.device) != (result.shape, result.stride(), result.dtype, result.device):
+        return False
+    memory = rewriter.memory
+    roots = memory.roots[node] | memory.roots[source]
+    return node.target not in COPIES or not roots & (memory.written | memory.returned)
+
+
+def drop_same_place(node: Node) -> None:
+    """Leaves a cast only what changes."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    x, result = value(source), value(node)
+    kept = dict(node.kwargs)
+    for name in ("device", "layout"):
+        if getattr(x, name) == getattr(result, name):
+            kept.pop(name, None)
+    node.kwargs = kept
+
+
+def count_from_the_end(node: Node, position: int) -> None:
+    given: list[Any] = list(node.args)
+    if len(given) <= position:
+        return
+    first = given[0][0] if isinstance(given[0], (list, tuple)) else given[0]
+    rank, dims = value(first).dim() + (node.target is aten.unsqueeze.default), given[position]
+    if isinstance(dims, (list, tuple)):
+        given[position] = [dim % rank - rank for dim in dims]
+    else:
+        given[position] = dims % rank - rank
+    node.args = tuple(given)
+
+
+# Rules.
+
+
+def as_linear(rewriter: Rewriter, match: Match) -> Sequence[Node]:
+    """x [..., in] times a constant matrix [in, out]."""
+    weight, bias = match["weight"], match.bound.get("bias")
+    if not rewriter.memory.constant(weight):
+        raise Refused(f"{weight.name} is no constant of the graph")
+    matrix = rewriter.tensor(weight)
+    if matrix.dim() != 2 or value(match["x"]).dim() < 2:
+        raise Refused("no product with a matrix")
+    if bias is not None and value(bias).shape != (matrix.shape[-1],):
+        raise Refused(f"{bias.name} is no bias")
+    transposed = rewriter.constant(matrix.t())
+    return [rewriter.call(aten.linear.default, match["x"], transposed, bias)]
+
+
+def is_turned(rewriter: Rewriter, match: Match) -> Sequence[Node]:
+    """A constant with other dimensions first is a constant."""
+    node: Any = match[RESULT]
+    if not rewriter.memory.constant(match["weight"]):
+        raise Refused("no constant")
+    return [rewriter.constant(node.target(rewriter.tensor(match["weight"]), *node.args[1:]))]
+
+
+def without_reshapes(rewriter: Rewriter, match: Match) -> Sequence[Node]:
+    x, result = value(match["x"]), value(match[RESULT])
+    if x.shape[:-1] != result.shape[:-1] or x.shape[-1] != value(match["weight"]).shape[-1]:
+        raise Refused("the reshapes do more than to flatten")
+    return [rewriter.call(aten.linear.default, match["x"], match["weight"], match["bias"])]
+
+
+def is_silu(rewriter: Rewriter, match: Match) -> Sequence[Node]:
+    x, result, inner = value(match["x"]), value(match[RESULT]), match["inner"]
+    if result.dtype != x.dtype or value(inner).dtype != torch.float32 or match.dtypes - {x.dtype, torch.float32}:
+        raise Refused("not a SiLU in float32, rounded once")
+    if inner is match[RESULT]:
+        raise Refused("a SiLU already")
+    return [rewriter.call(aten.silu.default, match["x"])]
+
+
+RULES = (
+    Fusion(
+        Either(
+            Call(aten.t.default, WEIGHT),
+            Call(aten.permute.default, WEIGHT, Some("dims")),
+            Call(aten.transpose.int, WEIGHT, Some("first"), Some("second")),
+        ),
+        is_turned,
+    ),
+    Fusion(Call(aten.addmm.default, BIAS, X, WEIGHT), as_linear),
+    Fusion(Either(Call(aten.mm.default, X, WEIGHT), Call(aten.matmul.default, X, WEIGHT)), as_linear),
+    Fusion(
+        Call(
+            aten.reshape.default,
+            Call(aten.linear.default, Call(aten.reshape.default, X, Some("flat"), shared=True), WEIGHT, BIAS),
+            Some("shape"),
+        ),
+        without_reshapes,
+    ),
+    Fusion(
+        Cast(
+            Either(
+                Call(aten.mul.Tensor, Cast(X), Call(aten.sigmoid.default, Cast(X), name="inner"), commutes=True),
+                Call(aten.silu.default, Cast(X), name="inner"),
+            )
+        ),
+        is_silu,
+    ),
+)
