@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The NPU tests, with the real torch_npu on stand-ins for the CANN libraries: ci/npu.sh [--quick] [PYTEST_ARGUMENT ...]
-# --quick leaves the slow ones out. The first time it makes an environment of its own for them, .venv-npu (minutes; needs
+# --quick leaves the slow ones out; --lowering-report counts the kernels of Dream-7B's graphs instead, with the figures
+# as JSON in the last line. The first time it makes an environment of its own for them, .venv-npu (minutes; needs
 # gcc and binutils); .venv stays as it is.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -51,6 +52,9 @@ if ! made_from cann "$torch_npu" tests/npu/lab/standins.py tests/npu/lab/acl.c; 
     done_with cann
 fi
 
+if [[ ${1:-} == --lowering-report ]]; then
+    exec python -W ignore -m tests.npu.lab tests.npu.report
+fi
 selection=()
 if [[ ${1:-} == --quick ]]; then
     selection=(-m "not slow")

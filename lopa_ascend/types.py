@@ -212,13 +212,47 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
+class RankReport:
+    """Where a rank runs and what it holds in its device's memory, in bytes: weights, and a KV pool of ``num_pages``
+    times ``page_bytes``. ``free`` is what it could still allocate after that."""
+
+    host: str
+    device: str
+    weights: int
+    num_pages: int
+    page_bytes: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class GraphStats:
+    """Compiled steps. ``num_buckets`` were compiled at start or loaded from a cache, and hold ``memory`` bytes of the
+    device as far as is known; ``num_late`` were asked for later and refused.
+
+    Since the start ``num_steps`` were launched. They computed ``tokens``, of which no branch needed ``padded_tokens``;
+    ``wasted_steps`` were of sequences that had ended. ``eager_steps``: how many steps of sequences ran without a graph,
+    by reason: the request's field that no graph can do, or "graph_window_blocks" where a window was too large.
+    """
+
+    num_buckets: int
+    memory: int
+    num_late: int
+    num_steps: int
+    tokens: int
+    padded_tokens: int
+    wasted_steps: int
+    eager_steps: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """The engine at one moment, and its counters since the start. With several ranks these are rank 0's.
 
     ``pages_in_use`` are held by requests, ``pages_cached`` by the prefix cache alone. ``prefix_queries`` and
     ``prefix_hits`` count prompt tokens. ``copied_positions`` were copied between slots, ``gathered_bytes`` of keys and
     values were read by attention. ``forward_seconds`` is the duration of the last step. ``num_rows`` branches were
-    evaluated, on all ranks; ``idle_rows`` more could have been in the same time, had the branches divided evenly.
+    evaluated, on all ranks; ``idle_rows`` more could have been in the same time, had the branches divided evenly, or in
+    the rows of a graph. ``graphs`` is None in eager mode.
     """
 
     num_running: int
@@ -236,6 +270,7 @@ class EngineStats:
     num_rows: int = 0
     idle_rows: int = 0
     traffic: tuple[Traffic, ...] = ()
+    graphs: GraphStats | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,9 @@
 """The collectives that ranks use, counted by purpose.
 
 A group of one rank is no group: nothing is sent and nothing is counted, so whoever takes a group needs no other case.
+
+``all_reduce`` and ``all_gather`` can be compiled. They become functional collectives of the graph then, which nobody
+counts: whoever launches the graph tells the ledger what is in it.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _functional_collectives as functional
 
 from lopa_ascend.types import Traffic
 
@@ -26,9 +30,10 @@ class Ledger:
 
     _counts: dict[str, list[int]] = field(default_factory=dict)
 
-    def add(self, purpose: str, num_bytes: int) -> None:
+    def add(self, purpose: str, num_bytes: int, calls: int = 1) -> None:
+        """``num_bytes`` of all these calls."""
         entry = self._counts.setdefault(purpose, [0, 0])
-        entry[0] += 1
+        entry[0] += calls
         entry[1] += num_bytes
 
     def traffic(self) -> tuple[Traffic, ...]:
@@ -50,10 +55,15 @@ class Group:
     explain: Callable[[], str] = lambda: "unknown"
 
     def all_reduce(self, x: Tensor, purpose: str) -> Tensor:
-        """The sum of all ranks' x, in x itself."""
-        if self.size > 1:
-            with self._counted(x, purpose):
-                dist.all_reduce(x, group=self.process_group)
+        """The sum of all ranks' x, in x itself; in a compiled function in memory of its own."""
+        if self.size == 1:
+            return x
+        assert self.process_group is not None
+        if torch.compiler.is_compiling():
+            summed: Tensor = functional.all_reduce(x, "sum", self.process_group)
+            return summed
+        with self._counted(x, purpose):
+            dist.all_reduce(x, group=self.process_group)
         return x
 
     def minimum(self, value: int, purpose: str) -> int:
@@ -68,7 +78,10 @@ class Group:
         """[size, *x.shape]: x of all ranks in their order; it has the same shape on each."""
         if self.size == 1:
             return x[None]
+        assert self.process_group is not None
         x = x.contiguous()
+        if torch.compiler.is_compiling():
+            return functional.all_gather_tensor(x[None], 0, self.process_group)
         out = x.new_empty((self.size, *x.shape))
         with self._counted(x, purpose):
             dist.all_gather(list(out.unbind()), x, group=self.process_group)

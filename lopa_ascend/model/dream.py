@@ -5,7 +5,7 @@ tied); ``qkv`` stacks q, k, v and ``gate_up`` gate and up along the output rows.
 
 Under tensor parallelism a rank holds its heads of qkv, the matching columns of o, its part of the MLP and of the
 vocabulary (padded to the same size on every rank). Each layer sums over the ranks twice, after o and after down, and
-the embedding once.
+the embedding once. A rank's embedding has a row of zeros more, which stands for the tokens of the others.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from lopa_ascend.backend import Entries, Ops
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.parallel.collectives import ALONE, Group
+from lopa_ascend.types import Traffic
 
 Caches = Tensor | Sequence[Tensor]
 
@@ -31,7 +32,7 @@ class ForwardInputs:
     """Device tensors of one forward pass: T tokens of all rows, flat.
 
     ``tokens`` and ``positions`` int64 [T]; ``slots`` and ``source`` int64 [W]: cache position slots[i] takes token
-    source[i], or token i; ``rows`` int64 [R]: the tokens whose hidden states are wanted.
+    source[i], or token i; ``rows`` int64 [R]: the tokens whose hidden states are wanted, None for all.
     """
 
     tokens: Tensor
@@ -39,7 +40,7 @@ class ForwardInputs:
     slots: Tensor
     source: Tensor | None
     entries: Entries
-    rows: Tensor
+    rows: Tensor | None
 
 
 class Dream:
@@ -52,13 +53,21 @@ class Dream:
     def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], ops: Ops, tp: Group = ALONE):
         self.config, self.ops, self.tp = config, ops, tp
         self.weights = {name: ops.stored(w) if name.endswith(LINEAR) else w for name, w in weights.items()}
-        tied = config.tie_word_embeddings
-        self.head = ops.stored(weights["embed.weight"]) if tied else self.weights["head.weight"]
         self.num_heads, self.num_kv_heads = config.local_heads(tp.size), config.local_kv_heads(tp.size)
         shard = config.vocab_shard(tp.size)
         self.first_token = tp.rank * shard
         self.num_tokens = min(shard, config.vocab_size - self.first_token)
-        dtype, device = self.head.dtype, self.head.device
+        embed = self.weights["embed.weight"]
+        dtype, device = embed.dtype, embed.device
+        if tp.size > 1:
+            self.weights["embed.weight"] = torch.cat([embed, embed.new_zeros(1, config.hidden_size)])
+            own = torch.arange(config.vocab_size, dtype=torch.int32) - self.first_token
+            self._row_of_token = own.masked_fill((own < 0) | (own >= shard), shard).to(device)
+        tied = config.tie_word_embeddings
+        self.head = ops.stored(self.weights["embed.weight"][:shard]) if tied else self.weights["head.weight"]
+        # v takes part in the rope, turned by nothing: one kernel for all of qkv is less than one for q and one for k.
+        value_heads = torch.arange(self.num_heads + 2 * self.num_kv_heads) >= self.num_heads + self.num_kv_heads
+        self._still = value_heads[:, None].to(device)
         half = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
         angles = torch.outer(
             torch.arange(config.max_position_embeddings, dtype=torch.float32, device=device),
@@ -72,18 +81,18 @@ class Dream:
         sequence of those of the layers as they are."""
         c, w, ops = self.config, self.weights, self.ops
         heads, kv_heads = self.num_heads, self.num_kv_heads
-        cos, sin = self.cos[inputs.positions], self.sin[inputs.positions]
+        cos, sin = (table.index_select(0, inputs.positions) for table in (self.cos, self.sin))
+        cos, sin = torch.where(self._still, 1.0, cos), torch.where(self._still, 0.0, sin)
         residual = self._embed(inputs.tokens)
         x = ops.rms_norm(residual, w["layers.0.attn_norm.weight"], c.rms_norm_eps)
         for n in range(c.num_layers):
             p = f"layers.{n}."
             qkv = ops.linear(x, w[p + "qkv.weight"], w.get(p + "qkv.bias"))
-            qkv = qkv.view(-1, heads + 2 * kv_heads, c.head_dim)
+            qkv = ops.rope(qkv.view(-1, heads + 2 * kv_heads, c.head_dim), cos, sin)
             q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
-            q, k = ops.rope(q, cos, sin), ops.rope(k, cos, sin)
             ops.kv_write(k, v, k_caches[n], v_caches[n], inputs.slots, inputs.source)
             x = ops.attention(q, k_caches[n], v_caches[n], inputs.entries)
-            if n == c.num_layers - 1:  # from here on rows no longer meet: go on with the wanted ones
+            if n == c.num_layers - 1 and inputs.rows is not None:  # rows no longer meet: go on with the wanted ones
                 x, residual = x[inputs.rows], residual[inputs.rows]
             x = self.tp.all_reduce(ops.linear(x, w[p + "o.weight"]), "layers")
             x, residual = ops.add_rms_norm(x, residual, w[p + "mlp_norm.weight"], c.rms_norm_eps)
@@ -95,14 +104,15 @@ class Dream:
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """[T] -> [T, hidden]."""
-        weight = self.weights["embed.weight"]
-        if self.tp.size == 1:
-            return weight[tokens]
-        own = tokens - self.first_token
-        elsewhere = (own < 0) | (own >= self.num_tokens)
-        found = weight[own.masked_fill_(elsewhere, 0)]
-        return self.tp.all_reduce(found.masked_fill_(elsewhere[:, None], 0.0), "embedding")
+        rows = tokens if self.tp.size == 1 else self._row_of_token.index_select(0, tokens)
+        return self.tp.all_reduce(self.weights["embed.weight"].index_select(0, rows), "embedding")
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> [R, num_tokens], of this rank's part of the vocabulary."""
         return self.ops.linear(hidden, self.head)[:, : self.num_tokens]
+
+    def traffic(self, tokens: int) -> tuple[Traffic, ...]:
+        """What this rank sends in a forward pass over so many tokens, all of whose hidden states are wanted."""
+        size = tokens * self.config.hidden_size * self.head.dtype.itemsize
+        calls = {"embedding": 1, "layers": 2 * self.config.num_layers} if self.tp.size > 1 else {}
+        return tuple(Traffic(purpose, count, count * size) for purpose, count in calls.items())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lopa_ascend import DecodingParams, checkpoint
-from lopa_ascend.backend import load_ops
+from lopa_ascend.backend.cpu import CpuOps
 from lopa_ascend.decode import begin
 from lopa_ascend.kv import KVPool
 from lopa_ascend.model.dream import Dream
@@ -64,7 +64,7 @@ def test_logits_are_those_of_qwen2(seed: int, full: bool, tmp_path) -> None:
     rng = random.Random(seed)
     write_dream(tmp_path, seed=seed, **random_config(rng))
     config, weights = checkpoint.load(tmp_path, dtype="float32")
-    ops = load_ops("cpu")
+    ops = CpuOps()
     model = Recorder(config, weights, ops)
     prompt, blocks = rng.randrange(2, 140), rng.randrange(1, 4)
     end = prompt + blocks * BLOCK
@@ -95,7 +95,7 @@ def test_without_biases(tmp_path) -> None:
     same = {k: v for k, v in biased.items() if not k.endswith("bias")}
     outputs = []
     for some in (zero, same):
-        model = Recorder(config, some, load_ops("cpu"))
+        model = Recorder(config, some, CpuOps())
         forward(model, SequencePlan(0, 4, (RowPlan(0, (1, 2, 3, 4, 5, 6), 0, (4, 6), (4, 5)),), 1, False, 4))
         outputs.append(model.hidden)
     torch.testing.assert_close(outputs[0], outputs[1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -12,28 +14,29 @@ from torch_npu import npu
 from lopa_ascend.backend import Ops
 from lopa_ascend.backend.cpu import CpuOps
 from lopa_ascend.backend.npu.ops import NpuOps
-from lopa_ascend.config import ModelConfig
 from lopa_ascend.model.dream import Dream, ForwardInputs
 from lopa_ascend.pages import PAGE_SIZE
+from tests.npu import report
 from tests.npu.lab import capture, device  # noqa: F401
 from tests.npu.lab.constraints import numeric
-from tests.npu.lab.lowering import Lowered, lower, optimised
+from tests.npu.lab.lowering import BOOKKEEPING, VIEWS, optimised
 from tests.npu.lab.traffic import host_traffic
 from tests.npu.plain_ops import PlainOps
-from tests.npu.samples import (
-    dream_7b,
-    dream_weights,
-    forward_inputs,
-    moved,
-    overwrite,
-    paged_entries,
-    small_dream,
-)
+from tests.npu.report import BUCKET, UnfilledOps, Variant, lowered_model, lowered_policy, lowered_step
+from tests.npu.samples import dream_weights, forward_inputs, moved, overwrite, paged_entries, small_dream
 
 pytestmark = pytest.mark.npu
 BLOCKS = (32,) * 4
-COPIES = {"TensorMove", "Transpose", "Cast", "Assign"}
+COPIES = {"TensorMove", "Transpose", "Assign", "BroadcastTo"}
 Step = Callable[[ForwardInputs, list[Tensor], list[Tensor]], Tensor]
+
+LAYER = Counter(
+    MatMulV2=1, RotaryMul=1, SplitV=1, ScatterPaKvCache=1, FusedInferAttentionScore=1, MatMul=3, AddRmsNorm=2, SwiGlu=1
+)
+SUMS = Counter(HcomAllReduce=2)
+# Embedding, rows of cosines and sines with those of v in them, first norm, head.
+ENDS = Counter(GatherV2=3, SelectV2=2, RmsNorm=1, MatMul=1)
+SCORE = Counter(Cast=2, Add=1, ArgMaxWithValue=1, LogSoftmaxV2=1, GatherElements=1, GatherV2=1)
 
 
 def step_of(model: Dream) -> Step:
@@ -41,33 +44,71 @@ def step_of(model: Dream) -> Step:
     return lambda inputs, k_caches, v_caches: model.logits(model.forward(inputs, k_caches, v_caches))
 
 
-def empty_caches(config: ModelConfig, num_pages: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Of every layer, cut out of one tensor."""
-    shape = (2, config.num_layers, num_pages, PAGE_SIZE, config.num_kv_heads, config.head_dim)
-    keys, values = torch.empty(shape, dtype=torch.bfloat16, device="npu")
-    return list(keys), list(values)
-
-
-def lowered_dream(ops: Ops, num_layers: int) -> Lowered:
-    config = dream_7b(num_layers)
-    model = Dream(config, dream_weights(config, torch.bfloat16, filled=False), ops)
-    entries, num_pages = paged_entries(BLOCKS, (544,) * 4)
-    return lower(step_of(model), moved(forward_inputs(entries, num_pages), "npu"), *empty_caches(config, num_pages))
+def layers(kernels: Counter[str], count: int) -> Counter[str]:
+    return Counter({kind: number * count for kind, number in kernels.items()})
 
 
 @pytest.mark.parametrize("layout", ["TND", "BSH"])
-def test_a_dream_layer_is_twelve_kernels_and_copies_nothing(layout: str) -> None:
-    ops = NpuOps(attention_layout=layout)
-    one, three = lowered_dream(ops, 1), lowered_dream(ops, 3)
-    assert three.num_kernels - one.num_kernels == 2 * 12, three.kernels
-    assert one.num_kernels == 12 + 7, one.kernels
-    assert not COPIES & set(three.by_type)
+def test_a_dream_layer_is_eleven_kernels_and_copies_nothing(layout: str) -> None:
+    variant = Variant(UnfilledOps(attention_layout=layout))
+    for count in (1, 3):
+        lowered = lowered_model(variant, count)
+        assert lowered.kernels == layers(LAYER, count) + ENDS + SCORE + Counter(Exp=1)
+
+
+def test_a_rank_of_four_has_two_sums_a_layer_more_and_one_gather() -> None:
+    embedding = Counter(GatherV2=1, HcomAllReduce=1)
+    merging = Counter(Sub=1, Pack=1, HcomAllGather=1, Unpack=1, ArgMaxV2=1, LogSoftmaxV2=1, Add=1, GatherElements=2)
+    for count in (1, 3):
+        lowered = lowered_model(Variant(UnfilledOps(), tp_size=4), count)
+        ends = ENDS + embedding + SCORE + merging + Counter(Exp=1)
+        assert lowered.kernels == layers(LAYER + SUMS, count) + ends
+
+
+def test_twenty_eight_layers_on_four_ranks() -> None:
+    whole = lowered_model(Variant(UnfilledOps(), tp_size=4), 28)
+    assert whole.num_kernels <= 28 * 14 + 20, whole.kernels
+    assert not COPIES & set(whole.by_type)
 
 
 def test_the_same_model_in_plain_torch_is_six_times_as_many() -> None:
-    ops = PlainOps()
-    one, two = lowered_dream(ops, 1), lowered_dream(ops, 2)
-    assert 70 <= two.num_kernels - one.num_kernels <= 80, two.kernels
+    one, two = (lowered_model(Variant(PlainOps()), count) for count in (1, 2))
+    assert 60 <= two.num_kernels - one.num_kernels <= 80, two.kernels
+
+
+def test_the_policy_is_small_whatever_the_number_of_rows() -> None:
+    one, eight = lowered_policy(), lowered_policy(BUCKET._replace(sequences=8, branches=8, slots=8))
+    assert one.kernels == eight.kernels
+    assert one.num_kernels <= 80, one.kernels
+
+
+def test_a_whole_decode_step_copies_no_cache_and_no_weight() -> None:
+    variant = Variant(UnfilledOps())
+    step = lowered_step(variant, 1)
+    more = step.num_kernels - lowered_model(variant, 1).num_kernels - lowered_policy().num_kernels
+    # Hidden states gathered and kept, states kept, what is told put together.
+    assert more <= 12, step.kernels
+    assert COPIES & set(step.by_type) == {"TensorMove"}
+    assert step.by_type["TensorMove"] == 2  # of the kept states and hidden states, which are small
+
+
+@pytest.mark.slow
+def test_the_report_ends_with_its_figures_in_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "NUM_LAYERS", 2)
+    report.main()
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(figures) == ["bf16", "bf16_tp4", "unfused"]
+    policy = lowered_policy().num_kernels
+    for name, per_layer in (("bf16", 11), ("bf16_tp4", 13)):
+        found = figures[name]
+        assert (found["kernels_per_layer"], found["policy"]) == (per_layer, policy)
+        kinds = found["by_type"]
+        assert kinds["AddRmsNorm"] == 4
+        no_kernels = sum(number for kind, number in kinds.items() if kind in BOOKKEEPING | VIEWS)
+        assert found["kernels_model"] == sum(kinds.values()) - no_kernels
+        assert kinds["Data"] > 0
 
 
 class Small:

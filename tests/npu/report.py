@@ -1,0 +1,183 @@
+"""What torchair makes of a Dream-7B for Ascend's graph engine, counted: ci/npu.sh --lowering-report, which is
+python -m tests.npu.lab tests.npu.report.
+
+Nothing is computed, and no weight is touched. Ranks of tensor parallelism are one process here, rank 0, whose
+collectives reach nobody. KV lengths are inputs, as in the graphs that the engine compiles.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lopa_ascend import policy
+from lopa_ascend.backend.npu.ops import NpuOps
+from lopa_ascend.config import ModelConfig
+from lopa_ascend.graph.buckets import Bucket
+from lopa_ascend.model.dream import Dream
+from lopa_ascend.pages import PAGE_SIZE
+from lopa_ascend.parallel.collectives import ALONE, Group
+from lopa_ascend.policy import Launch, Params, Predicted, Tables
+from lopa_ascend.score_graph import GreedyScore
+from lopa_ascend.step import DecodeStep, Storage
+from lopa_ascend.step_inputs import input_size, packed_size, tables_for, views
+from tests.npu.lab import device  # noqa: F401
+from tests.npu.lab.lowering import Lowered, lower
+from tests.npu.plain_ops import PlainOps
+from tests.npu.samples import dream_7b, dream_weights, forward_inputs, moved, paged_entries
+
+VOCABULARY, MASK, NUM_TOKENS, NUM_LAYERS = 152064, 151666, 151667, 28
+BUCKET = Bucket(sequences=1, blocks=2, pages=8, branches=4, slots=4, length=32, capacity=4)
+NUM_PAGES = 64
+SEATS = 8
+
+
+class UnfilledOps(NpuOps):
+    """Weights as NpuOps stores them, with whatever is in memory."""
+
+    def stored(self, weight: Tensor) -> Tensor:
+        return weight.new_empty(weight.shape[::-1])
+
+
+@dataclass(frozen=True)
+class Variant:
+    ops: NpuOps
+    tp_size: int = 1
+
+
+def variants() -> dict[str, Variant]:
+    return {
+        "bf16": Variant(UnfilledOps()),
+        "bf16_tp4": Variant(UnfilledOps(), tp_size=4),
+        "unfused": Variant(PlainOps()),
+    }
+
+
+@contextmanager
+def tp_group(size: int) -> Iterator[Group]:
+    """Rank 0 of so many."""
+    if size == 1:
+        yield ALONE
+        return
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield Group(0, size, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
+def share(config: ModelConfig, size: int) -> ModelConfig:
+    """A model whose weights have the shapes of one rank's."""
+    return replace(
+        config,
+        num_heads=config.local_heads(size),
+        num_kv_heads=config.local_kv_heads(size),
+        intermediate_size=config.intermediate_size // size,
+        vocab_size=config.vocab_shard(size),
+    )
+
+
+class Sample:
+    """A model of ``num_layers`` of Dream-7B with its whole vocabulary, caches and scores."""
+
+    def __init__(self, variant: Variant, num_layers: int, group: Group) -> None:
+        config = replace(dream_7b(num_layers), vocab_size=VOCABULARY, mask_token_id=MASK)
+        own = share(config, group.size)
+        self.model = Dream(config, dream_weights(own, torch.bfloat16, filled=False), variant.ops, group)
+        first = self.model.first_token
+        ids = range(first, first + self.model.num_tokens)
+        self.score = GreedyScore(ids, MASK, NUM_TOKENS, group, variant.ops.device)
+        shape = (NUM_PAGES, PAGE_SIZE, own.num_kv_heads, config.head_dim)
+        self.k_caches, self.v_caches = (
+            [torch.empty(shape, dtype=torch.bfloat16, device="npu") for _ in range(num_layers)] for _ in range(2)
+        )
+
+
+def with_lengths(function: Any, *args: Any, kv_lengths: Sequence[int]) -> Lowered:
+    """Of ``function(*args, kv_lengths)``, with the lengths as inputs."""
+    sources = ",".join(f"L['kv_lengths'][{index}]" for index in range(len(kv_lengths)))
+    with torch.compiler.config.patch(dynamic_sources=sources):  # type: ignore[attr-defined]
+        return lower(function, *args, list(kv_lengths))
+
+
+def lowered_model(variant: Variant, num_layers: int) -> Lowered:
+    """Embedding, layers, head and scores, with the gather of the shards' statistics."""
+    with tp_group(variant.tp_size) as group:
+        sample = Sample(variant, num_layers, group)
+        entries, _ = paged_entries((BUCKET.length,) * 4, (544,) * 4, pages=NUM_PAGES)
+        inputs = moved(replace(forward_inputs(entries, NUM_PAGES), rows=None), "npu")
+
+        def model(kv_lengths: list[int]) -> tuple[Tensor, Tensor]:
+            given = replace(inputs, entries=replace(inputs.entries, kv_lengths=tuple(kv_lengths)))
+            return sample.score(sample.model.logits(sample.model.forward(given, sample.k_caches, sample.v_caches)))[:2]
+
+        return with_lengths(model, kv_lengths=entries.kv_lengths)
+
+
+def step_tensors(bucket: Bucket, hidden: int) -> list[Tensor]:
+    memory = torch.zeros(input_size(bucket), dtype=torch.int32, device="npu")
+    tables = Tables(*(table.to("npu") for table in tables_for(bucket, NUM_PAGES * PAGE_SIZE)))
+    states = torch.zeros(SEATS, packed_size(bucket), dtype=torch.int32, device="npu")
+    kept = torch.zeros(SEATS * (1 + bucket.capacity), hidden, dtype=torch.bfloat16, device="npu")
+    return DecodeStep.tensors(views(memory, bucket), tables, Storage(states, kept))
+
+
+def lowered_step(variant: Variant, num_layers: int, bucket: Bucket = BUCKET) -> Lowered:
+    """The whole decode step."""
+    with tp_group(variant.tp_size) as group:
+        sample = Sample(variant, num_layers, group)
+        step = DecodeStep(bucket, sample.model, (sample.k_caches, sample.v_caches), sample.score, ALONE)
+        tensors = step_tensors(bucket, sample.model.config.hidden_size)
+        lengths = [544] * (bucket.sequences * bucket.slots * bucket.entries)
+
+        def run(kv_lengths: list[int]) -> Tensor:
+            return step(tensors, kv_lengths)
+
+        return with_lengths(run, kv_lengths=lengths)
+
+
+def lowered_policy(bucket: Bucket = BUCKET) -> Lowered:
+    """The decode policy: everything of a step but the model and its scores, and the writes to what outlives it."""
+    tensors = step_tensors(bucket, 1)
+    shape = (bucket.sequences, bucket.branches, bucket.cells)
+    ids, probs = (torch.zeros(shape, dtype=dtype, device="npu") for dtype in (torch.int32, torch.float32))
+
+    def run(tensors: list[Tensor], ids: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
+        launch, params = Launch(*tensors[:6]), Params(MASK, *tensors[6:12])
+        tables, states = Tables(*tensors[18:-2]), tensors[-2]
+        rows = policy.lay_out(params, policy.unpack(states, launch, tables), launch, tables)
+        written = policy.writes(rows, launch, tables)
+        state, winner = policy.advance(params, launch, rows, Predicted(ids, probs, probs), tables)
+        return *written, policy.pack(state, params, tables), winner
+
+    return lower(run, tensors, ids, probs)
+
+
+def main() -> None:
+    report: dict[str, dict[str, Any]] = {}
+    policy_kernels = lowered_policy().num_kernels
+    for name, variant in variants().items():
+        one, two, whole = (lowered_model(variant, count) for count in (1, 2, NUM_LAYERS))
+        report[name] = {
+            "kernels_per_layer": two.num_kernels - one.num_kernels,
+            "kernels_model": whole.num_kernels,
+            "policy": policy_kernels,
+            "by_type": dict(sorted(whole.by_type.items())),
+        }
+        layer = ", ".join(f"{kind} {count}" for kind, count in sorted((two.kernels - one.kernels).items()))
+        print(f"{name}: {report[name]['kernels_per_layer']} kernels a layer: {layer}")
+        print(f"    {whole.num_kernels} in {NUM_LAYERS} layers with embedding, head and scores")
+        print(f"    {lowered_step(variant, 1).num_kernels - one.num_kernels} more in a whole decode step")
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
