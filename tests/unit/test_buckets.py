@@ -1,0 +1,56 @@
+"""Buckets: few, in the order of their cost, and the cheapest that holds a step is chosen."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lopa_ascend.graph.buckets import Bucket, Buckets, declare
+
+
+def buckets(
+    sequences: int = 8, blocks: int = 8, pages: int = 300, branches: int = 4, max_tokens: int = 10**9
+) -> Buckets:
+    return declare(Bucket(sequences, blocks, pages, branches, branches, 32, blocks), max_tokens)
+
+
+def test_an_engine_has_few_and_the_largest_holds_all_it_can_be_asked_for() -> None:
+    declared = buckets().declared
+    assert len(declared) == len(set(declared)) == 4 * 3 * 3
+    assert {(b.sequences, b.blocks, b.pages) for b in declared} == set(
+        itertools.product((1, 2, 4, 8), (2, 4, 8), (16, 128, 300))
+    )
+    assert max(declared) == declared[-1] == Bucket(8, 8, 300, 4, 4, 32, 8)
+    assert len({b.name for b in declared}) == len(declared)
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 310), st.sampled_from([512, 2048, 10**9]))
+def test_the_cheapest_that_holds_a_step_is_chosen(sequences: int, blocks: int, pages: int, max_tokens: int) -> None:
+    all_ = buckets(max_tokens=max_tokens)
+    chosen = all_.choose(sequences, blocks, pages)
+    holding = [b for b in all_.declared if b.sequences >= sequences and b.blocks >= blocks and b.pages >= pages]
+    assert (chosen is None) == (not holding)
+    if chosen is not None:
+        assert chosen in holding
+        assert chosen.tokens == min(b.tokens for b in holding)
+        assert chosen.pages == min(b.pages for b in holding if b.tokens == chosen.tokens)
+
+
+def test_none_computes_more_tokens_than_a_step_may_unless_it_is_the_smallest() -> None:
+    assert {(b.sequences, b.blocks) for b in buckets(max_tokens=1024).declared} == {
+        (1, 2),
+        (1, 4),
+        (1, 8),
+        (2, 2),
+        (2, 4),
+        (4, 2),
+    }
+    assert {(b.sequences, b.blocks) for b in buckets(max_tokens=1).declared} == {(1, 2)}
+
+
+@pytest.mark.parametrize(("branches", "least"), [(1, 2), (65, 3)])
+def test_windows_have_as_many_cells_as_there_are_branches(branches: int, least: int) -> None:
+    assert min(b.blocks for b in buckets(branches=branches).declared) == least
