@@ -3,11 +3,13 @@
  *
  * Prototypes follow the acl headers as far as the values that a function writes; other arguments are left out. Functions
  * that only need to succeed are made by standins.py. Some are looked up by name at run time and are listed at the end. */
+#include <malloc.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #define DEVICES 16 /* the dies of one 910C node */
 #define INVALID_PARAM 100000
@@ -98,23 +100,41 @@ int aclGetCompileopt(int option, char *value, size_t size) {
     return 0;
 }
 
-/* Memory: that of the host. Kernels may write up to 32 bytes beyond what they asked for. */
+/* Memory: that of the host. Kernels may write up to 32 bytes beyond what they asked for. All devices of a process share
+ * what a die has, or half of what the host has, if that is less. */
+
+#define DIE_MEMORY ((size_t)64 << 30)
+static size_t taken = 0;
 
 static int allocate(void **out, size_t size) { return posix_memalign(out, 512, size + 32) ? OUT_OF_MEMORY : 0; }
+static int take(void **out, size_t size) {
+    if (allocate(out, size)) return OUT_OF_MEMORY;
+    __atomic_add_fetch(&taken, malloc_usable_size(*out), __ATOMIC_RELAXED);
+    return 0;
+}
+static size_t device_memory(void) {
+    size_t half = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGE_SIZE) / 2;
+    return half < DIE_MEMORY ? half : DIE_MEMORY;
+}
 
-int aclrtMalloc(void **out, size_t size) { return allocate(out, size); }
-int aclrtMallocAlign32(void **out, size_t size) { return allocate(out, size); }
-int aclrtMallocWithCfg(void **out, size_t size) { return allocate(out, size); }
+int aclrtMalloc(void **out, size_t size) { return take(out, size); }
+int aclrtMallocAlign32(void **out, size_t size) { return take(out, size); }
+int aclrtMallocWithCfg(void **out, size_t size) { return take(out, size); }
 int aclrtMallocHost(void **out, size_t size) { return allocate(out, size); }
 int aclrtMallocHostWithCfg(void **out, uint64_t size) { return allocate(out, size); }
 int aclrtFree(void *memory) {
+    __atomic_sub_fetch(&taken, malloc_usable_size(memory), __ATOMIC_RELAXED);
     free(memory);
     return 0;
 }
-int aclrtFreeHost(void *memory) { return aclrtFree(memory); }
+int aclrtFreeHost(void *memory) {
+    free(memory);
+    return 0;
+}
 int aclrtGetMemInfo(int kind, size_t *unused, size_t *total) {
     (void)kind;
-    *unused = *total = (size_t)64 << 30;
+    *total = device_memory();
+    *unused = taken < *total ? *total - taken : 0;
     return 0;
 }
 int aclrtMemcpyAsync(void *to, size_t room, const void *from, size_t size) {

@@ -2,11 +2,13 @@
 
 A group of tasks can be given other arguments (graph_task_update_begin and _end) while a replay waits for them, as
 torchair does with the lengths of attention. All groups of a graph must be updated at every replay: it would wait for
-ever, and here the next thing on the device fails instead.
+ever, and here the next thing on the device fails instead. Nor may a group be updated while the replay before that one
+may still need its arguments: the host, or the stream that updates it, must have waited for that replay.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch_npu import npu
 from torch_npu.npu import graphs
 
 from tests.npu.lab import device, traffic
@@ -27,8 +30,11 @@ def places(x: Any) -> Any:
     return tree_map_only(Tensor, lambda t: Place.of(t) if on_npu(t) else t, x)
 
 
-def tensors(x: Any) -> Any:
-    return tree_map_only(Place, lambda place: place.tensor(), x)
+def on_host(x: Any) -> Any:
+    """Places as CPU tensors, and the CPU for a device."""
+    return tree_map_only(
+        (Place, torch.device), lambda x: x.tensor() if isinstance(x, Place) else torch.device("cpu"), x
+    )
 
 
 @dataclass
@@ -39,7 +45,7 @@ class Task:
     results: list[Place]
 
     def run(self) -> None:
-        given = tensors((self.args, self.kwargs))
+        given = on_host((self.args, self.kwargs))
         outputs = [x for x in tree_leaves(self.op(*given[0], **given[1])) if isinstance(x, Tensor)]
         for place, output in zip(self.results, outputs, strict=True):
             target = place.tensor()
@@ -52,15 +58,17 @@ class Group:
     """Tasks that can be changed. ``handle`` is the runtime's, and ``updated`` says whether they were changed since the
     graph ran last."""
 
+    tape: Tape
     tasks: list[Task] = field(default_factory=list)
     handle: Any = None
     updated: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class Tape:
     tasks: list[Task] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
+    replays: int = 0
 
 
 class _Captures:
@@ -73,6 +81,9 @@ class _Captures:
     waiting: Tape | None = None
     tapes: dict[int, Tape] = {}
     groups: dict[int, Group] = {}
+    # How many replays of a graph are over: all that the host knows of, and when what a stream does next begins.
+    over: Counter[Tape] = Counter()
+    over_by_stream: dict[int, Counter[Tape]] = {}
 
 
 def record(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -136,6 +147,19 @@ def run_when_ready() -> None:
             group.updated = False
 
 
+def tapes() -> list[Tape]:
+    """Of all graphs that were captured, in order."""
+    return list(_Captures.tapes.values())
+
+
+def replayed() -> Counter[Tape]:
+    return Counter({tape: tape.replays for tape in _Captures.tapes.values()})
+
+
+def host_waited() -> None:
+    _Captures.over = replayed()
+
+
 def _around(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     setattr(owner, name, make(getattr(owner, name)))
 
@@ -164,6 +188,7 @@ def _replay(replay: Callable[..., Any]) -> Callable[..., Any]:
         replay(self)
         traffic.launched("replay")
         _Captures.waiting = _Captures.tapes[id(self)]
+        _Captures.waiting.replays += 1
         run_when_ready()
 
     return replay_graph
@@ -173,7 +198,7 @@ def _group_begin(begin: Callable[..., Any]) -> Callable[..., Any]:
     def group_begin(stream: Any) -> None:
         begin(stream)
         assert _Captures.tape is not None
-        _Captures.group = Group()
+        _Captures.group = Group(_Captures.tape)
         _Captures.tape.groups.append(_Captures.group)
 
     return group_begin
@@ -193,7 +218,11 @@ def _group_end(end: Callable[..., Any]) -> Callable[..., Any]:
 def _update_begin(begin: Callable[..., Any]) -> Callable[..., Any]:
     def update_begin(stream: Any, handle: Any) -> None:
         begin(stream, handle)
-        _Captures.changing = _Captures.groups[id(handle)]
+        group = _Captures.groups[id(handle)]
+        over = _Captures.over | _Captures.over_by_stream.get(stream.stream_id, Counter())
+        if over[group.tape] < group.tape.replays - 1:
+            raise RuntimeError("the tasks of a graph are changed while an earlier replay of it may still run")
+        _Captures.changing = group
         device.recorder.take = change
 
     return update_begin
@@ -209,6 +238,28 @@ def _update_end(end: Callable[..., Any]) -> Callable[..., Any]:
     return update_end
 
 
+def _event_record(record_event: Callable[..., Any]) -> Callable[..., Any]:
+    def event_record(self: Any, stream: Any = None) -> None:
+        """Behind everything that was replayed: all of it runs on one stream."""
+        record_event(self, stream)
+        self.over = replayed()
+
+    return event_record
+
+
+def _event_wait(wait: Callable[..., Any]) -> Callable[..., Any]:
+    def event_wait(self: Any, stream: Any = None) -> None:
+        wait(self, stream)
+        waiting = (npu.current_stream() if stream is None else stream).stream_id
+        known: Counter[Tape] = _Captures.over_by_stream.get(waiting, Counter())
+        then: Any = getattr(self, "over", Counter())
+        _Captures.over_by_stream[waiting] = known | then  # the larger number of each
+
+    return event_wait
+
+
+_around(npu.Event, "record", _event_record)
+_around(npu.Event, "wait", _event_wait)
 _around(graphs.NPUGraph, "capture_begin", _capture_begin)
 _around(graphs.NPUGraph, "capture_end", _capture_end)
 _around(graphs.NPUGraph, "replay", _replay)
@@ -217,3 +268,4 @@ _around(graphs, "_graph_task_group_end", _group_end)
 _around(graphs, "_graph_task_update_begin", _update_begin)
 _around(graphs, "_graph_task_update_end", _update_end)
 device.recorder.before.append(nothing_waits)
+device.recorder.waited.append(host_waited)

@@ -89,6 +89,8 @@ class Recorder:
     take: Callable[[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], Any] | None = None
     # Called before anything runs on the device: whether graphs still wait for something.
     before: list[Callable[[], None]] = field(default_factory=list)
+    # Called when the host waits for the device: all that was launched is over then.
+    waited: list[Callable[[], None]] = field(default_factory=list)
 
 
 recorder = Recorder()
@@ -134,6 +136,8 @@ def launch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
         check()
     if waits:
         traffic.stalled(name)
+        for note in recorder.waited:
+            note()
     traffic.launched(name)
     return compute(op, args, kwargs)
 

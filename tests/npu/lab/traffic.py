@@ -37,6 +37,15 @@ def stalled(name: str) -> None:
 
 
 @contextmanager
+def one_launch(name: str) -> Iterator[None]:
+    """What is launched in this block counts as one."""
+    before = [len(traffic.launches) for traffic in _open]
+    yield
+    for traffic, count in zip(_open, before, strict=True):
+        traffic.launches[count:] = [name]
+
+
+@contextmanager
 def host_traffic() -> Iterator[Traffic]:
     """Records the traffic of the block, of every thread."""
     counts = (ctypes.c_ulong * len(WAITS)).in_dll(cann, "standin_waits")

@@ -1,0 +1,48 @@
+"""The compiler of decode steps that an engine is configured for."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.util import find_spec
+from pathlib import Path
+
+from lopa_ascend.backend.compiler import Compiler, Eager
+from lopa_ascend.config import GRAPH_MODES
+
+
+def load_compiler(device: str, mode: str, *, key: str, cache_dir: str | Path | None = None) -> Compiler:
+    """The compiler of a graph mode of a device.
+
+    ``cache_dir`` is where compiled steps outlive the process; None: they do not. Steps with equal ``key`` and tensors
+    of equal shapes must be the same there; versions, and this package's own code, are taken into account here.
+
+    Raises:
+        ValueError: the device has no such mode.
+    """
+    if mode not in GRAPH_MODES[device]:
+        choices = ", ".join(GRAPH_MODES[device])
+        raise ValueError(f"graph mode of device {device}: unknown value {mode!r}; choose one of {choices}")
+    directory = None if cache_dir is None else Path(cache_dir)
+    key = f"{key}; code {code_digest()}"
+    if mode == "eager":
+        return Eager()
+    if device == "npu":
+        from lopa_ascend.backend.npu.compiler import load_npu_compiler
+
+        return load_npu_compiler(mode, key, directory)
+    from lopa_ascend.backend.inductor import Inductor
+
+    return Inductor(directory)
+
+
+def code_digest() -> str:
+    """Of this package's sources."""
+    folders: list[Path] = []
+    for name in ("lopa_ascend", "lopa_ascend.graph", "lopa_ascend.parallel"):
+        spec = find_spec(name)
+        assert spec is not None
+        folders += map(Path, spec.submodule_search_locations or ())
+    digest = hashlib.sha256()
+    for file in sorted({file.resolve() for folder in folders for file in folder.rglob("*.py")}):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]

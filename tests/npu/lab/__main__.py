@@ -1,0 +1,27 @@
+"""Runs a module on the simulated device: python -m tests.npu.lab [--numeric] MODULE [ARGUMENT ...]
+
+For example scripts.npu_selftest; or, in numeric mode for its small heads, the bundled model:
+--numeric scripts.eval_demo targets --device npu --dtype bfloat16 --limit 100
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from contextlib import nullcontext
+
+from tests.npu.lab import capture, device  # noqa: F401
+from tests.npu.lab.constraints import numeric
+
+
+def main() -> None:
+    lifted = sys.argv[1:2] == ["--numeric"]
+    sys.argv = sys.argv[1 + lifted :]
+    if not sys.argv:
+        sys.exit(__doc__)
+    with numeric() if lifted else nullcontext():
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

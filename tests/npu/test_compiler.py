@@ -1,0 +1,232 @@
+"""The compilers of a step, on a small Dream with its head and with ops like those of the policy behind it.
+
+What ``ge`` compiles runs as torchair's FX graph after its passes; what GE makes of it cannot be seen here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch_npu import npu
+
+from lopa_ascend.backend import Entries
+from lopa_ascend.backend.compiler import Compiler, GraphError
+from lopa_ascend.backend.npu.compiler import LENGTHS
+from lopa_ascend.backend.npu.ops import NpuOps
+from lopa_ascend.graph.compile import load_compiler
+from lopa_ascend.model.dream import Dream, ForwardInputs
+from lopa_ascend.pages import PAGE_SIZE
+from tests.npu.lab import capture, device, engine  # noqa: F401
+from tests.npu.lab.traffic import host_traffic
+from tests.npu.samples import SMALL_VOCABULARY, dream_weights, small_dream
+
+pytestmark = pytest.mark.npu
+MODES = {"npugraph_ex": "replay", "ge": "ge graph"}
+LENGTH = 8
+COLUMNS = 4
+NUM_PAGES = 10  # so that attention takes two of these tables at once
+
+
+class Sample:
+    """A model with caches; ``tensors`` of a bucket's rows, of a block each, and a step on them."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        config = small_dream(2)
+        weights = {name: x.to("npu") for name, x in dream_weights(config, torch.bfloat16).items()}
+        self.model = Dream(config, weights, NpuOps())
+        shape = (2, 2, NUM_PAGES, PAGE_SIZE, config.num_kv_heads, config.head_dim)
+        self.caches = torch.randn(shape).to(torch.bfloat16).to("npu")
+        self.k_caches, self.v_caches = map(list, self.caches)
+
+    def tensors(self, rows: int) -> list[Tensor]:
+        sizes = {"tokens": rows * LENGTH, "positions": rows * LENGTH, "slots": rows * LENGTH, "wanted": rows * LENGTH}
+        given = [torch.zeros(size, dtype=torch.int64, device="npu") for size in sizes.values()]
+        tables = torch.zeros(rows, COLUMNS, dtype=torch.int32, device="npu")
+        return [*given, tables, torch.zeros(3, rows, device="npu")]
+
+    def step(self, tensors: Sequence[Tensor], kv_lengths: Sequence[int]) -> Tensor:
+        """The likeliest tokens and the state, in which the greatest logit of each row is kept where it is greater."""
+        tokens, positions, slots, wanted, tables, state = tensors
+        rows = len(kv_lengths)
+        entries = Entries((LENGTH,) * rows, tuple(kv_lengths), tables, tuple(range(rows)), (0,) * rows)
+        inputs = ForwardInputs(tokens, positions, slots, None, entries, wanted)
+        logits = self.model.logits(self.model.forward(inputs, self.k_caches, self.v_caches)).float()
+        most, best = logits.max(-1)
+        most = most.view(rows, LENGTH).max(-1).values
+        old = state.index_select(0, torch.ones(1, dtype=torch.int64, device=state.device))
+        new = torch.where(most > old, most, old)
+        torch.ops.npu.npu_scatter_nd_update_(state, torch.ones(1, 1, dtype=torch.int32, device=state.device), new)
+        return torch.cat([best.to(torch.int32), state.view(torch.int32).view(-1)])
+
+    def compiled(self, compiler: Compiler, rows: int) -> Bucket:
+        return Bucket(self, compiler, rows)
+
+
+def fill(tensors: Sequence[Tensor], seed: int) -> None:
+    """All but the state."""
+    generator = torch.Generator().manual_seed(seed)
+    count, rows = len(tensors[0]), len(tensors[4])
+    new = [
+        torch.randint(SMALL_VOCABULARY, (count,), generator=generator),
+        torch.randint(2048, (count,), generator=generator),
+        torch.randperm(NUM_PAGES * PAGE_SIZE, generator=generator)[:count],
+        torch.randperm(count, generator=generator),
+        torch.stack([torch.randperm(NUM_PAGES, generator=generator)[:COLUMNS] for _ in range(rows)]),
+    ]
+    for tensor, values in zip(tensors[:-1], new, strict=True):
+        tensor.copy_(values)
+
+
+def filled(sample: Sample, rows: int) -> list[Tensor]:
+    tensors = sample.tensors(rows)
+    fill(tensors, 0)
+    return tensors
+
+
+class Bucket:
+    """A compiled step, and the same step in eager mode."""
+
+    def __init__(self, sample: Sample, compiler: Compiler, rows: int):
+        self.sample, self.rows = sample, rows
+        self.tensors = filled(sample, rows)
+        self.run = compiler.compile(sample.step, f"rows{rows}", self.tensors, [PAGE_SIZE] * rows)
+
+    def fill(self, seed: int) -> None:
+        fill(self.tensors, seed)
+
+    def expected(self, *steps: list[int]) -> tuple[Tensor, Tensor]:
+        """(last result, caches) of steps with these lengths in eager mode, which leave everything as it was."""
+        state, caches = self.tensors[-1].clone(), self.sample.caches.clone()
+        told = [self.sample.step(self.tensors, kv_lengths).cpu() for kv_lengths in steps][-1]
+        written = self.sample.caches.cpu()
+        self.tensors[-1].copy_(state)
+        self.sample.caches.copy_(caches)
+        return told, written
+
+
+@pytest.fixture(scope="module")
+def sample() -> Sample:
+    return Sample()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_200_steps_of_three_buckets_compile_three_graphs(sample: Sample, mode: str) -> None:
+    compiler = load_compiler("npu", mode, key="sample")
+    graphs, captures = counters["stats"]["unique_graphs"], len(capture.tapes())
+    buckets = [sample.compiled(compiler, rows) for rows in (3, 1, 2)]
+    compiler.freeze()
+    assert compiler.num_compilations == 3
+    assert compiler.num_captures == (3 if mode == "npugraph_ex" else 0)
+    for number in range(100):
+        bucket = buckets[number * 7 % 3]
+        bucket.fill(number)
+        first = [LENGTH + 4 * number + row for row in range(bucket.rows)]
+        second = [length + 2 for length in first]
+        expected = bucket.expected(first, second) if number % 10 < 3 else None
+        with host_traffic() as traffic:
+            bucket.run(first)
+            result = bucket.run(second)  # launched before the device has computed the first one
+        assert traffic.launches == [MODES[mode]] * 2
+        assert not traffic.stalls
+        if expected is not None:
+            assert torch.equal(result.cpu(), expected[0])
+            assert torch.equal(sample.caches.cpu(), expected[1])
+    assert counters["stats"]["unique_graphs"] == graphs + 3
+    assert len(capture.tapes()) == captures + compiler.num_captures
+    assert (compiler.num_compilations, compiler.num_refused) == (3, 0)
+
+
+def test_a_captured_step_launches_what_the_eager_one_does(sample: Sample) -> None:
+    """So it copies neither caches nor weights nor inputs."""
+    bucket = sample.compiled(load_compiler("npu", "npugraph_ex", key="sample"), 4)
+    with host_traffic() as eager:
+        sample.step(bucket.tensors, [PAGE_SIZE] * 4)
+    captured = [task.op._schema.name for task in capture.tapes()[-1].tasks]
+    assert Counter(captured) <= Counter(eager.launches)
+    assert captured.count("npu::npu_scatter_pa_kv_cache") == 2
+
+
+def test_graphs_share_their_memory(sample: Sample) -> None:
+    compiler = load_compiler("npu", "npugraph_ex", key="sample")
+    buckets, held = [], []
+    for rows in (4, 3, 2):
+        buckets.append(sample.compiled(compiler, rows))
+        held.append(compiler.memory)
+    assert held[0] > 0
+    assert held[2] == held[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_cache_outlives_a_compiler(sample: Sample, mode: str, tmp_path: Path) -> None:
+    for key, loaded in (("a", 0), ("a", 1), ("b", 0)):
+        compiler = load_compiler("npu", mode, key=key, cache_dir=tmp_path)
+        bucket = sample.compiled(compiler, 2)
+        assert (compiler.num_loaded, compiler.num_compilations) == (loaded, 1 - loaded)
+        bucket.fill(1)
+        told, _ = bucket.expected([100, 300])
+        assert torch.equal(bucket.run([100, 300]).cpu(), told)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_lengths_that_go_elsewhere_are_refused(sample: Sample, mode: str) -> None:
+    def constant(tensors: Sequence[Tensor], kv_lengths: Sequence[int]) -> Tensor:
+        return sample.step(tensors, [kv_lengths[0]] * 2)
+
+    tensors = filled(sample, 2)
+    with pytest.raises(GraphError, match=r"bucket constant: of 2 KV lengths, \[1\] are inputs"):
+        load_compiler("npu", mode, key="sample").compile(constant, "constant", tensors, [9, 9])
+
+
+def test_a_graph_whose_attention_takes_other_lengths_is_refused(sample: Sample) -> None:
+    def reversed_lengths(tensors: Sequence[Tensor], kv_lengths: Sequence[int]) -> Tensor:
+        return sample.step(tensors, kv_lengths[::-1])
+
+    with pytest.raises(GraphError, match="bucket turned: attention takes other KV lengths"):
+        load_compiler("npu", "npugraph_ex", key="turned").compile(reversed_lengths, "turned", filled(sample, 2), [8, 9])
+
+
+def test_a_device_without_room_for_another_graph_is_named(sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: Any) -> None:
+        raise RuntimeError("NPU function error: aclrtCreateStream, error code is 207008")
+
+    compiler = load_compiler("npu", "npugraph_ex", key="sample")
+    sample.compiled(compiler, 1)
+    monkeypatch.setattr(capture, "record", no_room)
+    with pytest.raises(GraphError, match="bucket rows2: after 1 graphs the device has no streams"):
+        sample.compiled(compiler, 2)
+
+
+def test_what_comes_too_late_or_is_too_much_is_refused(sample: Sample) -> None:
+    compiler = load_compiler("npu", "npugraph_ex", key="sample")
+    with pytest.raises(GraphError, match="holds 64 graphs; of 66 buckets these are too many: b64, b65"):
+        compiler.check_buckets([f"b{index}" for index in range(66)])
+    with pytest.raises(ValueError, match="bucket short: a KV length is less than 2"):
+        compiler.compile(sample.step, "short", sample.tensors(2), [9, 1])
+    compiler.freeze()
+    with pytest.raises(GraphError, match="bucket rows1 was not compiled before serving began"):
+        sample.compiled(compiler, 1)
+    assert compiler.num_refused == 1
+    with pytest.raises(ValueError, match="unknown value 'inductor'; choose one of npugraph_ex, ge, eager"):
+        load_compiler("npu", "inductor", key="sample")
+
+
+def test_the_laboratory_sees_tasks_that_change_under_a_replay(sample: Sample) -> None:
+    """As a step does that does not wait for the one before."""
+    tensors, graph = filled(sample, 1), npu.NPUGraph()
+    with npu.graph(graph, auto_dispatch_capture=True):
+        sample.step(tensors, [9])
+    graph.replay()
+    graph.update([{LENGTHS: [9]}])
+    graph.replay()
+    with pytest.raises(RuntimeError, match="changed while an earlier replay"):
+        graph.update([{LENGTHS: [9]}])
+    with pytest.raises(RuntimeError, match="waits for an update"):
+        sample.caches.cpu()
