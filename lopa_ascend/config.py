@@ -11,6 +11,9 @@ DECODINGS = ("lopa", "d2f")
 CONFIDENCES = ("max_prob", "margin", "neg_entropy")
 BRANCH_SCORES = ("mean", "tail", "window")
 WINDOW_ATTENTIONS = ("block_causal", "full")
+GRAPH_MODES = {"cpu": ("eager", "inductor"), "npu": ("npugraph_ex", "ge", "eager")}
+"""By device; the first one is the default."""
+ATTENTION_LAYOUTS = ("TND", "BSH")
 MIN_TEMPERATURE = 0.01
 """Below it logits divided by the temperature leave the range of float32."""
 
@@ -199,6 +202,26 @@ class EngineConfig:
     """For which a rank may hang before the others end."""
     agreement_interval: int = 64
     """Steps between two comparisons of what the ranks have decided; 0 for none."""
+    graph_mode: str | None = None
+    """How a decode step runs: "eager", or compiled to one graph; default: see GRAPH_MODES."""
+    graph_num_branches: int = 3
+    """Lookahead branches that graphs have room for."""
+    graph_block_size: int = 32
+    """Positions that a block has in graphs, at most."""
+    graph_window_blocks: int = 8
+    """Blocks of the largest window that there is a graph for."""
+    graph_window_attention: str = "block_causal"
+    """What the blocks of a window see in graphs; with "full" there is no asynchronous scheduling."""
+    graph_confidence: str = "max_prob"
+    """The confidence in graphs."""
+    graph_cache: str | None = None
+    """Directory in which compiled graphs outlive the process; default: none do."""
+    async_scheduling: bool = True
+    """Launch a compiled step before the one before it was read; changes no token."""
+    attention_layout: str = "TND"
+    """How attention is asked on an NPU: "TND" or "BSH"; changes no token."""
+    debug_kv: bool = False
+    """Check page ids and cache positions before every write; in eager mode on an NPU."""
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "kv_cache_memory", "max_num_batched_tokens", "threads"):
@@ -213,10 +236,28 @@ class EngineConfig:
         _integer("agreement_interval", self.agreement_interval, 0)
         _integer("max_num_branches", self.max_num_branches, 0, 255)
         _integer("seed", self.seed, 0, 2**63 - 1)
-        for name in ("enable_prefix_caching", "approximate_prefix_caching"):
+        for name in ("enable_prefix_caching", "approximate_prefix_caching", "async_scheduling", "debug_kv"):
             _flag(name, getattr(self, name))
+        _choice("device", self.device, tuple(GRAPH_MODES))
+        if self.graph_mode is None:
+            object.__setattr__(self, "graph_mode", GRAPH_MODES[self.device][0])
+        _choice("graph_mode", self.graph_mode, GRAPH_MODES[self.device])
+        _integer("graph_num_branches", self.graph_num_branches, 0, 255)
+        _integer("graph_block_size", self.graph_block_size, 1, 4096)
+        _integer("graph_window_blocks", self.graph_window_blocks, 2, 4096)
+        _choice("graph_window_attention", self.graph_window_attention, WINDOW_ATTENTIONS)
+        _choice("graph_confidence", self.graph_confidence, CONFIDENCES)
+        _choice("attention_layout", self.attention_layout, ATTENTION_LAYOUTS)
+        if self.debug_kv and self.graph_mode != "eager":
+            raise ParameterError("debug_kv", f'reads every step back; it needs graph_mode "eager", not {self.mode!r}')
         if self.approximate_prefix_caching and not self.enable_prefix_caching:
             raise ParameterError("approximate_prefix_caching", "needs enable_prefix_caching")
+
+    @property
+    def mode(self) -> str:
+        """``graph_mode`` with its default filled in."""
+        assert self.graph_mode is not None
+        return self.graph_mode
 
     @property
     def world_size(self) -> int:

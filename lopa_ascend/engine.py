@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import torch
 
 from lopa_ascend import checkpoint
 from lopa_ascend.backend import Ops, load_ops
-from lopa_ascend.backend.memory import free_memory
+from lopa_ascend.backend.memory import default_kv_memory, free_memory
 from lopa_ascend.config import DecodingParams, EngineConfig, ModelConfig, ParameterError
 from lopa_ascend.decode import begin
 from lopa_ascend.demo import DEMO_MODEL
+from lopa_ascend.graph_setup import graph_runner, plan_graphs
 from lopa_ascend.kv import KVPool
 from lopa_ascend.model.dream import Dream
 from lopa_ascend.pages import PAGE_SIZE, SlotTables, pages_for, slots_for
@@ -26,10 +29,7 @@ from lopa_ascend.scheduler import Admission, Limits, Scheduler
 from lopa_ascend.scheduler import Sequence as Scheduled
 from lopa_ascend.score import CANDIDATES, Scoring
 from lopa_ascend.tokenizer import load_tokenizer
-from lopa_ascend.types import EngineStats, SequenceResult, Update
-
-DEFAULT_KV_MEMORY = 4 * 2**30
-"""Bytes at most, where nothing is said."""
+from lopa_ascend.types import EngineStats, RankReport, SequenceResult, Update
 
 
 @dataclass
@@ -71,10 +71,14 @@ class Engine:
             path, lora=config.lora, dtype=config.dtype, device=config.device, shard=shard
         )
         model = Dream(self.model_config, weights, ops, tp)
+        del weights  # the model has its own where the device wants them in another form
         dtype = model.head.dtype
         page_bytes = KVPool.page_bytes(self.model_config, dtype, tp.size)
         num_pages = self.mesh.world.minimum(_num_pages(config, max_model_len, page_bytes), "start")
-        pool = KVPool(self.model_config, num_pages, dtype, config.device, tp.size)
+        max_tokens = config.max_num_batched_tokens or max(4096, max_model_len)
+        graphs = None if config.mode == "eager" else plan_graphs(config, max_model_len, max_tokens)
+        spare = graphs.trash_pages if graphs else 0
+        pool = KVPool(self.model_config, num_pages, dtype, config.device, tp.size, spare)
         self.kv_cache_memory = pool.num_pages * page_bytes
         self.limits = Limits(
             vocab_size=self.model_config.vocab_size,
@@ -82,27 +86,33 @@ class Engine:
             max_model_len=max_model_len,
             num_pages=pool.num_pages,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens or max(4096, max_model_len),
+            max_num_batched_tokens=max_tokens,
             max_num_branches=config.max_num_branches,
             max_top_k=CANDIDATES if tp.size > 1 else None,
             branch_parallel_size=self.mesh.bp.size,
+            graph_mode=config.mode,
         )
         cache = PrefixCache(pool.allocator) if config.enable_prefix_caching else None
         self.scheduler = Scheduler(self.limits, pool.allocator, cache, config.approximate_prefix_caching)
-        self.runner = Runner(model, pool, ops, self.mesh.bp)
+        bp = self.mesh.bp
+        if graphs is None:
+            self.runner = Runner(model, pool, ops, bp)
+        else:
+            self.runner = graph_runner(config, graphs, model, pool, self._num_tokens, bp)
         self._states: BatchState = {}
         self._requests: dict[str, _Request] = {}
         self._forward_seconds = 0.0
         self._agreement = Agreement(self.mesh, config.agreement_interval)
         alike = replace(config, model=None, lora=None, threads=None)  # these may differ between machines
         self.mesh.agree(0, {"its configuration": alike, "its model": self.model_config, "its limits": self.limits})
+        self.ranks = self._report(model, page_bytes)
         self.mesh.start()
 
     def _examine(self, path: Path) -> tuple[Ops, int, int]:
         """The device's ops, the number of token ids that exist, and the longest sequence; raises as the constructor
         does, before any weight is read."""
         config = self.config
-        ops = load_ops(config.device)
+        ops = load_ops(config)
         model = checkpoint.open_checkpoint(path).config
         sizes, wanted = model.tensor_parallel_sizes(), config.tensor_parallel_size
         if wanted not in sizes:
@@ -111,6 +121,21 @@ class Engine:
             raise ParameterError("tensor_parallel_size", message)
         tokenizer = load_tokenizer(path, model.vocab_size)
         return ops, tokenizer.size if tokenizer else model.vocab_size, _max_model_len(config, model)
+
+    def _report(self, model: Dream, page_bytes: int) -> tuple[RankReport, ...]:
+        """What every rank holds, by rank."""
+        config = self.config
+        held = {weight.data_ptr(): weight.nbytes for weight in (*model.weights.values(), model.head)}
+        own = RankReport(
+            host=platform.node(),
+            device=str(model.ops.device),
+            weights=sum(held.values()),
+            num_pages=self.limits.num_pages,
+            page_bytes=page_bytes,
+            free=free_memory(config.device, config.world_size),
+        )
+        said = self.mesh.tell("memory", msgspec.json.encode(own).decode())
+        return tuple(msgspec.json.decode(text, type=RankReport) for text in said)
 
     @property
     def dtype(self) -> str:
@@ -143,7 +168,9 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """Ends a request now and gives its pages back; there is no update of it any more. False if there is none."""
-        self._states.pop(request_id, None)
+        state = self._states.pop(request_id, None)
+        if state is not None:
+            self.runner.leave(state)
         if self._requests.pop(request_id, None) is None:
             return False
         return self.scheduler.remove(request_id)
@@ -183,6 +210,7 @@ class Engine:
             num_rows=self.runner.num_rows,
             idle_rows=self.runner.idle_rows,
             traffic=self.mesh.traffic(),
+            graphs=self.runner.graph_stats(),
         )
 
     def close(self, failure: str | None = None) -> None:
@@ -199,11 +227,10 @@ class Engine:
         config = self.model_config
         eos = config.eos_token_ids if request.params.eos_token_ids is None else request.params.eos_token_ids
         strategy = begin(request.prompt, request.params, config.mask_token_id, frozenset(eos), scheduled.committed)
-        state = SequenceState(strategy, self._scoring(request, eos), strategy.plan())
-        if entry is not None:
-            state.last = entry.last
-            if entry.partial_page is not None:
-                self._copy_partial(scheduled.tables, entry.pages, len(request.prompt))
+        last = None if entry is None else entry.last
+        state = self.runner.begin(strategy, self._scoring(request, eos), last)
+        if entry is not None and entry.partial_page is not None:
+            self._copy_partial(scheduled.tables, entry.pages, len(request.prompt))
         scheduled.demand = self.runner.demand(state)
         self._states[scheduled.request_id] = state
 
@@ -296,4 +323,4 @@ def _num_pages(config: EngineConfig, max_model_len: int, page_bytes: int) -> int
         return config.kv_cache_memory // page_bytes
     usual_slots = slots_for(1 + DecodingParams().lookaheads, config.branch_parallel_size)
     useful = config.max_num_seqs * usual_slots * pages_for(max_model_len)
-    return max(1, min(useful, min(DEFAULT_KV_MEMORY, free_memory(config.device, config.world_size) // 2) // page_bytes))
+    return max(1, min(useful, default_kv_memory(config.device, config.world_size) // page_bytes))

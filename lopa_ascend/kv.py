@@ -9,14 +9,18 @@ from lopa_ascend.pages import PAGE_SIZE, PageAllocator
 
 
 class KVPool:
-    """``k`` and ``v`` [layers, pages, 128, kv_heads, head_dim] and the allocator of their pages; ``kv_heads`` are those
-    of one of ``tp_size`` ranks."""
+    """``k`` and ``v`` of each layer [pages, 128, kv_heads, head_dim], all of them in ``caches`` [2, layers, ...], and
+    the allocator of the first ``num_pages``; ``spare`` pages behind them are nobody's. ``kv_heads`` are those of one of
+    ``tp_size`` ranks."""
 
-    def __init__(self, config: ModelConfig, num_pages: int, dtype: torch.dtype, device: str, tp_size: int = 1):
-        shape = (2, config.num_layers, num_pages, PAGE_SIZE, config.local_kv_heads(tp_size), config.head_dim)
+    def __init__(
+        self, config: ModelConfig, num_pages: int, dtype: torch.dtype, device: str, tp_size: int = 1, spare: int = 0
+    ):
+        pages = num_pages + spare
+        shape = (2, config.num_layers, pages, PAGE_SIZE, config.local_kv_heads(tp_size), config.head_dim)
         # Written once now, so that the memory is really there and does not run out under load.
         self.caches = torch.empty(shape, dtype=dtype, device=device).zero_()
-        self.k, self.v = self.caches
+        self.k, self.v = (half.unbind() for half in self.caches)
         self.allocator = PageAllocator(num_pages)
 
     @staticmethod

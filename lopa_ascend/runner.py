@@ -29,6 +29,7 @@ from lopa_ascend.parallel.placement import Placement
 from lopa_ascend.score import CANDIDATES, Scoring, merge_scores, shard_scores
 from lopa_ascend.types import (
     Demand,
+    GraphStats,
     RowResult,
     SequencePlan,
     SequenceResult,
@@ -40,6 +41,9 @@ from lopa_ascend.types import (
 
 HEAD_ROWS = 128  # rows of logits computed at a time, enough to make good use of the head's weights,
 SCORE_ROWS = 16  # and scored at a time, few enough to stay in the cache
+
+
+NOT_FINITE = "the model produced logits that are not finite; the request cannot go on"
 
 
 @dataclass
@@ -87,6 +91,22 @@ class Runner:
         self.copied_positions = 0
         self.num_rows = self.idle_rows = 0
 
+    def begin(self, strategy: D2F, scoring: Scoring, last: Tensor | None = None) -> SequenceState:
+        """A sequence before its first step. ``last`` as in SequenceState, where its prompt is in the cache."""
+        state = SequenceState(strategy, scoring, None, last)
+        self.plan_next(state)
+        return state
+
+    def plan_next(self, state: SequenceState) -> None:
+        """After the policy has taken a step in."""
+        state.pending = state.strategy.plan()
+
+    def leave(self, state: SequenceState) -> None:
+        """Forgets a sequence that has been ended from outside."""
+
+    def graph_stats(self) -> GraphStats | None:
+        return None
+
     def demand(self, state: SequenceState) -> Demand | None:
         """What the sequence's next step needs; None when it is done."""
         return None if state.pending is None else self.placement.demand(state.pending)
@@ -120,11 +140,10 @@ class Runner:
         strategy = state.strategy
         if results is None:
             state.pending = None
-            message = "the model produced logits that are not finite; the request cannot go on"
-            return SequenceResult(pages.request_id, strategy.cached, None, error=message)
+            return SequenceResult(pages.request_id, strategy.cached, None, error=NOT_FINITE)
         record = strategy.absorb(share.plan, results, forward.model_tokens, forward.head_rows)
         self.commit(state, share, pages, record.winner, forward)
-        state.pending = strategy.plan()
+        self.plan_next(state)
         return SequenceResult(pages.request_id, strategy.cached, self.demand(state), record)
 
     def exchange(
@@ -212,6 +231,10 @@ class Runner:
             state.last = self._send(pages.tables[slot], begin, end, group, forward.commit_hidden[own : own + 1])
         else:
             state.last = forward.commit_hidden[own].clone()
+        self.spread(pages, slot, begin, end)
+
+    def spread(self, pages: SequenceStep, slot: int, begin: int, end: int) -> None:
+        """Gives the keys and values of the positions [begin, end) in a slot to all slots."""
         self.copy(pages.tables[slot], pages.tables[0], begin, end)
         for table in pages.tables[1:]:  # full pages are shared from now on
             self.copy(pages.tables[0], table, max(begin, end // PAGE_SIZE * PAGE_SIZE), end)

@@ -33,6 +33,7 @@ class Limits:
     max_num_branches: int
     max_top_k: int | None = None
     branch_parallel_size: int = 1
+    graph_mode: str = "eager"
 
     def num_slots(self, params: DecodingParams) -> int:
         """Slots of a request in each group."""
@@ -64,6 +65,12 @@ class Limits:
                 f"has {prompt_tokens} tokens, with the first block of {block} more than max_num_batched_tokens "
                 f"{self.max_num_batched_tokens}",
             )
+        if params.window_attention == "full" and self.branch_parallel_size > 1 and self.graph_mode != "eager":
+            message = (
+                f'"full" and branch_parallel_size {self.branch_parallel_size} do not go together in graph mode '
+                f'{self.graph_mode}; choose "block_causal", or a server with graph mode eager'
+            )
+            raise ParameterError("window_attention", message)
         if params.top_k is not None and self.max_top_k is not None and params.top_k > self.max_top_k:
             raise ParameterError("top_k", f"{params.top_k} exceeds this server's limit of {self.max_top_k}")
         pages = worst_case(prompt_tokens + params.max_new_tokens, self.num_slots(params), prompt_tokens)

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from lopa_ascend.backend import collective_backend
+from lopa_ascend.backend import collective_backend, open_device
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.parallel.collectives import Group, Ledger, RankError
 from lopa_ascend.parallel.launch import LOOPBACK, Meeting
@@ -85,8 +85,10 @@ class Mesh:
         0 waits and may raise.
 
         Raises:
-            ParameterError: the number of ranks that were started is not what ``config`` asks for.
+            ParameterError: the number of ranks that were started is not what ``config`` asks for, or this machine has
+                fewer devices.
             RankError: the others did not come.
+            UnsupportedStackError: the software of the device is missing or too old.
         """
         meeting.check(config)
         mesh = cls()
@@ -109,6 +111,7 @@ class Mesh:
         store: Store | None,
         check: Callable[[], None],
     ) -> None:
+        open_device(config.device)
         if meeting.local:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         if store is not None and dist.is_initialized():
@@ -201,16 +204,21 @@ class Mesh:
         Raises:
             StartError: another rank said so, which the message names. Its own ``error`` each rank raises itself.
         """
-        if self.size > 1:
-            assert self._store is not None
-            self._store.set(f"refusal/{self.rank}", "" if error is None else str(error))
-            said = [self._read(f"refusal/{rank}") for rank in range(self.size)]
-            self.refused = any(said)
-            for rank, message in enumerate(said):
-                if error is None and message:
-                    raise StartError(f"{self.name(rank)}: {message}")
+        said = self.tell("refusal", "" if error is None else str(error))
+        self.refused = self.size > 1 and any(said)
+        for rank, message in enumerate(said):
+            if error is None and message:
+                raise StartError(f"{self.name(rank)}: {message}")
         if error is not None:
             raise error
+
+    def tell(self, subject: str, text: str) -> list[str]:
+        """What every rank says on a subject, by rank; each says one thing on it."""
+        if self.size == 1:
+            return [text]
+        assert self._store is not None
+        self._store.set(f"{subject}/{self.rank}", text)
+        return [self._read(f"{subject}/{rank}") for rank in range(self.size)]
 
     def start(self) -> None:
         """Waits until every rank has loaded; from now on one that hangs is given up after the configured time."""

@@ -11,6 +11,7 @@ import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -81,14 +82,14 @@ def table(llm: LLM, limit: int, plot: Path | None) -> None:
         draw(found, plot)
 
 
-def prefix(model: str | None, limit: int) -> None:
+def prefix(model: str | None, limit: int, options: dict[str, Any]) -> None:
     """Prompts that begin with the same solved problems, with the exact cache and with the approximate one."""
     lines = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
     shots = "".join(f"{USER}{row['question']}{ASSISTANT}{row['answer']}{EOS}" for row in lines[-4:])
     problems = read(limit)
     texts = []
     for approximate in (False, True):
-        llm = LLM(model, approximate_prefix_caching=approximate, max_num_seqs=1)
+        llm = LLM(model, approximate_prefix_caching=approximate, max_num_seqs=1, **options)
         prompts = [f"{shots}{USER}{question}{ASSISTANT}" for question, _ in problems]
         outputs = llm.generate(prompts, decoding(3, 0.9), quiet=True)
         exact = sum(parse_result(o.text or "") == result for o, (_, result) in zip(outputs, problems, strict=True))
@@ -122,13 +123,18 @@ def main() -> None:
     parser.add_argument("--model", help="another model directory")
     parser.add_argument("--limit", type=int, help="problems (default 500 for targets, 200 for table, 50 for prefix)")
     parser.add_argument("--plot", type=Path, help="write the table as a picture")
+    parser.add_argument("--device", default="cpu", help="cpu or npu")
+    parser.add_argument("--dtype", default="auto", help="of the weights: auto, float32 or bfloat16")
+    parser.add_argument("--graph-mode", help="how a step runs (default: the engine's)")
+    parser.add_argument("--attention-layout", default="TND", help="TND or BSH, on an NPU")
     args = parser.parse_args()
+    options = {name: getattr(args, name) for name in ("device", "dtype", "graph_mode", "attention_layout")}
     if args.what == "targets":
-        targets(LLM(args.model), args.limit or 500)
+        targets(LLM(args.model, **options), args.limit or 500)
     elif args.what == "table":
-        table(LLM(args.model), args.limit or 200, args.plot)
+        table(LLM(args.model, **options), args.limit or 200, args.plot)
     else:
-        prefix(args.model, args.limit or 50)
+        prefix(args.model, args.limit or 50, options)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,9 @@ class ServeConfig:
 ENGINE_NAMES = {"lora_path": "lora", **{f.name: f.name for f in fields(EngineConfig) if f.name != "lora"}}
 """Flag -> field of EngineConfig."""
 
+GRAPH_DEFAULTS = ("num_branches", "block_size", "window_attention", "confidence")
+"""What graphs have room for unless a flag says otherwise: the decoding defaults of these names."""
+
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -126,8 +129,11 @@ def _serve_config(given: Mapping[str, Any]) -> ServeConfig:
     """Raises ParameterError with the name of the flag at fault."""
     many = {name: tuple(value) for name, value in given.items() if FLAGS[name].many}
     decoding = {name: many.get(name, given[name]) for name in DECODING_FLAGS if name in given}
-    lookaheads = DecodingParams(**decoding).lookaheads
-    engine = EngineConfig(**{name: given[flag] for flag, name in ENGINE_NAMES.items() if flag in given})
+    defaults = DecodingParams(**decoding)
+    lookaheads = defaults.lookaheads
+    # Graphs are for what most requests will ask for.
+    graphs = {f"graph_{name}": getattr(defaults, name) for name in GRAPH_DEFAULTS}
+    engine = EngineConfig(**graphs | {name: given[flag] for flag, name in ENGINE_NAMES.items() if flag in given})
     if lookaheads > engine.max_num_branches:
         hint = "" if "num_branches" in given else " by default"
         message = f"is {lookaheads}{hint}, which exceeds --max-num-branches {engine.max_num_branches}"

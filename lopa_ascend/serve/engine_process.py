@@ -62,7 +62,8 @@ def _load(peer: _Peer) -> Engine | None:
     except (ValueError, OSError) as error:
         peer.send(Failed(str(error)))
         return None
-    peer.send(Ready(engine.limits, engine.model_name, engine.dtype, engine.device, engine.kv_cache_memory))
+    memory = engine.kv_cache_memory
+    peer.send(Ready(engine.limits, engine.model_name, engine.dtype, engine.device, memory, engine.ranks))
     return engine
 
 

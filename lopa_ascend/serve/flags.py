@@ -8,7 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lopa_ascend.config import BRANCH_SCORES, CONFIDENCES, DECODINGS, WINDOW_ATTENTIONS
+from lopa_ascend.config import (
+    ATTENTION_LAYOUTS,
+    BRANCH_SCORES,
+    CONFIDENCES,
+    DECODINGS,
+    GRAPH_MODES,
+    WINDOW_ATTENTIONS,
+)
 
 UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 DAY = 86400
@@ -69,7 +76,7 @@ MODEL_FLAGS = {
     "chat_template": Flag(str, "Jinja template of conversations (default: the model's own)", "FILE"),
     "dtype": Flag(str, "of the weights", choices=("auto", "float32", "bfloat16")),
     "max_model_len": Flag(int, "prompt and answer together, in tokens (default: the model's limit)", "N"),
-    "device": Flag(str, "where the model runs", choices=("cpu",)),
+    "device": Flag(str, "where the model runs", choices=tuple(GRAPH_MODES)),
     "threads": Flag(integer(1, 1024), "CPU threads of the engine (default: torch's choice)", "N"),
     "seed": Flag(int, "of the sampling where a request has none", "N"),
 }
@@ -82,7 +89,8 @@ ENGINE_FLAGS = {
     "max_num_branches": Flag(int, "lookahead branches that a request may ask for", "N"),
     "kv_cache_memory": Flag(
         size,
-        "bytes of the KV pages, or e.g. 512MiB (default: what fits, at most 4GiB and half of the free memory)",
+        "bytes of the KV pages, or e.g. 512MiB (default: what fits, at most 4GiB and half of the free memory; on an "
+        "NPU four fifths of it)",
         "SIZE",
     ),
     "enable_prefix_caching": Flag(bool, "keep the KV pages of whole prompts for equal ones; changes no token"),
@@ -95,6 +103,26 @@ PARALLEL_FLAGS = {
     "branch_parallel_size": Flag(int, "groups of such ranks, each of which takes some of the branches", "N"),
     "distributed_timeout_seconds": Flag(float, "how long a rank may hang before the others end", "SECONDS"),
     "agreement_interval": Flag(int, "steps between two checks that all ranks have decided the same; 0: none", "N"),
+}
+GRAPH_FLAGS = {
+    "graph_mode": Flag(
+        str,
+        "how a decoding step runs, on an NPU npugraph_ex, ge or eager, on a CPU eager or inductor (default: the first)",
+        choices=("eager", "npugraph_ex", "ge", "inductor"),
+    ),
+    "graph_num_branches": Flag(int, "lookahead branches that graphs have room for (default: --num-branches)", "N"),
+    "graph_block_size": Flag(int, "longest block that graphs have room for (default: --block-size)", "N"),
+    "graph_window_blocks": Flag(int, "blocks of the largest window that there is a graph for", "N"),
+    "graph_window_attention": Flag(
+        str, "what blocks see of each other in graphs (default: --window-attention)", choices=WINDOW_ATTENTIONS
+    ),
+    "graph_confidence": Flag(str, "what branches are scored by in graphs (default: --confidence)", choices=CONFIDENCES),
+    "graph_cache": Flag(str, "where compiled graphs are kept for the next start (default: nowhere)", "DIR"),
+    "async_scheduling": Flag(bool, "launch a compiled step before the last one was read; changes no token"),
+    "attention_layout": Flag(
+        str, "of attention on an NPU: what scripts/npu_selftest.py recommends there", choices=ATTENTION_LAYOUTS
+    ),
+    "debug_kv": Flag(bool, "check page ids and cache positions at every write (NPU, eager): slow"),
 }
 HTTP_FLAGS = {
     "host": Flag(str, "address to listen on", "ADDRESS"),
@@ -156,6 +184,7 @@ GROUPS = {
         "Starts tensor x branch processes on this machine; under torchrun, which starts them, joins them.",
         PARALLEL_FLAGS,
     ),
+    "compiled steps and NPU": ("", GRAPH_FLAGS),
     "server": ("", HTTP_FLAGS),
     "TLS": ("", TLS_FLAGS),
     "decoding defaults": (

@@ -36,6 +36,7 @@ def server_info(config: ServeConfig, ready: Ready, model: str) -> ServerInfo:
             "tensor_parallel_size": config.engine.tensor_parallel_size,
             "branch_parallel_size": config.engine.branch_parallel_size,
             "kv_update": KV_UPDATE,
+            "ranks": [dataclasses.asdict(rank) for rank in ready.ranks],
         },
         limits=dataclasses.asdict(ready.limits),
         engine=dataclasses.asdict(engine),

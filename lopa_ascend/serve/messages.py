@@ -7,7 +7,7 @@ import msgspec
 from lopa_ascend.commands import Abort, Generate
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.scheduler import Limits
-from lopa_ascend.types import EngineStats, Update
+from lopa_ascend.types import EngineStats, RankReport, Update
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
@@ -17,13 +17,14 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The model is loaded. ``dtype`` and ``device`` are the effective ones."""
+    """The model is loaded. ``dtype`` and ``device`` are the effective ones; ``ranks`` in their order."""
 
     limits: Limits
     model_name: str
     dtype: str
     device: str
     kv_cache_memory: int
+    ranks: tuple[RankReport, ...]
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

@@ -6,7 +6,7 @@ many: divide by the tokens of an update, or read ``request_time_per_output_token
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from lopa_ascend.serve.client import EngineClient
 from lopa_ascend.serve.timeline import ChoiceTimeline, Timeline
-from lopa_ascend.types import EngineStats, Update
+from lopa_ascend.types import EngineStats, GraphStats, Update
 
 LABELS = ("model_name", "engine")
 ENGINE = "0"
@@ -158,11 +158,29 @@ class _EngineState(Collector):
         yield self._by_purpose("lopa:collective_calls", "Collectives of rank 0.", [t.calls for t in stats.traffic])
         bytes_sent = [t.num_bytes for t in stats.traffic]
         yield self._by_purpose("lopa:collective_bytes", "Bytes that rank 0 contributed to them.", bytes_sent)
+        if stats.graphs is not None:
+            yield from self._graphs(stats.graphs)
+
+    def _graphs(self, stats: GraphStats) -> Iterable[Metric]:
+        yield self._gauge("lopa:graphs", "Compiled buckets.", stats.num_buckets)
+        late = "Compilations after the start, which are refused: always 0, or something is wrong."
+        yield self._total("lopa:late_compilations", late, stats.num_late)
+        yield self._total("lopa:graph_steps", "Launches of graphs.", stats.num_steps)
+        yield self._total("lopa:graph_tokens", "Positions that graphs computed.", stats.tokens)
+        yield self._total("lopa:graph_padded_tokens", "Of these what no branch needed.", stats.padded_tokens)
+        wasted = "Steps that graphs computed for choices that had ended."
+        yield self._total("lopa:graph_wasted_steps", wasted, stats.wasted_steps)
+        text = "Steps of choices without a graph, by the field that no graph can do."
+        yield self._labelled("lopa:eager_steps", text, "reason", stats.eager_steps)
 
     def _by_purpose(self, name: str, text: str, values: Sequence[float]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=(*LABELS, "purpose"))
-        for traffic, value in zip(self._client.stats.traffic, values, strict=True):
-            family.add_metric((*self._labels, traffic.purpose), value)
+        purposes = (traffic.purpose for traffic in self._client.stats.traffic)
+        return self._labelled(name, text, "purpose", dict(zip(purposes, values, strict=True)))
+
+    def _labelled(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=(*LABELS, label))
+        for key, value in values.items():
+            family.add_metric((*self._labels, key), value)
         return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:

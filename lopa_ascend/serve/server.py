@@ -10,8 +10,9 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 
 import uvicorn
@@ -22,6 +23,8 @@ from lopa_ascend.pages import slots_for
 from lopa_ascend.serve.app import create_app
 from lopa_ascend.serve.cli import ServeConfig
 from lopa_ascend.serve.client import ClientSettings, EngineClient, EngineFailed
+from lopa_ascend.serve.flags import UNITS
+from lopa_ascend.types import RankReport
 
 FLUSH = 1.0
 """Seconds that clients have to read their last event once their requests were ended."""
@@ -219,6 +222,7 @@ def _greeting(client: EngineClient, config: ServeConfig, listener: socket.socket
         f"\nmodel     {config.served_model_name or ready.model_name}, max_model_len {ready.limits.max_model_len}, "
         f"{ready.dtype} on {ready.device}\n"
         f"{_ranks(config.engine, params)}"
+        f"{_memory(config.engine, ready.ranks)}"
         f"decoding  {shown}\n"
         f"serving   {url}  (API documentation: {url}/docs)\n\n"
         f"curl {url}{route}{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}\n\n"
@@ -234,6 +238,23 @@ def _ranks(engine: EngineConfig, params: DecodingParams) -> str:
     places = slots_for(branches, bp) * bp
     waste = "" if places == branches else f": {places - branches} of {places} places idle; more branches would be free"
     return f"ranks     tensor parallel {tp} x branch parallel {bp}, {branches} branches{waste}\n"
+
+
+def _memory(engine: EngineConfig, ranks: Sequence[RankReport]) -> str:
+    """A line for each rank, with its place if there are several."""
+    lines = []
+    for number, rank in enumerate(ranks):
+        bp, tp = divmod(number, engine.tensor_parallel_size)
+        place = "" if len(ranks) == 1 else f"rank {number} (bp {bp}, tp {tp}) on {rank.host} {rank.device}: "
+        pages = f"{rank.num_pages} x {_size(rank.page_bytes)} = {_size(rank.num_pages * rank.page_bytes)}"
+        lines.append(f"{place}weights {_size(rank.weights)}, KV pages {pages}, free {_size(rank.free)}")
+    return "".join(f"{title:<10}{line}\n" for title, line in zip_longest(["memory"], lines, fillvalue=""))
+
+
+def _size(num_bytes: float) -> str:
+    """With the largest unit that leaves at least 1."""
+    unit = max((unit for unit in UNITS if UNITS[unit] <= num_bytes), key=UNITS.__getitem__, default="")
+    return f"{num_bytes / UNITS[unit]:.1f} {unit}" if unit else f"{num_bytes:.0f} B"
 
 
 def _example(client: EngineClient, config: ServeConfig) -> tuple[str, dict[str, object]]:

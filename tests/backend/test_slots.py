@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lopa_ascend import DecodingParams, checkpoint
-from lopa_ascend.backend import load_ops
+from lopa_ascend.backend.cpu import CpuOps
 from lopa_ascend.decode import begin
 from lopa_ascend.kv import KVPool
 from lopa_ascend.layout import locations
@@ -26,7 +26,7 @@ class Run:
 
     def __init__(self, path, prompt: list[int], params: DecodingParams):
         self.config, weights = checkpoint.load(path)
-        self.model = Dream(self.config, weights, load_ops("cpu"))
+        self.model = Dream(self.config, weights, CpuOps())
         self.strategy = begin(prompt, params, self.config.mask_token_id, frozenset())
         slots = self.strategy.num_branches
         pool = KVPool(self.config, pages_for(len(prompt) + params.max_new_tokens) * slots, torch.float32, "cpu")

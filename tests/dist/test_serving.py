@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -23,7 +25,10 @@ def test_a_server_of_several_ranks_says_what_they_do() -> None:
     with running(*sizes, "--num-branches", "4", "--max-new-tokens", "64") as server:
         greeting = server.greeting
         assert "ranks     tensor parallel 2 x branch parallel 2, 5 branches: 1 of 6 places idle" in greeting
+        places = [f"rank {n} (bp {n // 2}, tp {n % 2}) on {platform.node()} cpu: weights " for n in range(4)]
+        assert all(place in greeting for place in places)
         backend = server.http.get("/server_info").json()["backend"]
+        assert len(backend["ranks"]) == 4
         assert (backend["tensor_parallel_size"], backend["branch_parallel_size"]) == (2, 2)
         assert backend["kv_update"] == {"block_causal": "single-phase", "full": "two-phase"}
 

@@ -1,6 +1,7 @@
 """What operators and tools ask of the server: state, metrics, keys, ids, logs, tokens, aborts."""
 
 import json
+import re
 import shlex
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,8 @@ def samples(server: ServerProcess) -> dict[str, float]:
 def test_greeting_state_and_models(server: ServerProcess):
     assert "model     tiny, max_model_len 4096" in server.greeting
     assert "decoding=lopa num_branches=3" in server.greeting
+    # 2 layers x 2 KV heads of 8 in float32, 32 requests of 4 branches and 32 pages.
+    assert re.search(r"memory    weights \d+\.\d KiB, KV pages 4096 x 32.0 KiB = 128.0 MiB, free ", server.greeting)
     for route in ("/health", "/ready"):
         assert server.http.get(route).json() == {"status": "ok"}
     assert server.http.get("/version").json() == {"version": lopa_ascend.__version__}
@@ -54,6 +57,9 @@ def test_server_info(server: ServerProcess):
     info = server.http.get("/server_info").json()
     assert info["backend"]["device"] == "cpu"
     assert info["backend"]["dtype"] == "float32"
+    (rank,) = info["backend"]["ranks"]
+    assert rank["device"] == "cpu"
+    assert rank["num_pages"] * rank["page_bytes"] == info["backend"]["kv_cache_memory"]
     assert info["decoding"].keys() == set(DecodingParams.names())
     assert info["limits"]["max_model_len"] == 4096
     assert (info["server"]["port"], info["server"]["api_key"]) == (0, False)

@@ -18,7 +18,7 @@ from lopa_ascend.types import Demand, SequenceResult, SequenceStep, StepPlan
 
 
 def limits(**changes: int) -> Limits:
-    values = {
+    values: dict[str, Any] = {
         "vocab_size": 1000,
         "mask_token_id": 999,
         "max_model_len": 1024,

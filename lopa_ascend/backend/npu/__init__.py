@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from lopa_ascend.backend.npu.versions import check_installed
+from lopa_ascend.config import ParameterError
 
 if TYPE_CHECKING:
     from lopa_ascend.backend.npu.ops import NpuOps
 
 
 def load_npu_ops(graph_mode: str, *, attention_layout: str = "TND", debug: bool = False) -> NpuOps:
-    """The ops, after a check that the installed versions can run them in this mode; the options are those of NpuOps.
+    """The ops on this process's NPU (see ``open_npu``), after a check that the installed versions can run them in this
+    mode; the options are those of NpuOps.
 
     Raises:
-        UnsupportedStackError: they cannot.
+        ParameterError: this process's NPU does not exist.
+        UnsupportedStackError: the versions cannot.
         ValueError: an option is unknown.
     """
     check_installed(graph_mode)
+    open_npu()
     from lopa_ascend.backend.npu.ops import NpuOps
 
     return NpuOps(attention_layout=attention_layout, debug=debug)
+
+
+def open_npu() -> None:
+    """Makes NPU number LOCAL_RANK, or 0, the current one of this thread.
+
+    Raises:
+        ParameterError: there are not so many.
+        UnsupportedStackError: torch_npu or CANN is missing or too old.
+    """
+    check_installed("eager")
+    from torch_npu import npu
+
+    index, count = int(os.environ.get("LOCAL_RANK", 0)), npu.device_count()
+    if index >= count:
+        raise ParameterError("device", f"npu {index} is this rank's (LOCAL_RANK); there are {count} on this machine")
+    npu.set_device(index)
+
+
+def free_npu_memory() -> int:
+    """Bytes that are free on the current NPU; what torch keeps for itself counts as free."""
+    from torch_npu import npu
+
+    npu.empty_cache()
+    free: int = npu.mem_get_info()[0]
+    return free

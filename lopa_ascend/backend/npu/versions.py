@@ -20,7 +20,7 @@ COMPLETE = "2.11"
 OLDEST_CANN = "9.0"  # of torch_npu 2.9.0.post2
 
 
-class UnsupportedStackError(RuntimeError):
+class UnsupportedStackError(ValueError):
     """What is installed cannot do what is asked for."""
 
 
@@ -33,14 +33,22 @@ def check_installed(graph_mode: str) -> None:
     """
     try:
         check(metadata.version("torch"), metadata.version("torch_npu"), graph_mode)
-        from torch_npu.npu.utils import get_cann_version
+        cann = cann_version()
     except metadata.PackageNotFoundError as error:
         raise UnsupportedStackError(f"device npu needs {error.name}, which is not installed") from None
     except ImportError as error:
         raise UnsupportedStackError(
             f"torch_npu cannot be loaded ({error}); is CANN installed, and its set_env.sh sourced?"
         ) from error
-    check_cann(get_cann_version())
+    check_cann(cann)
+
+
+def cann_version() -> str:
+    """Raises ImportError: torch_npu cannot be loaded."""
+    from torch_npu.npu.utils import get_cann_version
+
+    version: str = get_cann_version()
+    return version
 
 
 def check(torch: str, torch_npu: str, graph_mode: str) -> None:

@@ -1,0 +1,60 @@
+"""Decode steps as graphs on several ranks, one launched ahead: the same tokens as one eager process."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from tests import golden
+from tests.dist import ranks, test_concurrent
+
+pytestmark = pytest.mark.multirank
+CASES = [case for case in golden.CASES if "causal" in case]
+
+
+def job(case: str, tp: int, bp: int) -> dict:
+    trace = golden.read(case)
+    params = golden.decoding_params(trace)
+    options = {
+        "dtype": "float32",
+        "graph_mode": "inductor",
+        "graph_num_branches": params.lookaheads,
+        "graph_confidence": params.confidence,
+        "tensor_parallel_size": tp,
+        "branch_parallel_size": bp,
+        "max_num_seqs": 2,
+        "agreement_interval": 1,
+    }
+    request = {"prompt": trace["prompt_ids"], "params": asdict(params)}
+    return {"model": str(golden.model_path(trace)), "options": options, "requests": [request]}
+
+
+@pytest.mark.parametrize(("tp", "bp"), [(1, 2), (2, 1), (2, 2), (1, 3)])
+def test_golden_cases(tp: int, bp: int, tmp_path: Path) -> None:
+    for case, (output,) in zip(
+        CASES, ranks.generate(tp * bp, [job(case, tp, bp) for case in CASES], tmp_path), strict=True
+    ):
+        trace = golden.read(case)
+        assert output["tokens"] == trace["output_ids"], case
+        assert output["winners"] == [record["winner"] for record in golden.rounds(trace)], case
+
+
+@pytest.mark.parametrize(("tp", "bp"), [(1, 2), (2, 2)])
+def test_requests_together_get_what_one_eager_process_gives(tp: int, bp: int, tmp_path: Path) -> None:
+    jobs = [
+        test_concurrent.job(True),
+        test_concurrent.job(
+            True,
+            graph_mode="inductor",
+            max_num_seqs=4,
+            tensor_parallel_size=tp,
+            branch_parallel_size=bp,
+            agreement_interval=1,
+        ),
+    ]
+    for each in jobs:
+        each["requests"] = [r for r in each["requests"] if r["params"].get("window_attention") != "full"]
+    expected = ranks.generate(1, jobs[:1], tmp_path)
+    assert ranks.generate(tp * bp, jobs[1:], tmp_path) == expected

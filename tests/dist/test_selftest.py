@@ -1,0 +1,51 @@
+"""Of the NPUs' self-test what runs without one: its all-reduces, between two gloo ranks, and what it says then."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lopa_ascend.parallel.collectives import ALONE
+from scripts.npu_selftest.findings import SIZES, latencies
+from tests.dist.ranks import ROOT, finish, start
+
+pytestmark = pytest.mark.multirank
+
+RANK = """
+import json, sys, torch
+from lopa_ascend.config import EngineConfig
+from lopa_ascend.parallel.launch import Meeting, leave
+from lopa_ascend.parallel.mesh import Mesh
+from scripts.npu_selftest.findings import latencies
+
+mesh = Mesh.join(EngineConfig(tensor_parallel_size=2), Meeting.from_environment(), leave)
+found = latencies(mesh.tp, torch.device("cpu"), 5)
+calls = [(traffic.calls, traffic.num_bytes) for traffic in mesh.traffic()]
+said = mesh.tell("self-test", json.dumps([mesh.rank, list(found.items()), calls]))
+if mesh.rank == 0:
+    open(sys.argv[1], "w").write(json.dumps([json.loads(text) for text in said]))
+mesh.close()
+"""
+
+
+def test_all_reduces_are_timed_on_every_rank(tmp_path) -> None:
+    out = tmp_path / "out.json"
+    finish(start(2, "-c", RANK, str(out)))
+    ranks = json.loads(out.read_text())
+    assert [rank for rank, _, _ in ranks] == [0, 1]
+    alone = latencies(ALONE, torch.device("cpu"), 5)
+    for _, found, calls in ranks:
+        assert [size for size, _ in found] == list(SIZES)
+        assert all(micros > alone[size] for size, micros in found)
+        assert calls == [[len(SIZES) * 8, sum(SIZES) * 8]]
+
+
+def test_without_an_npu_it_says_what_is_missing() -> None:
+    command = [sys.executable, "-m", "scripts.npu_selftest"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert ended.stderr == "error: device npu needs torch_npu, which is not installed\n"

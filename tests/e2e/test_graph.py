@@ -1,0 +1,165 @@
+"""Decode steps as graphs: what they give is what eager steps give. Here a graph is the step as it is, not compiled."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lopa_ascend import LLM, DecodingParams, graph_setup
+from lopa_ascend.backend.compiler import Eager
+from lopa_ascend.config import EngineConfig, ParameterError
+from lopa_ascend.engine import Engine
+from lopa_ascend.graph_runner import GraphRunner
+from lopa_ascend.types import Update
+from tests import golden
+from tests.e2e.test_batching import requests, run
+from tests.tiny import write_dream
+
+EOS = 3
+OPTIONS = {"graph_mode": "inductor", "dtype": "float32", "graph_num_branches": 5}
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch):
+    monkeypatch.setattr(graph_setup, "load_compiler", lambda *_, **__: Eager())
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return str(write_dream(tmp_path_factory.mktemp("model"), eos_token_id=EOS, hidden=64, heads=4, kv_heads=2))
+
+
+def engine(path: str | None, **changes) -> Engine:
+    options = {"model": path, "max_model_len": 512, "max_num_seqs": 4, "kv_cache_memory": 2**25, **OPTIONS, **changes}
+    return Engine(EngineConfig(**options))
+
+
+def mixed(seed: int, count: int):
+    """Requests of which most are for graphs."""
+    plain: dict[str, Any] = {
+        "temperature": 0.0,
+        "window_attention": "block_causal",
+        "confidence": "max_prob",
+        "branch_score": "mean",
+    }
+    rng = random.Random(seed)
+    return [(p, params if rng.random() < 0.2 else replace(params, **plain)) for p, params in requests(seed, count)]
+
+
+def free_seats(served: Engine) -> int:
+    assert isinstance(served.runner, GraphRunner)
+    return len(served.runner.seats._free)
+
+
+def shown(output):
+    return output.token_ids, output.finish_reason, output.num_forwards, output.num_positions
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("case", [case for case in golden.CASES if case != golden.MASK_CHOSEN])
+def test_golden_case(case: str, ahead: bool) -> None:
+    trace = golden.read(case)
+    params = golden.decoding_params(trace)
+    if ahead and params.window_attention == "full":
+        pytest.skip("full windows are never launched ahead")
+    kind = {"graph_window_attention": params.window_attention, "graph_confidence": params.confidence}
+    options = OPTIONS | kind | {"graph_num_branches": params.lookaheads}
+    llm = LLM(
+        str(golden.model_path(trace)), async_scheduling=ahead, enable_prefix_caching=False, max_num_seqs=2, **options
+    )
+    output = llm.generate([trace["prompt_ids"]], params, trace=True, quiet=True)[0]
+    expected = golden.rounds(trace)
+    assert list(output.token_ids) == trace["output_ids"]
+    stats = llm.engine.stats().graphs
+    assert bool(stats.num_steps) == (not stats.eager_steps)
+    assert [record.winner for record in output.trace] == [record["winner"] for record in expected]
+    assert [[(f.position, f.token) for f in r.fills] for r in output.trace] == [r["fills"] for r in expected]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_requests_of_all_kinds_get_what_the_eager_engine_gives(path: str, seed: int, ahead: bool) -> None:
+    asked = mixed(seed, 12)
+    arrivals = [random.Random(seed).randrange(12) for _ in asked]
+    served = engine(path, async_scheduling=ahead, graph_window_blocks=4)
+    outputs = run(served, asked, arrivals)
+    expected = run(engine(path, graph_mode="eager"), asked, arrivals)
+    assert [shown(output) for output in outputs] == [shown(output) for output in expected]
+    stats = served.stats()
+    assert stats.pages_in_use == 0
+    assert free_seats(served) == 4
+    assert stats.graphs is not None
+    assert stats.graphs.num_steps
+    assert 0 < stats.graphs.padded_tokens < stats.graphs.tokens
+    assert set(stats.graphs.eager_steps) <= {
+        "temperature", "window_attention", "confidence", "branch_score", "graph_window_blocks",
+    }  # fmt: skip
+    assert bool(stats.graphs.wasted_steps) == ahead
+
+
+def test_a_window_that_outgrows_the_graphs_runs_eager_and_is_reported(path: str) -> None:
+    params = DecodingParams(block_size=4, tau_conf=1.0, tau_add=0.0, max_new_tokens=48, ignore_eos=True)
+    outputs = []
+    for blocks in (2, 12):
+        served = engine(path, graph_window_blocks=blocks, graph_block_size=4)
+        outputs += run(served, [([5, 6, 7], params)])
+        assert bool(served.stats().graphs.eager_steps.get("graph_window_blocks")) == (blocks == 2)
+    assert shown(outputs[0]) == shown(outputs[1])
+
+
+def test_what_is_ended_in_flight_leaves_its_seat_and_nobody_notices(path: str) -> None:
+    served = engine(path, max_num_seqs=2)
+    params = DecodingParams(max_new_tokens=64, ignore_eos=True, block_size=8, tau_conf=1.0)
+    for name in "abc":
+        served.add(name, [5, 6, 7], params)
+    for _ in range(5):
+        served.step()
+    assert served.abort("a")
+    tokens: dict[str, list[int]] = {"b": [], "c": []}
+    for update in served.step():
+        tokens[update.request_id] += update.token_ids
+    while served.has_work():
+        for update in served.step():
+            tokens[update.request_id] += update.token_ids
+            assert update.error is None
+    assert len(tokens["c"]) == 64
+    assert served.stats().pages_in_use == 0
+    assert free_seats(served) == 2
+
+
+def test_logits_that_are_not_finite_end_their_request_and_no_other(path: str, monkeypatch) -> None:
+    params = DecodingParams(max_new_tokens=32, ignore_eos=True, block_size=8, tau_conf=1.0)
+    alone = run(engine(path), [([5, 6, 7], params)])[0]
+    served = engine(path)
+    assert isinstance(served.runner, GraphRunner)
+    served.add("bad", [9, 9, 9, 9], params)
+    served.add("good", [5, 6, 7], params)
+    ended: dict[str, Update] = {}
+    tokens: list[int] = []
+    steps = 0
+    while served.has_work():
+        for update in served.step():
+            if update.request_id == "good":
+                tokens += update.token_ids
+            if update.finish_reason:
+                ended[update.request_id] = update
+        steps += 1
+        seat = getattr(served._states.get("bad"), "seat", None)
+        if steps == 3:
+            assert seat is not None
+            seats = served.runner.seats
+            seats.storage.hidden[seats.row(seat, seat.before) : seats.row(seat, seat.before + 1)] = torch.nan
+    assert "not finite" in str(ended["bad"].error)
+    assert ended["good"].error is None
+    assert tokens == list(alone.token_ids)
+
+
+def test_full_windows_and_branch_parallelism_do_not_go_together_in_graph_mode(path: str) -> None:
+    limits = replace(engine(path).limits, branch_parallel_size=2)
+    with pytest.raises(ParameterError, match="window_attention.*branch_parallel_size 2.*inductor"):
+        limits.check(3, DecodingParams(window_attention="full"))
+    limits.check(3, DecodingParams())

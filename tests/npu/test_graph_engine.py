@@ -1,0 +1,121 @@
+"""The engine with compiled steps on the simulated device: the golden traces and the bundled model through replayed ACL
+graphs, and through torchair's FX graphs after its passes; what a step launches, and where the host waits."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+
+from lopa_ascend import LLM, DecodingParams
+from lopa_ascend.config import EngineConfig
+from lopa_ascend.engine import Engine
+from scripts.eval_demo import decoding, evaluate, read
+from tests import golden
+from tests.npu.lab import capture, device, engine  # noqa: F401
+from tests.npu.lab.constraints import numeric
+from tests.npu.lab.traffic import host_traffic
+from tests.tiny import write_dream
+
+pytestmark = pytest.mark.npu
+LAUNCH = {"npugraph_ex": "replay", "ge": "ge graph"}
+MODES = tuple(LAUNCH)
+ALIKE = ("window_attention", "confidence")
+QUICK = ("A", "block_causal", "max_prob")
+
+
+def cases_by_kind() -> dict[tuple[str, ...], list[str]]:
+    """Golden cases by their model and by what an engine's graphs do alike."""
+    found: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for case in golden.CASES:
+        if case != golden.MASK_CHOSEN:
+            trace = golden.read(case)
+            params = golden.decoding_params(trace)
+            found[golden.model_path(trace).name, params.window_attention, params.confidence].append(case)
+    return found
+
+
+BY_KIND = cases_by_kind()
+
+
+def options(**changes: Any) -> dict[str, Any]:
+    return {"device": "npu", "max_num_seqs": 1, "graph_window_blocks": 8, "enable_prefix_caching": False, **changes}
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [
+        pytest.param(mode, kind, marks=() if kind == QUICK else pytest.mark.slow, id="-".join((mode, *kind)))
+        for mode in MODES
+        for kind in BY_KIND
+    ],
+)
+def test_golden_cases(mode: str, kind: tuple[Any, ...]) -> None:
+    traces = [golden.read(case) for case in BY_KIND[kind]]
+    params = [golden.decoding_params(trace) for trace in traces]
+    graphs = {f"graph_{name}": value for name, value in zip(ALIKE, kind[1:], strict=True)}
+    graphs |= {
+        "graph_num_branches": max(p.lookaheads for p in params),
+        "graph_block_size": max(p.block_size for p in params),
+    }
+    with numeric():
+        llm = LLM(str(golden.model_path(traces[0])), dtype="float32", graph_mode=mode, **options(**graphs))
+        for trace, each in zip(traces, params, strict=True):
+            output = llm.generate([trace["prompt_ids"]], each, trace=True, quiet=True)[0]
+            assert list(output.token_ids) == trace["output_ids"]
+            assert [record.winner for record in output.trace or ()] == [r["winner"] for r in golden.rounds(trace)]
+    stats = llm.engine.stats().graphs
+    assert stats is not None
+    assert stats.num_steps > 0
+    assert set(stats.eager_steps) <= {"branch_score", "graph_window_blocks"}
+    assert stats.num_late == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_the_bundled_model_solves_as_many_problems_as_on_the_cpu(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    problems, params = read(50), decoding(3, 0.9)
+    changes = {"max_num_seqs": 8, "graph_window_blocks": 4, "max_model_len": 512}
+    with numeric():
+        llm = LLM(dtype="bfloat16", graph_mode=mode, **options(**changes))
+        solved = evaluate(llm, problems, params).accuracy
+    on_cpu = evaluate(LLM(dtype="bfloat16"), problems, params).accuracy
+    with capsys.disabled():
+        print(f"\n{len(problems)} held-out problems, bfloat16: {mode} {solved:.1%}, cpu {on_cpu:.1%}")
+    assert solved >= on_cpu - 0.02
+    stats = llm.engine.stats().graphs
+    assert stats is not None
+    assert stats.num_steps > 0
+    assert not stats.eager_steps
+    assert stats.num_late == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_is_one_launch_between_two_copies_and_the_host_waits_for_the_step_before_alone(
+    mode: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = write_dream(tmp_path_factory.mktemp("model"), hidden=64, heads=4, kv_heads=2, dtype=torch.bfloat16)
+    config = EngineConfig(model=str(path), graph_mode=mode, **options(max_model_len=1024, graph_window_blocks=4))
+    params = DecodingParams(max_new_tokens=896, block_size=32, tau_conf=1.0, ignore_eos=True, max_active_blocks=2)
+    with numeric():
+        served = Engine(config)
+        before = served.stats().graphs
+        served.add("a", list(range(5, 25)), params)
+        for _ in range(3):  # the prompt, and two launches until results come back
+            served.step()
+        steps = 0
+        while steps < 200:
+            with host_traffic() as traffic:
+                updates = served.step()
+            assert [update.error for update in updates] == [None]
+            assert traffic.launches == ["copy to device", LAUNCH[mode], "copy to host"]
+            assert traffic.stalls == ["wait aclrtSynchronizeEvent"]
+            steps += 1
+        after = served.stats().graphs
+    assert before is not None
+    assert after is not None
+    assert after.num_buckets == before.num_buckets
+    assert after.num_steps - before.num_steps == steps + 2
+    assert (after.num_late, after.eager_steps) == (0, {})
