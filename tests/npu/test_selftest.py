@@ -1,0 +1,138 @@
+"""The self-test on the simulated device: what it says where all is well, and where a kernel is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from scripts.npu_selftest.__main__ import main
+from scripts.npu_selftest.findings import Finding, merged, slowest
+from tests.npu.lab import attention, capture, device  # noqa: F401
+from tests.npu.lab.constraints import require
+
+pytestmark = pytest.mark.npu
+
+
+@contextmanager
+def replaced(name: str, kernel: Any) -> Iterator[None]:
+    """The laboratory's kernel of ``npu::name`` is another one for a while."""
+    library = torch.library.Library("npu", "IMPL")
+    library.impl(name, kernel, "CPU", allow_override=True)
+    yield
+    library._destroy()
+
+
+def reported(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, str], str]:
+    """(exit status, verdicts by check, the last line) of the printed report."""
+    status = main(["--repeats", "1", *arguments])
+    lines = capsys.readouterr().out.splitlines()
+    verdicts = ("ok", "refused", "WRONG", "asked")
+    words = [line.split(maxsplit=1) for line in lines if line.split(" ")[0] in verdicts]
+    return status, {rest.split("  ")[0]: verdict for verdict, rest in words}, lines[-1]
+
+
+def test_where_all_is_well(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    status, verdicts, last = reported(capsys, "--json", str(file))
+    assert last == "options for the server: --device npu --attention-layout TND --graph-mode npugraph_ex"
+    assert status == 0
+    assert len(verdicts) == 16
+    assert [name for name, verdict in verdicts.items() if verdict != "ok"] == [
+        "attention, pool smaller than the entries' pages, at once"
+    ]
+    report = json.loads(file.read_text())
+    assert {finding["name"]: finding["verdict"] for finding in report["findings"]} == verdicts
+    assert report["stack"]["CANN"] == "9.1.0"
+    assert last.endswith(report["options"])
+
+
+def wrong_swiglu(x: Tensor, dim: int = -1) -> Tensor:
+    gate, up = x.chunk(2, dim)
+    return gate * torch.nn.functional.silu(up)
+
+
+def refused(*_args: Any, **_options: Any) -> Any:
+    raise RuntimeError("error 561002: not on this device")
+
+
+@pytest.mark.parametrize(("kernel", "verdict"), [(wrong_swiglu, "WRONG"), (refused, "refused")])
+def test_an_op_without_which_nothing_runs(capsys: pytest.CaptureFixture[str], kernel: Any, verdict: str) -> None:
+    with replaced("npu_swiglu", kernel):
+        status, verdicts, last = reported(capsys)
+    assert {name for name in verdicts if verdicts[name] == verdict} == {"swiglu"}
+    assert last.startswith("options for the server: none")
+    assert status == 1
+
+
+def test_where_tnd_refuses_many_queries(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = attention.query_spans
+
+    def at_most_16(query: Tensor, lengths: Sequence[int], layout: str, heads: int) -> list[Tensor]:
+        found = spans(query, lengths, layout, heads)
+        require(layout == "BSH" or max(map(len, found)) <= 16, "561002: TND takes 16 queries")
+        return found
+
+    monkeypatch.setattr(attention, "query_spans", at_most_16)
+    status, verdicts, last = reported(capsys)
+    assert verdicts["attention TND, 32 queries each"] == "refused"
+    assert last == "options for the server: --device npu --attention-layout BSH --graph-mode npugraph_ex"
+    assert status == 0, "nothing wrong was computed, and there are options without it"
+
+
+def test_where_tnd_computes_something_else(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of keys behind the queries' own span, as a kernel would that takes the entries for causal."""
+    spans, attend = attention.query_spans, attention.attend
+    layouts: list[str] = []
+
+    def noted(query: Tensor, lengths: Sequence[int], layout: str, heads: int) -> list[Tensor]:
+        layouts.append(layout)
+        return spans(query, lengths, layout, heads)
+
+    def short(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        count = len(query) if layouts[-1] == "TND" else len(key)
+        return attend(query, key[:count], value[:count], scale)
+
+    monkeypatch.setattr(attention, "query_spans", noted)
+    monkeypatch.setattr(attention, "attend", short)
+    status, verdicts, last = reported(capsys)
+    assert verdicts["attention TND, 32 queries each"] == "WRONG"
+    assert verdicts["attention BSH, 32 queries each"] == "ok"
+    assert last == "options for the server: --device npu --attention-layout BSH --graph-mode npugraph_ex"
+    assert status == 1
+
+
+def test_where_nothing_can_be_captured(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "record", refused)
+    status, verdicts, last = reported(capsys)
+    assert verdicts["captured layer, replayed with other KV lengths"] == "refused"
+    assert last == "options for the server: --device npu --attention-layout TND --graph-mode eager"
+    assert status == 0
+
+
+def test_where_a_replay_keeps_the_lengths_of_the_capture(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture, "change", lambda op, args, kwargs: kwargs.get("out"))
+    status, verdicts, last = reported(capsys)
+    assert verdicts["captured layer, replayed with other KV lengths"] == "WRONG"
+    assert last.endswith("--graph-mode eager")
+    assert status == 1
+
+
+def test_ranks_are_reported_as_the_worst_of_them() -> None:
+    good, bad = Finding("rope", "ok", 0.001, 9.0), Finding("rope", "WRONG", 0.5, 7.0)
+    norm = Finding("norm", "ok", 0.001, 9.0)
+    assert merged([[good, norm], [bad, norm], [bad, norm]]) == [
+        Finding("rope", "WRONG", 0.5, 7.0, ranks=(1, 2)),
+        norm,
+    ]
+    assert slowest([{"tp": {"1024": 9.0, "4096": 20.0}}, {"tp": {"1024": 11.0, "4096": 12.0}}]) == {
+        "tp": {"1024": 11.0, "4096": 20.0}
+    }
