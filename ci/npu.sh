@@ -60,4 +60,8 @@ if [[ ${1:-} == --quick ]]; then
     selection=(-m "not slow")
     shift
 fi
-exec python -m pytest tests/npu "${selection[@]}" "$@"
+where=(tests/npu)
+for argument in "$@"; do
+    [[ -e ${argument%%::*} ]] && where=()
+done
+exec python -m pytest "${where[@]}" "${selection[@]}" "$@"

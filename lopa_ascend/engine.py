@@ -126,12 +126,15 @@ class Engine:
         """What every rank holds, by rank."""
         config = self.config
         held = {weight.data_ptr(): weight.nbytes for weight in (*model.weights.values(), model.head)}
+        graphs = self.runner.graph_stats()
         own = RankReport(
             host=platform.node(),
             device=str(model.ops.device),
             weights=sum(held.values()),
             num_pages=self.limits.num_pages,
             page_bytes=page_bytes,
+            num_graphs=graphs.num_buckets if graphs else 0,
+            graphs=graphs.memory if graphs else 0,
             free=free_memory(config.device, config.world_size),
         )
         said = self.mesh.tell("memory", msgspec.json.encode(own).decode())

@@ -83,10 +83,10 @@ class GraphRunner(Runner):
         hidden = model.head.new_empty(0, model.config.hidden_size)
         self.seats = Seats(graphs.num_seats, graphs.shape, model.config.mask_token_id, hidden, ops)
         declared = graphs.buckets.declared
-        memory = torch.zeros(max(map(input_size, declared)), dtype=torch.int32, device=ops.device)
+        self._memory = torch.zeros(max(map(input_size, declared)), dtype=torch.int32, device=ops.device)
         caches = list(pool.k), list(pool.v)
         self.launchers = {
-            bucket: Launcher(DecodeStep(bucket, model, caches, graphs.score, bp), graphs, self.seats, memory)
+            bucket: Launcher(DecodeStep(bucket, model, caches, graphs.score, bp), graphs, self.seats, self._memory)
             for bucket in declared
         }
         self._flights: list[Flight] = []
@@ -101,10 +101,12 @@ class GraphRunner(Runner):
         self.graphs.compiler.freeze()
 
     def graph_stats(self) -> GraphStats:
-        compiler = self.graphs.compiler
+        compiler, pool, storage = self.graphs.compiler, self.pool, self.seats.storage
+        spare = pool.caches.nbytes - pool.caches[:, :, : pool.num_pages].nbytes
+        own = storage.states.nbytes + storage.hidden.nbytes + self._memory.nbytes
         return GraphStats(
             num_buckets=compiler.num_compilations + compiler.num_loaded,
-            memory=compiler.memory,
+            memory=compiler.memory + spare + own,
             num_late=compiler.num_refused,
             num_steps=self._num_steps,
             tokens=self._tokens,

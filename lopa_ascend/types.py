@@ -213,21 +213,24 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """Where a rank runs and what it holds in its device's memory, in bytes: weights, and a KV pool of ``num_pages``
-    times ``page_bytes``. ``free`` is what it could still allocate after that."""
+    """Where a rank runs and what it holds in its device's memory, in bytes: weights, a KV pool of ``num_pages`` times
+    ``page_bytes``, and what ``num_graphs`` graphs hold as far as is known. ``free`` is what it could still allocate
+    after that."""
 
     host: str
     device: str
     weights: int
     num_pages: int
     page_bytes: int
+    num_graphs: int
+    graphs: int
     free: int
 
 
 @dataclass(frozen=True, slots=True)
 class GraphStats:
     """Compiled steps. ``num_buckets`` were compiled at start or loaded from a cache, and hold ``memory`` bytes of the
-    device as far as is known; ``num_late`` were asked for later and refused.
+    device with what belongs to them, as far as is known; ``num_late`` were asked for later and refused.
 
     Since the start ``num_steps`` were launched. They computed ``tokens``, of which no branch needed ``padded_tokens``;
     ``wasted_steps`` were of sequences that had ended. ``eager_steps``: how many steps of sequences ran without a graph,

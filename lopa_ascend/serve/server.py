@@ -247,7 +247,8 @@ def _memory(engine: EngineConfig, ranks: Sequence[RankReport]) -> str:
         bp, tp = divmod(number, engine.tensor_parallel_size)
         place = "" if len(ranks) == 1 else f"rank {number} (bp {bp}, tp {tp}) on {rank.host} {rank.device}: "
         pages = f"{rank.num_pages} x {_size(rank.page_bytes)} = {_size(rank.num_pages * rank.page_bytes)}"
-        lines.append(f"{place}weights {_size(rank.weights)}, KV pages {pages}, free {_size(rank.free)}")
+        graphs = f", {rank.num_graphs} graphs {_size(rank.graphs)}" if rank.num_graphs else ""
+        lines.append(f"{place}weights {_size(rank.weights)}, KV pages {pages}{graphs}, free {_size(rank.free)}")
     return "".join(f"{title:<10}{line}\n" for title, line in zip_longest(["memory"], lines, fillvalue=""))
 
 

@@ -6,7 +6,7 @@ and after them torch_npu and torchair, both the real ones.
 ``lowering``: the graph that torchair makes of a function, counted by op. ``kernels`` and ``attention``: what the
 ``npu::`` ops compute, on CPU tensors, with the constraints that their documents state (``constraints``). ``device``:
 tensors on ``npu`` that compute, by these kernels. ``capture``: ACL graphs of them. ``engine``: GE graphs of them.
-``traffic``: what was launched, and where the host stopped for the device.
+``collectives``: between ranks, through gloo. ``traffic``: what was launched, and where the host stopped for the device.
 
 What it cannot show: whether a kernel takes a shape on the device, GE's own fusion, HCCL, and time.
 """

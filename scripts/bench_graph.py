@@ -1,0 +1,117 @@
+"""Compiled decode steps against eager ones on this CPU, and what the host does for each of them.
+
+    python -m scripts.bench_graph
+    python -m scripts.bench_graph --problems 8 --sequences 4
+
+Runs the same held-out problems in eager mode, through the decode step as one function that is not compiled, and
+compiled by inductor, and prints for each the CPU seconds of a step and for the last the time of compilation. Graphs
+compute padding that eager steps leave out, so the first two differ in work; the last two do the same.
+
+The work of the host, to send a launch off and to take its result in, is what asynchronous scheduling hides on an NPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from tqdm import tqdm
+
+from lopa_ascend import LLM, DecodingParams, graph_setup
+from lopa_ascend.backend.compiler import Eager
+from lopa_ascend.demo import HELD_OUT
+from lopa_ascend.graph_runner import GraphRunner
+from lopa_ascend.launcher import Launcher
+
+
+class Watch:
+    """CPU seconds and calls of some methods while they are watched."""
+
+    def __init__(self, *methods: tuple[type, str]):
+        self.seconds, self.calls = dict.fromkeys(methods, 0.0), dict.fromkeys(methods, 0)
+        self._patches = [mock.patch.object(*method, self._around(method)) for method in methods]
+
+    def _around(self, method: tuple[type, str]) -> Callable[..., Any]:
+        function = getattr(*method)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.process_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds[method] += time.process_time() - start
+                self.calls[method] += 1
+
+        return call
+
+    def __enter__(self) -> Watch:
+        for patch in self._patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for patch in self._patches:
+            patch.stop()
+
+    def milliseconds(self, method: tuple[type, str]) -> float:
+        return 1e3 * self.seconds[method] / max(1, self.calls[method])
+
+
+SEND, ABSORB = (Launcher, "_send"), (GraphRunner, "_absorb")
+
+
+def measure(name: str, questions: list[str], options: dict[str, Any]) -> list[tuple[int, ...]]:
+    """Prints a row of the table; returns the tokens."""
+    start, wall = time.process_time(), time.perf_counter()
+    llm = LLM(**options)
+    started, waited = time.process_time() - start, time.perf_counter() - wall
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    params = DecodingParams(max_new_tokens=128)
+    llm.chat(chats[:1], params, quiet=True)
+    steps = llm.engine.stats().num_steps
+    with Watch(SEND, ABSORB) as watch:
+        start = time.process_time()
+        outputs = llm.chat(chats, params, quiet=True)
+        seconds = time.process_time() - start
+    stats = llm.engine.stats()
+    row = f"{name:24} {1e3 * seconds / (stats.num_steps - steps):9.1f} ms a step"
+    if stats.graphs is not None:
+        row += f"; start {waited:.0f} s ({started:.0f} CPU s, {stats.graphs.num_buckets} graphs)"
+        row += f"; padding {stats.graphs.padded_tokens / stats.graphs.tokens:.0%}"
+        row += f"; host {watch.milliseconds(SEND):.2f} ms a launch, {watch.milliseconds(ABSORB):.2f} ms a result"
+    tqdm.write(row)
+    return [output.token_ids for output in outputs]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench_graph", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--problems", type=int, default=4)
+    parser.add_argument("--sequences", type=int, default=1, help="that run at a time")
+    parser.add_argument("--window-blocks", type=int, default=4)
+    arguments = parser.parse_args()
+    with HELD_OUT.open(encoding="utf-8") as lines:
+        questions = [json.loads(line)["question"] for line, _ in zip(lines, range(arguments.problems), strict=False)]
+    common: dict[str, Any] = {
+        "dtype": "float32",
+        "max_num_seqs": arguments.sequences,
+        "max_model_len": 512,
+        "graph_window_blocks": arguments.window_blocks,
+        "enable_prefix_caching": False,
+    }
+    torch.set_num_threads(1)
+    eager = measure("eager", questions, common | {"graph_mode": "eager"})
+    with mock.patch.object(graph_setup, "load_compiler", return_value=Eager()):
+        plain = measure("one function", questions, common | {"graph_mode": "inductor"})
+    compiled = measure("inductor", questions, common | {"graph_mode": "inductor"})
+    print(f"equal tokens: one function {plain == eager}, inductor {compiled == eager}")
+
+
+if __name__ == "__main__":
+    main()
