@@ -47,7 +47,7 @@ class GreedyScore:
 
     @property
     def told(self) -> int:
-        """Different numbers of a position in Scored."""
+        """How many of the first tensors of Scored are different ones."""
         return 2 if self._confidence == "max_prob" else 3
 
     def __call__(self, logits: Tensor) -> Scored:

@@ -21,7 +21,7 @@ from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.model.dream import Dream, ForwardInputs
 from lopa_ascend.parallel.collectives import Group
 from lopa_ascend.policy import Launch, Params, Predicted, Tables
-from lopa_ascend.score_graph import GreedyScore, Scored
+from lopa_ascend.score_graph import GreedyScore
 from lopa_ascend.step_inputs import Inputs, ModelInputs
 from lopa_ascend.types import RowResult, Traffic
 
@@ -70,7 +70,7 @@ class DecodeStep:
         hidden = self.model.forward(forward, *self.caches)
         seen = torch.cat([kept.index_select(0, given.last), hidden])
         scored = self.score(self.model.logits(seen.index_select(0, given.source)))
-        predicted = self._gather(Scored(*(x.view(S, R, C) for x in scored)))
+        predicted = self._gather([x.view(S, R, C) for x in scored[: self.score.told]])
 
         state, winner = policy.advance(params, launch, rows, predicted, tables)
         ops = self.model.ops
@@ -80,7 +80,7 @@ class DecodeStep:
             slots = (winner - tables.row[:, 0])[:, None] * C
             keep = (keep.view(S, -1) + slots * tables.in_block).view(-1)
         ops.put_rows(kept, given.kept, seen.index_select(0, keep))
-        told = [winner.to(torch.int32), state.tokens, *_bits(Scored(*predicted))]
+        told = [winner.to(torch.int32), state.tokens, *_bits(predicted[: self.score.told])]
         return torch.cat([part.view(-1) for part in told])
 
     def traffic(self) -> list[tuple[Group, Traffic]]:
@@ -91,23 +91,23 @@ class DecodeStep:
             sent.append((self.bp, Traffic("branches", 1, 4 * self.score.told * tokens)))
         return sent
 
-    def _gather(self, scored: Scored) -> Predicted:
-        """[S, R, C] of this group to [S, B, C] of all: branch i has slot i div size of group i mod size."""
-        if self.bp.size == 1:
-            return Predicted(*scored)
-        message = torch.stack(_bits(scored))
-        count, S, R, C = message.shape
-        gathered = self.bp.all_gather(message, "branches").permute(1, 2, 3, 0, 4)
-        ids, *bits = gathered.reshape(count, S, R * self.bp.size, C).unbind()
-        probs, *others = (x.view(torch.float32) for x in bits)
-        return Predicted(ids, probs, *(others or [probs]))
+    def _gather(self, scored: Sequence[Tensor]) -> Predicted:
+        """Ids, probabilities and, if they are others, confidences [S, R, C] of this group to [S, B, C] of all: branch i
+        has slot i div size of group i mod size."""
+        ids, *others = scored
+        if self.bp.size > 1:
+            message = torch.stack(_bits(scored))
+            count, S, R, C = message.shape
+            gathered = self.bp.all_gather(message, "branches").permute(1, 2, 3, 0, 4).contiguous()
+            ids, *bits = gathered.view(count, S, R * self.bp.size, C).unbind()
+            others = [x.view(torch.float32) for x in bits]
+        return Predicted(ids, others[0], others[-1])
 
 
-def _bits(scored: Scored) -> list[Tensor]:
-    """int32; without the confidences if they are the probabilities."""
-    ids, probs, confidences = scored
-    several = [probs] if confidences is probs else [probs, confidences]
-    return [ids, *(x.view(torch.int32) for x in several)]
+def _bits(scored: Sequence[Tensor]) -> list[Tensor]:
+    """As int32."""
+    ids, *others = scored
+    return [ids, *(x.view(torch.int32) for x in others)]
 
 
 class Told(NamedTuple):
@@ -128,7 +128,6 @@ class Told(NamedTuple):
 def read(told: Tensor, bucket: Bucket) -> Told:
     S, B, C = bucket.sequences, bucket.branches, bucket.cells
     winners, tokens, predicted = np.split(told.numpy(), np.cumsum([S, S * C]))
-    ids, probs, *others = predicted.reshape(-1, S, B, C)
-    confidences = (others or [probs])[0]
+    ids, *bits = predicted.reshape(-1, S, B, C)
     branches = (winners - np.arange(S) * B).tolist()
-    return Told(branches, tokens.reshape(S, C), ids, probs.view(np.float32), confidences.view(np.float32))
+    return Told(branches, tokens.reshape(S, C), ids, bits[0].view(np.float32), bits[-1].view(np.float32))

@@ -50,7 +50,7 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    mock.patch.object(graph_setup, "load_compiler", return_value=Eager()).start()
+    mock.patch.object(graph_setup, "load_compiler", side_effect=lambda *_, **__: Eager()).start()
     jobs = json.loads(Path(sys.argv[1]).read_text())
     Path(f"{sys.argv[2]}.{os.environ.get('RANK', 0)}").write_text(json.dumps([run(job) for job in jobs]))
 

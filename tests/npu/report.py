@@ -62,7 +62,7 @@ def variants() -> dict[str, Variant]:
 
 
 @contextmanager
-def tp_group(size: int) -> Iterator[Group]:
+def ranks(size: int) -> Iterator[Group]:
     """Rank 0 of so many."""
     if size == 1:
         yield ALONE
@@ -110,7 +110,7 @@ def with_lengths(function: Any, *args: Any, kv_lengths: Sequence[int]) -> Lowere
 
 def lowered_model(variant: Variant, num_layers: int) -> Lowered:
     """Embedding, layers, head and scores, with the gather of the shards' statistics."""
-    with tp_group(variant.tp_size) as group:
+    with ranks(variant.tp_size) as group:
         sample = Sample(variant, num_layers, group)
         entries, _ = paged_entries((BUCKET.length,) * 4, (544,) * 4, pages=NUM_PAGES)
         inputs = moved(replace(forward_inputs(entries, NUM_PAGES), rows=None), "npu")
@@ -125,16 +125,17 @@ def lowered_model(variant: Variant, num_layers: int) -> Lowered:
 def step_tensors(bucket: Bucket, hidden: int) -> list[Tensor]:
     memory = torch.zeros(input_size(bucket), dtype=torch.int32, device="npu")
     tables = Tables(*(table.to("npu") for table in tables_for(bucket, NUM_PAGES * PAGE_SIZE)))
-    states = torch.zeros(SEATS, packed_size(bucket), dtype=torch.int32, device="npu")
+    states = torch.zeros(SEATS, packed_size(bucket), device="npu")
     kept = torch.zeros(SEATS * (1 + bucket.capacity), hidden, dtype=torch.bfloat16, device="npu")
     return DecodeStep.tensors(views(memory, bucket), tables, Storage(states, kept))
 
 
-def lowered_step(variant: Variant, num_layers: int, bucket: Bucket = BUCKET) -> Lowered:
-    """The whole decode step."""
-    with tp_group(variant.tp_size) as group:
-        sample = Sample(variant, num_layers, group)
-        step = DecodeStep(bucket, sample.model, (sample.k_caches, sample.v_caches), sample.score, ALONE)
+def lowered_step(variant: Variant, num_layers: int, bucket: Bucket = BUCKET, bp_size: int = 1) -> Lowered:
+    """The whole decode step, on one of the ranks that split each branch, or of ``bp_size`` that split the branches."""
+    with ranks(max(variant.tp_size, bp_size)) as group:
+        tp, bp = (group, ALONE) if bp_size == 1 else (ALONE, group)
+        sample = Sample(variant, num_layers, tp)
+        step = DecodeStep(bucket, sample.model, (sample.k_caches, sample.v_caches), sample.score, bp)
         tensors = step_tensors(bucket, sample.model.config.hidden_size)
         lengths = [544] * (bucket.sequences * bucket.slots * bucket.entries)
 

@@ -92,6 +92,12 @@ def test_a_whole_decode_step_copies_no_cache_and_no_weight() -> None:
     assert step.by_type["TensorMove"] == 2  # of the kept states and hidden states, which are small
 
 
+def test_branch_parallel_ranks_meet_in_one_gather() -> None:
+    step = lowered_step(Variant(UnfilledOps()), 1, BUCKET._replace(slots=1), bp_size=4)
+    collectives = {kind: number for kind, number in step.by_type.items() if kind.startswith("Hcom")}
+    assert collectives == {"HcomAllGather": 1}
+
+
 @pytest.mark.slow
 def test_the_report_ends_with_its_figures_in_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
