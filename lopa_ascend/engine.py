@@ -17,7 +17,7 @@ from lopa_ascend.backend.memory import default_kv_memory, free_memory
 from lopa_ascend.config import DecodingParams, EngineConfig, ModelConfig, ParameterError
 from lopa_ascend.decode import begin
 from lopa_ascend.demo import DEMO_MODEL
-from lopa_ascend.graph_setup import graph_runner, plan_graphs
+from lopa_ascend.graph_setup import GraphPlan, graph_runner, plan_graphs
 from lopa_ascend.kv import KVPool
 from lopa_ascend.model.dream import Dream
 from lopa_ascend.pages import PAGE_SIZE, SlotTables, pages_for, slots_for
@@ -51,6 +51,7 @@ class Engine:
 
     Raises:
         CheckpointError, ConfigError, TokenizerError, ParameterError: this cannot be served; no weights were loaded.
+        GraphError: there is no room for so many graphs; what a device has shows after the weights were loaded.
     """
 
     def __init__(self, config: EngineConfig, mesh: Mesh | None = None):
@@ -61,7 +62,7 @@ class Engine:
         self.model_name = "demo" if config.model is None else path.resolve().name
         trouble = None
         try:
-            ops, self._num_tokens, max_model_len = self._examine(path)
+            ops, self._num_tokens, max_model_len, graphs = self._examine(path)
         except (ValueError, OSError) as error:
             trouble = error
         self.mesh.refuse_together(trouble)
@@ -75,8 +76,6 @@ class Engine:
         dtype = model.head.dtype
         page_bytes = KVPool.page_bytes(self.model_config, dtype, tp.size)
         num_pages = self.mesh.world.minimum(_num_pages(config, max_model_len, page_bytes), "start")
-        max_tokens = config.max_num_batched_tokens or max(4096, max_model_len)
-        graphs = None if config.mode == "eager" else plan_graphs(config, max_model_len, max_tokens)
         spare = graphs.trash_pages if graphs else 0
         pool = KVPool(self.model_config, num_pages, dtype, config.device, tp.size, spare)
         self.kv_cache_memory = pool.num_pages * page_bytes
@@ -86,7 +85,7 @@ class Engine:
             max_model_len=max_model_len,
             num_pages=pool.num_pages,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=max_tokens,
+            max_num_batched_tokens=_max_tokens(config, max_model_len),
             max_num_branches=config.max_num_branches,
             max_top_k=CANDIDATES if tp.size > 1 else None,
             branch_parallel_size=self.mesh.bp.size,
@@ -108,9 +107,9 @@ class Engine:
         self.ranks = self._report(model, page_bytes)
         self.mesh.start()
 
-    def _examine(self, path: Path) -> tuple[Ops, int, int]:
-        """The device's ops, the number of token ids that exist, and the longest sequence; raises as the constructor
-        does, before any weight is read."""
+    def _examine(self, path: Path) -> tuple[Ops, int, int, GraphPlan | None]:
+        """The device's ops, the number of token ids that exist, the longest sequence, and the graphs unless steps are
+        eager; raises as the constructor does, before any weight is read."""
         config = self.config
         ops = load_ops(config)
         model = checkpoint.open_checkpoint(path).config
@@ -120,7 +119,12 @@ class Engine:
             message = f"{wanted} does not split this model evenly; choose one of {choices}"
             raise ParameterError("tensor_parallel_size", message)
         tokenizer = load_tokenizer(path, model.vocab_size)
-        return ops, tokenizer.size if tokenizer else model.vocab_size, _max_model_len(config, model)
+        num_tokens, longest = tokenizer.size if tokenizer else model.vocab_size, _max_model_len(config, model)
+        graphs = None
+        if config.mode != "eager":
+            made_of = model, num_tokens, self.mesh.tp.rank, self.mesh.bp.rank
+            graphs = plan_graphs(config, made_of, longest, _max_tokens(config, longest))
+        return ops, num_tokens, longest, graphs
 
     def _report(self, model: Dream, page_bytes: int) -> tuple[RankReport, ...]:
         """What every rank holds, by rank."""
@@ -316,6 +320,11 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
         message = f"must be from 1 to the model's {limit} positions, got {config.max_model_len}"
         raise ParameterError("max_model_len", message)
     return config.max_model_len
+
+
+def _max_tokens(config: EngineConfig, max_model_len: int) -> int:
+    """Of one step."""
+    return config.max_num_batched_tokens or max(4096, max_model_len)
 
 
 def _num_pages(config: EngineConfig, max_model_len: int, page_bytes: int) -> int:

@@ -19,7 +19,7 @@ Run = Callable[[Sequence[int]], Tensor]
 of any bucket."""
 
 
-class GraphError(RuntimeError):
+class GraphError(ValueError):
     """A bucket cannot be compiled, or not any more."""
 
 
@@ -53,6 +53,7 @@ class Compiler(ABC):
             raise GraphError(
                 f"graph mode {self.mode} holds {most} graphs; of {len(names)} buckets these are too many: "
                 + ", ".join(names[most:])
+                + "; serve fewer sequences at a time, smaller windows or shorter sequences"
             )
 
     def compile(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: Sequence[int]) -> Run:
