@@ -28,7 +28,8 @@ class EngineConfig:
     max_model_len: int | None = None
     """Positions of prompt and answer together; default: the model's max_position_embeddings."""
     kv_cache_memory: int | None = None
-    """Bytes of the KV pool; default: what the limits below can use, at most 4 GiB and half of the free memory."""
+    """Bytes of the KV pool; default: what the limits below can use, at most 4 GiB and half of the free memory, or on an
+    NPU four fifths of what is free once the weights are loaded."""
     max_num_seqs: int = 32
     """Requests that run at the same time."""
     max_num_batched_tokens: int | None = None

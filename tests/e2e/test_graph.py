@@ -38,16 +38,17 @@ def engine(path: str | None, **changes) -> Engine:
     return Engine(EngineConfig(**options))
 
 
-def mixed(seed: int, count: int):
+def mixed(seed: int, count: int, window_attention: str, confidence: str):
     """Requests of which most are for graphs."""
     plain: dict[str, Any] = {
         "temperature": 0.0,
-        "window_attention": "block_causal",
-        "confidence": "max_prob",
+        "window_attention": window_attention,
+        "confidence": confidence,
         "branch_score": "mean",
     }
     rng = random.Random(seed)
-    return [(p, params if rng.random() < 0.2 else replace(params, **plain)) for p, params in requests(seed, count)]
+    asked = [(p, params if rng.random() < 0.2 else replace(params, **plain)) for p, params in requests(seed, count)]
+    return asked, [rng.randrange(12) for _ in asked]
 
 
 def free_seats(served: Engine) -> int:
@@ -80,12 +81,22 @@ def test_golden_case(case: str, ahead: bool) -> None:
     assert [[(f.position, f.token) for f in r.fills] for r in output.trace] == [r["fills"] for r in expected]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("seed", range(4))
-def test_requests_of_all_kinds_get_what_the_eager_engine_gives(path: str, seed: int, ahead: bool) -> None:
-    asked = mixed(seed, 12)
-    arrivals = [random.Random(seed).randrange(12) for _ in asked]
-    served = engine(path, async_scheduling=ahead, graph_window_blocks=4)
+@pytest.mark.parametrize(
+    ("seed", "ahead", "window_attention", "confidence"),
+    [
+        (0, False, "block_causal", "max_prob"),
+        (1, True, "block_causal", "max_prob"),
+        (2, True, "block_causal", "neg_entropy"),
+        (3, False, "full", "max_prob"),
+        (4, False, "full", "margin"),
+    ],
+)
+def test_requests_of_all_kinds_get_what_the_eager_engine_gives(
+    path: str, seed: int, ahead: bool, window_attention: str, confidence: str
+) -> None:
+    asked, arrivals = mixed(seed, 12, window_attention, confidence)
+    kind = {"graph_window_attention": window_attention, "graph_confidence": confidence}
+    served = engine(path, async_scheduling=ahead, graph_window_blocks=4, **kind)
     outputs = run(served, asked, arrivals)
     expected = run(engine(path, graph_mode="eager"), asked, arrivals)
     assert [shown(output) for output in outputs] == [shown(output) for output in expected]
