@@ -84,11 +84,9 @@ class GraphRunner(Runner):
         self.seats = Seats(graphs.num_seats, graphs.shape, model.config.mask_token_id, hidden, ops)
         declared = graphs.buckets.declared
         self._memory = torch.zeros(max(map(input_size, declared)), dtype=torch.int32, device=ops.device)
-        caches = list(pool.k), list(pool.v)
-        self.launchers = {
-            bucket: Launcher(DecodeStep(bucket, model, caches, graphs.score, bp), graphs, self.seats, self._memory)
-            for bucket in declared
-        }
+        steps = [DecodeStep(bucket, model, graphs.score, bp) for bucket in declared]
+        caches = pool.k, pool.v
+        self.launchers = {step.bucket: Launcher(step, graphs, self.seats, self._memory, caches) for step in steps}
         self._flights: list[Flight] = []
         self._num_steps = self._tokens = self._padded_tokens = self._wasted_steps = 0
         self._eager_steps: Counter[str] = Counter()

@@ -15,7 +15,7 @@ from lopa_ascend.pages import PAGE_SIZE
 from lopa_ascend.policy import Tables
 from lopa_ascend.score_graph import GreedyScore
 from lopa_ascend.seats import Seats
-from lopa_ascend.step import DecodeStep
+from lopa_ascend.step import Caches, DecodeStep
 from lopa_ascend.step_inputs import Kind, Known, input_size, tables_for, views, write_inputs
 
 PageTables = tuple[tuple[int, ...], ...]
@@ -41,12 +41,12 @@ class Launcher:
     """The compiled step of one bucket. Its inputs lie in ``memory`` on the device, which all buckets share, for steps
     run one after the other."""
 
-    def __init__(self, step: DecodeStep, graphs: Graphs, seats: Seats, memory: Tensor):
+    def __init__(self, step: DecodeStep, graphs: Graphs, seats: Seats, memory: Tensor, caches: Caches):
         self.bucket = step.bucket
         self._step, self._graphs, self._seats = step, graphs, seats
         self._memory = memory[: input_size(step.bucket)]
         constants = Tables(*(table.to(memory.device) for table in tables_for(self.bucket, graphs.trash)))
-        self._tensors = step.tensors(views(self._memory, self.bucket), constants, seats.storage)
+        self._tensors = step.tensors(views(self._memory, self.bucket), constants, seats.storage, caches)
         # In a graph nobody counts what is sent.
         self._traffic = [] if graphs.compiler.mode == "eager" else step.traffic()
         self._run: Run | None = None

@@ -40,17 +40,20 @@ class Storage:
 class DecodeStep:
     """The step of one bucket on one rank. ``bp`` connects the ranks that have other branches."""
 
-    def __init__(self, bucket: Bucket, model: Dream, caches: Caches, score: GreedyScore, bp: Group):
-        self.bucket, self.model, self.caches, self.score, self.bp = bucket, model, caches, score, bp
+    def __init__(self, bucket: Bucket, model: Dream, score: GreedyScore, bp: Group):
+        self.bucket, self.model, self.score, self.bp = bucket, model, score, bp
         S, R, E = bucket.sequences, bucket.slots, bucket.entries
         self._lengths = (bucket.cells // E,) * (S * R * E)
         self._sequences = tuple(entry // (R * E) for entry in range(S * R * E))
         self._prefixes = (0,) * S
 
     @staticmethod
-    def tensors(inputs: Inputs, tables: Tables, storage: Storage) -> list[Tensor]:
-        """What the step is called with, in its order."""
-        return [*inputs.launch, *inputs.params, *inputs.model, *tables, storage.states, storage.hidden]
+    def tensors(inputs: Inputs, tables: Tables, storage: Storage, caches: Caches) -> list[Tensor]:
+        """What the step is called with, in its order. A compiled step holds for the shapes of all of them."""
+        return [
+            *inputs.launch, *inputs.params, *inputs.model, *tables, storage.states, storage.hidden,
+            *caches[0], *caches[1],
+        ]  # fmt: skip
 
     def __call__(self, tensors: Sequence[Tensor], kv_lengths: Sequence[int]) -> Tensor:
         """int32 [S * (1 + C + n * B * C)]: the winners (s * B + branch), their windows, and of all branches' cells the
@@ -61,13 +64,14 @@ class DecodeStep:
         params = Params(self.model.config.mask_token_id, *tensors[6:12])
         given = ModelInputs(*tensors[12:18])
         tables = Tables(*tensors[18:27])
-        states, kept = tensors[27:]
+        states, kept, *caches = tensors[27:]
+        layers = len(caches) // 2
 
         rows = policy.lay_out(params, policy.unpack(states, launch, tables), launch, tables)
         tokens, slots = policy.writes(rows, launch, tables, self.bp.size, self.bp.rank)
         entries = Entries(self._lengths, tuple(kv_lengths), given.page_tables, self._sequences, self._prefixes)
         forward = ForwardInputs(tokens.reshape(-1), given.positions, slots.view(-1), None, entries, None)
-        hidden = self.model.forward(forward, *self.caches)
+        hidden = self.model.forward(forward, caches[:layers], caches[layers:])
         seen = torch.cat([kept.index_select(0, given.last), hidden])
         scored = self.score(self.model.logits(seen.index_select(0, given.source)))
         predicted = self._gather([x.view(S, R, C) for x in scored[: self.score.told]])

@@ -27,7 +27,7 @@ from lopa_ascend.pages import PAGE_SIZE
 from lopa_ascend.parallel.collectives import ALONE, Group
 from lopa_ascend.policy import Launch, Params, Predicted, Tables
 from lopa_ascend.score_graph import GreedyScore
-from lopa_ascend.step import DecodeStep, Storage
+from lopa_ascend.step import Caches, DecodeStep, Storage
 from lopa_ascend.step_inputs import input_size, packed_size, tables_for, views
 from tests.npu.lab import device  # noqa: F401
 from tests.npu.lab.lowering import Lowered, lower
@@ -122,12 +122,12 @@ def lowered_model(variant: Variant, num_layers: int) -> Lowered:
         return with_lengths(model, kv_lengths=entries.kv_lengths)
 
 
-def step_tensors(bucket: Bucket, hidden: int) -> list[Tensor]:
+def step_tensors(bucket: Bucket, hidden: int, caches: Caches = ((), ())) -> list[Tensor]:
     memory = torch.zeros(input_size(bucket), dtype=torch.int32, device="npu")
     tables = Tables(*(table.to("npu") for table in tables_for(bucket, NUM_PAGES * PAGE_SIZE)))
     states = torch.zeros(SEATS, packed_size(bucket), device="npu")
     kept = torch.zeros(SEATS * (1 + bucket.capacity), hidden, dtype=torch.bfloat16, device="npu")
-    return DecodeStep.tensors(views(memory, bucket), tables, Storage(states, kept))
+    return DecodeStep.tensors(views(memory, bucket), tables, Storage(states, kept), caches)
 
 
 def lowered_step(variant: Variant, num_layers: int, bucket: Bucket = BUCKET, bp_size: int = 1) -> Lowered:
@@ -135,8 +135,9 @@ def lowered_step(variant: Variant, num_layers: int, bucket: Bucket = BUCKET, bp_
     with ranks(max(variant.tp_size, bp_size)) as group:
         tp, bp = (group, ALONE) if bp_size == 1 else (ALONE, group)
         sample = Sample(variant, num_layers, tp)
-        step = DecodeStep(bucket, sample.model, (sample.k_caches, sample.v_caches), sample.score, bp)
-        tensors = step_tensors(bucket, sample.model.config.hidden_size)
+        step = DecodeStep(bucket, sample.model, sample.score, bp)
+        caches = sample.k_caches, sample.v_caches
+        tensors = step_tensors(bucket, sample.model.config.hidden_size, caches)
         lengths = [544] * (bucket.sequences * bucket.slots * bucket.entries)
 
         def run(kv_lengths: list[int]) -> Tensor:

@@ -4,6 +4,7 @@ graphs, and through torchair's FX graphs after its passes; what a step launches,
 from __future__ import annotations
 
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.engine import Engine
+from lopa_ascend.graph_runner import GraphRunner
 from scripts.eval_demo import decoding, evaluate, read
 from tests import golden
 from tests.npu.lab import capture, device, engine  # noqa: F401
@@ -119,3 +121,19 @@ def test_a_step_is_one_launch_between_two_copies_and_the_host_waits_for_the_step
     assert after.num_buckets == before.num_buckets
     assert after.num_steps - before.num_steps == steps + 2
     assert (after.num_late, after.eager_steps) == (0, {})
+
+
+def test_kept_graphs_are_taken_for_a_pool_of_the_same_size_alone(tmp_path: Path) -> None:
+    model = write_dream(tmp_path / "model", hidden=64, heads=4, kv_heads=2, dtype=torch.bfloat16)
+    page = 128 * 2 * 2 * 2 * 16 * 2  # positions, keys and values, layers, heads, elements, bytes
+    made, tokens = [], []
+    with numeric():
+        for pages in (32, 32, 40):
+            changes = {"max_model_len": 256, "graph_window_blocks": 2, "kv_cache_memory": pages * page}
+            llm = LLM(str(model), graph_mode="npugraph_ex", graph_cache=str(tmp_path / "kept"), **options(**changes))
+            assert isinstance(llm.engine.runner, GraphRunner)
+            compiler = llm.engine.runner.graphs.compiler
+            made.append((compiler.num_compilations, compiler.num_loaded))
+            tokens.append(llm.generate([[5, 6, 7]], DecodingParams(max_new_tokens=32), quiet=True)[0].token_ids)
+    assert made == [(1, 0), (0, 1), (1, 0)]
+    assert tokens[0] == tokens[1] == tokens[2]
