@@ -95,19 +95,20 @@ class Inputs(NamedTuple):
     model: ModelInputs
 
 
-def views(memory: Tensor, bucket: Bucket) -> Inputs:
-    """A bucket's inputs, contiguous in the beginning of ``memory`` int32 [n]."""
+def _shapes(bucket: Bucket) -> list[tuple[int, ...]]:
+    """Of a bucket's inputs, in their order: launch, parameters, model."""
     S, W, P, B, R, L, M, _ = bucket
     C, E = W * L, bucket.entries
     shapes: list[tuple[int, ...]] = [(S,), (S * C,), (S, C), (S, W), (S * W,), (S, R, C)]
     shapes += [(S, 2), (S, MAX_EOS), (S,), (S,), (S, 3 * M + 3), (S, B)]
-    shapes += [(S * R * C,), (S * R * C,), (S * (1 + W),), (S,), (S * (1 + W),), (S * R * E, P)]
-    pieces = [memory[:0]] * len(shapes)
-    at = 0
-    for index, shape in enumerate(shapes):
-        size = math.prod(shape)
-        pieces[index] = memory[at : at + size].view(shape)
-        at += size
+    return [*shapes, (S * R * C,), (S * R * C,), (S * (1 + W),), (S,), (S * (1 + W),), (S * R * E, P)]
+
+
+def views(memory: Tensor, bucket: Bucket) -> Inputs:
+    """A bucket's inputs, contiguous in the ``input_size`` elements of ``memory`` int32."""
+    shapes = _shapes(bucket)
+    parts = memory.split([math.prod(shape) for shape in shapes])
+    pieces = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
     fresh, eos, *numbers = pieces[6:12]
     return Inputs(
         Launch(*pieces[:6]), (fresh, eos, *(piece.view(torch.float32) for piece in numbers)), ModelInputs(*pieces[12:])
@@ -116,9 +117,7 @@ def views(memory: Tensor, bucket: Bucket) -> Inputs:
 
 def input_size(bucket: Bucket) -> int:
     """Elements that ``views`` takes."""
-    S, W, P, B, R, L, M, _ = bucket
-    C, E = W * L, bucket.entries
-    return S * (1 + 2 * C + 2 * W + R * C + 2 + MAX_EOS + 2 + 3 * M + 3 + B + 2 * R * C + 1 + 2 * (1 + W) + R * E * P)
+    return sum(map(math.prod, _shapes(bucket)))
 
 
 def packed_size(shape: Bucket) -> int:
