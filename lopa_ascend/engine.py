@@ -102,7 +102,8 @@ class Engine:
         self._requests: dict[str, _Request] = {}
         self._forward_seconds = 0.0
         self._agreement = Agreement(self.mesh, config.agreement_interval)
-        alike = replace(config, model=None, lora=None, threads=None)  # these may differ between machines
+        # What may differ between machines.
+        alike = replace(config, model=None, lora=None, threads=None, graph_cache=None)
         self.mesh.agree(0, {"its configuration": alike, "its model": self.model_config, "its limits": self.limits})
         self.ranks = self._report(model, page_bytes)
         self.mesh.start()
