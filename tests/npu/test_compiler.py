@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
 from torch_npu import npu
 
 from lopa_ascend.backend import Entries
@@ -173,6 +174,12 @@ def test_the_cache_outlives_a_compiler(sample: Sample, mode: str, tmp_path: Path
         bucket.fill(1)
         told, _ = bucket.expected([100, 300])
         assert torch.equal(bucket.run([100, 300]).cpu(), told)
+
+
+def test_ops_that_return_what_they_are_given_pass_where_torch_is_strict(sample: Sample) -> None:
+    """As it is where the environment has CI set."""
+    with functorch_config.patch(error_on_custom_op_aliasing=True):
+        sample.compiled(load_compiler("npu", "npugraph_ex", key="sample"), 1)
 
 
 @pytest.mark.parametrize("mode", MODES)
