@@ -1,18 +1,32 @@
 """Settings that must stand before torch is imported, and one hypothesis profile for everyone.
 
-This file imports no torch, and neither do the tests in ``unit/``.
+This file imports no torch but for those who ask, and neither do the tests in ``unit/``.
 """
 
 import os
+from collections.abc import Iterator
 
 # With the torch_npu wheel installed but no CANN, a plain `import torch` fails unless this is off.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 # OpenMP's default, spinning, collapses as soon as another process wants a core.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# The tests' models are so small that a second thread takes time. What it could change, tests with ``threads`` ask.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """As many of torch's threads as the test's parameter says."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -116,14 +115,6 @@ def one_entry(entries: Entries, i: int) -> Entries:
     """Entry i in a step of its own."""
     prefix = entries.prefixes[entries.sequences[i]]
     return Entries(entries.lengths[i : i + 1], entries.kv_lengths[i : i + 1], entries.page_tables[[i]], (0,), (prefix,))
-
-
-@pytest.fixture
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 # Prefixes: none, less than a page, exactly one, more than one. Sequences 2 and 3 have entries of two lengths.
