@@ -77,11 +77,15 @@ class ServerProcess:
         self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
 
     @property
+    def children(self) -> list[int]:
+        pid = self.process.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    @property
     def engine_pid(self) -> int:
         """The process that holds the model: the only child of the one that speaks HTTP."""
-        pid = self.process.pid
-        (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return int(child)
+        (child,) = self.children
+        return child
 
     def stop(self, signal_number: int) -> tuple[int, str]:
         """Exit status and stderr; raises subprocess.TimeoutExpired after 5 s."""

@@ -269,7 +269,7 @@ def test_what_cannot_be_served_is_one_line(tmp_path: Path, model_dir: Path):
 
 def test_signal_while_it_loads_leaves_nothing_behind(model_dir: Path, tmp_path: Path):
     with running("--model", str(model_dir), wait=False, env={"TMPDIR": str(tmp_path)}) as server:
-        engine = until(lambda: any(tmp_path.glob("lopa-*/*")) and server.engine_pid, 60)
+        (engine,) = until(lambda: any(tmp_path.glob("lopa-*/*")) and server.children, 60)
         assert server.stop(signal.SIGTERM) == (0, "")
         until(lambda: not exists(engine), 2)
         assert list(tmp_path.iterdir()) == []
