@@ -14,6 +14,7 @@ from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.engine import Engine
 from lopa_ascend.graph_runner import GraphRunner
+from lopa_ascend.pages import PAGE_SIZE
 from scripts.eval_demo import decoding, evaluate, read
 from tests import golden
 from tests.npu.lab import capture, device, engine  # noqa: F401
@@ -124,16 +125,27 @@ def test_a_step_is_one_launch_between_two_copies_and_the_host_waits_for_the_step
 
 
 def test_kept_graphs_are_taken_for_a_pool_of_the_same_size_alone(tmp_path: Path) -> None:
-    model = write_dream(tmp_path / "model", hidden=64, heads=4, kv_heads=2, dtype=torch.bfloat16)
-    page = 128 * 2 * 2 * 2 * 16 * 2  # positions, keys and values, layers, heads, elements, bytes
+    """And for other weights of the same shapes, which are not in them."""
+    models = [
+        str(write_dream(tmp_path / f"model{seed}", seed=seed, hidden=64, heads=4, kv_heads=2, dtype=torch.bfloat16))
+        for seed in range(2)
+    ]
+    page = PAGE_SIZE * 2 * 2 * 2 * 16 * 2  # positions, keys and values, layers, heads, elements, bytes
+    params = DecodingParams(max_new_tokens=32)
     made, tokens = [], []
     with numeric():
-        for pages in (32, 32, 40):
+        for model, pages in ((0, 32), (1, 32), (0, 40)):
             changes = {"max_model_len": 256, "graph_window_blocks": 2, "kv_cache_memory": pages * page}
-            llm = LLM(str(model), graph_mode="npugraph_ex", graph_cache=str(tmp_path / "kept"), **options(**changes))
+            kept = {"graph_mode": "npugraph_ex", "graph_cache": str(tmp_path / "kept")}
+            llm = LLM(models[model], **options(**kept, **changes))
             assert isinstance(llm.engine.runner, GraphRunner)
             compiler = llm.engine.runner.graphs.compiler
             made.append((compiler.num_compilations, compiler.num_loaded))
-            tokens.append(llm.generate([[5, 6, 7]], DecodingParams(max_new_tokens=32), quiet=True)[0].token_ids)
+            tokens.append(llm.generate([[5, 6, 7]], params, quiet=True)[0].token_ids)
+        eager = [
+            LLM(model, **options(graph_mode="eager")).generate([[5, 6, 7]], params, quiet=True)[0].token_ids
+            for model in models
+        ]
     assert made == [(1, 0), (0, 1), (1, 0)]
-    assert tokens[0] == tokens[1] == tokens[2]
+    assert tokens == [eager[0], eager[1], eager[0]]
+    assert eager[0] != eager[1]
