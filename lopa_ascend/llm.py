@@ -13,10 +13,10 @@ from tqdm import tqdm
 
 from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
 from lopa_ascend.demo import DEMO_MODEL
-from lopa_ascend.output import OutputStream
-from lopa_ascend.prompt import Prompts
-from lopa_ascend.ranks import start_engine
-from lopa_ascend.tokenizer import load_tokenizer
+from lopa_ascend.engine.ranks import start_engine
+from lopa_ascend.text.output import OutputStream
+from lopa_ascend.text.prompt import Prompts
+from lopa_ascend.text.tokenizer import load_tokenizer
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
 

@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class KVShape(NamedTuple):
+    """What one rank stores of keys and values for each position."""
+
+    num_layers: int
+    num_kv_heads: int
+    """KV heads of this rank."""
+    head_dim: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,7 @@ def free_port() -> int:
 def follower_command(config: EngineConfig, *, with_parent: bool) -> tuple[str, ...]:
     """The command of a rank other than 0. ``with_parent``: it ends when its stdin does."""
     ending = ("--ends-with-stdin",) if with_parent else ()
-    return sys.executable, "-m", "lopa_ascend.follower", msgspec.json.encode(config).decode(), *ending
+    return sys.executable, "-m", "lopa_ascend.engine.follower", msgspec.json.encode(config).decode(), *ending
 
 
 def with_own_threads(config: EngineConfig) -> EngineConfig:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lopa_ascend.pages import slots_for
+from lopa_ascend.kv.pages import slots_for
 from lopa_ascend.types import Demand, RowPlan, SequencePlan, Share
 
 

@@ -22,11 +22,12 @@ from unittest import mock
 import torch
 from tqdm import tqdm
 
-from lopa_ascend import LLM, DecodingParams, graph_setup
+from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.backend.compiler import Eager
 from lopa_ascend.demo import HELD_OUT
-from lopa_ascend.graph_runner import GraphRunner
-from lopa_ascend.launcher import Launcher
+from lopa_ascend.graph import setup
+from lopa_ascend.graph.launcher import Launcher
+from lopa_ascend.graph.runner import GraphRunner
 
 
 class Watch:
@@ -107,7 +108,7 @@ def main() -> None:
     }
     torch.set_num_threads(1)
     eager = measure("eager", questions, common | {"graph_mode": "eager"})
-    with mock.patch.object(graph_setup, "load_compiler", return_value=Eager()):
+    with mock.patch.object(setup, "load_compiler", return_value=Eager()):
         plain = measure("one function", questions, common | {"graph_mode": "inductor"})
     compiled = measure("inductor", questions, common | {"graph_mode": "inductor"})
     print(f"equal tokens: one function {plain == eager}, inductor {compiled == eager}")

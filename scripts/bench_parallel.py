@@ -45,11 +45,11 @@ import torch
 from lopa_ascend import DecodingParams, checkpoint
 from lopa_ascend.config import WINDOW_ATTENTIONS, EngineConfig, ModelConfig
 from lopa_ascend.demo import DEMO_MODEL, HELD_OUT
-from lopa_ascend.kv import KVPool
-from lopa_ascend.pages import PAGE_SIZE, slots_for
+from lopa_ascend.kv.pages import PAGE_SIZE, slots_for
+from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.parallel.placement import Placement
-from lopa_ascend.prompt import Prompts
-from lopa_ascend.tokenizer import load_tokenizer
+from lopa_ascend.text.prompt import Prompts
+from lopa_ascend.text.tokenizer import load_tokenizer
 from scripts.bench_decode import WORKLOAD, write_model
 from scripts.bench_ranks import Decode, RankTimes, ScalingJob, Step, TrafficJob, run
 
@@ -98,7 +98,7 @@ class Formulas:
     @property
     def kv_position(self) -> int:
         """Bytes of one position's keys and values on one rank."""
-        return KVPool.page_bytes(self.model, self.dtype, self.tp) // PAGE_SIZE
+        return KVPool.page_bytes(self.model.kv_shape(self.tp), self.dtype) // PAGE_SIZE
 
     def layers_at_most(self, step: Step) -> int:
         c = self.model

@@ -22,11 +22,11 @@ from tqdm import tqdm
 
 from lopa_ascend import LLM
 from lopa_ascend.config import DecodingParams, EngineConfig
-from lopa_ascend.engine import Engine
+from lopa_ascend.engine.engine import Engine
+from lopa_ascend.engine.ranks import LeadingEngine, follow
 from lopa_ascend.parallel.launch import Meeting, free_port, leave
 from lopa_ascend.parallel.mesh import Mesh
-from lopa_ascend.ranks import LeadingEngine, follow
-from lopa_ascend.runner import SCORE_ROWS
+from lopa_ascend.runner.eager import SCORE_ROWS
 from lopa_ascend.types import SequencePlan, Traffic
 
 ROOT = Path(__file__).resolve().parents[1]

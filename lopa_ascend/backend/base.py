@@ -33,19 +33,6 @@ class Entries:
     prefixes: tuple[int, ...]
 
 
-class PagedCopies:
-    """Keys and values moved between flat positions of all caches, in torch alone; for steps that are not compiled."""
-
-    def kv_copy(self, caches: Tensor, source: Tensor, target: Tensor) -> None:
-        self.kv_fill(caches, target, self.kv_read(caches, source))
-
-    def kv_read(self, caches: Tensor, source: Tensor) -> Tensor:
-        return caches.flatten(-4, -3).index_select(-3, source)
-
-    def kv_fill(self, caches: Tensor, target: Tensor, values: Tensor) -> None:
-        caches.flatten(-4, -3).index_copy_(-3, target, values)
-
-
 class Ops(Protocol):
     """One signature per fused op; ``backend/cpu.py`` is the definition.
 
@@ -100,18 +87,6 @@ class Ops(Protocol):
     ) -> None:
         """Writes k, v [T, K, D] to the flat positions ``slots`` (page * 128 + offset); position i takes token
         ``source[i]``, or token i. Positions are distinct."""
-        ...
-
-    def kv_copy(self, caches: Tensor, source: Tensor, target: Tensor) -> None:
-        """Copies flat positions inside all caches [..., N, 128, K, D] at once, for partial pages and winners."""
-        ...
-
-    def kv_read(self, caches: Tensor, source: Tensor) -> Tensor:
-        """[..., positions, K, D] of the flat positions ``source`` in all caches [..., N, 128, K, D]."""
-        ...
-
-    def kv_fill(self, caches: Tensor, target: Tensor, values: Tensor) -> None:
-        """Writes what ``kv_read`` gave, here or on another rank, to the flat positions ``target``."""
         ...
 
     def put_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> None:

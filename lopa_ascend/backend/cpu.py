@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lopa_ascend.backend.base import Entries, PagedCopies
+from lopa_ascend.backend.base import Entries
 
 MIN_ROWS = 16  # below this MKL takes kernels that sum in another order, and a row would depend on how many there are
 WIDENED_ROWS = 1024
@@ -149,7 +149,7 @@ def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     torch.add(other.float().sub_(wide).mul_(share[..., None]), wide, out=out)
 
 
-class CpuOps(PagedCopies):
+class CpuOps:
     def __init__(self) -> None:
         keep_freed_memory()
         self._number = next(_numbers)

@@ -10,6 +10,7 @@ from lopa_ascend.config.decoding import (
     DecodingParams,
 )
 from lopa_ascend.config.engine import ATTENTION_LAYOUTS, GRAPH_MODES, EngineConfig
+from lopa_ascend.config.limits import Limits
 from lopa_ascend.config.model import ConfigError, ModelConfig
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "ConfigError",
     "DecodingParams",
     "EngineConfig",
+    "Limits",
     "ModelConfig",
     "ParameterError",
 ]

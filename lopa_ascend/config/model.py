@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lopa_ascend.types import KVShape
+
 
 class ConfigError(ValueError):
     """A model configuration that this engine cannot run; the message names the field and what was expected."""
@@ -51,6 +53,10 @@ class ModelConfig:
     def local_kv_heads(self, size: int) -> int:
         """KV heads of one of ``size`` ranks: where there are more ranks, several hold the same one."""
         return max(1, self.num_kv_heads // size)
+
+    def kv_shape(self, size: int = 1) -> KVShape:
+        """What one of ``size`` ranks stores of keys and values."""
+        return KVShape(self.num_layers, self.local_kv_heads(size), self.head_dim)
 
     def vocab_shard(self, size: int) -> int:
         """Token ids of one of ``size`` ranks; the last ones may have fewer."""

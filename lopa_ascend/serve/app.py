@@ -13,13 +13,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 import lopa_ascend
-from lopa_ascend.serve import answers, body, generate, info, protocol
-from lopa_ascend.serve.access import Access, open_request_log
-from lopa_ascend.serve.cli import ServeConfig
-from lopa_ascend.serve.client import EngineClient
-from lopa_ascend.serve.errors import ApiError, install_handlers, unavailable
-from lopa_ascend.serve.metrics import Metrics
-from lopa_ascend.serve.openapi import (
+from lopa_ascend.serve.api import answers, body, info, protocol
+from lopa_ascend.serve.api.access import Access, open_request_log
+from lopa_ascend.serve.api.endpoint import CHAT, COMPLETIONS, DIFFUSION_CHAT, DIFFUSION_COMPLETIONS, Endpoint
+from lopa_ascend.serve.api.errors import ApiError, install_handlers, unavailable
+from lopa_ascend.serve.api.openapi import (
     DIFFUSION_EVENTS,
     EVENTS,
     GENERATING,
@@ -29,7 +27,10 @@ from lopa_ascend.serve.openapi import (
     document,
     errors,
 )
-from lopa_ascend.serve.options import Planner
+from lopa_ascend.serve.api.plan import Planner
+from lopa_ascend.serve.cli import ServeConfig
+from lopa_ascend.serve.engine.client import EngineClient
+from lopa_ascend.serve.observe.metrics import Metrics
 
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ def create_app(client: EngineClient, config: ServeConfig) -> FastAPI:
     metrics = Metrics(client, model)
     client.observers.append(metrics.observe_step)
     planner = Planner(client.prompts, client.ready.limits, config.decoding, config.engine.seed)
-    endpoint = generate.Endpoint(client, planner, metrics, model, config)
+    endpoint = Endpoint(client, planner, metrics, model, config)
     _add_state(app, client, config, metrics, model)
     _add_models(app, endpoint, client.ready.limits.max_model_len, model)
     _add_tokenizer(app, endpoint, client, config.max_body_size)
@@ -84,7 +85,7 @@ def _add_state(app: FastAPI, client: EngineClient, config: ServeConfig, metrics:
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
-def _add_models(app: FastAPI, endpoint: generate.Endpoint, max_model_len: int, model: str) -> None:
+def _add_models(app: FastAPI, endpoint: Endpoint, max_model_len: int, model: str) -> None:
     card = answers.ModelCard(id=model, created=int(time.time()), max_model_len=max_model_len)
 
     @app.get("/v1/models")
@@ -97,7 +98,7 @@ def _add_models(app: FastAPI, endpoint: generate.Endpoint, max_model_len: int, m
         return card
 
 
-def _add_tokenizer(app: FastAPI, endpoint: generate.Endpoint, client: EngineClient, max_body_size: int) -> None:
+def _add_tokenizer(app: FastAPI, endpoint: Endpoint, client: EngineClient, max_body_size: int) -> None:
     prompts, limits = client.prompts, client.ready.limits
     statuses = (*READING, 404)
 
@@ -120,32 +121,32 @@ def _add_tokenizer(app: FastAPI, endpoint: generate.Endpoint, client: EngineClie
         return info.tokenizer_info(prompts.tokenizer, limits.max_model_len)
 
 
-def _add_generation(app: FastAPI, endpoint: generate.Endpoint, max_body_size: int) -> None:
+def _add_generation(app: FastAPI, endpoint: Endpoint, max_body_size: int) -> None:
     completion, chat = body_of(protocol.CompletionRequest), body_of(protocol.ChatRequest)
     responses = {**errors(*GENERATING), 200: {"content": EVENTS}}
     events = {**errors(*GENERATING), 200: {"content": DIFFUSION_EVENTS}}
 
     @app.post("/v1/completions", response_model=answers.Completion, responses=responses, openapi_extra=completion)
     async def completions(request: Request) -> Response:
-        return await endpoint.answer(request, generate.COMPLETIONS)
+        return await endpoint.answer(request, COMPLETIONS)
 
     @app.post("/v1/chat/completions", response_model=answers.ChatCompletion, responses=responses, openapi_extra=chat)
     async def chat_completions(request: Request) -> Response:
-        return await endpoint.answer(request, generate.CHAT)
+        return await endpoint.answer(request, CHAT)
 
     stream, completion = StreamingResponse, body_of(protocol.DiffusionCompletionRequest)
 
     @app.post("/v1/diffusion/completions", response_class=stream, responses=events, openapi_extra=completion)
     async def diffusion_completions(request: Request) -> Response:
         """Every forward pass as an event. The stream is implied."""
-        return await endpoint.answer(request, generate.DIFFUSION_COMPLETIONS)
+        return await endpoint.answer(request, DIFFUSION_COMPLETIONS)
 
     chat = body_of(protocol.DiffusionChatRequest)
 
     @app.post("/v1/diffusion/chat/completions", response_class=stream, responses=events, openapi_extra=chat)
     async def diffusion_chat_completions(request: Request) -> Response:
         """Every forward pass as an event. The stream is implied."""
-        return await endpoint.answer(request, generate.DIFFUSION_CHAT)
+        return await endpoint.answer(request, DIFFUSION_CHAT)
 
     @app.post("/abort_request", responses=errors(*READING, 404), openapi_extra=body_of(protocol.AbortRequest))
     async def abort_request(request: Request) -> answers.Aborted:

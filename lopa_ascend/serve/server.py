@@ -19,10 +19,10 @@ import uvicorn
 
 from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
 from lopa_ascend.demo import HELD_OUT
-from lopa_ascend.pages import slots_for
+from lopa_ascend.kv.pages import slots_for
 from lopa_ascend.serve.app import create_app
 from lopa_ascend.serve.cli import ServeConfig
-from lopa_ascend.serve.client import ClientSettings, EngineClient, EngineFailed
+from lopa_ascend.serve.engine.client import ClientSettings, EngineClient, EngineFailed
 from lopa_ascend.serve.flags import UNITS
 from lopa_ascend.types import RankReport
 

@@ -15,7 +15,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).resolve().parents[2]
-ENGINE = "lopa_ascend.serve.engine_process"
+ENGINE = "lopa_ascend.serve.engine.engine_process"
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lopa_ascend.backend import Entries, Ops
 from lopa_ascend.backend.cpu import CpuOps
-from lopa_ascend.pages import PAGE_SIZE, pages_for
+from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, DIM, EPS = 3584, 18944, 28, 4, 128, 1e-6
 BLOCK, TOKENS = 32, 128

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from lopa_ascend import LLM, DecodingParams, graph_setup
+from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.backend.compiler import Eager
+from lopa_ascend.graph import setup
 from lopa_ascend.types import GenerationOutput
 
 
@@ -50,7 +51,7 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    mock.patch.object(graph_setup, "load_compiler", side_effect=lambda *_, **__: Eager()).start()
+    mock.patch.object(setup, "load_compiler", side_effect=lambda *_, **__: Eager()).start()
     jobs = json.loads(Path(sys.argv[1]).read_text())
     Path(f"{sys.argv[2]}.{os.environ.get('RANK', 0)}").write_text(json.dumps([run(job) for job in jobs]))
 

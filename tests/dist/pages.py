@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 import torch
 
-from lopa_ascend import LLM, DecodingParams, layout
-from lopa_ascend.engine import Engine
-from lopa_ascend.layout import locations
-from lopa_ascend.pages import PAGE_SIZE
-from lopa_ascend.runner import Runner
+from lopa_ascend import LLM, DecodingParams
+from lopa_ascend.engine.engine import Engine
+from lopa_ascend.kv.pages import PAGE_SIZE, slot_mapping
+from lopa_ascend.runner import layout
+from lopa_ascend.runner.eager import Runner
 from lopa_ascend.types import SequenceStep, Share
 
 
@@ -80,7 +80,7 @@ def differing(engine: Engine) -> int:
     digests = []
     for sequence in engine.scheduler.running:
         for table in sequence.tables.tables:
-            at = torch.from_numpy(locations(table, 0, sequence.committed))
+            at = torch.from_numpy(slot_mapping(table, 0, sequence.committed))
             digests.append(zlib.crc32(engine.runner.pool.caches.flatten(2, 3)[:, :, at].numpy().tobytes()))
         digests += [digests[-len(sequence.tables.tables)]]  # slot 0's once more, to compare the others with
     gathered = engine.mesh.bp.all_gather(torch.tensor(digests or [0]), "test")

@@ -49,7 +49,7 @@ class Launched:
 
     def rank(self) -> int:
         """The process of some rank that is not 0."""
-        return next(pid for pid, command in self.processes().items() if "lopa_ascend.follower" in command)
+        return next(pid for pid, command in self.processes().items() if "lopa_ascend.engine.follower" in command)
 
     def is_healthy(self) -> bool:
         try:
@@ -107,7 +107,7 @@ def test_two_nodes_answer_and_end(launched: Launched):
         launched.launch("cluster", "--node-rank", rank, "--master-addr", "127.0.0.1", "--interface", "lo")
     launched.await_health(True, 120)
     assert "47" in launched.answer()
-    assert sum("lopa_ascend.follower" in command for command in launched.processes().values()) == 3
+    assert sum("lopa_ascend.engine.follower" in command for command in launched.processes().values()) == 3
     launched.end()
     assert launched.processes() == {}
 

@@ -9,8 +9,8 @@ import pytest
 
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.config import EngineConfig, ParameterError
-from lopa_ascend.engine import Engine
-from lopa_ascend.output import OutputStream
+from lopa_ascend.engine.engine import Engine
+from lopa_ascend.text.output import OutputStream
 from lopa_ascend.types import GenerationOutput
 from tests.tiny import write_dream, write_tokenizer
 

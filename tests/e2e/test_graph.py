@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from lopa_ascend import LLM, DecodingParams, graph_setup
+from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.backend.compiler import Eager
 from lopa_ascend.config import EngineConfig, ParameterError
-from lopa_ascend.engine import Engine
-from lopa_ascend.graph_runner import GraphRunner
+from lopa_ascend.engine.engine import Engine
+from lopa_ascend.graph import setup
+from lopa_ascend.graph.runner import GraphRunner
 from lopa_ascend.types import Update
 from tests import golden
 from tests.e2e.test_batching import requests, run
@@ -25,7 +26,7 @@ OPTIONS = {"graph_mode": "inductor", "dtype": "float32", "graph_num_branches": 5
 
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch):
-    monkeypatch.setattr(graph_setup, "load_compiler", lambda *_, **__: Eager())
+    monkeypatch.setattr(setup, "load_compiler", lambda *_, **__: Eager())
 
 
 @pytest.fixture(scope="module")

@@ -18,17 +18,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lopa_ascend import policy
 from lopa_ascend.backend.npu.ops import NpuOps
 from lopa_ascend.config import ModelConfig
+from lopa_ascend.graph import policy
 from lopa_ascend.graph.buckets import Bucket
+from lopa_ascend.graph.inputs import input_size, packed_size, tables_for, views
+from lopa_ascend.graph.policy import Launch, Params, Predicted, Tables
+from lopa_ascend.graph.score import GreedyScore
+from lopa_ascend.graph.step import Caches, DecodeStep, Storage
+from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.dream import Dream
-from lopa_ascend.pages import PAGE_SIZE
 from lopa_ascend.parallel.collectives import ALONE, Group
-from lopa_ascend.policy import Launch, Params, Predicted, Tables
-from lopa_ascend.score_graph import GreedyScore
-from lopa_ascend.step import Caches, DecodeStep, Storage
-from lopa_ascend.step_inputs import input_size, packed_size, tables_for, views
 from tests.npu.lab import device  # noqa: F401
 from tests.npu.lab.lowering import Lowered, lower
 from tests.npu.plain_ops import PlainOps

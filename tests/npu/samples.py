@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lopa_ascend.backend import Entries
 from lopa_ascend.config import ModelConfig
+from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.dream import ForwardInputs
-from lopa_ascend.pages import PAGE_SIZE
 
 SMALL_VOCABULARY = 512
 

@@ -22,8 +22,8 @@ from lopa_ascend.backend.compiler import Compiler, GraphError
 from lopa_ascend.backend.npu.compiler import LENGTHS
 from lopa_ascend.backend.npu.ops import NpuOps
 from lopa_ascend.graph.compile import load_compiler
+from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.dream import Dream, ForwardInputs
-from lopa_ascend.pages import PAGE_SIZE
 from tests.npu.lab import capture, device, engine  # noqa: F401
 from tests.npu.lab.traffic import host_traffic
 from tests.npu.samples import SMALL_VOCABULARY, dream_weights, small_dream

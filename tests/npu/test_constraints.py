@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lopa_ascend.pages import PAGE_SIZE
+from lopa_ascend.kv.pages import PAGE_SIZE
 from tests.npu.lab import attention, kernels  # noqa: F401
 from tests.npu.lab.constraints import NpuConstraint, numeric
 

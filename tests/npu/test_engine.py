@@ -15,7 +15,7 @@ from torch_npu import npu
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.backend.memory import default_kv_memory, free_memory
 from lopa_ascend.config import ParameterError
-from lopa_ascend.kv import KVPool
+from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.types import GenerationOutput
 from scripts.eval_demo import decoding, evaluate, read
 from tests import golden
@@ -115,7 +115,7 @@ def test_no_step_breaks_a_constraint(small: Path, window: str) -> None:
 def test_a_pool_with_fewer_pages_than_the_entries_have_together(small: Path, layout: str) -> None:
     """Pages that branches share count once in the pool and once an entry in the documents of the kernel."""
     roomy = strict_engine(small, attention_layout=layout)
-    page = KVPool.page_bytes(roomy.config, torch.bfloat16)
+    page = KVPool.page_bytes(roomy.config.kv_shape(), torch.bfloat16)
     tight = strict_engine(small, attention_layout=layout, kv_cache_memory=14 * page, enable_prefix_caching=False)
     expected = [output.token_ids for output in answers(roomy, "block_causal")]
     with host_traffic() as traffic:

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from lopa_ascend.backend.cpu import CpuOps
 from lopa_ascend.backend.npu.ops import NpuOps
 from lopa_ascend.graph.fusion import Report, fuse
-from lopa_ascend.pages import PAGE_SIZE
+from lopa_ascend.kv.pages import PAGE_SIZE
 from tests.graph.plain import PlainModel, rms_norm
 from tests.npu.lab import device  # noqa: F401
 from tests.npu.lab.lowering import Lowered, lower, optimised

@@ -12,9 +12,9 @@ import torch
 
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.config import EngineConfig
-from lopa_ascend.engine import Engine
-from lopa_ascend.graph_runner import GraphRunner
-from lopa_ascend.pages import PAGE_SIZE
+from lopa_ascend.engine.engine import Engine
+from lopa_ascend.graph.runner import GraphRunner
+from lopa_ascend.kv.pages import PAGE_SIZE
 from scripts.eval_demo import decoding, evaluate, read
 from tests import golden
 from tests.npu.lab import capture, device, engine  # noqa: F401

@@ -14,8 +14,8 @@ from torch_npu import npu
 from lopa_ascend.backend import Ops
 from lopa_ascend.backend.cpu import CpuOps
 from lopa_ascend.backend.npu.ops import NpuOps
+from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.dream import Dream, ForwardInputs
-from lopa_ascend.pages import PAGE_SIZE
 from tests.npu import report
 from tests.npu.lab import capture, device  # noqa: F401
 from tests.npu.lab.constraints import numeric

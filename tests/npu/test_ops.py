@@ -15,7 +15,9 @@ from torch import Tensor
 from lopa_ascend.backend import Entries
 from lopa_ascend.backend.cpu import CpuOps
 from lopa_ascend.backend.npu.ops import NpuOps
-from lopa_ascend.pages import PAGE_SIZE
+from lopa_ascend.kv.pages import PAGE_SIZE
+from lopa_ascend.kv.pool import KVPool
+from lopa_ascend.types import KVShape
 from tests.npu.lab import device  # noqa: F401
 from tests.npu.lab.constraints import numeric
 from tests.npu.lab.traffic import host_traffic
@@ -109,14 +111,18 @@ def test_a_write_takes_the_parts_of_a_packed_projection() -> None:
 
 @given(seeds, st.integers(2, 4), dtypes)
 def test_positions_move_in_all_layers_at_once(seed: int, pages: int, dtype: torch.dtype) -> None:
-    caches = randn(seed, 2, 3, pages, PAGE_SIZE, 2, 8, dtype=dtype)
-    on_npu = caches.to("npu")
-    positions = torch.randperm(pages * PAGE_SIZE, generator=torch.Generator().manual_seed(seed))
-    source, target = positions[:20], positions[50:70]
-    assert torch.equal(NPU.kv_read(on_npu, source.to("npu")).cpu(), CPU.kv_read(caches, source))
-    NPU.kv_copy(on_npu, source.to("npu"), target.to("npu"))
-    CPU.kv_copy(caches, source, target)
-    assert torch.equal(on_npu.cpu(), caches)
+    pools = [KVPool(KVShape(3, 2, 8), pages, dtype, name) for name in ("cpu", "npu")]
+    values = randn(seed, *pools[0].caches.shape, dtype=dtype)
+    positions = torch.randperm(pages * PAGE_SIZE, generator=torch.Generator().manual_seed(seed))[:20]
+    read = []
+    for pool in pools:
+        pool.caches.copy_(values)
+        at = positions.to(pool.caches.device)
+        read.append(pool.read(at).cpu())
+        pool.write(at.flip(0), pool.read(at))
+        pool.copy([0], [pages - 1], 7, 90)
+    assert torch.equal(*read)
+    assert torch.equal(*(pool.caches.cpu() for pool in pools))
 
 
 def attention_case(

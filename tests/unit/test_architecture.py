@@ -33,25 +33,21 @@ def test_layers_are_as_designed():
     assert contract["exhaustive"]
     assert layers == [
         {"serve"},
-        {"llm", "follower"},
-        {"ranks"},
-        {"engine", "output", "prompt"},
-        {"graph_setup"},
-        {"graph_runner"},
-        {"launcher"},
-        {"runner", "seats", "scheduler", "tokenizer"},
-        {"layout", "prefix_cache", "step"},
-        {"step_inputs"},
-        {"checkpoint", "model", "kv", "score", "score_graph", "policy", "decode"},
-        {"graph", "parallel"},
-        {"backend", "pages", "commands"},
+        {"llm"},
+        {"engine"},
+        {"graph"},
+        {"runner"},
+        {"model", "score"},
+        {"parallel"},
+        {"backend", "checkpoint", "text", "decode"},
         {"config"},
+        {"kv"},
         {"types", "demo"},
     ]
 
 
 def test_policy_contract_names_every_pure_module():
-    names = ("types", "config", "decode", "pages", "prefix_cache", "scheduler", "tokenizer", "prompt", "output")
+    names = ("types", "config", "decode", "kv.pages", "kv.prefix_cache", "engine.scheduler", "text")
     assert [f"lopa_ascend.{name}" for name in names] == PURE
     assert {"torch", "torch_npu"} <= set(CONTRACTS["policy is pure"]["forbidden_modules"])
 

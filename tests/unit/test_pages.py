@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lopa_ascend.pages import PAGE_SIZE, OutOfPages, PageAllocator, SlotTables
+from lopa_ascend.kv.pages import PAGE_SIZE, OutOfPages, PageAllocator, SlotTables
 
 
 @given(st.lists(st.integers(0, 6), max_size=60))

@@ -6,19 +6,24 @@ from typing import Any
 import pytest
 from pydantic.json_schema import models_json_schema
 
-from lopa_ascend.config import DecodingParams, ParameterError
-from lopa_ascend.prompt import Prompts
-from lopa_ascend.scheduler import Limits
-from lopa_ascend.serve.body import parse_abort, parse_chat, parse_completion, parse_diffusion_completion, parse_tokenize
-from lopa_ascend.serve.errors import ApiError
-from lopa_ascend.serve.options import Planner
-from lopa_ascend.serve.protocol import (
+from lopa_ascend.config import DecodingParams, Limits, ParameterError
+from lopa_ascend.serve.api.body import (
+    parse_abort,
+    parse_chat,
+    parse_completion,
+    parse_diffusion_completion,
+    parse_tokenize,
+)
+from lopa_ascend.serve.api.errors import ApiError
+from lopa_ascend.serve.api.plan import Planner
+from lopa_ascend.serve.api.protocol import (
     UNSUPPORTED_CHAT,
     UNSUPPORTED_COMPLETION,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
 )
+from lopa_ascend.text.prompt import Prompts
 
 MODELS: Any = [(CompletionRequest, "validation"), (ChatRequest, "validation")]
 SCHEMAS = models_json_schema(MODELS)[1]["$defs"]

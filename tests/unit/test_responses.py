@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.output import OutputStream
-from lopa_ascend.serve.client import Choice
-from lopa_ascend.serve.logprobs import LOWEST, TokenProbs
-from lopa_ascend.serve.protocol import StreamOptions
-from lopa_ascend.serve.responses import CHAT, COMPLETION, ChunkEncoder, Details, Format, Response
-from lopa_ascend.tokenizer import Tokenizer, load_tokenizer
+from lopa_ascend.serve.api.logprobs import LOWEST, TokenProbs
+from lopa_ascend.serve.api.protocol import StreamOptions
+from lopa_ascend.serve.api.responses import CHAT, COMPLETION, ChunkEncoder, Details, Format, Response
+from lopa_ascend.serve.engine.client import Choice
+from lopa_ascend.text.output import OutputStream
+from lopa_ascend.text.tokenizer import Tokenizer, load_tokenizer
 from lopa_ascend.types import Progress, Update
 from tests.tiny import VOCAB_SIZE, write_tokenizer
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lopa_ascend.config import DecodingParams, ParameterError
-from lopa_ascend.pages import PAGE_SIZE, PageAllocator, SlotTables, worst_case
-from lopa_ascend.prefix_cache import PrefixCache, PrefixKey
-from lopa_ascend.scheduler import Limits, Scheduler, Sequence
+from lopa_ascend.config import DecodingParams, Limits, ParameterError
+from lopa_ascend.engine.scheduler import Scheduler, Sequence
+from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, SlotTables, worst_case
+from lopa_ascend.kv.prefix_cache import PrefixCache, PrefixKey
 from lopa_ascend.types import Demand, SequenceResult, SequenceStep, StepPlan
 
 

@@ -9,10 +9,10 @@ import pytest
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 
-from lopa_ascend.serve import body
-from lopa_ascend.serve.access import Access
-from lopa_ascend.serve.errors import ApiError
-from lopa_ascend.serve.timeline import Timeline
+from lopa_ascend.serve.api import body
+from lopa_ascend.serve.api.access import Access
+from lopa_ascend.serve.api.errors import ApiError
+from lopa_ascend.serve.observe.timeline import Timeline
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
 JSON_TYPE = (b"content-type", b"application/json")

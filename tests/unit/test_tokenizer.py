@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lopa_ascend.tokenizer import TextStream, Tokenizer, TokenizerError, load_tokenizer
+from lopa_ascend.text.tokenizer import TextStream, Tokenizer, TokenizerError, load_tokenizer
 from tests.tiny import CHAT_TEMPLATE, SPECIAL, VOCAB_SIZE, write_tokenizer
 
 TEXTS = [

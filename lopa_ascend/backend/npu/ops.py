@@ -22,7 +22,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from lopa_ascend.backend.base import Entries, PagedCopies
+from lopa_ascend.backend.base import Entries
 from lopa_ascend.config import ATTENTION_LAYOUTS
 
 npu = torch.ops.npu
@@ -30,7 +30,7 @@ MAX_ENTRIES = 4096
 """That one attention takes in TND."""
 
 
-class NpuOps(PagedCopies):
+class NpuOps:
     """``backend/base.py`` on an NPU.
 
     Everything is on the NPU that was current when the ops were made, ``device``. ``attention_layout``: TND takes

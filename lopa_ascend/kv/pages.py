@@ -1,0 +1,151 @@
+"""KV pages: who holds which of them. Plain integers, no tensors.
+
+A page holds the keys and values of 128 positions. A slot is the place of a row, with a page table of its own. Pages
+that are full and committed are shared by all slots of a sequence; the pages that the window touches are private.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lopa_ascend.types import Demand
+
+PAGE_SIZE = 128
+
+
+class OutOfPages(RuntimeError):
+    """The pool has no page left."""
+
+
+class PageAllocator:
+    """Reference-counted pages out of a pool of fixed size.
+
+    ``reclaim`` is asked for pages when none is free (the prefix cache lets go of its oldest entry); it returns whether
+    it gave up anything.
+    """
+
+    def __init__(self, num_pages: int, reclaim: Callable[[], bool] = lambda: False):
+        self.num_pages = num_pages
+        self.reclaim = reclaim
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._references = [0] * num_pages
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def references(self, page: int) -> int:
+        return self._references[page]
+
+    def allocate(self) -> int:
+        """Raises:
+        OutOfPages: none is free, and nothing can be reclaimed.
+        """
+        while not self._free and self.reclaim():
+            pass
+        if not self._free:
+            raise OutOfPages(f"all {self.num_pages} KV pages are in use")
+        page = self._free.pop()
+        self._references[page] = 1
+        return page
+
+    def share(self, page: int) -> int:
+        """One more reference to a page that is in use."""
+        assert self._references[page] > 0
+        self._references[page] += 1
+        return page
+
+    def release(self, page: int) -> None:
+        assert self._references[page] > 0
+        self._references[page] -= 1
+        if not self._references[page]:
+            self._free.append(page)
+
+
+def pages_for(positions: int) -> int:
+    return -(-positions // PAGE_SIZE)
+
+
+def slots_for(num_branches: int, groups: int) -> int:
+    """Slots that a sequence has in each of ``groups`` branch-parallel groups, which take its branches in turn."""
+    return -(-num_branches // groups)
+
+
+def worst_case(positions: int, num_slots: int, committed: int) -> int:
+    """Pages that a sequence of at most ``positions`` positions can hold from now on: full pages of its ``committed``
+    ones once, all others once a slot. The prompt counts as committed from the start: in the first step one row runs."""
+    full = committed // PAGE_SIZE
+    return full + num_slots * (pages_for(positions) - full)
+
+
+def slot_mapping(page_table: Sequence[int], begin: int, end: int) -> NDArray[np.int64]:
+    """Flat cache positions (page * 128 + offset) int64 [end - begin] of the sequence positions [begin, end)."""
+    positions = np.arange(begin, end)
+    pages = np.asarray(page_table, dtype=np.int64)[positions // PAGE_SIZE]
+    return pages * PAGE_SIZE + positions % PAGE_SIZE
+
+
+class SlotTables:
+    """The page tables of one sequence's slots: ``tables[slot][i]`` holds positions [128 i, 128 (i + 1)). The first
+    ``num_shared`` pages are the same in all."""
+
+    def __init__(self, allocator: PageAllocator, num_slots: int):
+        self.allocator = allocator
+        self.tables: list[list[int]] = [[] for _ in range(num_slots)]
+        self.num_shared = 0
+
+    @property
+    def num_pages(self) -> int:
+        """Distinct pages held."""
+        return len({page for table in self.tables for page in table})
+
+    def grow(self, slot: int, positions: int) -> None:
+        """Makes room for ``positions`` positions in a slot."""
+        table = self.tables[slot]
+        while len(table) < pages_for(positions):
+            table.append(self.allocator.allocate())
+
+    def adopt(self, pages: Sequence[int]) -> None:
+        """Begins all slots with pages that somebody else filled."""
+        for table in self.tables:
+            assert not table
+            table.extend(self.allocator.share(page) for page in pages)
+        self.num_shared = len(pages)
+
+    def make_room(self, demand: Demand) -> None:
+        """Room for what a step writes: rows up to their end, all slots up to the committed end. A slot without a row
+        shares the full ones of slot 0's at once."""
+        committed = demand.committed_end
+        self.grow(0, max(committed, demand.ends[0]))
+        if not demand.winner_commits:  # equal for all branches, so full pages can be shared before they are written
+            self.share_committed(committed)
+        for slot, end in enumerate(demand.ends):
+            table = self.tables[slot]
+            if not end:
+                for page in self.tables[0][len(table) : committed // PAGE_SIZE]:
+                    table.append(self.allocator.share(page))
+            self.grow(slot, max(committed, end))
+
+    def share_committed(self, committed: int) -> None:
+        """Pages that ``committed`` positions fill become slot 0's for all slots."""
+        full = committed // PAGE_SIZE
+        for table in self.tables[1:]:
+            for i in range(self.num_shared, full):
+                page = self.allocator.share(self.tables[0][i])
+                if i < len(table):
+                    self.allocator.release(table[i])
+                    table[i] = page
+                else:
+                    table.append(page)
+        self.num_shared = max(self.num_shared, full)
+
+    def release(self) -> None:
+        """Gives every page back."""
+        for table in self.tables:
+            for page in table:
+                self.allocator.release(page)
+            table.clear()
+        self.num_shared = 0

@@ -1,0 +1,65 @@
+"""The memory for keys and values on one device: the pages of all layers as one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, slot_mapping
+from lopa_ascend.types import KVShape
+
+
+class KVPool:
+    """Keys and values of all layers, and the allocator of their pages.
+
+    Attributes:
+        caches: [2, layers, pages, 128, kv_heads, head_dim]; index 0 holds keys, 1 values.
+        k, v: one view [pages, 128, kv_heads, head_dim] of ``caches`` for each layer.
+        allocator: hands out the first ``num_pages`` pages.
+        copied_positions: positions that ``copy`` has copied so far.
+
+    Args:
+        shape: layers, heads and head size that this rank stores.
+        num_pages: pages for requests.
+        num_padding_pages: pages behind those; padding rows of compiled steps write there, and nobody reads them.
+    """
+
+    def __init__(
+        self, shape: KVShape, num_pages: int, dtype: torch.dtype, device: str, num_padding_pages: int = 0
+    ) -> None:
+        size = (2, shape.num_layers, num_pages + num_padding_pages, PAGE_SIZE, shape.num_kv_heads, shape.head_dim)
+        # Written once now, so that the system commits the memory and does not run out of it under load.
+        self.caches = torch.empty(size, dtype=dtype, device=device).zero_()
+        self.k, self.v = (half.unbind() for half in self.caches)
+        self.allocator = PageAllocator(num_pages)
+        self.copied_positions = 0
+
+    @staticmethod
+    def page_bytes(shape: KVShape, dtype: torch.dtype) -> int:
+        """Bytes of one page: keys and values in all layers."""
+        return 2 * shape.num_layers * PAGE_SIZE * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+
+    @property
+    def num_pages(self) -> int:
+        """Pages for requests, without padding pages."""
+        return self.allocator.num_pages
+
+    def read(self, positions: Tensor) -> Tensor:
+        """Keys and values [2, layers, n, kv_heads, head_dim] at the flat cache positions int64 [n]."""
+        return self.caches.flatten(2, 3).index_select(2, positions)
+
+    def write(self, positions: Tensor, values: Tensor) -> None:
+        """Writes what ``read`` returned, on this rank or another, to the flat cache positions int64 [n]."""
+        self.caches.flatten(2, 3).index_copy_(2, positions, values)
+
+    def positions(self, page_table: Sequence[int], begin: int, end: int) -> Tensor:
+        """Flat cache positions int64 [end - begin] of the sequence positions [begin, end), on the pool's device."""
+        return torch.from_numpy(slot_mapping(page_table, begin, end)).to(self.caches.device)
+
+    def copy(self, source: Sequence[int], target: Sequence[int], begin: int, end: int) -> None:
+        """Copies the sequence positions [begin, end) from the pages of one page table to those of another."""
+        if source != target and begin < end:
+            self.copied_positions += end - begin
+            self.write(self.positions(target, begin, end), self.read(self.positions(source, begin, end)))

@@ -1,0 +1,1 @@
+"""One decode step: layout of a batch, forward pass, scores, decisions."""

@@ -1,0 +1,1 @@
+"""Logits to predictions: (token, probability, confidence) for each masked position."""

@@ -1,0 +1,1 @@
+"""The HTTP API: request bodies, answers, events, errors and the OpenAPI document."""

@@ -1,0 +1,104 @@
+"""What the server says of itself and of its tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import platform
+from typing import Any
+
+import lopa_ascend
+from lopa_ascend.config import DecodingParams, ParameterError
+from lopa_ascend.serve.api.answers import ServerInfo, Text, TokenizerInfo, Tokens
+from lopa_ascend.serve.api.protocol import DetokenizeRequest, TokenizeRequest
+from lopa_ascend.serve.cli import ServeConfig
+from lopa_ascend.serve.engine.messages import Ready
+from lopa_ascend.text.prompt import Prompts
+from lopa_ascend.text.tokenizer import Tokenizer
+
+SECRETS = ("api_key", "ssl_keyfile_password")
+"""Of these only whether they are set is shown."""
+KV_UPDATE = {"block_causal": "single-phase", "full": "two-phase"}
+"""By window mode: what commits is in every slot of every rank at once, or is the winner's and sent after the step."""
+PACKAGES = ("torch", "torch_npu", "transformers", "tokenizers", "fastapi", "uvicorn", "pyzmq")
+
+
+def server_info(config: ServeConfig, ready: Ready, model: str) -> ServerInfo:
+    settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    engine, decoding = settings.pop("engine"), settings.pop("decoding")
+    settings |= {name: settings[name] is not None for name in SECRETS}
+    return ServerInfo(
+        model=model,
+        backend={
+            "device": ready.device,
+            "dtype": ready.dtype,
+            "kv_cache_memory": ready.kv_cache_memory,
+            "tensor_parallel_size": config.engine.tensor_parallel_size,
+            "branch_parallel_size": config.engine.branch_parallel_size,
+            "kv_update": KV_UPDATE,
+            "ranks": [dataclasses.asdict(rank) for rank in ready.ranks],
+        },
+        limits=dataclasses.asdict(ready.limits),
+        engine=dataclasses.asdict(engine),
+        decoding=dataclasses.asdict(DecodingParams(**decoding)),
+        server=settings,
+        versions={"lopa_ascend": lopa_ascend.__version__, "python": platform.python_version(), **_versions()},
+    )
+
+
+def _versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def tokenize(prompts: Prompts, request: TokenizeRequest, max_model_len: int) -> Tokens:
+    """Raises:
+    ParameterError: not exactly one of prompt and messages, or it cannot be tokenized.
+    """
+    tokenizer = _tokenizer(prompts, "prompt" if request.prompt is not None else "messages")
+    if (request.prompt is None) == (request.messages is None):
+        both = "and messages exclude each other" if request.prompt is not None else "or messages is needed"
+        raise ParameterError("prompt", both)
+    if request.prompt is not None:
+        ids = prompts.encode(request.prompt)
+    else:
+        ids = prompts.encode_chat([message.as_template_input() for message in request.messages or ()])
+    strings = [_text(tokenizer, token) for token in ids] if request.return_token_strs else None
+    return Tokens(count=len(ids), max_model_len=max_model_len, tokens=ids, token_strs=strings)
+
+
+def detokenize(prompts: Prompts, request: DetokenizeRequest, vocab_size: int) -> Text:
+    """Raises:
+    ParameterError: there is no tokenizer, or no such token id.
+    """
+    tokenizer = _tokenizer(prompts, "tokens")
+    for token in request.tokens:
+        if not 0 <= token < vocab_size:
+            raise ParameterError("tokens", f"token id {token} is not an integer from 0 to {vocab_size - 1}")
+    return Text(prompt=tokenizer.decode(request.tokens, skip_special_tokens=False))
+
+
+def tokenizer_info(tokenizer: Tokenizer, max_model_len: int) -> TokenizerInfo:
+    named: dict[str, Any] = dict(tokenizer.special)
+    return TokenizerInfo(
+        tokenizer_class="ByteLevelBPE",
+        vocab_size=tokenizer.size,
+        model_max_length=max_model_len,
+        chat_template=tokenizer.chat_template,
+        **named,
+    )
+
+
+def _tokenizer(prompts: Prompts, param: str) -> Tokenizer:
+    if prompts.tokenizer is None:
+        raise ParameterError(param, "needs a tokenizer, and the model has no tokenizer files")
+    return prompts.tokenizer
+
+
+def _text(tokenizer: Tokenizer, token: int) -> str:
+    return tokenizer.piece(token).decode(errors="replace")

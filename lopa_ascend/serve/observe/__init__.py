@@ -1,0 +1,1 @@
+"""What operators read: metrics and the times of each request."""

@@ -1,0 +1,281 @@
+"""Drives ``decode/`` and the policy as tensor functions side by side with random predictions, and compares them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import astuple
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from lopa_ascend.config import DecodingParams
+from lopa_ascend.decode import begin
+from lopa_ascend.decode.blocks import BlockState, threshold_count
+from lopa_ascend.decode.d2f import D2F
+from lopa_ascend.graph import inputs as step_inputs
+from lopa_ascend.graph import policy
+from lopa_ascend.graph.buckets import Bucket
+from lopa_ascend.graph.inputs import Inputs, Known
+from lopa_ascend.graph.policy import Params, Predicted, Rows, State
+from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
+from lopa_ascend.parallel.placement import Placement
+from lopa_ascend.runner.layout import lay_out
+from lopa_ascend.types import RowResult, SequencePlan, SequenceStep, StepRecord
+
+MASK, EOS, VOCAB = 50, (7, 9), 40
+LENGTH, CAPACITY = 6, 26  # the longest block, and as many blocks as a window can have here
+SEATS = 5
+tables = cache(step_inputs.tables_for)
+
+GRIDS: tuple[Callable[[random.Random], float], ...] = (
+    lambda rng: rng.choice([0.25, 0.5, 0.75]),  # ties everywhere
+    lambda rng: rng.choice([0.1, 0.25, 0.5, 0.75, 0.95, 1.0]),  # on the thresholds
+    lambda rng: (rng.randrange(8) + 0.5) * policy.STEP,
+    lambda rng: rng.choice([-12.0, -0.5, -0.0, 0.0]),
+    lambda rng: rng.random(),
+    lambda rng: -12 * rng.random(),
+)
+
+
+def answer(rng: random.Random, length: int) -> RowResult:
+    """Random predictions of so many positions; one token in twenty is an EOS, or one in three."""
+    often = rng.choice([0.05, 0.05, 0.3])
+    tokens = [rng.choice(EOS) if rng.random() < often else rng.randrange(VOCAB) for _ in range(length)]
+    probs, confs = (np.array([grid(rng) for _ in tokens], np.float32).tolist() for grid in rng.choices(GRIDS, k=2))
+    return RowResult(tuple(tokens), tuple(probs), tuple(confs))
+
+
+class Seen(NamedTuple):
+    """Blocks of a sequence before a step, as the host sees them; ``caps`` as in Known."""
+
+    settled: int
+    opened: int
+    caps: int
+
+
+class Sequence:
+    """One sequence: its strategy, and what the host keeps of it."""
+
+    def __init__(self, rng: random.Random, request: dict, prompt: int, steps: int):
+        decoding = "lopa" if request["num_branches"] else "d2f"
+        self.params = DecodingParams(decoding=decoding, **request)
+        self.size = self.params.block_size
+        text = [rng.randrange(VOCAB) for _ in range(prompt)]
+        self.strategy: D2F = begin(text, self.params, MASK, frozenset(EOS), 0 if steps else prompt)
+        for _ in range(steps):
+            plan = self.strategy.plan()
+            if plan is None:
+                break
+            self.strategy.absorb(plan, [answer(rng, len(row.masked)) for row in plan.rows], 0, 0)
+        now = self.look()
+        committed = sum(block.state is BlockState.IN_CACHE for block in self.blocks)
+        self.seen = [Seen(committed, now.opened, now.caps), now]
+        self.first = [committed]
+
+    @property
+    def blocks(self):
+        """The anchor's generated blocks."""
+        return self.strategy.branches[-1].blocks[1:]
+
+    def look(self) -> Seen:
+        """After ``absorb``, before ``plan``."""
+        anchor, opened = self.strategy.branches[-1], len(self.blocks)
+        settled = sum(block.state is not BlockState.ACTIVE for block in self.blocks)
+        return Seen(settled, opened, opened if anchor.eos else -(-self.params.max_new_tokens // self.size))
+
+    def cell(self, position: int) -> int:
+        at = position - len(self.strategy.prompt)
+        return at // self.size * LENGTH + at % self.size
+
+    def position(self, cell: int) -> int:
+        block, offset = divmod(cell, LENGTH)
+        return len(self.strategy.prompt) + block * self.size + offset
+
+    def cells(self, blocks: range) -> list[int]:
+        """Those that hold a position."""
+        inside = [(block * LENGTH + i, block * self.size + i) for block in blocks for i in range(self.size)]
+        return [cell for cell, at in inside if at < self.params.max_new_tokens]
+
+    def admit(self, params: Params, seat: int) -> None:
+        tau = self.params.tau_add, self.params.tau_act
+        step_inputs.admit(params, seat, self.params, EOS, *(threshold_count(t, self.size) for t in tau))
+
+    def packed(self, params: Params, seat: int, shape: Bucket) -> torch.Tensor:
+        """Takes the sequence over from its strategy."""
+        *others, anchor = self.strategy.branches
+        fills = [(branch.lookahead.position - len(self.strategy.prompt), branch.lookahead.token) for branch in others]
+        return step_inputs.packed_state(params, seat, self.params, self.first[0], anchor.tokens, fills, shape)
+
+
+class Batch:
+    """Sequences under both policies, each in a seat of its own. ``late``: a step is launched on what was known before
+    the last one. ``size`` branch-parallel groups."""
+
+    def __init__(self, specs: list[tuple[dict, int, int]], seed: int, late: bool, size: int):
+        self.rng, self.late, self.size = random.Random(seed), late, size
+        self.sequences = [Sequence(self.rng, *spec) for spec in specs]
+        slots = -(-max(1 + seq.params.lookaheads for seq in self.sequences) // size)
+        self.bucket = Bucket(len(specs), CAPACITY, 1, slots * size, slots, LENGTH, CAPACITY)
+        self.seats = self.rng.sample(range(SEATS), len(specs))
+        self.params = step_inputs.nobody(SEATS + len(specs), MASK, self.bucket)
+        self.storage = step_inputs.no_states(SEATS + len(specs), self.bucket)
+        self.storage[:SEATS].view(torch.int32).random_(VOCAB)
+        for seat, seq in zip(self.seats, self.sequences, strict=True):
+            seq.admit(self.params, seat)
+            self.storage[seat] = seq.packed(self.params, seat, self.bucket)
+        self.plans = [seq.strategy.plan() for seq in self.sequences]
+        self.held = CAPACITY
+        self.present = {row for row, plan in enumerate(self.plans) if plan is not None}
+
+    def launch(self) -> tuple[list[Known], torch.Tensor, Inputs]:
+        """The next launch, with random page tables and a window of some blocks too many."""
+        known = [Known(SEATS + row) for row in range(len(self.seats))]
+        blocks = -(-self.bucket.branches // LENGTH)
+        for row in self.present:
+            seq = self.sequences[row]
+            first, seen = seq.seen[-2].settled, seq.seen[-2 if self.late else -1]
+            blocks = max(blocks, min(seen.opened + 1 + self.late, seen.caps) - first)
+            length, limit = len(seq.strategy.prompt), seq.params.max_new_tokens
+            # What a step commits may be shared before it is written: all branches write the same.
+            final = length + min((first if self.late else seq.seen[-1].settled) * seq.size, limit)
+            shared = self.rng.randint(0, final // PAGE_SIZE)
+            seat, before = self.seats[row], seq.first[-1]
+            known[row] = Known(seat, length, seq.size, limit, first, before, self.held, seen.caps, shared)
+            seq.first.append(first)
+        slots = self.bucket.slots
+        most = max(1, *(pages_for(k.prompt + k.length) for k in known))
+        blocks = min(blocks + self.rng.choice([0, 0, 1, 3]), CAPACITY)
+        self.bucket = self.bucket._replace(blocks=blocks, pages=most)
+        pages = torch.tensor(self.rng.sample(range(len(known) * slots * most), len(known) * slots * most))
+        pages = pages.view(len(known), slots, most).to(torch.int32)
+        for row, k in enumerate(known):
+            pages[row, 1:, : k.shared] = pages[row, :1, : k.shared]
+            pages[row, -(-(1 + self.sequences[row].params.lookaheads) // self.size) :] = -1
+        self.trash = pages.numel() * PAGE_SIZE
+        inputs = step_inputs.views(torch.empty(step_inputs.input_size(self.bucket), dtype=torch.int32), self.bucket)
+        self.edges = step_inputs.write_inputs(inputs, self.bucket, known, pages, self.params, self.trash)
+        return known, pages, inputs
+
+    def given(self, inputs: Inputs) -> Params:
+        return Params(MASK, *inputs.params)
+
+    def predict(self, rows: Rows) -> tuple[Predicted, list[list[RowResult]]]:
+        """What a model may say, nonsense outside the masked cells. Half of the time branches agree where they can."""
+        shape, noise = rows.tokens.shape, torch.Generator().manual_seed(self.rng.randrange(2**31))
+        tokens = torch.randint(0, VOCAB, shape, dtype=torch.int32, generator=noise)
+        probs = torch.rand(shape, generator=noise)
+        confs = torch.full(shape, self.rng.choice([float("nan"), -100.0, 100.0]))
+        results: list[list[RowResult]] = [[] for _ in self.sequences]
+        for row in range(shape[0]):
+            common = answer(self.rng, shape[2]) if self.rng.random() < 0.5 else None
+            for branch in range(shape[1]):
+                at = rows.masked[row, branch].nonzero()[:, 0]
+                columns = astuple(common or answer(self.rng, len(at)))
+                if common is not None:
+                    columns = tuple(tuple(column[i] for i in at) for column in columns)
+                for x, column in zip((tokens, probs, confs), columns, strict=True):
+                    x[row, branch, at] = torch.tensor(column, dtype=x.dtype)
+                results[row].append(RowResult(*columns))
+        return Predicted(tokens, probs, confs), results
+
+    def run(self) -> Iterator[tuple[int, StepRecord]]:
+        """Steps until everything is done; yields (sequence, record)."""
+        done: set[int] = set()
+        while self.present:
+            known, pages, inputs = self.launch()
+            launch, constants, params = inputs.launch, tables(self.bucket, self.trash), self.given(inputs)
+            state = policy.unpack(self.storage, launch, constants)
+            rows = policy.lay_out(params, state, launch, constants)
+            for row in self.present - done:
+                self.compare_rows(row, inputs, state, rows)
+            self.compare_writes(known, pages, inputs, rows, self.present - done)
+            predicted, results = self.predict(rows)
+            after, winner = policy.advance(params, launch, rows, predicted, constants)
+            self.storage[launch.seats] = policy.pack(after, params, constants)
+            self.held = self.bucket.blocks
+            gone = set(done)
+            for row in self.present - gone:
+                plan, strategy = self.plans[row], self.sequences[row].strategy
+                assert plan is not None
+                record = strategy.absorb(plan, results[row][: len(plan.rows)], 0, 0)
+                assert int(winner[row]) - row * self.bucket.branches == record.winner
+                self.sequences[row].seen.append(self.sequences[row].look())
+                self.compare_state(row, inputs, after)
+                self.plans[row] = strategy.plan()
+                done |= {row} if self.plans[row] is None else set()
+                yield row, record
+            self.present -= gone if self.late else done  # launched late, a finished sequence is computed once more
+
+    def compare_rows(self, row: int, inputs: Inputs, state: State, rows: Rows) -> None:
+        seq, plan, (S, W, _, _, R, *_) = self.sequences[row], self.plans[row], self.bucket
+        assert plan is not None
+        cells, first = inputs.launch.cells[row].tolist(), seq.first[-1]
+        assert int(state.lookaheads[row]) == len(plan.rows) - 1
+        numbers = inputs.model.positions.view(S, R, -1)[row, 0]
+        tokens = torch.arange(S * R * W * LENGTH).view(S, R, -1)[row]
+        seen = torch.cat([torch.full((S,), plan.start - 1), inputs.model.positions])
+        for b, expected in enumerate(plan.rows):
+            assert expected.start == seq.position(first * LENGTH)
+            opened = int(rows.ends[row, b])
+            inside = [cells.index(cell) for cell in seq.cells(range(first, opened))]
+            positions = numbers[inside].tolist()
+            assert positions == list(range(expected.start, expected.end))
+            assert rows.tokens[row, b, inside].tolist() == list(expected.tokens)
+            masked = rows.masked[row, b].nonzero()[:, 0]
+            assert numbers[masked].tolist() == list(expected.masked)
+            slot = b // self.size
+            source = inputs.model.source.view(S, R, -1)[row, slot, inside].tolist()
+            assert [int(seen[i]) for i in source] == [p - 1 for p in positions]
+            assert all(i == row or i - S in tokens[slot].tolist() for i in source)
+            assert tuple(self.edges[row, : opened - first].tolist()) == expected.edges
+            activated = rows.previous[row, b] <= inputs.params[3][row]
+            blocks = seq.strategy.branches[b].blocks[1 + first :]
+            assert activated[: len(blocks)].tolist() == [block.activated for block in blocks]
+
+    def compare_writes(
+        self, known: list[Known], pages: torch.Tensor, inputs: Inputs, rows: Rows, present: set[int]
+    ) -> None:
+        positions = inputs.model.positions.view(self.bucket.sequences, self.bucket.slots, -1)
+        for group in range(self.size):
+            tokens, at = policy.writes(rows, inputs.launch, tables(self.bucket, self.trash), self.size, group)
+            assert len(set(at.flatten().tolist())) == at.numel()
+            assert int(at.max()) < self.trash + at.numel()
+            for row in present:
+                plan = self.plans[row]
+                assert plan is not None
+                found = {
+                    where: (position, token)
+                    for slot in range(at.shape[1])
+                    for where, position, token in zip(
+                        at[row, slot].tolist(), positions[row, slot].tolist(), tokens[row, slot].tolist(), strict=True
+                    )
+                    if where < self.trash
+                }
+                assert found == expected_writes(plan, pages[row], known[row].shared, self.size, group)
+
+    def compare_state(self, row: int, inputs: Inputs, state: State) -> None:
+        seq = self.sequences[row]
+        branches, now = seq.strategy.branches, seq.seen[-1]
+        assert int(state.ends[row]) == now.opened
+        assert int(state.lookaheads[row]) == len(branches) - 1
+        for b in range(self.bucket.branches):
+            fill = branches[b].lookahead if b < len(branches) else None
+            assert int(state.position[row, b]) == (-1 if fill is None else seq.cell(fill.position))
+            assert fill is None or int(state.token[row, b]) == fill.token
+        cells = inputs.launch.cells[row].tolist()
+        for i, token in enumerate(branches[-1].tokens, len(seq.strategy.prompt)):
+            if seq.cell(i) >= cells[0]:
+                assert int(state.tokens[row, cells.index(seq.cell(i))]) == token
+
+
+def expected_writes(plan: SequencePlan, pages: torch.Tensor, shared: int, size: int, group: int) -> dict:
+    """{cache position: (position, token)} as the eager step writes them."""
+    share = Placement(size, group).share(plan)
+    if not share.rows:
+        return {}
+    layout = lay_out([(share, SequenceStep("", tuple(map(tuple, pages.tolist())), shared))])
+    positions, tokens = layout.positions[layout.source], layout.tokens[layout.source]
+    return dict(zip(layout.slots.tolist(), zip(positions.tolist(), tokens.tolist(), strict=True), strict=True))

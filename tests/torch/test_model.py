@@ -1,0 +1,101 @@
+"""Dream against transformers' Qwen2 with the matching mask, fp32, on random configurations."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from lopa_ascend import DecodingParams, checkpoint
+from lopa_ascend.backend.cpu import CpuOps
+from lopa_ascend.decode import begin
+from lopa_ascend.kv.pages import pages_for
+from lopa_ascend.kv.pool import KVPool
+from lopa_ascend.model.dream import Dream
+from lopa_ascend.runner.eager import Runner, SequenceState
+from lopa_ascend.score.sampling import Scoring
+from lopa_ascend.types import RowPlan, SequencePlan, SequenceStep
+from tests import reference
+from tests.tiny import write_dream
+
+BLOCK = 8
+
+
+class Recorder(Dream):
+    """Dream that keeps the last hidden states it gave."""
+
+    hidden: torch.Tensor
+
+    def forward(self, *args):
+        self.hidden = super().forward(*args)
+        return self.hidden
+
+
+def forward(model: Dream, plan: SequencePlan) -> None:
+    """One forward pass of one row on pages of its own."""
+    end = plan.rows[0].end
+    runner = Runner(model, KVPool(model.config.kv_shape(), pages_for(end), torch.float32, "cpu"), model.ops)
+    strategy = begin([1], DecodingParams(decoding="d2f"), model.config.mask_token_id, frozenset())
+    state = SequenceState(strategy, Scoring("max_prob", model.config.mask_token_id, model.config.vocab_size), plan)
+    pages = SequenceStep("one", (tuple(range(pages_for(end))),), 0)
+    runner.forward([state], [runner.placement.share(plan)], [pages])
+
+
+def random_config(rng: random.Random) -> dict:
+    kv_heads = rng.choice([1, 2, 4])
+    return {
+        "hidden": 16 * rng.choice([2, 3, 5]),
+        "intermediate": rng.choice([24, 80]),
+        "layers": rng.choice([1, 2, 4]),
+        "heads": kv_heads * rng.choice([1, 2, 3]),
+        "kv_heads": kv_heads,
+        "head_dim": rng.choice([8, 16]),
+        "tie": rng.random() < 0.5,
+        "rope_theta": rng.choice([1e4, 1e6]),
+        "rms_norm_eps": rng.choice([1e-6, 1e-5]),
+        "scale": 0.15,
+    }
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_logits_are_those_of_qwen2(seed: int, full: bool, tmp_path) -> None:
+    rng = random.Random(seed)
+    write_dream(tmp_path, seed=seed, **random_config(rng))
+    config, weights = checkpoint.load(tmp_path, dtype="float32")
+    ops = CpuOps()
+    model = Recorder(config, weights, ops)
+    prompt, blocks = rng.randrange(2, 140), rng.randrange(1, 4)
+    end = prompt + blocks * BLOCK
+    tokens = [rng.randrange(config.vocab_size - 1) for _ in range(end)]
+    masked = tuple(range(prompt, end))
+    edges = (end,) if full else (prompt, *range(prompt + BLOCK, end + 1, BLOCK))
+    row = RowPlan(0, tuple(tokens), 0, edges, masked)
+    forward(model, SequencePlan(0, prompt, (row,), 1, winner_commits=full, prefix=prompt))
+    ours = model.logits(model.hidden[: len(masked)])
+
+    owner = torch.tensor([0] * prompt + [1 + i // BLOCK for i in range(blocks * BLOCK)])
+    sees = torch.ones(end, end, dtype=torch.bool) if full else owner[:, None] >= owner[None, :]
+    bias = torch.zeros(1, 1, end, end).masked_fill(~sees, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        theirs = reference.load(tmp_path)(torch.tensor([tokens]), attention_mask={"full_attention": bias}).logits[0]
+    theirs = theirs[prompt - 1 : end - 1]
+    assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-5
+
+
+def test_without_biases(tmp_path) -> None:
+    """Qwen2 has no switch for its biases: zero ones are the same model."""
+    write_dream(tmp_path / "without", bias=False)
+    _, weights = checkpoint.load(tmp_path / "without")
+    assert not any(name.endswith("bias") for name in weights)
+    write_dream(tmp_path / "with", bias=True)
+    config, biased = checkpoint.load(tmp_path / "with")
+    zero = {k: torch.zeros_like(v) if k.endswith("bias") else v for k, v in biased.items()}
+    same = {k: v for k, v in biased.items() if not k.endswith("bias")}
+    outputs = []
+    for some in (zero, same):
+        model = Recorder(config, some, CpuOps())
+        forward(model, SequencePlan(0, 4, (RowPlan(0, (1, 2, 3, 4, 5, 6), 0, (4, 6), (4, 5)),), 1, False, 4))
+        outputs.append(model.hidden)
+    torch.testing.assert_close(outputs[0], outputs[1])

@@ -1,0 +1,125 @@
+"""The policy as tensor functions does what decode/ defines.
+
+More examples: LOPA_POLICY_EXAMPLES=20000 pytest tests/backend/test_policy_tensors.py
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from lopa_ascend.config import DecodingParams
+from lopa_ascend.graph import inputs as step_inputs
+from lopa_ascend.graph import policy
+from lopa_ascend.graph.buckets import Bucket
+from lopa_ascend.graph.inputs import Kind, Known
+from lopa_ascend.graph.policy import Params, Predicted
+from tests.torch.policy_driver import LENGTH, MASK, Batch, tables
+
+EXAMPLES = int(os.environ.get("LOPA_POLICY_EXAMPLES", "200"))
+
+fractions = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.75, 0.95, 1.0])
+requests = st.fixed_dictionaries(
+    {
+        "num_branches": st.integers(0, 7),
+        "block_size": st.integers(1, LENGTH),
+        "max_new_tokens": st.integers(1, 24),
+        "tau_add": fractions,
+        "tau_act": fractions,
+        "tau_conf": fractions,
+        "max_active_blocks": st.sampled_from([None, None, 1, 2, 3]),
+        "ignore_eos": st.booleans(),
+        "finish_at_eos": st.booleans(),
+    }
+)
+# Of each: the length of its prompt, and how many steps decode/ takes alone before the tensors take over.
+batches = st.lists(st.tuples(requests, st.integers(1, 300), st.integers(0, 3)), min_size=1, max_size=3)
+
+
+@settings(max_examples=EXAMPLES)
+@given(batches, st.integers(0, 10**9), st.booleans(), st.sampled_from([1, 1, 2, 3]))
+def test_every_step_is_what_decode_makes_of_it(batch, seed: int, late: bool, size: int) -> None:
+    for _ in Batch(batch, seed, late, size).run():
+        pass
+
+
+def test_what_was_not_finite_is_noticed_by_no_other_sequence() -> None:
+    request = {"num_branches": 2, "block_size": 3, "max_new_tokens": 8, "tau_conf": 1.0}
+    after = []
+    for bad in (0.5, float("nan"), float("inf")):
+        batch = Batch([(request, 5, 2)] * 3, 0, False, 1)
+        _, _, inputs = batch.launch()
+        constants, params = tables(batch.bucket, batch.trash), batch.given(inputs)
+        rows = policy.lay_out(params, policy.unpack(batch.storage, inputs.launch, constants), inputs.launch, constants)
+        predicted, _ = batch.predict(rows)
+        predicted.max_probs[1], predicted.confidences[1] = bad, bad
+        state, winner = policy.advance(params, inputs.launch, rows, predicted, constants)
+        assert bool(((winner >= 0) & (winner < rows.tokens[..., 0].numel())).all())
+        assert bool(((state.position[1] < 0) | torch.isin(state.position[1], inputs.launch.cells[1])).all())
+        after.append([x[::2] for x in (winner, *state)])
+    for other in after[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(other, after[0], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (DecodingParams(), None),
+        (DecodingParams(decoding="d2f", block_size=8, max_active_blocks=2), None),
+        (DecodingParams(temperature=0.5, top_k=3), "temperature"),
+        (DecodingParams(window_attention="full"), "window_attention"),
+        (DecodingParams(confidence="margin"), "confidence"),
+        (DecodingParams(branch_score="tail"), "branch_score"),
+        (DecodingParams(creation_weight=0.5), "creation_weight"),
+        (DecodingParams(min_new_tokens=1), "min_new_tokens"),
+        (DecodingParams(num_branches=4), "num_branches"),
+        (DecodingParams(block_size=33), "block_size"),
+    ],
+)
+def test_what_graphs_cannot_do_is_named(request_: DecodingParams, field: str | None) -> None:
+    shape = Bucket(1, 2, 1, 4, 4, 32, 8)
+    assert step_inputs.unsupported(request_, 2, shape, Kind()) == field
+
+
+def test_more_eos_ids_than_a_graph_takes_are_named_unless_they_are_ignored() -> None:
+    shape = Bucket(1, 2, 1, 4, 4, 32, 8)
+    assert step_inputs.unsupported(DecodingParams(), 9, shape, Kind()) == "eos_token_id"
+    assert step_inputs.unsupported(DecodingParams(ignore_eos=True), 9, shape, Kind()) is None
+
+
+def kernels(sequences: int) -> Counter[str]:
+    """The compute ops of a whole step's policy, traced without values: whoever reads one fails here."""
+    bucket = Bucket(sequences, 4, 2, 8, 8, 32, 6)
+    params = step_inputs.nobody(sequences, MASK, bucket)
+    memory = torch.empty(step_inputs.input_size(bucket), dtype=torch.int32)
+    inputs = step_inputs.views(memory, bucket)
+    pages = torch.zeros(sequences, 8, 2, dtype=torch.int32)
+    step_inputs.write_inputs(inputs, bucket, [Known(seat) for seat in range(sequences)], pages, params, 0)
+    storage = step_inputs.no_states(9, bucket)
+    predicted = Predicted(torch.zeros(sequences, 8, 128, dtype=torch.int32), *torch.rand(2, sequences, 8, 128))
+
+    def step(storage, given, launch, predicted, constants):
+        params = Params(MASK, *given)
+        rows = policy.lay_out(params, policy.unpack(storage, launch, constants), launch, constants)
+        state, winner = policy.advance(params, launch, rows, predicted, constants)
+        return policy.writes(rows, launch, constants), policy.pack(state, params, constants), winner
+
+    traced = make_fx(step, tracing_mode="fake")(storage, inputs.params, inputs.launch, predicted, tables(bucket, 0))
+    ops = [node.target for node in traced.graph.nodes if node.op == "call_function"]
+    return Counter(str(op) for op in ops if isinstance(op, torch._ops.OpOverload) and not op.is_view)
+
+
+def test_the_number_of_kernels_is_small_and_does_not_grow_with_the_sequences() -> None:
+    found = kernels(1)
+    assert found.total() <= 80
+    assert found == kernels(5)
+    # Not for a compiled step: shapes that depend on values, ties in an order of the kernel's own, AICPU kernels.
+    assert not any(
+        word in op for op in found for word in ("nonzero", "masked_select", "item", "sort", "scatter", "amin")
+    )

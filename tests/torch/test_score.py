@@ -1,0 +1,138 @@
+"""Logits to token, probability and confidence."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lopa_ascend.score.sampling import Scoring, gumbel_noise, merge_scores, shard_scores
+
+VOCAB, MASK, TOKENS = 50, 40, 44
+GREEDY = Scoring("max_prob", MASK, TOKENS)
+
+
+def logits(rows: int = 6, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def run(x: torch.Tensor, scoring: Scoring, first: int = 0, round_: int = 0):
+    """One shard holds the whole vocabulary."""
+    positions = torch.arange(first, first + len(x))
+    stats = shard_scores(x.clone(), scoring, positions, round_)
+    return merge_scores(stats[None], scoring, positions, round_)
+
+
+def allowed(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    x[:, MASK] = -math.inf
+    x[:, TOKENS:] = -math.inf
+    return x
+
+
+@pytest.mark.parametrize("confidence", ["max_prob", "margin", "neg_entropy"])
+def test_confidences_are_those_of_the_whole_softmax(confidence: str) -> None:
+    x = logits()
+    x[0, MASK] = 20.0  # the mask's share stays in the denominator, and in what margin is taken from
+    probs = x.double().softmax(-1)
+    token, prob, conf, _ = run(x, replace(GREEDY, confidence=confidence))
+    assert torch.equal(token, allowed(x).argmax(-1))
+    chosen = probs.gather(-1, token[:, None])[:, 0]
+    others = probs.scatter(-1, token[:, None], 0).amax(-1)
+    expected = {"max_prob": chosen, "margin": chosen - others, "neg_entropy": (probs * probs.log()).sum(-1)}
+    torch.testing.assert_close(prob.double(), chosen, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(conf.double(), expected[confidence], rtol=1e-5, atol=1e-6)
+
+
+def test_ties_go_to_the_lowest_id() -> None:
+    for vocab in (7, 256, 1000, 32_000):
+        x = torch.zeros(5, vocab)
+        x[:, vocab // 2 :] = 1.0
+        token, *_ = run(x, Scoring("max_prob", 0, vocab))
+        assert token.tolist() == [vocab // 2] * 5
+
+
+def test_bfloat16_logits_are_scored_in_float32() -> None:
+    _, prob, conf, _ = run(logits().bfloat16(), GREEDY)
+    assert prob.dtype == conf.dtype == torch.float32
+    assert not torch.equal(prob, prob.bfloat16().float())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("scoring", [GREEDY, replace(GREEDY, confidence="neg_entropy", temperature=1.0, top_k=9)])
+def test_rows_whose_logits_are_not_finite_are_named_and_disturb_no_other(value: float, scoring: Scoring) -> None:
+    x = logits()
+    expected = run(x, scoring)
+    x[3, 7] = value
+    found = run(x, scoring)
+    assert found[3].tolist() == [True, True, True, False, True, True]
+    for column, same in zip(found[:3], expected[:3], strict=True):
+        assert torch.equal(column[found[3]], same[found[3]])
+
+
+def test_eos_waits_for_min_position() -> None:
+    x = logits()
+    x[:, 3] = 30.0
+    token, *_ = run(x, replace(GREEDY, eos=(3,), min_position=12), first=10)
+    assert (token == 3).tolist() == [False, False, True, True, True, True]
+
+
+def test_noise_depends_on_seed_position_round_and_token_alone() -> None:
+    positions, ids = torch.tensor([4, 9, 2]), torch.arange(VOCAB)
+    noise = gumbel_noise(1, positions, 3, ids)
+    assert torch.equal(gumbel_noise(1, positions[1:2], 3, ids)[0], noise[1])
+    assert torch.equal(gumbel_noise(1, positions, 3, ids[7:20]), noise[:, 7:20])
+    some = torch.tensor([[49, 0, 7], [3, 3, 31], [8, 1, 48]])
+    assert torch.equal(gumbel_noise(1, positions, 3, some), noise.gather(-1, some))
+    for other in (
+        gumbel_noise(2, positions, 3, ids),
+        gumbel_noise(1, positions + 1, 3, ids),
+        gumbel_noise(1, positions, 4, ids),
+    ):
+        assert not (other == noise).any()
+
+
+def test_noise_is_gumbel_and_uncorrelated() -> None:
+    noise = gumbel_noise(0, torch.arange(300), 0, torch.arange(1000)).double()
+    assert noise.isfinite().all()
+    assert abs(float(noise.mean()) - 0.5772) < 0.01
+    assert abs(float(noise.var()) - math.pi**2 / 6) < 0.02
+    corr = torch.corrcoef(torch.stack([noise[:-1].flatten(), noise[1:].flatten()]))[0, 1]
+    assert abs(float(corr)) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, None, None), (0.5, 5, None), (1.5, None, 0.7), (2.0, 9, 0.8)]
+)
+def test_samples_follow_the_tempered_truncated_distribution(temperature, top_k, top_p) -> None:
+    row = logits(1, seed=3)
+    n = 20_000
+    scoring = replace(GREEDY, temperature=temperature, top_k=top_k, top_p=top_p, seed=5)
+    token, prob, *_ = run(row.expand(n, -1), scoring)
+    scaled = allowed(row)[0].double() / temperature
+    ranked = scaled.sort(descending=True)
+    keep = torch.ones(VOCAB, dtype=torch.bool)
+    if top_k:
+        keep[top_k:] = False
+    if top_p:
+        mass = ranked.values.masked_fill(~keep, -math.inf).softmax(-1)
+        keep &= mass.cumsum(-1) - mass < top_p
+    kept = torch.zeros(VOCAB, dtype=torch.bool).scatter(0, ranked.indices, keep) & scaled.isfinite()
+    expected = scaled.masked_fill(~kept, -math.inf).softmax(-1)
+    counts = torch.bincount(token, minlength=VOCAB).double() / n
+    assert (counts - expected).abs().max() < 0.015
+    assert set(token.tolist()) <= set(kept.nonzero()[:, 0].tolist())
+    banned = torch.ones(VOCAB, dtype=torch.bool)
+    banned[:TOKENS] = False
+    banned[MASK] = True
+    whole = (row[0].double() / temperature).masked_fill(~(kept | banned), -math.inf).softmax(-1)
+    torch.testing.assert_close(prob.double(), whole[token], rtol=1e-4, atol=1e-6)
+
+
+def test_top_k_of_one_cannot_draw_what_may_not_be_chosen() -> None:
+    x = logits()
+    x[:, MASK] = 30.0
+    token, *_ = run(x, replace(GREEDY, temperature=1.0, top_k=1))
+    assert torch.equal(token, allowed(x).argmax(-1))

@@ -1,0 +1,141 @@
+"""The slots' keys and values, not only tokens: after every step all slots of a sequence hold the same committed KV."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lopa_ascend import DecodingParams, checkpoint
+from lopa_ascend.backend.cpu import CpuOps
+from lopa_ascend.decode import begin
+from lopa_ascend.kv.pages import PAGE_SIZE, SlotTables, pages_for, slot_mapping
+from lopa_ascend.kv.pool import KVPool
+from lopa_ascend.model.dream import Dream
+from lopa_ascend.runner.eager import ForwardResult, Runner, SequenceState
+from lopa_ascend.score.sampling import Scoring
+from lopa_ascend.types import RowPlan, RowResult, SequencePlan, SequenceStep, StepPlan
+from tests.tiny import write_dream
+
+
+class Run:
+    """One sequence, driven step by step."""
+
+    def __init__(self, path, prompt: list[int], params: DecodingParams):
+        self.config, weights = checkpoint.load(path)
+        self.model = Dream(self.config, weights, CpuOps())
+        self.strategy = begin(prompt, params, self.config.mask_token_id, frozenset())
+        slots = self.strategy.num_branches
+        pool = KVPool(
+            self.config.kv_shape(), pages_for(len(prompt) + params.max_new_tokens) * slots, torch.float32, "cpu"
+        )
+        self.runner = Runner(self.model, pool, self.model.ops)
+        self.tables = SlotTables(pool.allocator, slots)
+        scoring = Scoring("max_prob", self.config.mask_token_id, self.config.vocab_size)
+        self.state = SequenceState(self.strategy, scoring, None)
+
+    def forward(self, plan: SequencePlan) -> tuple[ForwardResult, tuple[RowResult, ...]]:
+        share = self.runner.placement.share(plan)
+        forward = self.runner.forward([self.state], [share], [self.pages])[0]
+        results = self.runner.exchange([plan], [forward.predictions])[0]
+        assert results is not None
+        return forward, results
+
+    def make_room(self, plan: SequencePlan) -> None:
+        self.tables.make_room(self.runner.placement.demand(plan))
+        self.pages = SequenceStep("one", tuple(map(tuple, self.tables.tables)), self.tables.num_shared)
+
+    def steps(self):
+        self.state.pending = self.strategy.plan()
+        while (plan := self.state.pending) is not None:
+            self.make_room(plan)
+            _, result = self.runner.step({"one": self.state}, StepPlan(0, False, (self.pages,)))
+            self.tables.share_committed(self.strategy.cached)
+            yield plan, result.sequences[0].record
+
+    def committed(self, slot: int) -> torch.Tensor:
+        """[2, layers, committed, kv_heads, head_dim] of a slot."""
+        at = torch.from_numpy(slot_mapping(self.tables.tables[slot], 0, self.strategy.cached))
+        return self.runner.pool.caches.flatten(2, 3)[:, :, at]
+
+
+def settings(attention: str, prompt: int, branches: int = 4) -> tuple[list[int], DecodingParams]:
+    params = DecodingParams(
+        num_branches=branches, block_size=24, max_new_tokens=160, tau_conf=0.6, tau_add=0.3, window_attention=attention
+    )
+    return [i % 50 for i in range(prompt)], params
+
+
+@pytest.mark.parametrize("attention", ["block_causal", "full"])
+@pytest.mark.parametrize("prompt", [5, 127, 128, 150, 260])
+def test_all_slots_hold_the_same_committed_keys_and_values(attention: str, prompt: int, tmp_path) -> None:
+    write_dream(tmp_path)
+    run = Run(tmp_path, *settings(attention, prompt))
+    for _ in run.steps():
+        slots = [run.committed(slot) for slot in range(run.strategy.num_branches)]
+        assert all(torch.equal(slots[0], other) for other in slots[1:])
+        full = run.strategy.cached // PAGE_SIZE
+        tables = run.tables.tables
+        assert all(table[:full] == tables[0][:full] for table in tables)
+        private = [page for table in tables for page in table[full:]]
+        assert len(set(private)) == len(private)
+    run.tables.release()
+    assert run.runner.pool.allocator.num_free == run.runner.pool.num_pages
+
+
+def test_the_committed_values_are_those_of_a_run_without_branches_reading_one_slot(tmp_path) -> None:
+    """Block-causal keys and values depend on the tokens alone: a plain prefill of the output gives the same ones."""
+    write_dream(tmp_path)
+    prompt, params = settings("block_causal", 100)
+    run = Run(tmp_path, prompt, params)
+    for _ in run.steps():
+        pass
+    text = [*prompt, *run.strategy.winner.tokens]
+    assert run.strategy.cached > len(prompt)
+    end = run.strategy.cached
+    again = Run(tmp_path, prompt, params)
+    edges = (100, *range(124, end + 1, 24))
+    row = RowPlan(0, tuple(text[:end]), 0, edges, (100,))
+    plan = SequencePlan(0, end, (row,), 1, winner_commits=False, prefix=100)
+    again.make_room(plan)
+    again.forward(plan)
+    again.strategy.cached = end
+    torch.testing.assert_close(again.committed(0), run.committed(0), rtol=1e-4, atol=1e-5)
+
+
+def test_full_attention_commits_the_winners_values(tmp_path) -> None:
+    """Without the second phase the slots differ: this is what the copy is for."""
+    write_dream(tmp_path)
+    run = Run(tmp_path, *settings("full", 100))
+    copies = []
+    run.runner.pool.copy = lambda *args: copies.append(args)  # type: ignore[method-assign]
+    differ = False
+    for _ in itertools.islice(run.steps(), 12):
+        slots = [run.committed(slot) for slot in range(run.strategy.num_branches)]
+        differ |= not all(torch.equal(slots[0], other) for other in slots[1:])
+    assert copies
+    assert differ
+
+
+@pytest.mark.parametrize("attention", ["block_causal", "full"])
+def test_a_branch_is_bit_equal_whatever_shares_its_batch(attention: str, tmp_path) -> None:
+    """The anchor's predictions in a step with four lookahead rows and alone, over the same cache."""
+    write_dream(tmp_path, hidden=64, intermediate=96)
+    run = Run(tmp_path, *settings(attention, 40))
+    compared = 0
+    plan = run.strategy.plan()
+    while plan is not None:
+        run.make_room(plan)
+        _, results = run.forward(plan)
+        anchor = len(plan.rows) - 1
+        _, again = run.forward(replace(plan, rows=(plan.rows[anchor],)))
+        assert again[0] == results[anchor]
+        compared += len(plan.rows) > 1
+        forward, results = run.forward(plan)
+        record = run.strategy.absorb(plan, results, 0, 0)
+        run.runner.commit(run.state, run.runner.placement.share(plan), run.pages, record.winner, forward)
+        run.tables.share_committed(run.strategy.cached)
+        plan = run.strategy.plan()
+    assert compared > 5
