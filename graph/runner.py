@@ -32,8 +32,16 @@ from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.model.dream import Dream
 from lopa_ascend.parallel.collectives import ALONE, Group
 from lopa_ascend.runner.eager import NOT_FINITE, BatchState, Runner, SequenceState
-from lopa_ascend.score.sampling import Scoring
-from lopa_ascend.types import Demand, GraphStats, SequencePlan, SequenceResult, SequenceStep, StepPlan, StepResult
+from lopa_ascend.types import (
+    Demand,
+    GraphStats,
+    Scoring,
+    SequencePlan,
+    SequenceResult,
+    SequenceStep,
+    StepPlan,
+    StepResult,
+)
 
 
 @dataclass
@@ -139,15 +147,15 @@ class GraphRunner(Runner):
         anything is heard of the sequence again."""
         room, exact = _room(state), super().demand(state)
         plan = room.pending
-        if exact is None or plan is None or room.eager is not None or plan.start < plan.prefix:
+        if exact is None or plan is None or room.eager is not None or plan.start < plan.prefix_length:
             return exact
         window, strategy = _window(room), room.strategy
         tokens = self.graphs.shape.slots * window.blocks * self.graphs.shape.length
         if not self.graphs.ahead:
-            return replace(exact, num_tokens=tokens)
+            return replace(exact, num_computed=tokens)
         blocks = window.end + (room.flight is None)
         end = min(len(strategy.prompt) + blocks * strategy.params.block_size, strategy.limit)
-        return Demand(tokens, plan.start + plan.commit, (end,) * len(exact.ends), winner_commits=False)
+        return Demand(tokens, plan.start + plan.num_new, (end,) * len(exact.slot_ends), winner_commits=False)
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
@@ -200,7 +208,7 @@ class GraphRunner(Runner):
     def _stand_up(self, room: Room) -> None:
         """Takes the sequence out of its seat for an eager step."""
         if room.seat is not None:
-            first = committed_blocks(room.strategy, room.strategy.cached)
+            first = committed_blocks(room.strategy, room.strategy.num_committed)
             room.last = self.seats.storage.hidden[self.seats.row(room.seat, first)].clone()
             self.leave(room)
 
@@ -215,7 +223,7 @@ class GraphRunner(Runner):
                 assert room.last is not None
                 room.seat = self.seats.take(room.rest, strategy.params, sorted(strategy.eos), room.last)
             known.append(self.seats.known(room.seat, strategy, window.first, pages.num_shared))
-            tables.append(pages.tables)
+            tables.append(pages.page_tables)
             assert room.pending is not None
             ends.append([row.end for row in room.pending.rows])
         flight = Flight(bucket, group, self.launchers[bucket].launch(known, tables, ends))
@@ -261,13 +269,13 @@ class GraphRunner(Runner):
                 error = f"the device decided otherwise than decode/ defines, in forward pass {record.index}"
         if error is None:
             if plan.winner_commits:
-                self.spread(pages, told.winners[row], plan.start, plan.start + plan.commit)
+                self.spread(pages, told.winners[row], plan.start, plan.start + plan.num_new)
             self.plan_next(room)
         else:
             room.pending = None
         if room.pending is None:
             self.leave(room)
-        return SequenceResult(pages.request_id, strategy.cached, self.demand(room), record, error)
+        return SequenceResult(pages.request_id, strategy.num_committed, self.demand(room), record, error)
 
     def _count(self, plan: SequencePlan, bucket: Bucket) -> None:
         self.num_rows += len(plan.rows)
@@ -287,7 +295,7 @@ def _window(room: Room) -> Window:
     assert plan is not None
     first, opened = committed_blocks(strategy, plan.start), room.opened
     if room.flight is not None:
-        first = committed_blocks(strategy, plan.start + plan.commit)
+        first = committed_blocks(strategy, plan.start + plan.num_new)
         opened = max(committed_blocks(strategy, row.end) for row in plan.rows)
     end = max(min(opened + 1, most_blocks(strategy)), first + 1)
     positions = min(len(strategy.prompt) + end * strategy.params.block_size, strategy.limit)

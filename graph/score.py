@@ -29,17 +29,19 @@ class Scored(NamedTuple):
 class GreedyScore:
     """Scores logits [n, V] of this rank's ``ids``; all ranks of ``tp``, in the order of their ids, get the same.
 
-    The id ``mask`` and those from ``num_tokens`` on are never chosen, but keep their share of the denominator. Ties go
-    to the lowest id. A row with a logit that is NaN or +inf has the probability NaN, and any token; -inf is a logit
+    The id ``mask`` and those from ``num_token_ids`` on are never chosen, but keep their share of the denominator.
+    Ties go to the lowest id.
+
+    A row with a logit that is NaN or +inf has the probability NaN, and any token; -inf is a logit
     like another as long as one is finite that can be chosen, but for "neg_entropy", which is NaN then.
     """
 
     def __init__(
-        self, ids: range, mask: int, num_tokens: int, tp: Group, device: torch.device, confidence: str = "max_prob"
+        self, ids: range, mask: int, num_token_ids: int, tp: Group, device: torch.device, confidence: str = "max_prob"
     ):
         self._tp, self._confidence = tp, confidence
         own = torch.arange(ids.start, ids.stop, dtype=torch.int32)
-        never = (own == mask) | (own >= num_tokens)
+        never = (own == mask) | (own >= num_token_ids)
         self._has_choice = not bool(never.all())
         self._ids = own.to(device)
         self._never = torch.zeros(len(ids)).masked_fill(never, -math.inf).to(device)

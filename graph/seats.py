@@ -31,7 +31,7 @@ class AtRest:
         fills = [branch.lookahead for branch in others]
         begin = len(strategy.prompt)
         lookaheads = tuple((fill.position - begin, fill.token) for fill in fills if fill is not None)
-        return cls(committed_blocks(strategy, strategy.cached), tuple(anchor.tokens), lookaheads)
+        return cls(committed_blocks(strategy, strategy.num_committed), tuple(anchor.tokens), lookaheads)
 
 
 def committed_blocks(strategy: D2F, positions: int) -> int:

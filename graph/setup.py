@@ -68,20 +68,20 @@ def _kind(config: EngineConfig) -> Kind:
 
 
 def graph_runner(
-    config: EngineConfig, plan: GraphPlan, model: Dream, pool: KVPool, num_tokens: int, bp: Group
+    config: EngineConfig, plan: GraphPlan, model: Dream, pool: KVPool, num_token_ids: int, bp: Group
 ) -> GraphRunner:
-    """A runner whose graphs are compiled, with a progress bar. ``num_tokens``: ids from there on do not exist.
+    """A runner whose graphs are compiled, with a progress bar. ``num_token_ids``: ids from there on do not exist.
 
     Raises:
         GraphError: the device has no room for so many graphs.
     """
-    kind, ids = _kind(config), range(model.first_token, model.first_token + model.num_tokens)
+    kind, ids = _kind(config), range(model.first_token_id, model.first_token_id + model.local_vocab_size)
     graphs = Graphs(
         shape=plan.shape,
         buckets=plan.buckets,
         kind=kind,
         compiler=plan.compiler,
-        score=GreedyScore(ids, model.config.mask_token_id, num_tokens, model.tp, model.ops.device, kind.confidence),
+        score=GreedyScore(ids, model.config.mask_token_id, num_token_ids, model.tp, model.ops.device, kind.confidence),
         num_seats=config.max_num_seqs,
         trash=pool.num_pages * PAGE_SIZE,
         ahead=config.async_scheduling and not plan.shape.full,

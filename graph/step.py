@@ -21,7 +21,8 @@ from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.inputs import Inputs, ModelInputs
 from lopa_ascend.graph.policy import Launch, Params, Predicted, Tables
 from lopa_ascend.graph.score import GreedyScore
-from lopa_ascend.model.dream import Dream, ForwardInputs
+from lopa_ascend.model.base import ForwardInputs
+from lopa_ascend.model.dream import Dream
 from lopa_ascend.parallel.collectives import Group
 from lopa_ascend.types import RowResult, Traffic
 

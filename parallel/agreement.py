@@ -23,7 +23,7 @@ class Agreement:
             return
         news = (
             [sequence.request_id for sequence in plan.sequences],
-            [sequence.tables for sequence in plan.sequences],
+            [sequence.page_tables for sequence in plan.sequences],
             [_decisions(sequence) for sequence in result.sequences],
         )
         for name, new in zip(self._digests, news, strict=True):

@@ -29,7 +29,7 @@ class Placement:
 
     def sends_values(self, plan: SequencePlan) -> bool:
         """Whether the winner's keys and values must travel to the other groups: they do not have the same ones."""
-        return plan.winner_commits and bool(plan.commit) and len(plan.rows) > 1 and self.size > 1
+        return plan.winner_commits and bool(plan.num_new) and len(plan.rows) > 1 and self.size > 1
 
     def share(self, plan: SequencePlan) -> Share:
         """This group's part."""
@@ -61,7 +61,7 @@ class Placement:
             slot = self.home(branch)[1]
             ends[slot] = max(ends[slot], row.end)
         tokens = [self._num_tokens(plan, group) for group in range(min(self.size, len(plan.rows)))]
-        return Demand(max(tokens), plan.start + plan.commit, tuple(ends), plan.winner_commits)
+        return Demand(max(tokens), plan.start + plan.num_new, tuple(ends), plan.winner_commits)
 
     def _num_tokens(self, plan: SequencePlan, group: int) -> int:
         """Tokens that a group with branches computes."""
@@ -77,10 +77,10 @@ def _repeated(plan: SequencePlan) -> RowPlan | None:
     """What a group without a branch computes: of the anchor what commits, and no prediction. With full attention
     that is all of it, and only of use where the anchor is alone; None where there is nothing to compute."""
     anchor = plan.rows[-1]
-    if not plan.commit or (plan.winner_commits and len(plan.rows) > 1):
+    if not plan.num_new or (plan.winner_commits and len(plan.rows) > 1):
         return None
     if plan.winner_commits:
         return replace(anchor, masked=())
-    end = plan.start + plan.commit
-    edges = tuple(edge for edge in anchor.edges if edge <= end)
-    return replace(anchor, tokens=anchor.tokens[: plan.commit], edges=edges, masked=())
+    end = plan.start + plan.num_new
+    entry_ends = tuple(edge for edge in anchor.entry_ends if edge <= end)
+    return replace(anchor, tokens=anchor.tokens[: plan.num_new], entry_ends=entry_ends, masked=())

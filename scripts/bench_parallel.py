@@ -89,7 +89,7 @@ class Formulas:
                 for branch, row in enumerate(plan.rows):
                     masked[placement.home(branch)[0]] += len(row.masked)
                 if placement.sends_values(plan):
-                    sent["kv"] += plan.commit * self.kv_position + s * c.hidden_size
+                    sent["kv"] += plan.num_new * self.kv_position + s * c.hidden_size
             sent["branches"] = 12 * max(masked)
         sent["control"] = 8 * step.sent("control").calls
         sent["agreement"] = 32 * step.sent("agreement").calls
@@ -108,7 +108,7 @@ class Formulas:
         """Of branches, control and agreement together, without what arrived from outside."""
         placement, positions = Placement(self.bp), 0
         for plan in step.plans:
-            active = max(row.end for row in plan.rows) - plan.start - plan.commit
+            active = max(row.end for row in plan.rows) - plan.start - plan.num_new
             positions += active * slots_for(len(plan.rows), placement.size)
         return 12 * positions + 256
 

@@ -27,6 +27,7 @@ from lopa_ascend.engine.ranks import LeadingEngine, follow
 from lopa_ascend.parallel.launch import Meeting, free_port, leave
 from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.runner.eager import SCORE_ROWS
+from lopa_ascend.score.sampling import columns
 from lopa_ascend.types import SequencePlan, Traffic
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -136,7 +137,7 @@ class Recorder:
 
     def _scoring(self, rows: Any, scoring: Any, *_: object) -> None:
         # A last chunk of one row is scored as two; a token and its logit follow the columns (see shard_scores).
-        self._scored.append((len(rows) + (len(rows) % SCORE_ROWS == 1), len(scoring.columns) + 2))
+        self._scored.append((len(rows) + (len(rows) % SCORE_ROWS == 1), len(columns(scoring)) + 2))
 
     def _close(self) -> None:
         before, self._sent = {t.purpose: t for t in self._sent}, self._engine.mesh.traffic()

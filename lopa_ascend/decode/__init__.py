@@ -15,7 +15,7 @@ from lopa_ascend.decode.lopa import Lopa
 STRATEGIES: dict[str, type[D2F]] = {"d2f": D2F, "lopa": Lopa}
 
 
-def begin(prompt: Sequence[int], params: DecodingParams, mask: int, eos: frozenset[int], cached: int = 0) -> D2F:
-    """The strategy named by ``params.decoding`` at the start of a sequence, of whose prompt ``cached`` positions have
-    their keys and values in the cache."""
-    return STRATEGIES[params.decoding](prompt, params, mask, eos, cached)
+def begin(prompt: Sequence[int], params: DecodingParams, mask: int, eos: frozenset[int], num_committed: int = 0) -> D2F:
+    """The strategy that ``params.decoding`` names, at the start of a sequence. The keys and values of the first
+    ``num_committed`` positions of the prompt are in the cache already."""
+    return STRATEGIES[params.decoding](prompt, params, mask, eos, num_committed)

@@ -17,18 +17,25 @@ def float32(value: float) -> float:
 
 class D2F:
     """One sequence under D2F. ``branches`` are in evaluation order, lookaheads by rank and the anchor last; here the
-    anchor is alone. ``cached`` positions of the prompt have their keys and values in the cache already."""
+    anchor is alone. ``num_committed`` positions of the prompt have their keys and values in the cache already."""
 
-    def __init__(self, prompt: Sequence[int], params: DecodingParams, mask: int, eos: frozenset[int], cached: int = 0):
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        params: DecodingParams,
+        mask: int,
+        eos: frozenset[int],
+        num_committed: int = 0,
+    ) -> None:
         self.params = params
         self.prompt = tuple(prompt)
         self.mask = mask
         self.eos = frozenset() if params.ignore_eos else eos
         self.limit = len(prompt) + params.max_new_tokens
         self.tau_conf = float32(params.tau_conf)
-        self.cached = cached
+        self.num_committed = num_committed
         self.num_forwards = 0
-        state = BlockState.IN_CACHE if cached == len(prompt) else BlockState.TO_CACHE
+        state = BlockState.IN_CACHE if num_committed == len(prompt) else BlockState.TO_CACHE
         blocks = [Block(0, len(prompt), 0, state, activated=True)]
         self.branches = [Branch([], blocks)]
         self.winner = self.branches[0]
@@ -44,6 +51,7 @@ class D2F:
         """Adds and activates blocks, then says what the next forward pass computes; None when the sequence is done."""
         if self.params.finish_at_eos and self.visible_is_final():
             return None
+        num_open_blocks = len(self.branches[-1].blocks) - 1
         for branch in self.branches:
             self._extend(branch)
             branch.activate(self.params.tau_act)
@@ -53,11 +61,18 @@ class D2F:
         if self._settled_without_forward():
             return None
         committing = [block for block in anchor.blocks if block.state is BlockState.TO_CACHE]
-        commit = committing[-1].end - self.cached if committing else 0
+        num_new = committing[-1].end - self.num_committed if committing else 0
         full = self.params.window_attention == "full"
         rows = tuple(self._row(branch, full) for branch in self.branches)
-        prefix = max(self.cached, len(self.prompt))
-        return SequencePlan(self.cached, commit, rows, self.num_branches, winner_commits=full, prefix=prefix)
+        return SequencePlan(
+            start=self.num_committed,
+            num_new=num_new,
+            rows=rows,
+            num_branches=self.num_branches,
+            num_open_blocks=num_open_blocks,
+            winner_commits=full,
+            prefix_length=max(self.num_committed, len(self.prompt)),
+        )
 
     def _extend(self, branch: Branch) -> None:
         last = branch.blocks[-1]
@@ -75,16 +90,16 @@ class D2F:
         return False
 
     def _row(self, branch: Branch, full: bool) -> RowPlan:
-        tokens = (*self.prompt, *branch.tokens)[self.cached :]
-        window = [block for block in branch.blocks if block.end > self.cached]
-        compute_from = self.cached
-        edges: tuple[int, ...] = (branch.end,)
+        tokens = (*self.prompt, *branch.tokens)[self.num_committed :]
+        window = [block for block in branch.blocks if block.end > self.num_committed]
+        compute_from = self.num_committed
+        entry_ends: tuple[int, ...] = (branch.end,)
         if not full:
             if branch.lookahead is not None:
                 position = branch.lookahead.position
                 compute_from = next(block.start for block in window if position < block.end)
-            edges = tuple(block.end for block in window)
-        return RowPlan(self.cached, tokens, compute_from, edges, tuple(branch.masked_positions(self.mask)))
+            entry_ends = tuple(block.end for block in window)
+        return RowPlan(self.num_committed, tokens, compute_from, entry_ends, tuple(branch.masked_positions(self.mask)))
 
     # ---- after it --------------------------------------------------------------------------------------------------
 
@@ -117,8 +132,8 @@ class D2F:
         record = StepRecord(
             index=self.num_forwards,
             span=(row.start, row.end),
-            cache_length=self.cached,
-            committed=plan.commit,
+            cache_length=self.num_committed,
+            committed=plan.num_new,
             branches=records,
             winner=winner,
             fills=tuple(fills),
@@ -126,7 +141,7 @@ class D2F:
             model_tokens=model_tokens,
             head_rows=head_rows,
         )
-        self.cached += plan.commit
+        self.num_committed += plan.num_new
         self.num_forwards += 1
         return record
 

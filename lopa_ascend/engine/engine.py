@@ -20,16 +20,16 @@ from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.scheduler import Admission, Scheduler
 from lopa_ascend.engine.scheduler import Sequence as Scheduled
 from lopa_ascend.graph.setup import GraphPlan, graph_runner, plan_graphs
-from lopa_ascend.kv.pages import PAGE_SIZE, SlotTables, pages_for, slots_for
+from lopa_ascend.kv.pages import PAGE_SIZE, PageTables, pages_for, slots_for
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.kv.prefix_cache import PrefixCache, PrefixKey
 from lopa_ascend.model.dream import Dream
 from lopa_ascend.parallel.agreement import Agreement
 from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.runner.eager import BatchState, Runner, SequenceState
-from lopa_ascend.score.sampling import CANDIDATES, Scoring
+from lopa_ascend.score.sampling import CANDIDATES
 from lopa_ascend.text.tokenizer import load_tokenizer
-from lopa_ascend.types import EngineStats, RankReport, SequenceResult, Update
+from lopa_ascend.types import EngineStats, RankReport, Scoring, SequenceResult, Update
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Engine:
         self.model_name = "demo" if config.model is None else path.resolve().name
         trouble = None
         try:
-            ops, self._num_tokens, max_model_len, graphs = self._examine(path)
+            ops, self._num_token_ids, max_model_len, graphs = self._examine(path)
         except (ValueError, OSError) as error:
             trouble = error
         self.mesh.refuse_together(trouble)
@@ -98,7 +98,7 @@ class Engine:
         if graphs is None:
             self.runner = Runner(model, pool, ops, bp)
         else:
-            self.runner = graph_runner(config, graphs, model, pool, self._num_tokens, bp)
+            self.runner = graph_runner(config, graphs, model, pool, self._num_token_ids, bp)
         self._states: BatchState = {}
         self._requests: dict[str, _Request] = {}
         self._forward_seconds = 0.0
@@ -121,12 +121,13 @@ class Engine:
             message = f"{wanted} does not split this model evenly; choose one of {choices}"
             raise ParameterError("tensor_parallel_size", message)
         tokenizer = load_tokenizer(path, model.vocab_size)
-        num_tokens, longest = tokenizer.size if tokenizer else model.vocab_size, _max_model_len(config, model)
+        num_token_ids = tokenizer.num_token_ids if tokenizer else model.vocab_size
+        longest = _max_model_len(config, model)
         graphs = None
         if config.mode != "eager":
-            made_of = model, num_tokens, self.mesh.tp.rank, self.mesh.bp.rank
+            made_of = model, num_token_ids, self.mesh.tp.rank, self.mesh.bp.rank
             graphs = plan_graphs(config, made_of, longest, _max_tokens(config, longest))
-        return ops, num_tokens, longest, graphs
+        return ops, num_token_ids, longest, graphs
 
     def _report(self, model: Dream, page_bytes: int) -> tuple[RankReport, ...]:
         """What every rank holds, by rank."""
@@ -166,7 +167,7 @@ class Engine:
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use")
         self.limits.check(len(prompt), params)
-        tables = SlotTables(self.scheduler.allocator, self.limits.num_slots(params))
+        tables = PageTables(self.scheduler.allocator, self.limits.num_slots(params))
         scheduled = Scheduled(request_id, len(prompt), len(prompt) + params.max_new_tokens, tables)
         if self.scheduler.prefix_cache is not None:
             full = params.window_attention == "full"
@@ -239,15 +240,15 @@ class Engine:
         last = None if entry is None else entry.last
         state = self.runner.begin(strategy, self._scoring(request, eos), last)
         if entry is not None and entry.partial_page is not None:
-            self._copy_partial(scheduled.tables, entry.pages, len(request.prompt))
+            self._copy_partial(scheduled.page_tables, entry.pages, len(request.prompt))
         scheduled.demand = self.runner.demand(state)
         self._states[scheduled.request_id] = state
 
-    def _copy_partial(self, tables: SlotTables, pages: Sequence[int], length: int) -> None:
+    def _copy_partial(self, tables: PageTables, pages: Sequence[int], length: int) -> None:
         """Gives every slot its own copy of an entry's last page, which growing may otherwise drop from the cache."""
         allocator = self.scheduler.allocator
         allocator.share(pages[-1])
-        for slot, table in enumerate(tables.tables):
+        for slot, table in enumerate(tables.by_slot):
             tables.grow(slot, length)
             self.runner.pool.copy(pages, table, length // PAGE_SIZE * PAGE_SIZE, length)
         allocator.release(pages[-1])
@@ -259,7 +260,7 @@ class Engine:
         return Scoring(
             confidence=params.confidence,
             mask=config.mask_token_id,
-            num_tokens=self._num_tokens,
+            num_token_ids=self._num_token_ids,
             eos=eos if late else (),
             min_position=len(request.prompt) + params.min_new_tokens if late else 0,
             temperature=params.temperature,
@@ -273,7 +274,7 @@ class Engine:
         strategy, record = state.strategy, result.record
         if record is not None:
             request.model_tokens += record.model_tokens
-            if request.scheduled.prefills and result.committed >= len(request.prompt):
+            if request.scheduled.prefills and result.num_committed >= len(request.prompt):
                 self._remember(request, state)
         self.scheduler.advance(result)
         tokens = strategy.final_tokens()
@@ -281,7 +282,7 @@ class Engine:
         finish_reason, stop = None, None
         if result.error is not None:
             finish_reason = "error"
-        elif result.next is None:
+        elif result.next_demand is None:
             stop = strategy.eos_reached()
             finish_reason = "length" if stop is None else "stop"
         if finish_reason is not None:
@@ -307,7 +308,7 @@ class Engine:
         cache, key = self.scheduler.prefix_cache, request.scheduled.key
         if cache is None or key is None:
             return
-        table, length = request.scheduled.tables.tables[0], len(request.prompt)
+        table, length = request.scheduled.page_tables.by_slot[0], len(request.prompt)
         pages = cache.take_pages(key, table)
         if pages is not None:
             self.runner.pool.copy(table, pages, length // PAGE_SIZE * PAGE_SIZE, length)

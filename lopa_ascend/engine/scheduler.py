@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from lopa_ascend.config import Limits
-from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, SlotTables, worst_case
+from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, PageTables, worst_case
 from lopa_ascend.kv.prefix_cache import PrefixCache, PrefixEntry, PrefixKey
 from lopa_ascend.types import Demand, SequenceResult, SequenceStep, StepPlan
 
@@ -28,7 +28,7 @@ class Sequence:
     request_id: str
     prompt_tokens: int
     limit: int
-    tables: SlotTables
+    page_tables: PageTables
     key: PrefixKey | None = None
     committed: int = 0
     demand: Demand | None = None
@@ -42,7 +42,7 @@ class Sequence:
     def reserved(self) -> int:
         """Pages that it may still take."""
         committed = max(self.committed, self.prompt_tokens)
-        return worst_case(self.limit, len(self.tables.tables), committed) - self.tables.num_pages
+        return worst_case(self.limit, len(self.page_tables.by_slot), committed) - self.page_tables.num_pages
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Scheduler:
             for sequence in group:
                 if sequence.request_id == request_id:
                     group.remove(sequence)
-                    sequence.tables.release()
+                    sequence.page_tables.release()
                     return True
         return False
 
@@ -98,7 +98,7 @@ class Scheduler:
             return None
         self.running.append(self.waiting.popleft())
         full = entry.full_pages if entry else pages
-        sequence.tables.adopt(full)
+        sequence.page_tables.adopt(full)
         sequence.committed = sequence.prompt_tokens if entry else len(full) * PAGE_SIZE
         if sequence.key is not None:
             self.prefix_queries += sequence.prompt_tokens
@@ -118,7 +118,7 @@ class Scheduler:
         """Whether this one and all that run can get their pages at worst. Cached ``pages`` that it uses cannot be
         evicted meanwhile, an entry's partial page until it was copied."""
         full = entry.full_pages if entry else pages
-        needed = worst_case(sequence.limit, len(sequence.tables.tables), sequence.prompt_tokens) - len(full)
+        needed = worst_case(sequence.limit, len(sequence.page_tables.by_slot), sequence.prompt_tokens) - len(full)
         available = self.allocator.num_free - sum(other.reserved for other in self.running)
         if needed <= available and not pages:
             return True
@@ -137,10 +137,10 @@ class Scheduler:
         steps = []
         for sequence in chosen:
             assert sequence.demand is not None
-            sequence.tables.make_room(sequence.demand)
+            sequence.page_tables.make_room(sequence.demand)
             sequence.served = self.num_steps
-            tables = tuple(map(tuple, sequence.tables.tables))
-            steps.append(SequenceStep(sequence.request_id, tables, sequence.tables.num_shared))
+            tables = tuple(map(tuple, sequence.page_tables.by_slot))
+            steps.append(SequenceStep(sequence.request_id, tables, sequence.page_tables.num_shared))
         plan = StepPlan(self.num_steps, prefill, tuple(steps))
         self.num_steps += 1
         self.num_prefill_steps += prefill
@@ -157,7 +157,7 @@ class Scheduler:
         tokens = 0
         for sequence in prefills if prefill else sorted(decodes, key=lambda sequence: sequence.served):
             assert sequence.demand is not None
-            tokens += sequence.demand.num_tokens
+            tokens += sequence.demand.num_computed
             if chosen and tokens > self.limits.max_num_batched_tokens:
                 break
             chosen.append(sequence)
@@ -165,9 +165,9 @@ class Scheduler:
 
     def advance(self, result: SequenceResult) -> None:
         """Takes note of what a step made of a sequence: surplus pages are free, or all, if it is done."""
-        if result.next is None:
+        if result.next_demand is None:
             self.remove(result.request_id)
             return
         sequence = next(s for s in self.running if s.request_id == result.request_id)
-        sequence.committed, sequence.demand = result.committed, result.next
-        sequence.tables.share_committed(result.committed)
+        sequence.committed, sequence.demand = result.num_committed, result.next_demand
+        sequence.page_tables.share_committed(result.num_committed)

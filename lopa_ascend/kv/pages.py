@@ -88,29 +88,29 @@ def slot_mapping(page_table: Sequence[int], begin: int, end: int) -> NDArray[np.
     return pages * PAGE_SIZE + positions % PAGE_SIZE
 
 
-class SlotTables:
+class PageTables:
     """The page tables of one sequence's slots: ``tables[slot][i]`` holds positions [128 i, 128 (i + 1)). The first
     ``num_shared`` pages are the same in all."""
 
     def __init__(self, allocator: PageAllocator, num_slots: int):
         self.allocator = allocator
-        self.tables: list[list[int]] = [[] for _ in range(num_slots)]
+        self.by_slot: list[list[int]] = [[] for _ in range(num_slots)]
         self.num_shared = 0
 
     @property
     def num_pages(self) -> int:
         """Distinct pages held."""
-        return len({page for table in self.tables for page in table})
+        return len({page for table in self.by_slot for page in table})
 
     def grow(self, slot: int, positions: int) -> None:
         """Makes room for ``positions`` positions in a slot."""
-        table = self.tables[slot]
+        table = self.by_slot[slot]
         while len(table) < pages_for(positions):
             table.append(self.allocator.allocate())
 
     def adopt(self, pages: Sequence[int]) -> None:
         """Begins all slots with pages that somebody else filled."""
-        for table in self.tables:
+        for table in self.by_slot:
             assert not table
             table.extend(self.allocator.share(page) for page in pages)
         self.num_shared = len(pages)
@@ -119,22 +119,22 @@ class SlotTables:
         """Room for what a step writes: rows up to their end, all slots up to the committed end. A slot without a row
         shares the full ones of slot 0's at once."""
         committed = demand.committed_end
-        self.grow(0, max(committed, demand.ends[0]))
+        self.grow(0, max(committed, demand.slot_ends[0]))
         if not demand.winner_commits:  # equal for all branches, so full pages can be shared before they are written
             self.share_committed(committed)
-        for slot, end in enumerate(demand.ends):
-            table = self.tables[slot]
+        for slot, end in enumerate(demand.slot_ends):
+            table = self.by_slot[slot]
             if not end:
-                for page in self.tables[0][len(table) : committed // PAGE_SIZE]:
+                for page in self.by_slot[0][len(table) : committed // PAGE_SIZE]:
                     table.append(self.allocator.share(page))
             self.grow(slot, max(committed, end))
 
     def share_committed(self, committed: int) -> None:
         """Pages that ``committed`` positions fill become slot 0's for all slots."""
         full = committed // PAGE_SIZE
-        for table in self.tables[1:]:
+        for table in self.by_slot[1:]:
             for i in range(self.num_shared, full):
-                page = self.allocator.share(self.tables[0][i])
+                page = self.allocator.share(self.by_slot[0][i])
                 if i < len(table):
                     self.allocator.release(table[i])
                     table[i] = page
@@ -144,7 +144,7 @@ class SlotTables:
 
     def release(self) -> None:
         """Gives every page back."""
-        for table in self.tables:
+        for table in self.by_slot:
             for page in table:
                 self.allocator.release(page)
             table.clear()

@@ -1,1 +1,1 @@
-"""Architectures; they take their ops as an argument."""
+"""Model architectures, written in the fused ops of a backend."""

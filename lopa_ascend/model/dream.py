@@ -1,53 +1,37 @@
-"""Dream (Qwen2-like decoder): architecture only. Dream-7B and DiffuCoder-7B are this.
+"""Dream, a Qwen2-like decoder, written in fused ops. Dream-7B and DiffuCoder-7B have this architecture.
 
-Packed weights: ``embed``, ``layers.N.{attn_norm, qkv, o, mlp_norm, gate_up, down}``, ``norm``, ``head`` (absent when
-tied); ``qkv`` stacks q, k, v and ``gate_up`` gate and up along the output rows.
+The packed weights are ``embed``, ``layers.N.{attn_norm, qkv, o, mlp_norm, gate_up, down}``, ``norm``, and ``head``
+unless it is tied to ``embed``. ``qkv`` stacks q, k and v along the output rows, ``gate_up`` gate and up.
 
-Under tensor parallelism a rank holds its heads of qkv, the matching columns of o, its part of the MLP and of the
-vocabulary (padded to the same size on every rank). Each layer sums over the ranks twice, after o and after down, and
-the embedding once. A rank's embedding has a row of zeros more, which stands for the tokens of the others.
+Under tensor parallelism a rank holds its heads of qkv, the matching columns of o, its part of the MLP, and its part of
+the vocabulary, padded to the same size on every rank. The ranks sum twice a layer, after o and after down, and once
+after the embedding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend import Entries, Ops
+from lopa_ascend.backend import Ops
 from lopa_ascend.config import ModelConfig
+from lopa_ascend.model.base import Caches, ForwardInputs
 from lopa_ascend.parallel.collectives import ALONE, Group
 from lopa_ascend.types import Traffic
 
-Caches = Tensor | Sequence[Tensor]
-
 LINEAR = ("qkv.weight", "o.weight", "gate_up.weight", "down.weight", "head.weight")
-"""Endings of the names of linear layers' weights."""
-
-
-@dataclass(frozen=True)
-class ForwardInputs:
-    """Device tensors of one forward pass: T tokens of all rows, flat.
-
-    ``tokens`` and ``positions`` int64 [T]; ``slots`` and ``source`` int64 [W]: cache position slots[i] takes token
-    source[i], or token i; ``rows`` int64 [R]: the tokens whose hidden states are wanted, None for all.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    slots: Tensor
-    source: Tensor | None
-    entries: Entries
-    rows: Tensor | None
+"""Endings of the names of weights that ``Ops.linear`` takes."""
 
 
 class Dream:
-    """``forward`` gives final hidden states, ``logits`` the head's output for them.
+    """One rank's part of a Dream; see ``model.base.Model``.
 
-    ``config`` is the whole model's and ``weights`` are this rank's of the group ``tp``, which has the token ids from
-    ``first_token`` on, ``num_tokens`` of them.
+    Args:
+        config: the whole model's.
+        weights: this rank's packed weights.
+        tp: the ranks that split each forward pass.
     """
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], ops: Ops, tp: Group = ALONE):
@@ -55,19 +39,20 @@ class Dream:
         self.weights = {name: ops.stored(w) if name.endswith(LINEAR) else w for name, w in weights.items()}
         self.num_heads, self.num_kv_heads = config.local_heads(tp.size), config.local_kv_heads(tp.size)
         shard = config.vocab_shard(tp.size)
-        self.first_token = tp.rank * shard
-        self.num_tokens = min(shard, config.vocab_size - self.first_token)
+        self.first_token_id = tp.rank * shard
+        self.local_vocab_size = min(shard, config.vocab_size - self.first_token_id)
         embed = self.weights["embed.weight"]
         dtype, device = embed.dtype, embed.device
         if tp.size > 1:
+            # One more row, of zeros, for the tokens of other ranks.
             self.weights["embed.weight"] = torch.cat([embed, embed.new_zeros(1, config.hidden_size)])
-            own = torch.arange(config.vocab_size, dtype=torch.int32) - self.first_token
+            own = torch.arange(config.vocab_size, dtype=torch.int32) - self.first_token_id
             self._row_of_token = own.masked_fill((own < 0) | (own >= shard), shard).to(device)
         tied = config.tie_word_embeddings
         self.head = ops.stored(self.weights["embed.weight"][:shard]) if tied else self.weights["head.weight"]
-        # v takes part in the rope, turned by nothing: one kernel for all of qkv is less than one for q and one for k.
-        value_heads = torch.arange(self.num_heads + 2 * self.num_kv_heads) >= self.num_heads + self.num_kv_heads
-        self._still = value_heads[:, None].to(device)
+        # v is rotated by an angle of 0: one kernel for q, k and v costs less than one for q and one for k.
+        is_value_head = torch.arange(self.num_heads + 2 * self.num_kv_heads) >= self.num_heads + self.num_kv_heads
+        self._not_rotated = is_value_head[:, None].to(device)
         half = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
         angles = torch.outer(
             torch.arange(config.max_position_embeddings, dtype=torch.float32, device=device),
@@ -76,13 +61,11 @@ class Dream:
         self.cos, self.sin = ops.rope_tables(angles.cos(), angles.sin(), dtype)
 
     def forward(self, inputs: ForwardInputs, k_caches: Caches, v_caches: Caches) -> Tensor:
-        """Final normed hidden states [R, hidden] of ``inputs.rows``; writes keys and values to the caches
-        [layers, N, 128, K, D] as it goes. A compiled forward copies what it takes out of one tensor, and takes a
-        sequence of those of the layers as they are."""
+        """See ``Model.forward``."""
         c, w, ops = self.config, self.weights, self.ops
         heads, kv_heads = self.num_heads, self.num_kv_heads
         cos, sin = (table.index_select(0, inputs.positions) for table in (self.cos, self.sin))
-        cos, sin = torch.where(self._still, 1.0, cos), torch.where(self._still, 0.0, sin)
+        cos, sin = torch.where(self._not_rotated, 1.0, cos), torch.where(self._not_rotated, 0.0, sin)
         residual = self._embed(inputs.tokens)
         x = ops.rms_norm(residual, w["layers.0.attn_norm.weight"], c.rms_norm_eps)
         for n in range(c.num_layers):
@@ -90,9 +73,10 @@ class Dream:
             qkv = ops.linear(x, w[p + "qkv.weight"], w.get(p + "qkv.bias"))
             qkv = ops.rope(qkv.view(-1, heads + 2 * kv_heads, c.head_dim), cos, sin)
             q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
-            ops.kv_write(k, v, k_caches[n], v_caches[n], inputs.slots, inputs.source)
+            ops.kv_write(k, v, k_caches[n], v_caches[n], inputs.slot_mapping, inputs.source)
             x = ops.attention(q, k_caches[n], v_caches[n], inputs.entries)
-            if n == c.num_layers - 1 and inputs.rows is not None:  # rows no longer meet: go on with the wanted ones
+            # After the last attention no token depends on another: go on with the wanted rows.
+            if n == c.num_layers - 1 and inputs.rows is not None:
                 x, residual = x[inputs.rows], residual[inputs.rows]
             x = self.tp.all_reduce(ops.linear(x, w[p + "o.weight"]), "layers")
             x, residual = ops.add_rms_norm(x, residual, w[p + "mlp_norm.weight"], c.rms_norm_eps)
@@ -108,11 +92,13 @@ class Dream:
         return self.tp.all_reduce(self.weights["embed.weight"].index_select(0, rows), "embedding")
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> [R, num_tokens], of this rank's part of the vocabulary."""
-        return self.ops.linear(hidden, self.head)[:, : self.num_tokens]
+        """See ``Model.logits``."""
+        return self.ops.linear(hidden, self.head)[:, : self.local_vocab_size]
 
-    def traffic(self, tokens: int) -> tuple[Traffic, ...]:
-        """What this rank sends in a forward pass over so many tokens, all of whose hidden states are wanted."""
-        size = tokens * self.config.hidden_size * self.head.dtype.itemsize
-        calls = {"embedding": 1, "layers": 2 * self.config.num_layers} if self.tp.size > 1 else {}
+    def traffic(self, num_computed: int) -> tuple[Traffic, ...]:
+        """See ``Model.traffic``."""
+        if self.tp.size == 1:
+            return ()
+        size = num_computed * self.config.hidden_size * self.head.dtype.itemsize
+        calls = {"embedding": 1, "layers": 2 * self.config.num_layers}
         return tuple(Traffic(purpose, count, count * size) for purpose, count in calls.items())

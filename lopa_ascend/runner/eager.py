@@ -22,15 +22,17 @@ from lopa_ascend.backend import Ops
 from lopa_ascend.decode.d2f import D2F
 from lopa_ascend.kv.pages import PAGE_SIZE, slots_for
 from lopa_ascend.kv.pool import KVPool
-from lopa_ascend.model.dream import Dream, ForwardInputs
+from lopa_ascend.model.base import ForwardInputs
+from lopa_ascend.model.dream import Dream
 from lopa_ascend.parallel.collectives import ALONE, Group
 from lopa_ascend.parallel.placement import Placement
-from lopa_ascend.runner.layout import Indices, Part, lay_out
-from lopa_ascend.score.sampling import CANDIDATES, Scoring, merge_scores, shard_scores
+from lopa_ascend.runner.layout import Indices, Part, build_layout
+from lopa_ascend.score.sampling import CANDIDATES, merge_scores, shard_scores
 from lopa_ascend.types import (
     Demand,
     GraphStats,
     RowResult,
+    Scoring,
     SequencePlan,
     SequenceResult,
     SequenceStep,
@@ -139,11 +141,11 @@ class Runner:
         strategy = state.strategy
         if results is None:
             state.pending = None
-            return SequenceResult(pages.request_id, strategy.cached, None, error=NOT_FINITE)
+            return SequenceResult(pages.request_id, strategy.num_committed, None, error=NOT_FINITE)
         record = strategy.absorb(share.plan, results, forward.model_tokens, forward.head_rows)
         self.commit(state, share, pages, record.winner, forward)
         self.plan_next(state)
-        return SequenceResult(pages.request_id, strategy.cached, self.demand(state), record)
+        return SequenceResult(pages.request_id, strategy.num_committed, self.demand(state), record)
 
     def exchange(
         self, plans: Sequence[SequencePlan], own: Sequence[NDArray[np.int32]]
@@ -187,13 +189,13 @@ class Runner:
         if not busy:
             return results
         states = [sequences[index] for index in busy]
-        layout = lay_out([(shares[index], pages[index]) for index in busy])
+        layout = build_layout([(shares[index], pages[index]) for index in busy])
         own = [part.predictions.tokens[part.predictions.tokens >= 0] for part in layout.parts]
         wanted = [rows for part, tokens in zip(layout.parts, own, strict=True) for rows in (tokens, part.commits)]
         inputs = ForwardInputs(
             tokens=self._put(layout.tokens),
             positions=self._put(layout.positions),
-            slots=self._put(layout.slots),
+            slot_mapping=self._put(layout.slot_mapping),
             source=self._put(layout.source),
             entries=replace(layout.entries, page_tables=layout.entries.page_tables.to(self.ops.device)),
             rows=self._put(np.concatenate(wanted)),
@@ -208,7 +210,7 @@ class Runner:
         scores = self._scores(predicting, states, layout.parts)
         for index, part, scored, commits in zip(busy, layout.parts, scores, hidden[1::2], strict=True):
             predictions = _by_branch(part, scored)
-            results[index] = ForwardResult(predictions, commits, part.num_tokens, len(part.predictions.tokens))
+            results[index] = ForwardResult(predictions, commits, part.num_computed, len(part.predictions.tokens))
         return results
 
     @torch.inference_mode()
@@ -218,25 +220,25 @@ class Runner:
         """Makes the committing positions of the winner everybody's. In block-causal mode all slots of all groups hold
         them already; with full attention this is the second phase."""
         plan = share.plan
-        if not plan.commit:
+        if not plan.num_new:
             return
         own = share.branches.index(winner) if winner in share.branches else 0
         if not plan.winner_commits:
             state.last = forward.commit_hidden[0].clone()
             return
-        begin, end = plan.start, plan.start + plan.commit
+        begin, end = plan.start, plan.start + plan.num_new
         group, slot = self.placement.home(winner)
         if self.placement.sends_values(plan):
-            state.last = self._send(pages.tables[slot], begin, end, group, forward.commit_hidden[own : own + 1])
+            state.last = self._send(pages.page_tables[slot], begin, end, group, forward.commit_hidden[own : own + 1])
         else:
             state.last = forward.commit_hidden[own].clone()
         self.spread(pages, slot, begin, end)
 
     def spread(self, pages: SequenceStep, slot: int, begin: int, end: int) -> None:
         """Gives the keys and values of the positions [begin, end) in a slot to all slots."""
-        self.pool.copy(pages.tables[slot], pages.tables[0], begin, end)
-        for table in pages.tables[1:]:  # full pages are shared from now on
-            self.pool.copy(pages.tables[0], table, max(begin, end // PAGE_SIZE * PAGE_SIZE), end)
+        self.pool.copy(pages.page_tables[slot], pages.page_tables[0], begin, end)
+        for table in pages.page_tables[1:]:  # full pages are shared from now on
+            self.pool.copy(pages.page_tables[0], table, max(begin, end // PAGE_SIZE * PAGE_SIZE), end)
 
     def _send(self, table: Sequence[int], begin: int, end: int, group: int, last: Tensor) -> Tensor:
         """Gives the keys and values of the positions [begin, end) in a slot's table of ``group``, and the final hidden
@@ -278,7 +280,7 @@ class Runner:
             return np.empty((0, 3), np.int32)
         if num_rows % SCORE_ROWS == 1:  # a row by itself is summed by several threads, in another order
             rows, where = torch.cat([rows, rows[-1:]]), torch.cat([where, where[-1:]])
-        tp, first = self.model.tp, self.model.first_token
+        tp, first = self.model.tp, self.model.first_token_id
         limit = None if tp.size == 1 else CANDIDATES
         local = (
             (shard_scores(logits, scoring, at, round_, first, limit), at)

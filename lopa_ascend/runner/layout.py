@@ -38,26 +38,26 @@ class Part:
 
     share: Share
     flat: tuple[Indices, ...]
-    num_tokens: int
+    num_computed: int
     predictions: Predictions
 
     @property
     def commits(self) -> Indices:
         """The tokens of the last committing position: one by row where values differ by branch, else the last row's."""
         plan = self.share.plan
-        if not plan.commit:
+        if not plan.num_new:
             return np.empty(0, dtype=np.int64)
         rows = self.flat if plan.winner_commits else self.flat[-1:]
-        return np.array([where[plan.commit - 1] for where in rows], dtype=np.int64)
+        return np.array([where[plan.num_new - 1] for where in rows], dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """``tokens`` and ``positions`` [T]; cache position ``slots[i]`` takes token ``source[i]``."""
+    """``tokens`` and ``positions`` [T]; cache position ``slot_mapping[i]`` takes token ``source[i]``."""
 
     tokens: Indices
     positions: Indices
-    slots: Indices
+    slot_mapping: Indices
     source: Indices
     entries: Entries
     parts: tuple[Part, ...]
@@ -73,7 +73,7 @@ class _Span:
     row: int
 
 
-def lay_out(items: Sequence[tuple[Share, SequenceStep]]) -> Layout:
+def build_layout(items: Sequence[tuple[Share, SequenceStep]]) -> Layout:
     """Cuts rows into entries; a sequence's tokens stand together, entries of equal shape side by side. Every share has
     a row at least."""
     parts, tokens, positions, slots, source = [], [], [], [], []
@@ -91,20 +91,20 @@ def lay_out(items: Sequence[tuple[Share, SequenceStep]]) -> Layout:
             positions.append(np.arange(span.begin, span.end))
             lengths.append(span.end - span.begin)
             kv_lengths.append(span.keys)
-            tables.append(pages.tables[share.slots[span.row]])
-            sequences.append(2 * index + (span.begin >= share.plan.prefix))
+            tables.append(pages.page_tables[share.slots[span.row]])
+            sequences.append(2 * index + (span.begin >= share.plan.prefix_length))
         at, what = _writes(share, pages, part.flat)
         slots.append(at)
         source.append(what)
         parts.append(part)
-        count += part.num_tokens
+        count += part.num_computed
     entries = Entries(
         lengths=tuple(lengths),
         kv_lengths=tuple(kv_lengths),
         page_tables=_page_tables(tables, kv_lengths),
         sequences=tuple(sequences),
         # A prompt that is computed now counts as a sequence of its own: its first block reads it like a cached one.
-        prefixes=tuple(prefix for share, _ in items for prefix in (share.plan.start, share.plan.prefix)),
+        prefixes=tuple(prefix for share, _ in items for prefix in (share.plan.start, share.plan.prefix_length)),
     )
     return Layout(
         np.concatenate(tokens),
@@ -117,10 +117,10 @@ def lay_out(items: Sequence[tuple[Share, SequenceStep]]) -> Layout:
 
 
 def _spans(share: Share) -> list[_Span]:
-    prefix, spans = share.plan.prefix, []
+    prefix, spans = share.plan.prefix_length, []
     for index, row in enumerate(share.rows):
         begin = row.start
-        for edge in row.edges:
+        for edge in row.entry_ends:
             if begin >= row.compute_from:
                 cuts = [begin, prefix, edge] if begin < prefix < edge else [begin, edge]
                 spans += [_Span(first, last, edge, index) for first, last in zip(cuts, cuts[1:], strict=False)]
@@ -158,7 +158,7 @@ def _before(row: RowPlan, where: Indices, positions: Indices) -> Indices:
 def _writes(share: Share, pages: SequenceStep, flat: Sequence[Indices]) -> tuple[Indices, Indices]:
     """(cache positions, the tokens they take). A slot without a row takes the committing positions."""
     plan = share.plan
-    committing = flat[-1][: 0 if plan.winner_commits else plan.commit]
+    committing = flat[-1][: 0 if plan.winner_commits else plan.num_new]
     rows = dict(zip(share.slots, flat, strict=True))
     slots, source = [], []
     for slot in range(share.num_slots):
@@ -166,7 +166,7 @@ def _writes(share: Share, pages: SequenceStep, flat: Sequence[Indices]) -> tuple
         end = plan.start + len(where)
         begin = plan.start if slot == 0 else max(plan.start, pages.num_shared * PAGE_SIZE)
         if begin < end:
-            slots.append(slot_mapping(pages.tables[slot], begin, end))
+            slots.append(slot_mapping(pages.page_tables[slot], begin, end))
             source.append(where[begin - plan.start :])
     return np.concatenate(slots), np.concatenate(source)
 

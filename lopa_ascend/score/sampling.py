@@ -12,11 +12,12 @@ round, token id) alone.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from lopa_ascend.types import Scoring
 
 CANDIDATES = 256
 """How many tokens each of several shards offers to top_p and top_k."""
@@ -24,44 +25,22 @@ CANDIDATES = 256
 Where = tuple[Tensor | slice, Tensor | slice]
 
 
-@dataclass(frozen=True)
-class Scoring:
-    """How one request's logits become tokens. ``num_tokens``: ids from here on do not exist in the tokenizer.
+def columns(scoring: Scoring) -> tuple[str, ...]:
+    """What a shard tells besides the tokens it offers, in order.
 
-    ``eos`` may not be chosen at positions before ``min_position``.
+    "high" is its largest logit, not finite if any is not. With x = (logit - high) / temperature over all its ids,
+    or if ``truncated`` over those that are never chosen, "total" is the sum of exp x and "dot" that of x exp x;
+    "other" is the largest logit but the offered one, or if ``truncated`` of those that are never chosen. "mass" is
+    the sum of exp x over the ids that may be chosen, with x taken from the largest of them.
     """
-
-    confidence: str
-    mask: int
-    num_tokens: int
-    eos: tuple[int, ...] = ()
-    min_position: int = 0
-    temperature: float = 0.0
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int = 0
-
-    @property
-    def truncated(self) -> bool:
-        return self.top_p is not None or self.top_k is not None
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """What a shard tells besides the tokens it offers, in order.
-
-        "high" is its largest logit, not finite if any is not. With x = (logit - high) / temperature over all its ids,
-        or if ``truncated`` over those that are never chosen, "total" is the sum of exp x and "dot" that of x exp x;
-        "other" is the largest logit but the offered one, or if ``truncated`` of those that are never chosen. "mass" is
-        the sum of exp x over the ids that may be chosen, with x taken from the largest of them.
-        """
-        names = ["high", "total"]
-        if self.confidence == "neg_entropy":
-            names.append("dot")
-        elif self.confidence == "margin":
-            names.append("other")
-        if self.top_p is not None and self.top_k is None:
-            names.append("mass")
-        return tuple(names)
+    names = ["high", "total"]
+    if scoring.confidence == "neg_entropy":
+        names.append("dot")
+    elif scoring.confidence == "margin":
+        names.append("other")
+    if scoring.top_p is not None and scoring.top_k is None:
+        names.append("mass")
+    return tuple(names)
 
 
 def shard_scores(
@@ -82,7 +61,7 @@ def shard_scores(
         head, values, ids = _offer_one(x, high, scoring, positions, round_, first)
     head["high"] = high
     # Ids are numbers rather than bits: float32 is exact up to 2^24, and devices may flush what looks denormal.
-    return torch.cat([*(head[name] for name in scoring.columns), values, ids.float()], -1)
+    return torch.cat([*(head[name] for name in columns(scoring)), values, ids.float()], -1)
 
 
 def merge_scores(
@@ -95,7 +74,7 @@ def merge_scores(
     logit or the confidence is not finite, nothing may be made of the rest. If top_p would keep tokens that their shard
     did not offer, others that follow them take their place.
     """
-    names, temperature = scoring.columns, scoring.temperature
+    names, temperature = columns(scoring), scoring.temperature
     head = dict(zip(names, stats[..., : len(names)].unbind(-1), strict=True))  # [shards, R] each
     values, ids = stats[..., len(names) :].transpose(0, 1).chunk(2, -1)  # [R, shards, K] each
     if scoring.truncated:
@@ -152,7 +131,7 @@ def _offer_best(
     x.masked_fill_(allowed != -math.inf, -math.inf)
     head = {"other": x.amax(-1, keepdim=True)} if scoring.confidence == "margin" else {}
     head |= _sums(x, high, scoring)
-    if "mass" in scoring.columns:
+    if "mass" in columns(scoring):
         head["mass"] = _scaled(allowed, _best(allowed), scoring.temperature).exp_().sum(-1, keepdim=True)
     size = x.shape[-1]
     count = size if limit is None else limit
@@ -211,8 +190,8 @@ def _ban(x: Tensor, scoring: Scoring, positions: Tensor, first: int) -> list[tup
     never: list[Where] = []
     if 0 <= scoring.mask - first < size:
         never.append((everywhere, slice(scoring.mask - first, scoring.mask - first + 1)))
-    if scoring.num_tokens < first + size:
-        never.append((everywhere, slice(max(scoring.num_tokens - first, 0), None)))
+    if scoring.num_token_ids < first + size:
+        never.append((everywhere, slice(max(scoring.num_token_ids - first, 0), None)))
     eos = [token - first for token in scoring.eos if 0 <= token - first < size]
     early = positions < scoring.min_position
     if eos and bool(early.any()):

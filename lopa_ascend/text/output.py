@@ -43,7 +43,7 @@ class OutputStream:
         length = len(self._tokens)
         stop_reason: int | str | None = update.stop_token_id
         if self._text is not None and self._text.stopped is not None:
-            length, stop_reason = self._text.num_tokens, self._text.stopped
+            length, stop_reason = self._text.num_text_tokens, self._text.stopped
         tokens, probs = tuple(self._tokens[:length]), tuple(self._probs[:length])
         output = GenerationOutput(
             prompt_token_ids=self._prompt,

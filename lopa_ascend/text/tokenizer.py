@@ -48,7 +48,7 @@ class Tokenizer:
         self._backend = backend
         self._added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
         self._pieces: dict[int, bytes] = {}
-        self.size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values())
+        self.num_token_ids: int = 1 + max(backend.get_vocab(with_added_tokens=True).values())
 
     def encode(self, text: str) -> list[int]:
         """Token ids; special tokens in the text are recognised, none is added.
@@ -130,7 +130,7 @@ class TextStream:
         return bisect_right(self._ends, len(self._shown))
 
     @property
-    def num_tokens(self) -> int:
+    def num_text_tokens(self) -> int:
         """Tokens that the visible text needs: when stopped, up to the one that completes the stop string."""
         return len(self._ends) if self.stopped is None else bisect_left(self._ends, self._stop_end) + 1
 
@@ -212,9 +212,9 @@ def load_tokenizer(path: str | Path, vocab_size: int, chat_template: str | None 
     known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     backend.add_special_tokens([token for token in dict.fromkeys([*named.values(), *others]) if token not in known])
     tokenizer = Tokenizer(backend, named, chat_template or _chat_template(path, config))
-    if tokenizer.size > vocab_size:
+    if tokenizer.num_token_ids > vocab_size:
         raise TokenizerError(
-            f"{source}: has ids up to {tokenizer.size - 1}, expected less than vocab_size {vocab_size}"
+            f"{source}: has ids up to {tokenizer.num_token_ids - 1}, expected less than vocab_size {vocab_size}"
         )
     return tokenizer
 

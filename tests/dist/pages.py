@@ -33,7 +33,7 @@ def leave_out_writes(patch: pytest.MonkeyPatch, kept: Callable[[Share, SequenceS
 
     def writes(share, pages, flat):
         slots, source = whole(share, pages, flat)
-        live = [page for slot in kept(share, pages) for page in pages.tables[slot]]
+        live = [page for slot in kept(share, pages) for page in pages.page_tables[slot]]
         where = np.isin(slots // PAGE_SIZE, live)
         return slots[where], source[where]
 
@@ -79,14 +79,14 @@ def differing(engine: Engine) -> int:
     """Slots of all ranks whose committed keys and values are not those of slot 0 here."""
     digests = []
     for sequence in engine.scheduler.running:
-        for table in sequence.tables.tables:
+        for table in sequence.page_tables.by_slot:
             at = torch.from_numpy(slot_mapping(table, 0, sequence.committed))
             digests.append(zlib.crc32(engine.runner.pool.caches.flatten(2, 3)[:, :, at].numpy().tobytes()))
-        digests += [digests[-len(sequence.tables.tables)]]  # slot 0's once more, to compare the others with
+        digests += [digests[-len(sequence.page_tables.by_slot)]]  # slot 0's once more, to compare the others with
     gathered = engine.mesh.bp.all_gather(torch.tensor(digests or [0]), "test")
     count, first = 0, 0
     for sequence in engine.scheduler.running:
-        last = first + len(sequence.tables.tables)
+        last = first + len(sequence.page_tables.by_slot)
         count += int((gathered[:, first:last] != gathered[0, last]).sum())
         first = last + 1
     return count

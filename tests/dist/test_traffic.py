@@ -48,7 +48,7 @@ def recorded(tp: int, bp: int) -> list[list[Step]]:
 
 def branches_bound(plan: SequencePlan, bp: int) -> int:
     """12 bytes x positions of its active blocks x branches of a group."""
-    return 12 * (max(row.end for row in plan.rows) - plan.start - plan.commit) * math.ceil(len(plan.rows) / bp)
+    return 12 * (max(row.end for row in plan.rows) - plan.start - plan.num_new) * math.ceil(len(plan.rows) / bp)
 
 
 @pytest.mark.parametrize(("tp", "bp"), [(1, 2), (2, 2)])
@@ -70,8 +70,8 @@ def test_every_step_sends_what_the_formulas_say(tp: int, bp: int) -> None:
             assert sent["control"].num_bytes == 8 * sent["control"].calls <= 16  # a heartbeat may come before it
             others = sent["control"].num_bytes + step.sent("agreement").num_bytes
             assert sent["branches"].num_bytes + others <= bound + 256
-        committing = [plan for plan in step.plans if plan.commit and len(plan.rows) > 1]
-        full = [plan.commit for plan in committing if plan.winner_commits]
+        committing = [plan for plan in step.plans if plan.num_new and len(plan.rows) > 1]
+        full = [plan.num_new for plan in committing if plan.winner_commits]
         assert sent["kv"].num_bytes == sum(commit * kv_position + hidden for commit in full)
         second_phases, commits = second_phases + len(full), commits + len(committing)
     assert 0 < second_phases < commits

@@ -24,7 +24,8 @@ from lopa_ascend.backend.npu.ops import NpuOps
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.graph.score import GreedyScore
 from lopa_ascend.kv.pages import PAGE_SIZE
-from lopa_ascend.model.dream import Dream, ForwardInputs
+from lopa_ascend.model.base import ForwardInputs
+from lopa_ascend.model.dream import Dream
 from lopa_ascend.parallel.collectives import ALONE, Group
 from lopa_ascend.parallel.launch import LOOPBACK
 from tests.npu.lab import collectives, device  # noqa: F401
@@ -67,8 +68,8 @@ class Sample:
         weights = dream_weights(config, torch.float32)
         own = {name: part(config, name, weight, group).to(ops.device) for name, weight in weights.items()}
         self.model = Dream(config, own, ops, group)
-        first = self.model.first_token
-        ids = range(first, first + self.model.num_tokens)
+        first = self.model.first_token_id
+        ids = range(first, first + self.model.local_vocab_size)
         self.score = GreedyScore(ids, config.mask_token_id, NUM_TOKENS, group, ops.device)
         self.device = str(ops.device)
         _, self.num_pages = paged_entries(BLOCKS, KV_LENGTHS)

@@ -92,8 +92,8 @@ class Sample:
         config = replace(dream_7b(num_layers), vocab_size=VOCABULARY, mask_token_id=MASK)
         own = share(config, group.size)
         self.model = Dream(config, dream_weights(own, torch.bfloat16, filled=False), variant.ops, group)
-        first = self.model.first_token
-        ids = range(first, first + self.model.num_tokens)
+        first = self.model.first_token_id
+        ids = range(first, first + self.model.local_vocab_size)
         self.score = GreedyScore(ids, MASK, NUM_TOKENS, group, variant.ops.device)
         shape = (NUM_PAGES, PAGE_SIZE, own.num_kv_heads, config.head_dim)
         self.k_caches, self.v_caches = (

@@ -11,7 +11,7 @@ from torch import Tensor
 from lopa_ascend.backend import Entries
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.kv.pages import PAGE_SIZE
-from lopa_ascend.model.dream import ForwardInputs
+from lopa_ascend.model.base import ForwardInputs
 
 SMALL_VOCABULARY = 512
 
@@ -83,7 +83,7 @@ def forward_inputs(entries: Entries, num_pages: int) -> ForwardInputs:
     return ForwardInputs(
         tokens=torch.randint(SMALL_VOCABULARY, (count,)),
         positions=torch.randint(2048, (count,)),
-        slots=torch.randperm(num_pages * PAGE_SIZE)[:count],
+        slot_mapping=torch.randperm(num_pages * PAGE_SIZE)[:count],
         source=None,
         entries=entries,
         rows=torch.randperm(count),
@@ -100,6 +100,6 @@ def moved(inputs: ForwardInputs, device: str) -> ForwardInputs:
 
 def overwrite(inputs: ForwardInputs, other: ForwardInputs) -> None:
     """Puts other tensors into the memory of these; lengths stay."""
-    for name in ("tokens", "positions", "slots", "rows"):
+    for name in ("tokens", "positions", "slot_mapping", "rows"):
         getattr(inputs, name).copy_(getattr(other, name))
     inputs.entries.page_tables.copy_(other.entries.page_tables)

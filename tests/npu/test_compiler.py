@@ -23,7 +23,8 @@ from lopa_ascend.backend.npu.compiler import LENGTHS
 from lopa_ascend.backend.npu.ops import NpuOps
 from lopa_ascend.graph.compile import load_compiler
 from lopa_ascend.kv.pages import PAGE_SIZE
-from lopa_ascend.model.dream import Dream, ForwardInputs
+from lopa_ascend.model.base import ForwardInputs
+from lopa_ascend.model.dream import Dream
 from tests.npu.lab import capture, device, engine  # noqa: F401
 from tests.npu.lab.traffic import host_traffic
 from tests.npu.samples import SMALL_VOCABULARY, dream_weights, small_dream

@@ -48,7 +48,7 @@ class Plain:
         inputs = moved(forward_inputs(self.entries, num_pages), "npu")
         shape = (2 * num_layers, num_pages, PAGE_SIZE, config.num_kv_heads, config.head_dim)
         caches = torch.randn(shape).bfloat16().to("npu")
-        self.args = [inputs.tokens, inputs.positions, inputs.slots, inputs.entries.page_tables, *caches.unbind()]
+        self.args = [inputs.tokens, inputs.positions, inputs.slot_mapping, inputs.entries.page_tables, *caches.unbind()]
 
     def __call__(self, tokens: Tensor, positions: Tensor, slots: Tensor, tables: Tensor, *caches: Tensor) -> Tensor:
         entries = replace(self.entries, page_tables=tables)

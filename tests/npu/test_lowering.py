@@ -15,7 +15,8 @@ from lopa_ascend.backend import Ops
 from lopa_ascend.backend.cpu import CpuOps
 from lopa_ascend.backend.npu.ops import NpuOps
 from lopa_ascend.kv.pages import PAGE_SIZE
-from lopa_ascend.model.dream import Dream, ForwardInputs
+from lopa_ascend.model.base import ForwardInputs
+from lopa_ascend.model.dream import Dream
 from tests.npu import report
 from tests.npu.lab import capture, device  # noqa: F401
 from tests.npu.lab.constraints import numeric

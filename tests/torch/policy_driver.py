@@ -22,7 +22,7 @@ from lopa_ascend.graph.inputs import Inputs, Known
 from lopa_ascend.graph.policy import Params, Predicted, Rows, State
 from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
 from lopa_ascend.parallel.placement import Placement
-from lopa_ascend.runner.layout import lay_out
+from lopa_ascend.runner.layout import build_layout
 from lopa_ascend.types import RowResult, SequencePlan, SequenceStep, StepRecord
 
 MASK, EOS, VOCAB = 50, (7, 9), 40
@@ -156,7 +156,7 @@ class Batch:
             pages[row, -(-(1 + self.sequences[row].params.lookaheads) // self.size) :] = -1
         self.trash = pages.numel() * PAGE_SIZE
         inputs = step_inputs.views(torch.empty(step_inputs.input_size(self.bucket), dtype=torch.int32), self.bucket)
-        self.edges = step_inputs.write_inputs(inputs, self.bucket, known, pages, self.params, self.trash)
+        self.entry_ends = step_inputs.write_inputs(inputs, self.bucket, known, pages, self.params, self.trash)
         return known, pages, inputs
 
     def given(self, inputs: Inputs) -> Params:
@@ -230,7 +230,7 @@ class Batch:
             source = inputs.model.source.view(S, R, -1)[row, slot, inside].tolist()
             assert [int(seen[i]) for i in source] == [p - 1 for p in positions]
             assert all(i == row or i - S in tokens[slot].tolist() for i in source)
-            assert tuple(self.edges[row, : opened - first].tolist()) == expected.edges
+            assert tuple(self.entry_ends[row, : opened - first].tolist()) == expected.entry_ends
             activated = rows.previous[row, b] <= inputs.params[3][row]
             blocks = seq.strategy.branches[b].blocks[1 + first :]
             assert activated[: len(blocks)].tolist() == [block.activated for block in blocks]
@@ -276,6 +276,6 @@ def expected_writes(plan: SequencePlan, pages: torch.Tensor, shared: int, size: 
     share = Placement(size, group).share(plan)
     if not share.rows:
         return {}
-    layout = lay_out([(share, SequenceStep("", tuple(map(tuple, pages.tolist())), shared))])
+    layout = build_layout([(share, SequenceStep("", tuple(map(tuple, pages.tolist())), shared))])
     positions, tokens = layout.positions[layout.source], layout.tokens[layout.source]
-    return dict(zip(layout.slots.tolist(), zip(positions.tolist(), tokens.tolist(), strict=True), strict=True))
+    return dict(zip(layout.slot_mapping.tolist(), zip(positions.tolist(), tokens.tolist(), strict=True), strict=True))

@@ -14,7 +14,8 @@ from lopa_ascend.backend.compiler import GraphError
 from lopa_ascend.backend.cpu import CpuOps
 from lopa_ascend.graph.compile import load_compiler
 from lopa_ascend.kv.pages import PAGE_SIZE
-from lopa_ascend.model.dream import Dream, ForwardInputs
+from lopa_ascend.model.base import ForwardInputs
+from lopa_ascend.model.dream import Dream
 from tests.npu.samples import SMALL_VOCABULARY, dream_weights, small_dream
 
 LENGTH, PAGES, NUM_PAGES = 8, 4, 12

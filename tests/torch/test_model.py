@@ -14,8 +14,7 @@ from lopa_ascend.kv.pages import pages_for
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.model.dream import Dream
 from lopa_ascend.runner.eager import Runner, SequenceState
-from lopa_ascend.score.sampling import Scoring
-from lopa_ascend.types import RowPlan, SequencePlan, SequenceStep
+from lopa_ascend.types import RowPlan, Scoring, SequencePlan, SequenceStep
 from tests import reference
 from tests.tiny import write_dream
 
@@ -72,7 +71,7 @@ def test_logits_are_those_of_qwen2(seed: int, full: bool, tmp_path) -> None:
     masked = tuple(range(prompt, end))
     edges = (end,) if full else (prompt, *range(prompt + BLOCK, end + 1, BLOCK))
     row = RowPlan(0, tuple(tokens), 0, edges, masked)
-    forward(model, SequencePlan(0, prompt, (row,), 1, winner_commits=full, prefix=prompt))
+    forward(model, SequencePlan(0, prompt, (row,), 1, winner_commits=full, num_open_blocks=0, prefix_length=prompt))
     ours = model.logits(model.hidden[: len(masked)])
 
     owner = torch.tensor([0] * prompt + [1 + i // BLOCK for i in range(blocks * BLOCK)])
@@ -96,6 +95,6 @@ def test_without_biases(tmp_path) -> None:
     outputs = []
     for some in (zero, same):
         model = Recorder(config, some, CpuOps())
-        forward(model, SequencePlan(0, 4, (RowPlan(0, (1, 2, 3, 4, 5, 6), 0, (4, 6), (4, 5)),), 1, False, 4))
+        forward(model, SequencePlan(0, 4, (RowPlan(0, (1, 2, 3, 4, 5, 6), 0, (4, 6), (4, 5)),), 1, 0, False, 4))
         outputs.append(model.hidden)
     torch.testing.assert_close(outputs[0], outputs[1])

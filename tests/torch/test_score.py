@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lopa_ascend.score.sampling import Scoring, gumbel_noise, merge_scores, shard_scores
+from lopa_ascend.score.sampling import gumbel_noise, merge_scores, shard_scores
+from lopa_ascend.types import Scoring
 
 VOCAB, MASK, TOKENS = 50, 40, 44
 GREEDY = Scoring("max_prob", MASK, TOKENS)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lopa_ascend.graph.score import GreedyScore, Scored
 from lopa_ascend.parallel.collectives import ALONE, Group
-from lopa_ascend.score.sampling import Scoring, merge_scores, shard_scores
+from lopa_ascend.score.sampling import merge_scores, shard_scores
+from lopa_ascend.types import Scoring
 
 VOCAB, MASK, TOKENS, ROWS = 331, 150, 310, 40
 SPLITS = [[], [TOKENS], [MASK, MASK + 1, TOKENS + 5], [3, 4, 200], [100, 200, 300]]

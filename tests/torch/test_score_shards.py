@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lopa_ascend.score.sampling import Scoring, gumbel_noise, merge_scores, shard_scores
+from lopa_ascend.score.sampling import gumbel_noise, merge_scores, shard_scores
+from lopa_ascend.types import Scoring
 
 VOCAB, MASK, TOKENS, ROWS = 331, 150, 310, 13
 GREEDY = Scoring("max_prob", MASK, TOKENS, eos=(3, 200), min_position=5)
@@ -191,7 +192,7 @@ def test_shards_of_any_size_tell_as_many_numbers(changes, numbers) -> None:
 def test_a_nucleus_beyond_the_offers_is_drawn_from_the_offers() -> None:
     x = torch.zeros(2000, VOCAB)
     x[:, MASK] = -50.0
-    scoring = replace(GREEDY, temperature=1.0, top_p=0.9, min_position=0, num_tokens=VOCAB)
+    scoring = replace(GREEDY, temperature=1.0, top_p=0.9, min_position=0, num_token_ids=VOCAB)
     token, prob, _, finite = score(x, scoring, [100], limit=4)
     assert set(token.tolist()) == {0, 1, 2, 3, 100, 101, 102, 103}
     torch.testing.assert_close(prob, torch.full((2000,), 1 / 8))

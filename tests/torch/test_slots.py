@@ -11,12 +11,11 @@ import torch
 from lopa_ascend import DecodingParams, checkpoint
 from lopa_ascend.backend.cpu import CpuOps
 from lopa_ascend.decode import begin
-from lopa_ascend.kv.pages import PAGE_SIZE, SlotTables, pages_for, slot_mapping
+from lopa_ascend.kv.pages import PAGE_SIZE, PageTables, pages_for, slot_mapping
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.model.dream import Dream
 from lopa_ascend.runner.eager import ForwardResult, Runner, SequenceState
-from lopa_ascend.score.sampling import Scoring
-from lopa_ascend.types import RowPlan, RowResult, SequencePlan, SequenceStep, StepPlan
+from lopa_ascend.types import RowPlan, RowResult, Scoring, SequencePlan, SequenceStep, StepPlan
 from tests.tiny import write_dream
 
 
@@ -32,7 +31,7 @@ class Run:
             self.config.kv_shape(), pages_for(len(prompt) + params.max_new_tokens) * slots, torch.float32, "cpu"
         )
         self.runner = Runner(self.model, pool, self.model.ops)
-        self.tables = SlotTables(pool.allocator, slots)
+        self.page_tables = PageTables(pool.allocator, slots)
         scoring = Scoring("max_prob", self.config.mask_token_id, self.config.vocab_size)
         self.state = SequenceState(self.strategy, scoring, None)
 
@@ -44,20 +43,20 @@ class Run:
         return forward, results
 
     def make_room(self, plan: SequencePlan) -> None:
-        self.tables.make_room(self.runner.placement.demand(plan))
-        self.pages = SequenceStep("one", tuple(map(tuple, self.tables.tables)), self.tables.num_shared)
+        self.page_tables.make_room(self.runner.placement.demand(plan))
+        self.pages = SequenceStep("one", tuple(map(tuple, self.page_tables.by_slot)), self.page_tables.num_shared)
 
     def steps(self):
         self.state.pending = self.strategy.plan()
         while (plan := self.state.pending) is not None:
             self.make_room(plan)
             _, result = self.runner.step({"one": self.state}, StepPlan(0, False, (self.pages,)))
-            self.tables.share_committed(self.strategy.cached)
+            self.page_tables.share_committed(self.strategy.num_committed)
             yield plan, result.sequences[0].record
 
     def committed(self, slot: int) -> torch.Tensor:
         """[2, layers, committed, kv_heads, head_dim] of a slot."""
-        at = torch.from_numpy(slot_mapping(self.tables.tables[slot], 0, self.strategy.cached))
+        at = torch.from_numpy(slot_mapping(self.page_tables.by_slot[slot], 0, self.strategy.num_committed))
         return self.runner.pool.caches.flatten(2, 3)[:, :, at]
 
 
@@ -76,12 +75,12 @@ def test_all_slots_hold_the_same_committed_keys_and_values(attention: str, promp
     for _ in run.steps():
         slots = [run.committed(slot) for slot in range(run.strategy.num_branches)]
         assert all(torch.equal(slots[0], other) for other in slots[1:])
-        full = run.strategy.cached // PAGE_SIZE
-        tables = run.tables.tables
+        full = run.strategy.num_committed // PAGE_SIZE
+        tables = run.page_tables.by_slot
         assert all(table[:full] == tables[0][:full] for table in tables)
         private = [page for table in tables for page in table[full:]]
         assert len(set(private)) == len(private)
-    run.tables.release()
+    run.page_tables.release()
     assert run.runner.pool.allocator.num_free == run.runner.pool.num_pages
 
 
@@ -93,15 +92,15 @@ def test_the_committed_values_are_those_of_a_run_without_branches_reading_one_sl
     for _ in run.steps():
         pass
     text = [*prompt, *run.strategy.winner.tokens]
-    assert run.strategy.cached > len(prompt)
-    end = run.strategy.cached
+    assert run.strategy.num_committed > len(prompt)
+    end = run.strategy.num_committed
     again = Run(tmp_path, prompt, params)
     edges = (100, *range(124, end + 1, 24))
     row = RowPlan(0, tuple(text[:end]), 0, edges, (100,))
-    plan = SequencePlan(0, end, (row,), 1, winner_commits=False, prefix=100)
+    plan = SequencePlan(0, end, (row,), 1, winner_commits=False, num_open_blocks=0, prefix_length=100)
     again.make_room(plan)
     again.forward(plan)
-    again.strategy.cached = end
+    again.strategy.num_committed = end
     torch.testing.assert_close(again.committed(0), run.committed(0), rtol=1e-4, atol=1e-5)
 
 
@@ -136,6 +135,6 @@ def test_a_branch_is_bit_equal_whatever_shares_its_batch(attention: str, tmp_pat
         forward, results = run.forward(plan)
         record = run.strategy.absorb(plan, results, 0, 0)
         run.runner.commit(run.state, run.runner.placement.share(plan), run.pages, record.winner, forward)
-        run.tables.share_committed(run.strategy.cached)
+        run.page_tables.share_committed(run.strategy.num_committed)
         plan = run.strategy.plan()
     assert compared > 5

@@ -32,8 +32,7 @@ def test_layers_are_as_designed():
     assert contract["type"] == "layers"
     assert contract["exhaustive"]
     assert layers == [
-        {"serve"},
-        {"llm"},
+        {"serve", "llm"},
         {"engine"},
         {"graph"},
         {"runner"},

@@ -39,15 +39,15 @@ def test_threshold_count_is_the_published_comparison(fraction: float, length: in
 
 def test_round_one_is_prefill_and_first_step_in_one() -> None:
     plan = planned(begin([1, 2, 3], params(), MASK, frozenset()))
-    assert (plan.start, plan.commit) == (0, 3)
+    assert (plan.start, plan.num_new) == (0, 3)
     assert plan.rows[0].tokens == (1, 2, 3, MASK, MASK, MASK, MASK)
-    assert plan.rows[0].edges == (3, 7)
+    assert plan.rows[0].entry_ends == (3, 7)
     assert plan.rows[0].masked == (3, 4, 5, 6)
 
 
 def test_full_attention_is_one_entry() -> None:
     plan = planned(begin([1, 2, 3], params(window_attention="full"), MASK, frozenset()))
-    assert plan.rows[0].edges == (7,)
+    assert plan.rows[0].entry_ends == (7,)
     assert plan.winner_commits
 
 

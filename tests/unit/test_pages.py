@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lopa_ascend.kv.pages import PAGE_SIZE, OutOfPages, PageAllocator, SlotTables
+from lopa_ascend.kv.pages import PAGE_SIZE, OutOfPages, PageAllocator, PageTables
 
 
 @given(st.lists(st.integers(0, 6), max_size=60))
@@ -34,20 +34,20 @@ def test_an_empty_pool_says_so() -> None:
 
 def test_full_committed_pages_are_shared_and_the_window_is_private() -> None:
     allocator = PageAllocator(16)
-    slots = SlotTables(allocator, 3)
+    slots = PageTables(allocator, 3)
     for slot in range(3):
         slots.grow(slot, PAGE_SIZE + 10)
     assert allocator.num_free == 16 - 6
     slots.share_committed(PAGE_SIZE)
-    assert {table[0] for table in slots.tables} == {slots.tables[0][0]}
-    assert len({table[1] for table in slots.tables}) == 3
+    assert {table[0] for table in slots.by_slot} == {slots.by_slot[0][0]}
+    assert len({table[1] for table in slots.by_slot}) == 3
     assert allocator.num_free == 16 - 4
     slots.release()
     assert allocator.num_free == 16
 
 
 def test_a_slot_that_had_no_page_yet_shares_slot_zeros() -> None:
-    slots = SlotTables(PageAllocator(8), 2)
+    slots = PageTables(PageAllocator(8), 2)
     slots.grow(0, 3 * PAGE_SIZE)
     slots.share_committed(2 * PAGE_SIZE + 1)
-    assert slots.tables[1] == slots.tables[0][:2]
+    assert slots.by_slot[1] == slots.by_slot[0][:2]

@@ -71,31 +71,33 @@ def test_every_branch_is_computed_once_and_every_group_has_what_commits(window: 
             assert shares[group].rows[at].tokens == row.tokens
             assert shares[group].rows[at].masked == row.masked
         for share in shares:
-            if plan.commit and not placements[0].sends_values(plan):
+            if plan.num_new and not placements[0].sends_values(plan):
                 assert share.rows
-                assert share.rows[-1].tokens[: plan.commit] == plan.rows[-1].tokens[: plan.commit]
+                assert share.rows[-1].tokens[: plan.num_new] == plan.rows[-1].tokens[: plan.num_new]
             seen_idle += not share.rows
         demands = {placement.demand(plan) for placement in placements}
         assert len(demands) == 1
         (demand,) = demands
         computed = [sum(row.end - row.compute_from for row in share.rows) for share in shares]
-        assert demand.num_tokens == max(computed)
+        assert demand.num_computed == max(computed)
         assert all(
-            end >= row.end for share in shares for row, end in zip(share.rows, ends(share, demand.ends), strict=True)
+            end >= row.end
+            for share in shares
+            for row, end in zip(share.rows, ends(share, demand.slot_ends), strict=True)
         )
-        assert demand.committed_end == plan.start + plan.commit
+        assert demand.committed_end == plan.start + plan.num_new
     assert seen_idle or size == 1
 
 
 def ends(share: Share, by_slot: tuple[int, ...]) -> list[int]:
-    return [max(by_slot[slot], share.plan.start + share.plan.commit) for slot in share.slots]
+    return [max(by_slot[slot], share.plan.start + share.plan.num_new) for slot in share.slots]
 
 
 def test_a_group_without_a_branch_computes_only_what_commits() -> None:
     first = plans(0, "block_causal")[0]
     assert len(first.rows) == 1
     (row,) = Placement(2, 1).share(first).rows
-    assert (row.tokens, row.edges, row.masked) == (tuple(range(10)), (10,), ())
+    assert (row.tokens, row.entry_ends, row.masked) == (tuple(range(10)), (10,), ())
 
 
 def test_with_full_attention_every_group_runs_a_branch_that_is_alone() -> None:
@@ -105,6 +107,6 @@ def test_with_full_attention_every_group_runs_a_branch_that_is_alone() -> None:
     assert row.tokens == first.rows[0].tokens
     assert row.masked == ()
     assert not Placement(2, 1).sends_values(first)
-    later = next(plan for seed in range(9) for plan in plans(seed, "full") if len(plan.rows) > 1 and plan.commit)
+    later = next(plan for seed in range(9) for plan in plans(seed, "full") if len(plan.rows) > 1 and plan.num_new)
     assert Placement(2, 1).sends_values(later)
     assert not Placement(1, 0).sends_values(later)

@@ -66,7 +66,7 @@ def test_every_step_fills_a_position_or_the_request_ends(setup: dict, seed: int)
         before = list(tokens)
     assert MASK not in before
     assert strategy.num_forwards <= setup["max_new_tokens"] + 1
-    assert strategy.cached <= 3 + setup["max_new_tokens"]
+    assert strategy.num_committed <= 3 + setup["max_new_tokens"]
 
 
 @settings(max_examples=300)
@@ -99,11 +99,11 @@ def test_plans_are_consistent(setup: dict, seed: int) -> None:
         assert 1 <= len(plan.rows) <= plan.num_branches == 1 + params.lookaheads
         anchor = plan.rows[-1]
         for row in plan.rows:
-            assert row.start == plan.start == strategy.cached
-            assert row.edges[-1] == row.end
+            assert row.start == plan.start == strategy.num_committed
+            assert row.entry_ends[-1] == row.end
             assert [p for p, t in enumerate(row.tokens, row.start) if t == MASK] == list(row.masked)
             shared = row.compute_from - row.start
             assert row.tokens[:shared] == anchor.tokens[:shared]
-            assert plan.commit <= shared or params.window_attention == "full" or row is anchor
-            assert not any(MASK == t for t in row.tokens[: plan.commit])
+            assert plan.num_new <= shared or params.window_attention == "full" or row is anchor
+            assert not any(MASK == t for t in row.tokens[: plan.num_new])
         strategy.absorb(plan, answer(plan, seed, strategy.num_forwards), 0, 0)

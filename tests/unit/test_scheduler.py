@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lopa_ascend.config import DecodingParams, Limits, ParameterError
 from lopa_ascend.engine.scheduler import Scheduler, Sequence
-from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, SlotTables, worst_case
+from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, PageTables, worst_case
 from lopa_ascend.kv.prefix_cache import PrefixCache, PrefixKey
 from lopa_ascend.types import Demand, SequenceResult, SequenceStep, StepPlan
 
@@ -101,8 +101,8 @@ class Paper:
             arrival = self.running[sequence.request_id]
             if admission.entry is not None and admission.entry.partial_page is not None:
                 page = scheduler.allocator.share(admission.entry.pages[-1])
-                for slot, table in enumerate(sequence.tables.tables):
-                    sequence.tables.grow(slot, arrival.prompt)
+                for slot, table in enumerate(sequence.page_tables.by_slot):
+                    sequence.page_tables.grow(slot, arrival.prompt)
                     self.pages[table[-1]] = list(self.pages[page])
                 scheduler.allocator.release(page)
             sequence.demand = self.demand(sequence.request_id, sequence.committed)
@@ -114,7 +114,7 @@ class Paper:
         self.plans.append(plan)
         assert not (plan.prefill and decoding and len(self.plans) > 1 and self.plans[-2].prefill)
         demands = [before[s.request_id].demand for s in plan.sequences]
-        tokens = sum(demand.num_tokens for demand in demands if demand is not None)
+        tokens = sum(demand.num_computed for demand in demands if demand is not None)
         assert tokens <= scheduler.limits.max_num_batched_tokens or len(plan.sequences) == 1
         self.check_owners()
         for pages in plan.sequences:
@@ -126,12 +126,12 @@ class Paper:
         private: list[int] = [
             page
             for sequence in scheduler.running
-            for table in sequence.tables.tables
+            for table in sequence.page_tables.by_slot
             for page in table
             if scheduler.allocator.references(page) == 1
         ]
         assert len(private) == len(set(private))
-        held = {page for s in scheduler.running for table in s.tables.tables for page in table}
+        held = {page for s in scheduler.running for table in s.page_tables.by_slot for page in table}
         cached = scheduler.prefix_cache.num_evictable if scheduler.prefix_cache else 0
         assert scheduler.allocator.num_free + cached + len(held) == scheduler.allocator.num_pages
         assert all(s.reserved >= 0 for s in scheduler.running)
@@ -144,17 +144,17 @@ class Paper:
         arrival = self.running[name]
         own = [("prompt", self.key(arrival)) if start < arrival.prompt else name, name]
         common = start if demand.winner_commits else demand.committed_end
-        for slot, end in enumerate(demand.ends):
+        for slot, end in enumerate(demand.slot_ends):
             first = start if slot == 0 else max(start, pages.num_shared * PAGE_SIZE)
-            self.write(pages.tables[slot], first, max(first, common), own[0])
-            self.write(pages.tables[slot], max(first, common), max(first, common, end), (name, slot))
-        for slot, end in enumerate(demand.ends):
-            self.check(pages.tables[slot], start, common, own[0])
-            self.check(pages.tables[slot], common, end, (name, slot))
+            self.write(pages.page_tables[slot], first, max(first, common), own[0])
+            self.write(pages.page_tables[slot], max(first, common), max(first, common, end), (name, slot))
+        for slot, end in enumerate(demand.slot_ends):
+            self.check(pages.page_tables[slot], start, common, own[0])
+            self.check(pages.page_tables[slot], common, end, (name, slot))
         if demand.winner_commits:
             end = demand.committed_end
-            self.write(pages.tables[0], start, end, own[0])
-            for table in pages.tables[1:]:
+            self.write(pages.page_tables[0], start, end, own[0])
+            for table in pages.page_tables[1:]:
                 first = max(start, end // PAGE_SIZE * PAGE_SIZE)
                 self.write(table, first, max(first, end), own[0])
         if sequence.prefills:
@@ -163,7 +163,7 @@ class Paper:
         done = committed >= arrival.prompt + arrival.new
         following = None if done else self.demand(name, committed)
         self.scheduler.advance(SequenceResult(name, committed, following))
-        for own_table in [] if done else sequence.tables.tables:
+        for own_table in [] if done else sequence.page_tables.by_slot:
             self.check(own_table, 0, arrival.prompt, ("prompt", self.key(arrival)))
             self.check(own_table, arrival.prompt, committed, name)
         if done:
@@ -173,10 +173,10 @@ class Paper:
         cache, key = self.scheduler.prefix_cache, sequence.key
         if cache is None or key is None:
             return
-        pages = cache.take_pages(key, sequence.tables.tables[0])
+        pages = cache.take_pages(key, sequence.page_tables.by_slot[0])
         if pages is not None:
             if len(key.tokens) % PAGE_SIZE:
-                self.pages[pages[-1]] = list(self.pages[sequence.tables.tables[0][len(pages) - 1]])
+                self.pages[pages[-1]] = list(self.pages[sequence.page_tables.by_slot[0][len(pages) - 1]])
             cache.insert(key, pages, "hidden")
 
     def drive(self, arriving: list[Arrival]) -> list[str]:
@@ -188,7 +188,7 @@ class Paper:
                 if arrival.step == step:
                     name = f"r{index}"
                     self.running[name] = arrival
-                    tables = SlotTables(scheduler.allocator, arrival.slots)
+                    tables = PageTables(scheduler.allocator, arrival.slots)
                     limit = arrival.prompt + arrival.new
                     scheduler.add(Sequence(name, arrival.prompt, limit, tables, self.key(arrival)))
                 elif arrival.abort_after is not None and arrival.step + arrival.abort_after == step:

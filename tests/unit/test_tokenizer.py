@@ -66,7 +66,7 @@ def test_equals_transformers(tmp_path: Path) -> None:
         assert ids == theirs.encode(text, add_special_tokens=False), text
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
         assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids)
-    assert ours.size == len(theirs) == VOCAB_SIZE
+    assert ours.num_token_ids == len(theirs) == VOCAB_SIZE
 
 
 def test_chat_equals_transformers(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_extra_special_tokens(tmp_path: Path) -> None:
     tokenizer = some(tmp_path)
     assert tokenizer.encode("<|image|>") == [VOCAB_SIZE - 1]
     assert tokenizer.is_special(VOCAB_SIZE - 1)
-    assert tokenizer.size == VOCAB_SIZE
+    assert tokenizer.num_token_ids == VOCAB_SIZE
 
 
 def test_added_token_outside_the_byte_alphabet_is_text(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_no_tokenizer_files(tmp_path: Path) -> None:
 
 def test_larger_than_the_model(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
-    assert some(tmp_path).size == VOCAB_SIZE
+    assert some(tmp_path).num_token_ids == VOCAB_SIZE
     with pytest.raises(TokenizerError, match=r"vocab\.json: has ids up to 319, expected less than vocab_size 319"):
         load_tokenizer(tmp_path, VOCAB_SIZE - 1)
 
@@ -304,7 +304,7 @@ def test_stream_without_stop_is_decode(ids: list[int], borders: list[int]) -> No
     assert final.startswith(shown)
     assert final == tiny().decode(ids) == stream.finish(ids)
     assert stream.stopped is None
-    assert stream.num_tokens == len(ids)
+    assert stream.num_text_tokens == len(ids)
 
 
 def known_lengths(ids: list[int]) -> list[int]:
@@ -347,7 +347,7 @@ def test_stream_with_stop_strings(ids: list[int], borders: list[int], stops: tup
             break
     early = stream.stopped is not None
     text = stream.finish(ids)
-    assert (text, stream.stopped, stream.num_tokens) == expected
+    assert (text, stream.stopped, stream.num_text_tokens) == expected
     if early:
         assert text == shown
     if stream.stopped is not None:
@@ -361,7 +361,7 @@ def test_stop_is_seen_at_once() -> None:
     assert stream.push(ids[:1]) == "hello"
     assert stream.push(ids[:2]) == "hello "
     assert stream.stopped == "the"
-    assert stream.num_tokens == 2
+    assert stream.num_text_tokens == 2
     assert stream.push(ids) == "hello "
 
 
@@ -378,7 +378,7 @@ def test_start_of_a_stop_string_is_held_back() -> None:
     ids = [byte_ids()[byte] for byte in b"xaabay"]
     stream = TextStream(tiny(), ("aac", "aba"))
     assert [stream.push(ids[:n]) for n in range(1, 7)] == ["x", "x", "x", "xa", "xa", "xa"]
-    assert (stream.stopped, stream.num_tokens) == ("aba", 5)
+    assert (stream.stopped, stream.num_text_tokens) == ("aba", 5)
 
 
 def test_no_token_is_decoded_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def tokenizer_info(tokenizer: Tokenizer, max_model_len: int) -> TokenizerInfo:
     named: dict[str, Any] = dict(tokenizer.special)
     return TokenizerInfo(
         tokenizer_class="ByteLevelBPE",
-        vocab_size=tokenizer.size,
+        vocab_size=tokenizer.num_token_ids,
         model_max_length=max_model_len,
         chat_template=tokenizer.chat_template,
         **named,

@@ -79,14 +79,14 @@ class Metrics:
         if choice.begun is None or choice.prefilled is None:
             return
         self._prompt.inc(choice.prompt_tokens)
-        self._generated.inc(choice.num_tokens)
+        self._generated.inc(choice.num_text_tokens)
         self._canvas.inc(choice.canvas_positions)
         if choice.finish_reason is None:
             return
         self._prompt_sizes.observe(choice.prompt_tokens)
-        self._answer_sizes.observe(choice.num_tokens)
+        self._answer_sizes.observe(choice.num_text_tokens)
         if choice.num_forwards:
-            self._tpf.observe(choice.num_tokens / choice.num_forwards)
+            self._tpf.observe(choice.num_text_tokens / choice.num_forwards)
         for name, seconds in _durations(choice).items():
             self._times[name].observe(seconds)
         for gap in choice.gaps:
@@ -128,8 +128,8 @@ def _durations(choice: ChoiceTimeline) -> dict[str, float]:
     }
     if choice.first_token is not None:
         times["time_to_first_token"] = choice.first_token - choice.arrived
-    if choice.num_tokens > 1:
-        times["request_time_per_output_token"] = (end - choice.prefilled) / (choice.num_tokens - 1)
+    if choice.num_text_tokens > 1:
+        times["request_time_per_output_token"] = (end - choice.prefilled) / (choice.num_text_tokens - 1)
     return times
 
 

@@ -22,7 +22,7 @@ class ChoiceTimeline:
     ended: float | None = None
     gaps: list[float] = field(default_factory=list)
     last: Update | None = None
-    num_tokens: int = 0
+    num_text_tokens: int = 0
     finish_reason: str | None = None
 
     def advance(self, now: float, step_seconds: float, update: Update, progress: Progress) -> None:
@@ -31,12 +31,12 @@ class ChoiceTimeline:
             self.begun, self.prefilled = max(self.arrived, now - step_seconds), now
         self.last = update
         visible = len(progress.token_ids)
-        if visible > self.num_tokens:
+        if visible > self.num_text_tokens:
             if self.last_token is not None:
                 self.gaps.append(now - self.last_token)
             self.first_token = now if self.first_token is None else self.first_token
             self.last_token = now
-        self.num_tokens = visible
+        self.num_text_tokens = visible
         if progress.output is not None:
             self.finish_reason, self.ended = progress.output.finish_reason, now
 
@@ -63,7 +63,7 @@ class Timeline:
 
     def summary(self, now: float, trouble: str | None) -> dict[str, object]:
         """The numbers of the log line. ``trouble``: why choices without an output ended."""
-        tokens, forwards = self._sum("num_tokens"), self._sum("num_forwards")
+        tokens, forwards = self._sum("num_text_tokens"), self._sum("num_forwards")
         first = min((c.first_token for c in self.choices if c.first_token is not None), default=None)
         reasons = sorted({choice.finish_reason or trouble or "abort" for choice in self.choices})
         return {

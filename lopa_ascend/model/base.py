@@ -1,0 +1,67 @@
+"""What the engine asks of a model: hidden states of a batch of tokens over paged keys and values, and logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from lopa_ascend.backend import Entries, Ops
+from lopa_ascend.config import ModelConfig
+from lopa_ascend.parallel.collectives import Group
+from lopa_ascend.types import Traffic
+
+Caches = Tensor | Sequence[Tensor]
+"""Keys, or values, of all layers: one tensor [layers, pages, 128, kv_heads, head_dim], or one tensor for each layer."""
+
+
+@dataclass(frozen=True)
+class ForwardInputs:
+    """The batch of one forward pass: T tokens of all rows of all sequences, one after the other."""
+
+    tokens: Tensor
+    """Token ids, int64 or int32 [T]."""
+    positions: Tensor
+    """Positions in their sequences, int64 or int32 [T]."""
+    slot_mapping: Tensor
+    """Flat cache positions (page * 128 + offset) that are written, int64 or int32 [W]. They are distinct."""
+    source: Tensor | None
+    """The token whose keys and values each of them takes, int64 [W]; None: token i goes to ``slot_mapping[i]``."""
+    entries: Entries
+    """Who attends to what."""
+    rows: Tensor | None
+    """Indices of the tokens whose hidden states are returned, int64 [R]; None: all."""
+
+
+class Model(Protocol):
+    """One rank's part of a model. ``tp`` is the group of ranks that split each forward pass."""
+
+    config: ModelConfig
+    """The whole model's, not the rank's part."""
+    ops: Ops
+    tp: Group
+    weights: Mapping[str, Tensor]
+    """What the model holds in device memory, for the report of its size."""
+    head: Tensor
+    """Weight of the LM head. Its dtype is that of hidden states, keys and values."""
+    first_token_id: int
+    """First token id of this rank's part of the vocabulary."""
+    local_vocab_size: int
+    """Token ids in this rank's part of the vocabulary."""
+
+    def forward(self, inputs: ForwardInputs, k_caches: Caches, v_caches: Caches) -> Tensor:
+        """Final normed hidden states [R, hidden] of ``inputs.rows``. Writes keys and values to the caches.
+
+        A compiled forward pass needs one cache tensor for each layer: a slice of a common tensor would be copied.
+        """
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] -> [R, local_vocab_size]."""
+        ...
+
+    def traffic(self, num_computed: int) -> tuple[Traffic, ...]:
+        """What this rank sends in a compiled forward pass over ``num_computed`` tokens."""
+        ...

@@ -1,0 +1,39 @@
+"""The nouns that every room shares: plain data, without torch and without imports of ours."""
+
+from lopa_ascend.types.decode import BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord
+from lopa_ascend.types.output import GenerationOutput, Progress, Update
+from lopa_ascend.types.stats import EngineStats, GraphStats, RankReport, Traffic
+from lopa_ascend.types.step import (
+    Demand,
+    KVShape,
+    Scoring,
+    SequenceResult,
+    SequenceStep,
+    Share,
+    StepPlan,
+    StepResult,
+)
+
+__all__ = [
+    "BranchRecord",
+    "Demand",
+    "EngineStats",
+    "Fill",
+    "GenerationOutput",
+    "GraphStats",
+    "KVShape",
+    "Progress",
+    "RankReport",
+    "RowPlan",
+    "RowResult",
+    "Scoring",
+    "SequencePlan",
+    "SequenceResult",
+    "SequenceStep",
+    "Share",
+    "StepPlan",
+    "StepRecord",
+    "StepResult",
+    "Traffic",
+    "Update",
+]

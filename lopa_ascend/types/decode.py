@@ -1,0 +1,117 @@
+"""What a decoding strategy asks of one forward pass, what it gets back, and what it records.
+
+Positions are absolute: 0 is the first position of the prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """A token put into one masked position."""
+
+    position: int
+    token: int
+    """Token id."""
+    max_prob: float
+    """Probability of the token, float32."""
+    confidence: float
+    """What the position is ranked by, float32; see ``DecodingParams.confidence``."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """One branch of one sequence in one forward pass."""
+
+    start: int
+    """First position of the row."""
+    tokens: tuple[int, ...]
+    """Token ids, masks included, of the positions [start, start + len(tokens))."""
+    compute_from: int
+    """Positions before this one hold the anchor's tokens and see only the anchor's tokens. Where the anchor, or another
+    row that equals it there, runs in the same forward pass, this row reuses its keys, values and predictions."""
+    entry_ends: tuple[int, ...]
+    """End positions of the attention entries, ascending. An entry covers the positions from the end of the entry before
+    it (or ``start``) to its own end, and its queries see every key before its end."""
+    masked: tuple[int, ...]
+    """Positions to predict, ascending."""
+
+    @property
+    def end(self) -> int:
+        """The position after the last one of the row."""
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePlan:
+    """What one sequence computes in one forward pass."""
+
+    start: int
+    """First position that is computed: the number of committed positions before the pass."""
+    num_new: int
+    """Positions from ``start`` on that this pass commits: their keys and values stay in the cache."""
+    rows: tuple[RowPlan, ...]
+    """The branches in evaluation order: lookahead branches by rank, the anchor last."""
+    num_branches: int
+    """The most rows that this sequence ever has in one pass."""
+    num_open_blocks: int
+    """Generated blocks that the anchor had before this plan added any."""
+    winner_commits: bool
+    """Full attention: keys and values differ by branch, so the winner's are copied to all slots after the pass."""
+    prefix_length: int
+    """Later queries attend to the first ``prefix_length`` positions in a separate pass over the keys: to the committed
+    positions or, while the prompt is computed, to the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """The predictions for one row: one value for each position of ``RowPlan.masked``, in the same order."""
+
+    tokens: tuple[int, ...]
+    """Token ids."""
+    max_probs: tuple[float, ...]
+    """Probabilities of those tokens, float32."""
+    confidences: tuple[float, ...]
+    """Confidences, float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class BranchRecord:
+    """One branch of one forward pass, for traces."""
+
+    lookahead: Fill | None
+    """The token that this branch holds in addition to the anchor; None for the anchor."""
+    end: int
+    """End of the branch's window."""
+    masks: int
+    """Masked positions before the pass."""
+    score: float
+    """The branch score: what the winner is chosen by."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One forward pass of one request, for traces."""
+
+    index: int
+    """Number of the pass, from 0."""
+    span: tuple[int, int]
+    """[start, end) of the winner's row."""
+    cache_length: int
+    """Committed positions before the pass."""
+    committed: int
+    """Positions that the pass adds to the committed ones."""
+    branches: tuple[BranchRecord, ...]
+    """The branches in evaluation order: lookahead branches by rank, the anchor last."""
+    winner: int
+    """Index of the winner in ``branches``."""
+    fills: tuple[Fill, ...]
+    """What was filled after the pass. A winning branch's own token is in ``branches[winner].lookahead``."""
+    fallbacks: int
+    """How many of the fills were below tau_conf: the one position that a fully activated block has to fill."""
+    model_tokens: int
+    """Tokens that this rank computed for the request."""
+    head_rows: int
+    """Rows of logits that this rank computed for the request."""

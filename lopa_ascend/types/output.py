@@ -1,0 +1,87 @@
+"""What a reader of the engine gets: updates from each step, progress with text, and the finished output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lopa_ascend.types.decode import StepRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one step did to one request, as token ids. Counters start with the request."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    """Tokens that became final in this step, in order. Final tokens never change."""
+    max_probs: tuple[float, ...]
+    """For each of them the probability at which it was filled."""
+    num_forwards: int
+    """Forward passes."""
+    num_positions: int
+    """Generated positions that were opened, filled or not."""
+    model_tokens: int
+    """Tokens that this rank computed."""
+    winner: int | None
+    """0 for the anchor, r for the lookahead branch of rank r (from 1); None if the step made no forward pass."""
+    cached_tokens: int
+    """Tokens of the prompt that came from the prefix cache."""
+    finish_reason: str | None = None
+    """"stop", "length" or "error" on the last update of a request."""
+    stop_token_id: int | None = None
+    """The EOS that ended the request."""
+    error: str | None = None
+    """With the finish reason "error": what went wrong."""
+    record: StepRecord | None = None
+    """Set if the request asked for a trace."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationOutput:
+    """A finished request."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    """What was generated; with ``finish_at_eos`` it ends before the first EOS."""
+    text: str | None
+    """None without a tokenizer."""
+    finish_reason: str
+    """"stop" (EOS or a stop string), "length", or "abort" (the server was told to end it)."""
+    stop_reason: int | str | None
+    """The EOS id or the stop string that ended the text."""
+    num_forwards: int
+    """Forward passes, however many branches each of them evaluated."""
+    num_positions: int
+    """Generated positions that were opened, with EOS and what follows it."""
+    model_tokens: int
+    """Tokens that this rank computed. All other fields are the same on every rank."""
+    max_probs: tuple[float, ...] = field(default=(), repr=False)
+    """For each token the probability at which it was filled."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that came from the prefix cache."""
+    trace: tuple[StepRecord, ...] | None = field(default=None, repr=False)
+    """One record for each forward pass, if a trace was asked for."""
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """TPF as a reader sees it: visible tokens divided by forward passes."""
+        return len(self.token_ids) / self.num_forwards if self.num_forwards else 0.0
+
+    @property
+    def published_tokens_per_step(self) -> float:
+        """TPF as the published Dream code counts it (SPEC section 9): opened positions, also those behind the EOS,
+        divided by forward passes plus one closing round."""
+        return self.num_positions / (self.num_forwards + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What is final of a running request. ``token_ids`` and ``text`` only grow."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    """Without an incomplete UTF-8 sequence at the end, and without an ending that could begin a stop string."""
+    max_probs: tuple[float, ...] = ()
+    """For each token the probability at which it was filled."""
+    output: GenerationOutput | None = None
+    """Set on the last one only."""

@@ -1,0 +1,88 @@
+"""Counters and sizes that the engine reports. With several ranks they are rank 0's unless stated otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Messages between ranks for one purpose."""
+
+    purpose: str
+    calls: int
+    """Collectives that this rank took part in."""
+    num_bytes: int
+    """Bytes that this rank contributed; of a broadcast, the bytes of the message."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """Where a rank runs and what it holds in its device's memory. Sizes are in bytes."""
+
+    host: str
+    device: str
+    weights: int
+    num_pages: int
+    page_bytes: int
+    """Of one page: the KV pool holds ``num_pages`` * ``page_bytes``."""
+    num_graphs: int
+    graphs: int
+    """Memory of the graphs, as far as it is known."""
+    free: int
+    """What could still be allocated."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphStats:
+    """Compiled steps."""
+
+    num_buckets: int
+    """Buckets that were compiled at start or loaded from the graph cache."""
+    memory: int
+    """Bytes of device memory of the graphs and of what belongs to them, as far as it is known."""
+    num_late: int
+    """Compilations that were asked for after the start, and refused."""
+    num_steps: int
+    """Launches."""
+    tokens: int
+    """Tokens that graphs computed."""
+    padded_tokens: int
+    """How many of them no branch needed."""
+    wasted_steps: int
+    """Steps computed for sequences that had ended."""
+    eager_steps: dict[str, int]
+    """Steps of sequences that ran without a graph, by reason: the request's field that no graph supports, or
+    "graph_window_blocks" where the window was too large."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine at one moment, and its counters since the start."""
+
+    num_running: int
+    num_waiting: int
+    pages_in_use: int
+    """KV pages that requests hold."""
+    pages_cached: int
+    """KV pages that only the prefix cache holds."""
+    num_pages: int
+    num_steps: int = 0
+    num_prefill_steps: int = 0
+    prefix_queries: int = 0
+    """Prompt tokens that were looked up in the prefix cache."""
+    prefix_hits: int = 0
+    """How many of them were found."""
+    copied_positions: int = 0
+    """Positions whose keys and values were copied between slots."""
+    gathered_bytes: int = 0
+    """Bytes of keys and values that attention copied out of the pages."""
+    forward_seconds: float = 0.0
+    """Duration of the last step."""
+    num_rows: int = 0
+    """Branches evaluated, on all ranks."""
+    idle_rows: int = 0
+    """Rows that were left empty on all ranks: branches that did not divide evenly, or padding in graphs."""
+    traffic: tuple[Traffic, ...] = ()
+    graphs: GraphStats | None = None
+    """None in eager mode."""
