@@ -1,63 +1,127 @@
 """The shapes that decode steps are compiled for.
 
-A graph's shapes never change, so a step runs in the smallest bucket that holds it and fills the rest up with rows that
-count nothing. Few buckets compile and capture fast; more of them would fill up less.
+A graph's shapes never change, so a step runs in the cheapest bucket that holds it, and rows that count nothing fill the
+rest. Few buckets compile and capture fast; more buckets would need less padding.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 PAGE_STEP = 8
-"""From one number of pages to the next: a table that is too wide costs only its upload."""
+"""From one number of pages to the next larger one: a page table that is too wide costs only its upload."""
 FEWEST_PAGES = 16
+MAX_EOS = 8
+"""EOS ids that a request may have in a graph."""
 
 
 class Bucket(NamedTuple):
-    """Shapes of a step: S ``sequences`` with windows of W ``blocks`` and slots of P ``pages``. The rest is the same in
-    all buckets of an engine: B ``branches``, of which a rank computes R in its ``slots``, blocks of at most L
-    positions (``length``), and windows of at most M blocks (``capacity``), which are one attention entry if ``full``,
-    else one a block."""
+    """The shapes of a compiled step. The first three differ between the buckets of an engine."""
 
     sequences: int
     blocks: int
+    """Blocks of a window."""
     pages: int
+    """Pages of a slot."""
     branches: int
+    """Branches of a sequence on all ranks."""
     slots: int
-    length: int
-    capacity: int
-    full: bool = False
+    """Branches of a sequence on one rank."""
+    block_length: int
+    """Positions of the longest block."""
+    max_blocks: int
+    """Blocks of the largest window of any bucket."""
+    full_attention: bool = False
+    """A window is one attention entry; otherwise each of its blocks is."""
 
     @property
     def entries(self) -> int:
         """Attention entries of a slot."""
-        return 1 if self.full else self.blocks
+        return 1 if self.full_attention else self.blocks
 
     @property
     def cells(self) -> int:
-        """C: positions of a window."""
-        return self.blocks * self.length
+        """Cells of a window: a cell is the place of one generated position."""
+        return self.blocks * self.block_length
 
     @property
     def tokens(self) -> int:
-        """Computed by a rank in each step."""
+        """Tokens that a rank computes in a step."""
         return self.sequences * self.slots * self.cells
 
     @property
     def name(self) -> str:
+        """For messages and for files of compiled graphs."""
         return f"sequences{self.sequences}_blocks{self.blocks}_pages{self.pages}"
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The dimensions of a step's tensors, by the letters that ``graph/tensors.py`` uses."""
+        return {
+            "S": self.sequences,
+            "B": self.branches,
+            "R": self.slots,
+            "W": self.blocks,
+            "L": self.block_length,
+            "C": self.cells,
+            "P": self.pages,
+            "M": self.max_blocks,
+            "E": MAX_EOS,
+            "T": self.tokens,
+            "A": self.sequences * self.slots * self.entries,
+            "K": 1 + self.blocks,
+            "U": (self.max_blocks - self.blocks) * self.block_length,
+            "F": MaskLimits(self.max_blocks).size,
+            "X": self.max_blocks * self.block_length + 4 + 2 * self.branches,
+            "1": 1,
+            "2": 2,
+        }
+
+    def shape(self, dims: str) -> tuple[int, ...]:
+        """Sizes of dimensions given as letters, e.g. "S R C"; "S*C" is one dimension."""
+        return tuple(math.prod(self.dims[letter] for letter in dim.split("*")) for dim in dims.split())
+
+
+class MaskLimits(NamedTuple):
+    """Columns of ``RequestParams.mask_limits``: how many masks a block may hold for another block to be opened.
+
+    A step finds a block's limit at a base column, which the host writes, plus the number of open blocks, which only the
+    device knows.
+    """
+
+    max_blocks: int
+
+    @property
+    def size(self) -> int:
+        """Number of columns."""
+        return 3 * self.max_blocks + 3
+
+    def by_distance(self, distance: int) -> int:
+        """Column of the block that is the ``distance``-th from the end, 1 for the last open block."""
+        return self.max_blocks + distance
+
+    def base_by_distance(self, block: int) -> int:
+        """Base column for the block before ``block``: with n open blocks it is the (n - block + 1)-th from the end."""
+        return self.by_distance(1 - block)
+
+    def base_by_room(self, max_open: int) -> int:
+        """Base column for a sequence that may have at most ``max_open`` blocks: with so many open blocks it ends in
+        the last column, whose limit no block meets."""
+        return self.size - 1 - max_open
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """The declared ones, in the order of their cost."""
+    """The buckets of an engine."""
 
     declared: tuple[Bucket, ...]
+    """In the order of their cost."""
 
     def choose(self, sequences: int, blocks: int, pages: int) -> Bucket | None:
-        """The cheapest that holds so much; None if there is none."""
+        """The cheapest bucket that holds so much; None if there is none."""
         for bucket in self.declared:
             if bucket.sequences >= sequences and bucket.blocks >= blocks and bucket.pages >= pages:
                 return bucket
@@ -65,22 +129,22 @@ class Buckets:
 
 
 def declare(shape: Bucket, max_tokens: int) -> Buckets:
-    """The buckets of an engine: ``shape`` has the largest number of each, and none but the smallest computes more than
-    ``max_tokens`` on a rank."""
-    least = min(max(2, -(-shape.branches // shape.length)), shape.capacity)
+    """The buckets of an engine.
+
+    Args:
+        shape: the largest number of each.
+        max_tokens: no bucket but the smallest makes a rank compute more tokens in a step.
+    """
+    fewest_blocks = min(max(2, -(-shape.branches // shape.block_length)), shape.max_blocks)
     buckets = [
         shape._replace(sequences=sequences, blocks=blocks, pages=pages)
-        for sequences in _doubled(1, shape.sequences)
-        for blocks in _doubled(least, shape.capacity)
+        for sequences in _up_to(1, shape.sequences, factor=2)
+        for blocks in _up_to(fewest_blocks, shape.max_blocks, factor=2)
         for pages in _up_to(FEWEST_PAGES, shape.pages, PAGE_STEP)
     ]
     smallest = min(bucket.tokens for bucket in buckets)
-    held = [bucket for bucket in buckets if bucket.tokens <= max(max_tokens, smallest)]
-    return Buckets(tuple(sorted(held, key=lambda bucket: (bucket.tokens, bucket.sequences, bucket.pages))))
-
-
-def _doubled(first: int, last: int) -> Iterable[int]:
-    return _up_to(first, last, 2)
+    affordable = [bucket for bucket in buckets if bucket.tokens <= max(max_tokens, smallest)]
+    return Buckets(tuple(sorted(affordable, key=lambda bucket: (bucket.tokens, bucket.sequences, bucket.pages))))
 
 
 def _up_to(first: int, last: int, factor: int) -> Iterable[int]:

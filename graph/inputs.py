@@ -1,268 +1,283 @@
-"""What the host gives a compiled step: the parameters of its requests, what it knows of them, and constants.
+"""What the host writes for a compiled step: the parameters and states of its requests, and the inputs of each launch.
 
-A launch needs nothing of what the step just before it does, so the host may launch a step before it has read the last
-one. Dimensions as in ``graph/buckets.py`` and ``policy.py``.
+A launch uses nothing that the step before it computes, so the host may launch a step before it has read the last one.
+Shapes and dimension letters are declared in ``tensors.py``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence as List
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.graph.buckets import Bucket
-from lopa_ascend.graph.policy import Launch, Params, Tables
+from lopa_ascend.graph.buckets import MAX_EOS, Bucket, MaskLimits
+from lopa_ascend.graph.tensors import RequestParams, StepInputs, specs
 from lopa_ascend.kv.pages import PAGE_SIZE
 
 NO_TOKEN = -1
-MAX_EOS = 8
-"""E: EOS ids that a request may have in a graph."""
 
 
 class Kind(NamedTuple):
-    """What all graphs of an engine do alike; requests that ask for other values run eager."""
+    """What all graphs of an engine do alike; requests that ask for other values run eagerly."""
 
     window_attention: str = "block_causal"
     confidence: str = "max_prob"
 
 
 def unsupported(request: DecodingParams, num_eos: int, shape: Bucket, kind: Kind) -> str | None:
-    """Which field of a request makes its steps run eager; None if graphs of this shape and kind can do all of it.
-    Graphs score by the mean of confidences at temperature 0."""
+    """The field of a request that no graph of this shape and kind supports; None if graphs can decode the request.
+
+    Graphs decode at temperature 0 and score branches by the mean of their confidences.
+
+    Args:
+        num_eos: EOS ids that end the request.
+    """
     for name in ("temperature", "branch_score", "creation_weight", "min_new_tokens"):
         if getattr(request, name) != getattr(DecodingParams, name):
             return name
     for name, value in kind._asdict().items():
         if getattr(request, name) != value:
             return name
-    room = {
+    sizes = {
         "num_branches": (1 + request.lookaheads, shape.branches),
-        "block_size": (request.block_size, shape.length),
+        "block_size": (request.block_size, shape.block_length),
         "eos_token_id": (0 if request.ignore_eos else num_eos, MAX_EOS),
     }
-    return next((name for name, (asked, most) in room.items() if asked > most), None)
+    return next((name for name, (asked, most) in sizes.items() if asked > most), None)
 
 
-class Known(NamedTuple):
-    """What the host knows of a sequence when it launches a step.
+class HostView(NamedTuple):
+    """What the host knows of a sequence when it launches a step. Blocks are numbered from 0 after the prompt.
 
-    Its ``seat``, where nobody is one that nobody ever had. Lengths of the prompt, of a block, and of all that may be
-    generated. Blocks: the window begins at ``first``, those before it are committed: what had settled before the last
-    step; the last step's window had ``held`` blocks and began at ``before``; at most ``caps`` may be open, all of the
-    sequence or, once an EOS is known, those that are. ``shared`` pages are the same in all slots.
-
-    A window must reach the block after the open ones, if there may be one; a host that is a step late counts one more.
+    A window must reach the block after the open ones, if there may be one. A host that is a step late counts one more.
     """
 
     seat: int
-    prompt: int = 0
+    prompt_length: int = 0
     block_size: int = 0
-    length: int = 0
-    first: int = 0
-    before: int = 0
-    held: int = 0
-    caps: int = 0
-    shared: int = 0
-
-
-class ModelInputs(NamedTuple):
-    """What the model gets of a launch, int32, T = S * R * C tokens.
-
-    ``positions`` [T], absolute. The **seen** hidden states are those of the positions before the windows [S] and of all
-    tokens [T]: ``source`` [T] says which of them predicts a token's cell. ``last`` [S] are the rows of the kept ones
-    that come before the windows; afterwards those that ``keep`` [S * (1 + W)] names are written to the rows ``kept``: a
-    seat has 1 + M, for the state before the window and, in slot 0, at the end of each block. ``page_tables`` of the
-    entries, [S * R * W, P] or, of full windows, [S * R, P].
-    """
-
-    positions: Tensor
-    source: Tensor
-    keep: Tensor
-    last: Tensor
-    kept: Tensor
-    page_tables: Tensor
-
-
-class Inputs(NamedTuple):
-    """Everything that changes from step to step but the entries' lengths. They lie in one piece of memory."""
-
-    launch: Launch
-    params: tuple[Tensor, ...]
-    model: ModelInputs
-
-
-def _shapes(bucket: Bucket) -> list[tuple[int, ...]]:
-    """Of a bucket's inputs, in their order: launch, parameters, model."""
-    S, W, P, B, R, L, M, _ = bucket
-    C, E = W * L, bucket.entries
-    shapes: list[tuple[int, ...]] = [(S,), (S * C,), (S, C), (S, W), (S * W,), (S, R, C)]
-    shapes += [(S, 2), (S, MAX_EOS), (S,), (S,), (S, 3 * M + 3), (S, B)]
-    return [*shapes, (S * R * C,), (S * R * C,), (S * (1 + W),), (S,), (S * (1 + W),), (S * R * E, P)]
-
-
-def views(memory: Tensor, bucket: Bucket) -> Inputs:
-    """A bucket's inputs, contiguous in the ``input_size`` elements of ``memory`` int32."""
-    shapes = _shapes(bucket)
-    parts = memory.split([math.prod(shape) for shape in shapes])
-    pieces = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-    fresh, eos, *numbers = pieces[6:12]
-    return Inputs(
-        Launch(*pieces[:6]), (fresh, eos, *(piece.view(torch.float32) for piece in numbers)), ModelInputs(*pieces[12:])
-    )
-
-
-def input_size(bucket: Bucket) -> int:
-    """Elements that ``views`` takes."""
-    return sum(map(math.prod, _shapes(bucket)))
-
-
-def packed_size(shape: Bucket) -> int:
-    """X: elements of a packed state."""
-    return shape.capacity * shape.length + 4 + 2 * shape.branches
-
-
-def tables_for(bucket: Bucket, trash: int) -> Tables:
-    """S * R * C cache positions from ``trash`` on are nobody's."""
-    S, W, _, B, R, L, M, _ = bucket
-    branch, cell, block = torch.arange(B, dtype=torch.int32), torch.arange(W * L), torch.arange(W)
-    mine = (cell // L)[:, None]
-    return Tables(
-        branch=branch,
-        row=torch.arange(S * B).view(S, B),
-        earlier=(branch < branch[:, None]).long(),
-        later=cell > cell[:, None],
-        before=(mine == block - 1).float(),
-        upto=(mine <= block).float(),
-        rest=torch.zeros(S, (M - W) * L, dtype=torch.int32),
-        trash=trash + torch.arange(S * R * W * L, dtype=torch.int32).view(S, R, W * L),
-        in_block=(torch.arange(1 + W) > 0).long(),
-    )
+    max_new_tokens: int = 0
+    window_start: int = 0
+    """First block of the window; the blocks before it were final before the last launch."""
+    last_start: int = 0
+    """First block of the last launched window."""
+    last_blocks: int = 0
+    """Blocks of the bucket in which that window was launched."""
+    max_open_blocks: int = 0
+    """Blocks that may be open: all of the sequence or, once an EOS is known, those that are open."""
+    num_shared_pages: int = 0
+    """The first pages, which are the same in all slots."""
 
 
 # ---- of a request --------------------------------------------------------------------------------------------------
 
 
-def nobody(seats: int, mask: int, shape: Bucket) -> Params:
-    """Parameters of ``seats`` seats without a request."""
-    bounds = torch.full((seats, 3 * shape.capacity + 3), math.inf)
-    bounds[:, -1] = -1.0
-    return Params(
-        mask=mask,
-        fresh=torch.tensor([mask, 0 if mask else 1], dtype=torch.int32).repeat(seats, 1),
-        eos=torch.full((seats, MAX_EOS), NO_TOKEN, dtype=torch.int32),
-        tau_conf=torch.ones(seats),
-        slack=torch.zeros(seats),
-        bounds=bounds,
-        worst=torch.full((seats, shape.branches), math.inf),
+def empty_params(num_seats: int, mask: int, shape: Bucket) -> RequestParams:
+    """Parameters of seats without a request.
+
+    Args:
+        mask: token id of the mask.
+        shape: the engine's largest bucket.
+    """
+    seats = shape._replace(sequences=num_seats)
+    values: dict[str, float] = {"eos": NO_TOKEN, "tau_conf": 1.0, "mask_limits": math.inf, "min_rank": math.inf}
+    params = RequestParams(
+        *(
+            torch.full(seats.shape(spec.dims), values.get(name, 0), dtype=spec.dtype)
+            for name, spec in specs(RequestParams).items()
+        )
     )
+    params.blank[:] = torch.tensor([mask, 0 if mask else 1])
+    params.mask_limits[:, -1] = -1.0  # met by no block
+    return params
 
 
-def no_states(seats: int, shape: Bucket) -> Tensor:
-    """Packed states [seats, X] of nobody."""
-    states = torch.zeros(seats, packed_size(shape), dtype=torch.int32)
+def empty_states(num_seats: int, shape: Bucket) -> Tensor:
+    """Packed states float32 [num_seats, X] without tokens, blocks and lookahead branches."""
+    states = torch.zeros(num_seats, shape.dims["X"], dtype=torch.int32)
     states[:, -2 * shape.branches : -shape.branches] = -1
     return states.view(torch.float32)
 
 
-def admit(params: Params, seat: int, request: DecodingParams, eos: Sequence[int], add: int, act: int) -> None:
-    """Writes a request's parameters, which ``unsupported`` has passed, into a seat. ``add`` and ``act``: how many
-    positions of a whole block must be filled for another one to be added, and for the next to be fully activated."""
+def write_params(
+    params: RequestParams, seat: int, request: DecodingParams, eos: List[int], mask: int, add: int, act: int
+) -> None:
+    """Writes a request's parameters into a seat.
+
+    Args:
+        request: graphs support it, see ``unsupported``.
+        eos: EOS ids.
+        mask: token id of the mask.
+        add: filled positions that a whole block must have for another block to be opened.
+        act: filled positions that a whole block must have for the next block to be fully activated.
+    """
     eos = () if request.ignore_eos else eos
-    M = params.bounds.shape[1] // 3 - 1
-    params.fresh[seat, 1] = next(t for t in range(len(eos) + 2) if t != params.mask and t not in eos)
+    neither_mask_nor_eos = next(token for token in range(len(eos) + 2) if token != mask and token not in eos)
+    params.blank[seat, 1] = neither_mask_nor_eos
     params.eos[seat] = NO_TOKEN
     params.eos[seat, : len(eos)] = torch.tensor(eos, dtype=torch.int32)
     params.tau_conf[seat] = request.tau_conf
-    params.slack[seat] = request.block_size - act
-    params.worst[seat] = math.inf
-    params.worst[seat, : request.lookaheads] = 0.0
-    bounds = params.bounds[seat, : 2 * M + 1]  # at M + d: of the d-th block from the end
-    bounds[:] = math.inf
-    bounds[M + 1] = request.block_size - add
+    params.activation_masks[seat] = request.block_size - act
+    params.min_rank[seat] = math.inf
+    params.min_rank[seat, : request.lookaheads] = 0.0
+    columns = MaskLimits(params.mask_limits.shape[1] // 3 - 1)
+    limits = params.mask_limits[seat, : columns.by_distance(columns.max_blocks + 1)]
+    limits[:] = math.inf
+    limits[columns.by_distance(1)] = request.block_size - add
     if request.max_active_blocks is not None:
-        bounds[M + request.max_active_blocks :] = 0.0
+        limits[columns.by_distance(request.max_active_blocks) :] = 0.0
 
 
-def packed_state(
-    params: Params,
-    seat: int,
-    request: DecodingParams,
-    first: int,
-    tokens: Sequence[int],
-    lookaheads: Sequence[tuple[int, int]],
-    shape: Bucket,
-) -> Tensor:
-    """[X]: a sequence as it is before blocks are added. ``tokens`` are the anchor's generated ids, masks
-    included, ``first`` of its blocks are committed, and each of ``lookaheads`` is (generated position, token)."""
-    size, length = request.block_size, shape.length
+class Snapshot(NamedTuple):
+    """A sequence between two steps: after the decisions of one, before the next one opens blocks."""
+
+    window_start: int
+    """Committed blocks."""
+    tokens: List[int]
+    """Token ids of the anchor's generated positions, masks included."""
+    lookaheads: List[tuple[int, int]]
+    """For each lookahead branch (generated position, token id)."""
+
+
+def packed_state(blank: Tensor, request: DecodingParams, snapshot: Snapshot, shape: Bucket) -> Tensor:
+    """A sequence's packed state float32 [X], for a window that begins at ``snapshot.window_start``.
+
+    Args:
+        blank: the seat's ``RequestParams.blank`` [2].
+    """
+    size, length = request.block_size, shape.block_length
     offset = torch.arange(length)
-    at = (first + torch.arange(shape.capacity)[:, None]) * size + offset
-    inside = (offset < size) & (at < request.max_new_tokens)
-    cells = params.fresh[seat][(~inside).long()]
-    given = inside & (at < len(tokens))
-    cells[given] = torch.tensor(tokens, dtype=torch.int32)[at[given]]
-    counts = torch.tensor([-(-len(tokens) // size), len(lookaheads)], dtype=torch.int32)
-    branches = torch.stack([torch.full((shape.branches,), -1), torch.zeros(shape.branches)]).to(torch.int32)
-    for branch, (position, token) in enumerate(lookaheads):
-        branches[0, branch] = position // size * length + position % size
-        branches[1, branch] = token
-    return torch.cat([cells.flatten(), params.fresh[seat], counts, branches.flatten()]).view(torch.float32)
+    position = (snapshot.window_start + torch.arange(shape.max_blocks)[:, None]) * size + offset
+    has_position = (offset < size) & (position < request.max_new_tokens)
+    cells = blank[(~has_position).long()]
+    is_given = has_position & (position < len(snapshot.tokens))
+    cells[is_given] = torch.tensor(snapshot.tokens, dtype=torch.int32)[position[is_given]]
+    num_open_blocks = -(-len(snapshot.tokens) // size)
+    counts = torch.tensor([num_open_blocks, len(snapshot.lookaheads)], dtype=torch.int32)
+    lookahead_cells = torch.full((shape.branches,), -1, dtype=torch.int32)
+    lookahead_tokens = torch.zeros(shape.branches, dtype=torch.int32)
+    for branch, (generated, token) in enumerate(snapshot.lookaheads):
+        lookahead_cells[branch] = generated // size * length + generated % size
+        lookahead_tokens[branch] = token
+    return torch.cat([cells.flatten(), blank, counts, lookahead_cells, lookahead_tokens]).view(torch.float32)
 
 
 # ---- of a step -----------------------------------------------------------------------------------------------------
 
 
+class _Window:
+    """The cells of every sequence's window in a step, int64 [S, W, L] unless stated otherwise."""
+
+    def __init__(self, views: List[HostView], bucket: Bucket) -> None:
+        columns: list[Tensor] = list(torch.tensor(views).t()[..., None, None])  # [S, 1, 1] each
+        (self.seat, self.prompt_length, self.block_size, self.max_new_tokens, self.start, self.last_start,
+         self.last_blocks, self.max_open_blocks, self.num_shared_pages) = columns  # fmt: skip
+        self.block = self.start + torch.arange(bucket.blocks)[:, None]  # [S, W, 1]
+        self.offset = torch.arange(bucket.block_length)  # [L]
+        generated = self.block * self.block_size + self.offset
+        self.has_position = (self.offset < self.block_size) & (generated < self.max_new_tokens)
+        last = torch.minimum(generated, self.max_new_tokens - 1)
+        self.position = (self.prompt_length + last).clamp_min(0)
+
+    def block_ends(self) -> Tensor:
+        """The position after each block [S, W]."""
+        end = torch.minimum((self.block + 1) * self.block_size, self.max_new_tokens)
+        return (self.prompt_length + end).flatten(1)
+
+
 def write_inputs(
-    inputs: Inputs, bucket: Bucket, known: Sequence[Known], pages: Tensor, params: Params, trash: int
+    inputs: StepInputs,
+    bucket: Bucket,
+    views: List[HostView],
+    page_tables: Tensor,
+    params: RequestParams,
+    first_padding_slot: int,
 ) -> Tensor:
-    """Fills the inputs of a step of ``known`` [S] sequences, whose slots have the page tables ``pages`` int32
-    [S, R, P], -1 where there is none; ``trash`` as in ``tables_for``. Returns the ends of the windows' blocks, int64
-    [S, W]: as many positions are seen from each in a block-causal window."""
-    S, W, P, _, R, L, M, _ = bucket
-    columns = torch.tensor(known).t()[..., None, None]  # [S, 1, 1] each
-    seat, prompt, size, length, first, before, held, caps, shared = columns
-    block, offset = first + torch.arange(W)[:, None], torch.arange(L)  # [S, W, 1], [L]
-    at = block * size + offset
-    inside = (offset < size) & (at < length)
-    old = block - before
-    origin = torch.where((old >= 0) & (old < held), old * L + offset, M * L + (~inside).long())
-    bound = M + 1 - block[..., 0]
-    bound[:, 0] = 3 * M + 2 - torch.minimum(caps, first + M + 1).view(S)  # nothing stands before the window
-    bound += torch.arange(S)[:, None] * (3 * M + 3)
-    _copy(inputs.launch[:5], (seat, origin + seat * packed_size(bucket), block * L + offset, block, bound))
-    for target, values in zip(inputs.params, params[1:], strict=True):
-        torch.index_select(values, 0, seat.flatten(), out=target)
+    """Fills the inputs of a step.
 
-    positions = (prompt + torch.minimum(at, length - 1)).clamp_min(0).view(S, 1, -1)
-    column = (positions // PAGE_SIZE).expand(S, R, -1)
-    page = pages.long().gather(2, column.clamp_max(P - 1))
-    own = (column >= shared) | (torch.arange(R)[:, None] == 0)
-    writable = inside.view(S, 1, -1) & (column < P) & (page >= 0) & own
-    nowhere = trash + torch.arange(S * R * W * L).view(S, R, -1)
-    inputs.launch.locations.copy_(torch.where(writable, page * PAGE_SIZE + positions % PAGE_SIZE, nowhere))
-    tables = torch.where(pages < 0, trash // PAGE_SIZE, pages).repeat_interleave(bucket.entries, 1)
-    last = seat * (1 + M) + first - before
-    kept = seat.view(S, 1) * (1 + M) + torch.arange(1 + W)
-    _copy(inputs.model, (positions.expand(S, R, -1), *_seen(bucket, size), last, kept, tables))
-    edges: Tensor = prompt + torch.minimum((block + 1) * size, length)
-    return edges.view(S, W)
+    Args:
+        views: one for each of the S sequences; of padding rows only the seat counts.
+        page_tables: page ids by slot, int32 [S, R, P]; -1 where there is no page.
+        params: of all seats.
+        first_padding_slot: the T cache positions from here on are never read.
+
+    Returns:
+        The ends of the windows' blocks, int64 [S, W]: in a block-causal window the KV lengths of its entries.
+    """
+    window = _Window(views, bucket)
+    _write_launch(inputs, bucket, window, page_tables, first_padding_slot)
+    for target, values in zip(inputs.params, params, strict=True):
+        torch.index_select(values, 0, window.seat.flatten(), out=target)
+    _write_model_inputs(inputs, bucket, window, page_tables, first_padding_slot)
+    return window.block_ends()
 
 
-def _seen(bucket: Bucket, size: Tensor) -> tuple[Tensor, Tensor]:
-    """(source, keep) of ModelInputs for blocks of ``size`` [S, 1, 1]."""
-    S, W, _, _, R, L, *_ = bucket
+def _write_launch(
+    inputs: StepInputs, bucket: Bucket, window: _Window, page_tables: Tensor, first_padding_slot: int
+) -> None:
+    dims, limits = bucket.dims, MaskLimits(bucket.max_blocks)
+    # Tokens of the last window stay where the last step has put them; other cells are blank.
+    last_block = window.block - window.last_start
+    in_last_window = (last_block >= 0) & (last_block < window.last_blocks)
+    in_last = last_block * dims["L"] + window.offset
+    in_blank = dims["M"] * dims["L"] + (~window.has_position).long()
+    token_index = window.seat * dims["X"] + torch.where(in_last_window, in_last, in_blank)
+    limit_base = limits.base_by_distance(0) - window.block[..., 0]
+    largest = window.start + bucket.max_blocks + 1
+    limit_base[:, 0] = limits.base_by_room(0) - torch.minimum(window.max_open_blocks, largest).view(-1)
+    limit_base += torch.arange(bucket.sequences)[:, None] * limits.size
+    cells = window.block * dims["L"] + window.offset
+    slots = _slot_mapping(bucket, window, page_tables, first_padding_slot)
+    _copy(inputs.launch, (window.seat, token_index, cells, window.block, limit_base, slots))
+
+
+def _slot_mapping(bucket: Bucket, window: _Window, page_tables: Tensor, first_padding_slot: int) -> Tensor:
+    """Flat cache positions int64 [S, R, C]. Slot 0 writes the pages that all slots share."""
+    position = window.position.flatten(1)[:, None]  # [S, 1, C]
+    column = (position // PAGE_SIZE).expand(bucket.shape("S R C"))
+    page = page_tables.long().gather(2, column.clamp_max(bucket.pages - 1))
+    is_private = (column >= window.num_shared_pages) | (torch.arange(bucket.slots)[:, None] == 0)
+    has_page = (column < bucket.pages) & (page >= 0)
+    is_written = window.has_position.flatten(1)[:, None] & has_page & is_private
+    padding = first_padding_slot + torch.arange(bucket.tokens).view(bucket.shape("S R C"))
+    slots: Tensor = torch.where(is_written, page * PAGE_SIZE + position % PAGE_SIZE, padding)
+    return slots
+
+
+def _write_model_inputs(
+    inputs: StepInputs, bucket: Bucket, window: _Window, page_tables: Tensor, first_padding_slot: int
+) -> None:
+    positions = window.position.flatten(1)[:, None].expand(bucket.shape("S R C"))
+    predicted_by, saved = _seen_hidden_states(bucket, window.block_size)
+    rows_per_seat = 1 + bucket.max_blocks
+    before_window = window.seat * rows_per_seat + window.start - window.last_start
+    save_rows = window.seat.view(-1, 1) * rows_per_seat + torch.arange(1 + bucket.blocks)
+    padding_page = first_padding_slot // PAGE_SIZE
+    tables = torch.where(page_tables < 0, padding_page, page_tables).repeat_interleave(bucket.entries, 1)
+    _copy(inputs.model, (positions, predicted_by, saved, before_window, save_rows, tables))
+
+
+def _seen_hidden_states(bucket: Bucket, block_size: Tensor) -> tuple[Tensor, Tensor]:
+    """(``predicted_by``, ``saved``) of ModelInputs.
+
+    Args:
+        block_size: int64 [S, 1, 1].
+    """
+    S, R, W, L, C = (bucket.dims[letter] for letter in "SRWLC")
     sequence, block, offset = torch.arange(S)[:, None], torch.arange(W)[:, None], torch.arange(L)
-    before_it = torch.where(offset > 0, block * L + offset, (block - 1) * L + size) - 1
-    source = S + (torch.arange(S * R) * W * L).view(S, R, 1) + before_it.view(S, 1, -1)
-    source[:, :, 0] = sequence
-    ends = S + sequence * R * W * L + block[:, 0] * L + (size.view(S, 1) - 1).clamp_min(0)
-    return source, torch.cat([sequence, ends], 1)
+    # The cell before a block's first one is the last cell with a position of the block before it.
+    cell_before = torch.where(offset > 0, block * L + offset, (block - 1) * L + block_size) - 1
+    first_token = S + (torch.arange(S * R) * C).view(S, R, 1)
+    predicted_by = first_token + cell_before.view(S, 1, -1)
+    predicted_by[:, :, 0] = sequence  # the hidden state before the window
+    last_cell = block[:, 0] * L + (block_size.view(S, 1) - 1).clamp_min(0)
+    block_ends = S + sequence * R * C + last_cell  # in slot 0
+    return predicted_by, torch.cat([sequence, block_ends], 1)
 
 
-def _copy(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def _copy(targets: List[Tensor], values: List[Tensor]) -> None:
     for target, value in zip(targets, values, strict=True):
         target.copy_(value.reshape(target.shape))

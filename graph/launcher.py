@@ -1,4 +1,4 @@
-"""Decode steps on their way to the device: one launcher for each bucket that an engine has graphs of."""
+"""Launches compiled steps: one launcher for each bucket, which writes a step's inputs and starts its graph."""
 
 from __future__ import annotations
 
@@ -11,78 +11,107 @@ from torch import Tensor
 
 from lopa_ascend.backend.compiler import Compiler, Run
 from lopa_ascend.graph.buckets import Bucket, Buckets
-from lopa_ascend.graph.inputs import Kind, Known, input_size, tables_for, views, write_inputs
-from lopa_ascend.graph.policy import Tables
-from lopa_ascend.graph.score import GreedyScore
+from lopa_ascend.graph.inputs import HostView, Kind, write_inputs
 from lopa_ascend.graph.seats import Seats
-from lopa_ascend.graph.step import Caches, DecodeStep
+from lopa_ascend.graph.step import DecodeStep
+from lopa_ascend.graph.tensors import Caches, Constants, flatten, input_size, make_constants, view_inputs
 from lopa_ascend.kv.pages import PAGE_SIZE
-
-PageTables = tuple[tuple[int, ...], ...]
+from lopa_ascend.probe import Probe
+from lopa_ascend.score.greedy import GreedyScore
 
 
 @dataclass(frozen=True)
 class Graphs:
-    """What decode steps are compiled for, and how: ``shape`` has the largest number of each of the ``buckets``.
-    ``score`` has the confidence of ``kind``. Keys and values of nobody go to the cache positions from ``trash`` on.
-    Unless ``ahead``, every step is read before the next one is launched."""
+    """What decode steps are compiled for, and how."""
 
     shape: Bucket
+    """The largest number of each of the buckets."""
     buckets: Buckets
     kind: Kind
     compiler: Compiler
     score: GreedyScore
+    """With the confidence of ``kind``."""
     num_seats: int
-    trash: int
+    """Sequences that graphs can decode at the same time."""
+    first_padding_slot: int
+    """Padding rows and cells write their keys and values to the cache positions from here on."""
     ahead: bool
+    """A step is launched before the step before it was read."""
+
+
+@dataclass(frozen=True)
+class LaunchItem:
+    """One sequence of a launch."""
+
+    view: HostView
+    page_tables: tuple[tuple[int, ...], ...]
+    """Page ids by slot."""
+    branch_ends: Sequence[int]
+    """The end of each branch's window: with full attention the KV length of its entry."""
 
 
 class Launcher:
-    """The compiled step of one bucket. Its inputs lie in ``memory`` on the device, which all buckets share, for steps
-    run one after the other."""
+    """The compiled step of one bucket.
 
-    def __init__(self, step: DecodeStep, graphs: Graphs, seats: Seats, memory: Tensor, caches: Caches):
+    Args:
+        memory: int32 on the device, for the inputs of whichever bucket is launched: steps run one after the other.
+    """
+
+    def __init__(self, step: DecodeStep, graphs: Graphs, seats: Seats, memory: Tensor, caches: Caches) -> None:
         self.bucket = step.bucket
         self._step, self._graphs, self._seats = step, graphs, seats
         self._memory = memory[: input_size(step.bucket)]
-        constants = Tables(*(table.to(memory.device) for table in tables_for(self.bucket, graphs.trash)))
-        self._tensors = step.tensors(views(self._memory, self.bucket), constants, seats.storage, caches)
-        # In a graph nobody counts what is sent.
+        constants = make_constants(self.bucket, graphs.first_padding_slot)
+        on_device = Constants(*(tensor.to(memory.device) for tensor in constants))
+        self._tensors = flatten(view_inputs(self._memory, self.bucket), on_device, seats.storage, caches)
+        # Collectives inside a graph do not count themselves.
         self._traffic = [] if graphs.compiler.mode == "eager" else step.traffic()
         self._run: Run | None = None
 
     def compile(self) -> None:
-        """Makes the graph, with a step of nobody."""
-        kv_lengths = self._send([], [], [])
+        """Compiles the step, which launches it once with padding rows alone."""
+        kv_lengths = self._write([])
         self._run = self._graphs.compiler.compile(self._step, self.bucket.name, self._tensors, kv_lengths)
 
-    def launch(
-        self, known: Sequence[Known], tables: Sequence[PageTables], ends: Sequence[Sequence[int]]
-    ) -> Callable[[], Tensor]:
-        """One step of ``known`` sequences whose slots have these page tables; what it returns waits for the result.
-        ``ends``: where the branches of each end, which full windows must know."""
+    def launch(self, items: Sequence[LaunchItem], probe: Probe) -> Callable[[], Tensor]:
+        """Starts one step of some sequences. What it returns waits for the output and gives it, int32 [n] on the
+        host."""
         assert self._run is not None
         for group, sent in self._traffic:
             group.ledger.add(sent.purpose, sent.num_bytes, sent.calls)
-        return self._step.model.ops.read_later(self._run(self._send(known, tables, ends)))
+        with probe("inputs", self.bucket):
+            kv_lengths = self._write(items)
+        return self._step.model.ops.read_later(self._run(kv_lengths))
 
-    def _send(self, known: Sequence[Known], tables: Sequence[PageTables], ends: Sequence[Sequence[int]]) -> list[int]:
-        """Puts the inputs in place; returns the entries' KV lengths."""
-        S, P, R = self.bucket.sequences, self.bucket.pages, self.bucket.slots
-        pages = np.full((S, R, P), -1, dtype=np.int32)
-        for row, slots in enumerate(tables):
-            for slot, table in enumerate(slots):
-                pages[row, slot, : min(len(table), P)] = table[:P]
-        everybody = [*known, *(self._seats.nobody(row) for row in range(len(known), S))]
-        host = self._step.model.ops.host_memory(len(self._memory))
-        inputs, params, trash = views(host, self.bucket), self._seats.params, self._graphs.trash
-        edges = write_inputs(inputs, self.bucket, everybody, torch.from_numpy(pages), params, trash)
-        self._memory.copy_(host, non_blocking=True)
-        kv_lengths = edges[:, None].expand(S, R, -1).numpy()
-        if self.bucket.full:
-            kv_lengths = np.zeros((S, R), dtype=np.int64)
-            for row, branches in enumerate(ends):
-                kv_lengths[row, : len(branches)] = branches
-        # Of nobody they are any; a compiler takes 0 and 1 for constants.
-        lengths: list[int] = kv_lengths.clip(2, P * PAGE_SIZE).flatten().tolist()
+    def _write(self, items: Sequence[LaunchItem]) -> list[int]:
+        """Writes the inputs to the device; returns the KV length of each attention entry."""
+        bucket = self.bucket
+        page_tables = np.full(bucket.shape("S R P"), -1, dtype=np.int32)
+        for row, item in enumerate(items):
+            for slot, table in enumerate(item.page_tables):
+                pages = table[: bucket.pages]
+                page_tables[row, slot, : len(pages)] = pages
+        padding = [self._seats.padding_view(row) for row in range(len(items), bucket.sequences)]
+        on_host = self._step.model.ops.host_memory(len(self._memory))
+        block_ends = write_inputs(
+            view_inputs(on_host, bucket),
+            bucket,
+            [*(item.view for item in items), *padding],
+            torch.from_numpy(page_tables),
+            self._seats.params,
+            self._graphs.first_padding_slot,
+        )
+        self._memory.copy_(on_host, non_blocking=True)
+        return self._kv_lengths(items, block_ends)
+
+    def _kv_lengths(self, items: Sequence[LaunchItem], block_ends: Tensor) -> list[int]:
+        bucket = self.bucket
+        if bucket.full_attention:
+            kv_lengths = np.zeros(bucket.shape("S R"), dtype=np.int64)
+            for row, item in enumerate(items):
+                kv_lengths[row, : len(item.branch_ends)] = item.branch_ends
+        else:
+            kv_lengths = block_ends[:, None].expand(bucket.shape("S R W")).numpy()
+        # The lengths of padding entries have no meaning, but compilers take 0 and 1 for constants.
+        lengths: list[int] = kv_lengths.clip(2, bucket.pages * PAGE_SIZE).flatten().tolist()
         return lengths

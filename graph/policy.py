@@ -1,22 +1,18 @@
 """The decode policy as tensor functions of fixed shape, for use inside a compiled step.
 
 ``decode/`` is the definition; this does the same for S sequences at once and reads no value on the host. A step is
-``unpack``, ``lay_out`` (the branches), the forward pass over what ``writes`` gives, ``advance`` (winner, fills, next
-branches) and ``pack``. ``step_inputs.py`` is the host's part.
+``unpack_state``, ``open_blocks`` (what each branch holds), the forward pass over what ``rank_rows`` gives, ``advance``
+(winner, fills, next branches) and ``pack_state``. ``inputs.py`` is the host's part. Dimensions as in ``tensors.py``;
+they never change inside a bucket.
 
-Dimensions as in ``graph/buckets.py``: S sequences, B branches, R slots of a rank, W blocks of the window, L positions a
-block, C = W * L >= B cells, P pages of a slot, M blocks of the largest window; E EOS ids. They never change inside a
-bucket.
+Row i of a sequence is branch i in evaluation order: lookahead branches by rank, then the anchor. The rows after the
+anchor are padding copies of it.
 
-A **cell** is the place of a generated position, numbered block * L + offset from the end of the prompt on. Blocks may
-be shorter than L, a sequence's last one shorter still; cells behind their end hold no position. Row i is branch i in
-evaluation order, and what follows the anchor repeats it.
+An NPU's vector cores decide how the functions are written: they find maxima of float32 but not of int32, select no
+bool, sort no integers and scatter nothing in a GE graph; torchair has no minimum over a dimension. Ranks are unique
+before anything is sorted by them, and sums that can exceed 2^31 are int64.
 
-An NPU's vector cores decide how things are said: they find maxima of float32 but not of int32, select no bool, sort no
-integers and scatter nothing in a GE graph; torchair knows no minimum over a dimension. Ranks are unique before anything
-is sorted by them, and sums that can pass 2^31 are int64.
-
-A confidence may be NaN. Nothing here fails then: all indices stay inside their range, and no other sequence notices.
+A confidence may be NaN. All indices stay inside their range then, and other sequences are not affected.
 """
 
 from __future__ import annotations
@@ -26,200 +22,172 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lopa_ascend.graph.tensors import Constants, Launch, RequestParams
+
 STEP = 2.0**-16
-"""Branch scores are sums of confidences rounded to multiples of it, half to even."""
-
-
-class Tables(NamedTuple):
-    """Constants of a bucket. ``branch`` int32 [B] and ``row`` int64 [S, B] count; ``earlier`` int64 [B, B] is 1 where
-    the column's branch comes before the row's; ``later`` bool [C, C]: the column's cell comes after the row's;
-    ``before`` and ``upto`` float32 [C, W] are 1 where the cell lies in the block before, and in no later one. ``rest``
-    int32 [S, (M - W) * L] fills up a packed state. ``trash`` int32 [S, R, C]: distinct cache positions that nobody
-    reads. ``in_block`` int64 [1 + W] is 0 for what comes before the window and 1 for each of its blocks."""
-
-    branch: Tensor
-    row: Tensor
-    earlier: Tensor
-    later: Tensor
-    before: Tensor
-    upto: Tensor
-    rest: Tensor
-    trash: Tensor
-    in_block: Tensor
-
-
-class Params(NamedTuple):
-    """The requests' parameters.
-
-    ``mask`` is the model's. ``fresh`` int32 [S, 2]: what a cell holds at first, the mask, or without a
-    position a token that is neither mask nor EOS. ``eos`` int32 [S, E]. ``tau_conf`` and ``slack`` float32 [S]: how
-    many masks a block may have for the next one to be fully activated. ``bounds`` float32 [S, 3 M + 3]: how many a
-    block may have for another to be added, by its distance from the end. ``worst`` float32 [S, B]: the rank that
-    lookahead b must reach, infinite from k on.
-    """
-
-    mask: int
-    fresh: Tensor
-    eos: Tensor
-    tau_conf: Tensor
-    slack: Tensor
-    bounds: Tensor
-    worst: Tensor
+"""Branch scores are sums of confidences rounded to multiples of this, half to even."""
 
 
 class State(NamedTuple):
-    """What a step carries on, all int32. ``tokens`` [S, C] are the anchor's; ``ends`` [S, 1] generated blocks are open.
-    ``lookaheads`` [S, 1] branches stand before the anchor: branch b fills cell ``position`` [S, B], -1 for none, with
-    ``token`` [S, B] on top of the anchor.
+    """The state of the sequences between two steps, all int32.
 
-    A packed one is a row [M * L + 4 + 2 B]: the tokens of a window that may be wider, ``Params.fresh``, and the rest in
-    this order. It is float32 with the bits of int32, for an NPU scatters rows of floats, and none of int32.
+    Packed, a state is a row [X] of ``Storage.states``: the tokens of a window of M blocks, ``RequestParams.blank``, and
+    the other fields in this order. It is float32 with the bits of int32, because an NPU scatters rows of floats only.
     """
 
     tokens: Tensor
-    ends: Tensor
-    lookaheads: Tensor
-    position: Tensor
-    token: Tensor
-
-
-class Launch(NamedTuple):
-    """What the host decides of a step, all int32.
-
-    ``seats`` [S]: which of the packed states are the sequences'. ``origin`` [S * C]: where the window's tokens stand in
-    all packed states (flat). ``cells`` [S, C] and ``blocks`` [S, W]: their numbers; ``at`` [S * W]: where ``bounds``
-    (flat) have that of an anchor without blocks, so add ``ends``. ``locations`` [S, R, C]: cache positions.
-    """
-
-    seats: Tensor
-    origin: Tensor
-    cells: Tensor
-    blocks: Tensor
-    at: Tensor
-    locations: Tensor
+    """Token ids of the anchor's window [S, C]."""
+    num_open_blocks: Tensor
+    """Generated blocks that are open [S, 1]."""
+    num_lookaheads: Tensor
+    """Lookahead branches [S, 1]."""
+    lookahead_cells: Tensor
+    """The cell that each branch fills on top of the anchor [S, B]; -1: none."""
+    lookahead_tokens: Tensor
+    """The token that it fills it with [S, B]."""
 
 
 class Rows(NamedTuple):
-    """The branches of a step: ``tokens`` int32 and ``masked`` bool [S, B, C]; ``ends`` int32 [S, B] open blocks;
-    ``exists`` bool [S, B, W], blocks whose keys and values are kept; ``previous`` float32 [S, B, W], masks in the block
-    before."""
+    """The branches of a step."""
 
     tokens: Tensor
+    """Token ids, int32 [S, B, C]."""
     masked: Tensor
-    ends: Tensor
-    exists: Tensor
-    previous: Tensor
+    """Cells to predict, bool [S, B, C]."""
+    num_open_blocks: Tensor
+    """int32 [S, B]."""
+    kept_blocks: Tensor
+    """Whether the keys and values of a block are kept, bool [S, B, W]."""
+    masks_before: Tensor
+    """Masks in the block before each block, float32 [S, B, W]."""
 
 
 class Predicted(NamedTuple):
-    """``tokens`` int32, ``max_probs`` and ``confidences`` float32 [S, B, C], of which those of masked cells count; the
-    confidence is NaN where a logit was not finite."""
+    """What the model predicts for every cell of every branch; only the masked cells count."""
 
     tokens: Tensor
+    """Token ids, int32 [S, B, C]."""
     max_probs: Tensor
+    """float32 [S, B, C]."""
     confidences: Tensor
+    """float32 [S, B, C]; NaN where a logit was not finite."""
 
 
-def unpack(packed: Tensor, launch: Launch, tables: Tables) -> State:
-    """The sequences' states out of all packed ones [N, X]."""
-    branches = tables.branch.shape[0]
-    tokens = packed.view(-1).index_select(0, launch.origin).view(torch.int32).view(launch.cells.shape)
-    rest = packed.shape[1] - 2 - 2 * branches
+def unpack_state(packed: Tensor, launch: Launch, constants: Constants) -> State:
+    """The state of the launched sequences.
+
+    Args:
+        packed: ``Storage.states`` [N, X].
+    """
+    num_branches = constants.branch.shape[0]
+    tokens = packed.view(-1).index_select(0, launch.token_index).view(torch.int32).view(launch.cells.shape)
     rows = packed.index_select(0, launch.seats).view(torch.int32)
-    _, ends, lookaheads, position, token = rows.split([rest, 1, 1, branches, branches], 1)
-    return State(tokens, ends, lookaheads, position, token)
+    num_tokens_and_blanks = packed.shape[1] - 2 - 2 * num_branches
+    _, *others = rows.split([num_tokens_and_blanks, 1, 1, num_branches, num_branches], 1)
+    return State(tokens, *others)
 
 
-def pack(state: State, params: Params, tables: Tables) -> Tensor:
-    """[S, X]."""
+def pack_state(state: State, params: RequestParams, constants: Constants) -> Tensor:
+    """float32 [S, X], the inverse of ``unpack_state``."""
     tokens, *others = state
-    return torch.cat([tokens, tables.rest, params.fresh, *others], 1).view(torch.float32)
+    return torch.cat([tokens, constants.padding_tokens, params.blank, *others], 1).view(torch.float32)
 
 
-# ---- in the compiled step ------------------------------------------------------------------------------------------
+def open_blocks(params: RequestParams, state: State, launch: Launch, constants: Constants, mask: int) -> Rows:
+    """Opens the blocks that branches may open, and says what each branch holds (SPEC section 2, steps a and b).
 
-
-def lay_out(params: Params, state: State, launch: Launch, tables: Tables) -> Rows:
-    """Adds blocks to the branches and says what each of them holds."""
-    S, B = state.position.shape
+    Args:
+        mask: token id of the mask.
+    """
+    S, B = state.lookahead_cells.shape
     W = launch.blocks.shape[1]
-    here = state.position[:, :, None] == launch.cells[:, None]
-    tokens = torch.where(here, state.token[:, :, None], state.tokens[:, None])
-    blank = tokens == params.mask
-    ones = blank.to(torch.float32).view(S * B, -1)  # counted by matrix products, exact in any format
-    previous = (ones @ tables.before).view(S, B, W)
-    at = (state.ends + launch.at.view(S, W)).view(-1)
-    bounds = params.bounds.view(-1).index_select(0, at).view(S, 1, W)
-    closed = (previous > bounds).any(-1)
-    ended = (tokens[..., None] == params.eos[:, None, None]).view(S, B, -1).any(-1)
-    ends = torch.where(closed | ended, state.ends, state.ends + 1)
-    live = tables.branch <= state.lookaheads
-    # Blocks that the next commit takes are written in every slot, whether it has a branch or not.
-    settled = ((ones @ tables.upto) == 0.0).view(S, B, W)
-    exists = settled | (live[..., None] & (launch.blocks[:, None] < ends[..., None]))
-    masked = (blank.view(S, B, W, -1) & exists[..., None]).view(S, B, -1)
-    return Rows(tokens, masked, ends, exists, previous)
+    is_lookahead = state.lookahead_cells[:, :, None] == launch.cells[:, None]
+    tokens = torch.where(is_lookahead, state.lookahead_tokens[:, :, None], state.tokens[:, None])
+    is_mask = tokens == mask
+    ones = is_mask.to(torch.float32).view(S * B, -1)  # counted by matrix products, which are exact in any format
+    masks_before = (ones @ constants.in_block_before).view(S, B, W)
+    limit_index = (state.num_open_blocks + launch.limit_base.view(S, W)).view(-1)
+    limits = params.mask_limits.view(-1).index_select(0, limit_index).view(S, 1, W)
+    has_too_many_masks = (masks_before > limits).any(-1)
+    has_eos = (tokens[..., None] == params.eos[:, None, None]).view(S, B, -1).any(-1)
+    num_open_blocks = torch.where(has_too_many_masks | has_eos, state.num_open_blocks, state.num_open_blocks + 1)
+    is_branch = constants.branch <= state.num_lookaheads
+    # Blocks that the next pass commits are written in every slot, whether the slot has a branch or not.
+    is_filled = ((ones @ constants.up_to_block) == 0.0).view(S, B, W)
+    is_open = is_branch[..., None] & (launch.blocks[:, None] < num_open_blocks[..., None])
+    kept_blocks = is_filled | is_open
+    masked = (is_mask.view(S, B, W, -1) & kept_blocks[..., None]).view(S, B, -1)
+    return Rows(tokens, masked, num_open_blocks, kept_blocks, masks_before)
 
 
-def writes(rows: Rows, launch: Launch, tables: Tables, size: int = 1, group: int = 0) -> tuple[Tensor, Tensor]:
-    """(tokens, cache positions) int32 [S, R, C] of the rows of branch-parallel group ``group`` of ``size``: branch i
-    has slot i div size of group i mod size. Keys and values of what does not exist go to trash."""
-    S, R, _ = launch.locations.shape
-    exists, tokens = rows.exists, rows.tokens
-    if size > 1:
-        exists, tokens = exists[:, group::size], tokens[:, group::size]
-    locations, trash = (x.view(S, R, exists.shape[2], -1) for x in (launch.locations, tables.trash))
-    return tokens, torch.where(exists[..., None], locations, trash).view(S, R, -1)
+def rank_rows(
+    rows: Rows, launch: Launch, constants: Constants, num_groups: int = 1, group: int = 0
+) -> tuple[Tensor, Tensor]:
+    """(token ids, flat cache positions) int32 [S, R, C] of the branches that one branch-parallel group computes: branch
+    i has slot i div num_groups of group i mod num_groups. Blocks that are not kept go to padding slots."""
+    S, R, _ = launch.slot_mapping.shape
+    kept_blocks, tokens = rows.kept_blocks, rows.tokens
+    if num_groups > 1:
+        kept_blocks, tokens = kept_blocks[:, group::num_groups], tokens[:, group::num_groups]
+    W = kept_blocks.shape[2]
+    slots, padding = (x.view(S, R, W, -1) for x in (launch.slot_mapping, constants.padding_slots))
+    return tokens, torch.where(kept_blocks[..., None], slots, padding).view(S, R, -1)
 
 
-def advance(params: Params, launch: Launch, rows: Rows, predicted: Predicted, tables: Tables) -> tuple[State, Tensor]:
-    """Picks the winners (int64 [S]: s * B + branch), fills them, and grows the next branches from them."""
+def advance(
+    params: RequestParams, launch: Launch, rows: Rows, predicted: Predicted, constants: Constants
+) -> tuple[State, Tensor]:
+    """Picks the winners, fills them, and grows the next branches from them (SPEC sections 3 to 6).
+
+    Returns:
+        The next state, and the winners' rows int64 [S]: sequence * B + branch.
+    """
     S, B, C = rows.tokens.shape
     W = launch.blocks.shape[1]
-    winner = _select(rows, predicted, tables)
+    winner = _winners(rows, predicted, constants)
 
     def of_winner(x: Tensor) -> Tensor:
         return x.view(S * B, -1).index_select(0, winner)
 
-    tokens, masked, ends = of_winner(rows.tokens), of_winner(rows.masked), of_winner(rows.ends)
+    tokens, masked, num_open_blocks = of_winner(rows.tokens), of_winner(rows.masked), of_winner(rows.num_open_blocks)
     guesses, probs, confidences = (of_winner(x) for x in predicted)
-    # The rank of a cell: C where tau_conf accepts, -1 without a mask. A block fills what reaches its threshold.
-    rank = torch.where(probs > params.tau_conf[:, None], float(C), _standing(confidences, tables.later))
+    # A cell's rank: C where tau_conf accepts it, -1 without a mask. A block fills the cells that reach its threshold.
+    rank = torch.where(probs > params.tau_conf[:, None], float(C), _ranks(confidences, constants.later))
     rank = torch.where(masked, rank, -1.0)
-    activated = of_winner(rows.previous) <= params.slack[:, None]
-    threshold = torch.where(activated, rank.view(S, W, -1).max(-1).values, float(C))
+    is_activated = of_winner(rows.masks_before) <= params.activation_masks[:, None]
+    threshold = torch.where(is_activated, rank.view(S, W, -1).max(-1).values, float(C))
     filled = (rank.view(S, W, -1) >= threshold[..., None]).view(S, C) & masked
-    reached, chosen = torch.where(filled, -1.0, rank).topk(B)
-    spawned = reached >= params.worst
+    candidate_rank, candidate = torch.where(filled, -1.0, rank).topk(B)
+    is_lookahead = candidate_rank >= params.min_rank
     state = State(
         tokens=torch.where(filled, guesses, tokens),
-        ends=ends,
-        lookaheads=spawned.sum(-1, keepdim=True, dtype=torch.int32),
-        position=torch.where(spawned, launch.cells.gather(1, chosen), -1),
-        token=guesses.gather(1, chosen),
+        num_open_blocks=num_open_blocks,
+        num_lookaheads=is_lookahead.sum(-1, keepdim=True, dtype=torch.int32),
+        lookahead_cells=torch.where(is_lookahead, launch.cells.gather(1, candidate), -1),
+        lookahead_tokens=guesses.gather(1, candidate),
     )
     return state, winner
 
 
-def _select(rows: Rows, predicted: Predicted, tables: Tables) -> Tensor:
-    """The branch with the least mean deficit (1 - confidence), of equal ones the first.
+def _winners(rows: Rows, predicted: Predicted, constants: Constants) -> Tensor:
+    """The branch with the least mean deficit (1 - confidence), the first one among equals.
 
-    Means are compared as fractions of integers; float32 holds a cell's deficit exactly up to a confidence of -254. To a
-    row without masks, as it counts 0, every later one loses and no earlier one: of the branches only row 0 can be
-    without, whose score is 1, and what is no branch comes last. Of two branches one always loses, so of all at most one
-    does not, whatever a NaN is as an integer.
+    Means are compared as fractions of integers; float32 holds a cell's deficit exactly down to a confidence of -254.
+    A row without masks has the deficit 0 over 0 cells: every later row loses against it, and no earlier one. Only
+    branch 0 can be without masks, with the score 1, and padding rows come last. Of two branches exactly one loses, so
+    of all at most one does not, whatever integer a NaN becomes.
     """
     deficit = 1.0 / STEP - (predicted.confidences / STEP).round()
     deficit = torch.where(rows.masked, deficit, 0.0)
-    deficits, counts = deficit.to(torch.int64).sum(-1), rows.masked.sum(-1)
-    mine = deficits[:, :, None] * counts[:, None, :]
-    others = deficits[:, None, :] * counts[:, :, None]
-    loses = (others < mine + tables.earlier).any(-1)
-    return torch.where(loses, 0, tables.row).sum(-1)
+    sums, counts = deficit.to(torch.int64).sum(-1), rows.masked.sum(-1)
+    mine = sums[:, :, None] * counts[:, None, :]
+    others = sums[:, None, :] * counts[:, :, None]
+    loses = (others < mine + constants.earlier).any(-1)
+    return torch.where(loses, 0, constants.row).sum(-1)
 
 
-def _standing(confidences: Tensor, later: Tensor) -> Tensor:
-    """float32 [S, C]: how many cells each one of [S, C] is ahead of in the order of (-confidence, position)."""
+def _ranks(confidences: Tensor, later: Tensor) -> Tensor:
+    """float32 [S, C]: how many cells each cell is ahead of in the order of (-confidence, position)."""
     mine, others = confidences[:, :, None], confidences[:, None, :]
-    ahead = (mine > others) | ((mine == others) & later)
-    return ahead.sum(-1, dtype=torch.float32)
+    is_ahead = (mine > others) | ((mine == others) & later)
+    return is_ahead.sum(-1, dtype=torch.float32)

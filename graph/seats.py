@@ -1,106 +1,113 @@
-"""Sequences in the memory of compiled steps: each has a seat, where its state and its parameters are."""
+"""The memory of compiled steps: every sequence that graphs decode has a seat for its parameters and its state."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from lopa_ascend.backend import Ops
-from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.blocks import threshold_count
 from lopa_ascend.decode.d2f import D2F
 from lopa_ascend.graph.buckets import Bucket
-from lopa_ascend.graph.inputs import Known, admit, no_states, nobody, packed_state
-from lopa_ascend.graph.step import Storage
-
-
-@dataclass(frozen=True)
-class AtRest:
-    """A sequence between what a step made of it and the plan of the next one: what a seat is given. ``tokens`` are the
-    anchor's generated ids, ``first`` of its blocks are committed, ``lookaheads`` (generated position, token)."""
-
-    first: int
-    tokens: tuple[int, ...]
-    lookaheads: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def of(cls, strategy: D2F) -> AtRest:
-        *others, anchor = strategy.branches
-        fills = [branch.lookahead for branch in others]
-        begin = len(strategy.prompt)
-        lookaheads = tuple((fill.position - begin, fill.token) for fill in fills if fill is not None)
-        return cls(committed_blocks(strategy, strategy.num_committed), tuple(anchor.tokens), lookaheads)
-
-
-def committed_blocks(strategy: D2F, positions: int) -> int:
-    """Generated blocks in the first so many positions, which end with a block or inside the prompt."""
-    return -(-max(0, positions - len(strategy.prompt)) // strategy.params.block_size)
-
-
-@dataclass
-class Seat:
-    """Number ``index``. The last step's window began at block ``before`` and had ``held`` blocks."""
-
-    index: int
-    before: int
-    held: int
+from lopa_ascend.graph.inputs import HostView, Snapshot, empty_params, empty_states, packed_state, write_params
+from lopa_ascend.graph.tensors import Storage
+from lopa_ascend.sequence import GraphSequence, Sequence
 
 
 class Seats:
-    """``count`` of them, and behind them as many as the largest bucket has sequences, where nobody ever sits."""
+    """``num_seats`` usable seats, then as many padding seats as the largest bucket has sequences.
 
-    def __init__(self, count: int, shape: Bucket, mask: int, hidden: Tensor, ops: Ops):
-        """``hidden`` [0, hidden] has the dtype and the device of hidden states."""
-        self.shape, self.ops, self.count = shape, ops, count
-        total = count + shape.sequences
-        self.params = nobody(total, mask, shape)
+    Attributes:
+        params: the parameters of all seats, on the host.
+        storage: their states and hidden states, on the device.
+
+    Args:
+        shape: the engine's largest bucket.
+        mask: token id of the mask.
+        hidden: [0, hidden], with the dtype and the device of hidden states.
+    """
+
+    def __init__(self, num_seats: int, shape: Bucket, mask: int, hidden: Tensor, ops: Ops) -> None:
+        self.shape, self.ops, self.num_seats, self._mask = shape, ops, num_seats, mask
+        total = num_seats + shape.sequences
+        self._rows_per_seat = 1 + shape.max_blocks
+        self.params = empty_params(total, mask, shape)
         self.storage = Storage(
-            states=no_states(total, shape).to(ops.device),
-            hidden=hidden.new_zeros(total * (1 + shape.capacity), hidden.shape[1]),
+            states=empty_states(total, shape).to(ops.device),
+            hidden=hidden.new_zeros(total * self._rows_per_seat, hidden.shape[1]),
         )
-        self._free = list(range(count - 1, -1, -1))
+        self._free = list(range(num_seats - 1, -1, -1))
 
-    def take(self, rest: AtRest, request: DecodingParams, eos: Sequence[int], last: Tensor) -> Seat:
-        """Seats a sequence. ``last`` [hidden] predicts the first position of its window."""
-        seat = Seat(self._free.pop(), rest.first, self.shape.capacity)
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, sequence: Sequence, graph: GraphSequence) -> None:
+        """Gives a sequence a seat, as it is before its next step opens blocks."""
+        assert sequence.last_hidden is not None
+        request, strategy = sequence.request.params, sequence.strategy
+        snapshot = take_snapshot(sequence)
+        seat = graph.seat = self._free.pop()
+        graph.window_start, graph.window_blocks = snapshot.window_start, self.shape.max_blocks
         add, act = (threshold_count(tau, request.block_size) for tau in (request.tau_add, request.tau_act))
-        admit(self.params, seat.index, request, eos, add, act)
-        packed = packed_state(self.params, seat.index, request, rest.first, rest.tokens, rest.lookaheads, self.shape)
-        sent = self.ops.host_memory(len(packed)).view(packed.dtype).copy_(packed)
-        self.storage.states[seat.index].copy_(sent, non_blocking=True)
-        self.storage.hidden[self.row(seat, rest.first)].copy_(last)
-        return seat
+        write_params(self.params, seat, request, sorted(strategy.eos), self._mask, add, act)
+        packed = packed_state(self.params.blank[seat], request, snapshot, self.shape)
+        on_host = self.ops.host_memory(len(packed)).view(packed.dtype).copy_(packed)
+        self.storage.states[seat].copy_(on_host, non_blocking=True)
+        self.storage.hidden[self.hidden_row(graph, snapshot.window_start)].copy_(sequence.last_hidden)
 
-    def leave(self, seat: Seat) -> None:
-        self._free.append(seat.index)
+    def release(self, graph: GraphSequence) -> None:
+        """Frees a sequence's seat, if it has one."""
+        if graph.seat is not None:
+            self._free.append(graph.seat)
+            graph.seat = None
 
-    def row(self, seat: Seat, first: int) -> int:
-        """Where the hidden state is that predicts block ``first``, with which the next window begins."""
-        return seat.index * (1 + self.shape.capacity) + first - seat.before
+    def hidden_row(self, graph: GraphSequence, block: int) -> int:
+        """Row of ``storage.hidden`` that predicts the first position of a block, if the last step has saved it."""
+        assert graph.seat is not None
+        return graph.seat * self._rows_per_seat + block - graph.window_start
 
-    def nobody(self, index: int) -> Known:
-        return Known(self.count + index)
-
-    def known(self, seat: Seat, strategy: D2F, first: int, shared: int) -> Known:
-        """What a launch must be told of a sequence whose window begins with block ``first``."""
-        request = strategy.params
-        return Known(
-            seat=seat.index,
-            prompt=len(strategy.prompt),
-            block_size=request.block_size,
-            length=request.max_new_tokens,
-            first=first,
-            before=seat.before,
-            held=seat.held,
-            caps=most_blocks(strategy),
-            shared=shared,
+    def host_view(self, sequence: Sequence, graph: GraphSequence, window_start: int, num_shared_pages: int) -> HostView:
+        """What a launch needs to know of a sequence whose window begins with block ``window_start``."""
+        assert graph.seat is not None
+        params = sequence.request.params
+        return HostView(
+            seat=graph.seat,
+            prompt_length=len(sequence.request.prompt),
+            block_size=params.block_size,
+            max_new_tokens=params.max_new_tokens,
+            window_start=window_start,
+            last_start=graph.window_start,
+            last_blocks=graph.window_blocks,
+            max_open_blocks=max_open_blocks(sequence.strategy),
+            num_shared_pages=num_shared_pages,
         )
 
+    def padding_view(self, row: int) -> HostView:
+        """What a launch needs to know of its padding row ``row``."""
+        return HostView(self.num_seats + row)
 
-def most_blocks(strategy: D2F) -> int:
-    """Blocks that a sequence may have open, as far as is known: no more of them once an EOS has been filled."""
+
+def take_snapshot(sequence: Sequence) -> Snapshot:
+    """A planned sequence as it was before the plan opened blocks."""
+    assert sequence.plan is not None
+    strategy, prompt_length = sequence.strategy, len(sequence.request.prompt)
+    *others, anchor = strategy.branches
+    num_generated = anchor.blocks[sequence.plan.num_open_blocks].end - prompt_length  # block 0 is the prompt
+    fills = [branch.lookahead for branch in others]
+    return Snapshot(
+        window_start=num_blocks(strategy, strategy.num_committed),
+        tokens=anchor.tokens[:num_generated],
+        lookaheads=[(fill.position - prompt_length, fill.token) for fill in fills if fill is not None],
+    )
+
+
+def num_blocks(strategy: D2F, num_positions: int) -> int:
+    """Generated blocks in the first ``num_positions`` positions, which end with a block or inside the prompt."""
+    return -(-max(0, num_positions - len(strategy.prompt)) // strategy.params.block_size)
+
+
+def max_open_blocks(strategy: D2F) -> int:
+    """Generated blocks that a sequence may have open: no further ones once an EOS has been filled."""
     anchor = strategy.branches[-1]
     if anchor.eos:
         return len(anchor.blocks) - 1

@@ -27,6 +27,10 @@ class Placement:
         """(group, slot) of a branch."""
         return branch % self.size, branch // self.size
 
+    def num_places(self, num_rows: int) -> int:
+        """Rows that all groups could evaluate in the time of ``num_rows``."""
+        return slots_for(num_rows, self.size) * self.size
+
     def sends_values(self, plan: SequencePlan) -> bool:
         """Whether the winner's keys and values must travel to the other groups: they do not have the same ones."""
         return plan.winner_commits and bool(plan.num_new) and len(plan.rows) > 1 and self.size > 1

@@ -24,7 +24,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ import torch
 from safetensors.torch import save_file
 
 from lopa_ascend import LLM, DecodingParams
+from lopa_ascend.probe import PartTimes
 from lopa_ascend.types import GenerationOutput
 
 WORKLOAD = Path(__file__).with_name("bench_workload.json")
@@ -99,23 +100,6 @@ def gemm_peak(dtype: torch.dtype) -> float:
     return best
 
 
-@dataclass
-class Spent:
-    """CPU seconds inside some calls."""
-
-    seconds: float = 0.0
-
-    def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
-            start = time.process_time()
-            try:
-                return call(*args)
-            finally:
-                self.seconds += time.process_time() - start
-
-        return timed
-
-
 @dataclass(frozen=True)
 class Measurement:
     output: GenerationOutput
@@ -125,18 +109,12 @@ class Measurement:
 
 
 def measure(llm: LLM, prompt: list[int], params: DecodingParams) -> Measurement:
-    forward, score = Spent(), Spent()
-    runner = llm.engine.runner
-    kept = runner.model.forward, type(runner)._score
-    try:
-        runner.model.forward = forward.wrap(kept[0])  # type: ignore[method-assign]
-        type(runner)._score = lambda *args: score.wrap(kept[1])(*args)  # type: ignore[method-assign]
-        start = time.process_time()
-        output = llm.generate([prompt], params, trace=True, quiet=True)[0]
-        total = time.process_time() - start
-    finally:
-        runner.model.forward, type(runner)._score = kept  # type: ignore[method-assign]
-    return Measurement(output, total, forward.seconds, score.seconds)
+    times = PartTimes()
+    llm.engine.runner.set_probe(times)
+    start = time.process_time()
+    output = llm.generate([prompt], params, trace=True, quiet=True)[0]
+    total = time.process_time() - start
+    return Measurement(output, total, times.seconds["forward"], times.seconds["score"])
 
 
 def report(llm: LLM, m: Measurement, peak: float, expected: dict[str, Any] | None) -> str:

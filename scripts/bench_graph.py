@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -26,44 +25,7 @@ from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.backend.compiler import Eager
 from lopa_ascend.demo import HELD_OUT
 from lopa_ascend.graph import setup
-from lopa_ascend.graph.launcher import Launcher
-from lopa_ascend.graph.runner import GraphRunner
-
-
-class Watch:
-    """CPU seconds and calls of some methods while they are watched."""
-
-    def __init__(self, *methods: tuple[type, str]):
-        self.seconds, self.calls = dict.fromkeys(methods, 0.0), dict.fromkeys(methods, 0)
-        self._patches = [mock.patch.object(*method, self._around(method)) for method in methods]
-
-    def _around(self, method: tuple[type, str]) -> Callable[..., Any]:
-        function = getattr(*method)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            start = time.process_time()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.seconds[method] += time.process_time() - start
-                self.calls[method] += 1
-
-        return call
-
-    def __enter__(self) -> Watch:
-        for patch in self._patches:
-            patch.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for patch in self._patches:
-            patch.stop()
-
-    def milliseconds(self, method: tuple[type, str]) -> float:
-        return 1e3 * self.seconds[method] / max(1, self.calls[method])
-
-
-SEND, ABSORB = (Launcher, "_send"), (GraphRunner, "_absorb")
+from lopa_ascend.probe import PartTimes
 
 
 def measure(name: str, questions: list[str], options: dict[str, Any]) -> list[tuple[int, ...]]:
@@ -75,16 +37,18 @@ def measure(name: str, questions: list[str], options: dict[str, Any]) -> list[tu
     params = DecodingParams(max_new_tokens=128)
     llm.chat(chats[:1], params, quiet=True)
     steps = llm.engine.stats().num_steps
-    with Watch(SEND, ABSORB) as watch:
-        start = time.process_time()
-        outputs = llm.chat(chats, params, quiet=True)
-        seconds = time.process_time() - start
+    times = PartTimes()
+    llm.engine.runner.set_probe(times)
+    start = time.process_time()
+    outputs = llm.chat(chats, params, quiet=True)
+    seconds = time.process_time() - start
     stats = llm.engine.stats()
     row = f"{name:24} {1e3 * seconds / (stats.num_steps - steps):9.1f} ms a step"
     if stats.graphs is not None:
         row += f"; start {waited:.0f} s ({started:.0f} CPU s, {stats.graphs.num_buckets} graphs)"
         row += f"; padding {stats.graphs.padded_tokens / stats.graphs.tokens:.0%}"
-        row += f"; host {watch.milliseconds(SEND):.2f} ms a launch, {watch.milliseconds(ABSORB):.2f} ms a result"
+        launch, result = (1e3 * times.seconds[part] / times.calls[part] for part in ("inputs", "absorb"))
+        row += f"; host {launch:.2f} ms a launch, {result:.2f} ms a result"
     tqdm.write(row)
     return [output.token_ids for output in outputs]
 

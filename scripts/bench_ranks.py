@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from lopa_ascend.engine.engine import Engine
 from lopa_ascend.engine.ranks import LeadingEngine, follow
 from lopa_ascend.parallel.launch import Meeting, free_port, leave
 from lopa_ascend.parallel.mesh import Mesh
-from lopa_ascend.runner.eager import SCORE_ROWS
+from lopa_ascend.probe import PartTimes
+from lopa_ascend.runner.scoring import SCORE_ROWS
 from lopa_ascend.score.sampling import columns
 from lopa_ascend.types import SequencePlan, Traffic
 
@@ -116,10 +118,7 @@ class Recorder:
         self._plans: list[SequencePlan] = []
         self._tokens, self._rows = 0, 0
         self._scored: list[tuple[int, int]] = []
-        runner = engine.runner
-        _look(runner, "exchange", self._exchanging)
-        _look(runner.model, "forward", self._computing)
-        _look(runner, "_score", self._scoring)
+        engine.runner.set_probe(self._note)
         step = engine.step
 
         def recorded() -> Any:
@@ -129,15 +128,17 @@ class Recorder:
 
         engine.step = recorded  # type: ignore[method-assign]
 
-    def _exchanging(self, plans: Sequence[SequencePlan], *_: object) -> None:
-        self._plans = list(plans)
-
-    def _computing(self, inputs: Any, *_: object) -> None:
-        self._tokens, self._rows = len(inputs.tokens), len(inputs.rows)
-
-    def _scoring(self, rows: Any, scoring: Any, *_: object) -> None:
-        # A last chunk of one row is scored as two; a token and its logit follow the columns (see shard_scores).
-        self._scored.append((len(rows) + (len(rows) % SCORE_ROWS == 1), len(columns(scoring)) + 2))
+    @contextmanager
+    def _note(self, part: str, work: Any) -> Iterator[None]:
+        if part == "exchange":
+            self._plans = list(work)
+        elif part == "forward":
+            self._tokens, self._rows = len(work.tokens), len(work.rows)
+        elif part == "score":
+            num_rows, scoring = work
+            # A last piece of one row is scored as two; a token and its logit follow the columns (see shard_scores).
+            self._scored.append((num_rows + (num_rows % SCORE_ROWS == 1), len(columns(scoring)) + 2))
+        yield
 
     def _close(self) -> None:
         before, self._sent = {t.purpose: t for t in self._sent}, self._engine.mesh.traffic()
@@ -148,17 +149,6 @@ class Recorder:
                 traffic.append(Traffic(now.purpose, now.calls - then.calls, now.num_bytes - then.num_bytes))
         self.steps.append(Step(traffic, self._plans, self._tokens, self._rows, self._scored))
         self._plans, self._tokens, self._rows, self._scored = [], 0, 0, []
-
-
-def _look(owner: Any, name: str, look: Callable[..., None]) -> None:
-    """Shows the arguments of each call of a method to ``look`` first."""
-    call = getattr(owner, name)
-
-    def watched(*args: Any) -> Any:
-        look(*args)
-        return call(*args)
-
-    setattr(owner, name, watched)
 
 
 def traffic(job: TrafficJob) -> list[Step]:
@@ -232,24 +222,6 @@ class RankTimes:
     together: list[Decode] = field(default_factory=list)
 
 
-@dataclass
-class _Spent:
-    """CPU seconds of the main thread inside some calls."""
-
-    seconds: float = 0.0
-
-    def wrap(self, owner: Any, name: str) -> None:
-        call = getattr(owner, name)
-
-        def timed(*args: Any) -> Any:
-            start = time.thread_time()
-            result = call(*args)
-            self.seconds += time.thread_time() - start
-            return result
-
-        setattr(owner, name, timed)
-
-
 class _Timed:
     """A model whose decodes are timed. Positions that branches have in common are computed by each."""
 
@@ -257,23 +229,22 @@ class _Timed:
         self.llm = LLM(
             **{name: getattr(config, name) for name in EngineConfig.names()} | {"branch_parallel_size": size}
         )
-        runner = self.llm.engine.runner
-        runner.placement = replace(runner.placement, sharing=False)
-        self._spent = {"forward": _Spent(), "scores": _Spent(), "exchange": _Spent()}
-        for name, owner, method in (
-            ("forward", runner.model, "forward"),
-            ("scores", runner, "_scores"),
-            ("exchange", runner, "exchange"),
-        ):
-            self._spent[name].wrap(owner, method)
+        eager = self.llm.engine.runner.eager
+        eager.placement = replace(eager.placement, sharing=False)
+        self._times = PartTimes(clock=time.thread_time)
+        self.llm.engine.runner.set_probe(self._times)
 
     def decode(self, job: ScalingJob) -> Decode:
-        before = {name: spent.seconds for name, spent in self._spent.items()}
+        before = dict(self._times.seconds)
         start, thread = time.process_time(), time.thread_time()
         output = self.llm.generate([job.prompt], job.params, quiet=True)[0]
         total, thread = time.process_time() - start, time.thread_time() - thread
-        parts = {name: spent.seconds - before[name] for name, spent in self._spent.items()}
-        return Decode(total, thread, **parts, num_steps=output.num_forwards, token_ids=output.token_ids)
+        forward, scores, exchange = (
+            self._times.seconds[part] - before.get(part, 0.0) for part in ("forward", "score", "exchange")
+        )
+        return Decode(
+            total, thread, forward, scores, exchange, num_steps=output.num_forwards, token_ids=output.token_ids
+        )
 
 
 def scaling(job: ScalingJob) -> RankTimes:

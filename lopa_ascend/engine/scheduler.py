@@ -1,125 +1,111 @@
-"""Which requests run, and which of them take part in a step. Plain Python, no torch.
+"""Which requests run, which of them take part in a step, and which pages they use. Plain Python, no torch.
 
-First come, first served. A request is admitted when the pages that it can need at worst are there (its prompt and
-max_new_tokens, times its slots where they differ), so none that runs is ever put back. What it turns out not to need
-is free for others after each commit.
+Requests are admitted first come, first served, when the pages are there that they can need at worst: for the prompt and
+``max_new_tokens``, times the slots where their pages differ. So a running request is never put back. Pages that it
+turns out not to need become free for others after each commit.
 
-Prompts are computed in steps of their own. Between two such steps lies at least one decoding step if anything decodes:
-arrivals make running requests wait for at most every other step. When a step cannot hold all running requests, those
-that waited longest go first, so each takes part again after the others did.
+Prompts are computed in steps of their own. After such a step comes at least one decoding step if anything decodes, so
+arrivals delay running requests by at most every other step. When a step cannot hold all running requests, those that
+waited longest go first.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 from lopa_ascend.config import Limits
 from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, PageTables, worst_case
 from lopa_ascend.kv.prefix_cache import PrefixCache, PrefixEntry, PrefixKey
-from lopa_ascend.types import Demand, SequenceResult, SequenceStep, StepPlan
+from lopa_ascend.sequence import Request, Sequence
+from lopa_ascend.types import PageCopy, SequenceStep, StepPlan, StepRecord
+
+Begin = Callable[[Request, PageTables, int, PrefixEntry | None], Sequence]
+"""``begin(request, page_tables, num_cached, entry)`` makes the sequence of a request that may run, with its first
+``plan`` and ``demand``. The keys and values of its first ``num_cached`` positions are in the pages; ``entry`` is set if
+these are the whole prompt."""
 
 
-@dataclass(eq=False)
-class Sequence:
-    """A request as the scheduler sees it: at most ``limit`` positions; ``key`` is None where no prefix cache is asked.
-    ``demand`` is what its next step needs; ``served`` the index of the last step that it took part in."""
-
-    request_id: str
-    prompt_tokens: int
-    limit: int
-    page_tables: PageTables
-    key: PrefixKey | None = None
-    committed: int = 0
-    demand: Demand | None = None
-    served: int = -1
-
-    @property
-    def prefills(self) -> bool:
-        return self.committed < self.prompt_tokens
-
-    @property
-    def reserved(self) -> int:
-        """Pages that it may still take."""
-        committed = max(self.committed, self.prompt_tokens)
-        return worst_case(self.limit, len(self.page_tables.by_slot), committed) - self.page_tables.num_pages
-
-
-@dataclass(frozen=True)
-class Admission:
-    """A request that begins to run. What the prefix cache has of its prompt counts as committed, and its full pages are
-    in the request's tables; ``entry``: it has all of it."""
-
-    sequence: Sequence
-    entry: PrefixEntry | None
-
-
-@dataclass
 class Scheduler:
-    """Decides from what it was told alone: the same calls in the same order give the same plans."""
+    """Decides by its arguments and calls alone: the same calls in the same order give the same plans on every rank.
 
-    limits: Limits
-    allocator: PageAllocator
-    prefix_cache: PrefixCache | None = None
-    approximate: bool = False
-    waiting: deque[Sequence] = field(default_factory=deque)
-    running: list[Sequence] = field(default_factory=list)
-    num_steps: int = 0
-    num_prefill_steps: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    _prefilled_last: bool = False
+    Attributes:
+        waiting: requests by id, in the order of their arrival.
+        running: sequences by request id, in the order of their admission.
+        num_steps, num_prefill_steps: steps planned so far.
+        prefix_queries, prefix_hits: prompt tokens that were looked up in the prefix cache, and found.
 
-    def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+    Args:
+        allocator: of the KV pool's pages.
+        begin: makes the sequence of an admitted request.
+        prefix_cache: None: no prompt is reused.
+        approximate: reuse pages of prompts that only begin alike, which changes tokens.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        allocator: PageAllocator,
+        begin: Begin,
+        prefix_cache: PrefixCache | None = None,
+        *,
+        approximate: bool = False,
+    ) -> None:
+        self.limits, self.allocator, self.prefix_cache = limits, allocator, prefix_cache
+        self.approximate = approximate
+        self.waiting: dict[str, Request] = {}
+        self.running: dict[str, Sequence] = {}
+        self.num_steps = 0
+        self.num_prefill_steps = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self._begin = begin
+        self._copies: list[PageCopy] = []
+        self._prefilled_last = False
+
+    def add(self, request: Request) -> None:
+        """Queues a request. ``limits`` were checked, and the id is not in use."""
+        self.waiting[request.request_id] = request
 
     def remove(self, request_id: str) -> bool:
-        """Takes a request out, running or waiting, and gives its pages back; False if there is none."""
-        for group in (self.running, self.waiting):
-            for sequence in group:
-                if sequence.request_id == request_id:
-                    group.remove(sequence)
-                    sequence.page_tables.release()
-                    return True
-        return False
+        """Drops a request wherever it is and frees its pages; False if there is none."""
+        sequence = self.running.pop(request_id, None)
+        if sequence is not None:
+            sequence.page_tables.release()
+            return True
+        return self.waiting.pop(request_id, None) is not None
 
     # ---- admission -------------------------------------------------------------------------------------------------
 
-    def admit(self) -> Admission | None:
-        """The next request, if it may begin now. Whoever calls must give it a ``demand``, and, if there is an entry
-        with a partial page, copy that page before anything else is allocated."""
-        if not self.waiting or len(self.running) >= self.limits.max_num_seqs:
-            return None
-        sequence = self.waiting[0]
-        entry, pages = self._cached(sequence.key)
-        if pages and not self._fits(sequence, entry, pages):
-            entry, pages = None, ()
-        if not pages and not self._fits(sequence, None, ()):
-            return None
-        self.running.append(self.waiting.popleft())
-        full = entry.full_pages if entry else pages
-        sequence.page_tables.adopt(full)
-        sequence.committed = sequence.prompt_tokens if entry else len(full) * PAGE_SIZE
-        if sequence.key is not None:
-            self.prefix_queries += sequence.prompt_tokens
-            self.prefix_hits += sequence.committed
-        return Admission(sequence, entry)
+    def _admit(self) -> None:
+        """Starts waiting requests in their order until one does not fit."""
+        while self.waiting and len(self.running) < self.limits.max_num_seqs:
+            request = next(iter(self.waiting.values()))
+            entry, pages = self._cached(request)
+            if pages and not self._fits(request, entry, pages):
+                entry, pages = None, ()
+            if not pages and not self._fits(request, None, ()):
+                return
+            del self.waiting[request.request_id]
+            self.running[request.request_id] = self._start(request, entry, entry.full_pages if entry else pages)
 
-    def _cached(self, key: PrefixKey | None) -> tuple[PrefixEntry | None, tuple[int, ...]]:
-        """(the entry of an equal prompt, all its pages), or (None, full pages of an equal beginning)."""
-        if key is None or self.prefix_cache is None:
+    def _cached(self, request: Request) -> tuple[PrefixEntry | None, tuple[int, ...]]:
+        """(the entry of an equal prompt, all its pages), or (None, full pages of a prompt that begins alike)."""
+        if self.prefix_cache is None:
             return None, ()
+        key = prefix_key(request)
         entry = self.prefix_cache.get(key)
         if entry is not None:
             return entry, entry.pages
         return None, self.prefix_cache.longest(key) if self.approximate else ()
 
-    def _fits(self, sequence: Sequence, entry: PrefixEntry | None, pages: tuple[int, ...]) -> bool:
-        """Whether this one and all that run can get their pages at worst. Cached ``pages`` that it uses cannot be
-        evicted meanwhile, an entry's partial page until it was copied."""
-        full = entry.full_pages if entry else pages
-        needed = worst_case(sequence.limit, len(sequence.page_tables.by_slot), sequence.prompt_tokens) - len(full)
-        available = self.allocator.num_free - sum(other.reserved for other in self.running)
+    def _fits(self, request: Request, entry: PrefixEntry | None, pages: tuple[int, ...]) -> bool:
+        """Whether the request, and all that run, can get every page that they may need.
+
+        Cached ``pages`` that the request uses cannot be evicted meanwhile, the entry's partial page until it is copied.
+        """
+        num_reused = len(entry.full_pages if entry else pages)
+        needed = worst_case(request.limit, self.limits.num_slots(request.params), len(request.prompt)) - num_reused
+        available = self.allocator.num_free - sum(sequence.num_reserved for sequence in self.running.values())
         if needed <= available and not pages:
             return True
         if self.prefix_cache is None:
@@ -127,10 +113,33 @@ class Scheduler:
         pinned = sum(map(self.prefix_cache.is_evictable, pages))
         return needed + pinned <= available + self.prefix_cache.num_evictable
 
+    def _start(self, request: Request, entry: PrefixEntry | None, full_pages: tuple[int, ...]) -> Sequence:
+        """The sequence of a request, on the cached ``full_pages`` and a copy of the entry's partial page."""
+        page_tables = PageTables(self.allocator, self.limits.num_slots(request.params))
+        page_tables.adopt(full_pages)
+        num_cached = len(request.prompt) if entry else len(full_pages) * PAGE_SIZE
+        if self.prefix_cache is not None:
+            self.prefix_queries += len(request.prompt)
+            self.prefix_hits += num_cached
+        sequence = self._begin(request, page_tables, num_cached, entry)
+        if entry is not None and entry.partial_page is not None:
+            self._copy_to_slots(entry.partial_page, page_tables, len(request.prompt))
+        return sequence
+
+    def _copy_to_slots(self, partial_page: int, page_tables: PageTables, prompt_length: int) -> None:
+        """Gives every slot a copy of the cached page that holds the end of the prompt."""
+        self.allocator.share(partial_page)  # growing a table may drop the entry from the cache
+        for slot, table in enumerate(page_tables.by_slot):
+            page_tables.grow(slot, prompt_length)
+            self._copies.append(PageCopy(partial_page, table[-1], prompt_length % PAGE_SIZE))
+        self.allocator.release(partial_page)
+
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
-        """The next step, with room in the pages for what it writes; None if nothing runs."""
+        """Admits what may run and plans the next step, with room in the pages for what it writes; None if nothing
+        runs."""
+        self._admit()
         prefill, chosen = self._choose()
         if not chosen:
             return None
@@ -138,36 +147,60 @@ class Scheduler:
         for sequence in chosen:
             assert sequence.demand is not None
             sequence.page_tables.make_room(sequence.demand)
-            sequence.served = self.num_steps
+            sequence.last_step = self.num_steps
             tables = tuple(map(tuple, sequence.page_tables.by_slot))
             steps.append(SequenceStep(sequence.request_id, tables, sequence.page_tables.num_shared))
-        plan = StepPlan(self.num_steps, prefill, tuple(steps))
+        plan = StepPlan(self.num_steps, prefill, tuple(steps), tuple(self._copies))
+        self._copies.clear()
         self.num_steps += 1
         self.num_prefill_steps += prefill
         self._prefilled_last = prefill
         return plan
 
     def _choose(self) -> tuple[bool, list[Sequence]]:
-        """(whether it is a prefill step, who takes part): as many as ``max_num_batched_tokens`` holds, but one at
-        least, whose branches together may exceed it."""
-        prefills = [sequence for sequence in self.running if sequence.prefills]
-        decodes = [sequence for sequence in self.running if not sequence.prefills]
+        """(whether it is a prefill step, who takes part): as many as ``max_num_batched_tokens`` allows, and at least
+        one, whose branches together may exceed it."""
+        prefills = [sequence for sequence in self.running.values() if sequence.in_prefill]
+        decodes = [sequence for sequence in self.running.values() if not sequence.in_prefill]
         prefill = bool(prefills) and not (self._prefilled_last and decodes)
+        candidates = prefills if prefill else sorted(decodes, key=lambda sequence: sequence.last_step)
         chosen: list[Sequence] = []
-        tokens = 0
-        for sequence in prefills if prefill else sorted(decodes, key=lambda sequence: sequence.served):
+        num_computed = 0
+        for sequence in candidates:
             assert sequence.demand is not None
-            tokens += sequence.demand.num_computed
-            if chosen and tokens > self.limits.max_num_batched_tokens:
+            num_computed += sequence.demand.num_computed
+            if chosen and num_computed > self.limits.max_num_batched_tokens:
                 break
             chosen.append(sequence)
         return prefill, chosen
 
-    def advance(self, result: SequenceResult) -> None:
-        """Takes note of what a step made of a sequence: surplus pages are free, or all, if it is done."""
-        if result.next_demand is None:
-            self.remove(result.request_id)
+    def advance(self, sequence: Sequence, record: StepRecord | None) -> None:
+        """Takes note of a step that has updated the sequence: caches a prompt that it computed, and frees the pages
+        that the sequence does not need any more, all of them if it is done. ``record``: None if the step failed."""
+        if record is not None and record.cache_length < len(sequence.request.prompt):
+            self._remember(sequence)
+        if sequence.demand is None:
+            self.remove(sequence.request_id)
+        else:
+            sequence.page_tables.share_committed(sequence.num_committed)
+
+    def _remember(self, sequence: Sequence) -> None:
+        """Puts a prompt that was just computed into the prefix cache, unless all pages are in use."""
+        if self.prefix_cache is None:
             return
-        sequence = next(s for s in self.running if s.request_id == result.request_id)
-        sequence.committed, sequence.demand = result.num_committed, result.next_demand
-        sequence.page_tables.share_committed(result.num_committed)
+        key, table = prefix_key(sequence.request), sequence.page_tables.by_slot[0]
+        pages = self.prefix_cache.take_pages(key, table)
+        if pages is None:
+            return
+        num_partial = len(key.tokens) % PAGE_SIZE
+        if num_partial:
+            self._copies.append(PageCopy(table[len(pages) - 1], pages[-1], num_partial))
+        self.prefix_cache.insert(key, pages, sequence.last_hidden)
+
+
+def prefix_key(request: Request) -> PrefixKey:
+    """What the keys and values of the request's prompt depend on."""
+    params = request.params
+    full = params.window_attention == "full"
+    first_block = min(params.block_size, params.max_new_tokens) if full else 0
+    return PrefixKey(request.prompt, params.window_attention, first_block)

@@ -1,4 +1,4 @@
-"""KV pages: who holds which of them. Plain integers, no tensors.
+"""Page allocation for keys and values: who holds which page. Plain integers, no tensors.
 
 A page holds the keys and values of 128 positions. A slot is the place of a row, with a page table of its own. Pages
 that are full and committed are shared by all slots of a sequence; the pages that the window touches are private.
@@ -21,13 +21,13 @@ class OutOfPages(RuntimeError):
 
 
 class PageAllocator:
-    """Reference-counted pages out of a pool of fixed size.
+    """Reference-counted pages of a pool of fixed size.
 
-    ``reclaim`` is asked for pages when none is free (the prefix cache lets go of its oldest entry); it returns whether
-    it gave up anything.
+    Args:
+        reclaim: is called when no page is free; it gives up references, and returns False if it has none to give up.
     """
 
-    def __init__(self, num_pages: int, reclaim: Callable[[], bool] = lambda: False):
+    def __init__(self, num_pages: int, reclaim: Callable[[], bool] = lambda: False) -> None:
         self.num_pages = num_pages
         self.reclaim = reclaim
         self._free = list(range(num_pages - 1, -1, -1))
@@ -38,11 +38,14 @@ class PageAllocator:
         return len(self._free)
 
     def references(self, page: int) -> int:
+        """Holders of a page."""
         return self._references[page]
 
     def allocate(self) -> int:
-        """Raises:
-        OutOfPages: none is free, and nothing can be reclaimed.
+        """A free page, with one reference.
+
+        Raises:
+            OutOfPages: none is free, and nothing can be reclaimed.
         """
         while not self._free and self.reclaim():
             pass
@@ -53,12 +56,13 @@ class PageAllocator:
         return page
 
     def share(self, page: int) -> int:
-        """One more reference to a page that is in use."""
+        """Adds a reference to a page that is in use, and returns the page."""
         assert self._references[page] > 0
         self._references[page] += 1
         return page
 
     def release(self, page: int) -> None:
+        """Drops a reference. A page without references is free."""
         assert self._references[page] > 0
         self._references[page] -= 1
         if not self._references[page]:
@@ -66,17 +70,23 @@ class PageAllocator:
 
 
 def pages_for(positions: int) -> int:
+    """Pages that hold so many positions."""
     return -(-positions // PAGE_SIZE)
 
 
 def slots_for(num_branches: int, groups: int) -> int:
-    """Slots that a sequence has in each of ``groups`` branch-parallel groups, which take its branches in turn."""
+    """Slots of a sequence in each of ``groups`` branch-parallel groups, which take its branches in turn."""
     return -(-num_branches // groups)
 
 
 def worst_case(positions: int, num_slots: int, committed: int) -> int:
-    """Pages that a sequence of at most ``positions`` positions can hold from now on: full pages of its ``committed``
-    ones once, all others once a slot. The prompt counts as committed from the start: in the first step one row runs."""
+    """The most pages that a sequence can hold from now on.
+
+    Args:
+        positions: the most positions that it can have.
+        committed: committed positions. Their full pages are held once, all other pages once for each slot. The prompt
+            counts as committed from the start, because one row computes it.
+    """
     full = committed // PAGE_SIZE
     return full + num_slots * (pages_for(positions) - full)
 
@@ -89,38 +99,42 @@ def slot_mapping(page_table: Sequence[int], begin: int, end: int) -> NDArray[np.
 
 
 class PageTables:
-    """The page tables of one sequence's slots: ``tables[slot][i]`` holds positions [128 i, 128 (i + 1)). The first
-    ``num_shared`` pages are the same in all."""
+    """The page tables of one sequence's slots.
 
-    def __init__(self, allocator: PageAllocator, num_slots: int):
+    Attributes:
+        by_slot: ``by_slot[slot][i]`` is the id of the page that holds the positions [128 i, 128 (i + 1)).
+        num_shared: the first ``num_shared`` pages are the same in all slots.
+    """
+
+    def __init__(self, allocator: PageAllocator, num_slots: int) -> None:
         self.allocator = allocator
         self.by_slot: list[list[int]] = [[] for _ in range(num_slots)]
         self.num_shared = 0
 
     @property
     def num_pages(self) -> int:
-        """Distinct pages held."""
+        """Different pages held."""
         return len({page for table in self.by_slot for page in table})
 
     def grow(self, slot: int, positions: int) -> None:
-        """Makes room for ``positions`` positions in a slot."""
+        """Allocates pages until a slot holds ``positions`` positions."""
         table = self.by_slot[slot]
         while len(table) < pages_for(positions):
             table.append(self.allocator.allocate())
 
     def adopt(self, pages: Sequence[int]) -> None:
-        """Begins all slots with pages that somebody else filled."""
+        """Begins all slots, which are empty, with full pages that are filled already."""
         for table in self.by_slot:
             assert not table
             table.extend(self.allocator.share(page) for page in pages)
         self.num_shared = len(pages)
 
     def make_room(self, demand: Demand) -> None:
-        """Room for what a step writes: rows up to their end, all slots up to the committed end. A slot without a row
-        shares the full ones of slot 0's at once."""
+        """Allocates what a step writes: in every slot up to the committed end, and up to the end of its longest row. A
+        slot without a row shares the full pages of slot 0."""
         committed = demand.committed_end
         self.grow(0, max(committed, demand.slot_ends[0]))
-        if not demand.winner_commits:  # equal for all branches, so full pages can be shared before they are written
+        if not demand.winner_commits:  # all branches write the same, so full pages are shared before they are written
             self.share_committed(committed)
         for slot, end in enumerate(demand.slot_ends):
             table = self.by_slot[slot]
@@ -129,21 +143,21 @@ class PageTables:
                     table.append(self.allocator.share(page))
             self.grow(slot, max(committed, end))
 
-    def share_committed(self, committed: int) -> None:
-        """Pages that ``committed`` positions fill become slot 0's for all slots."""
-        full = committed // PAGE_SIZE
+    def share_committed(self, num_committed: int) -> None:
+        """Replaces every slot's pages that the committed positions fill by slot 0's."""
+        num_full = num_committed // PAGE_SIZE
         for table in self.by_slot[1:]:
-            for i in range(self.num_shared, full):
+            for i in range(self.num_shared, num_full):
                 page = self.allocator.share(self.by_slot[0][i])
                 if i < len(table):
                     self.allocator.release(table[i])
                     table[i] = page
                 else:
                     table.append(page)
-        self.num_shared = max(self.num_shared, full)
+        self.num_shared = max(self.num_shared, num_full)
 
     def release(self) -> None:
-        """Gives every page back."""
+        """Gives back all pages."""
         for table in self.by_slot:
             for page in table:
                 self.allocator.release(page)

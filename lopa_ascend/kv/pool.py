@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, slot_mapping
-from lopa_ascend.types import KVShape
+from lopa_ascend.types import KVShape, PageCopy
 
 
 class KVPool:
@@ -63,3 +63,15 @@ class KVPool:
         if source != target and begin < end:
             self.copied_positions += end - begin
             self.write(self.positions(target, begin, end), self.read(self.positions(source, begin, end)))
+
+    def copy_page(self, copy: PageCopy) -> None:
+        """Makes one of a step plan's copies."""
+        self.copy([copy.source], [copy.target], 0, copy.num_positions)
+
+    def copy_to_slots(self, page_tables: Sequence[Sequence[int]], slot: int, begin: int, end: int) -> None:
+        """Copies the sequence positions [begin, end) from one slot to all others. Pages that they fill belong to slot 0
+        and are shared from now on, so the other slots need only the rest."""
+        self.copy(page_tables[slot], page_tables[0], begin, end)
+        first_private = max(begin, end // PAGE_SIZE * PAGE_SIZE)
+        for table in page_tables[1:]:
+            self.copy(page_tables[0], table, first_private, end)

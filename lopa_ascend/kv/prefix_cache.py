@@ -1,7 +1,7 @@
-"""Keys and values of whole prompts, kept for requests with an equal prompt. Page ids and opaque values, no torch.
+"""The prefix cache: keys and values of whole prompts, kept for requests with an equal prompt. No torch.
 
-A prompt attends to itself in both directions, so its pages depend on all of it, and only an equal whole prompt can
-share them exactly. With full attention they depend on the first block as well, which is all masks: on its length.
+A prompt attends to itself in both directions, so its keys and values depend on all of it, and only an equal whole
+prompt has the same ones. With full attention they also depend on the first block, which is all masks: on its length.
 One cache belongs to one engine, and so to one model and adapter.
 """
 
@@ -17,21 +17,25 @@ from lopa_ascend.kv.pages import PAGE_SIZE, OutOfPages, PageAllocator
 
 @dataclass(frozen=True, slots=True)
 class PrefixKey:
-    """``first_block`` is the length of the first block with full attention, else 0."""
+    """What the keys and values of a prompt depend on."""
 
     tokens: tuple[int, ...]
+    """Token ids of the prompt."""
     window_attention: str
+    """See ``DecodingParams.window_attention``."""
     first_block: int
+    """Length of the first block with full attention, otherwise 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixEntry:
-    """``pages`` hold all positions of ``key.tokens``; a partial last one is a copy of its own. ``last`` is the final
-    normed hidden state of the last position."""
+    """A cached prompt."""
 
     key: PrefixKey
     pages: tuple[int, ...]
-    last: Any
+    """Ids of the pages that hold the prompt. The last one, if partial, is a copy that belongs to the cache alone."""
+    last_hidden: Any
+    """Normed hidden state of the last position, which predicts the first generated one."""
 
     @property
     def full_pages(self) -> tuple[int, ...]:
@@ -43,13 +47,18 @@ class PrefixEntry:
 
 
 class PrefixCache:
-    """The least recently used entry goes first, whenever the allocator needs a page."""
+    """Cached prompts. Whenever the allocator needs a page, the least recently used entry is dropped.
 
-    def __init__(self, allocator: PageAllocator):
+    Args:
+        allocator: of the KV pool's pages; it calls ``drop_oldest`` when no page is free.
+    """
+
+    def __init__(self, allocator: PageAllocator) -> None:
         self._allocator = allocator
         allocator.reclaim = self.drop_oldest
         self._entries: OrderedDict[PrefixKey, PrefixEntry] = OrderedDict()
-        self._held: dict[int, int] = {}
+        self._references: dict[int, int] = {}
+        """By page id, the entries that hold the page."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -59,21 +68,24 @@ class PrefixCache:
 
     @property
     def num_evictable(self) -> int:
-        """Pages that nobody but this cache holds."""
-        return sum(map(self.is_evictable, self._held))
+        """Pages that only this cache holds."""
+        return sum(map(self.is_evictable, self._references))
 
     def is_evictable(self, page: int) -> bool:
-        return self._allocator.references(page) == self._held[page]
+        """Whether only this cache holds a page of an entry."""
+        return self._allocator.references(page) == self._references[page]
 
     def get(self, key: PrefixKey) -> PrefixEntry | None:
+        """The entry of an equal prompt, which becomes the most recently used one."""
         entry = self._entries.get(key)
         if entry is not None:
             self._entries.move_to_end(key)
         return entry
 
     def longest(self, key: PrefixKey) -> tuple[int, ...]:
-        """The full pages of the longest beginning of ``key.tokens``, short of all of them, that any entry has: the
-        published approximation, for the entry's prompt went on differently."""
+        """Full pages of the prompt that shares the most whole pages at its beginning with ``key.tokens``, at least one
+        token of which is left to compute. This is the published approximation: the cached prompt went on differently,
+        so the keys and values are not exactly those of this prompt."""
         best: PrefixEntry | None = None
         length = 0
         for entry in self._entries.values():
@@ -87,8 +99,12 @@ class PrefixCache:
         return best.pages[:length]
 
     def take_pages(self, key: PrefixKey, table: Sequence[int]) -> tuple[int, ...] | None:
-        """Pages for an entry: a reference to each full one of ``table``, which holds the prompt, and a free one for a
-        copy of the partial one. None if there is an entry already, or no page for it."""
+        """Pages for a new entry: the full pages of a prompt, shared, and a free page for a copy of the partial page.
+        None if there is an entry already, or no free page.
+
+        Args:
+            table: page ids of the prompt.
+        """
         if key in self._entries:
             return None
         full, partial = divmod(len(key.tokens), PAGE_SIZE)
@@ -102,31 +118,36 @@ class PrefixCache:
                 return None
         return tuple(pages)
 
-    def insert(self, key: PrefixKey, pages: Sequence[int], last: Any) -> None:
-        """Takes over the references of ``take_pages``."""
-        self._entries[key] = PrefixEntry(key, tuple(pages), last)
+    def insert(self, key: PrefixKey, pages: Sequence[int], last_hidden: Any) -> None:
+        """Adds an entry.
+
+        Args:
+            pages: what ``take_pages`` returned; the cache releases them when it drops the entry.
+        """
+        self._entries[key] = PrefixEntry(key, tuple(pages), last_hidden)
         for page in pages:
-            self._held[page] = self._held.get(page, 0) + 1
+            self._references[page] = self._references.get(page, 0) + 1
 
     def drop_oldest(self) -> bool:
-        """Returns whether there was an entry to drop."""
+        """Drops the least recently used entry; False if there is none."""
         if not self._entries:
             return False
         _, entry = self._entries.popitem(last=False)
         for page in entry.pages:
-            self._held[page] -= 1
-            if not self._held[page]:
-                del self._held[page]
+            self._references[page] -= 1
+            if not self._references[page]:
+                del self._references[page]
             self._allocator.release(page)
         return True
 
     def clear(self) -> None:
+        """Drops all entries."""
         while self.drop_oldest():
             pass
 
 
 def _common_pages(a: Sequence[int], b: Sequence[int]) -> int:
-    """Full pages in which both are equal, leaving at least one token of ``b``."""
+    """Whole pages at the beginning in which both are equal, leaving at least one token of ``b``."""
     most = min(len(a), len(b) - 1) // PAGE_SIZE
     for page in range(most):
         span = slice(page * PAGE_SIZE, (page + 1) * PAGE_SIZE)

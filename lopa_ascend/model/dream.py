@@ -34,30 +34,29 @@ class Dream:
         tp: the ranks that split each forward pass.
     """
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], ops: Ops, tp: Group = ALONE):
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], ops: Ops, tp: Group = ALONE) -> None:
         self.config, self.ops, self.tp = config, ops, tp
-        self.weights = {name: ops.stored(w) if name.endswith(LINEAR) else w for name, w in weights.items()}
         self.num_heads, self.num_kv_heads = config.local_heads(tp.size), config.local_kv_heads(tp.size)
         shard = config.vocab_shard(tp.size)
         self.first_token_id = tp.rank * shard
         self.local_vocab_size = min(shard, config.vocab_size - self.first_token_id)
-        embed = self.weights["embed.weight"]
+        own = {name: ops.stored(w) if name.endswith(LINEAR) else w for name, w in weights.items()}
+        embed = own["embed.weight"]
         dtype, device = embed.dtype, embed.device
         if tp.size > 1:
             # One more row, of zeros, for the tokens of other ranks.
-            self.weights["embed.weight"] = torch.cat([embed, embed.new_zeros(1, config.hidden_size)])
-            own = torch.arange(config.vocab_size, dtype=torch.int32) - self.first_token_id
-            self._row_of_token = own.masked_fill((own < 0) | (own >= shard), shard).to(device)
-        tied = config.tie_word_embeddings
-        self.head = ops.stored(self.weights["embed.weight"][:shard]) if tied else self.weights["head.weight"]
+            own["embed.weight"] = torch.cat([embed, embed.new_zeros(1, config.hidden_size)])
+            row = torch.arange(config.vocab_size, dtype=torch.int32) - self.first_token_id
+            self._row_of_token = row.masked_fill((row < 0) | (row >= shard), shard).to(device)
+        self.weights: Mapping[str, Tensor] = own
+        is_tied = config.tie_word_embeddings
+        self.head = ops.stored(own["embed.weight"][:shard]) if is_tied else own["head.weight"]
         # v is rotated by an angle of 0: one kernel for q, k and v costs less than one for q and one for k.
         is_value_head = torch.arange(self.num_heads + 2 * self.num_kv_heads) >= self.num_heads + self.num_kv_heads
         self._not_rotated = is_value_head[:, None].to(device)
-        half = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
-        angles = torch.outer(
-            torch.arange(config.max_position_embeddings, dtype=torch.float32, device=device),
-            config.rope_theta ** -(half / config.head_dim),
-        )
+        positions = torch.arange(config.max_position_embeddings, dtype=torch.float32, device=device)
+        even_dims = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
+        angles = torch.outer(positions, config.rope_theta ** -(even_dims / config.head_dim))
         self.cos, self.sin = ops.rope_tables(angles.cos(), angles.sin(), dtype)
 
     def forward(self, inputs: ForwardInputs, k_caches: Caches, v_caches: Caches) -> Tensor:

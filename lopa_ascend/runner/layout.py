@@ -1,14 +1,13 @@
-"""Lays the rows of a step's sequences out as one flat batch of tokens, attention entries and cache positions.
+"""Lays the rows of a step out as one flat batch: tokens, attention entries, and the cache positions that are written.
 
-Positions that branches share by construction are computed once: a row computes the blocks from its lookahead position
-on, takes what lies before from the last row of its share, and keys and values are written to every slot that needs them
-(DESIGN's slot rules).
+What branches have in common is computed once: a row computes its blocks from ``compute_from`` on and reuses the tokens
+of its share's last row before that. Keys and values go to every slot that needs them (DESIGN section 5).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,159 +19,196 @@ from lopa_ascend.types import RowPlan, SequenceStep, Share
 
 Indices = NDArray[np.int64]
 
+BEFORE_WINDOW = -1
+"""Stands for the position before the window in place of a token: the batch does not compute that position."""
+
 
 @dataclass(frozen=True)
-class Predictions:
-    """``tokens``: those of the step whose hidden states predict something for this sequence, ascending and once each,
-    -1 (the row before the window) first; ``positions`` that each predicts; ``inverse``: for every masked position of
-    every row its index among them."""
+class PredictionRows:
+    """Which hidden states predict the masked positions of one sequence. The state at position q - 1 predicts q."""
 
     tokens: Indices
+    """Index in the batch of each token whose hidden state is needed, ascending, without repetition;
+    ``BEFORE_WINDOW`` comes first if it is needed."""
     positions: Indices
+    """The position that each of them predicts."""
     inverse: Indices
+    """For every masked position of every row, in their order: the index in ``tokens``."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One sequence in the layout: ``flat[r][i]`` is the token that holds position start + i of the share's row r."""
+    """One sequence in the batch."""
 
     share: Share
-    flat: tuple[Indices, ...]
+    row_tokens: tuple[Indices, ...]
+    """For each row of the share: index in the batch of the token at each of its positions."""
     num_computed: int
-    predictions: Predictions
+    """Tokens of the batch that belong to this sequence."""
+    predictions: PredictionRows
 
     @property
-    def commits(self) -> Indices:
-        """The tokens of the last committing position: one by row where values differ by branch, else the last row's."""
+    def last_committing(self) -> Indices:
+        """Index in the batch of the last committing position: one for each row where keys and values differ by branch,
+        otherwise one for the sequence; none if nothing commits."""
         plan = self.share.plan
         if not plan.num_new:
             return np.empty(0, dtype=np.int64)
-        rows = self.flat if plan.winner_commits else self.flat[-1:]
-        return np.array([where[plan.num_new - 1] for where in rows], dtype=np.int64)
+        rows = self.row_tokens if plan.winner_commits else self.row_tokens[-1:]
+        return np.array([tokens[plan.num_new - 1] for tokens in rows], dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """``tokens`` and ``positions`` [T]; cache position ``slot_mapping[i]`` takes token ``source[i]``."""
+    """The batch of one step: T tokens, W written cache positions."""
 
     tokens: Indices
+    """Token ids [T]."""
     positions: Indices
+    """Positions in their sequences [T]."""
     slot_mapping: Indices
+    """Flat cache positions that are written [W]."""
     source: Indices
+    """Index in the batch of the token whose keys and values each of them takes [W]."""
     entries: Entries
     parts: tuple[Part, ...]
+    """The sequences, in the order of their tokens."""
 
 
 @dataclass(frozen=True)
 class _Span:
-    """One entry: the positions [begin, end) of a row, which see every key before ``keys``."""
+    """One attention entry: queries at the positions [begin, end) of a row, which see every key before ``num_keys``."""
 
     begin: int
     end: int
-    keys: int
+    num_keys: int
     row: int
 
 
+@dataclass
+class _EntryColumns:
+    """The fields of ``Entries``, entry by entry."""
+
+    lengths: list[int] = field(default_factory=list)
+    kv_lengths: list[int] = field(default_factory=list)
+    page_tables: list[tuple[int, ...]] = field(default_factory=list)
+    sequences: list[int] = field(default_factory=list)
+
+
 def build_layout(items: Sequence[tuple[Share, SequenceStep]]) -> Layout:
-    """Cuts rows into entries; a sequence's tokens stand together, entries of equal shape side by side. Every share has
-    a row at least."""
-    parts, tokens, positions, slots, source = [], [], [], [], []
-    lengths: list[int] = []
-    kv_lengths: list[int] = []
-    tables: list[tuple[int, ...]] = []
-    sequences: list[int] = []
-    count = 0
+    """The batch of some sequences, each of which has at least one row."""
+    tokens: list[Indices] = []
+    positions: list[Indices] = []
+    written: list[Indices] = []
+    sources: list[Indices] = []
+    parts: list[Part] = []
+    columns = _EntryColumns()
+    num_tokens = 0
     for index, (share, pages) in enumerate(items):
         spans = _spans(share)
-        part = _part(share, spans, count)
+        part = _part(share, spans, num_tokens)
+        num_tokens += part.num_computed
         for span in spans:
             row = share.rows[span.row]
             tokens.append(np.array(row.tokens[span.begin - row.start : span.end - row.start], dtype=np.int64))
             positions.append(np.arange(span.begin, span.end))
-            lengths.append(span.end - span.begin)
-            kv_lengths.append(span.keys)
-            tables.append(pages.page_tables[share.slots[span.row]])
-            sequences.append(2 * index + (span.begin >= share.plan.prefix_length))
-        at, what = _writes(share, pages, part.flat)
-        slots.append(at)
-        source.append(what)
+            _add_entry(columns, span, pages.page_tables[share.slots[span.row]], index, share.plan.prefix_length)
+        slots, source = _writes(share, pages, part.row_tokens)
+        written.append(slots)
+        sources.append(source)
         parts.append(part)
-        count += part.num_computed
     entries = Entries(
-        lengths=tuple(lengths),
-        kv_lengths=tuple(kv_lengths),
-        page_tables=_page_tables(tables, kv_lengths),
-        sequences=tuple(sequences),
-        # A prompt that is computed now counts as a sequence of its own: its first block reads it like a cached one.
+        lengths=tuple(columns.lengths),
+        kv_lengths=tuple(columns.kv_lengths),
+        page_tables=_page_tables(columns.page_tables, columns.kv_lengths),
+        sequences=tuple(columns.sequences),
         prefixes=tuple(prefix for share, _ in items for prefix in (share.plan.start, share.plan.prefix_length)),
     )
     return Layout(
-        np.concatenate(tokens),
-        np.concatenate(positions),
-        np.concatenate(slots),
-        np.concatenate(source),
-        entries,
-        tuple(parts),
+        tokens=np.concatenate(tokens),
+        positions=np.concatenate(positions),
+        slot_mapping=np.concatenate(written),
+        source=np.concatenate(sources),
+        entries=entries,
+        parts=tuple(parts),
     )
 
 
+def _add_entry(
+    columns: _EntryColumns, span: _Span, page_table: tuple[int, ...], sequence: int, prefix_length: int
+) -> None:
+    """Appends one entry. A prompt that is computed in this step counts as an entry sequence of its own, so that the
+    first block reads it exactly as it reads a cached prompt."""
+    columns.lengths.append(span.end - span.begin)
+    columns.kv_lengths.append(span.num_keys)
+    columns.page_tables.append(page_table)
+    columns.sequences.append(2 * sequence + (span.begin >= prefix_length))
+
+
 def _spans(share: Share) -> list[_Span]:
-    prefix, spans = share.plan.prefix_length, []
+    """The attention entries of a share; entries of equal shape are neighbours."""
+    prefix_length = share.plan.prefix_length
+    spans: list[_Span] = []
     for index, row in enumerate(share.rows):
         begin = row.start
-        for edge in row.entry_ends:
+        for end in row.entry_ends:
             if begin >= row.compute_from:
-                cuts = [begin, prefix, edge] if begin < prefix < edge else [begin, edge]
-                spans += [_Span(first, last, edge, index) for first, last in zip(cuts, cuts[1:], strict=False)]
-            begin = edge
-    return sorted(spans, key=lambda span: (span.keys, span.end, span.end - span.begin, span.row))
+                # An entry that spans prompt and first block is cut where the prefix ends.
+                cuts = [begin, prefix_length, end] if begin < prefix_length < end else [begin, end]
+                spans += [_Span(first, last, end, index) for first, last in zip(cuts, cuts[1:], strict=False)]
+            begin = end
+    return sorted(spans, key=lambda span: (span.num_keys, span.end, span.end - span.begin, span.row))
 
 
-def _part(share: Share, spans: Sequence[_Span], first: int) -> Part:
-    flat = [np.full(len(row.tokens), -1, dtype=np.int64) for row in share.rows]
-    count = first
+def _part(share: Share, spans: Sequence[_Span], first_token: int) -> Part:
+    row_tokens = [np.full(len(row.tokens), BEFORE_WINDOW, dtype=np.int64) for row in share.rows]
+    next_token = first_token
     for span in spans:
-        length = span.end - span.begin
-        offset = span.begin - share.plan.start
-        flat[span.row][offset : offset + length] = np.arange(count, count + length)
-        count += length
-    for row, where in zip(share.rows, flat, strict=True):
-        shared = row.compute_from - row.start
-        where[:shared] = flat[-1][:shared]
-    return Part(share, tuple(flat), count - first, _predictions(share, flat))
+        length, offset = span.end - span.begin, span.begin - share.plan.start
+        row_tokens[span.row][offset : offset + length] = np.arange(next_token, next_token + length)
+        next_token += length
+    for row, tokens in zip(share.rows, row_tokens, strict=True):
+        num_shared = row.compute_from - row.start
+        tokens[:num_shared] = row_tokens[-1][:num_shared]
+    return Part(share, tuple(row_tokens), next_token - first_token, _prediction_rows(share, row_tokens))
 
 
-def _predictions(share: Share, flat: Sequence[Indices]) -> Predictions:
+def _prediction_rows(share: Share, row_tokens: Sequence[Indices]) -> PredictionRows:
     predicted = [np.array(row.masked, dtype=np.int64) for row in share.rows]
-    before = [_before(row, where, at) for row, where, at in zip(share.rows, flat, predicted, strict=True)]
-    tokens, first, inverse = np.unique(np.concatenate(before), return_index=True, return_inverse=True)
-    return Predictions(tokens, np.concatenate(predicted)[first], inverse)
+    predicting = [
+        _predicting_tokens(row, tokens, positions)
+        for row, tokens, positions in zip(share.rows, row_tokens, predicted, strict=True)
+    ]
+    tokens, first, inverse = np.unique(np.concatenate(predicting), return_index=True, return_inverse=True)
+    return PredictionRows(tokens, np.concatenate(predicted)[first], inverse)
 
 
-def _before(row: RowPlan, where: Indices, positions: Indices) -> Indices:
-    """The token at position q - 1 for each q (the logits are shifted by one), -1 where it lies before the row."""
+def _predicting_tokens(row: RowPlan, tokens: Indices, positions: Indices) -> Indices:
+    """The token at position q - 1 for each q of ``positions``."""
     offsets = positions - row.start - 1
-    return np.where(offsets < 0, -1, where[np.maximum(offsets, 0)])
+    return np.where(offsets < 0, BEFORE_WINDOW, tokens[np.maximum(offsets, 0)])
 
 
-def _writes(share: Share, pages: SequenceStep, flat: Sequence[Indices]) -> tuple[Indices, Indices]:
-    """(cache positions, the tokens they take). A slot without a row takes the committing positions."""
+def _writes(share: Share, pages: SequenceStep, row_tokens: Sequence[Indices]) -> tuple[Indices, Indices]:
+    """(cache positions, index in the batch of the token that each takes). A slot without a row takes the committing
+    positions."""
     plan = share.plan
-    committing = flat[-1][: 0 if plan.winner_commits else plan.num_new]
-    rows = dict(zip(share.slots, flat, strict=True))
+    committing = row_tokens[-1][: 0 if plan.winner_commits else plan.num_new]
+    tokens_of_slot = dict(zip(share.slots, row_tokens, strict=True))
     slots, source = [], []
     for slot in range(share.num_slots):
-        where = rows.get(slot, committing)
-        end = plan.start + len(where)
+        tokens = tokens_of_slot.get(slot, committing)
+        # Slot 0 writes the pages that all slots share.
         begin = plan.start if slot == 0 else max(plan.start, pages.num_shared * PAGE_SIZE)
+        end = plan.start + len(tokens)
         if begin < end:
             slots.append(slot_mapping(pages.page_tables[slot], begin, end))
-            source.append(where[begin - plan.start :])
+            source.append(tokens[begin - plan.start :])
     return np.concatenate(slots), np.concatenate(source)
 
 
 def _page_tables(tables: Sequence[Sequence[int]], kv_lengths: Sequence[int]) -> torch.Tensor:
-    """int32 [entries, pages]; columns behind an entry's own pages repeat its last one."""
+    """int32 [entries, pages]; the columns after an entry's own pages repeat its last page."""
     width = -(-max(kv_lengths) // PAGE_SIZE)
     out = np.empty((len(tables), width), dtype=np.int32)
     for row, table in zip(out, tables, strict=True):

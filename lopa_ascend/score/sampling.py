@@ -64,15 +64,13 @@ def shard_scores(
     return torch.cat([*(head[name] for name in columns(scoring)), values, ids.float()], -1)
 
 
-def merge_scores(
-    stats: Tensor, scoring: Scoring, positions: Tensor, round_: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(tokens int64, probabilities float32, confidences float32, finite bool), each [R], of the shards' statistics
-    [shards, R, C] in the order of their ids. Each row's result is a function of that row's statistics.
+def merge_scores(stats: Tensor, scoring: Scoring, positions: Tensor, round_: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens int64, probabilities float32, confidences float32), each [R], of the shards' statistics [shards, R, C] in
+    the order of their ids. Each row's result is a function of that row's statistics.
 
     "margin" is the chosen token's probability less the largest other one, "neg_entropy" the sum of p log p. Where a
-    logit or the confidence is not finite, nothing may be made of the rest. If top_p would keep tokens that their shard
-    did not offer, others that follow them take their place.
+    logit is not finite, the confidence is not finite, and nothing may be made of the rest. If top_p would keep tokens
+    that their shard did not offer, others that follow them take their place.
     """
     names, temperature = columns(scoring), scoring.temperature
     head = dict(zip(names, stats[..., : len(names)].unbind(-1), strict=True))  # [shards, R] each
@@ -97,7 +95,7 @@ def merge_scores(
     else:
         dot = _over_shards(share * (head["dot"] + head["total"] * shift))
         conf = dot / total - total.log()
-    return ids.gather(-1, chosen)[:, 0], prob, conf, conf.isfinite()
+    return ids.gather(-1, chosen)[:, 0], prob, conf
 
 
 # ---- one shard -----------------------------------------------------------------------------------------------------

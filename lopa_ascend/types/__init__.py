@@ -6,6 +6,7 @@ from lopa_ascend.types.stats import EngineStats, GraphStats, RankReport, Traffic
 from lopa_ascend.types.step import (
     Demand,
     KVShape,
+    PageCopy,
     Scoring,
     SequenceResult,
     SequenceStep,
@@ -22,6 +23,7 @@ __all__ = [
     "GenerationOutput",
     "GraphStats",
     "KVShape",
+    "PageCopy",
     "Progress",
     "RankReport",
     "RowPlan",

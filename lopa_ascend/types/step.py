@@ -85,6 +85,17 @@ class SequenceStep:
 
 
 @dataclass(frozen=True, slots=True)
+class PageCopy:
+    """Keys and values to copy from one page to another, from the page's first position on."""
+
+    source: int
+    """Page id."""
+    target: int
+    """Page id."""
+    num_positions: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """What the host decides of one step. Tokens, masks and block states belong to the sequences, not to the plan."""
 
@@ -93,6 +104,8 @@ class StepPlan:
     prefill: bool
     """Every sequence of the step computes its prompt and its first block; otherwise none does."""
     sequences: tuple[SequenceStep, ...]
+    copies: tuple[PageCopy, ...] = ()
+    """Copies to make before the step, in this order: a page may be the source of one and the target of a later one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +113,14 @@ class SequenceResult:
     """What a step did to one sequence."""
 
     request_id: str
-    num_committed: int
-    """Positions that are committed now."""
-    next_demand: Demand | None
-    """What the next step needs; None when the sequence is done or has failed."""
-    record: StepRecord | None = None
+    record: StepRecord | None
+    """The forward pass; None if it failed."""
     error: str | None = None
     """Why the sequence cannot go on."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The results of one step. An executor that launches steps ahead reports a sequence in a later step."""
+    """The results of one step. A step that is launched ahead of the host reports its sequences in the step after it."""
 
     sequences: tuple[SequenceResult, ...]

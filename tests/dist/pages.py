@@ -22,8 +22,9 @@ import torch
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.kv.pages import PAGE_SIZE, slot_mapping
+from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.runner import layout
-from lopa_ascend.runner.eager import Runner
+from lopa_ascend.runner.eager import EagerExecutor
 from lopa_ascend.types import SequenceStep, Share
 
 
@@ -31,8 +32,8 @@ def leave_out_writes(patch: pytest.MonkeyPatch, kept: Callable[[Share, SequenceS
     """Only the slots in ``kept`` are written to."""
     whole = layout._writes
 
-    def writes(share, pages, flat):
-        slots, source = whole(share, pages, flat)
+    def writes(share, pages, row_tokens):
+        slots, source = whole(share, pages, row_tokens)
         live = [page for slot in kept(share, pages) for page in pages.page_tables[slot]]
         where = np.isin(slots // PAGE_SIZE, live)
         return slots[where], source[where]
@@ -55,15 +56,15 @@ def without_repeats(patch: pytest.MonkeyPatch) -> None:
 def without_sending(patch: pytest.MonkeyPatch) -> None:
     """The winner's keys and values stay where they are."""
 
-    def send(self, table, begin, end, group, last):
-        return torch.zeros(self.model.config.hidden_size) if self.bp.rank != group else last[0].clone()
+    def broadcast(self, table, begin, end, group, hidden):
+        return torch.zeros(self.model.config.hidden_size) if self.bp.rank != group else hidden[0].clone()
 
-    patch.setattr(Runner, "_send", send)
+    patch.setattr(EagerExecutor, "_broadcast", broadcast)
 
 
 def without_copies(patch: pytest.MonkeyPatch) -> None:
     """The other slots of a rank do not get the winner's keys and values."""
-    patch.setattr(Runner, "copy", lambda *_: None)
+    patch.setattr(KVPool, "copy", lambda *_: None)
 
 
 RULES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
@@ -78,18 +79,23 @@ RULES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 def differing(engine: Engine) -> int:
     """Slots of all ranks whose committed keys and values are not those of slot 0 here."""
     digests = []
-    for sequence in engine.scheduler.running:
+    for sequence in engine.scheduler.running.values():
         for table in sequence.page_tables.by_slot:
-            at = torch.from_numpy(slot_mapping(table, 0, sequence.committed))
+            at = torch.from_numpy(slot_mapping(table, 0, sequence.num_committed))
             digests.append(zlib.crc32(engine.runner.pool.caches.flatten(2, 3)[:, :, at].numpy().tobytes()))
         digests += [digests[-len(sequence.page_tables.by_slot)]]  # slot 0's once more, to compare the others with
     gathered = engine.mesh.bp.all_gather(torch.tensor(digests or [0]), "test")
     count, first = 0, 0
-    for sequence in engine.scheduler.running:
+    for sequence in engine.scheduler.running.values():
         last = first + len(sequence.page_tables.by_slot)
         count += int((gathered[:, first:last] != gathered[0, last]).sum())
         first = last + 1
     return count
+
+
+def num_committed(engine: Engine) -> int:
+    """Positions that the running sequences have committed."""
+    return sum(sequence.num_committed for sequence in engine.scheduler.running.values())
 
 
 def run(model: str, sizes: dict[str, int], window: str) -> dict[str, int]:
@@ -111,10 +117,10 @@ def run(model: str, sizes: dict[str, int], window: str) -> dict[str, int]:
             )
             engine.add(str(index), prompt, params)
         while engine.has_work():
-            before = sum(sequence.committed for sequence in engine.scheduler.running)
+            before = num_committed(engine)
             engine.step()
             report["steps"] += 1
-            report["committing"] += sum(sequence.committed for sequence in engine.scheduler.running) > before
+            report["committing"] += num_committed(engine) > before
             report["differing"] += differing(engine)
         report["kv_bytes"] = {t.purpose: t.num_bytes for t in engine.stats().traffic}.get("kv", 0)
     return report

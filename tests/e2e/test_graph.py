@@ -14,7 +14,6 @@ from lopa_ascend.backend.compiler import Eager
 from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.graph import setup
-from lopa_ascend.graph.runner import GraphRunner
 from lopa_ascend.types import Update
 from tests import golden
 from tests.e2e.test_batching import requests, run
@@ -53,8 +52,8 @@ def mixed(seed: int, count: int, window_attention: str, confidence: str):
 
 
 def free_seats(served: Engine) -> int:
-    assert isinstance(served.runner, GraphRunner)
-    return len(served.runner.seats._free)
+    assert served.runner.graphs is not None
+    return served.runner.graphs.seats.num_free
 
 
 def shown(output):
@@ -147,7 +146,7 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(path: str, mo
     params = DecodingParams(max_new_tokens=32, ignore_eos=True, block_size=8, tau_conf=1.0)
     alone = run(engine(path), [([5, 6, 7], params)])[0]
     served = engine(path)
-    assert isinstance(served.runner, GraphRunner)
+    assert served.runner.graphs is not None
     served.add("bad", [9, 9, 9, 9], params)
     served.add("good", [5, 6, 7], params)
     ended: dict[str, Update] = {}
@@ -160,11 +159,10 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(path: str, mo
             if update.finish_reason:
                 ended[update.request_id] = update
         steps += 1
-        seat = getattr(served._states.get("bad"), "seat", None)
         if steps == 3:
-            assert seat is not None
-            seats = served.runner.seats
-            seats.storage.hidden[seats.row(seat, seat.before) : seats.row(seat, seat.before + 1)] = torch.nan
+            graph, seats = served.scheduler.running["bad"].graph, served.runner.graphs.seats
+            assert graph is not None
+            seats.storage.hidden[seats.hidden_row(graph, graph.window_start)] = torch.nan
     assert "not finite" in str(ended["bad"].error)
     assert ended["good"].error is None
     assert tokens == list(alone.token_ids)

@@ -22,12 +22,12 @@ from lopa_ascend.backend import Ops
 from lopa_ascend.backend.cpu import CpuOps
 from lopa_ascend.backend.npu.ops import NpuOps
 from lopa_ascend.config import ModelConfig
-from lopa_ascend.graph.score import GreedyScore
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.base import ForwardInputs
 from lopa_ascend.model.dream import Dream
 from lopa_ascend.parallel.collectives import ALONE, Group
 from lopa_ascend.parallel.launch import LOOPBACK
+from lopa_ascend.score.greedy import GreedyScore
 from tests.npu.lab import collectives, device  # noqa: F401
 from tests.npu.lab.lowering import optimised
 from tests.npu.lab.traffic import host_traffic

@@ -22,20 +22,29 @@ from lopa_ascend.backend.npu.ops import NpuOps
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.graph import policy
 from lopa_ascend.graph.buckets import Bucket
-from lopa_ascend.graph.inputs import input_size, packed_size, tables_for, views
-from lopa_ascend.graph.policy import Launch, Params, Predicted, Tables
-from lopa_ascend.graph.score import GreedyScore
-from lopa_ascend.graph.step import Caches, DecodeStep, Storage
+from lopa_ascend.graph.policy import Predicted
+from lopa_ascend.graph.step import DecodeStep
+from lopa_ascend.graph.tensors import (
+    Caches,
+    Constants,
+    Storage,
+    flatten,
+    input_size,
+    make_constants,
+    unflatten,
+    view_inputs,
+)
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.dream import Dream
 from lopa_ascend.parallel.collectives import ALONE, Group
+from lopa_ascend.score.greedy import GreedyScore
 from tests.npu.lab import device  # noqa: F401
 from tests.npu.lab.lowering import Lowered, lower
 from tests.npu.plain_ops import PlainOps
 from tests.npu.samples import dream_7b, dream_weights, forward_inputs, moved, paged_entries
 
 VOCABULARY, MASK, NUM_TOKENS, NUM_LAYERS = 152064, 151666, 151667, 28
-BUCKET = Bucket(sequences=1, blocks=2, pages=8, branches=4, slots=4, length=32, capacity=4)
+BUCKET = Bucket(sequences=1, blocks=2, pages=8, branches=4, slots=4, block_length=32, max_blocks=4)
 NUM_PAGES = 64
 SEATS = 8
 
@@ -112,7 +121,7 @@ def lowered_model(variant: Variant, num_layers: int) -> Lowered:
     """Embedding, layers, head and scores, with the gather of the shards' statistics."""
     with ranks(variant.tp_size) as group:
         sample = Sample(variant, num_layers, group)
-        entries, _ = paged_entries((BUCKET.length,) * 4, (544,) * 4, pages=NUM_PAGES)
+        entries, _ = paged_entries((BUCKET.block_length,) * 4, (544,) * 4, pages=NUM_PAGES)
         inputs = moved(replace(forward_inputs(entries, NUM_PAGES), rows=None), "npu")
 
         def model(kv_lengths: list[int]) -> tuple[Tensor, Tensor]:
@@ -124,10 +133,10 @@ def lowered_model(variant: Variant, num_layers: int) -> Lowered:
 
 def step_tensors(bucket: Bucket, hidden: int, caches: Caches = ((), ())) -> list[Tensor]:
     memory = torch.zeros(input_size(bucket), dtype=torch.int32, device="npu")
-    tables = Tables(*(table.to("npu") for table in tables_for(bucket, NUM_PAGES * PAGE_SIZE)))
-    states = torch.zeros(SEATS, packed_size(bucket), device="npu")
-    kept = torch.zeros(SEATS * (1 + bucket.capacity), hidden, dtype=torch.bfloat16, device="npu")
-    return DecodeStep.tensors(views(memory, bucket), tables, Storage(states, kept), caches)
+    constants = Constants(*(x.to("npu") for x in make_constants(bucket, NUM_PAGES * PAGE_SIZE)))
+    states = torch.zeros(SEATS, bucket.dims["X"], device="npu")
+    kept = torch.zeros(SEATS * (1 + bucket.max_blocks), hidden, dtype=torch.bfloat16, device="npu")
+    return flatten(view_inputs(memory, bucket), constants, Storage(states, kept), caches)
 
 
 def lowered_step(variant: Variant, num_layers: int, bucket: Bucket = BUCKET, bp_size: int = 1) -> Lowered:
@@ -153,12 +162,14 @@ def lowered_policy(bucket: Bucket = BUCKET) -> Lowered:
     ids, probs = (torch.zeros(shape, dtype=dtype, device="npu") for dtype in (torch.int32, torch.float32))
 
     def run(tensors: list[Tensor], ids: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
-        launch, params = Launch(*tensors[:6]), Params(MASK, *tensors[6:12])
-        tables, states = Tables(*tensors[18:-2]), tensors[-2]
-        rows = policy.lay_out(params, policy.unpack(states, launch, tables), launch, tables)
-        written = policy.writes(rows, launch, tables)
-        state, winner = policy.advance(params, launch, rows, Predicted(ids, probs, probs), tables)
-        return *written, policy.pack(state, params, tables), winner
+        inputs, constants, storage, _ = unflatten(tensors)
+        launch, params = inputs.launch, inputs.params
+        rows = policy.open_blocks(
+            params, policy.unpack_state(storage.states, launch, constants), launch, constants, MASK
+        )
+        written = policy.rank_rows(rows, launch, constants)
+        state, winner = policy.advance(params, launch, rows, Predicted(ids, probs, probs), constants)
+        return *written, policy.pack_state(state, params, constants), winner
 
     return lower(run, tensors, ids, probs)
 

@@ -15,11 +15,11 @@ from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.blocks import BlockState, threshold_count
 from lopa_ascend.decode.d2f import D2F
-from lopa_ascend.graph import inputs as step_inputs
-from lopa_ascend.graph import policy
+from lopa_ascend.graph import inputs, policy, tensors
 from lopa_ascend.graph.buckets import Bucket
-from lopa_ascend.graph.inputs import Inputs, Known
-from lopa_ascend.graph.policy import Params, Predicted, Rows, State
+from lopa_ascend.graph.inputs import HostView, Snapshot
+from lopa_ascend.graph.policy import Predicted, Rows, State
+from lopa_ascend.graph.tensors import RequestParams, StepInputs
 from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
 from lopa_ascend.parallel.placement import Placement
 from lopa_ascend.runner.layout import build_layout
@@ -28,7 +28,7 @@ from lopa_ascend.types import RowResult, SequencePlan, SequenceStep, StepRecord
 MASK, EOS, VOCAB = 50, (7, 9), 40
 LENGTH, CAPACITY = 6, 26  # the longest block, and as many blocks as a window can have here
 SEATS = 5
-tables = cache(step_inputs.tables_for)
+constants_of = cache(tensors.make_constants)
 
 GRIDS: tuple[Callable[[random.Random], float], ...] = (
     lambda rng: rng.choice([0.25, 0.5, 0.75]),  # ties everywhere
@@ -49,7 +49,7 @@ def answer(rng: random.Random, length: int) -> RowResult:
 
 
 class Seen(NamedTuple):
-    """Blocks of a sequence before a step, as the host sees them; ``caps`` as in Known."""
+    """Blocks of a sequence before a step, as the host sees them; ``caps`` as ``HostView.max_open_blocks``."""
 
     settled: int
     opened: int
@@ -99,15 +99,16 @@ class Sequence:
         inside = [(block * LENGTH + i, block * self.size + i) for block in blocks for i in range(self.size)]
         return [cell for cell, at in inside if at < self.params.max_new_tokens]
 
-    def admit(self, params: Params, seat: int) -> None:
-        tau = self.params.tau_add, self.params.tau_act
-        step_inputs.admit(params, seat, self.params, EOS, *(threshold_count(t, self.size) for t in tau))
+    def write_params(self, params: RequestParams, seat: int) -> None:
+        add, act = (threshold_count(tau, self.size) for tau in (self.params.tau_add, self.params.tau_act))
+        inputs.write_params(params, seat, self.params, EOS, MASK, add, act)
 
-    def packed(self, params: Params, seat: int, shape: Bucket) -> torch.Tensor:
+    def packed(self, params: RequestParams, seat: int, shape: Bucket) -> torch.Tensor:
         """Takes the sequence over from its strategy."""
         *others, anchor = self.strategy.branches
         fills = [(branch.lookahead.position - len(self.strategy.prompt), branch.lookahead.token) for branch in others]
-        return step_inputs.packed_state(params, seat, self.params, self.first[0], anchor.tokens, fills, shape)
+        snapshot = Snapshot(self.first[0], anchor.tokens, fills)
+        return inputs.packed_state(params.blank[seat], self.params, snapshot, shape)
 
 
 class Batch:
@@ -120,19 +121,19 @@ class Batch:
         slots = -(-max(1 + seq.params.lookaheads for seq in self.sequences) // size)
         self.bucket = Bucket(len(specs), CAPACITY, 1, slots * size, slots, LENGTH, CAPACITY)
         self.seats = self.rng.sample(range(SEATS), len(specs))
-        self.params = step_inputs.nobody(SEATS + len(specs), MASK, self.bucket)
-        self.storage = step_inputs.no_states(SEATS + len(specs), self.bucket)
+        self.params = inputs.empty_params(SEATS + len(specs), MASK, self.bucket)
+        self.storage = inputs.empty_states(SEATS + len(specs), self.bucket)
         self.storage[:SEATS].view(torch.int32).random_(VOCAB)
         for seat, seq in zip(self.seats, self.sequences, strict=True):
-            seq.admit(self.params, seat)
+            seq.write_params(self.params, seat)
             self.storage[seat] = seq.packed(self.params, seat, self.bucket)
         self.plans = [seq.strategy.plan() for seq in self.sequences]
         self.held = CAPACITY
         self.present = {row for row, plan in enumerate(self.plans) if plan is not None}
 
-    def launch(self) -> tuple[list[Known], torch.Tensor, Inputs]:
+    def launch(self) -> tuple[list[HostView], torch.Tensor, StepInputs]:
         """The next launch, with random page tables and a window of some blocks too many."""
-        known = [Known(SEATS + row) for row in range(len(self.seats))]
+        views = [HostView(SEATS + row) for row in range(len(self.seats))]
         blocks = -(-self.bucket.branches // LENGTH)
         for row in self.present:
             seq = self.sequences[row]
@@ -143,24 +144,22 @@ class Batch:
             final = length + min((first if self.late else seq.seen[-1].settled) * seq.size, limit)
             shared = self.rng.randint(0, final // PAGE_SIZE)
             seat, before = self.seats[row], seq.first[-1]
-            known[row] = Known(seat, length, seq.size, limit, first, before, self.held, seen.caps, shared)
+            views[row] = HostView(seat, length, seq.size, limit, first, before, self.held, seen.caps, shared)
             seq.first.append(first)
         slots = self.bucket.slots
-        most = max(1, *(pages_for(k.prompt + k.length) for k in known))
+        most = max(1, *(pages_for(view.prompt_length + view.max_new_tokens) for view in views))
         blocks = min(blocks + self.rng.choice([0, 0, 1, 3]), CAPACITY)
         self.bucket = self.bucket._replace(blocks=blocks, pages=most)
-        pages = torch.tensor(self.rng.sample(range(len(known) * slots * most), len(known) * slots * most))
-        pages = pages.view(len(known), slots, most).to(torch.int32)
-        for row, k in enumerate(known):
-            pages[row, 1:, : k.shared] = pages[row, :1, : k.shared]
+        pages = torch.tensor(self.rng.sample(range(len(views) * slots * most), len(views) * slots * most))
+        pages = pages.view(len(views), slots, most).to(torch.int32)
+        for row, view in enumerate(views):
+            pages[row, 1:, : view.num_shared_pages] = pages[row, :1, : view.num_shared_pages]
             pages[row, -(-(1 + self.sequences[row].params.lookaheads) // self.size) :] = -1
-        self.trash = pages.numel() * PAGE_SIZE
-        inputs = step_inputs.views(torch.empty(step_inputs.input_size(self.bucket), dtype=torch.int32), self.bucket)
-        self.entry_ends = step_inputs.write_inputs(inputs, self.bucket, known, pages, self.params, self.trash)
-        return known, pages, inputs
-
-    def given(self, inputs: Inputs) -> Params:
-        return Params(MASK, *inputs.params)
+        self.first_padding_slot = pages.numel() * PAGE_SIZE
+        memory = torch.empty(tensors.input_size(self.bucket), dtype=torch.int32)
+        given = tensors.view_inputs(memory, self.bucket)
+        self.block_ends = inputs.write_inputs(given, self.bucket, views, pages, self.params, self.first_padding_slot)
+        return views, pages, given
 
     def predict(self, rows: Rows) -> tuple[Predicted, list[list[RowResult]]]:
         """What a model may say, nonsense outside the masked cells. Half of the time branches agree where they can."""
@@ -185,16 +184,17 @@ class Batch:
         """Steps until everything is done; yields (sequence, record)."""
         done: set[int] = set()
         while self.present:
-            known, pages, inputs = self.launch()
-            launch, constants, params = inputs.launch, tables(self.bucket, self.trash), self.given(inputs)
-            state = policy.unpack(self.storage, launch, constants)
-            rows = policy.lay_out(params, state, launch, constants)
+            views, pages, given = self.launch()
+            launch, params = given.launch, given.params
+            constants = constants_of(self.bucket, self.first_padding_slot)
+            state = policy.unpack_state(self.storage, launch, constants)
+            rows = policy.open_blocks(params, state, launch, constants, MASK)
             for row in self.present - done:
-                self.compare_rows(row, inputs, state, rows)
-            self.compare_writes(known, pages, inputs, rows, self.present - done)
+                self.compare_rows(row, given, state, rows)
+            self.compare_writes(views, pages, given, rows, self.present - done)
             predicted, results = self.predict(rows)
             after, winner = policy.advance(params, launch, rows, predicted, constants)
-            self.storage[launch.seats] = policy.pack(after, params, constants)
+            self.storage[launch.seats] = policy.pack_state(after, params, constants)
             self.held = self.bucket.blocks
             gone = set(done)
             for row in self.present - gone:
@@ -203,23 +203,23 @@ class Batch:
                 record = strategy.absorb(plan, results[row][: len(plan.rows)], 0, 0)
                 assert int(winner[row]) - row * self.bucket.branches == record.winner
                 self.sequences[row].seen.append(self.sequences[row].look())
-                self.compare_state(row, inputs, after)
+                self.compare_state(row, given, after)
                 self.plans[row] = strategy.plan()
                 done |= {row} if self.plans[row] is None else set()
                 yield row, record
             self.present -= gone if self.late else done  # launched late, a finished sequence is computed once more
 
-    def compare_rows(self, row: int, inputs: Inputs, state: State, rows: Rows) -> None:
+    def compare_rows(self, row: int, given: StepInputs, state: State, rows: Rows) -> None:
         seq, plan, (S, W, _, _, R, *_) = self.sequences[row], self.plans[row], self.bucket
         assert plan is not None
-        cells, first = inputs.launch.cells[row].tolist(), seq.first[-1]
-        assert int(state.lookaheads[row]) == len(plan.rows) - 1
-        numbers = inputs.model.positions.view(S, R, -1)[row, 0]
+        cells, first = given.launch.cells[row].tolist(), seq.first[-1]
+        assert int(state.num_lookaheads[row]) == len(plan.rows) - 1
+        numbers = given.model.positions.view(S, R, -1)[row, 0]
         tokens = torch.arange(S * R * W * LENGTH).view(S, R, -1)[row]
-        seen = torch.cat([torch.full((S,), plan.start - 1), inputs.model.positions])
+        seen = torch.cat([torch.full((S,), plan.start - 1), given.model.positions])
         for b, expected in enumerate(plan.rows):
             assert expected.start == seq.position(first * LENGTH)
-            opened = int(rows.ends[row, b])
+            opened = int(rows.num_open_blocks[row, b])
             inside = [cells.index(cell) for cell in seq.cells(range(first, opened))]
             positions = numbers[inside].tolist()
             assert positions == list(range(expected.start, expected.end))
@@ -227,22 +227,23 @@ class Batch:
             masked = rows.masked[row, b].nonzero()[:, 0]
             assert numbers[masked].tolist() == list(expected.masked)
             slot = b // self.size
-            source = inputs.model.source.view(S, R, -1)[row, slot, inside].tolist()
+            source = given.model.predicted_by.view(S, R, -1)[row, slot, inside].tolist()
             assert [int(seen[i]) for i in source] == [p - 1 for p in positions]
             assert all(i == row or i - S in tokens[slot].tolist() for i in source)
-            assert tuple(self.entry_ends[row, : opened - first].tolist()) == expected.entry_ends
-            activated = rows.previous[row, b] <= inputs.params[3][row]
+            assert tuple(self.block_ends[row, : opened - first].tolist()) == expected.entry_ends
+            activated = rows.masks_before[row, b] <= given.params.activation_masks[row]
             blocks = seq.strategy.branches[b].blocks[1 + first :]
             assert activated[: len(blocks)].tolist() == [block.activated for block in blocks]
 
     def compare_writes(
-        self, known: list[Known], pages: torch.Tensor, inputs: Inputs, rows: Rows, present: set[int]
+        self, views: list[HostView], pages: torch.Tensor, given: StepInputs, rows: Rows, present: set[int]
     ) -> None:
-        positions = inputs.model.positions.view(self.bucket.sequences, self.bucket.slots, -1)
+        positions = given.model.positions.view(self.bucket.sequences, self.bucket.slots, -1)
         for group in range(self.size):
-            tokens, at = policy.writes(rows, inputs.launch, tables(self.bucket, self.trash), self.size, group)
+            constants = constants_of(self.bucket, self.first_padding_slot)
+            tokens, at = policy.rank_rows(rows, given.launch, constants, self.size, group)
             assert len(set(at.flatten().tolist())) == at.numel()
-            assert int(at.max()) < self.trash + at.numel()
+            assert int(at.max()) < self.first_padding_slot + at.numel()
             for row in present:
                 plan = self.plans[row]
                 assert plan is not None
@@ -252,20 +253,20 @@ class Batch:
                     for where, position, token in zip(
                         at[row, slot].tolist(), positions[row, slot].tolist(), tokens[row, slot].tolist(), strict=True
                     )
-                    if where < self.trash
+                    if where < self.first_padding_slot
                 }
-                assert found == expected_writes(plan, pages[row], known[row].shared, self.size, group)
+                assert found == expected_writes(plan, pages[row], views[row].num_shared_pages, self.size, group)
 
-    def compare_state(self, row: int, inputs: Inputs, state: State) -> None:
+    def compare_state(self, row: int, given: StepInputs, state: State) -> None:
         seq = self.sequences[row]
         branches, now = seq.strategy.branches, seq.seen[-1]
-        assert int(state.ends[row]) == now.opened
-        assert int(state.lookaheads[row]) == len(branches) - 1
+        assert int(state.num_open_blocks[row]) == now.opened
+        assert int(state.num_lookaheads[row]) == len(branches) - 1
         for b in range(self.bucket.branches):
             fill = branches[b].lookahead if b < len(branches) else None
-            assert int(state.position[row, b]) == (-1 if fill is None else seq.cell(fill.position))
-            assert fill is None or int(state.token[row, b]) == fill.token
-        cells = inputs.launch.cells[row].tolist()
+            assert int(state.lookahead_cells[row, b]) == (-1 if fill is None else seq.cell(fill.position))
+            assert fill is None or int(state.lookahead_tokens[row, b]) == fill.token
+        cells = given.launch.cells[row].tolist()
         for i, token in enumerate(branches[-1].tokens, len(seq.strategy.prompt)):
             if seq.cell(i) >= cells[0]:
                 assert int(state.tokens[row, cells.index(seq.cell(i))]) == token

@@ -10,10 +10,11 @@ import torch
 from lopa_ascend import DecodingParams, checkpoint
 from lopa_ascend.backend.cpu import CpuOps
 from lopa_ascend.decode import begin
-from lopa_ascend.kv.pages import pages_for
+from lopa_ascend.kv.pages import PageTables, pages_for
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.model.dream import Dream
-from lopa_ascend.runner.eager import Runner, SequenceState
+from lopa_ascend.runner.eager import EagerExecutor
+from lopa_ascend.sequence import Request, Sequence
 from lopa_ascend.types import RowPlan, Scoring, SequencePlan, SequenceStep
 from tests import reference
 from tests.tiny import write_dream
@@ -34,11 +35,13 @@ class Recorder(Dream):
 def forward(model: Dream, plan: SequencePlan) -> None:
     """One forward pass of one row on pages of its own."""
     end = plan.rows[0].end
-    runner = Runner(model, KVPool(model.config.kv_shape(), pages_for(end), torch.float32, "cpu"), model.ops)
-    strategy = begin([1], DecodingParams(decoding="d2f"), model.config.mask_token_id, frozenset())
-    state = SequenceState(strategy, Scoring("max_prob", model.config.mask_token_id, model.config.vocab_size), plan)
+    pool = KVPool(model.config.kv_shape(), pages_for(end), torch.float32, "cpu")
+    executor = EagerExecutor(model, pool, model.ops)
+    params, mask = DecodingParams(decoding="d2f"), model.config.mask_token_id
+    strategy, scoring = begin([1], params, mask, frozenset()), Scoring("max_prob", mask, model.config.vocab_size)
+    sequence = Sequence(Request("one", (1,), params), strategy, scoring, PageTables(pool.allocator, 1))
     pages = SequenceStep("one", (tuple(range(pages_for(end))),), 0)
-    runner.forward([state], [runner.placement.share(plan)], [pages])
+    executor.forward([sequence], [executor.placement.share(plan)], [pages])
 
 
 def random_config(rng: random.Random) -> dict:

@@ -1,6 +1,6 @@
 """The policy as tensor functions does what decode/ defines.
 
-More examples: LOPA_POLICY_EXAMPLES=20000 pytest tests/backend/test_policy_tensors.py
+More examples: LOPA_POLICY_EXAMPLES=20000 pytest tests/torch/test_policy_tensors.py
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.graph import inputs as step_inputs
-from lopa_ascend.graph import policy
+from lopa_ascend.graph import inputs, policy, tensors
 from lopa_ascend.graph.buckets import Bucket
-from lopa_ascend.graph.inputs import Kind, Known
-from lopa_ascend.graph.policy import Params, Predicted
-from tests.torch.policy_driver import LENGTH, MASK, Batch, tables
+from lopa_ascend.graph.inputs import HostView, Kind
+from lopa_ascend.graph.policy import Predicted
+from tests.torch.policy_driver import LENGTH, MASK, Batch, constants_of
 
 EXAMPLES = int(os.environ.get("LOPA_POLICY_EXAMPLES", "200"))
 
@@ -54,14 +53,17 @@ def test_what_was_not_finite_is_noticed_by_no_other_sequence() -> None:
     after = []
     for bad in (0.5, float("nan"), float("inf")):
         batch = Batch([(request, 5, 2)] * 3, 0, False, 1)
-        _, _, inputs = batch.launch()
-        constants, params = tables(batch.bucket, batch.trash), batch.given(inputs)
-        rows = policy.lay_out(params, policy.unpack(batch.storage, inputs.launch, constants), inputs.launch, constants)
+        _, _, given = batch.launch()
+        launch, params = given.launch, given.params
+        constants = constants_of(batch.bucket, batch.first_padding_slot)
+        state = policy.unpack_state(batch.storage, launch, constants)
+        rows = policy.open_blocks(params, state, launch, constants, MASK)
         predicted, _ = batch.predict(rows)
         predicted.max_probs[1], predicted.confidences[1] = bad, bad
-        state, winner = policy.advance(params, inputs.launch, rows, predicted, constants)
+        state, winner = policy.advance(params, launch, rows, predicted, constants)
         assert bool(((winner >= 0) & (winner < rows.tokens[..., 0].numel())).all())
-        assert bool(((state.position[1] < 0) | torch.isin(state.position[1], inputs.launch.cells[1])).all())
+        cells = state.lookahead_cells[1]
+        assert bool(((cells < 0) | torch.isin(cells, launch.cells[1])).all())
         after.append([x[::2] for x in (winner, *state)])
     for other in after[1:]:
         assert all(torch.equal(x, y) for x, y in zip(other, after[0], strict=True))
@@ -84,33 +86,34 @@ def test_what_was_not_finite_is_noticed_by_no_other_sequence() -> None:
 )
 def test_what_graphs_cannot_do_is_named(request_: DecodingParams, field: str | None) -> None:
     shape = Bucket(1, 2, 1, 4, 4, 32, 8)
-    assert step_inputs.unsupported(request_, 2, shape, Kind()) == field
+    assert inputs.unsupported(request_, 2, shape, Kind()) == field
 
 
 def test_more_eos_ids_than_a_graph_takes_are_named_unless_they_are_ignored() -> None:
     shape = Bucket(1, 2, 1, 4, 4, 32, 8)
-    assert step_inputs.unsupported(DecodingParams(), 9, shape, Kind()) == "eos_token_id"
-    assert step_inputs.unsupported(DecodingParams(ignore_eos=True), 9, shape, Kind()) is None
+    assert inputs.unsupported(DecodingParams(), 9, shape, Kind()) == "eos_token_id"
+    assert inputs.unsupported(DecodingParams(ignore_eos=True), 9, shape, Kind()) is None
 
 
 def kernels(sequences: int) -> Counter[str]:
     """The compute ops of a whole step's policy, traced without values: whoever reads one fails here."""
     bucket = Bucket(sequences, 4, 2, 8, 8, 32, 6)
-    params = step_inputs.nobody(sequences, MASK, bucket)
-    memory = torch.empty(step_inputs.input_size(bucket), dtype=torch.int32)
-    inputs = step_inputs.views(memory, bucket)
+    params = inputs.empty_params(sequences, MASK, bucket)
+    memory = torch.empty(tensors.input_size(bucket), dtype=torch.int32)
+    given = tensors.view_inputs(memory, bucket)
     pages = torch.zeros(sequences, 8, 2, dtype=torch.int32)
-    step_inputs.write_inputs(inputs, bucket, [Known(seat) for seat in range(sequences)], pages, params, 0)
-    storage = step_inputs.no_states(9, bucket)
+    views = [HostView(seat) for seat in range(sequences)]
+    inputs.write_inputs(given, bucket, views, pages, params, first_padding_slot=0)
+    storage = inputs.empty_states(9, bucket)
     predicted = Predicted(torch.zeros(sequences, 8, 128, dtype=torch.int32), *torch.rand(2, sequences, 8, 128))
 
-    def step(storage, given, launch, predicted, constants):
-        params = Params(MASK, *given)
-        rows = policy.lay_out(params, policy.unpack(storage, launch, constants), launch, constants)
+    def step(storage, params, launch, predicted, constants):
+        state = policy.unpack_state(storage, launch, constants)
+        rows = policy.open_blocks(params, state, launch, constants, MASK)
         state, winner = policy.advance(params, launch, rows, predicted, constants)
-        return policy.writes(rows, launch, constants), policy.pack(state, params, constants), winner
+        return policy.rank_rows(rows, launch, constants), policy.pack_state(state, params, constants), winner
 
-    traced = make_fx(step, tracing_mode="fake")(storage, inputs.params, inputs.launch, predicted, tables(bucket, 0))
+    traced = make_fx(step, tracing_mode="fake")(storage, given.params, given.launch, predicted, constants_of(bucket, 0))
     ops = [node.target for node in traced.graph.nodes if node.op == "call_function"]
     return Counter(str(op) for op in ops if isinstance(op, torch._ops.OpOverload) and not op.is_view)
 

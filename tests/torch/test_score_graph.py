@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lopa_ascend.graph.score import GreedyScore, Scored
 from lopa_ascend.parallel.collectives import ALONE, Group
+from lopa_ascend.score.greedy import GreedyScore, Scored
 from lopa_ascend.score.sampling import merge_scores, shard_scores
 from lopa_ascend.types import Scoring
 
@@ -145,9 +145,7 @@ def test_other_confidences_are_those_of_the_eager_step(confidence: str, cuts: li
     for seed, scale in enumerate((0.1, 4.0, 20.0)):
         x = logits(seed, scale)
         scoring, positions = Scoring(confidence, MASK, TOKENS), torch.arange(ROWS)
-        ids, probs, expected, _ = merge_scores(
-            shard_scores(x.clone(), scoring, positions, 0)[None], scoring, positions, 0
-        )
+        ids, probs, expected = merge_scores(shard_scores(x.clone(), scoring, positions, 0)[None], scoring, positions, 0)
         scored = ranks_score(x, cuts, confidence=confidence)
         assert torch.equal(scored.ids.long(), ids)
         torch.testing.assert_close(scored.probs, probs, rtol=5e-6, atol=1e-7)
@@ -188,6 +186,6 @@ def test_it_compiles_into_one_graph_and_computes_the_same() -> None:
 
 def test_what_a_rank_sends() -> None:
     group = Group(1, 2)
-    (sent,) = GreedyScore(range(100, 200), MASK, TOKENS, group, CPU).traffic(rows=7)
+    (sent,) = GreedyScore(range(100, 200), MASK, TOKENS, group, CPU).traffic(num_rows=7)
     assert (sent.purpose, sent.calls, sent.num_bytes) == ("vocabulary", 1, 7 * 16)
-    assert GreedyScore(range(VOCAB), MASK, TOKENS, ALONE, CPU).traffic(rows=7) == ()
+    assert GreedyScore(range(VOCAB), MASK, TOKENS, ALONE, CPU).traffic(num_rows=7) == ()

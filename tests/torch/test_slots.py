@@ -14,8 +14,9 @@ from lopa_ascend.decode import begin
 from lopa_ascend.kv.pages import PAGE_SIZE, PageTables, pages_for, slot_mapping
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.model.dream import Dream
-from lopa_ascend.runner.eager import ForwardResult, Runner, SequenceState
-from lopa_ascend.types import RowPlan, RowResult, Scoring, SequencePlan, SequenceStep, StepPlan
+from lopa_ascend.runner.eager import EagerExecutor, ForwardResult
+from lopa_ascend.sequence import Request, Sequence
+from lopa_ascend.types import RowPlan, RowResult, Scoring, SequencePlan, SequenceStep
 from tests.tiny import write_dream
 
 
@@ -25,39 +26,40 @@ class Run:
     def __init__(self, path, prompt: list[int], params: DecodingParams):
         self.config, weights = checkpoint.load(path)
         self.model = Dream(self.config, weights, CpuOps())
-        self.strategy = begin(prompt, params, self.config.mask_token_id, frozenset())
+        mask = self.config.mask_token_id
+        self.strategy = begin(prompt, params, mask, frozenset())
         slots = self.strategy.num_branches
-        pool = KVPool(
-            self.config.kv_shape(), pages_for(len(prompt) + params.max_new_tokens) * slots, torch.float32, "cpu"
-        )
-        self.runner = Runner(self.model, pool, self.model.ops)
-        self.page_tables = PageTables(pool.allocator, slots)
-        scoring = Scoring("max_prob", self.config.mask_token_id, self.config.vocab_size)
-        self.state = SequenceState(self.strategy, scoring, None)
+        num_pages = pages_for(len(prompt) + params.max_new_tokens) * slots
+        self.pool = KVPool(self.config.kv_shape(), num_pages, torch.float32, "cpu")
+        self.executor = EagerExecutor(self.model, self.pool, self.model.ops)
+        self.page_tables = PageTables(self.pool.allocator, slots)
+        request = Request("one", tuple(prompt), params)
+        scoring = Scoring("max_prob", mask, self.config.vocab_size)
+        self.sequence = Sequence(request, self.strategy, scoring, self.page_tables)
 
-    def forward(self, plan: SequencePlan) -> tuple[ForwardResult, tuple[RowResult, ...]]:
-        share = self.runner.placement.share(plan)
-        forward = self.runner.forward([self.state], [share], [self.pages])[0]
-        results = self.runner.exchange([plan], [forward.predictions])[0]
+    def forward(self, plan: SequencePlan) -> tuple[ForwardResult, list[RowResult]]:
+        share = self.executor.placement.share(plan)
+        forward = self.executor.forward([self.sequence], [share], [self.pages])[0]
+        results = self.executor.exchange([plan], [forward.predictions])[0]
         assert results is not None
         return forward, results
 
     def make_room(self, plan: SequencePlan) -> None:
-        self.page_tables.make_room(self.runner.placement.demand(plan))
+        self.page_tables.make_room(self.executor.placement.demand(plan))
         self.pages = SequenceStep("one", tuple(map(tuple, self.page_tables.by_slot)), self.page_tables.num_shared)
 
     def steps(self):
-        self.state.pending = self.strategy.plan()
-        while (plan := self.state.pending) is not None:
+        self.sequence.plan = self.strategy.plan()
+        while (plan := self.sequence.plan) is not None:
             self.make_room(plan)
-            _, result = self.runner.step({"one": self.state}, StepPlan(0, False, (self.pages,)))
+            (result,) = self.executor.run([self.sequence], [self.pages])
             self.page_tables.share_committed(self.strategy.num_committed)
-            yield plan, result.sequences[0].record
+            yield plan, result.record
 
     def committed(self, slot: int) -> torch.Tensor:
         """[2, layers, committed, kv_heads, head_dim] of a slot."""
         at = torch.from_numpy(slot_mapping(self.page_tables.by_slot[slot], 0, self.strategy.num_committed))
-        return self.runner.pool.caches.flatten(2, 3)[:, :, at]
+        return self.pool.caches.flatten(2, 3)[:, :, at]
 
 
 def settings(attention: str, prompt: int, branches: int = 4) -> tuple[list[int], DecodingParams]:
@@ -81,7 +83,7 @@ def test_all_slots_hold_the_same_committed_keys_and_values(attention: str, promp
         private = [page for table in tables for page in table[full:]]
         assert len(set(private)) == len(private)
     run.page_tables.release()
-    assert run.runner.pool.allocator.num_free == run.runner.pool.num_pages
+    assert run.pool.allocator.num_free == run.pool.num_pages
 
 
 def test_the_committed_values_are_those_of_a_run_without_branches_reading_one_slot(tmp_path) -> None:
@@ -109,7 +111,7 @@ def test_full_attention_commits_the_winners_values(tmp_path) -> None:
     write_dream(tmp_path)
     run = Run(tmp_path, *settings("full", 100))
     copies = []
-    run.runner.pool.copy = lambda *args: copies.append(args)  # type: ignore[method-assign]
+    run.pool.copy = lambda *args: copies.append(args)  # type: ignore[method-assign]
     differ = False
     for _ in itertools.islice(run.steps(), 12):
         slots = [run.committed(slot) for slot in range(run.strategy.num_branches)]
@@ -134,7 +136,7 @@ def test_a_branch_is_bit_equal_whatever_shares_its_batch(attention: str, tmp_pat
         compared += len(plan.rows) > 1
         forward, results = run.forward(plan)
         record = run.strategy.absorb(plan, results, 0, 0)
-        run.runner.commit(run.state, run.runner.placement.share(plan), run.pages, record.winner, forward)
+        run.executor.commit(run.sequence, run.executor.placement.share(plan), run.pages, record.winner, forward)
         run.page_tables.share_committed(run.strategy.num_committed)
         plan = run.strategy.plan()
     assert compared > 5

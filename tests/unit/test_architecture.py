@@ -34,19 +34,19 @@ def test_layers_are_as_designed():
     assert layers == [
         {"serve", "llm"},
         {"engine"},
-        {"graph"},
         {"runner"},
-        {"model", "score"},
+        {"graph"},
+        {"model", "score", "sequence"},
         {"parallel"},
         {"backend", "checkpoint", "text", "decode"},
         {"config"},
         {"kv"},
-        {"types", "demo"},
+        {"types", "demo", "probe"},
     ]
 
 
 def test_policy_contract_names_every_pure_module():
-    names = ("types", "config", "decode", "kv.pages", "kv.prefix_cache", "engine.scheduler", "text")
+    names = ("types", "config", "decode", "kv.pages", "kv.prefix_cache", "engine.scheduler", "sequence", "text")
     assert [f"lopa_ascend.{name}" for name in names] == PURE
     assert {"torch", "torch_npu"} <= set(CONTRACTS["policy is pure"]["forbidden_modules"])
 

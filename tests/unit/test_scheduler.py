@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lopa_ascend.config import DecodingParams, Limits, ParameterError
-from lopa_ascend.engine.scheduler import Scheduler, Sequence
+from lopa_ascend.decode import begin
+from lopa_ascend.engine.scheduler import Scheduler, prefix_key
 from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, PageTables, worst_case
-from lopa_ascend.kv.prefix_cache import PrefixCache, PrefixKey
-from lopa_ascend.types import Demand, SequenceResult, SequenceStep, StepPlan
+from lopa_ascend.kv.prefix_cache import PrefixCache, PrefixEntry, PrefixKey
+from lopa_ascend.sequence import Request, Sequence
+from lopa_ascend.types import Demand, Scoring, SequenceStep, StepPlan, StepRecord
 
 
 def limits(**changes: int) -> Limits:
@@ -40,6 +42,15 @@ class Arrival:
     full: bool
     abort_after: int | None
 
+    def request(self, name: str) -> Request:
+        params = DecodingParams(
+            num_branches=self.slots - 1,
+            block_size=self.new % 3 + 1,
+            max_new_tokens=self.new,
+            window_attention="full" if self.full else "block_causal",
+        )
+        return Request(name, (self.text,) * self.prompt, params)
+
 
 arrivals = st.lists(
     st.builds(
@@ -59,13 +70,14 @@ arrivals = st.lists(
 
 @dataclass
 class Paper:
-    """A device whose pages hold (whose, which page of it) at every offset."""
+    """A device whose pages hold (whose, which page of it) at every offset. Strategies are not asked: what a sequence
+    computes and commits next is random."""
 
-    scheduler: Scheduler
     seed: int
     pages: dict[int, list[object]] = field(default_factory=dict)
     running: dict[str, Arrival] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
+    scheduler: Scheduler = field(init=False)
 
     def write(self, table: tuple[int, ...] | list[int], begin: int, end: int, whose: object) -> None:
         for number in range(begin // PAGE_SIZE, -(-end // PAGE_SIZE)):
@@ -78,9 +90,11 @@ class Paper:
             first, last = max(begin - number * PAGE_SIZE, 0), min(end - number * PAGE_SIZE, PAGE_SIZE)
             assert self.pages[table[number]][first:last] == [(whose, number)] * (last - first)
 
-    def key(self, arrival: Arrival) -> PrefixKey:
-        tokens = tuple([arrival.text] * arrival.prompt)
-        return PrefixKey(tokens, "full" if arrival.full else "block_causal", arrival.new % 3 if arrival.full else 0)
+    def begin(self, request: Request, page_tables: PageTables, num_cached: int, entry: PrefixEntry | None) -> Sequence:
+        strategy = begin(request.prompt, request.params, 999, frozenset(), num_cached)
+        sequence = Sequence(request, strategy, Scoring("max_prob", 999, 999), page_tables, num_cached)
+        sequence.demand = self.demand(request.request_id, num_cached)
+        return sequence
 
     def demand(self, name: str, start: int) -> Demand:
         """Anything that a strategy could ask for next: more rows, longer windows, some of it committed."""
@@ -96,53 +110,45 @@ class Paper:
 
     def step(self) -> None:
         scheduler = self.scheduler
-        while (admission := scheduler.admit()) is not None:
-            sequence = admission.sequence
-            arrival = self.running[sequence.request_id]
-            if admission.entry is not None and admission.entry.partial_page is not None:
-                page = scheduler.allocator.share(admission.entry.pages[-1])
-                for slot, table in enumerate(sequence.page_tables.by_slot):
-                    sequence.page_tables.grow(slot, arrival.prompt)
-                    self.pages[table[-1]] = list(self.pages[page])
-                scheduler.allocator.release(page)
-            sequence.demand = self.demand(sequence.request_id, sequence.committed)
-        before = {s.request_id: s for s in scheduler.running}
-        decoding = any(not s.prefills for s in scheduler.running)
         plan = scheduler.plan()
         if plan is None:
             return
+        for copy in plan.copies:
+            target = self.pages.setdefault(copy.target, [None] * PAGE_SIZE)
+            target[: copy.num_positions] = self.pages[copy.source][: copy.num_positions]
         self.plans.append(plan)
+        decoding = any(not s.in_prefill for s in scheduler.running.values())
         assert not (plan.prefill and decoding and len(self.plans) > 1 and self.plans[-2].prefill)
-        demands = [before[s.request_id].demand for s in plan.sequences]
-        tokens = sum(demand.num_computed for demand in demands if demand is not None)
+        sequences = [scheduler.running[s.request_id] for s in plan.sequences]
+        tokens = sum(s.demand.num_computed for s in sequences if s.demand is not None)
         assert tokens <= scheduler.limits.max_num_batched_tokens or len(plan.sequences) == 1
         self.check_owners()
-        for pages in plan.sequences:
-            self.run(before[pages.request_id], pages)
+        for sequence, pages in zip(sequences, plan.sequences, strict=True):
+            self.run(sequence, pages)
 
     def check_owners(self) -> None:
         """No private page is in two tables, and all that is not free is held by somebody."""
         scheduler = self.scheduler
         private: list[int] = [
             page
-            for sequence in scheduler.running
+            for sequence in scheduler.running.values()
             for table in sequence.page_tables.by_slot
             for page in table
             if scheduler.allocator.references(page) == 1
         ]
         assert len(private) == len(set(private))
-        held = {page for s in scheduler.running for table in s.page_tables.by_slot for page in table}
+        held = {page for s in scheduler.running.values() for table in s.page_tables.by_slot for page in table}
         cached = scheduler.prefix_cache.num_evictable if scheduler.prefix_cache else 0
         assert scheduler.allocator.num_free + cached + len(held) == scheduler.allocator.num_pages
-        assert all(s.reserved >= 0 for s in scheduler.running)
-        assert sum(s.reserved for s in scheduler.running) <= scheduler.allocator.num_free + cached
+        assert all(s.num_reserved >= 0 for s in scheduler.running.values())
+        assert sum(s.num_reserved for s in scheduler.running.values()) <= scheduler.allocator.num_free + cached
 
     def run(self, sequence: Sequence, pages: SequenceStep) -> None:
         """Writes what the rows compute, hands the winner's on, and checks that every slot holds what is committed."""
-        name, demand, start = sequence.request_id, sequence.demand, sequence.committed
+        name, demand, start = sequence.request_id, sequence.demand, sequence.num_committed
         assert demand is not None
         arrival = self.running[name]
-        own = [("prompt", self.key(arrival)) if start < arrival.prompt else name, name]
+        own = [("prompt", prefix_key(sequence.request)) if start < arrival.prompt else name, name]
         common = start if demand.winner_commits else demand.committed_end
         for slot, end in enumerate(demand.slot_ends):
             first = start if slot == 0 else max(start, pages.num_shared * PAGE_SIZE)
@@ -157,27 +163,16 @@ class Paper:
             for table in pages.page_tables[1:]:
                 first = max(start, end // PAGE_SIZE * PAGE_SIZE)
                 self.write(table, first, max(first, end), own[0])
-        if sequence.prefills:
-            self.remember(sequence)
         committed = demand.committed_end
         done = committed >= arrival.prompt + arrival.new
-        following = None if done else self.demand(name, committed)
-        self.scheduler.advance(SequenceResult(name, committed, following))
+        sequence.strategy.num_committed = committed
+        sequence.demand = None if done else self.demand(name, committed)
+        self.scheduler.advance(sequence, record(start, committed))
         for own_table in [] if done else sequence.page_tables.by_slot:
-            self.check(own_table, 0, arrival.prompt, ("prompt", self.key(arrival)))
+            self.check(own_table, 0, arrival.prompt, ("prompt", prefix_key(sequence.request)))
             self.check(own_table, arrival.prompt, committed, name)
         if done:
             del self.running[name]
-
-    def remember(self, sequence: Sequence) -> None:
-        cache, key = self.scheduler.prefix_cache, sequence.key
-        if cache is None or key is None:
-            return
-        pages = cache.take_pages(key, sequence.page_tables.by_slot[0])
-        if pages is not None:
-            if len(key.tokens) % PAGE_SIZE:
-                self.pages[pages[-1]] = list(self.pages[sequence.page_tables.by_slot[0][len(pages) - 1]])
-            cache.insert(key, pages, "hidden")
 
     def drive(self, arriving: list[Arrival]) -> list[str]:
         """All arrivals to their end; the order in which they finished or were ended."""
@@ -188,9 +183,7 @@ class Paper:
                 if arrival.step == step:
                     name = f"r{index}"
                     self.running[name] = arrival
-                    tables = PageTables(scheduler.allocator, arrival.slots)
-                    limit = arrival.prompt + arrival.new
-                    scheduler.add(Sequence(name, arrival.prompt, limit, tables, self.key(arrival)))
+                    scheduler.add(arrival.request(name))
                 elif arrival.abort_after is not None and arrival.step + arrival.abort_after == step:
                     if self.running.pop(f"r{index}", None):
                         assert scheduler.remove(f"r{index}")
@@ -203,10 +196,17 @@ class Paper:
         raise AssertionError("somebody never finished")
 
 
+def record(start: int, end: int) -> StepRecord:
+    """Of a pass that commits the positions [start, end)."""
+    return StepRecord(0, (start, end), start, end - start, (), 0, (), 0, 0, 0)
+
+
 def paper(seed: int, cache: bool = True, **changes: int) -> Paper:
     bounds = limits(**changes)
     allocator = PageAllocator(bounds.num_pages)
-    return Paper(Scheduler(bounds, allocator, PrefixCache(allocator) if cache else None), seed)
+    run = Paper(seed)
+    run.scheduler = Scheduler(bounds, allocator, run.begin, PrefixCache(allocator) if cache else None)
+    return run
 
 
 @settings(max_examples=200)

@@ -1,0 +1,345 @@
+"""Runs decode steps as compiled graphs, launched one ahead of the host.
+
+The device carries the sequences' states from step to step. The host follows with ``decode/``, the definition: it reads
+back what each step predicted, absorbs it, and so knows what the device has decided. To launch a step it needs to know
+only how the step before the last one ended, so the device computes while the host reads and plans.
+
+Prompts, and requests that ask for something that graphs do not support, are left to the eager executor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lopa_ascend.graph.buckets import Bucket
+from lopa_ascend.graph.inputs import unsupported
+from lopa_ascend.graph.launcher import Graphs, Launcher, LaunchItem
+from lopa_ascend.graph.seats import Seats, max_open_blocks, num_blocks
+from lopa_ascend.graph.step import DecodeStep
+from lopa_ascend.graph.tensors import StepOutput, input_size, view_output
+from lopa_ascend.kv.pages import pages_for
+from lopa_ascend.kv.pool import KVPool
+from lopa_ascend.model.base import Model
+from lopa_ascend.parallel.collectives import ALONE, Group
+from lopa_ascend.parallel.placement import Placement
+from lopa_ascend.probe import Probe, no_probe
+from lopa_ascend.score.prediction import NOT_FINITE, Predictions
+from lopa_ascend.sequence import GraphSequence, Sequence
+from lopa_ascend.types import Demand, GraphStats, SequencePlan, SequenceResult, SequenceStep, StepPlan, StepRecord
+
+
+@dataclass(frozen=True)
+class Window:
+    """What the next step of a sequence must be able to hold."""
+
+    start: int
+    """First block."""
+    end: int
+    """The block after the last one; there is at least one block."""
+    pages: int
+    """Pages of a slot up to the end."""
+
+    @property
+    def blocks(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """One sequence of a launch."""
+
+    sequence: Sequence
+    window: Window
+    pages: SequenceStep
+
+
+@dataclass(frozen=True)
+class InFlightStep:
+    """A launched step whose output has not been read."""
+
+    number: int
+    bucket: Bucket
+    items: list[_Launched]
+    """The sequences in the order of their rows."""
+    read: Callable[[], Tensor]
+    """Waits for the output; see ``tensors.view_output``."""
+
+
+class GraphExecutor:
+    """The compiled steps of one rank.
+
+    Attributes:
+        num_rows, idle_rows: see ``EngineStats``.
+
+    Args:
+        bp: the ranks that hold the same part of the model and evaluate other branches.
+    """
+
+    def __init__(self, model: Model, pool: KVPool, graphs: Graphs, bp: Group = ALONE) -> None:
+        self.graphs, self.pool = graphs, pool
+        self.probe: Probe = no_probe
+        self.num_rows = self.idle_rows = 0
+        self._placement = Placement(bp.size, bp.rank)
+        hidden = model.head.new_empty(0, model.config.hidden_size)
+        self.seats = Seats(graphs.num_seats, graphs.shape, model.config.mask_token_id, hidden, model.ops)
+        declared = graphs.buckets.declared
+        self._memory = torch.zeros(max(map(input_size, declared)), dtype=torch.int32, device=model.ops.device)
+        steps = [DecodeStep(bucket, model, graphs.score, bp) for bucket in declared]
+        caches = pool.k, pool.v
+        self.launchers = {step.bucket: Launcher(step, graphs, self.seats, self._memory, caches) for step in steps}
+        self._in_flight: list[InFlightStep] = []
+        self._num_launches = self._tokens = self._padded_tokens = self._wasted_steps = 0
+        self._eager_steps: Counter[str] = Counter()
+
+    @torch.inference_mode()
+    def warm_up(self, launchers: Iterable[Launcher]) -> None:
+        """Compiles the buckets of some launchers. After that no bucket can be compiled any more."""
+        for launcher in launchers:
+            launcher.compile()
+        self.graphs.compiler.freeze()
+
+    def stats(self) -> GraphStats:
+        compiler, pool, storage = self.graphs.compiler, self.pool, self.seats.storage
+        padding_pages = pool.caches.nbytes - pool.caches[:, :, : pool.num_pages].nbytes
+        own = storage.states.nbytes + storage.hidden.nbytes + self._memory.nbytes
+        return GraphStats(
+            num_buckets=compiler.num_compilations + compiler.num_loaded,
+            memory=compiler.memory + padding_pages + own,
+            num_late=compiler.num_refused,
+            num_steps=self._num_launches,
+            tokens=self._tokens,
+            padded_tokens=self._padded_tokens,
+            wasted_steps=self._wasted_steps,
+            eager_steps=dict(+self._eager_steps),
+        )
+
+    # ---- sequences -------------------------------------------------------------------------------------------------
+
+    def start(self, sequence: Sequence) -> None:
+        """Decides whether graphs can decode a sequence."""
+        num_eos = len(sequence.strategy.eos)
+        reason = unsupported(sequence.request.params, num_eos, self.graphs.shape, self.graphs.kind)
+        sequence.graph = GraphSequence(reason)
+
+    def release(self, sequence: Sequence) -> None:
+        """Frees the sequence's seat. A step that is in flight may still write to it: the next sequence in the seat
+        overwrites that."""
+        self.seats.release(graph_of(sequence))
+
+    def demand(self, sequence: Sequence, exact: Demand) -> Demand:
+        """What the next step needs at worst. If it is launched ahead that includes the step after it, which is planned
+        before the first one is read.
+
+        Args:
+            exact: what an eager step would need.
+        """
+        graph, plan = graph_of(sequence), sequence.plan
+        assert plan is not None
+        if graph.eager_reason is not None or plan.start < plan.prefix_length:
+            return exact
+        window = next_window(sequence)
+        shape = self.graphs.shape
+        num_computed = shape.slots * window.blocks * shape.block_length
+        if not self.graphs.ahead:
+            return replace(exact, num_computed=num_computed)
+        last_block = window.end + (graph.in_flight is None)
+        end = _end_of_blocks(sequence, last_block)
+        return Demand(
+            num_computed=num_computed,
+            committed_end=plan.start + plan.num_new,
+            slot_ends=(end,) * len(exact.slot_ends),
+            winner_commits=False,
+        )
+
+    # ---- launch ----------------------------------------------------------------------------------------------------
+
+    def launch(
+        self, plan: StepPlan, sequences: Mapping[str, Sequence]
+    ) -> tuple[list[InFlightStep], list[SequenceStep]]:
+        """Launches the graphs of a step.
+
+        Returns:
+            The launched steps that are to be read in this step, and the sequences for the eager executor.
+        """
+        groups, eager = self._divide(plan, sequences)
+        launched = [self._launch_group(group) for group in groups]
+        if not self.graphs.ahead:
+            return launched, eager
+        before, self._in_flight = self._in_flight, launched
+        return before, eager
+
+    def _divide(
+        self, plan: StepPlan, sequences: Mapping[str, Sequence]
+    ) -> tuple[list[list[_Launched]], list[SequenceStep]]:
+        """(sequences for one graph each, sequences for the eager executor). A sequence that no bucket may hold at worst
+        waits until its last step has been read."""
+        fitting: list[_Launched] = []
+        eager: list[SequenceStep] = []
+        for pages in plan.sequences:
+            sequence = sequences[pages.request_id]
+            graph = graph_of(sequence)
+            reason = "prompt" if plan.prefill else graph.eager_reason
+            if reason is None:
+                window = next_window(sequence)
+                if self.graphs.buckets.choose(1, window.blocks, window.pages) is not None:
+                    fitting.append(_Launched(sequence, window, pages))
+                    continue
+                reason = "graph_window_blocks"
+            if graph.in_flight is None:
+                self._unseat(sequence, graph)
+                self._eager_steps[reason] += not plan.prefill
+                eager.append(pages)
+        return self._group(fitting), eager
+
+    def _group(self, fitting: list[_Launched]) -> list[list[_Launched]]:
+        """As few groups as a bucket holds each, of windows of similar size."""
+        groups: list[list[_Launched]] = []
+        for item in sorted(fitting, key=lambda item: item.window.blocks, reverse=True):
+            if groups and self._bucket([*groups[-1], item]) is not None:
+                groups[-1].append(item)
+            else:
+                groups.append([item])
+        return groups
+
+    def _bucket(self, group: list[_Launched]) -> Bucket | None:
+        blocks = max(item.window.blocks for item in group)
+        pages = max(item.window.pages for item in group)
+        return self.graphs.buckets.choose(len(group), blocks, pages)
+
+    def _unseat(self, sequence: Sequence, graph: GraphSequence) -> None:
+        """Takes a sequence out of its seat, for an eager step."""
+        if graph.seat is not None:
+            row = self.seats.hidden_row(graph, num_blocks(sequence.strategy, sequence.num_committed))
+            sequence.last_hidden = self.seats.storage.hidden[row].clone()
+            self.seats.release(graph)
+
+    def _launch_group(self, group: list[_Launched]) -> InFlightStep:
+        bucket = self._bucket(group)
+        assert bucket is not None
+        items = []
+        for item in group:
+            sequence, graph = item.sequence, graph_of(item.sequence)
+            assert sequence.plan is not None
+            if graph.seat is None:
+                self.seats.take(sequence, graph)
+            view = self.seats.host_view(sequence, graph, item.window.start, item.pages.num_shared)
+            items.append(LaunchItem(view, item.pages.page_tables, [row.end for row in sequence.plan.rows]))
+        self._num_launches += 1
+        step = InFlightStep(self._num_launches, bucket, group, self.launchers[bucket].launch(items, self.probe))
+        for item in group:
+            graph = graph_of(item.sequence)
+            graph.in_flight = step.number
+            graph.window_start, graph.window_blocks = item.window.start, bucket.blocks
+        self._tokens += bucket.tokens
+        self._padded_tokens += bucket.tokens
+        return step
+
+    # ---- collect ---------------------------------------------------------------------------------------------------
+
+    def collect(self, steps: list[InFlightStep], sequences: Mapping[str, Sequence]) -> list[SequenceResult]:
+        """Reads launched steps and updates their sequences, except those that have ended meanwhile."""
+        results = []
+        for step in steps:
+            output = view_output(step.read(), step.bucket)
+            for row, item in enumerate(step.items):
+                graph = graph_of(item.sequence)
+                if graph.in_flight == step.number:
+                    graph.in_flight = None
+                if sequences.get(item.pages.request_id) is not item.sequence:
+                    self._wasted_steps += 1
+                    continue
+                with self.probe("absorb", step.bucket):
+                    results.append(self._absorb(item, row, step.bucket, output))
+        return results
+
+    def _absorb(self, item: _Launched, row: int, bucket: Bucket, output: StepOutput) -> SequenceResult:
+        """Takes in what a step predicted for one sequence, as ``decode/`` defines it, and checks that the device has
+        decided the same."""
+        sequence, plan = item.sequence, item.sequence.plan
+        assert plan is not None
+        self._count(plan, bucket)
+        sequence.round += 1
+        columns = (output.ids, output.max_probs, output.confidences)
+        predictions = Predictions(*(column[row].numpy() for column in columns))
+        rows = []
+        for branch, branch_row in enumerate(plan.rows):
+            cells = _cells(sequence, item.window.start, bucket.block_length, np.array(branch_row.masked, np.int64))
+            rows.append(Predictions(*(column[branch] for column in predictions)).take(cells))
+        if not all(branch.valid for branch in rows):
+            sequence.plan = None
+            return SequenceResult(sequence.request_id, None, NOT_FINITE)
+        num_computed = bucket.tokens // bucket.sequences
+        results = [branch.row_result() for branch in rows]
+        record = sequence.strategy.absorb(plan, results, num_computed, num_computed)
+        winner = int(output.winners[row]) - row * bucket.branches
+        if winner != record.winner or not self._agrees(item, bucket, output.tokens[row]):
+            sequence.plan = None
+            return SequenceResult(sequence.request_id, record, _disagreement(record))
+        if plan.winner_commits:
+            self.pool.copy_to_slots(item.pages.page_tables, winner, plan.start, plan.start + plan.num_new)
+        sequence.plan = sequence.strategy.plan()
+        return SequenceResult(sequence.request_id, record)
+
+    def _agrees(self, item: _Launched, bucket: Bucket, tokens: Tensor) -> bool:
+        """Whether the device's window holds the tokens that ``decode/`` has decided on.
+
+        Args:
+            tokens: token ids of the window [C].
+        """
+        sequence, strategy = item.sequence, item.sequence.strategy
+        begin = _end_of_blocks(sequence, item.window.start)
+        positions = np.arange(begin, strategy.branches[-1].end)
+        cells = _cells(sequence, item.window.start, bucket.block_length, positions)
+        decided = strategy.winner.tokens[begin - len(strategy.prompt) :]
+        return bool(tokens.numpy()[cells].tolist() == decided)
+
+    def _count(self, plan: SequencePlan, bucket: Bucket) -> None:
+        self.num_rows += len(plan.rows)
+        self.idle_rows += bucket.branches - len(plan.rows)
+        own_rows = plan.rows[self._placement.group :: self._placement.size]
+        self._padded_tokens -= sum(len(row.tokens) for row in own_rows)
+
+
+def graph_of(sequence: Sequence) -> GraphSequence:
+    """What ``GraphExecutor.start`` gave a sequence."""
+    assert sequence.graph is not None
+    return sequence.graph
+
+
+def next_window(sequence: Sequence) -> Window:
+    """The smallest safe window of the next step: the open blocks, and one that the step may open. While a step is in
+    flight, it is not known how many blocks that one opens and commits, so both are bounded."""
+    strategy, plan = sequence.strategy, sequence.plan
+    assert plan is not None
+    if graph_of(sequence).in_flight is None:
+        start, num_open = num_blocks(strategy, plan.start), plan.num_open_blocks
+    else:
+        start = num_blocks(strategy, plan.start + plan.num_new)
+        num_open = max(num_blocks(strategy, row.end) for row in plan.rows)
+    end = max(min(num_open + 1, max_open_blocks(strategy)), start + 1)
+    return Window(start, end, pages_for(_end_of_blocks(sequence, end)))
+
+
+def _end_of_blocks(sequence: Sequence, num_blocks: int) -> int:
+    """The position after the first ``num_blocks`` generated blocks."""
+    request = sequence.request
+    return min(len(request.prompt) + num_blocks * request.params.block_size, request.limit)
+
+
+def _cells(sequence: Sequence, window_start: int, block_length: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The cells of some positions, counted from the start of a window."""
+    generated = positions - len(sequence.request.prompt)
+    block, offset = np.divmod(generated, sequence.request.params.block_size)
+    cells: NDArray[np.int64] = (block - window_start) * block_length + offset
+    return cells
+
+
+def _disagreement(record: StepRecord) -> str:
+    return f"the device decided otherwise than decode/ defines, in forward pass {record.index}"

@@ -1,0 +1,252 @@
+"""The tensors of a compiled step, each declared once with its dtype and shape.
+
+Sizes, views into one piece of memory, and the flat list of arguments that a compiler wants are derived from these
+declarations. Dimensions, see ``Bucket.dims``:
+
+    S sequences    B branches of a sequence    R slots: branches of a sequence on this rank
+    W blocks of the window    L positions of a block    C = W * L cells of the window    M blocks of the largest window
+    P pages of a slot    A attention entries    T = S * R * C tokens of the step    E EOS ids
+    K = 1 + W hidden states that a step saves    F columns of mask limits    X columns of a packed state
+    U = (M - W) * L cells that a packed state has beyond this window
+
+A **cell** is the place of a generated position, numbered block * L + offset from the end of the prompt on. Blocks may
+be shorter than L, and a sequence's last block shorter still; cells after the end of their block hold no position.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Annotated, NamedTuple, TypeVar, get_type_hints
+
+import torch
+from torch import Tensor
+
+from lopa_ascend.graph.buckets import Bucket
+
+
+class Spec(NamedTuple):
+    """The declaration of a tensor."""
+
+    dims: str
+    """Dimensions as letters, e.g. "S R C"."""
+    dtype: torch.dtype
+
+
+def int32(dims: str) -> Spec:
+    return Spec(dims, torch.int32)
+
+
+def int64(dims: str) -> Spec:
+    return Spec(dims, torch.int64)
+
+
+def float32(dims: str) -> Spec:
+    return Spec(dims, torch.float32)
+
+
+def boolean(dims: str) -> Spec:
+    return Spec(dims, torch.bool)
+
+
+class Launch(NamedTuple):
+    """What the host decides of one step for the decode policy."""
+
+    seats: Annotated[Tensor, int32("S")]
+    """Row of each sequence in the packed states; padding rows have seats that are never assigned."""
+    token_index: Annotated[Tensor, int32("S*C")]
+    """Where the token of each cell of the window stands in the flat packed states."""
+    cells: Annotated[Tensor, int32("S C")]
+    """Number of each cell of the window."""
+    blocks: Annotated[Tensor, int32("S W")]
+    """Number of each block of the window."""
+    limit_base: Annotated[Tensor, int32("S*W")]
+    """Base index into the flat ``RequestParams.mask_limits`` for the block before each block of the window; add the
+    number of open blocks. For the window's first block it is the index by which a full sequence opens no block."""
+    slot_mapping: Annotated[Tensor, int32("S R C")]
+    """Flat cache position of each cell in each slot; of padding slots where a cell must not be written."""
+
+
+class RequestParams(NamedTuple):
+    """Decoding parameters by sequence."""
+
+    blank: Annotated[Tensor, int32("S 2")]
+    """What a cell holds before it is filled: the mask, or in a cell without a position a token that is neither the mask
+    nor an EOS."""
+    eos: Annotated[Tensor, int32("S E")]
+    """EOS ids; unused places hold -1."""
+    tau_conf: Annotated[Tensor, float32("S")]
+    activation_masks: Annotated[Tensor, float32("S")]
+    """A block is fully activated once the block before it has at most so many masks."""
+    mask_limits: Annotated[Tensor, float32("S F")]
+    """A branch opens another block if none of its blocks has more masks than its limit; see ``MaskLimits``."""
+    min_rank: Annotated[Tensor, float32("S B")]
+    """The rank that the candidate of each lookahead branch must have: 0, or infinity for branches that the request did
+    not ask for."""
+
+
+class ModelInputs(NamedTuple):
+    """What the model needs to know of one step. A step sees hidden states of S + T positions: of the S positions before
+    the windows, and then of all T tokens."""
+
+    positions: Annotated[Tensor, int32("T")]
+    """Position of each token in its sequence."""
+    predicted_by: Annotated[Tensor, int32("T")]
+    """Which seen hidden state predicts each token's cell."""
+    saved: Annotated[Tensor, int32("S*K")]
+    """Which seen hidden states are saved for later steps: that before the window and, of slot 0, those at the end of
+    each block."""
+    before_window: Annotated[Tensor, int32("S")]
+    """Row of ``Storage.hidden`` that holds the hidden state before each window."""
+    save_rows: Annotated[Tensor, int32("S*K")]
+    """Rows of ``Storage.hidden`` that the saved hidden states go to."""
+    page_tables: Annotated[Tensor, int32("A P")]
+    """Page ids of each attention entry."""
+
+
+class StepInputs(NamedTuple):
+    """Everything that the host writes for each step, but for the KV lengths of the attention entries."""
+
+    launch: Launch
+    params: RequestParams
+    model: ModelInputs
+
+
+class Constants(NamedTuple):
+    """Tensors that never change in a bucket."""
+
+    branch: Annotated[Tensor, int32("B")]
+    """0, 1, 2, ..."""
+    row: Annotated[Tensor, int64("S B")]
+    """0, 1, 2, ..."""
+    earlier: Annotated[Tensor, int64("B B")]
+    """1 where the column's branch comes before the row's."""
+    later: Annotated[Tensor, boolean("C C")]
+    """Whether the column's cell comes after the row's."""
+    in_block_before: Annotated[Tensor, float32("C W")]
+    """1 where the cell lies in the block before the column's."""
+    up_to_block: Annotated[Tensor, float32("C W")]
+    """1 where the cell lies in the column's block or before it."""
+    padding_tokens: Annotated[Tensor, int32("S U")]
+    """Fills a packed state up to the width of the largest window."""
+    padding_slots: Annotated[Tensor, int32("S R C")]
+    """Distinct flat cache positions that are written and never read."""
+    in_window: Annotated[Tensor, int64("K")]
+    """0 for the saved hidden state before the window, 1 for those of its blocks."""
+
+
+class Storage(NamedTuple):
+    """What outlives a step, for N seats."""
+
+    states: Tensor
+    """Packed states [N, X], see ``policy.State``; float32 with the bits of int32."""
+    hidden: Tensor
+    """[N * (1 + M), hidden]: for each seat the hidden state before its window and those at the end of each block."""
+
+
+class StepOutput(NamedTuple):
+    """What a step tells the host."""
+
+    winners: Annotated[Tensor, int32("S")]
+    """Row of the winner: sequence * B + branch."""
+    tokens: Annotated[Tensor, int32("S C")]
+    """Token ids of the anchor's window after the step."""
+    ids: Annotated[Tensor, int32("S B C")]
+    """Predicted token ids of all branches."""
+    max_probs: Annotated[Tensor, float32("S B C")]
+    confidences: Annotated[Tensor, float32("S B C")]
+    """Left out where they are the probabilities."""
+
+
+Group = TypeVar("Group", Launch, RequestParams, ModelInputs, Constants, StepOutput)
+Caches = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""Keys and values of every layer [pages, 128, kv_heads, head_dim]."""
+
+
+@cache
+def specs(kind: type) -> dict[str, Spec]:
+    """The declarations of a group's tensors by name."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items()}
+
+
+def num_elements(kind: type, bucket: Bucket) -> int:
+    """32-bit elements of a group's tensors together."""
+    return sum(math.prod(bucket.shape(spec.dims)) for spec in specs(kind).values())
+
+
+def input_size(bucket: Bucket) -> int:
+    """32-bit elements of a bucket's ``StepInputs``."""
+    return sum(num_elements(kind, bucket) for kind in (Launch, RequestParams, ModelInputs))
+
+
+def view_inputs(memory: Tensor, bucket: Bucket) -> StepInputs:
+    """A bucket's inputs, one after the other in the first ``input_size`` elements of ``memory`` int32."""
+    params_start = num_elements(Launch, bucket)
+    model_start = params_start + num_elements(RequestParams, bucket)
+    return StepInputs(
+        launch=Launch(*_views(memory, specs(Launch).values(), bucket)),
+        params=RequestParams(*_views(memory[params_start:], specs(RequestParams).values(), bucket)),
+        model=ModelInputs(*_views(memory[model_start:], specs(ModelInputs).values(), bucket)),
+    )
+
+
+def view_output(memory: Tensor, bucket: Bucket) -> StepOutput:
+    """What a step returned, int32 [n]."""
+    declared = specs(StepOutput)
+    if len(memory) == num_elements(StepOutput, bucket):
+        return StepOutput(*_views(memory, declared.values(), bucket))
+    winners, tokens, ids, max_probs = _views(memory, list(declared.values())[:-1], bucket)
+    return StepOutput(winners, tokens, ids, max_probs, confidences=max_probs)
+
+
+def _views(memory: Tensor, declared: Iterable[Spec], bucket: Bucket) -> list[Tensor]:
+    """Tensors that lie one after the other in ``memory`` int32."""
+    views = []
+    for spec in declared:
+        shape = bucket.shape(spec.dims)
+        size = math.prod(shape)
+        views.append(memory[:size].view(shape).view(spec.dtype))
+        memory = memory[size:]
+    return views
+
+
+def flatten(inputs: StepInputs, constants: Constants, storage: Storage, caches: Caches) -> list[Tensor]:
+    """The arguments of a compiled step. It holds for the shapes of all of them."""
+    return [*inputs.launch, *inputs.params, *inputs.model, *constants, *storage, *caches[0], *caches[1]]
+
+
+def unflatten(tensors: Sequence[Tensor]) -> tuple[StepInputs, Constants, Storage, Caches]:
+    """The arguments of ``flatten``."""
+    launch, rest = _take(Launch, tensors)
+    params, rest = _take(RequestParams, rest)
+    model, rest = _take(ModelInputs, rest)
+    constants, rest = _take(Constants, rest)
+    states, hidden, *caches = rest
+    num_layers = len(caches) // 2
+    inputs = StepInputs(launch, params, model)
+    return inputs, constants, Storage(states, hidden), (caches[:num_layers], caches[num_layers:])
+
+
+def _take(kind: type[Group], tensors: Sequence[Tensor]) -> tuple[Group, Sequence[Tensor]]:
+    count = len(kind._fields)
+    return kind(*tensors[:count]), tensors[count:]
+
+
+def make_constants(bucket: Bucket, first_padding_slot: int) -> Constants:
+    """The constants of a bucket. The T cache positions from ``first_padding_slot`` on are never read."""
+    branch = torch.arange(bucket.branches, dtype=torch.int32)
+    cell, block = torch.arange(bucket.cells), torch.arange(bucket.blocks)
+    block_of_cell = (cell // bucket.block_length)[:, None]
+    return Constants(
+        branch=branch,
+        row=torch.arange(bucket.sequences * bucket.branches).view(bucket.shape("S B")),
+        earlier=(branch < branch[:, None]).long(),
+        later=cell > cell[:, None],
+        in_block_before=(block_of_cell == block - 1).float(),
+        up_to_block=(block_of_cell <= block).float(),
+        padding_tokens=torch.zeros(bucket.shape("S U"), dtype=torch.int32),
+        padding_slots=first_padding_slot + torch.arange(bucket.tokens, dtype=torch.int32).view(bucket.shape("S R C")),
+        in_window=(torch.arange(1 + bucket.blocks) > 0).long(),
+    )

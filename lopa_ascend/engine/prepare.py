@@ -1,0 +1,118 @@
+"""Everything about an engine that is decided, or refused, before any weight is read; and the sizes that follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lopa_ascend import checkpoint
+from lopa_ascend.backend import Ops, load_ops
+from lopa_ascend.backend.memory import default_kv_memory
+from lopa_ascend.config import DecodingParams, EngineConfig, Limits, ModelConfig, ParameterError
+from lopa_ascend.demo import DEMO_MODEL
+from lopa_ascend.graph.setup import GraphPlan, plan_graphs
+from lopa_ascend.kv.pages import pages_for, slots_for
+from lopa_ascend.parallel.mesh import Mesh
+from lopa_ascend.score.sampling import CANDIDATES
+from lopa_ascend.text.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What an engine is built from, once everything that can be checked without weights has been."""
+
+    path: Path
+    """The model's directory."""
+    ops: Ops
+    """The device's fused ops."""
+    num_token_ids: int
+    """Token ids from this one on do not exist in the tokenizer."""
+    max_model_len: int
+    """Positions of the longest sequence."""
+    max_num_batched_tokens: int
+    """Tokens that a rank computes in a step, at most."""
+    graph_plan: GraphPlan | None
+    """None in eager mode."""
+
+
+def model_path(config: EngineConfig) -> Path:
+    """The directory of the configured model."""
+    return DEMO_MODEL if config.model is None else Path(config.model)
+
+
+def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
+    """Checks a configuration against the device and the model's directory, without reading a weight.
+
+    Raises:
+        CheckpointError, ConfigError, TokenizerError, ParameterError: this cannot be served.
+        UnsupportedStackError: the software of the device is missing or too old.
+        GraphError: the graph mode has no room for so many graphs.
+        OSError: a file cannot be read.
+    """
+    path = model_path(config)
+    ops = load_ops(config)
+    model = checkpoint.open_checkpoint(path).config
+    _check_split(config, model)
+    tokenizer = load_tokenizer(path, model.vocab_size)
+    num_token_ids = tokenizer.num_token_ids if tokenizer else model.vocab_size
+    max_model_len = _max_model_len(config, model)
+    max_num_batched_tokens = config.max_num_batched_tokens or max(4096, max_model_len)
+    graph_plan = None
+    if config.mode != "eager":
+        identity = model, num_token_ids, mesh.tp.rank, mesh.bp.rank
+        graph_plan = plan_graphs(config, identity, max_model_len, max_num_batched_tokens)
+    return Prepared(path, ops, num_token_ids, max_model_len, max_num_batched_tokens, graph_plan)
+
+
+def _check_split(config: EngineConfig, model: ModelConfig) -> None:
+    size, sizes = config.tensor_parallel_size, model.tensor_parallel_sizes()
+    if size not in sizes:
+        choices = ", ".join(map(str, sizes))
+        message = f"{size} does not split this model evenly; choose one of {choices}"
+        raise ParameterError("tensor_parallel_size", message)
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    limit = model.max_position_embeddings
+    if config.max_model_len is None:
+        return limit
+    if config.max_model_len > limit:
+        message = f"must be from 1 to the model's {limit} positions, got {config.max_model_len}"
+        raise ParameterError("max_model_len", message)
+    return config.max_model_len
+
+
+# ---- with the weights loaded ---------------------------------------------------------------------------------------
+
+
+def choose_num_pages(config: EngineConfig, max_model_len: int, page_bytes: int) -> int:
+    """Pages of this rank's KV pool.
+
+    Raises:
+        ParameterError: the configured memory holds no page.
+    """
+    if config.kv_cache_memory is not None:
+        if config.kv_cache_memory < page_bytes:
+            message = f"must hold at least one page of {page_bytes} bytes, got {config.kv_cache_memory}"
+            raise ParameterError("kv_cache_memory", message)
+        return config.kv_cache_memory // page_bytes
+    usual_slots = slots_for(1 + DecodingParams().lookaheads, config.branch_parallel_size)
+    useful = config.max_num_seqs * usual_slots * pages_for(max_model_len)
+    affordable = default_kv_memory(config.device, config.world_size) // page_bytes
+    return max(1, min(useful, affordable))
+
+
+def request_limits(config: EngineConfig, prepared: Prepared, model: ModelConfig, num_pages: int) -> Limits:
+    """What a request may ask of the engine."""
+    return Limits(
+        vocab_size=model.vocab_size,
+        mask_token_id=model.mask_token_id,
+        max_model_len=prepared.max_model_len,
+        num_pages=num_pages,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=prepared.max_num_batched_tokens,
+        max_num_branches=config.max_num_branches,
+        max_top_k=CANDIDATES if config.tensor_parallel_size > 1 else None,
+        branch_parallel_size=config.branch_parallel_size,
+        graph_mode=config.mode,
+    )

@@ -1,0 +1,101 @@
+"""One request inside the engine: what was asked, how far it is decoded, and where its keys and values lie.
+
+A ``Request`` waits; the scheduler turns it into a ``Sequence`` when it may run. Everything that the engine knows about
+a running request is in its sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lopa_ascend.config import DecodingParams
+from lopa_ascend.decode.d2f import D2F
+from lopa_ascend.kv.pages import PageTables, worst_case
+from lopa_ascend.types import Demand, Scoring, SequencePlan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt and how to decode it."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    """Token ids."""
+    params: DecodingParams
+    trace: bool = False
+    """Updates carry a record of each forward pass."""
+
+    @property
+    def limit(self) -> int:
+        """The most positions that the sequence can have: prompt and ``max_new_tokens``."""
+        return len(self.prompt) + self.params.max_new_tokens
+
+
+@dataclass
+class GraphSequence:
+    """A sequence's place in the memory of compiled steps. Block numbers count generated blocks from 0."""
+
+    eager_reason: str | None
+    """The field of the request that no graph supports; None if graphs can decode the sequence."""
+    seat: int | None = None
+    """Index of the sequence's state and parameters in ``graph.seats``; None while it has none."""
+    window_start: int = 0
+    """First block of the last launched window."""
+    window_blocks: int = 0
+    """Blocks of the bucket in which that window was launched."""
+    in_flight: int | None = None
+    """Number of a launch whose result has not been read yet."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request that runs."""
+
+    request: Request
+    strategy: D2F
+    """The decoding state: tokens, blocks, branches, and the number of committed positions."""
+    scoring: Scoring
+    page_tables: PageTables
+    num_cached: int = 0
+    """Positions of the prompt whose keys and values came from the prefix cache."""
+    last_hidden: Tensor | None = None
+    """Normed hidden state [hidden] of the last committed position, which predicts the first position of the window."""
+    plan: SequencePlan | None = None
+    """The next forward pass; None when the sequence is done."""
+    demand: Demand | None = None
+    """What the next step needs; None when the sequence is done or has failed."""
+    graph: GraphSequence | None = None
+    """None in eager mode."""
+    round: int = 0
+    """Forward passes so far, counted for the sampling noise."""
+    last_step: int = -1
+    """Index of the last step that the sequence took part in."""
+    num_reported: int = 0
+    """Final tokens that updates have reported."""
+    model_tokens: int = 0
+    """Tokens that this rank computed."""
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_committed(self) -> int:
+        """Positions whose keys and values are final."""
+        return self.strategy.num_committed
+
+    @property
+    def in_prefill(self) -> bool:
+        """Whether the next step computes the prompt."""
+        return self.num_committed < len(self.request.prompt)
+
+    @property
+    def num_reserved(self) -> int:
+        """Pages that the sequence may still take."""
+        committed = max(self.num_committed, len(self.request.prompt))
+        pages = self.page_tables
+        return worst_case(self.request.limit, len(pages.by_slot), committed) - pages.num_pages
