@@ -13,21 +13,20 @@ import torch
 from lopa_ascend import checkpoint
 from lopa_ascend.backend.memory import free_memory
 from lopa_ascend.config import DecodingParams, EngineConfig
-from lopa_ascend.decode import begin
 from lopa_ascend.engine.prepare import Prepared, choose_num_pages, model_path, prepare, request_limits
 from lopa_ascend.engine.scheduler import Scheduler
+from lopa_ascend.engine.sequences import SequenceFactory
 from lopa_ascend.graph.setup import build_executor
-from lopa_ascend.kv.pages import PageTables
 from lopa_ascend.kv.pool import KVPool
-from lopa_ascend.kv.prefix_cache import PrefixCache, PrefixEntry
+from lopa_ascend.kv.prefix_cache import PrefixCache
 from lopa_ascend.model.base import Model
 from lopa_ascend.model.dream import Dream
 from lopa_ascend.parallel.agreement import Agreement
 from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.runner.eager import EagerExecutor
 from lopa_ascend.runner.runner import Runner
-from lopa_ascend.sequence import Request, Sequence
-from lopa_ascend.types import EngineStats, RankReport, Scoring, SequenceResult, Update
+from lopa_ascend.sequence import Request
+from lopa_ascend.types import EngineStats, RankReport, SequenceResult, Update
 
 
 class Engine:
@@ -54,7 +53,6 @@ class Engine:
         self.config, self.mesh = config, mesh or Mesh()
         self.model_name = "demo" if config.model is None else model_path(config).resolve().name
         prepared = self._prepare()
-        self._num_token_ids = prepared.num_token_ids
         model = self._load_model(prepared)
         self.model_config = model.config
         pool, page_bytes = self._make_pool(model, prepared)
@@ -62,8 +60,9 @@ class Engine:
         self.limits = request_limits(config, prepared, self.model_config, pool.num_pages)
         self.runner = self._make_runner(model, pool, prepared)
         prefix_cache = PrefixCache(pool.allocator) if config.enable_prefix_caching else None
+        begin = SequenceFactory(self.runner, self.model_config, prepared.num_token_ids, config.seed)
         approximate = config.approximate_prefix_caching
-        self.scheduler = Scheduler(self.limits, pool.allocator, self._begin, prefix_cache, approximate=approximate)
+        self.scheduler = Scheduler(self.limits, pool.allocator, begin, prefix_cache, approximate=approximate)
         self._forward_seconds = 0.0
         self._agreement = Agreement(self.mesh, config.agreement_interval)
         # Leaves out what may differ between machines.
@@ -209,38 +208,6 @@ class Engine:
         self.mesh.close(failure)
 
     # ---- pieces ----------------------------------------------------------------------------------------------------
-
-    def _begin(self, request: Request, page_tables: PageTables, num_cached: int, entry: PrefixEntry | None) -> Sequence:
-        """Makes the sequence of an admitted request; see ``scheduler.Begin``."""
-        config = self.model_config
-        eos = config.eos_token_ids if request.params.eos_token_ids is None else request.params.eos_token_ids
-        sequence = Sequence(
-            request=request,
-            strategy=begin(request.prompt, request.params, config.mask_token_id, frozenset(eos), num_cached),
-            scoring=self._scoring(request, eos),
-            page_tables=page_tables,
-            num_cached=num_cached,
-            last_hidden=None if entry is None else entry.last_hidden,
-        )
-        self.runner.start(sequence)
-        return sequence
-
-    def _scoring(self, request: Request, eos: tuple[int, ...]) -> Scoring:
-        # Fields without effect keep their defaults, so that more requests are scored together.
-        params, config = request.params, self.model_config
-        bans_eos = params.min_new_tokens > 0
-        seed = self.config.seed if params.seed is None else params.seed
-        return Scoring(
-            confidence=params.confidence,
-            mask=config.mask_token_id,
-            num_token_ids=self._num_token_ids,
-            eos=eos if bans_eos else (),
-            min_position=len(request.prompt) + params.min_new_tokens if bans_eos else 0,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            seed=seed if params.temperature else 0,
-        )
 
     def _update(self, result: SequenceResult) -> Update:
         """What a step did to one request. A request that is done, or has failed, leaves the engine."""

@@ -1,0 +1,63 @@
+"""From a request that may run to its sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lopa_ascend.config import ModelConfig
+from lopa_ascend.decode import begin
+from lopa_ascend.kv.pages import PageTables
+from lopa_ascend.kv.prefix_cache import PrefixEntry
+from lopa_ascend.runner.runner import Runner
+from lopa_ascend.sequence import Request, Sequence
+from lopa_ascend.types import Scoring
+
+
+@dataclass(frozen=True)
+class SequenceFactory:
+    """Makes the sequences of admitted requests; see ``scheduler.Begin``.
+
+    It is apart from the engine so that the scheduler does not refer to the engine: an engine that is not used any more
+    frees its pages at once.
+    """
+
+    runner: Runner
+    model: ModelConfig
+    num_token_ids: int
+    """Token ids from this one on do not exist."""
+    seed: int
+    """Seed of the sampling where a request has none."""
+
+    def __call__(
+        self, request: Request, page_tables: PageTables, num_cached: int, entry: PrefixEntry | None
+    ) -> Sequence:
+        eos = request.params.eos_token_ids
+        if eos is None:
+            eos = self.model.eos_token_ids
+        sequence = Sequence(
+            request=request,
+            strategy=begin(request.prompt, request.params, self.model.mask_token_id, frozenset(eos), num_cached),
+            scoring=self._scoring(request, eos),
+            page_tables=page_tables,
+            num_cached=num_cached,
+            last_hidden=None if entry is None else entry.last_hidden,
+        )
+        self.runner.start(sequence)
+        return sequence
+
+    def _scoring(self, request: Request, eos: tuple[int, ...]) -> Scoring:
+        # Fields without effect keep their defaults, so that more requests are scored together.
+        params = request.params
+        bans_eos = params.min_new_tokens > 0
+        seed = self.seed if params.seed is None else params.seed
+        return Scoring(
+            confidence=params.confidence,
+            mask=self.model.mask_token_id,
+            num_token_ids=self.num_token_ids,
+            eos=eos if bans_eos else (),
+            min_position=len(request.prompt) + params.min_new_tokens if bans_eos else 0,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            seed=seed if params.temperature else 0,
+        )
