@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lopa_ascend.backend.compiler import Compiler, Eager
-from lopa_ascend.config import GRAPH_MODES
+from lopa_ascend.config import GRAPH_MODES_BY_DEVICE
 
 
 def load_compiler(device: str, mode: str, *, key: str, cache_dir: str | Path | None = None) -> Compiler:
@@ -19,8 +19,8 @@ def load_compiler(device: str, mode: str, *, key: str, cache_dir: str | Path | N
     Raises:
         ValueError: the device has no such mode.
     """
-    if mode not in GRAPH_MODES[device]:
-        choices = ", ".join(GRAPH_MODES[device])
+    if mode not in GRAPH_MODES_BY_DEVICE[device]:
+        choices = ", ".join(GRAPH_MODES_BY_DEVICE[device])
         raise ValueError(f"graph mode of device {device}: unknown value {mode!r}; choose one of {choices}")
     directory = None if cache_dir is None else Path(cache_dir)
     key = f"{key}; code {code_digest()}"

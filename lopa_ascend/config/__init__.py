@@ -1,6 +1,8 @@
-"""Frozen configuration: a request's, an engine's and the model's. Values are checked once, on construction."""
+"""Configuration of a request, of an engine and of a model, frozen and checked on construction.
 
-from lopa_ascend.config.checks import ParameterError
+Each setting is declared once, as ``config.settings`` describes.
+"""
+
 from lopa_ascend.config.decoding import (
     BRANCH_SCORES,
     CONFIDENCES,
@@ -9,21 +11,24 @@ from lopa_ascend.config.decoding import (
     WINDOW_ATTENTIONS,
     DecodingParams,
 )
-from lopa_ascend.config.engine import ATTENTION_LAYOUTS, GRAPH_MODES, EngineConfig
+from lopa_ascend.config.engine import ATTENTION_LAYOUTS, GRAPH_MODES_BY_DEVICE, EngineConfig
+from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.limits import Limits
 from lopa_ascend.config.model import ConfigError, ModelConfig
+from lopa_ascend.config.settings import GraphSupport
 
 __all__ = [
     "ATTENTION_LAYOUTS",
     "BRANCH_SCORES",
     "CONFIDENCES",
     "DECODINGS",
-    "GRAPH_MODES",
+    "GRAPH_MODES_BY_DEVICE",
     "MIN_TEMPERATURE",
     "WINDOW_ATTENTIONS",
     "ConfigError",
     "DecodingParams",
     "EngineConfig",
+    "GraphSupport",
     "Limits",
     "ModelConfig",
     "ParameterError",

@@ -4,128 +4,226 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from lopa_ascend.config.checks import ParameterError, choice, flag, integer, number
+from lopa_ascend.config.errors import ParameterError
+from lopa_ascend.config.kinds import INT32_MAX, INT64_MAX, Boolean, Choice, Integer, Number, Strings, TokenIds
+from lopa_ascend.config.settings import GraphSupport, Group, Parameter, check_settings, declare, settings
 
 DECODINGS = ("lopa", "d2f")
 CONFIDENCES = ("max_prob", "margin", "neg_entropy")
 BRANCH_SCORES = ("mean", "tail", "window")
 WINDOW_ATTENTIONS = ("block_causal", "full")
 MIN_TEMPERATURE = 0.01
-"""Below it logits divided by the temperature leave the range of float32."""
+"""Logits divided by a smaller temperature leave the range of float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingParams:
-    """How one request is decoded. Defaults are the paper's GSM8K row (Table 5) with three lookahead branches.
+    """How one request is decoded. Defaults: the paper's for GSM8K (Table 5), but with three lookahead branches.
 
     Raises:
-        ParameterError: a value is out of range, or two values do not go together; ``param`` names the field.
+        ParameterError: a value is not allowed, or two values do not go together; ``param`` names the field.
     """
 
-    decoding: str = "lopa"
-    """"lopa", or "d2f": the anchor branch alone."""
-    num_branches: int | None = None
-    """k, lookahead branches beside the anchor; default 3 with "lopa", 0 with "d2f"."""
-    block_size: int = 32
-    tau_add: float = 0.1
-    """A block is added once this fraction of the last one is filled."""
-    tau_act: float = 0.95
-    """A block must fill at least one position a step once this fraction of the block before it is filled."""
-    tau_conf: float = 0.9
-    """A position is filled when the probability of its token is above this."""
-    max_new_tokens: int = 256
-    """Exact; the last block may be shorter."""
-    min_new_tokens: int = 0
-    """EOS is not produced in the first so many positions, and stop strings there do not count."""
-    stop: tuple[str, ...] = ()
-    """Strings that end the text; they are cut off."""
-    temperature: float = 0.0
-    """0, or from 0.01 to 100."""
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    """Seed of this request's sampling; default: the engine's seed."""
-    confidence: str = "max_prob"
-    branch_score: str = "mean"
-    """"mean" of the confidences still masked; "tail": of the least confident ``tail_fraction``; "window": the
-    lowest mean over ``score_window`` consecutive masked positions."""
-    tail_fraction: float = 0.5
-    score_window: int = 8
-    creation_weight: float = 0.0
-    """Weight of a lookahead token's own confidence in its branch's score."""
-    window_attention: str = "block_causal"
-    max_active_blocks: int | None = None
-    """At most so many blocks from the first unfinished one on; default: as published, no limit."""
-    eos_token_id: int | tuple[int, ...] | None = None
-    """Default: all of the model's generation config."""
-    ignore_eos: bool = False
-    finish_at_eos: bool = True
-    """Stop as soon as the visible text is final; False runs on until every open block is filled, as published."""
+    decoding: str = declare(
+        "lopa",
+        Parameter(Choice(DECODINGS), '"lopa": an anchor branch and lookahead branches; "d2f": the anchor branch alone'),
+    )
+    num_branches: int | None = declare(
+        None,
+        Parameter(
+            Integer(0, 255),
+            "the paper's k: lookahead branches beside the anchor branch, each with one more position filled",
+            default_text='3 with "lopa", 0 with "d2f"',
+            graphs=GraphSupport.BUCKET,
+        ),
+    )
+    block_size: int = declare(32, Parameter(Integer(1, 4096), "positions in a block", graphs=GraphSupport.BUCKET))
+    tau_add: float = declare(
+        0.1, Parameter(Number(0, 1), "a new block is added once this fraction of the last block is filled")
+    )
+    tau_act: float = declare(
+        0.95,
+        Parameter(
+            Number(0, 1),
+            "a block must fill at least one position in every step once this fraction of the block before it is filled",
+        ),
+    )
+    tau_conf: float = declare(
+        0.9,
+        Parameter(
+            Number(0, 1),
+            "a position is filled when the probability of its token is above this; a lower value is faster and "
+            "less accurate",
+        ),
+    )
+    max_new_tokens: int = declare(
+        256,
+        Parameter(
+            Integer(1),
+            "most tokens to generate; together with the prompt they must fit into `max_model_len`",
+            aliases=("max_tokens", "max_completion_tokens"),
+        ),
+    )
+    min_new_tokens: int = declare(
+        0,
+        Parameter(
+            Integer(0),
+            "within this many generated tokens no EOS is produced and no stop string ends the answer",
+            aliases=("min_tokens",),
+            graphs=GraphSupport.DEFAULT,
+        ),
+    )
+    stop: tuple[str, ...] = declare(
+        (), Parameter(Strings(), "strings that end the answer; they are cut off", default_text="none")
+    )
+    temperature: float = declare(
+        0.0,
+        Parameter(
+            Number(MIN_TEMPERATURE, 100, or_zero=True),
+            "0: take the most probable token; above 0: sample, reproducibly by `seed`",
+            graphs=GraphSupport.DEFAULT,
+        ),
+    )
+    top_p: float | None = declare(
+        None,
+        Parameter(
+            Number(0, 1, excludes_low=True),
+            "sample from the most probable tokens whose probabilities sum up to this; needs `temperature` above 0",
+            default_text="off",
+            off=(1,),
+        ),
+    )
+    top_k: int | None = declare(
+        None,
+        Parameter(
+            Integer(1, INT32_MAX),
+            "sample from this many most probable tokens; needs `temperature` above 0",
+            default_text="off",
+            off=(0, -1),
+        ),
+    )
+    seed: int | None = declare(
+        None,
+        Parameter(
+            Integer(0, INT64_MAX),
+            "seed of this request's sampling",
+            group=None,  # the flag --seed is the engine's, which is the default of every request
+            default_text="the engine's seed",
+        ),
+    )
+    confidence: str = declare(
+        "max_prob",
+        Parameter(
+            Choice(CONFIDENCES),
+            "what positions are ranked and branches are scored by: the probability of the predicted token, its margin "
+            "over the second most probable token, or the negative entropy of the prediction",
+            group=Group.RESEARCH,
+            graphs=GraphSupport.COMPILED,
+        ),
+    )
+    branch_score: str = declare(
+        "mean",
+        Parameter(
+            Choice(BRANCH_SCORES),
+            'score of a branch from the confidences of its masked positions: "mean" of all; "tail": mean of the '
+            'lowest; "window": lowest mean over consecutive positions',
+            group=Group.RESEARCH,
+            graphs=GraphSupport.DEFAULT,
+        ),
+    )
+    tail_fraction: float = declare(
+        0.5,
+        Parameter(
+            Number(0, 1), 'fraction of the masked positions that `branch_score` "tail" averages', group=Group.RESEARCH
+        ),
+    )
+    score_window: int = declare(
+        8,
+        Parameter(
+            Integer(1, INT32_MAX),
+            'number of consecutive masked positions that `branch_score` "window" averages',
+            group=Group.RESEARCH,
+        ),
+    )
+    creation_weight: float = declare(
+        0.0,
+        Parameter(
+            Number(0, 1),
+            "weight of the confidence of a branch's own lookahead token in the branch's score",
+            group=Group.RESEARCH,
+            graphs=GraphSupport.DEFAULT,
+        ),
+    )
+    window_attention: str = declare(
+        "block_causal",
+        Parameter(
+            Choice(WINDOW_ATTENTIONS),
+            'what a block of the window attends to: "block_causal": all positions up to its own end; "full": all '
+            "positions up to the end of the window",
+            group=Group.RESEARCH,
+            graphs=GraphSupport.COMPILED,
+        ),
+    )
+    max_active_blocks: int | None = declare(
+        None,
+        Parameter(
+            Integer(1, INT32_MAX),
+            "most blocks in the window, from the first unfinished block on",
+            group=Group.RESEARCH,
+            default_text="no limit",
+        ),
+    )
+    eos_token_id: int | tuple[int, ...] | None = declare(
+        None,
+        Parameter(TokenIds(), "token ids that end the answer", default_text="the model's", graphs=GraphSupport.BUCKET),
+    )
+    ignore_eos: bool = declare(False, Parameter(Boolean(), "go on after an EOS"))
+    finish_at_eos: bool = declare(
+        True,
+        Parameter(
+            Boolean(),
+            "end as soon as the visible text is final; otherwise fill every open block first, as the published "
+            "code does",
+            group=Group.RESEARCH,
+        ),
+    )
 
     def __post_init__(self) -> None:
-        choice("decoding", self.decoding, DECODINGS)
+        check_settings(self)
         if self.num_branches is None:
             object.__setattr__(self, "num_branches", 3 if self.decoding == "lopa" else 0)
-        integer("num_branches", self.num_branches, 0, 255)
         if self.decoding == "d2f" and self.num_branches:
             raise ParameterError("num_branches", f'must be 0 with decoding "d2f", got {self.num_branches}; use "lopa"')
-        integer("block_size", self.block_size, 1, 4096)
-        for name in ("tau_add", "tau_act", "tau_conf", "creation_weight"):
-            number(name, getattr(self, name), 0.0, 1.0)
-        integer("max_new_tokens", self.max_new_tokens, 1)
-        integer("min_new_tokens", self.min_new_tokens, 0)
         if self.min_new_tokens > self.max_new_tokens:
-            raise ParameterError(
-                "min_new_tokens", f"{self.min_new_tokens} exceeds max_new_tokens {self.max_new_tokens}"
-            )
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if not isinstance(stop, list | tuple) or not all(isinstance(s, str) and s for s in stop):
-            raise ParameterError("stop", f"must be non-empty strings, got {self.stop!r}")
-        object.__setattr__(self, "stop", tuple(stop))
-        self._check_sampling()
-        choice("confidence", self.confidence, CONFIDENCES)
-        choice("branch_score", self.branch_score, BRANCH_SCORES)
-        number("tail_fraction", self.tail_fraction, 0.0, 1.0)
-        integer("score_window", self.score_window, 1)
-        choice("window_attention", self.window_attention, WINDOW_ATTENTIONS)
-        if self.max_active_blocks is not None:
-            integer("max_active_blocks", self.max_active_blocks, 1)
-        eos = (self.eos_token_id,) if isinstance(self.eos_token_id, int) else self.eos_token_id
-        if eos is not None:
-            for token in eos:
-                integer("eos_token_id", token, 0)
-            object.__setattr__(self, "eos_token_id", tuple(eos))
-        flag("ignore_eos", self.ignore_eos)
-        flag("finish_at_eos", self.finish_at_eos)
-
-    def _check_sampling(self) -> None:
-        number("temperature", self.temperature, 0.0, 100.0)
-        if 0 < self.temperature < MIN_TEMPERATURE:
-            raise ParameterError("temperature", f"must be 0 or at least {MIN_TEMPERATURE}, got {self.temperature!r}")
-        if self.top_p is not None:
-            number("top_p", self.top_p, 0.0, 1.0)
-        if self.top_k is not None:
-            integer("top_k", self.top_k, 1)
+            message = f"{self.min_new_tokens} exceeds max_new_tokens {self.max_new_tokens}"
+            raise ParameterError("min_new_tokens", message)
         for name in ("top_p", "top_k"):
             if self.temperature == 0 and getattr(self, name) is not None:
                 raise ParameterError(name, "has no effect at temperature 0; raise temperature or leave it out")
-        if self.top_p == 0:
-            raise ParameterError("top_p", "must be above 0")
-        if self.seed is not None:
-            integer("seed", self.seed, 0, 2**63 - 1)
 
     @property
     def lookaheads(self) -> int:
-        """``num_branches`` with its default filled in."""
+        """Number of lookahead branches: ``num_branches``, which is no longer None once it is checked."""
         assert self.num_branches is not None
         return self.num_branches
 
     @property
     def eos_token_ids(self) -> tuple[int, ...] | None:
-        """``eos_token_id`` as several; None for the model's own."""
+        """``eos_token_id``, which is a tuple once it is checked; None for the model's own ids."""
         assert not isinstance(self.eos_token_id, int)
         return self.eos_token_id
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
+        """Names of all parameters, in order."""
         return tuple(f.name for f in fields(cls))
+
+    @classmethod
+    def parameters(cls) -> dict[str, Parameter]:
+        """The declarations by name, in order."""
+        return {name: setting for name, setting in settings(cls).items() if isinstance(setting, Parameter)}
+
+    @classmethod
+    def graph_support(cls) -> dict[str, GraphSupport]:
+        """By name, in order: with which values a request can run in compiled steps."""
+        return {name: parameter.graphs for name, parameter in cls.parameters().items()}

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from lopa_ascend.config.checks import ParameterError, choice, flag, integer, number
 from lopa_ascend.config.decoding import CONFIDENCES, WINDOW_ATTENTIONS
+from lopa_ascend.config.errors import ParameterError
+from lopa_ascend.config.kinds import INT64_MAX, Boolean, Bytes, Choice, Integer, Number, Text
+from lopa_ascend.config.settings import Group, Setting, check_settings, declare
 
-GRAPH_MODES = {"cpu": ("eager", "inductor"), "npu": ("npugraph_ex", "ge", "eager")}
-"""By device; the first one is the default."""
+GRAPH_MODES_BY_DEVICE = {"cpu": ("eager", "inductor"), "npu": ("npugraph_ex", "ge", "eager")}
+"""How each kind of device can run decoding steps; the first mode is its default."""
+GRAPH_MODES = tuple(dict.fromkeys(("eager", *GRAPH_MODES_BY_DEVICE["npu"], *GRAPH_MODES_BY_DEVICE["cpu"])))
+"""Every graph mode of some device."""
 ATTENTION_LAYOUTS = ("TND", "BSH")
+WEIGHT_DTYPES = ("auto", "float32", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,102 +22,210 @@ class EngineConfig:
     """What an engine is started with.
 
     Raises:
-        ParameterError: a value is out of range; ``param`` names the field.
+        ParameterError: a value is not allowed, or two values do not go together; ``param`` names the field.
     """
 
-    model: str | None = None
-    """Hugging Face directory of a Dream checkpoint; None for the bundled model."""
-    lora: str | None = None
-    device: str = "cpu"
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    """Positions of prompt and answer together; default: the model's max_position_embeddings."""
-    kv_cache_memory: int | None = None
-    """Bytes of the KV pool; default: what the limits below can use, at most 4 GiB and half of the free memory, or on an
-    NPU four fifths of what is free once the weights are loaded."""
-    max_num_seqs: int = 32
-    """Requests that run at the same time."""
-    max_num_batched_tokens: int | None = None
-    """Tokens computed in one step; default: max_model_len, but at least 4096."""
-    max_num_branches: int = 15
-    """Lookahead branches that a request may ask for."""
-    enable_prefix_caching: bool = True
-    """Keep the KV pages of whole prompts for requests with an equal prompt; changes no token."""
-    approximate_prefix_caching: bool = False
-    """Reuse pages of an equal beginning as well, although its prompt went on differently: changes tokens."""
-    seed: int = 0
-    """Of the sampling where a request has none."""
-    threads: int | None = None
-    tensor_parallel_size: int = 1
-    """Ranks that split each branch's forward pass."""
-    branch_parallel_size: int = 1
-    """Groups of such ranks that take different branches."""
-    distributed_timeout_seconds: float = 60.0
-    """For which a rank may hang before the others end."""
-    agreement_interval: int = 64
-    """Steps between two comparisons of what the ranks have decided; 0 for none."""
-    graph_mode: str | None = None
-    """How a decode step runs: "eager", or compiled to one graph; default: see GRAPH_MODES."""
-    graph_num_branches: int = 3
-    """Lookahead branches that graphs have room for."""
-    graph_block_size: int = 32
-    """Positions that a block has in graphs, at most."""
-    graph_window_blocks: int = 8
-    """Blocks of the largest window that there is a graph for."""
-    graph_window_attention: str = "block_causal"
-    """What the blocks of a window see in graphs; with "full" there is no asynchronous scheduling."""
-    graph_confidence: str = "max_prob"
-    """The confidence in graphs."""
-    graph_cache: str | None = None
-    """Directory in which compiled graphs outlive the process; default: none do."""
-    async_scheduling: bool = True
-    """Launch a compiled step before the one before it was read; changes no token."""
-    attention_layout: str = "TND"
-    """How attention is asked on an NPU: "TND" or "BSH"; changes no token."""
-    debug_kv: bool = False
-    """Check page ids and cache positions before every write; in eager mode on an NPU."""
+    model: str | None = declare(
+        None,
+        Setting(
+            Text(),
+            "Hugging Face directory of a Dream model",
+            group=Group.MODEL,
+            metavar="DIR",
+            default_text="the bundled model",
+        ),
+    )
+    lora: str | None = declare(
+        None,
+        Setting(
+            Text(),
+            "directory of a PEFT LoRA adapter, which is merged into the weights at start",
+            group=Group.MODEL,
+            flag="lora_path",
+            metavar="DIR",
+        ),
+    )
+    device: str = declare(
+        "cpu", Setting(Choice(tuple(GRAPH_MODES_BY_DEVICE)), "what the model runs on", group=Group.MODEL)
+    )
+    dtype: str = declare(
+        "auto",
+        Setting(Choice(WEIGHT_DTYPES), "number format of the weights; auto: the checkpoint's own", group=Group.MODEL),
+    )
+    max_model_len: int | None = declare(
+        None,
+        Setting(
+            Integer(1, INT64_MAX),
+            "most tokens of prompt and answer together",
+            group=Group.MODEL,
+            default_text="the model's max_position_embeddings",
+        ),
+    )
+    kv_cache_memory: int | None = declare(
+        None,
+        Setting(
+            Bytes(1),
+            "size of the KV pages, in bytes or e.g. 512MiB",
+            group=Group.ENGINE,
+            default_text="what the other limits can use; at most 4GiB and half of the free memory, or on an NPU "
+            "four fifths of the memory that is free after the weights were loaded",
+        ),
+    )
+    max_num_seqs: int = declare(32, Setting(Integer(1), "requests that run at the same time", group=Group.ENGINE))
+    max_num_batched_tokens: int | None = declare(
+        None,
+        Setting(
+            Integer(1, INT64_MAX),
+            "most tokens computed in one step",
+            group=Group.ENGINE,
+            default_text="`max_model_len`, but at least 4096",
+        ),
+    )
+    max_num_branches: int = declare(
+        15, Setting(Integer(0, 255), "most lookahead branches that a request may ask for", group=Group.ENGINE)
+    )
+    enable_prefix_caching: bool = declare(
+        True,
+        Setting(
+            Boolean(),
+            "keep the KV pages of whole prompts for requests with an equal prompt; changes no token",
+            group=Group.ENGINE,
+        ),
+    )
+    approximate_prefix_caching: bool = declare(
+        False,
+        Setting(
+            Boolean(),
+            "reuse the KV pages of equal beginnings of different prompts as well; changes tokens, because these keys "
+            "and values depend on how the other prompt went on",
+            group=Group.ENGINE,
+        ),
+    )
+    seed: int = declare(
+        0, Setting(Integer(0, INT64_MAX), "seed of the sampling, where a request brings none", group=Group.MODEL)
+    )
+    threads: int | None = declare(
+        None, Setting(Integer(1, 1024), "CPU threads of the engine", group=Group.MODEL, default_text="torch's choice")
+    )
+    tensor_parallel_size: int = declare(
+        1, Setting(Integer(1, 4096), "ranks that split each forward pass", group=Group.RANKS)
+    )
+    branch_parallel_size: int = declare(
+        1,
+        Setting(
+            Integer(1, 4096),
+            "groups of `tensor_parallel_size` ranks, each of which computes some of the branches",
+            group=Group.RANKS,
+        ),
+    )
+    distributed_timeout_seconds: float = declare(
+        60.0,
+        Setting(
+            Number(2, 86400, unit="seconds"),
+            "how long a rank may hang before the other ranks end",
+            group=Group.RANKS,
+            metavar="SECONDS",
+        ),
+    )
+    agreement_interval: int = declare(
+        64,
+        Setting(
+            Integer(0), "steps between two checks that all ranks have decided the same; 0: no checks", group=Group.RANKS
+        ),
+    )
+    graph_mode: str | None = declare(
+        None,
+        Setting(
+            Choice(GRAPH_MODES),
+            "how decoding steps run: eager, or compiled (on an NPU by npugraph_ex or ge, on a CPU by inductor)",
+            group=Group.GRAPHS,
+            default_text="npugraph_ex on an NPU, eager on a CPU",
+        ),
+    )
+    graph_num_branches: int = declare(
+        3, Setting(Integer(0, 255), "lookahead branches that graphs have room for", group=Group.GRAPHS)
+    )
+    graph_block_size: int = declare(
+        32, Setting(Integer(1, 4096), "largest `block_size` that graphs have room for", group=Group.GRAPHS)
+    )
+    graph_window_blocks: int = declare(
+        8, Setting(Integer(2, 4096), "blocks of the largest window that a graph is compiled for", group=Group.GRAPHS)
+    )
+    graph_window_attention: str = declare(
+        "block_causal",
+        Setting(
+            Choice(WINDOW_ATTENTIONS),
+            'the `window_attention` that graphs are compiled for; "full" runs without `async_scheduling`',
+            group=Group.GRAPHS,
+        ),
+    )
+    graph_confidence: str = declare(
+        "max_prob", Setting(Choice(CONFIDENCES), "the `confidence` that graphs are compiled for", group=Group.GRAPHS)
+    )
+    graph_cache: str | None = declare(
+        None,
+        Setting(
+            Text(),
+            "directory where compiled graphs are kept for the next start",
+            group=Group.GRAPHS,
+            metavar="DIR",
+            default_text="they are not kept",
+        ),
+    )
+    async_scheduling: bool = declare(
+        True,
+        Setting(
+            Boolean(),
+            "launch a compiled step before the results of the step before it were read; changes no token",
+            group=Group.GRAPHS,
+        ),
+    )
+    attention_layout: str = declare(
+        "TND",
+        Setting(
+            Choice(ATTENTION_LAYOUTS),
+            "tensor layout of attention on an NPU; `python -m scripts.npu_selftest` says which one works; changes "
+            "no token",
+            group=Group.GRAPHS,
+        ),
+    )
+    debug_kv: bool = declare(
+        False,
+        Setting(
+            Boolean(),
+            "check page ids and cache positions before every write, on an NPU in eager mode; slow",
+            group=Group.GRAPHS,
+        ),
+    )
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "kv_cache_memory", "max_num_batched_tokens", "threads"):
-            if getattr(self, name) is not None:
-                integer(name, getattr(self, name), 1, 2**63 - 1)
-        integer("max_num_seqs", self.max_num_seqs, 1)
-        for name in ("tensor_parallel_size", "branch_parallel_size"):
-            integer(name, getattr(self, name), 1, 4096)
-        number("distributed_timeout_seconds", self.distributed_timeout_seconds, 2.0, 86400.0)
-        # As it travels between ranks, which compare their configurations.
+        check_settings(self)
+        # Ranks compare their configurations, and a float is what arrives at a rank.
         object.__setattr__(self, "distributed_timeout_seconds", float(self.distributed_timeout_seconds))
-        integer("agreement_interval", self.agreement_interval, 0)
-        integer("max_num_branches", self.max_num_branches, 0, 255)
-        integer("seed", self.seed, 0, 2**63 - 1)
-        for name in ("enable_prefix_caching", "approximate_prefix_caching", "async_scheduling", "debug_kv"):
-            flag(name, getattr(self, name))
-        choice("device", self.device, tuple(GRAPH_MODES))
+        modes = GRAPH_MODES_BY_DEVICE[self.device]
         if self.graph_mode is None:
-            object.__setattr__(self, "graph_mode", GRAPH_MODES[self.device][0])
-        choice("graph_mode", self.graph_mode, GRAPH_MODES[self.device])
-        integer("graph_num_branches", self.graph_num_branches, 0, 255)
-        integer("graph_block_size", self.graph_block_size, 1, 4096)
-        integer("graph_window_blocks", self.graph_window_blocks, 2, 4096)
-        choice("graph_window_attention", self.graph_window_attention, WINDOW_ATTENTIONS)
-        choice("graph_confidence", self.graph_confidence, CONFIDENCES)
-        choice("attention_layout", self.attention_layout, ATTENTION_LAYOUTS)
-        if self.debug_kv and self.graph_mode != "eager":
-            raise ParameterError("debug_kv", f'reads every step back; it needs graph_mode "eager", not {self.mode!r}')
+            object.__setattr__(self, "graph_mode", modes[0])
+        if self.mode not in modes:
+            message = f"unknown value {self.mode!r} for device {self.device}; choose one of {', '.join(modes)}"
+            raise ParameterError("graph_mode", message)
+        if self.debug_kv and self.mode != "eager":
+            message = f'reads every step back, which needs graph_mode "eager"; graph_mode is {self.mode!r}'
+            raise ParameterError("debug_kv", message)
         if self.approximate_prefix_caching and not self.enable_prefix_caching:
             raise ParameterError("approximate_prefix_caching", "needs enable_prefix_caching")
 
     @property
     def mode(self) -> str:
-        """``graph_mode`` with its default filled in."""
+        """``graph_mode``, which is no longer None once it is checked."""
         assert self.graph_mode is not None
         return self.graph_mode
 
     @property
     def world_size(self) -> int:
-        """Ranks of this engine."""
+        """Number of ranks of this engine."""
         return self.tensor_parallel_size * self.branch_parallel_size
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
+        """Names of all fields, in order."""
         return tuple(f.name for f in fields(cls))

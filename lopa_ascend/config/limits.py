@@ -4,32 +4,53 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lopa_ascend.config.checks import ParameterError
 from lopa_ascend.config.decoding import DecodingParams
+from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.kv.pages import slots_for, worst_case
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a request may ask of an engine. Its branches are spread over ``branch_parallel_size`` groups."""
+    """What a request may ask of a running engine: the limits of its model, its memory and its configuration."""
 
     vocab_size: int
+    """Rows of the model's embedding: token ids are below it."""
     mask_token_id: int
     max_model_len: int
+    """Most tokens of prompt and answer together."""
     num_pages: int
+    """KV pages of the engine."""
     max_num_seqs: int
+    """Requests that run at the same time."""
     max_num_batched_tokens: int
+    """Most tokens computed in one step."""
     max_num_branches: int
+    """Most lookahead branches of a request."""
     max_top_k: int | None = None
+    """Largest top_k of a request; None: any."""
     branch_parallel_size: int = 1
+    """Groups of ranks over which the branches of a request are spread."""
     graph_mode: str = "eager"
 
     def num_slots(self, params: DecodingParams) -> int:
-        """Slots of a request in each group."""
+        """Slots that a request has in each group of ranks."""
         return slots_for(1 + params.lookaheads, self.branch_parallel_size)
 
+    def maxima(self) -> dict[str, int]:
+        """Decoding parameters that are limited here, and the largest value with which some request fits."""
+        longest = self.max_model_len - 1  # a prompt has one token at least
+        return {
+            "max_new_tokens": longest,
+            "min_new_tokens": longest,
+            "num_branches": self.max_num_branches,
+        }
+
     def check(self, prompt_tokens: int, params: DecodingParams) -> None:
-        """Refuses what could never run.
+        """Refuses a request that this engine could never run.
+
+        Args:
+            prompt_tokens: length of the prompt.
+            params: how the request is decoded.
 
         Raises:
             ParameterError: the request does not fit; ``param`` names the field and the message the numbers.
@@ -38,22 +59,21 @@ class Limits:
         if room < 1:
             raise ParameterError("prompt", f"has {prompt_tokens} tokens; max_model_len is {self.max_model_len}")
         if params.max_new_tokens > room:
-            raise ParameterError(
-                "max_new_tokens",
-                f"{params.max_new_tokens} does not fit: the prompt has {prompt_tokens} tokens and "
-                f"max_model_len is {self.max_model_len}, which leaves {room}",
+            message = (
+                f"{params.max_new_tokens} does not fit: the prompt has {prompt_tokens} tokens and max_model_len is "
+                f"{self.max_model_len}, which leaves {room}"
             )
+            raise ParameterError("max_new_tokens", message)
         if params.lookaheads > self.max_num_branches:
-            raise ParameterError(
-                "num_branches", f"{params.lookaheads} exceeds this server's max_num_branches {self.max_num_branches}"
+            message = f"{params.lookaheads} exceeds this server's max_num_branches {self.max_num_branches}"
+            raise ParameterError("num_branches", message)
+        first_block = min(params.block_size, params.max_new_tokens)
+        if prompt_tokens + first_block > self.max_num_batched_tokens:
+            message = (
+                f"has {prompt_tokens} tokens; with the first block of {first_block} they exceed max_num_batched_tokens "
+                f"{self.max_num_batched_tokens}"
             )
-        block = min(params.block_size, params.max_new_tokens)
-        if prompt_tokens + block > self.max_num_batched_tokens:
-            raise ParameterError(
-                "prompt",
-                f"has {prompt_tokens} tokens, with the first block of {block} more than max_num_batched_tokens "
-                f"{self.max_num_batched_tokens}",
-            )
+            raise ParameterError("prompt", message)
         if params.window_attention == "full" and self.branch_parallel_size > 1 and self.graph_mode != "eager":
             message = (
                 f'"full" and branch_parallel_size {self.branch_parallel_size} do not go together in graph mode '
@@ -64,11 +84,11 @@ class Limits:
             raise ParameterError("top_k", f"{params.top_k} exceeds this server's limit of {self.max_top_k}")
         pages = worst_case(prompt_tokens + params.max_new_tokens, self.num_slots(params), prompt_tokens)
         if pages > self.num_pages:
-            raise ParameterError(
-                "num_branches",
+            message = (
                 f"{1 + params.lookaheads} branches of {prompt_tokens} + {params.max_new_tokens} positions can need "
-                f"{pages} KV pages; there are {self.num_pages}",
+                f"{pages} KV pages; there are {self.num_pages}"
             )
+            raise ParameterError("num_branches", message)
         for token in params.eos_token_ids or ():
             if token >= self.vocab_size:
                 raise ParameterError("eos_token_id", f"{token} is not below the vocabulary size {self.vocab_size}")

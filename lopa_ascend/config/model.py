@@ -1,4 +1,4 @@
-"""A model's geometry and special ids, as its directory says them."""
+"""The shape and the special token ids of a model, read from the files in its directory."""
 
 from __future__ import annotations
 
@@ -11,67 +11,82 @@ from lopa_ascend.types import KVShape
 
 
 class ConfigError(ValueError):
-    """A model configuration that this engine cannot run; the message names the field and what was expected."""
+    """A model configuration that this engine cannot run. The message names file and field, and what was expected."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Geometry and special ids of a Dream model, every value from ``config.json`` and ``generation_config.json``."""
+    """The shape and the special token ids of a Dream model, from ``config.json`` and ``generation_config.json``."""
 
     vocab_size: int
+    """Rows of the embedding."""
     hidden_size: int
     intermediate_size: int
+    """Width of the MLP."""
     num_layers: int
     num_heads: int
+    """Query heads."""
     num_kv_heads: int
+    """Heads of keys and values; each of them serves ``num_heads / num_kv_heads`` query heads."""
     head_dim: int
     max_position_embeddings: int
+    """Most positions of prompt and answer that the model was made for."""
     rope_theta: float
+    """Base of the rotary position embedding."""
     rms_norm_eps: float
     tie_word_embeddings: bool
+    """The output head uses the embedding's weights."""
     attention_bias: bool
+    """The projections to queries, keys and values have a bias."""
     mask_token_id: int
     eos_token_ids: tuple[int, ...]
     dtype: str
+    """Number format of the weights, e.g. "bfloat16"."""
 
-    # ---- shares of a tensor-parallel rank --------------------------------------------------------------------------
+    # ---- parts of the model on a tensor-parallel rank ----------------------------------------------------------------
 
     def tensor_parallel_sizes(self) -> tuple[int, ...]:
-        """The sizes that split this model: query heads and the MLP evenly, KV heads evenly or one for several ranks,
-        and the vocabulary so that no rank is left without a token."""
+        """The numbers of ranks that this model can be split over."""
         return tuple(size for size in range(1, self.num_heads + 1) if self._splits(size))
 
     def _splits(self, size: int) -> bool:
-        even = not self.num_heads % size and not self.intermediate_size % size
-        kv_heads = not self.num_kv_heads % size or not size % self.num_kv_heads
-        return even and kv_heads and (size - 1) * self.vocab_shard(size) < self.vocab_size
+        splits_layers = self.num_heads % size == 0 and self.intermediate_size % size == 0
+        # Each rank has several KV heads, or several ranks have the same one.
+        splits_kv_heads = self.num_kv_heads % size == 0 or size % self.num_kv_heads == 0
+        last_rank_has_tokens = (size - 1) * self.vocab_shard(size) < self.vocab_size
+        return splits_layers and splits_kv_heads and last_rank_has_tokens
 
     def local_heads(self, size: int) -> int:
-        """Query heads of one of ``size`` ranks."""
+        """Query heads of each of ``size`` ranks."""
         return self.num_heads // size
 
     def local_kv_heads(self, size: int) -> int:
-        """KV heads of one of ``size`` ranks: where there are more ranks, several hold the same one."""
+        """KV heads of each of ``size`` ranks. With more ranks than KV heads, several ranks hold the same one."""
         return max(1, self.num_kv_heads // size)
 
     def kv_shape(self, size: int = 1) -> KVShape:
-        """What one of ``size`` ranks stores of keys and values."""
+        """The shape of the keys and values that each of ``size`` ranks stores."""
         return KVShape(self.num_layers, self.local_kv_heads(size), self.head_dim)
 
     def vocab_shard(self, size: int) -> int:
-        """Token ids of one of ``size`` ranks; the last ones may have fewer."""
+        """Rows of the embedding on each of ``size`` ranks; the last rank may have fewer."""
         return -(-self.vocab_size // size)
 
     @classmethod
     def from_json(
         cls, config: Mapping[str, Any], generation: Mapping[str, Any], source: str = "config.json"
     ) -> ModelConfig:
-        """Reads the fields of a Hugging Face Dream directory.
+        """The configuration that a Hugging Face directory of a Dream model describes.
+
+        Args:
+            config: content of ``config.json``; a field that is null counts as missing.
+            generation: content of ``generation_config.json``.
+            source: path of ``config.json``, for messages.
 
         Raises:
-            ConfigError: a field is missing, malformed, or asks for something this engine does not do.
+            ConfigError: a field is missing or malformed, or asks for something that this engine cannot do.
         """
-        config = {name: value for name, value in config.items() if value is not None}  # null: the default
+        config = {name: value for name, value in config.items() if value is not None}
         read = _Reader(config, source)
         read.expect("model_type", ("Dream",))
         read.expect("hidden_act", ("silu",), default="silu")
@@ -115,7 +130,7 @@ class ModelConfig:
 
 
 def _eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any], vocab: int, source: str) -> tuple[int, ...]:
-    """All EOS ids of generation_config.json, or else of config.json."""
+    """The EOS ids that ``generation_config.json`` names, or else those of ``config.json``."""
     value = generation.get("eos_token_id")
     if value is None:
         value = config.get("eos_token_id", [])
@@ -129,13 +144,19 @@ def _eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any], vocab: in
 
 
 class _Reader:
-    """Typed access to a JSON object whose errors name the file, the field and what was expected."""
+    """Typed access to a JSON object. Errors name the file, the field and what was expected.
+
+    Args:
+        values: the object.
+        source: path of its file.
+    """
 
     def __init__(self, values: Mapping[str, Any], source: str):
         self.values, self.source = values, source
 
-    def expect(self, name: str, allowed: tuple[object, ...], **default: object) -> None:
-        value = self.values.get(name, default.get("default"))
+    def expect(self, name: str, allowed: tuple[object, ...], default: object = None) -> None:
+        """Raises ConfigError if the field has another value than the allowed ones."""
+        value = self.values.get(name, default)
         if value not in allowed:
             raise ConfigError(f"{self.source}: {name} is {value!r}, expected {' or '.join(map(repr, allowed))}")
 

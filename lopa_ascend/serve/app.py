@@ -28,7 +28,7 @@ from lopa_ascend.serve.api.openapi import (
     errors,
 )
 from lopa_ascend.serve.api.plan import Planner
-from lopa_ascend.serve.cli import ServeConfig
+from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.engine.client import EngineClient
 from lopa_ascend.serve.observe.metrics import Metrics
 

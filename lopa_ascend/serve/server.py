@@ -18,12 +18,12 @@ from pathlib import Path
 import uvicorn
 
 from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
+from lopa_ascend.config.sizes import format_size
 from lopa_ascend.demo import HELD_OUT
 from lopa_ascend.kv.pages import slots_for
 from lopa_ascend.serve.app import create_app
-from lopa_ascend.serve.cli import ServeConfig
+from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.engine.client import ClientSettings, EngineClient, EngineFailed
-from lopa_ascend.serve.flags import UNITS
 from lopa_ascend.types import RankReport
 
 FLUSH = 1.0
@@ -246,16 +246,12 @@ def _memory(engine: EngineConfig, ranks: Sequence[RankReport]) -> str:
     for number, rank in enumerate(ranks):
         bp, tp = divmod(number, engine.tensor_parallel_size)
         place = "" if len(ranks) == 1 else f"rank {number} (bp {bp}, tp {tp}) on {rank.host} {rank.device}: "
-        pages = f"{rank.num_pages} x {_size(rank.page_bytes)} = {_size(rank.num_pages * rank.page_bytes)}"
-        graphs = f", {rank.num_graphs} graphs {_size(rank.graphs)}" if rank.num_graphs else ""
-        lines.append(f"{place}weights {_size(rank.weights)}, KV pages {pages}{graphs}, free {_size(rank.free)}")
+        pages = f"{rank.num_pages} x {format_size(rank.page_bytes)} = {format_size(rank.num_pages * rank.page_bytes)}"
+        graphs = f", {rank.num_graphs} graphs {format_size(rank.graphs)}" if rank.num_graphs else ""
+        lines.append(
+            f"{place}weights {format_size(rank.weights)}, KV pages {pages}{graphs}, free {format_size(rank.free)}"
+        )
     return "".join(f"{title:<10}{line}\n" for title, line in zip_longest(["memory"], lines, fillvalue=""))
-
-
-def _size(num_bytes: float) -> str:
-    """With the largest unit that leaves at least 1."""
-    unit = max((unit for unit in UNITS if UNITS[unit] <= num_bytes), key=UNITS.__getitem__, default="")
-    return f"{num_bytes / UNITS[unit]:.1f} {unit}" if unit else f"{num_bytes:.0f} B"
 
 
 def _example(client: EngineClient, config: ServeConfig) -> tuple[str, dict[str, object]]:

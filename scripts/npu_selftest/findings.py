@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lopa_ascend.backend import load_ops
-from lopa_ascend.config import ATTENTION_LAYOUTS, GRAPH_MODES, EngineConfig
+from lopa_ascend.config import ATTENTION_LAYOUTS, GRAPH_MODES_BY_DEVICE, EngineConfig
 from lopa_ascend.parallel.collectives import Group
 from scripts.npu_selftest.cases import (
     ASKED,
@@ -113,7 +113,7 @@ def options(found: Sequence[Finding]) -> str | None:
     if layout is None or any(f.verdict != "ok" and not f.name.startswith(avoidable) for f in found):
         return None
     captured = all(finding.verdict == "ok" for finding in found if finding.name == CAPTURED)
-    mode = GRAPH_MODES["npu"][0] if captured else "eager"
+    mode = GRAPH_MODES_BY_DEVICE["npu"][0] if captured else "eager"
     return f"--device npu --attention-layout {layout} --graph-mode {mode}"
 
 

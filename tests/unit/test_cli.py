@@ -9,7 +9,8 @@ import pytest
 
 from lopa_ascend.config import DecodingParams, EngineConfig
 from lopa_ascend.serve import cli
-from lopa_ascend.serve.cli import ServeConfig, parse_args
+from lopa_ascend.serve.cli import parse_args
+from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.flags import DECODING_FLAGS, FLAGS
 
 

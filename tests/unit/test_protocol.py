@@ -76,7 +76,7 @@ def test_stated_ranges_are_the_real_ones(name: str):
 
 
 def test_integers_may_be_written_with_a_fraction_of_zero():
-    assert parsed(max_tokens=5.0, top_k=3.0, temperature=1.0).max_tokens == 5
+    assert params(max_tokens=5.0, top_k=3.0, temperature=1.0).max_new_tokens == 5
     with pytest.raises(ApiError, match="max_tokens"):
         parsed(max_tokens=5.5)
 

@@ -28,7 +28,7 @@ from lopa_ascend.serve.api.protocol import (
     DiffusionCompletionRequest,
     TokenizeRequest,
 )
-from lopa_ascend.serve.api.schema import Neutral
+from lopa_ascend.serve.api.schema import NeutralValues
 
 PATIENCE = 30.0
 """Seconds between two pieces of a body."""
@@ -120,7 +120,7 @@ def parse_abort(raw: bytes) -> AbortRequest:
     return _validate(AbortRequest, _load(raw))
 
 
-def _completion(model: type[T], raw: bytes, unsupported: Neutral) -> T:
+def _completion(model: type[T], raw: bytes, unsupported: NeutralValues) -> T:
     values = _load(raw)
     _drop_unsupported(values, unsupported)
     if values.get("logprobs") is False:
@@ -128,7 +128,7 @@ def _completion(model: type[T], raw: bytes, unsupported: Neutral) -> T:
     return _validate(model, values)
 
 
-def _chat(model: type[T], raw: bytes, unsupported: Neutral) -> T:
+def _chat(model: type[T], raw: bytes, unsupported: NeutralValues) -> T:
     values = _load(raw)
     _drop_unsupported(values, unsupported)
     _drop_from_messages(values)
@@ -203,7 +203,7 @@ def _drop_from_messages(values: dict[str, Any]) -> None:
             _drop_unsupported(message, dict.fromkeys(UNSUPPORTED_MESSAGE, ()), f"messages[{index}].")
 
 
-def _drop_unsupported(values: dict[str, Any], neutral: Neutral, prefix: str = "") -> None:
+def _drop_unsupported(values: dict[str, Any], neutral: NeutralValues, prefix: str = "") -> None:
     for name in neutral.keys() & values.keys():
         value = values.pop(name)
         # JSON's false is not its 0, Python's is.

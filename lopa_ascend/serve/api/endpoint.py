@@ -21,7 +21,7 @@ from lopa_ascend.serve.api.diffusion import StepEncoder
 from lopa_ascend.serve.api.errors import ApiError
 from lopa_ascend.serve.api.plan import Planner
 from lopa_ascend.serve.api.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from lopa_ascend.serve.cli import ServeConfig
+from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.engine.client import Choice, EngineClient, Generation
 from lopa_ascend.serve.observe.metrics import Metrics
 from lopa_ascend.serve.observe.timeline import Timeline

@@ -11,7 +11,7 @@ import lopa_ascend
 from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.serve.api.answers import ServerInfo, Text, TokenizerInfo, Tokens
 from lopa_ascend.serve.api.protocol import DetokenizeRequest, TokenizeRequest
-from lopa_ascend.serve.cli import ServeConfig
+from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.engine.messages import Ready
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.tokenizer import Tokenizer

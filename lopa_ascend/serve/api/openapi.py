@@ -1,7 +1,7 @@
-"""/openapi.json.
+"""The OpenAPI document, /openapi.json.
 
-Bodies are read and checked by our own code (FastAPI would answer 422), so their schemas are added here, with the served
-model's limits filled in.
+The bodies of requests are read and checked by ``body`` rather than by FastAPI, which would answer mistakes with 422. So
+FastAPI does not know their schemas; they are added here, together with the limits of the served model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from lopa_ascend.config import Limits
+from lopa_ascend.config import DecodingParams, Limits
 from lopa_ascend.serve.api.access import OPEN_ROUTES
 from lopa_ascend.serve.api.errors import ErrorBody
 from lopa_ascend.serve.api.protocol import (
@@ -27,7 +27,7 @@ from lopa_ascend.serve.api.protocol import (
     TokenizeRequest,
 )
 
-NO_NUL = r"^[^\u0000]*$"
+TEXT_WITHOUT_NUL = r"^[^\u0000]*$"
 SCHEMAS = "#/components/schemas/{model}"
 BODIES: tuple[type[BaseModel], ...] = (
     CompletionRequest,
@@ -39,38 +39,46 @@ BODIES: tuple[type[BaseModel], ...] = (
     AbortRequest,
 )
 READING = (400, 408, 413)
-"""What can be wrong with any body."""
+"""Statuses of errors with the body of any request."""
 GENERATING = (*READING, 404, 500, 503, 504)
+"""Statuses of errors of a request for text."""
 
 
 def _events(description: str) -> dict[str, Any]:
+    """The content of an answer that is a stream of events."""
     data = {"type": "string", "description": description}
     event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
     return {"text/event-stream": {"schema": event}}
 
 
-EVENTS = _events("With stream: one chunk of JSON an event, then [DONE].")
+EVENTS = _events("With stream: true. Each event holds one chunk as JSON; the last event is [DONE].")
 DIFFUSION_EVENTS = _events(
-    "JSON: one diffusion.step for each forward pass, then diffusion.done; then [DONE]. Positions count from the start "
-    "of the prompt. Branch 0 is the anchor, r the lookahead branch of rank r; fills are those after the pass, without "
-    "the winning branch's own lookahead."
+    "JSON: one diffusion.step for each forward pass, then diffusion.done; the last event is [DONE]. Positions are "
+    "counted from the start of the prompt. Branch 0 is the anchor branch, branch r the lookahead branch of rank r. "
+    "fills are the positions filled after the pass; the winning branch's lookahead token is listed with the branch."
 )
 PLAIN_TEXT = {"text/plain": {"schema": {"type": "string"}}}
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For a route's ``responses``."""
+    """The errors that a route may answer with, for its ``responses``."""
     return {status: {"model": ErrorBody} for status in statuses}
 
 
 def body_of(model: type[BaseModel]) -> dict[str, Any]:
-    """For a route's ``openapi_extra``."""
+    """The body that a route takes, for its ``openapi_extra``."""
     schema = {"$ref": SCHEMAS.format(model=model.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def document(app: FastAPI, limits: Limits, *, with_key: bool) -> None:
-    """Makes ``app.openapi`` complete."""
+    """Makes ``app.openapi`` return the complete document.
+
+    Args:
+        app: the application with all its routes.
+        limits: what the served model can take.
+        with_key: requests need an API key.
+    """
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -84,54 +92,51 @@ def document(app: FastAPI, limits: Limits, *, with_key: bool) -> None:
 
 def _add_bodies(schema: dict[str, Any], limits: Limits) -> None:
     _, bodies = models_json_schema([(model, "validation") for model in BODIES], ref_template=SCHEMAS)
-    # A copy, for pydantic hands out parts of the models' own definitions.
+    # A copy: pydantic returns parts of the models' own definitions, which are changed below.
     schema["components"]["schemas"].update(copy.deepcopy(bodies["$defs"]))
     for model in BODIES:
         body = schema["components"]["schemas"][model.__name__]
-        _fill_in(body["properties"], limits)
+        _limit_values(body["properties"], limits)
     for name in bodies["$defs"]:
         _refuse_nul(schema["components"]["schemas"][name])
 
 
-def _fill_in(properties: dict[str, Any], limits: Limits) -> None:
-    """The served model's limits as maxima."""
-    longest = {"maximum": limits.max_model_len - 1}
-    maxima = {
-        **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_new_tokens"), longest),
-        **dict.fromkeys(("min_tokens", "min_new_tokens"), longest),
-        "num_branches": {"maximum": limits.max_num_branches},
-    }
-    for name in maxima.keys() & properties.keys():
-        properties[name] |= maxima[name]
-    for name in ("prompt", "tokens", "eos_token_id"):
-        if name in properties:
-            _limit_ids(properties[name], limits.vocab_size - 1)
+def _limit_values(properties: dict[str, Any], limits: Limits) -> None:
+    """Adds the largest values that the served model can take."""
+    parameters = DecodingParams.parameters()
+    for name, maximum in limits.maxima().items():
+        for field in properties.keys() & {name, *parameters[name].aliases}:
+            properties[field]["maximum"] = maximum
+    for field in properties.keys() & {"prompt", "tokens", "eos_token_id"}:
+        _limit_token_ids(properties[field], limits.vocab_size - 1)
+
+
+def _limit_token_ids(schema: Any, maximum: int) -> None:
+    """Limits every integer in the schema of a field with token ids."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "integer":
+            schema["maximum"] = maximum
+        for part in schema.values():
+            _limit_token_ids(part, maximum)
+    if isinstance(schema, list):
+        for part in schema:
+            _limit_token_ids(part, maximum)
 
 
 def _refuse_nul(schema: Any) -> None:
-    """In every string, as ``body`` does."""
+    """Makes every string of a schema refuse NUL characters, as ``body`` does."""
     if isinstance(schema, dict):
         if schema.get("type") == "string" and not schema.keys() & {"enum", "const"}:
-            schema["pattern"] = NO_NUL
+            schema["pattern"] = TEXT_WITHOUT_NUL
         for part in schema.values():
             _refuse_nul(part)
     if isinstance(schema, list):
         for part in schema:
             _refuse_nul(part)
-
-
-def _limit_ids(schema: Any, last: int) -> None:
-    if isinstance(schema, dict):
-        if schema.get("type") == "integer":
-            schema["maximum"] = last
-        for part in schema.values():
-            _limit_ids(part, last)
-    if isinstance(schema, list):
-        for part in schema:
-            _limit_ids(part, last)
 
 
 def _finish_operations(schema: dict[str, Any], with_key: bool) -> None:
+    """Takes FastAPI's 422 out of every route, and adds the key and the 401 where a key is needed."""
     if with_key:
         schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     error = {"application/json": {"schema": {"$ref": SCHEMAS.format(model=ErrorBody.__name__)}}}

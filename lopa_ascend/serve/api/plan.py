@@ -1,36 +1,39 @@
-"""A request's fields -> what the engine is asked to do: token ids and decoding parameters of each choice."""
+"""From a request to its choices: the token ids and the decoding parameters that the engine gets."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from lopa_ascend.config import DecodingParams, Limits, ParameterError
 from lopa_ascend.serve.api.protocol import MAX_CHOICES, ChatRequest, CompletionRequest, GenerationRequest
 from lopa_ascend.serve.engine.client import Choice
 from lopa_ascend.text.prompt import Prompts
 
-ALIASES = {
-    "max_new_tokens": ("max_tokens", "max_completion_tokens"),
-    "min_new_tokens": ("min_tokens",),
-}
-OFF: dict[str, tuple[float, ...]] = {"top_p": (1,), "top_k": (0, -1)}
-"""How OpenAI's and vLLM's clients switch these off."""
+
+class AskedParameters(NamedTuple):
+    """The decoding parameters that a request sets itself."""
+
+    values: dict[str, Any]
+    """By name; None for a parameter that the request switches off."""
+    sent_as: dict[str, str]
+    """By name: the name or the alias under which the request sent the parameter."""
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Makes choices of requests. ``decoding`` is what a request does not set itself, ``seed`` what its sampling starts
-    from."""
+    """Makes choices of requests."""
 
     prompts: Prompts
     limits: Limits
     decoding: Mapping[str, Any]
+    """The server's decoding parameters, for requests that do not set them."""
     seed: int
+    """Seed of the sampling, for requests that bring none."""
 
     def completion(self, request: CompletionRequest) -> list[Choice]:
-        """One for each prompt and each of its ``n`` answers, prompt-major.
+        """``n`` choices for each prompt, one prompt after the other.
 
         Raises:
             ParameterError: a field is wrong, or does not fit the model.
@@ -38,22 +41,24 @@ class Planner:
         if len(request.prompt) * (request.n or 1) > MAX_CHOICES:
             raise ParameterError("prompt", f"prompts times n must be at most {MAX_CHOICES}")
         if request.logprobs is not None and not 0 <= request.logprobs <= 1:
-            raise ParameterError("logprobs", f"must be 0 or 1: there are no alternatives, got {request.logprobs}")
+            message = f"must be 0 or 1, because probabilities of other tokens are not kept; got {request.logprobs}"
+            raise ParameterError("logprobs", message)
         if request.echo and request.logprobs is not None:
-            raise ParameterError("echo", "does not go with logprobs: a prompt has no probabilities")
+            raise ParameterError("echo", "cannot be combined with logprobs: prompts have no log probabilities")
         if request.echo and self.prompts.tokenizer is None:
             raise ParameterError("echo", "needs a tokenizer, and the model has no tokenizer files")
         prompts = [self.prompts.encode(prompt) for prompt in request.prompt]
         return self._choices(request, prompts, "prompt")
 
     def chat(self, request: ChatRequest) -> list[Choice]:
-        """One for each of the ``n`` answers.
+        """``n`` choices for the conversation.
 
         Raises:
             ParameterError: a field is wrong, or does not fit the model.
         """
         if request.top_logprobs is not None and not 0 <= request.top_logprobs <= 1:
-            raise ParameterError("top_logprobs", f"must be 0 or 1: there are no others, got {request.top_logprobs}")
+            message = f"must be 0 or 1, because probabilities of other tokens are not kept; got {request.top_logprobs}"
+            raise ParameterError("top_logprobs", message)
         if request.top_logprobs and not request.logprobs:
             raise ParameterError("top_logprobs", "needs logprobs: true")
         try:
@@ -63,7 +68,7 @@ class Planner:
         return self._choices(request, [prompt], "messages")
 
     def echoed(self, request: CompletionRequest) -> list[str]:
-        """The text of each prompt, where it was asked for."""
+        """The text of each prompt if the request asks for an echo, else nothing."""
         tokenizer = self.prompts.tokenizer
         if not request.echo or tokenizer is None:
             return []
@@ -72,30 +77,31 @@ class Planner:
             for prompt in request.prompt
         ]
 
-    def _choices(self, request: GenerationRequest, prompts: list[list[int]], source: str) -> list[Choice]:
+    def _choices(self, request: GenerationRequest, prompts: list[list[int]], prompt_field: str) -> list[Choice]:
+        """The choices for several prompts, which came in the field ``prompt_field``."""
         if request.stream_options is not None and not request.stream:
             raise ParameterError("stream_options", "needs stream: true")
-        asked, sent_as = _asked(request)
+        asked = asked_parameters(request)
         choices = []
         try:
             for prompt in prompts:
-                params = self._params(asked, len(prompt))
+                params = self._params(asked.values, len(prompt))
                 self.limits.check(len(prompt), params)
                 self.prompts.check_stop(params.stop)
-                choices += [Choice(prompt, self._vary_seed(params, index)) for index in range(request.n or 1)]
+                choices += [Choice(prompt, self._with_seed_of(params, index)) for index in range(request.n or 1)]
         except ParameterError as error:
-            raise _renamed(error, {"prompt": source, **sent_as}) from None
+            raise _renamed(error, {"prompt": prompt_field, **asked.sent_as}) from None
         return choices
 
     def _params(self, asked: Mapping[str, Any], prompt_tokens: int) -> DecodingParams:
-        """What the request asks for, else the server's default where it goes with that."""
+        """What the request asks for. The server's parameters fill the gaps where they go together with that."""
         defaults = {"max_new_tokens": DecodingParams.max_new_tokens, **self.decoding}
         if "decoding" in asked:
             defaults.pop("num_branches", None)
         if asked.get("temperature") == 0:
             defaults.pop("top_p", None)
             defaults.pop("top_k", None)
-        # A prompt that leaves no room at all is for Limits.check to refuse.
+        # Where a prompt leaves no room at all, Limits.check refuses the request.
         room = self.limits.max_model_len - prompt_tokens
         defaults["max_new_tokens"] = max(1, min(defaults["max_new_tokens"], room))
         if "min_new_tokens" in defaults:
@@ -103,36 +109,38 @@ class Planner:
             defaults["min_new_tokens"] = max(0, min(defaults["min_new_tokens"], longest))
         return DecodingParams(**{**defaults, **asked})
 
-    def _vary_seed(self, params: DecodingParams, index: int) -> DecodingParams:
+    def _with_seed_of(self, params: DecodingParams, index: int) -> DecodingParams:
+        """The parameters for the ``index``-th answer to a prompt: sampled answers need different seeds."""
         if params.temperature == 0 or index == 0:
             return params
         first = self.seed if params.seed is None else params.seed
         return replace(params, seed=(first + index) % 2**63)
 
 
+def asked_parameters(request: GenerationRequest) -> AskedParameters:
+    """The decoding parameters that a request sets, under their own names or by aliases.
+
+    Raises:
+        ParameterError: the request sets a parameter to two different values.
+    """
+    values: dict[str, Any] = {}
+    sent_as: dict[str, str] = {}
+    for name, parameter in DecodingParams.parameters().items():
+        for field in (name, *parameter.aliases):
+            value = getattr(request, field)
+            if value is None:
+                continue
+            if name not in values:
+                values[name] = value
+                sent_as[name] = field
+            elif values[name] != value:
+                message = f"is {value}, but {sent_as[name]}, which means the same, is {values[name]}"
+                raise ParameterError(field, message)
+        if values.get(name) in parameter.off:
+            values[name] = None
+    return AskedParameters(values, sent_as)
+
+
 def _renamed(error: ParameterError, names: Mapping[str, str]) -> ParameterError:
     """The error under the name by which the request sent the field."""
     return ParameterError(names.get(error.param, error.param), str(error).removeprefix(f"{error.param}: "))
-
-
-def _asked(request: GenerationRequest) -> tuple[dict[str, Any], dict[str, str]]:
-    """The decoding parameters that the request sets, and under which name it sent those that have several."""
-    asked = {name: value for name in DecodingParams.names() if (value := getattr(request, name)) is not None}
-    sent_as: dict[str, str] = {}
-    for name, aliases in ALIASES.items():
-        for alias in aliases:
-            value = getattr(request, alias)
-            if value is None:
-                continue
-            if asked.setdefault(name, value) != value:
-                other = f"{sent_as.get(name, name)}, which means the same, is {asked[name]}"
-                raise ParameterError(alias, f"is {value}, but {other}")
-            if getattr(request, name) is None:
-                sent_as.setdefault(name, alias)
-    for name, values in OFF.items():
-        if asked.get(name) in values:
-            asked[name] = None
-    for name in ("stop", "eos_token_id"):
-        if isinstance(asked.get(name), list):
-            asked[name] = tuple(asked[name])
-    return asked, sent_as

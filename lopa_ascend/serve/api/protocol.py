@@ -1,32 +1,31 @@
-"""Bodies of requests. Names and meanings are OpenAI's; decoding parameters are extra fields by their own names.
+"""The bodies of requests, with OpenAI's names and meanings. Decoding parameters are further fields.
 
-A field that is null counts as absent, as OpenAI has it. Values of decoding parameters are checked by ``DecodingParams``
-and the engine's limits, so that there is one place that knows; the schemas state their ranges for readers and tools.
+A field that is null counts as absent, as in OpenAI's API. The models check the types of decoding parameters, and
+``DecodingParams`` and the engine's limits check their values.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, field_validator
 
-from lopa_ascend.config import BRANCH_SCORES, CONFIDENCES, DECODINGS, WINDOW_ATTENTIONS
 from lopa_ascend.serve.api.schema import (
     PROMPT_OR_MESSAGES,
+    Json,
+    NeutralValues,
     documenting,
-    one_of,
-    ranged,
-    temperature,
+    with_decoding_parameters,
 )
 
 MAX_CHOICES = 1024
-"""Of one request: prompts times n."""
+"""Most choices of one request, which has prompts times n of them."""
 MAX_N = 128
-"""OpenAI's limit."""
+"""Most answers to one prompt; OpenAI's limit."""
 
-# Fields of OpenAI's and vLLM's APIs that this server does not act on: taken with these values, under which they would
-# change nothing, and refused with any other.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+# Fields of OpenAI's and vLLM's APIs that this server does not act on, each with the values besides null that change
+# nothing. With these values they are taken, with any other they are refused.
+UNSUPPORTED: NeutralValues = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
@@ -40,15 +39,16 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "response_format": ({"type": "text"},),
 }
-UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = {**UNSUPPORTED, "suffix": ("",), "best_of": (1,)}
-UNSUPPORTED_TEMPLATE: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED_COMPLETION: NeutralValues = {**UNSUPPORTED, "suffix": ("",), "best_of": (1,)}
+# Fields about the chat template.
+UNSUPPORTED_TEMPLATE: NeutralValues = {
     "tools": ([],),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
 }
-UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED_CHAT: NeutralValues = {
     **UNSUPPORTED,
     **UNSUPPORTED_TEMPLATE,
     "echo": (False,),
@@ -61,8 +61,8 @@ UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
     "metadata": ({},),
     "service_tier": ("auto", "default"),
 }
-# The events of a diffusion stream carry all of this by themselves.
-UNSUPPORTED_DIFFUSION: dict[str, tuple[Any, ...]] = {
+# A diffusion stream is always one streamed answer, and its events carry everything that these fields ask for.
+UNSUPPORTED_DIFFUSION: NeutralValues = {
     "stream": (True,),
     "n": (1,),
     "best_of": (1,),
@@ -71,116 +71,93 @@ UNSUPPORTED_DIFFUSION: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (),
     "echo": (False,),
 }
-# A client sends the messages it got back to the server, with the fields it does not use set to null.
+# Clients send answers back as messages of the next request, with these fields set to null.
 UNSUPPORTED_MESSAGE = ("name", "refusal", "annotations", "audio", "function_call", "tool_calls", "tool_call_id")
 
 
 class Body(BaseModel):
-    # Not coerced: "5" is no number.
+    """The body of a request, or a part of it. Unknown fields are refused."""
+
+    # Values are not converted: "5" is not a number.
     model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class StreamOptions(Body):
-    include_usage: bool | None = Field(None, description="A last chunk without choices carries the usage.")
-    continuous_usage_stats: bool | None = Field(None, description="Every chunk carries the usage so far.")
 
 
 LOGPROB = "the logarithm of the probability that the model gave the token in the forward pass that filled its position"
 
 
+class StreamOptions(Body):
+    include_usage: bool | None = Field(None, description="The stream ends with a chunk without choices that has usage.")
+    continuous_usage_stats: bool | None = Field(None, description="Every chunk has the usage up to it.")
+
+
+@with_decoding_parameters
 class GenerationRequest(Body):
-    """The fields that both endpoints share."""
+    """What all requests for text have in common."""
 
-    model: str | None = Field(None, description="The served model's name; may be absent.")
-    n: int | None = Field(None, ge=1, le=MAX_N, description="Answers to each prompt; default 1.")
-    stream: bool | None = None
+    model: str | None = Field(None, description="Name of the served model; may be left out.")
+    n: int | None = Field(None, ge=1, le=MAX_N, description="Number of answers to each prompt. Default: 1.")
+    stream: bool | None = Field(None, description="Answer with server-sent events. Default: false.")
     stream_options: StreamOptions | None = Field(None, description="Needs stream: true.")
-    user: str | None = Field(None, description="Taken, without any effect.")
-    return_token_ids: bool | None = Field(None, description="Adds token_ids to every choice.")
-    max_tokens: int | None = ranged(1, None, "The same as max_new_tokens.")
-    max_completion_tokens: int | None = ranged(1, None, "The same as max_new_tokens.")
-    min_tokens: int | None = ranged(0, None, "The same as min_new_tokens.")
-    top_p: float | None = Field(
-        None,
-        json_schema_extra={"exclusiveMinimum": 0, "maximum": 1},
-        description="1 is off; other values need a temperature above 0.",
-    )
-    top_k: int | None = ranged(-1, 2**31 - 1, "0 and -1 are off; other values need a temperature above 0.")
-
-    decoding: str | None = one_of(DECODINGS)
-    num_branches: int | None = ranged(0, 255, 'Lookahead branches; 0 with decoding "d2f".')
-    block_size: int | None = ranged(1, 4096)
-    tau_add: float | None = ranged(0, 1)
-    tau_act: float | None = ranged(0, 1)
-    tau_conf: float | None = ranged(0, 1)
-    max_new_tokens: int | None = ranged(1, None, "Prompt and answer together must fit max_model_len.")
-    min_new_tokens: int | None = ranged(0, None, "At most max_new_tokens.")
-    stop: str | list[str] | None = Field(
-        None,
-        description="Any number of strings; empty ones are refused.",
-        json_schema_extra={"minLength": 1, "items": {"type": "string", "minLength": 1}},
-    )
-    temperature: float | None = temperature("0, or from 0.01 to 100. Default 0, not OpenAI's 1.")
-    seed: int | None = ranged(0, 2**63 - 1)
-    confidence: str | None = one_of(CONFIDENCES)
-    branch_score: str | None = one_of(BRANCH_SCORES)
-    tail_fraction: float | None = ranged(0, 1)
-    score_window: int | None = ranged(1, 2**31 - 1)
-    creation_weight: float | None = ranged(0, 1)
-    window_attention: str | None = one_of(WINDOW_ATTENTIONS)
-    max_active_blocks: int | None = ranged(1, 2**31 - 1)
-    eos_token_id: int | list[int] | None = Field(
-        None, description="One id or several.", json_schema_extra={"minimum": 0, "items": {"minimum": 0}}
-    )
-    ignore_eos: bool | None = None
-    finish_at_eos: bool | None = None
+    user: str | None = Field(None, description="Taken, and without effect.")
+    return_token_ids: bool | None = Field(None, description="Adds token_ids to every choice. Default: false.")
 
 
-def _is_ids(value: object) -> bool:
+# ---- completions -----------------------------------------------------------------------------------------------------
+
+
+def _is_token_ids(value: object) -> bool:
     return isinstance(value, list) and all(type(item) is int for item in value)
 
 
 def _prompts(value: object) -> list[str | list[int]]:
+    """The prompts of a request, which may be one prompt or several, as text or as token ids."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
-        if _is_ids(value):
+        if _is_token_ids(value):
             return [value]
-        if all(isinstance(item, str) for item in value) or all(_is_ids(item) for item in value):
+        if all(isinstance(item, str) for item in value) or all(_is_token_ids(item) for item in value):
             return value
     raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists")
 
 
-_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXT = {"type": "string", "minLength": 1}
 
 
-def _prompt_schema(most: int) -> dict[str, Any]:
-    several = [{"type": "array", "items": one, "minItems": 1, "maxItems": most} for one in (_TEXT, _TOKENS)]
-    return {"anyOf": [_TEXT, _TOKENS, *several]}
+def _prompt_schema(max_prompts: int) -> Json:
+    kinds = (_TEXT, _TOKEN_IDS)
+    several = [{"type": "array", "items": kind, "minItems": 1, "maxItems": max_prompts} for kind in kinds]
+    return {"anyOf": [*kinds, *several]}
 
 
 class CompletionRequest(GenerationRequest):
     model_config = ConfigDict(json_schema_extra=documenting(UNSUPPORTED_COMPLETION))
 
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(_prompt_schema(MAX_CHOICES))]
-    echo: bool | None = Field(None, description="The text begins with the prompt. Not together with logprobs.")
+    echo: bool | None = Field(
+        None, description="The text begins with the prompt. Not together with logprobs. Default: false."
+    )
     logprobs: int | None = Field(
         None,
         json_schema_extra={"anyOf": [{"type": "integer", "minimum": 0, "maximum": 1}, {"enum": [None, False]}]},
-        description=f"0 or 1: the log probability of each token, {LOGPROB}. With 1 top_logprobs lists it again: there "
-        "are no alternatives. A prompt has none.",
+        description=f"0 or 1: adds the log probability of each token, which is {LOGPROB}. With 1, top_logprobs lists "
+        "the token again: probabilities of other tokens are not kept. Prompts have no log probabilities.",
     )
 
 
+# ---- chat ------------------------------------------------------------------------------------------------------------
+
+
 def _text_of(content: object) -> str:
+    """The text of a message, which may be given in parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
         raise ValueError("must be a string or a list of text parts")
     for part in content:
         if not (isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"):
-            raise ValueError('every part must be {"type": "text", "text": ...}; nothing else is supported')
+            raise ValueError('every part must be {"type": "text", "text": ...}; other parts are not supported')
         if not isinstance(part["text"], str):
             raise ValueError("the text of a part must be a string")
     return "\n".join(part["text"] for part in content)
@@ -195,20 +172,21 @@ _TEXT_PART = {
 _CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART, "minItems": 1}]}
 
 
-def _nullable_fields(schema: dict[str, Any]) -> None:
+def _document_null_fields(schema: Json) -> None:
     for name in UNSUPPORTED_MESSAGE:
         schema["properties"][name] = {"enum": [None], "description": "Not supported: taken only as null."}
 
 
 class Message(Body):
-    model_config = ConfigDict(json_schema_extra=_nullable_fields)
+    model_config = ConfigDict(json_schema_extra=_document_null_fields)
 
-    role: Literal["system", "developer", "user", "assistant"] = Field(description="developer is the same as system.")
+    role: Literal["system", "developer", "user", "assistant"] = Field(description="developer means the same as system.")
     content: Annotated[str, PlainValidator(_text_of), WithJsonSchema(_CONTENT_SCHEMA)] = Field(
         description="Parts are joined by line breaks."
     )
 
     def as_template_input(self) -> dict[str, str]:
+        """The message as the chat template takes it."""
         return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
 
 
@@ -216,16 +194,22 @@ class ChatRequest(GenerationRequest):
     model_config = ConfigDict(json_schema_extra=documenting(UNSUPPORTED_CHAT))
 
     messages: list[Message] = Field(min_length=1)
-    logprobs: bool | None = Field(None, description=f"Adds the log probability of each token: {LOGPROB}.")
+    logprobs: bool | None = Field(
+        None, description=f"Adds the log probability of each token, which is {LOGPROB}. Default: false."
+    )
     top_logprobs: int | None = Field(
         None,
         json_schema_extra={"minimum": 0, "maximum": 1},
-        description="0 or 1; 1 lists the token again: there are no alternatives. Needs logprobs: true.",
+        description="0 or 1. With 1 the token is listed again: probabilities of other tokens are not kept. Needs "
+        "logprobs: true.",
     )
 
 
+# ---- diffusion streams -----------------------------------------------------------------------------------------------
+
+
 class DiffusionCompletionRequest(CompletionRequest):
-    """The stream is implied; there is one answer."""
+    """One prompt, whose answer is always streamed."""
 
     model_config = ConfigDict(
         json_schema_extra=documenting({**UNSUPPORTED_COMPLETION, **UNSUPPORTED_DIFFUSION}, prompt=_prompt_schema(1))
@@ -240,29 +224,34 @@ class DiffusionCompletionRequest(CompletionRequest):
 
 
 class DiffusionChatRequest(ChatRequest):
-    """The stream is implied; there is one answer."""
+    """One conversation, whose answer is always streamed."""
 
     model_config = ConfigDict(json_schema_extra=documenting({**UNSUPPORTED_CHAT, **UNSUPPORTED_DIFFUSION}))
 
 
+# ---- other routes ----------------------------------------------------------------------------------------------------
+
+
 class TokenizeRequest(Body):
-    """Either ``prompt`` or ``messages``."""
+    """Either a prompt or a conversation."""
 
     model_config = ConfigDict(json_schema_extra=documenting(UNSUPPORTED_TEMPLATE, PROMPT_OR_MESSAGES))
 
-    model: str | None = Field(None, description="The served model's name; may be absent.")
+    model: str | None = Field(None, description="Name of the served model; may be left out.")
     prompt: str | None = Field(None, description="A text. Special tokens in it are recognised.", min_length=1)
     messages: list[Message] | None = Field(
-        None, min_length=1, description="A conversation, through the chat template, up to where the answer begins."
+        None, min_length=1, description="A conversation: the chat template makes a prompt of it."
     )
-    add_special_tokens: bool | None = Field(None, description="Either way: byte-level BPE adds none to a text.")
-    return_token_strs: bool | None = Field(None, description="Adds token_strs.")
+    add_special_tokens: bool | None = Field(
+        None, description="Taken, and without effect: byte-level BPE adds no special tokens to a text."
+    )
+    return_token_strs: bool | None = Field(None, description="Adds token_strs. Default: false.")
 
 
 class DetokenizeRequest(Body):
-    model: str | None = Field(None, description="The served model's name; may be absent.")
-    tokens: list[int] = Field(json_schema_extra={"items": {"type": "integer", "minimum": 0}})
+    model: str | None = Field(None, description="Name of the served model; may be left out.")
+    tokens: list[int] = Field(description="Token ids.", json_schema_extra={"items": {"type": "integer", "minimum": 0}})
 
 
 class AbortRequest(Body):
-    request_id: str = Field(description="A response's id, or the X-Request-Id that its request was sent with.")
+    request_id: str = Field(description="The id of a response, or the X-Request-Id of its request.")

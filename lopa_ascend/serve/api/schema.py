@@ -1,44 +1,85 @@
-"""What pydantic does not say of a request body: ranges, and fields without effect.
+"""JSON Schema for request bodies: the decoding parameters as fields, their ranges, and fields that have no effect.
 
-Which values go together is said in words: tools multiply such rules out, and no schema expresses a sum.
-
-For readers and tools only: the values are checked by ``DecodingParams``, the engine's limits and ``options``. A test
-holds the two together.
+Schemas are for readers and tools. The values are checked by ``DecodingParams`` and the engine's limits; a test compares
+both. Which values go together is said in words only: tools multiply such rules out, and no schema can express a sum.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import Field
+from pydantic import BaseModel, Field, create_model
 
-from lopa_ascend.config import MIN_TEMPERATURE
+from lopa_ascend.config import DecodingParams
+from lopa_ascend.config.kinds import Boolean, Choice, Integer, Kind, Number, Strings, TokenIds
+from lopa_ascend.config.settings import Parameter
 
 Json = dict[str, Any]
-Neutral = Mapping[str, tuple[Any, ...]]
-"""Fields that are taken with these values, or null, and refused with any other."""
+NeutralValues = Mapping[str, tuple[Any, ...]]
+"""Fields of other servers' APIs, each with the values besides null that change nothing."""
+
+B = TypeVar("B", bound=BaseModel)
+
+# ---- decoding parameters ---------------------------------------------------------------------------------------------
+
+JSON_TYPES: dict[type[Kind], Any] = {
+    Boolean: bool,
+    Choice: str,
+    Integer: int,
+    Number: float,
+    Strings: str | list[str],
+    TokenIds: int | list[int],
+}
+"""The type of a request's field, by the kind of the decoding parameter."""
+
+
+def with_decoding_parameters(model: type[B]) -> type[B]:
+    """A class decorator that adds a field for every decoding parameter and for each of its aliases.
+
+    ``DecodingParams`` declares the fields, so type checkers do not see them on the model. Read them with ``getattr``,
+    by the names in ``DecodingParams.parameters``.
+    """
+    fields: dict[str, Any] = {}
+    for name, parameter in DecodingParams.parameters().items():
+        texts = {name: _description(name, parameter)} | dict.fromkeys(parameter.aliases, f"The same as {name}.")
+        for field, text in texts.items():
+            value = Field(None, description=text, json_schema_extra=_range(parameter))
+            fields[field] = (JSON_TYPES[type(parameter.kind)] | None, value)
+    return create_model(model.__name__, __base__=model, __module__=model.__module__, **fields)
+
+
+def _range(parameter: Parameter) -> Json:
+    """The keywords that state the allowed values, besides the type."""
+    match parameter.kind:
+        case Choice(choices):
+            return {"enum": [None, *choices]}
+        case Integer(low, high):
+            maximum = {} if high is None else {"maximum": high}
+            return {"minimum": min((low, *parameter.off)), **maximum}
+        case Number(low, high, or_zero=True):
+            return {"allOf": [{"anyOf": [NULL, {"const": 0}, {"minimum": low, "maximum": high}]}]}
+        case Number(low, high, excludes_low):
+            return {"exclusiveMinimum" if excludes_low else "minimum": low, "maximum": high}
+        case Strings():
+            return {"minLength": 1, "items": {"type": "string", "minLength": 1}}
+        case TokenIds():
+            return {"minimum": TokenIds.token.low, "items": {"minimum": TokenIds.token.low}}
+    return {}
+
+
+def _description(name: str, parameter: Parameter) -> str:
+    text = f"{parameter.help[0].upper()}{parameter.help[1:]}."
+    if parameter.off:
+        text += f" Off: {' or '.join(map(str, parameter.off))}."
+    default = parameter.default_text or json.dumps(getattr(DecodingParams, name))
+    return f"{text} Default, unless the server has another: {default}."
+
+
+# ---- other fields ----------------------------------------------------------------------------------------------------
 
 UNSUPPORTED = "Not supported: taken only with a value that changes nothing."
-
-
-def ranged(low: float | None = None, high: float | None = None, description: str | None = None) -> Any:
-    """A field that may be absent, with a range that others check."""
-    ranges: Json = {name: limit for name, limit in (("minimum", low), ("maximum", high)) if limit is not None}
-    return Field(None, description=description, json_schema_extra=ranges)
-
-
-def temperature(description: str) -> Any:
-    """The field of that name: 0 or a range, or absent."""
-    rule: Json = {"anyOf": [{"type": "null"}, {"const": 0}, {"minimum": MIN_TEMPERATURE, "maximum": 100}]}
-    return Field(None, description=description, json_schema_extra={"allOf": [rule]})
-
-
-def one_of(choices: tuple[str, ...]) -> Any:
-    """A field that may be absent, with choices that others check."""
-    return Field(None, json_schema_extra={"enum": [None, *choices]})
-
-
 NULL: Json = {"type": "null"}
 PROMPT_OR_MESSAGES: Json = {
     "anyOf": [
@@ -46,16 +87,23 @@ PROMPT_OR_MESSAGES: Json = {
         {"properties": {"messages": {"type": "array"}, "prompt": NULL}, "required": ["messages"]},
     ]
 }
+"""Exactly one of the two fields is given."""
 
 
-def documenting(unsupported: Neutral, rule: Json | None = None, **replaced: Json) -> Callable[[Json], None]:
-    """For ``json_schema_extra``: adds fields and a rule, and replaces the schemas of fields."""
+def documenting(unsupported: NeutralValues, rule: Json | None = None, **replaced: Json) -> Callable[[Json], None]:
+    """A function for ``json_schema_extra`` that completes the schema of a model.
 
-    def extend(schema: Json) -> None:
+    Args:
+        unsupported: fields that the model does not have, which are documented as not supported.
+        rule: a rule on several fields.
+        replaced: schemas of fields, in place of those that pydantic makes.
+    """
+
+    def complete(schema: Json) -> None:
         for name, values in unsupported.items():
             schema["properties"][name] = {"enum": [None, *values], "description": UNSUPPORTED}
         schema["properties"] |= replaced
         if rule is not None:
             schema["allOf"] = [rule]
 
-    return extend
+    return complete

@@ -1,0 +1,224 @@
+"""The kinds of values that settings take: which values are allowed, and how text stands for them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from lopa_ascend.config.sizes import parse_size
+
+INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
+
+
+class Kind(ABC):
+    """A kind of values."""
+
+    metavar: ClassVar[str]
+    """What stands for a value in --help."""
+    many: ClassVar[bool] = False
+    """A setting of this kind holds several values."""
+
+    @abstractmethod
+    def checked(self, value: object) -> object:
+        """The value in the form in which it is stored.
+
+        Raises:
+            ValueError: the value is not allowed; the message says what is.
+        """
+
+    @abstractmethod
+    def parse(self, text: str) -> Any:
+        """One value from a command line or a configuration file. ``checked`` decides whether it is allowed.
+
+        Raises:
+            ValueError: the text stands for no value of this kind.
+        """
+
+    @abstractmethod
+    def allowed(self) -> str:
+        """The allowed values in words."""
+
+
+@dataclass(frozen=True)
+class Text(Kind):
+    """Any text. What reads the setting refuses a text that it cannot use, such as a path without a file."""
+
+    metavar: ClassVar[str] = "TEXT"
+
+    def checked(self, value: object) -> object:
+        return value
+
+    def parse(self, text: str) -> str:
+        return text
+
+    def allowed(self) -> str:
+        return "any text"
+
+
+@dataclass(frozen=True)
+class Choice(Kind):
+    """One of several texts."""
+
+    metavar: ClassVar[str] = "CHOICE"
+    choices: tuple[str, ...]
+
+    def checked(self, value: object) -> object:
+        if not (isinstance(value, str) and value in self.choices):
+            raise ValueError(f"unknown value {value!r}; choose one of {', '.join(self.choices)}")
+        return value
+
+    def parse(self, text: str) -> str:
+        return text
+
+    def allowed(self) -> str:
+        return ", ".join(f'"{choice}"' for choice in self.choices)
+
+
+@dataclass(frozen=True)
+class Boolean(Kind):
+    """True or false."""
+
+    metavar: ClassVar[str] = ""
+
+    def checked(self, value: object) -> object:
+        if not isinstance(value, bool):
+            raise ValueError(f"must be true or false, got {value!r}")
+        return value
+
+    def parse(self, text: str) -> bool:
+        if text not in ("true", "false"):
+            raise ValueError(f"must be true or false, got {text!r}")
+        return text == "true"
+
+    def allowed(self) -> str:
+        return "true, false"
+
+
+@dataclass(frozen=True)
+class Integer(Kind):
+    """An integer in a range."""
+
+    metavar: ClassVar[str] = "N"
+    low: int
+    high: int | None = None
+    """None: the largest 32-bit integer, which messages and schemas do not mention."""
+
+    @property
+    def largest(self) -> int:
+        """The largest allowed integer."""
+        return INT32_MAX if self.high is None else self.high
+
+    def checked(self, value: object) -> object:
+        if isinstance(value, bool) or not isinstance(value, int) or not self.low <= value <= self.largest:
+            raise self._refusal(value)
+        return value
+
+    def parse(self, text: str) -> int:
+        try:
+            return int(text)
+        except ValueError:
+            raise self._refusal(text) from None
+
+    def _refusal(self, value: object) -> ValueError:
+        limit = f"of at least {self.low}" if self.high is None else f"from {self.low} to {self.high}"
+        return ValueError(f"must be an integer {limit}, got {value!r}")
+
+    def allowed(self) -> str:
+        return f"{self.low} or more" if self.largest >= INT32_MAX else f"{self.low} to {self.high}"
+
+
+@dataclass(frozen=True)
+class Bytes(Integer):
+    """A number of bytes."""
+
+    metavar: ClassVar[str] = "SIZE"
+    high: int | None = INT64_MAX
+
+    def parse(self, text: str) -> int:
+        return parse_size(text)
+
+
+@dataclass(frozen=True)
+class Number(Kind):
+    """A number in a range."""
+
+    metavar: ClassVar[str] = "X"
+    low: float
+    high: float
+    excludes_low: bool = False
+    """``low`` itself is not allowed."""
+    or_zero: bool = False
+    """0 is allowed as well, although it is below ``low``."""
+    unit: str = ""
+    """For messages, e.g. "seconds"."""
+
+    def checked(self, value: object) -> object:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not self._contains(value):
+            raise self._refusal(value)
+        return value
+
+    def _contains(self, value: float) -> bool:
+        if self.or_zero and value == 0:
+            return True
+        return self.low <= value <= self.high and not (self.excludes_low and value == self.low)
+
+    def parse(self, text: str) -> float:
+        try:
+            return float(text)
+        except ValueError:
+            raise self._refusal(text) from None
+
+    def _refusal(self, value: object) -> ValueError:
+        zero, unit = "0 or " if self.or_zero else "", f" of {self.unit}" if self.unit else ""
+        limits = f"above {self.low:g} and at most {self.high:g}" if self.excludes_low else f"from {self._range()}"
+        return ValueError(f"must be {zero}a number{unit} {limits}, got {value!r}")
+
+    def _range(self) -> str:
+        return f"{self.low:g} to {self.high:g}"
+
+    def allowed(self) -> str:
+        if self.excludes_low:
+            return f"above {self.low:g}, at most {self.high:g}"
+        return f"0, or {self._range()}" if self.or_zero else self._range()
+
+
+@dataclass(frozen=True)
+class Strings(Kind):
+    """Any number of non-empty strings. One string alone is taken as well, and stored as a tuple of one."""
+
+    metavar: ClassVar[str] = "TEXT"
+    many: ClassVar[bool] = True
+
+    def checked(self, value: object) -> object:
+        strings = (value,) if isinstance(value, str) else value
+        if not isinstance(strings, list | tuple) or not all(isinstance(item, str) and item for item in strings):
+            raise ValueError(f"must be non-empty strings, got {value!r}")
+        return tuple(strings)
+
+    def parse(self, text: str) -> str:
+        return text
+
+    def allowed(self) -> str:
+        return "non-empty strings"
+
+
+@dataclass(frozen=True)
+class TokenIds(Kind):
+    """Any number of token ids. One id alone is taken as well, and stored as a tuple of one."""
+
+    metavar: ClassVar[str] = "N"
+    many: ClassVar[bool] = True
+    token: ClassVar[Integer] = Integer(0)
+    """One id. The model's vocabulary limits it further."""
+
+    def checked(self, value: object) -> object:
+        ids = value if isinstance(value, list | tuple) else (value,)
+        return tuple(self.token.checked(item) for item in ids)
+
+    def parse(self, text: str) -> int:
+        return self.token.parse(text)
+
+    def allowed(self) -> str:
+        return "one token id or several"

@@ -1,0 +1,113 @@
+"""How a setting is declared: once, as a dataclass field with its default, its allowed values and one line of help.
+
+The checks on construction, the server's flags with their --help, the fields of HTTP requests with their OpenAPI schema,
+and the table in docs/decoding.md are all made from these declarations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, field, fields
+from enum import Enum
+from typing import Any, TypeVar
+
+from lopa_ascend.config.errors import ParameterError
+from lopa_ascend.config.kinds import Kind
+
+T = TypeVar("T")
+
+_KEY = "setting"
+"""Key of a declaration in the metadata of its dataclass field."""
+
+
+class Group(Enum):
+    """A group of flags in --help: its title and what it is for."""
+
+    MODEL = ("model", "Which model is served, and where its forward passes run.")
+    ENGINE = ("engine", "How much the engine holds in memory and computes at the same time.")
+    RANKS = ("ranks", "Tensor x branch processes for one model: started by the server, or by torchrun and joined.")
+    GRAPHS = ("compiled steps and NPU", "Decoding steps that are compiled to graphs, and options of an NPU.")
+    SERVER = ("server", "Address, limits, timeouts and logs of the HTTP server.")
+    TLS = ("TLS", "HTTPS: needs a certificate and its private key.")
+    DECODING = (
+        "decoding defaults",
+        "Defaults for requests: a request may set each of these by the same name, e.g. tau_conf.",
+    )
+    RESEARCH = (
+        "decoding, for research",
+        "More defaults for requests: variants of the decoding, to compare with the defaults.",
+    )
+
+    def __init__(self, title: str, description: str):
+        self.title = title
+        self.description = description
+
+
+class GraphSupport(Enum):
+    """With which values of a decoding parameter a request can run in compiled steps. With others it runs eager."""
+
+    ANY = "any value"
+    DEFAULT = "only the default"
+    COMPILED = "only the value that the graphs were compiled for"
+    BUCKET = "as much as the compiled shapes have room for"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The declaration of one setting. Its name, type and default are those of the dataclass field."""
+
+    kind: Kind
+    """The allowed values. None is allowed as well where it is the default."""
+    help: str
+    """One line, without a full stop. Another setting is named in backquotes."""
+    _: KW_ONLY
+    group: Group | None
+    """Where --help lists the flag; None: the setting has no flag."""
+    flag: str | None = None
+    """Name of the flag, with underscores; None: the name of the field."""
+    metavar: str | None = None
+    """What stands for the value in --help; None: the usual one of the kind."""
+    default_text: str | None = None
+    """What stands for the default where the value itself says too little, as None does."""
+    secret: bool = False
+    """The value is never shown."""
+
+
+@dataclass(frozen=True)
+class Parameter(Setting):
+    """The declaration of one decoding parameter: a setting that every request may have a value of its own for."""
+
+    _: KW_ONLY
+    group: Group | None = Group.DECODING
+    aliases: tuple[str, ...] = ()
+    """Other names in a request, those of OpenAI's and vLLM's clients."""
+    off: tuple[float, ...] = ()
+    """Values that mean None in a request: with them clients switch the parameter off."""
+    graphs: GraphSupport = GraphSupport.ANY
+
+
+def declare(default: T, setting: Setting) -> T:
+    """A dataclass field that carries its declaration."""
+    value: T = field(default=default, metadata={_KEY: setting}, repr=not setting.secret)
+    return value
+
+
+def settings(owner: type[Any]) -> dict[str, Setting]:
+    """The declarations of a dataclass by field name, in order. Fields without a declaration are left out."""
+    return {f.name: f.metadata[_KEY] for f in fields(owner) if _KEY in f.metadata}
+
+
+def check_settings(instance: object) -> None:
+    """Checks every declared field of a frozen dataclass by itself, and puts its value into the stored form.
+
+    Raises:
+        ParameterError: a value is not allowed.
+    """
+    owner = type(instance)
+    for name, setting in settings(owner).items():
+        value = getattr(instance, name)
+        if value is None and getattr(owner, name) is None:  # the attribute of the class is the default
+            continue
+        try:
+            object.__setattr__(instance, name, setting.kind.checked(value))
+        except ValueError as error:
+            raise ParameterError(name, str(error)) from None

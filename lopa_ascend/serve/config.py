@@ -1,0 +1,124 @@
+"""How a server is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from lopa_ascend.config import EngineConfig
+from lopa_ascend.config.kinds import Boolean, Bytes, Choice, Integer, Number, Text
+from lopa_ascend.config.settings import Group, Setting, declare
+
+DAY = 86400
+"""Seconds."""
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """How a server is started. Values are checked where they are read: on the command line and in the YAML file."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    served_model_name: str | None = declare(
+        None,
+        Setting(
+            Text(),
+            "name of the model in the API",
+            group=Group.MODEL,
+            metavar="NAME",
+            default_text='"demo", or the name of the directory `model`',
+        ),
+    )
+    chat_template: str | None = declare(
+        None,
+        Setting(
+            Text(),
+            "Jinja template that makes a prompt of a conversation",
+            group=Group.MODEL,
+            metavar="FILE",
+            default_text="the model's own",
+        ),
+    )
+    max_num_queued_reqs: int = declare(
+        1024,
+        Setting(
+            Integer(0, 2**31 - 1), "requests that may wait; further ones get a 503 with Retry-After", group=Group.ENGINE
+        ),
+    )
+    host: str = declare("127.0.0.1", Setting(Text(), "address to listen on", group=Group.SERVER, metavar="ADDRESS"))
+    port: int = declare(8000, Setting(Integer(0, 65535), "port to listen on; 0: a free one", group=Group.SERVER))
+    api_key: str | None = declare(
+        None,
+        Setting(
+            Text(),
+            "key that clients must send; better given in the environment variable LOPA_API_KEY, which ps does not show",
+            group=Group.SERVER,
+            metavar="KEY",
+            secret=True,
+        ),
+    )
+    root_path: str = declare(
+        "", Setting(Text(), "path under which a proxy shows this server", group=Group.SERVER, metavar="PATH")
+    )
+    max_body_size: int = declare(
+        8 * 2**20, Setting(Bytes(0), "largest body of a request, in bytes or e.g. 512KiB", group=Group.SERVER)
+    )
+    request_timeout: float | None = declare(
+        None,
+        Setting(
+            Number(0.001, DAY, unit="seconds"),
+            "longest time that a request may take; after it the client gets a 504",
+            group=Group.SERVER,
+            metavar="SECONDS",
+            default_text="no limit",
+        ),
+    )
+    watchdog_timeout: float = declare(
+        60.0,
+        Setting(
+            Number(2, DAY, unit="seconds"),
+            "longest silence of the engine, e.g. during one step; after it /health answers 503",
+            group=Group.SERVER,
+            metavar="SECONDS",
+        ),
+    )
+    shutdown_timeout: float = declare(
+        0.0,
+        Setting(
+            Number(0, DAY, unit="seconds"),
+            "how long running requests may go on after Ctrl-C or SIGTERM before they are ended",
+            group=Group.SERVER,
+            metavar="SECONDS",
+        ),
+    )
+    enable_log_requests: bool = declare(
+        False, Setting(Boolean(), "write the prompts and parameters of requests to the log", group=Group.SERVER)
+    )
+    uvicorn_log_level: str = declare(
+        "info", Setting(Choice(LOG_LEVELS), "what the HTTP server logs", group=Group.SERVER)
+    )
+    ssl_certfile: str | None = declare(
+        None, Setting(Text(), "certificate in PEM format", group=Group.TLS, metavar="FILE")
+    )
+    ssl_keyfile: str | None = declare(
+        None, Setting(Text(), "private key of the certificate in PEM format", group=Group.TLS, metavar="FILE")
+    )
+    ssl_keyfile_password: str | None = declare(
+        None, Setting(Text(), "password of the private key", group=Group.TLS, metavar="PASSWORD", secret=True)
+    )
+    ssl_ca_certs: str | None = declare(
+        None,
+        Setting(
+            Text(),
+            "certificates of the authorities that clients' own certificates are checked against",
+            group=Group.TLS,
+            metavar="FILE",
+        ),
+    )
+    decoding: Mapping[str, Any] = field(default_factory=dict)
+    """The decoding parameters that were given: what a request gets that does not set them itself."""
+
+
+SECRETS = tuple(f.name for f in fields(ServeConfig) if not f.repr)
+"""Settings whose values are never shown."""
