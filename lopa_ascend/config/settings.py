@@ -43,12 +43,14 @@ class Group(Enum):
 
 
 class GraphSupport(Enum):
-    """With which values of a decoding parameter a request can run in compiled steps. With others it runs eager."""
+    """The values of a decoding parameter with which a request can run in compiled steps. With others it runs eager."""
 
-    ANY = "any value"
-    DEFAULT = "only the default"
-    COMPILED = "only the value that the graphs were compiled for"
-    BUCKET = "as much as the compiled shapes have room for"
+    ANY = "any"
+    DEFAULT = "the default"
+    COMPILED = "the value compiled for"
+    """The value that the graphs were compiled for."""
+    BUCKET = "up to the size compiled for"
+    """Values for which the buckets have room."""
 
 
 @dataclass(frozen=True)
