@@ -1,7 +1,6 @@
-"""LoPA-Dist-Ascend: a serving engine for diffusion language models on Huawei Ascend 910C, which runs on a CPU as well.
+"""LoPA-Dist-Ascend: a serving engine for diffusion language models on Huawei Ascend 910C, which also runs on CPUs.
 
-What is named here is looked up on first use, so that ``lopa_ascend.types`` and the decode policy are
-imported without torch.
+The public names are imported on first use, so that parts of the package that need no torch can be used without it.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ if TYPE_CHECKING:
     from lopa_ascend.llm import LLM, GenerationError
     from lopa_ascend.parallel.collectives import RankError
 
-# Both are read once, when torch is loaded. Waiting OpenMP threads sleep instead of spinning, which on a machine with
-# other work cost up to thirty times the time; and MKL sums a GEMM's rows in an order that depends on neither the number
-# of rows nor of threads.
+# torch reads both variables once, when it is loaded.
+# OMP_WAIT_POLICY: waiting OpenMP threads sleep. Beside other processes, spinning ones took up to thirty times as long.
+# MKL_CBWR: MKL sums each row of a GEMM in the same order, whatever the number of rows and threads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "DecodingParams", "GenerationError", "ParameterError", "RankError", "__version__"]
 
-_HOMES = {
+_MODULES = {
     "LLM": "lopa_ascend.llm",
     "DecodingParams": "lopa_ascend.config",
     "GenerationError": "lopa_ascend.llm",
@@ -34,9 +33,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""The Python API: a model in this process, or split over several."""
+"""The Python API: a model in this process, or split over several processes."""
 
 from __future__ import annotations
 
@@ -21,21 +21,25 @@ from lopa_ascend.types import GenerationOutput, Progress, Update
 
 
 class GenerationError(RuntimeError):
-    """A request failed inside the engine; others are not affected."""
+    """A request failed inside the engine. Other requests are not affected."""
 
 
 @dataclass
 class _Running:
-    """A request under way: updates that its reader has not seen yet."""
+    """A running request."""
 
     request_id: str
     output: OutputStream
     updates: deque[Update] = field(default_factory=deque)
+    """Updates that its reader has not seen yet."""
     finished: bool = False
+    """Its reader has seen the output."""
 
     def advance(self) -> Progress:
-        """Raises:
-        GenerationError: the engine could not go on with it.
+        """The progress after the next update.
+
+        Raises:
+            GenerationError: the engine could not go on with the request.
         """
         update = self.updates.popleft()
         if update.error is not None:
@@ -46,21 +50,21 @@ class _Running:
 
 
 class LLM:
-    """A model ready to generate.
+    """A loaded model that is ready to generate.
+
+    With ``tensor_parallel_size`` or ``branch_parallel_size`` above 1, the other ranks are started on this machine. They
+    end with ``close``, with the ``with`` block, or with this process. Under torchrun no ranks are started: every rank
+    must make the same calls, and gets the same outputs.
 
     Args:
-        model: a Hugging Face directory with a Dream checkpoint; None for the bundled model.
-        options: the other fields of `lopa_ascend.config.EngineConfig`, e.g. ``lora``, ``dtype``, ``max_model_len``,
+        model: Hugging Face directory of a Dream checkpoint; None: the bundled model.
+        options: the other fields of ``lopa_ascend.config.EngineConfig``, e.g. ``lora``, ``dtype``, ``max_model_len``,
             ``kv_cache_memory``, ``max_num_seqs``, ``seed``.
-
-    With ``tensor_parallel_size`` or ``branch_parallel_size`` above 1 it starts the other ranks on this machine, and
-    ``close`` (or leaving a ``with`` block, or the end of this process) ends them. Under torchrun nothing is started:
-    every rank must make the same calls, and gets the same outputs.
 
     Raises:
         CheckpointError, ConfigError, TokenizerError: the directory cannot be served; no weights were loaded.
-        ParameterError: an option is unknown or out of range, or the model cannot be split so.
-        RankError: the ranks did not come together. Later calls raise it when one has ended or hangs.
+        ParameterError: an option is unknown or not allowed, or the model cannot be split over so many ranks.
+        RankError: a rank did not start. Later calls raise it when a rank has ended or hangs.
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any):
@@ -80,7 +84,7 @@ class LLM:
         self._running: dict[str, _Running] = {}
 
     def close(self) -> None:
-        """Ends the other ranks, if there are any. Nothing can be generated after it."""
+        """Ends the other ranks, if there are any. After this nothing can be generated."""
         self.engine.close()
 
     def __enter__(self) -> LLM:
@@ -92,18 +96,26 @@ class LLM:
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
-        """Token ids of a prompt; raises ParameterError as `Prompts.encode` does."""
+        """The token ids of a prompt.
+
+        Raises:
+            ParameterError: the prompt is empty, has ids that the model does not have, or is text without a tokenizer.
+        """
         return self.prompts.encode(prompt)
 
     def tokenize_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation; raises ParameterError as `Prompts.encode_chat` does."""
+        """The token ids that the chat template makes of a conversation.
+
+        Raises:
+            ParameterError: there is no template, or it refuses the messages.
+        """
         return self.prompts.encode_chat(messages)
 
     def check(self, prompt_token_ids: Sequence[int], params: DecodingParams) -> None:
-        """Refuses what this model can never run.
+        """Refuses a request that this model could never run.
 
         Raises:
-            ParameterError: the request does not fit, or asks for stop strings without a tokenizer.
+            ParameterError: the request does not fit, or has stop strings although there is no tokenizer.
         """
         self.engine.limits.check(len(prompt_token_ids), params)
         self.prompts.check_stop(params.stop)
@@ -111,10 +123,18 @@ class LLM:
     def stream(
         self, prompt_token_ids: Sequence[int], params: DecodingParams, *, trace: bool = False
     ) -> Generator[Progress, None, None]:
-        """What is final after each forward pass; the last item carries the output. Several streams may run at once:
-        each advances all of them.
+        """Generates for one prompt, and yields what is final after each forward pass.
 
-        Closing the iterator ends the request and gives its pages back, as does any error.
+        Several streams may run at the same time; reading one of them advances all. The request ends when the iterator
+        is closed or an error is raised.
+
+        Args:
+            prompt_token_ids: the prompt.
+            params: how it is decoded.
+            trace: the output has a record of each forward pass.
+
+        Yields:
+            What is final; the last item has the output.
 
         Raises:
             ParameterError: see ``check``.
@@ -152,14 +172,23 @@ class LLM:
         trace: bool = False,
         quiet: bool = False,
     ) -> list[GenerationOutput]:
-        """One output a prompt, in order; prompts are texts or lists of token ids, and run together.
+        """Generates for several prompts, which run together.
+
+        Args:
+            prompts: texts or lists of token ids; one text alone is one prompt.
+            params: how all of them are decoded.
+            trace: the outputs have a record of each forward pass.
+            quiet: show no progress bar.
+
+        Returns:
+            One output for each prompt, in their order.
 
         Raises:
-            ParameterError: a prompt or parameter cannot be served; nothing was generated.
-            GenerationError: a request failed; the others were ended.
+            ParameterError: a prompt or a parameter cannot be served; nothing was generated.
+            GenerationError: a request failed; the other requests were ended.
         """
         several = [prompts] if isinstance(prompts, str) else prompts
-        return self._all([self.tokenize(prompt) for prompt in several], params, trace, quiet)
+        return self._generate_all([self.tokenize(prompt) for prompt in several], params, trace, quiet)
 
     def chat(
         self,
@@ -169,15 +198,24 @@ class LLM:
         trace: bool = False,
         quiet: bool = False,
     ) -> list[GenerationOutput]:
-        """One output a conversation (a list of messages with role and content), through the chat template.
+        """Generates the next message of several conversations, which run together.
+
+        Args:
+            conversations: lists of messages, which have "role" and "content".
+            params: how all of them are decoded.
+            trace: the outputs have a record of each forward pass.
+            quiet: show no progress bar.
+
+        Returns:
+            One output for each conversation, in their order.
 
         Raises:
             ParameterError: see ``generate`` and ``tokenize_chat``.
-            GenerationError: a request failed; the others were ended.
+            GenerationError: a request failed; the other requests were ended.
         """
-        return self._all([self.tokenize_chat(messages) for messages in conversations], params, trace, quiet)
+        return self._generate_all([self.tokenize_chat(messages) for messages in conversations], params, trace, quiet)
 
-    def _all(
+    def _generate_all(
         self, prompts: list[list[int]], params: DecodingParams | None, trace: bool, quiet: bool
     ) -> list[GenerationOutput]:
         params = params or DecodingParams()

@@ -1,6 +1,8 @@
-"""The bundled model and its held-out problems: paths only."""
+"""The bundled model, and problems that it was not trained on."""
 
 from pathlib import Path
 
 DEMO_MODEL = Path(__file__).parent / "model"
+"""Hugging Face directory of the bundled model."""
 HELD_OUT = Path(__file__).parent / "heldout.jsonl"
+"""The problems: JSON objects with "question" and "answer", one on each line."""

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP server: `python -m lopa_ascend.serve`."""
+"""The OpenAI-compatible HTTP server, `python -m lopa_ascend.serve`: flags, HTTP API, engine process and metrics."""

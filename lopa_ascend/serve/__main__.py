@@ -1,4 +1,4 @@
-"""Entry of `python -m lopa_ascend.serve`."""
+"""The command `python -m lopa_ascend.serve`."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from lopa_ascend.parallel.launch import follower_command, rank_in_environment
 from lopa_ascend.serve.cli import parse_args
 
 
-def _leave(*_: object) -> None:
-    # During the imports there is nothing to clean up, and an exception inside one would become another one.
+def _exit_at_once(*_: object) -> None:
+    # During the imports there is nothing to clean up. An exception would be raised inside an import, which may turn it
+    # into another exception.
     os._exit(0)
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
     config = parse_args(argv)
     if rank_in_environment():
-        # torchrun starts this command once a rank, and rank 0 alone speaks HTTP.
+        # torchrun starts this command for each rank, and rank 0 alone serves HTTP.
         command = follower_command(config.engine, with_parent=False)
         os.execv(command[0], command)
-    signal.signal(signal.SIGINT, _leave)
-    signal.signal(signal.SIGTERM, _leave)
-    from lopa_ascend.serve.server import serve  # brings FastAPI
+    signal.signal(signal.SIGINT, _exit_at_once)
+    signal.signal(signal.SIGTERM, _exit_at_once)
+    from lopa_ascend.serve.server import serve  # after parse_args, because FastAPI takes long to import
 
     status = serve(config)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # threads may still be in the tokenizer with a very long prompt
+    os._exit(status)  # does not wait for threads, which may still tokenize a very long prompt
 
 
 if __name__ == "__main__":

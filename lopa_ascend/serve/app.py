@@ -1,4 +1,4 @@
-"""The routes."""
+"""The application: every route of the HTTP API."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 import lopa_ascend
 from lopa_ascend.serve.api import answers, body, info, protocol
-from lopa_ascend.serve.api.access import Access, open_request_log
+from lopa_ascend.serve.api.access import Access, set_up_request_log
 from lopa_ascend.serve.api.endpoint import CHAT, COMPLETIONS, DIFFUSION_CHAT, DIFFUSION_COMPLETIONS, Endpoint
 from lopa_ascend.serve.api.errors import ApiError, install_handlers, unavailable
 from lopa_ascend.serve.api.openapi import (
@@ -36,11 +36,16 @@ T = TypeVar("T")
 
 
 def create_app(client: EngineClient, config: ServeConfig) -> FastAPI:
-    """The HTTP API of a running engine."""
+    """The HTTP API of a running engine.
+
+    Args:
+        client: the engine.
+        config: how the server was started.
+    """
     app = FastAPI(title="LoPA-Dist-Ascend", version=lopa_ascend.__version__, redirect_slashes=False)
     install_handlers(app)
     app.add_middleware(Access, api_key=config.api_key)
-    open_request_log()
+    set_up_request_log()
     model = config.served_model_name or client.ready.model_name
     metrics = Metrics(client, model)
     client.observers.append(metrics.observe_step)
@@ -58,25 +63,27 @@ def _add_state(app: FastAPI, client: EngineClient, config: ServeConfig, metrics:
     @app.get("/health", responses=errors(503))
     async def health() -> answers.Status:
         """200 while the engine makes progress."""
-        if (trouble := client.health()) is not None:
-            raise unavailable(trouble)
+        if (problem := client.health()) is not None:
+            raise unavailable(problem)
         return answers.Status()
 
     @app.get("/ready", responses=errors(503))
     async def ready() -> answers.Status:
-        """200 while a new request would be taken."""
-        if (trouble := client.health()) is not None:
-            raise unavailable(trouble)
+        """200 while a new request would be accepted."""
+        if (problem := client.health()) is not None:
+            raise unavailable(problem)
         if client.num_running + client.num_waiting >= client.max_choices:
             raise unavailable("the queue is full", code="queue_full")
         return answers.Status()
 
     @app.get("/version")
     async def version() -> answers.Version:
+        """Version of the server."""
         return answers.Version(version=lopa_ascend.__version__)
 
     @app.get("/server_info")
     async def server_info() -> answers.ServerInfo:
+        """The effective configuration, without secrets."""
         return info.server_info(config, client.ready, model)
 
     @app.get("/metrics", response_class=PlainTextResponse, responses={200: {"content": PLAIN_TEXT}})
@@ -90,10 +97,12 @@ def _add_models(app: FastAPI, endpoint: Endpoint, max_model_len: int, model: str
 
     @app.get("/v1/models")
     async def list_models() -> answers.ModelList:
+        """The served model, as a list of one."""
         return answers.ModelList(data=[card])
 
     @app.get("/v1/models/{model:path}", responses=errors(404))
     async def retrieve_model(model: str) -> answers.ModelCard:
+        """The served model."""
         endpoint.check_model(model)
         return card
 
@@ -104,59 +113,68 @@ def _add_tokenizer(app: FastAPI, endpoint: Endpoint, client: EngineClient, max_b
 
     @app.post("/tokenize", responses=errors(*statuses), openapi_extra=body_of(protocol.TokenizeRequest))
     async def tokenize(request: Request) -> answers.Tokens:
+        """Token ids of a prompt or of a conversation."""
         asked = await _read(request, body.parse_tokenize, max_body_size)
         endpoint.check_model(asked.model)
         return await asyncio.to_thread(info.tokenize, prompts, asked, limits.max_model_len)
 
     @app.post("/detokenize", responses=errors(*statuses), openapi_extra=body_of(protocol.DetokenizeRequest))
     async def detokenize(request: Request) -> answers.Text:
+        """Text of token ids."""
         asked = await _read(request, body.parse_detokenize, max_body_size)
         endpoint.check_model(asked.model)
         return await asyncio.to_thread(info.detokenize, prompts, asked, limits.vocab_size)
 
     @app.get("/tokenizer_info", responses=errors(404))
     async def tokenizer_info() -> answers.TokenizerInfo:
+        """The tokenizer, its special tokens and its chat template."""
         if prompts.tokenizer is None:
             raise ApiError(HTTPStatus.NOT_FOUND, "the model has no tokenizer files", code="no_tokenizer")
         return info.tokenizer_info(prompts.tokenizer, limits.max_model_len)
 
 
 def _add_generation(app: FastAPI, endpoint: Endpoint, max_body_size: int) -> None:
-    completion, chat = body_of(protocol.CompletionRequest), body_of(protocol.ChatRequest)
-    responses = {**errors(*GENERATING), 200: {"content": EVENTS}}
-    events = {**errors(*GENERATING), 200: {"content": DIFFUSION_EVENTS}}
+    text = {**errors(*GENERATING), 200: {"content": EVENTS}}
+    passes = {**errors(*GENERATING), 200: {"content": DIFFUSION_EVENTS}}
 
-    @app.post("/v1/completions", response_model=answers.Completion, responses=responses, openapi_extra=completion)
+    body_schema = body_of(protocol.CompletionRequest)
+
+    @app.post("/v1/completions", response_model=answers.Completion, responses=text, openapi_extra=body_schema)
     async def completions(request: Request) -> Response:
+        """Text that continues prompts."""
         return await endpoint.answer(request, COMPLETIONS)
 
-    @app.post("/v1/chat/completions", response_model=answers.ChatCompletion, responses=responses, openapi_extra=chat)
+    body_schema = body_of(protocol.ChatRequest)
+
+    @app.post("/v1/chat/completions", response_model=answers.ChatCompletion, responses=text, openapi_extra=body_schema)
     async def chat_completions(request: Request) -> Response:
+        """The next message of a conversation."""
         return await endpoint.answer(request, CHAT)
 
-    stream, completion = StreamingResponse, body_of(protocol.DiffusionCompletionRequest)
+    stream, body_schema = StreamingResponse, body_of(protocol.DiffusionCompletionRequest)
 
-    @app.post("/v1/diffusion/completions", response_class=stream, responses=events, openapi_extra=completion)
+    @app.post("/v1/diffusion/completions", response_class=stream, responses=passes, openapi_extra=body_schema)
     async def diffusion_completions(request: Request) -> Response:
-        """Every forward pass as an event. The stream is implied."""
+        """As /v1/completions, with an event for every forward pass. The answer is always streamed."""
         return await endpoint.answer(request, DIFFUSION_COMPLETIONS)
 
-    chat = body_of(protocol.DiffusionChatRequest)
+    body_schema = body_of(protocol.DiffusionChatRequest)
 
-    @app.post("/v1/diffusion/chat/completions", response_class=stream, responses=events, openapi_extra=chat)
+    @app.post("/v1/diffusion/chat/completions", response_class=stream, responses=passes, openapi_extra=body_schema)
     async def diffusion_chat_completions(request: Request) -> Response:
-        """Every forward pass as an event. The stream is implied."""
+        """As /v1/chat/completions, with an event for every forward pass. The answer is always streamed."""
         return await endpoint.answer(request, DIFFUSION_CHAT)
 
     @app.post("/abort_request", responses=errors(*READING, 404), openapi_extra=body_of(protocol.AbortRequest))
     async def abort_request(request: Request) -> answers.Aborted:
-        """Ends a request: its choices get the finish reason "abort"."""
+        """Ends a running request. Its unfinished choices get the finish reason "abort"."""
         asked = await _read(request, body.parse_abort, max_body_size)
         if not endpoint.abort(asked.request_id):
-            message = f"no request {asked.request_id!r} is under way"
+            message = f"no request {asked.request_id!r} is running"
             raise ApiError(HTTPStatus.NOT_FOUND, message, param="request_id", code="request_not_found")
         return answers.Aborted(request_id=asked.request_id)
 
 
 async def _read(request: Request, parse: Callable[[bytes], T], max_body_size: int) -> T:
+    """The body of a request, parsed in a thread because a large one takes long."""
     return await asyncio.to_thread(parse, await body.read_body(request, max_body_size))

@@ -1,4 +1,4 @@
-"""The HTTP process: it starts the engine process, serves, and ends both."""
+"""The HTTP process: starts the engine process, serves requests, and ends both processes."""
 
 from __future__ import annotations
 
@@ -26,89 +26,110 @@ from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.engine.client import ClientSettings, EngineClient, EngineFailed
 from lopa_ascend.types import RankReport
 
-FLUSH = 1.0
-"""Seconds that clients have to read their last event once their requests were ended."""
-GIVE_UP = 3.0
-"""Seconds after which the process leaves whatever still runs, e.g. the tokenizer in a very long prompt."""
-MOURNING = 3.0
-"""Seconds in which a server whose engine has died still says so, for load balancers that ask /health."""
+LAST_EVENTS_TIME = 1.0
+"""Seconds that clients have to read their last events after their requests were ended."""
+SHUTDOWN_TIME = 3.0
+"""Seconds after which a shutdown stops waiting, e.g. for a thread that tokenizes a very long prompt."""
+DEAD_ENGINE_TIME = 3.0
+"""Seconds during which /health still answers 503 after the engine has died, for load balancers."""
 
 
 class Interrupts:
-    """SIGINT and SIGTERM as events of the running loop. ``again``: a second SIGINT, from someone in a hurry."""
+    """SIGINT and SIGTERM as events of the running event loop."""
 
     def __init__(self) -> None:
-        self.first, self.again = asyncio.Event(), asyncio.Event()
+        self.first = asyncio.Event()
+        """A signal has come."""
+        self.second = asyncio.Event()
+        """A SIGINT has come after the first signal: the user does not want to wait."""
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self.first.is_set() and number == signal.SIGINT:
-            self.again.set()
+            self.second.set()
         self.first.set()
 
 
 class Server(uvicorn.Server):
-    """Serves until a signal or the engine's death, then lets requests end as they are allowed to."""
+    """Serves until a signal comes or the engine dies, and then lets running requests end.
+
+    Args:
+        settings: settings of uvicorn.
+        client: the engine.
+        interrupts: the signals.
+        shutdown_timeout: seconds that running requests may go on after a signal.
+        greeting: text that is printed once requests are accepted.
+    """
 
     def __init__(
-        self, settings: uvicorn.Config, client: EngineClient, interrupts: Interrupts, grace: float, greeting: str
+        self,
+        settings: uvicorn.Config,
+        client: EngineClient,
+        interrupts: Interrupts,
+        shutdown_timeout: float,
+        greeting: str,
     ):
         super().__init__(settings)
-        self._client, self._interrupts, self._grace, self._greeting = client, interrupts, grace, greeting
-        self._minders: list[asyncio.Task[None]] = []
+        self._client, self._interrupts = client, interrupts
+        self._shutdown_timeout, self._greeting = shutdown_timeout, greeting
+        self._watchers: list[asyncio.Task[None]] = []
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are those of ``Interrupts``; uvicorn would raise them again after the stop."""
+        """Leaves the signals to ``Interrupts``; uvicorn's handlers would raise them again after the shutdown."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         sys.stdout.write(self._greeting)
         sys.stdout.flush()
-        self._minders = [asyncio.create_task(self._mind_signals()), asyncio.create_task(self._mind_engine())]
+        self._watchers = [asyncio.create_task(self._watch_signals()), asyncio.create_task(self._watch_engine())]
 
-    async def _mind_signals(self) -> None:
+    async def _watch_signals(self) -> None:
         await self._interrupts.first.wait()
-        drained = asyncio.create_task(self._client.drain(self._grace))
-        hurry = asyncio.create_task(self._interrupts.again.wait())
-        await asyncio.wait({drained, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        drained = asyncio.create_task(self._client.drain(self._shutdown_timeout))
+        second_signal = asyncio.create_task(self._interrupts.second.wait())
+        await asyncio.wait({drained, second_signal}, return_when=asyncio.FIRST_COMPLETED)
         self.should_exit = True
-        await hurry
+        await second_signal
         self.force_exit = True
 
-    async def _mind_engine(self) -> None:
-        await self._client.died.wait()
-        await asyncio.sleep(MOURNING)
+    async def _watch_engine(self) -> None:
+        await self._client.engine_died.wait()
+        await asyncio.sleep(DEAD_ENGINE_TIME)
         self.should_exit = True
 
     @property
     def status(self) -> int:
-        """The exit status."""
-        return 1 if self._client.died.is_set() else 0
+        """Exit status of the process."""
+        return 1 if self._client.engine_died.is_set() else 0
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
         self._client.stop()
-        loop.call_later(FLUSH, self._drop_connections)
-        loop.call_later(GIVE_UP, self._give_up)
+        loop.call_later(LAST_EVENTS_TIME, self._drop_connections)
+        loop.call_later(SHUTDOWN_TIME, self._exit_at_once)
         await super().shutdown(sockets)
 
     def _drop_connections(self) -> None:
-        # Clients that do not read: uvicorn would cancel their tasks and log a traceback for each.
+        # For clients that do not read: uvicorn would cancel their tasks, and log a traceback for each.
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
-    def _give_up(self) -> None:
+    def _exit_at_once(self) -> None:
         self._client.kill()
         os._exit(self.status)
 
 
 def serve(config: ServeConfig) -> int:
-    """Serves until SIGINT or SIGTERM; returns the exit status: 1 if it cannot start, or its engine died."""
+    """Serves until SIGINT or SIGTERM, or until the engine dies.
+
+    Returns:
+        Exit status of the process: 1 if the server cannot start or its engine died, else 0.
+    """
     try:
-        listener = _bind(config.host, config.port)  # before the model loads: a port in use shows at once
+        listener = _bind(config.host, config.port)  # before the model is loaded, so that a port in use shows at once
         _check_tls(config)
         settings = _client_settings(config)
     except (ValueError, OSError) as error:
@@ -124,7 +145,7 @@ async def _serve(config: ServeConfig, settings: ClientSettings, listener: socket
     if not starting.done():
         starting.cancel()
         await asyncio.wait({starting})
-        os._exit(0)  # a thread may be in an import, and the loop would wait for it
+        os._exit(0)  # the event loop would wait for a thread that may be importing the tokenizer's libraries
     interrupted.cancel()
     try:
         client, greeting = starting.result()
@@ -139,7 +160,7 @@ async def _serve(config: ServeConfig, settings: ClientSettings, listener: socket
 
 
 async def _start(config: ServeConfig, settings: ClientSettings, listener: socket.socket) -> tuple[EngineClient, str]:
-    """Returns the client and the greeting; raises as ``EngineClient.start`` does."""
+    """The client of a new engine, and the greeting. Raises as ``EngineClient.start`` does."""
     client = await EngineClient.start(config.engine, settings)
     try:
         return client, await asyncio.to_thread(_greeting, client, config, listener)
@@ -149,6 +170,7 @@ async def _start(config: ServeConfig, settings: ClientSettings, listener: socket
 
 
 def _refused(error: Exception) -> int:
+    """Reports why the server cannot start, and returns the exit status."""
     sys.stderr.write(f"error: {error}\n")
     return 1
 
@@ -161,7 +183,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _check_tls(config: ServeConfig) -> None:
-    """Raises OSError or ValueError: the files of the TLS flags cannot be used."""
+    """Raises OSError or ValueError if the files of the TLS flags cannot be used."""
     if config.ssl_certfile is None:
         return
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -196,7 +218,7 @@ def _uvicorn(config: ServeConfig, client: EngineClient) -> uvicorn.Config:
         create_app(client, config),
         lifespan="off",
         ws="none",
-        # Not what happens to be installed: others treat malformed requests in other ways.
+        # Always the same parser, whatever is installed: parsers differ in how they treat malformed requests.
         http="h11",
         loop="asyncio",
         root_path=config.root_path,
@@ -210,6 +232,7 @@ def _uvicorn(config: ServeConfig, client: EngineClient) -> uvicorn.Config:
 
 
 def _greeting(client: EngineClient, config: ServeConfig, listener: socket.socket) -> str:
+    """What the server prints when it is ready: model, ranks, memory, decoding, URL and an example request."""
     host, port = listener.getsockname()[:2]
     scheme = "http" if config.ssl_certfile is None else "https"
     url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
@@ -221,27 +244,27 @@ def _greeting(client: EngineClient, config: ServeConfig, listener: socket.socket
     return (
         f"\nmodel     {config.served_model_name or ready.model_name}, max_model_len {ready.limits.max_model_len}, "
         f"{ready.dtype} on {ready.device}\n"
-        f"{_ranks(config.engine, params)}"
-        f"{_memory(config.engine, ready.ranks)}"
+        f"{_ranks_line(config.engine, params)}"
+        f"{_memory_lines(config.engine, ready.ranks)}"
         f"decoding  {shown}\n"
         f"serving   {url}  (API documentation: {url}/docs)\n\n"
         f"curl {url}{route}{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}\n\n"
     )
 
 
-def _ranks(engine: EngineConfig, params: DecodingParams) -> str:
-    """A line on how the branches divide between the ranks; nothing for one rank."""
+def _ranks_line(engine: EngineConfig, params: DecodingParams) -> str:
+    """How the branches are divided between the ranks; nothing for one rank."""
     if engine.world_size == 1:
         return ""
     tp, bp = engine.tensor_parallel_size, engine.branch_parallel_size
     branches = 1 + params.lookaheads
-    places = slots_for(branches, bp) * bp
-    waste = "" if places == branches else f": {places - branches} of {places} places idle; more branches would be free"
-    return f"ranks     tensor parallel {tp} x branch parallel {bp}, {branches} branches{waste}\n"
+    slots = slots_for(branches, bp) * bp
+    idle = "" if slots == branches else f": {slots - branches} of {slots} slots idle; more branches would cost nothing"
+    return f"ranks     tensor parallel {tp} x branch parallel {bp}, {branches} branches{idle}\n"
 
 
-def _memory(engine: EngineConfig, ranks: Sequence[RankReport]) -> str:
-    """A line for each rank, with its place if there are several."""
+def _memory_lines(engine: EngineConfig, ranks: Sequence[RankReport]) -> str:
+    """What each rank holds in memory, and where the rank runs if there are several."""
     lines = []
     for number, rank in enumerate(ranks):
         bp, tp = divmod(number, engine.tensor_parallel_size)
@@ -255,7 +278,10 @@ def _memory(engine: EngineConfig, ranks: Sequence[RankReport]) -> str:
 
 
 def _example(client: EngineClient, config: ServeConfig) -> tuple[str, dict[str, object]]:
-    """A request that works. Also the first use of the chat template, which takes seconds for its imports."""
+    """Route and body of a request that works.
+
+    This is the first use of the chat template, whose imports take seconds that no request then has to wait for.
+    """
     if client.prompts.tokenizer is None:
         return "/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 32}
     question = "What is 12 + 30?"

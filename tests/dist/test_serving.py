@@ -24,7 +24,7 @@ def test_a_server_of_several_ranks_says_what_they_do() -> None:
     sizes = ("--tensor-parallel-size", "2", "--branch-parallel-size", "2")
     with running(*sizes, "--num-branches", "4", "--max-new-tokens", "64") as server:
         greeting = server.greeting
-        assert "ranks     tensor parallel 2 x branch parallel 2, 5 branches: 1 of 6 places idle" in greeting
+        assert "ranks     tensor parallel 2 x branch parallel 2, 5 branches: 1 of 6 slots idle" in greeting
         places = [f"rank {n} (bp {n // 2}, tp {n % 2}) on {platform.node()} cpu: weights " for n in range(4)]
         assert all(place in greeting for place in places)
         backend = server.http.get("/server_info").json()["backend"]

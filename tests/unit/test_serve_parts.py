@@ -58,10 +58,10 @@ def test_body_sizes():
 
 
 def test_clients_that_stop_sending(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(body, "PATIENCE", 0.05)
+    monkeypatch.setattr(body, "PIECE_TIMEOUT", 0.05)
     assert status([b"{"], hang=True) == (408, {"Connection": "close"})
-    monkeypatch.setattr(body, "PATIENCE", 30.0)
-    monkeypatch.setattr(body, "DEADLINE", 0.05)
+    monkeypatch.setattr(body, "PIECE_TIMEOUT", 30.0)
+    monkeypatch.setattr(body, "BODY_TIMEOUT", 0.05)
     assert status([b"{"], hang=True)[0] == 408
 
 

@@ -1,1 +1,1 @@
-"""The HTTP API: request bodies, answers, events, errors and the OpenAPI document."""
+"""The HTTP API: bodies of requests, answers, streams of events, errors, and the OpenAPI document."""

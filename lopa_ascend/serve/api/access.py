@@ -1,6 +1,6 @@
-"""What every request passes on its way in and out: its id, the key, and an answer where our own code failed.
+"""Middleware for every request: its id, the check of the API key, and an answer for unexpected exceptions.
 
-Also the log of requests: one JSON object a line, on stderr.
+Also the log of requests, which has one JSON object per line on stderr.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ logger = logging.getLogger("uvicorn.error")
 request_logger = logging.getLogger("lopa_ascend.requests")
 
 OPEN_ROUTES = ("/health", "/version")
-"""Answered without the key: load balancers have none."""
-SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+"""Answered without a key, because load balancers have none."""
+VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 def request_id(scope: Scope) -> str:
-    """The id of the request under way: the client's X-Request-Id if it is a sane one, else ours."""
+    """The id of an HTTP request: the client's X-Request-Id if that is valid, else a random one."""
     return str(scope["state"]["request_id"])
 
 
 def log_line(**values: Any) -> None:
+    """Writes one line to the log of requests."""
     request_logger.info(json.dumps(values))
 
 
-def open_request_log() -> None:
-    """Without it the lines go wherever the root logger's go, which by default is nowhere."""
+def set_up_request_log() -> None:
+    """Sends the log of requests to stderr. By default the root logger would drop it."""
     if not request_logger.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
@@ -46,7 +47,12 @@ def open_request_log() -> None:
 
 
 class Access:
-    """ASGI middleware. Without ``api_key`` everyone may ask."""
+    """ASGI middleware that gives every request an id, checks its key and answers unexpected exceptions.
+
+    Args:
+        app: the application behind it.
+        api_key: key that requests must carry; None: no key is needed.
+    """
 
     def __init__(self, app: ASGIApp, api_key: str | None):
         self._app = app
@@ -56,31 +62,31 @@ class Access:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers, begun = Headers(scope=scope), False
-        given = headers.get("x-request-id", "")
-        identity = given if SANE_ID.fullmatch(given) else uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = identity
+        headers, response_started = Headers(scope=scope), False
+        sent_id = headers.get("x-request-id", "")
+        own_id = sent_id if VALID_ID.fullmatch(sent_id) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = own_id
 
         async def send_with_id(message: Message) -> None:
-            nonlocal begun
+            nonlocal response_started
             if message["type"] == "http.response.start":
-                begun = True
-                MutableHeaders(scope=message)["x-request-id"] = identity
+                response_started = True
+                MutableHeaders(scope=message)["x-request-id"] = own_id
             await send(message)
 
-        if not self._may_pass(scope, headers):
+        if not self._is_allowed(scope, headers):
             await _unauthorized()(scope, receive, send_with_id)
             return
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:
-            logger.exception("request %s failed", identity)
-            if not begun:
+            logger.exception("request %s failed", own_id)
+            if not response_started:
                 message = f"{type(error).__name__}: {error}"
                 answer = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, code="internal_error").response()
                 await answer(scope, receive, send_with_id)
 
-    def _may_pass(self, scope: Scope, headers: Headers) -> bool:
+    def _is_allowed(self, scope: Scope, headers: Headers) -> bool:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if self._expected is None or path in OPEN_ROUTES:
             return True
@@ -88,6 +94,6 @@ class Access:
 
 
 def _unauthorized() -> ASGIApp:
-    message = "the API key is missing or wrong; send Authorization: Bearer KEY"
+    message = "the API key is missing or wrong; send it in the header Authorization: Bearer KEY"
     headers = {"WWW-Authenticate": "Bearer"}
     return ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key", headers=headers).response()

@@ -1,4 +1,4 @@
-"""Bodies of answers, as /openapi.json documents them."""
+"""The bodies of answers, as /openapi.json documents them."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class PromptTokensDetails(BaseModel):
-    cached_tokens: int = Field(description="Of the prompts, taken from the prefix cache.")
+    cached_tokens: int = Field(description="Prompt tokens that came from the prefix cache.")
 
 
 class Usage(BaseModel):
-    """``prompt_tokens`` count once however large n is; ``completion_tokens`` are the visible ones."""
+    """Numbers of tokens of all choices."""
 
-    prompt_tokens: int
-    completion_tokens: int
+    prompt_tokens: int = Field(description="Each prompt counts once, whatever n is.")
+    completion_tokens: int = Field(description="Visible tokens.")
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
 
 
 class LopaStats(BaseModel):
-    """Of the whole response: forward passes, and visible tokens by forward passes."""
+    """How the choices were decoded."""
 
-    num_forwards: int
-    tokens_per_forward: float
+    num_forwards: int = Field(description="Forward passes of all choices.")
+    tokens_per_forward: float = Field(description="Visible tokens of all choices divided by their forward passes.")
 
 
 class CompletionLogprobs(BaseModel):
-    """One item a token each. ``text_offset`` is where its text begins in the choice's text, in characters."""
+    """Lists with one item for each token."""
 
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
-    text_offset: list[int]
+    tokens: list[str] = Field(description="Text of the token alone.")
+    token_logprobs: list[float] = Field(description="Log probability of the token.")
+    top_logprobs: list[dict[str, float]] | None = Field(description="With logprobs 1: the token itself.")
+    text_offset: list[int] = Field(description="Where the token begins in the choice's text, in characters.")
 
 
 class TopLogprob(BaseModel):
@@ -55,7 +55,7 @@ class _Choice(BaseModel):
     index: int
     finish_reason: str | None = Field(description='"stop", "length" or "abort" (see /abort_request).')
     stop_reason: int | str | None = Field(description="The EOS id or the stop string that ended the text.")
-    token_ids: list[int] | None = Field(None, description="With return_token_ids, or without a tokenizer.")
+    token_ids: list[int] | None = Field(None, description="With return_token_ids, or if the model has no tokenizer.")
 
 
 class CompletionChoice(_Choice):
@@ -125,7 +125,7 @@ class Text(BaseModel):
 
 
 class TokenizerInfo(BaseModel):
-    """``bos_token``, ``eos_token`` and the other named special tokens that the model has, besides these."""
+    """The tokenizer. The model's named special tokens, such as bos_token and eos_token, are further fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -141,12 +141,12 @@ class Aborted(BaseModel):
 
 
 class ServerInfo(BaseModel):
-    """What the server runs with; no secrets."""
+    """The effective configuration, without secrets."""
 
     model: str
-    backend: dict[str, Any] = Field(description="The device and number format in effect.")
+    backend: dict[str, Any] = Field(description="Device, number format, memory and ranks in effect.")
     limits: dict[str, Any] = Field(description="What a request may ask for.")
-    engine: dict[str, Any] = Field(description="The engine's settings, null where it chose itself.")
+    engine: dict[str, Any] = Field(description="Settings of the engine; null: the engine's own choice.")
     decoding: dict[str, Any] = Field(description="Decoding parameters of a request that sets none.")
-    server: dict[str, Any] = Field(description="Settings of the HTTP server.")
-    versions: dict[str, str | None]
+    server: dict[str, Any] = Field(description="Settings of the HTTP server. Of secrets: whether they are set.")
+    versions: dict[str, str | None] = Field(description="Versions of packages; null: not installed.")

@@ -1,4 +1,4 @@
-"""Bytes of a request -> a validated model. Whatever is wrong with a body is an ``ApiError`` 400 (413 if too large)."""
+"""Reads the body of a request into a validated model. Every mistake in a body becomes an ``ApiError``."""
 
 from __future__ import annotations
 
@@ -30,28 +30,36 @@ from lopa_ascend.serve.api.protocol import (
 )
 from lopa_ascend.serve.api.schema import NeutralValues
 
-PATIENCE = 30.0
-"""Seconds between two pieces of a body."""
-DEADLINE = 300.0
-"""Seconds for a whole body."""
-DRAIN = 8
-"""How many times the size limit is read and thrown away: clients look for the answer only after they have sent it."""
+PIECE_TIMEOUT = 30.0
+"""Most seconds between two pieces of a body."""
+BODY_TIMEOUT = 300.0
+"""Most seconds for a whole body."""
+MAX_READ_FACTOR = 8
+"""A body that is too large is read, without being kept, up to this many times the limit, because clients look for the
+answer only after they have sent everything. Beyond that the connection is closed."""
 MAX_DEPTH = 16
-"""Of nested objects and lists; no request needs more than five."""
-HANG_UP = {"Connection": "close"}
+"""Most levels of nested objects and lists; requests need five."""
+CLOSE = {"Connection": "close"}
+"""Headers that end the connection."""
 
 T = TypeVar("T", bound=BaseModel)
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """Raises:
-    ApiError: 400, not JSON by its content type; 408, the client is too slow; 413, more than ``limit`` bytes.
-    ClientDisconnect: the client went away.
+    """The whole body of a request.
+
+    Args:
+        request: the request.
+        limit: most bytes that the body may have.
+
+    Raises:
+        ApiError: 400, the content type is not JSON; 408, the client is too slow; 413, the body is too large.
+        ClientDisconnect: the client closed the connection.
     """
     content_type = request.headers.get("content-type", "")
-    announced = request.headers.get("content-length", "0")
-    size = int(announced) if announced.isdecimal() else 0
-    if size > DRAIN * limit:
+    content_length = request.headers.get("content-length", "0")
+    size = int(content_length) if content_length.isdecimal() else 0
+    if size > MAX_READ_FACTOR * limit:
         raise _too_large(size, limit)
     body = await _read(request, limit)
     if content_type.partition(";")[0].strip().lower() != "application/json":
@@ -63,18 +71,18 @@ async def read_body(request: Request, limit: int) -> bytes:
 async def _read(request: Request, limit: int) -> bytes:
     body, size = bytearray(), 0
     pieces = aiter(request.stream())
-    deadline = asyncio.get_running_loop().time() + DEADLINE
+    now = asyncio.get_running_loop().time
+    deadline = now() + BODY_TIMEOUT
     while True:
-        patience = min(PATIENCE, deadline - asyncio.get_running_loop().time())
         try:
-            piece = await asyncio.wait_for(anext(pieces), patience)
+            piece = await asyncio.wait_for(anext(pieces), min(PIECE_TIMEOUT, deadline - now()))
         except StopAsyncIteration:
             break
         except asyncio.TimeoutError:
-            message = f"the body did not arrive; {size} bytes of it did"
-            raise ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="body_timeout", headers=HANG_UP) from None
+            message = f"the body did not arrive in time; {size} bytes did"
+            raise ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="body_timeout", headers=CLOSE) from None
         size += len(piece)
-        if size > DRAIN * limit:
+        if size > MAX_READ_FACTOR * limit:
             break
         if size <= limit:
             body += piece
@@ -84,9 +92,12 @@ async def _read(request: Request, limit: int) -> bytes:
 
 
 def _too_large(size: int, limit: int) -> ApiError:
-    message = f"the body has {size} bytes or more, the limit is {limit}"
-    headers = HANG_UP if size > DRAIN * limit else None
+    message = f"the body has {size} bytes or more; this server takes at most {limit}"
+    headers = CLOSE if size > MAX_READ_FACTOR * limit else None
     return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="request_too_large", headers=headers)
+
+
+# ---- one function for each kind of body ------------------------------------------------------------------------------
 
 
 def parse_completion(raw: bytes) -> CompletionRequest:
@@ -124,7 +135,7 @@ def _completion(model: type[T], raw: bytes, unsupported: NeutralValues) -> T:
     values = _load(raw)
     _drop_unsupported(values, unsupported)
     if values.get("logprobs") is False:
-        del values["logprobs"]  # as chat clients switch them off
+        del values["logprobs"]  # clients of the chat API switch them off like this
     return _validate(model, values)
 
 
@@ -135,22 +146,25 @@ def _chat(model: type[T], raw: bytes, unsupported: NeutralValues) -> T:
     return _validate(model, values)
 
 
+# ---- JSON ------------------------------------------------------------------------------------------------------------
+
+
 def _bad(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
     return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
-def _finite(text: str) -> float:
+def _finite_number(text: str) -> float:
     value = float(text)
     if math.isinf(value):
         raise ValueError("a number is too large")
-    return int(value) if value.is_integer() else value  # JSON has no other way to tell integers
+    return int(value) if value.is_integer() else value  # JSON does not distinguish 5.0 from 5
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object_of_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         raise ValueError("an object names a field twice")
@@ -160,35 +174,39 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _load(raw: bytes) -> dict[str, Any]:
     try:
         text = raw.decode("utf-8")
-        values = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique)
+        values = json.loads(
+            text, parse_constant=_refuse_constant, parse_float=_finite_number, object_pairs_hook=_object_of_unique_names
+        )
     except RecursionError:
         raise _bad("the body is nested too deeply", code="invalid_json") from None
-    except ValueError as error:  # malformed UTF-8 or JSON, or a number of more digits than Python reads
+    except ValueError as error:  # malformed UTF-8 or JSON, or a number with more digits than Python reads
         raise _bad(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(values, dict):
-        raise _bad(f"the body must be a JSON object, got a {type(values).__name__}", code="invalid_json")
+        raise _bad(f"the body must be a JSON object, not a {type(values).__name__}", code="invalid_json")
     for name, value in values.items():
-        _check_text({name: value}, name if _is_text(name) else None)
+        _check_strings({name: value}, name if _is_text(name) else None)
     return values
 
 
-def _check_text(value: object, param: str | None, depth: int = 0) -> None:
+def _check_strings(value: object, param: str | None, depth: int = 0) -> None:
+    """Refuses strings that are not text, and deep nesting. ``param`` is the field of the body that holds the value."""
     if depth > MAX_DEPTH:
-        raise _bad(f"nested more than {MAX_DEPTH} deep", param, code="invalid_json")
+        raise _bad(f"nested more than {MAX_DEPTH} levels deep", param, code="invalid_json")
     if isinstance(value, str) and not _is_text(value):
-        name = param or "a field's name"
-        raise _bad(f"{name} holds a lone surrogate or a NUL character, which are no text", param)
+        name = param or "the name of a field"
+        raise _bad(f"{name} is not text: it holds a lone surrogate or a NUL character", param)
     if isinstance(value, dict):
         for name, item in value.items():
-            _check_text(name, param, depth + 1)
-            _check_text(item, param, depth + 1)
+            _check_strings(name, param, depth + 1)
+            _check_strings(item, param, depth + 1)
     if isinstance(value, list):
         for item in value:
-            if not isinstance(item, int):
-                _check_text(item, param, depth + 1)
+            if not isinstance(item, int):  # token ids, of which there can be many
+                _check_strings(item, param, depth + 1)
 
 
 def _is_text(value: str) -> bool:
+    """Whether a string can be written as UTF-8 and has no NUL character."""
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
@@ -196,7 +214,11 @@ def _is_text(value: str) -> bool:
     return "\0" not in value
 
 
+# ---- fields ----------------------------------------------------------------------------------------------------------
+
+
 def _drop_from_messages(values: dict[str, Any]) -> None:
+    """Removes the fields of messages that are not supported and null."""
     messages = values.get("messages")
     for index, message in enumerate(messages if isinstance(messages, list) else []):
         if isinstance(message, dict):
@@ -204,9 +226,19 @@ def _drop_from_messages(values: dict[str, Any]) -> None:
 
 
 def _drop_unsupported(values: dict[str, Any], neutral: NeutralValues, prefix: str = "") -> None:
+    """Removes the fields that are not supported, if their values change nothing.
+
+    Args:
+        values: an object of the body.
+        neutral: the fields, and the values besides null that change nothing.
+        prefix: what stands before the field's name in errors.
+
+    Raises:
+        ApiError: a field has another value.
+    """
     for name in neutral.keys() & values.keys():
         value = values.pop(name)
-        # JSON's false is not its 0, Python's is.
+        # In Python False equals 0, in JSON it does not.
         if value is None or any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral[name]):
             continue
         allowed = " or ".join(json.dumps(item) for item in neutral[name] or (None,))
@@ -219,18 +251,20 @@ def _validate(model: type[T], values: dict[str, Any]) -> T:
         return model.model_validate(values)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=False)
-        # A misspelt field explains a missing one; of a union's members the one counts that got furthest, into the list.
+        # An unknown field comes first: a misspelt name explains why another field is missing.
         unknown = [e for e in errors if e["type"] == "extra_forbidden"]
-        same = [e for e in errors if e["loc"][0] == errors[0]["loc"][0]]
-        raise _explain(unknown[0] if unknown else max(same, key=lambda e: len(e["loc"])), model) from None
+        # A field that may have several types has an error for each; the longest location is the closest match.
+        of_first_field = [e for e in errors if e["loc"][0] == errors[0]["loc"][0]]
+        raise _explain(unknown[0] if unknown else max(of_first_field, key=lambda e: len(e["loc"])), model) from None
 
 
 def _explain(error: ErrorDetails, model: type[BaseModel]) -> ApiError:
-    # A union's errors name its members, e.g. ("content", "str"), of which no client knows.
-    place = [part for part in error["loc"] if isinstance(part, int) or part not in ("str", "int") and "[" not in part]
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
+    """pydantic's error in our words, with the name of the field as clients know it."""
+    # In a field of several types the location also names the type, e.g. ("content", "str").
+    path = [part for part in error["loc"] if isinstance(part, int) or part not in ("str", "int") and "[" not in part]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
     if error["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(str(place[-1]), model.model_fields, n=1) if len(place) == 1 else []
+        close = difflib.get_close_matches(str(path[-1]), model.model_fields, n=1) if len(path) == 1 else []
         hint = f"; did you mean {close[0]!r}?" if close else ""
         return _bad(f"unknown field {param!r}{hint}", param, code="unknown_parameter")
     if error["type"] == "missing":

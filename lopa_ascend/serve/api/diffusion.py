@@ -1,7 +1,7 @@
-"""The events of a diffusion stream: every forward pass of one request, for people who want to watch.
+"""The events of a diffusion stream, which shows every forward pass of one request.
 
-Positions are absolute, counted from the start of the prompt; branches are numbered 0 for the anchor and r for the
-lookahead branch of rank r, in the order in which they are compared.
+Positions are counted from the start of the prompt. Branch 0 is the anchor, branch r the lookahead branch of rank r;
+branches are listed in the order in which they are compared.
 """
 
 from __future__ import annotations
@@ -14,15 +14,22 @@ from lopa_ascend.types import BranchRecord, Fill, Progress, StepRecord, Update
 
 
 class StepEncoder:
-    """The events of one diffusion stream, which has a single choice."""
+    """Makes the events of one diffusion stream, which has a single choice.
+
+    Args:
+        response: makes the parts of the response.
+        tokenizer: for the text of filled tokens; None: events have token ids only.
+    """
 
     def __init__(self, response: Response, tokenizer: Tokenizer | None):
         self._response, self._tokenizer = response, tokenizer
 
     def opening(self) -> list[Json]:
+        """No events before the first update."""
         return []
 
     def progress(self, index: int, update: Update, progress: Progress) -> list[Json]:
+        """A diffusion.step for a forward pass, and diffusion.done at the end."""
         events = []
         if update.record is not None:
             events.append({"object": "diffusion.step", **self._step(update.record), "text": progress.text})
@@ -35,6 +42,7 @@ class StepEncoder:
         return events
 
     def closing(self) -> list[Json]:
+        """No events after the last update."""
         return []
 
     def _step(self, record: StepRecord) -> Json:
@@ -60,4 +68,5 @@ class StepEncoder:
 
 
 def _ranks(branches: Sequence[BranchRecord]) -> list[int]:
+    """The number of each branch: 0 for the anchor, else its place among the lookahead branches, from 1."""
     return [0 if branch.lookahead is None else rank for rank, branch in enumerate(branches, 1)]

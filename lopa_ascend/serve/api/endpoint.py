@@ -1,4 +1,4 @@
-"""One HTTP request for text, from its body to its last byte."""
+"""Answers requests for text: from the body of an HTTP request to the last byte of its answer."""
 
 from __future__ import annotations
 
@@ -31,24 +31,31 @@ T = TypeVar("T", bound=GenerationRequest)
 
 
 class Encoder(Protocol):
-    """What makes the events of a stream."""
+    """Makes the events of a stream."""
 
-    def opening(self) -> list[responses.Json]: ...
+    def opening(self) -> list[responses.Json]:
+        """Events before the first update."""
 
-    def progress(self, index: int, update: Update, progress: Progress) -> list[responses.Json]: ...
+    def progress(self, index: int, update: Update, progress: Progress) -> list[responses.Json]:
+        """Events for one update of the choice ``index``."""
 
-    def closing(self) -> list[responses.Json]: ...
+    def closing(self) -> list[responses.Json]:
+        """Events after the last update."""
 
 
 @dataclass(frozen=True)
 class Route(Generic[T]):
-    """How a kind of request is read, planned and answered."""
+    """How one kind of request is read, planned and answered."""
 
     parse: Callable[[bytes], T]
+    """The request from its body."""
     plan: Callable[[Planner, T], list[Choice]]
+    """The choices that the request asks for."""
     form: responses.Format
     details: Callable[[Planner, T], responses.Details]
+    """What the request asks its answer to hold."""
     diffusion: bool = False
+    """The answer is a stream of forward passes."""
 
 
 def _completion_details(planner: Planner, request: CompletionRequest) -> responses.Details:
@@ -74,32 +81,54 @@ DIFFUSION_CHAT = Route(body.parse_diffusion_chat, Planner.chat, responses.CHAT, 
 
 
 class Endpoint:
-    """What all routes that generate have in common."""
+    """Answers the requests of all routes that generate text.
+
+    Args:
+        client: the engine.
+        planner: makes choices of requests.
+        metrics: told of every request that reached the engine.
+        model: name of the served model.
+        config: how the server was started.
+    """
 
     def __init__(self, client: EngineClient, planner: Planner, metrics: Metrics, model: str, config: ServeConfig):
         self._client, self._planner, self._metrics, self._model = client, planner, metrics, model
         self._max_body_size, self._log_texts = config.max_body_size, config.enable_log_requests
         self._sent_as: dict[str, set[str]] = {}
-        """Response ids under way by the X-Request-Id of their requests."""
+        """The ids of running responses, by the X-Request-Id of their requests."""
 
     def check_model(self, model: str | None) -> None:
-        """Raises:
-        ApiError: 404, it is not the one that is served; None is.
+        """Accepts the name of the served model, and None.
+
+        Raises:
+            ApiError: 404, there is no such model.
         """
         if model not in (None, self._model):
             message = f"the model {model!r} does not exist; this server has {self._model!r}"
             raise ApiError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
 
-    def abort(self, identity: str) -> bool:
-        """Ends the requests with this response id or X-Request-Id; False if none runs."""
-        ended = [self._client.abort(name) for name in (identity, *self._sent_as.get(identity, ()))]
+    def abort(self, some_id: str) -> bool:
+        """Ends running requests.
+
+        Args:
+            some_id: id of a response, or an X-Request-Id, which several requests may have.
+
+        Returns:
+            Whether a request was running.
+        """
+        ended = [self._client.abort(response_id) for response_id in (some_id, *self._sent_as.get(some_id, ()))]
         return any(ended)
 
     async def answer(self, request: Request, route: Route[T]) -> Response:
-        """Raises ApiError, ParameterError or ClientDisconnect; a stream that has begun reports errors inside."""
+        """The answer to a request. Once a stream has begun, errors are events of the stream.
+
+        Raises:
+            ApiError, ParameterError: the request cannot be answered.
+            ClientDisconnect: the client closed the connection.
+        """
         arrived = time.monotonic()
         raw = await body.read_body(request, self._max_body_size)
-        # In threads, for a large body takes seconds to parse and tokenize, and /health must not wait for it.
+        # In threads: a large body takes seconds to parse and to tokenize, and /health must not wait for it.
         asked = await asyncio.to_thread(route.parse, raw)
         self.check_model(asked.model)
         choices = await asyncio.to_thread(route.plan, self._planner, asked)
@@ -122,28 +151,35 @@ class Endpoint:
         return Run(self._client, generation, arrived, lambda run: self._end(run, sent_as))
 
     def _end(self, run: Run, sent_as: str) -> None:
-        names = self._sent_as[sent_as]
-        names.discard(run.generation.request_id)
-        if not names:
+        response_ids = self._sent_as[sent_as]
+        response_ids.discard(run.generation.request_id)
+        if not response_ids:
             del self._sent_as[sent_as]
-        self._metrics.observe_end(run.timeline, run.trouble)
-        numbers = run.timeline.summary(time.monotonic(), run.trouble)
+        self._metrics.observe_end(run.timeline, run.reason_without_output)
+        numbers = run.timeline.summary(time.monotonic(), run.reason_without_output)
         log_line(event="finished", id=run.generation.request_id, request_id=sent_as, **numbers)
 
 
 class Run:
-    """A generation under way with its times, from its submission to its release. ``ended`` is called after that."""
+    """A running generation and its times, from its submission to its release.
 
-    def __init__(self, client: EngineClient, generation: Generation, arrived: float, ended: Callable[[Run], None]):
+    Args:
+        client: the engine.
+        generation: the choices of the request.
+        arrived: when the request arrived, in seconds of ``time.monotonic``.
+        on_end: called once, after the release.
+    """
+
+    def __init__(self, client: EngineClient, generation: Generation, arrived: float, on_end: Callable[[Run], None]):
         self.generation = generation
         self.timeline = Timeline([len(choice.prompt_token_ids) for choice in generation.choices], arrived)
-        self.trouble: str | None = None
-        """The finish reason of choices that got no output."""
-        self._client, self._ended = client, ended
+        self.reason_without_output: str | None = None
+        """Finish reason of the choices that got no output; None: "abort"."""
+        self._client, self._on_end = client, on_end
 
     @asynccontextmanager
     async def until_disconnect(self, receive: Receive) -> AsyncIterator[None]:
-        """Aborts the generation when the client goes away, and releases it at the end, whichever way that comes."""
+        """A context that aborts the generation when the client closes the connection, and releases it at its end."""
 
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
@@ -156,21 +192,21 @@ class Run:
         finally:
             watcher.cancel()
             self._client.release(self.generation)
-            self._ended(self)
+            self._on_end(self)
 
     async def progress(self) -> AsyncIterator[tuple[int, Update, Progress]]:
-        """As ``Generation.progress``."""
+        """As ``Generation.progress``; also notes the times."""
         try:
             async for index, update, progress in self.generation.progress():
                 now, seconds = time.monotonic(), self._client.stats.forward_seconds
                 self.timeline.choices[index].advance(now, seconds, update, progress)
                 yield index, update, progress
         except ApiError as error:
-            self.trouble = "error" if error.code in ("engine_error", "engine_dead") else "abort"
+            self.reason_without_output = "error" if error.code in ("engine_error", "engine_dead") else "abort"
             raise
 
     async def outputs(self) -> list[GenerationOutput]:
-        """One of each choice. Raises: see ``Generation.progress``."""
+        """The output of each choice. Raises as ``Generation.progress`` does."""
         outputs: dict[int, GenerationOutput] = {}
         async for index, _, progress in self.progress():
             if progress.output is not None:
@@ -179,7 +215,12 @@ class Run:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of one run; the run ends with the response, whichever way that ends."""
+    """The answer to a streaming request. However it ends, the run ends with it.
+
+    Args:
+        run: the running generation.
+        encoder: makes the events.
+    """
 
     media_type = "text/event-stream"
 
@@ -209,5 +250,5 @@ class EventStream(StreamingResponse):
 
 
 def _event(value: responses.Json) -> str:
-    # ASCII: many clients take U+2028 and U+0085 for line ends.
+    # ASCII only, because many clients take U+2028 and U+0085 for ends of lines.
     return f"data: {json.dumps(value)}\n\n"

@@ -1,4 +1,4 @@
-"""Every error leaves the server as OpenAI's ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors of the HTTP API, which all have OpenAI's form ``{"error": {"message", "type", "param", "code"}}``."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from starlette.responses import JSONResponse, Response
 from lopa_ascend.config import ParameterError
 
 MAX_MESSAGE = 1000
-"""Characters; messages quote the client's values, and those can be megabytes."""
+"""Most characters of a message. Messages quote the client's values, which can be megabytes long."""
 CLIENT_CLOSED_REQUEST = 499
+"""Status for the log where the client has closed the connection."""
 RETRY_AFTER = 1
-"""Seconds after which a client that got a 503 may ask again."""
+"""Seconds after which a client that got a 503 may send its request again."""
 
-KINDS = {
+TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.NOT_FOUND: "not_found_error",
     HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
     HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
 }
-"""``type`` by status; "invalid_request_error" for the other 4xx, "server_error" for the other 5xx."""
+"""``type`` by status. For other statuses it is "invalid_request_error" (4xx) or "server_error" (5xx)."""
 
 
 class ErrorDetail(BaseModel):
@@ -41,7 +42,15 @@ class ErrorBody(BaseModel):
 
 
 class ApiError(Exception):
-    """An answer other than 200. ``param`` names the field of the body at fault, ``code`` the kind of error."""
+    """An answer with an error.
+
+    Args:
+        status: HTTP status.
+        message: what is wrong, what is allowed, and what to do.
+        param: the field of the body that is wrong; None if it is no single field.
+        code: the kind of error, for programs.
+        headers: further headers of the answer.
+    """
 
     def __init__(
         self,
@@ -57,10 +66,11 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        client_error = self.status < HTTPStatus.INTERNAL_SERVER_ERROR
-        kind = KINDS.get(HTTPStatus(self.status), "invalid_request_error" if client_error else "server_error")
+        """The answer's JSON."""
+        other = "invalid_request_error" if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+        error_type = TYPES.get(HTTPStatus(self.status), other)
         message = self.message if len(self.message) <= MAX_MESSAGE else self.message[:MAX_MESSAGE] + "..."
-        detail = ErrorDetail(message=message, type=kind, param=self.param, code=self.code)
+        detail = ErrorDetail(message=message, type=error_type, param=self.param, code=self.code)
         return ErrorBody(error=detail).model_dump()
 
     def response(self) -> JSONResponse:
@@ -68,7 +78,7 @@ class ApiError(Exception):
 
 
 def unavailable(message: str, code: str = "service_unavailable") -> ApiError:
-    """A 503 that tells when to try again."""
+    """A 503 that says when to send the request again."""
     headers = {"Retry-After": str(RETRY_AFTER)}
     return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, message, code=code, headers=headers)
 
@@ -94,7 +104,7 @@ def _on_disconnect(_: Request, __: Exception) -> Response:
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Of every exception that a route may raise; whatever else there is, is a bug, and ``access`` answers it."""
+    """Adds a handler for each exception that routes are meant to raise. Others are bugs, which ``Access`` answers."""
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(ParameterError, _on_parameter_error)
     app.add_exception_handler(HTTPException, _on_http_exception)

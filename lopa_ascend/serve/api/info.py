@@ -1,4 +1,4 @@
-"""What the server says of itself and of its tokenizer."""
+"""Answers about the server and its tokenizer."""
 
 from __future__ import annotations
 
@@ -11,19 +11,26 @@ import lopa_ascend
 from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.serve.api.answers import ServerInfo, Text, TokenizerInfo, Tokens
 from lopa_ascend.serve.api.protocol import DetokenizeRequest, TokenizeRequest
-from lopa_ascend.serve.config import ServeConfig
+from lopa_ascend.serve.config import SECRETS, ServeConfig
 from lopa_ascend.serve.engine.messages import Ready
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.tokenizer import Tokenizer
 
-SECRETS = ("api_key", "ssl_keyfile_password")
-"""Of these only whether they are set is shown."""
 KV_UPDATE = {"block_causal": "single-phase", "full": "two-phase"}
-"""By window mode: what commits is in every slot of every rank at once, or is the winner's and sent after the step."""
+"""How committed keys and values get into all slots, by window attention. Single-phase: every slot gets them in the step
+itself. Two-phase: the winner's are copied to the other slots after the step."""
 PACKAGES = ("torch", "torch_npu", "transformers", "tokenizers", "fastapi", "uvicorn", "pyzmq")
+"""Packages whose versions are shown."""
 
 
 def server_info(config: ServeConfig, ready: Ready, model: str) -> ServerInfo:
+    """The effective configuration.
+
+    Args:
+        config: how the server was started.
+        ready: what the engine reported when its model was loaded.
+        model: name of the served model.
+    """
     settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     engine, decoding = settings.pop("engine"), settings.pop("decoding")
     settings |= {name: settings[name] is not None for name in SECRETS}
@@ -57,13 +64,17 @@ def _versions() -> dict[str, str | None]:
 
 
 def tokenize(prompts: Prompts, request: TokenizeRequest, max_model_len: int) -> Tokens:
-    """Raises:
-    ParameterError: not exactly one of prompt and messages, or it cannot be tokenized.
+    """The token ids of a prompt or of a conversation.
+
+    Raises:
+        ParameterError: there is no tokenizer, the request has neither or both of prompt and messages, or the template
+            refuses the messages.
     """
     tokenizer = _tokenizer(prompts, "prompt" if request.prompt is not None else "messages")
     if (request.prompt is None) == (request.messages is None):
-        both = "and messages exclude each other" if request.prompt is not None else "or messages is needed"
-        raise ParameterError("prompt", both)
+        both = request.prompt is not None
+        problem = "cannot be combined with messages" if both else "is missing; give prompt or messages"
+        raise ParameterError("prompt", problem)
     if request.prompt is not None:
         ids = prompts.encode(request.prompt)
     else:
@@ -73,8 +84,10 @@ def tokenize(prompts: Prompts, request: TokenizeRequest, max_model_len: int) -> 
 
 
 def detokenize(prompts: Prompts, request: DetokenizeRequest, vocab_size: int) -> Text:
-    """Raises:
-    ParameterError: there is no tokenizer, or no such token id.
+    """The text of token ids.
+
+    Raises:
+        ParameterError: there is no tokenizer, or no such token id.
     """
     tokenizer = _tokenizer(prompts, "tokens")
     for token in request.tokens:
@@ -84,6 +97,7 @@ def detokenize(prompts: Prompts, request: DetokenizeRequest, vocab_size: int) ->
 
 
 def tokenizer_info(tokenizer: Tokenizer, max_model_len: int) -> TokenizerInfo:
+    """The tokenizer with its special tokens."""
     named: dict[str, Any] = dict(tokenizer.special)
     return TokenizerInfo(
         tokenizer_class="ByteLevelBPE",
@@ -95,6 +109,7 @@ def tokenizer_info(tokenizer: Tokenizer, max_model_len: int) -> TokenizerInfo:
 
 
 def _tokenizer(prompts: Prompts, param: str) -> Tokenizer:
+    """The tokenizer, which the field ``param`` needs."""
     if prompts.tokenizer is None:
         raise ParameterError(param, "needs a tokenizer, and the model has no tokenizer files")
     return prompts.tokenizer

@@ -1,7 +1,7 @@
-"""Probabilities of tokens in OpenAI's two shapes.
+"""Log probabilities of tokens, in the forms of OpenAI's completions and chat completions.
 
-A position has the log probability of its token in the forward pass that filled it. There is no distribution over
-alternatives afterwards, so where one is asked for, the token itself is listed.
+The log probability of a token is that of the forward pass which filled its position. Probabilities of other tokens are
+not kept, so a list of the most probable tokens holds the token itself.
 """
 
 from __future__ import annotations
@@ -15,24 +15,28 @@ from typing import Any
 from lopa_ascend.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0
-"""Instead of minus infinity, which JSON does not have; the number that other servers send."""
+"""Stands for minus infinity, which JSON does not have. Other servers send the same number."""
 
 
 @dataclass(frozen=True)
 class TokenProb:
-    """One visible token: its text alone, its bytes (None without a tokenizer), and its place in the text."""
+    """One visible token."""
 
     token: str
+    """Text of the token alone; without a tokenizer its id."""
     data: bytes | None
+    """UTF-8 bytes of the token; None without a tokenizer."""
     logprob: float
     offset: int
+    """Where the token begins in the choice's text, in characters."""
 
     def chat(self) -> dict[str, Any]:
+        """The token in the form of chat completions."""
         return {"token": self.token, "logprob": self.logprob, "bytes": None if self.data is None else list(self.data)}
 
 
 class TokenProbs:
-    """The tokens of one choice, in order. Remembers how many characters they make."""
+    """Makes the ``TokenProb`` of each token of one choice, in order. Remembers the length of the text so far."""
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
@@ -40,7 +44,7 @@ class TokenProbs:
         self._offset = 0
 
     def push(self, token_ids: Sequence[int], probs: Sequence[float]) -> list[TokenProb]:
-        """The next tokens, and the probabilities at which they were filled."""
+        """Takes the next tokens and the probabilities at which they were filled."""
         return [self._next(token, prob) for token, prob in zip(token_ids, probs, strict=True)]
 
     def _next(self, token: int, prob: float) -> TokenProb:
@@ -55,6 +59,7 @@ class TokenProbs:
 
 
 def completion_logprobs(tokens: Sequence[TokenProb], with_top: bool) -> dict[str, Any]:
+    """``logprobs`` of a choice of completions; ``with_top``: with the list of the most probable tokens."""
     return {
         "tokens": [item.token for item in tokens],
         "token_logprobs": [item.logprob for item in tokens],
@@ -64,5 +69,6 @@ def completion_logprobs(tokens: Sequence[TokenProb], with_top: bool) -> dict[str
 
 
 def chat_logprobs(tokens: Sequence[TokenProb], with_top: bool) -> dict[str, Any]:
+    """``logprobs`` of a choice of chat completions; ``with_top``: with the list of the most probable tokens."""
     content = [{**item.chat(), "top_logprobs": [item.chat()] if with_top else []} for item in tokens]
     return {"content": content, "refusal": None}

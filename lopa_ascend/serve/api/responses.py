@@ -1,4 +1,4 @@
-"""Outputs -> the JSON of a response, whole or as the chunks of a stream."""
+"""The JSON of a response, made of outputs: whole, or as the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -19,30 +19,39 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Format:
-    """How one endpoint spells what both have."""
+    """The form of completions; subclasses differ from it."""
 
     id_prefix: str
+    """Beginning of a response's id."""
     whole: str
+    """``object`` of a whole response."""
     chunk: str
+    """``object`` of a chunk."""
 
     def message(self, text: str) -> Json:
+        """The text in a choice of a whole response."""
         return {"text": text}
 
     def delta(self, text: str) -> Json:
+        """The text in a choice of a chunk."""
         return {"text": text}
 
     def opening(self) -> Json | None:
-        """What a stream says of a choice before its first text."""
+        """The first chunk of a choice, before any text; None: there is none."""
         return None
 
     def end(self) -> Json:
+        """The last chunk of a choice, which has the finish reason."""
         return {"text": ""}
 
     def logprobs(self, tokens: Sequence[TokenProb], with_top: bool) -> Json:
+        """Log probabilities of tokens; ``with_top``: with the list of the most probable tokens."""
         return completion_logprobs(tokens, with_top)
 
 
 class ChatFormat(Format):
+    """The form of chat completions."""
+
     def message(self, text: str) -> Json:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
@@ -65,35 +74,46 @@ CHAT = ChatFormat("chatcmpl", "chat.completion", "chat.completion.chunk")
 
 @dataclass(frozen=True)
 class Details:
-    """What a request asks its response to hold.
-
-    ``n`` answers to each prompt; ``echoed`` are the prompts' texts, or nothing. ``logprobs``: None without, 0 with
-    them, 1 with the token itself as the most probable one.
-    """
+    """What a request asks its response to hold."""
 
     n: int = 1
+    """Number of answers to each prompt."""
     with_ids: bool = False
+    """Token ids beside the text."""
     logprobs: int | None = None
+    """None: no log probabilities; 0: those of the tokens; 1: also a list of the most probable tokens, which has the
+    token itself."""
     echoed: Sequence[str] = ()
+    """Texts of the prompts, which the answers begin with; empty without echo."""
 
 
 class Response:
-    """One response: its identity, and what all its parts repeat. ``tokenizer`` is needed for logprobs alone."""
+    """Makes the parts of one response.
+
+    Args:
+        form: completions or chat completions.
+        model: name of the served model.
+        choices: the choices of the request, ``details.n`` for each prompt.
+        details: what the response holds.
+        tokenizer: for log probabilities; None: tokens are shown by their ids.
+    """
 
     def __init__(
         self, form: Format, model: str, choices: Sequence[Choice], details: Details, tokenizer: Tokenizer | None = None
     ):
         self.form, self.details, self.tokenizer = form, details, tokenizer
         self.id = f"{form.id_prefix}-{uuid.uuid4().hex}"
+        # The same in every part.
         self.head = {"id": self.id, "created": int(time.time()), "model": model}
-        # A prompt counts once, however many answers it gets.
+        # Each prompt counts once, however many answers it gets.
         self.prompt_tokens = sum(len(choice.prompt_token_ids) for choice in choices[:: details.n])
 
     def prefix(self, index: int) -> str:
-        """What a choice's text begins with: its prompt, or nothing."""
+        """The beginning of a choice's text: its prompt with echo, else nothing."""
         return self.details.echoed[index // self.details.n] if self.details.echoed else ""
 
     def logprobs(self, tokens: Sequence[TokenProb]) -> Json | None:
+        """The log probabilities of tokens, if the request asks for them."""
         asked = self.details.logprobs
         return None if asked is None else self.form.logprobs(tokens, with_top=asked > 0)
 
@@ -106,17 +126,32 @@ class Response:
         token_ids: Sequence[int] | None = None,
         output: GenerationOutput | None = None,
     ) -> Json:
-        end = (output.finish_reason, output.stop_reason) if output else (None, None)
-        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": end[0], "stop_reason": end[1]}
+        """One choice of a response or of a chunk.
+
+        Args:
+            index: number of the choice.
+            content: its text, as ``form`` writes it.
+            logprobs: the log probabilities of its tokens.
+            token_ids: its tokens, if this part may show them.
+            output: set in the last part, which says how the choice ended.
+        """
+        choice = {
+            "index": index,
+            **content,
+            "logprobs": logprobs,
+            "finish_reason": output.finish_reason if output else None,
+            "stop_reason": output.stop_reason if output else None,
+        }
         with_ids = self.details.with_ids and token_ids is not None
         return {**choice, "token_ids": list(token_ids or ())} if with_ids else choice
 
     def usage(self, completion_tokens: int) -> Json:
+        """The usage without details."""
         total = self.prompt_tokens + completion_tokens
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
 
     def totals(self, outputs: Sequence[GenerationOutput]) -> Json:
-        """The usage, and our own numbers beside it."""
+        """The usage with details, and the numbers of forward passes."""
         tokens = sum(len(output.token_ids) for output in outputs)
         forwards = sum(output.num_forwards for output in outputs)
         cached = sum(output.cached_tokens for output in outputs[:: self.details.n])
@@ -125,6 +160,7 @@ class Response:
         return {"usage": usage, "lopa": lopa}
 
     def whole(self, outputs: Sequence[GenerationOutput]) -> Json:
+        """The response to a request that does not stream."""
         choices = [self._whole_choice(index, output) for index, output in enumerate(outputs)]
         return {**self.head, "object": self.form.whole, "choices": choices, **self.totals(outputs)}
 
@@ -136,7 +172,13 @@ class Response:
 
 
 class ChunkEncoder:
-    """The chunks of one streamed response. Remembers how much of each choice was sent."""
+    """Makes the chunks of one streamed response. Remembers how much of each choice was sent.
+
+    Args:
+        response: makes the parts of the response.
+        num_choices: number of its choices.
+        options: what the request asks of the stream.
+    """
 
     def __init__(self, response: Response, num_choices: int, options: StreamOptions | None):
         self._include_usage = bool(options and options.include_usage)
@@ -146,6 +188,7 @@ class ChunkEncoder:
         self._probs = [TokenProbs(response.tokenizer) for _ in range(num_choices)]
 
     def opening(self) -> list[Json]:
+        """The chunks before the first update."""
         form, chunks = self._response.form, []
         for index in range(len(self._latest)):
             content, prompt = form.opening(), self._response.prefix(index)
@@ -156,7 +199,7 @@ class ChunkEncoder:
         return chunks
 
     def progress(self, index: int, update: Update, progress: Progress) -> list[Json]:
-        """None, if nothing new is final."""
+        """The chunks for one update of the choice ``index``; none if nothing new is final."""
         before, self._latest[index] = self._latest[index], progress
         text, known = progress.text[len(before.text) :], len(before.token_ids)
         token_ids = progress.token_ids[known:]
@@ -170,6 +213,7 @@ class ChunkEncoder:
         return chunks
 
     def closing(self) -> list[Json]:
+        """The chunks after the last update."""
         if not self._include_usage:
             return []
         outputs = [progress.output for progress in self._latest if progress.output is not None]

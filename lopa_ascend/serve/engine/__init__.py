@@ -1,1 +1,1 @@
-"""The HTTP process's side of the engine, and the engine process itself."""
+"""The engine as a process of its own: the process itself, its messages, and the client in the HTTP process."""

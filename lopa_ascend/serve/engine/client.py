@@ -1,6 +1,6 @@
-"""The HTTP process's side of the engine: choices in, what became final out.
+"""The engine as the HTTP process sees it: choices go in, and their progress comes out.
 
-Everything here belongs to one event loop and none of it blocks. Text is made here, not in the engine.
+Everything here belongs to one event loop, and nothing blocks it. The engine knows token ids only; text is made here.
 """
 
 from __future__ import annotations
@@ -28,71 +28,87 @@ __all__ = ["Choice", "ClientSettings", "EngineClient", "EngineFailed", "Generati
 logger = logging.getLogger("uvicorn.error")
 
 Observer = Callable[[Sequence[Update], EngineStats], None]
+"""Called with the updates and the stats of each message from the engine."""
 
 
 @dataclass(frozen=True)
 class ClientSettings:
-    """``chat_template`` is the template's text, for prompts; None for the model's own. Times are in seconds."""
+    """What the client needs of ``ServeConfig``."""
 
     max_num_queued_reqs: int = 1024
+    """Choices that may wait."""
     request_timeout: float | None = None
+    """Most seconds of a request; None: no limit."""
     watchdog_timeout: float = 60.0
+    """Most seconds of silence of a healthy engine."""
     chat_template: str | None = None
+    """Text of the chat template; None: the model's own."""
 
 
 @dataclass
 class _Running:
-    """One choice as the engine knows it. ``last`` is None while it waits."""
+    """A choice that the engine has not finished."""
 
     generation: Generation
     index: int
+    """Number of the choice in its generation."""
     output: OutputStream
     last: Update | None = None
+    """Its latest update; None while it waits."""
 
 
 class EngineClient:
-    """The engine process, seen from the HTTP process. ``start`` makes one; ``close`` must follow.
+    """The engine process as the HTTP process sees it. Made by ``start``; ``close`` must follow.
 
-    Attributes:
-        ready: what the engine said of itself.
-        prompts: text and conversations -> token ids. May be used in threads.
-        stats: the engine's latest.
-        observers: called with each message's updates and stats, about once a second while the engine is idle.
-        died: set once the engine is dead without having been told to end.
+    Args:
+        engine: the engine process.
+        ready: what the engine reported when its model was loaded.
+        prompts: makes token ids of texts and conversations; may be used in threads.
+        settings: limits and timeouts.
     """
 
     def __init__(self, engine: EngineProcess, ready: Ready, prompts: Prompts, settings: ClientSettings):
         self.ready, self.prompts, self.settings = ready, prompts, settings
         self.stats = EngineStats(0, 0, 0, 0, ready.limits.num_pages)
+        """The latest stats of the engine."""
         self.observers: list[Observer] = []
-        self.died = asyncio.Event()
+        """Called for every message from the engine, which come after each step and about once a second when idle."""
+        self.engine_died = asyncio.Event()
+        """Set once the engine has ended without having been told to."""
         self._engine = engine
         self._choices: dict[str, _Running] = {}
+        """By the engine's request ids."""
         self._num_running = 0
         self._generations: dict[str, Generation] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        """Timeouts of requests, by request id."""
         self._idle = asyncio.Event()
+        """Set while there is no generation."""
         self._idle.set()
         self._stopping = False
         self._death: str | None = None
+        """How the engine has ended; None while it runs."""
         self._loop = asyncio.get_running_loop()
-        self._heard = self._loop.time()
-        self._watch = self._loop.create_task(self._watch_engine())
+        self._last_message = self._loop.time()
+        """When the latest message came from the engine."""
+        self._watcher: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(cls, config: EngineConfig, settings: ClientSettings) -> EngineClient:
-        """Starts the engine process and waits until its model is loaded.
+        """Starts the engine process, waits until its model is loaded, and begins to receive its messages.
 
         Raises:
-            EngineFailed: it cannot serve this model, or ended while it loaded.
+            EngineFailed: the engine cannot serve this model, or ended while it loaded.
             ValueError, OSError: the tokenizer cannot be read, or no process can be started.
         """
         engine, ready = await EngineProcess.start(config)
         try:
-            return cls(engine, ready, await asyncio.to_thread(_prompts, config, settings, ready), settings)
+            client = cls(engine, ready, await asyncio.to_thread(_prompts, config, settings, ready), settings)
         except BaseException:
             await engine.close()
             raise
+        client._watcher = asyncio.create_task(client._watch_engine())
+        return client
 
     # ---- state -----------------------------------------------------------------------------------------------------
 
@@ -103,28 +119,34 @@ class EngineClient:
 
     @property
     def num_waiting(self) -> int:
+        """Choices that wait until the engine has room for them."""
         return len(self._choices) - self._num_running
 
     @property
     def max_choices(self) -> int:
-        """More than so many choices in one request could never be admitted."""
+        """Most choices of one request. A request with more could never be accepted."""
         return self.ready.limits.max_num_seqs + self.settings.max_num_queued_reqs
 
     def health(self) -> str | None:
-        """None while the engine makes progress, else why it does not serve."""
+        """None while the engine makes progress, else why the server cannot serve."""
         if self._death is not None:
             return self._death
         if self._stopping:
             return "the server is shutting down"
-        silence, limit = self._loop.time() - self._heard, self.settings.watchdog_timeout
+        silence, limit = self._loop.time() - self._last_message, self.settings.watchdog_timeout
         if silence > limit:
-            return f"the engine has not answered for {silence:.0f} s (watchdog timeout: {limit:g} s)"
+            return f"the engine has been silent for {silence:.0f} s (watchdog timeout: {limit:g} s)"
         return None
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
     def submit(self, request_id: str, choices: Sequence[Choice], *, trace: bool = False) -> Generation:
-        """Hands the choices to the engine; ``release`` must follow. They were checked against ``ready.limits``.
+        """Hands choices to the engine; ``release`` must follow.
+
+        Args:
+            request_id: a new id.
+            choices: the choices, which were checked against ``ready.limits``.
+            trace: the updates carry a record of each forward pass.
 
         Raises:
             ParameterError: there are more than ``max_choices``, or ``request_id`` is in use.
@@ -136,11 +158,13 @@ class EngineClient:
             one_prompt = all(choice.prompt_token_ids is choices[0].prompt_token_ids for choice in choices)
             message = f"prompts times n make {len(choices)} choices; this server takes at most {self.max_choices}"
             raise ParameterError("n" if one_prompt else "prompt", message)
-        if (trouble := self.health()) is not None:
-            raise unavailable(trouble) if self._death is None else unavailable(trouble, "engine_dead")
+        if (problem := self.health()) is not None:
+            raise unavailable(problem) if self._death is None else unavailable(problem, "engine_dead")
         room = max(0, self.ready.limits.max_num_seqs - self.num_running) + self.settings.max_num_queued_reqs
         if self.num_waiting + len(choices) > room:
-            message = f"{self.num_waiting} choices wait already, and this request has {len(choices)}"
+            message = (
+                f"the queue has room for {max(0, room - self.num_waiting)} choices; this request has {len(choices)}"
+            )
             raise unavailable(message, "queue_full")
         generation = Generation(request_id, choices, trace, self._end)
         self._begin(generation)
@@ -149,17 +173,17 @@ class EngineClient:
     def _begin(self, generation: Generation) -> None:
         self._generations[generation.request_id] = generation
         self._idle.clear()
-        for index, name in enumerate(generation.choice_ids):
+        for index, choice_id in enumerate(generation.choice_ids):
             choice = generation.choices[index]
             output = OutputStream(choice.prompt_token_ids, choice.params, self.prompts.tokenizer)
-            self._choices[name] = _Running(generation, index, output)
-            self._engine.send(Generate(name, choice.prompt_token_ids, choice.params, generation.trace))
+            self._choices[choice_id] = _Running(generation, index, output)
+            self._engine.send(Generate(choice_id, choice.prompt_token_ids, choice.params, generation.trace))
         if (limit := self.settings.request_timeout) is not None:
             late = ApiError(HTTPStatus.GATEWAY_TIMEOUT, f"the request took longer than {limit:g} s", code="timeout")
             self._timers[generation.request_id] = self._loop.call_later(limit, generation.abort, late)
 
     def release(self, generation: Generation) -> None:
-        """Ends the generation if it still runs, and forgets it."""
+        """Ends the generation if it is still running, and forgets it."""
         generation.ended = True
         self._end(generation)
         self._generations.pop(generation.request_id, None)
@@ -169,7 +193,11 @@ class EngineClient:
             self._idle.set()
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request's choices, whose output then says "abort"; False if it has none that still runs."""
+        """Ends the unfinished choices of a request, whose finish reason becomes "abort".
+
+        Returns:
+            Whether the request had unfinished choices.
+        """
         generation = self._generations.get(request_id)
         if generation is None:
             return False
@@ -184,24 +212,25 @@ class EngineClient:
         return bool(ended)
 
     def _end(self, generation: Generation) -> list[_Running]:
-        """Takes the generation's choices out of the engine; returns those that still ran."""
-        names = [name for name in generation.choice_ids if name in self._choices]
-        for name in names:
-            self._tell_abort(name)
-        return [self._forget(name) for name in names]
+        """Takes the unfinished choices of a generation out of the engine, and returns them."""
+        unfinished = [choice_id for choice_id in generation.choice_ids if choice_id in self._choices]
+        for choice_id in unfinished:
+            self._abort_in_engine(choice_id)
+        return [self._forget(choice_id) for choice_id in unfinished]
 
-    def _tell_abort(self, name: str) -> None:
+    def _abort_in_engine(self, choice_id: str) -> None:
         if self._death is None:
-            self._engine.send(Abort(name))
+            self._engine.send(Abort(choice_id))
 
-    def _forget(self, name: str) -> _Running:
-        choice = self._choices.pop(name)
+    def _forget(self, choice_id: str) -> _Running:
+        choice = self._choices.pop(choice_id)
         self._num_running -= choice.last is not None
         return choice
 
     # ---- the engine ------------------------------------------------------------------------------------------------
 
     async def _watch_engine(self) -> None:
+        """Receives messages until the engine ends, and then ends all requests with an error."""
         receive = asyncio.create_task(self._receive())
         death = asyncio.create_task(self._engine.wait())
         try:
@@ -210,20 +239,20 @@ class EngineClient:
             receive.cancel()
             death.cancel()
         if self._engine.ending is None:
-            logger.error("the engine's messages cannot be used", exc_info=receive.exception())
+            logger.error("a message from the engine could not be handled", exc_info=receive.exception())
             self._engine.kill()
             await self._engine.wait()
         self._death = f"the engine process has died ({self._engine.ending})"
         logger.error(self._death)
         for generation in list(self._generations.values()):
             generation.abort(unavailable(self._death, "engine_dead"))
-        self.died.set()
+        self.engine_died.set()
 
     async def _receive(self) -> None:
         while True:
             message = await self._engine.receive()
             assert isinstance(message, Stepped), message
-            self._heard = self._loop.time()
+            self._last_message = self._loop.time()
             self.stats = message.stats
             for update in message.updates:
                 self._deliver(update)
@@ -232,7 +261,7 @@ class EngineClient:
 
     def _deliver(self, update: Update) -> None:
         choice = self._choices.get(update.request_id)
-        if choice is None:  # it was aborted meanwhile
+        if choice is None:  # it was aborted while the update was on its way
             return
         self._num_running += choice.last is None
         choice.last = update
@@ -244,21 +273,21 @@ class EngineClient:
         progress = choice.output.push(update)
         if progress.output is not None:
             self._forget(update.request_id)
-            if update.finish_reason is None:  # a stop string, of which the engine knows nothing
-                self._tell_abort(update.request_id)
+            if update.finish_reason is None:  # a stop string ended it; the engine does not know stop strings
+                self._abort_in_engine(update.request_id)
         choice.generation.post(choice.index, update, progress)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     async def drain(self, timeout: float) -> None:
-        """Takes no more work, and returns when all requests are answered or ``timeout`` seconds have passed."""
+        """Refuses new requests, and returns when all others are answered or ``timeout`` seconds have passed."""
         self._stopping = True
         idle = asyncio.create_task(self._idle.wait())
         await asyncio.wait({idle}, timeout=timeout)
         idle.cancel()
 
     def stop(self) -> None:
-        """Takes no more work; whoever still waits gets a 503."""
+        """Refuses new requests, and answers all unfinished ones with a 503."""
         self._stopping = True
         for generation in list(self._generations.values()):
             generation.abort(unavailable("the server is shutting down"))
@@ -270,7 +299,8 @@ class EngineClient:
     async def close(self) -> None:
         """Ends everything, and returns when the engine process is gone."""
         self.stop()
-        self._watch.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
         await self._engine.close()
 
 

@@ -1,7 +1,7 @@
-"""The engine process: `python -m lopa_ascend.serve.engine.engine_process ENDPOINT`, started by the HTTP process alone.
+"""The engine process, which the HTTP process starts: `python -m lopa_ascend.serve.engine.engine_process ENDPOINT`.
 
-It steps while it has work, and takes messages between steps. It ends when its stdin does, which is when the HTTP
-process ends, in whatever way that comes about; signals that are sent to both are for the HTTP process.
+It makes steps while it has work, and handles messages between steps. It ends when its stdin is closed, which happens
+whenever and however the HTTP process ends. It ignores SIGINT and SIGTERM, which are for the HTTP process.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT = 1.0
 """Seconds between messages while there is nothing to do."""
-FLUSH = 1000
-"""Milliseconds in which the last message must be out."""
+LAST_MESSAGE_TIMEOUT = 1000
+"""Most milliseconds that the last message may take to be sent."""
 
 
-class _Peer:
-    """Typed messages over the socket."""
+class _Connection:
+    """Sends and receives typed messages over a socket."""
 
     def __init__(self, socket: zmq.Socket[bytes]):
         self._socket = socket
@@ -46,29 +46,29 @@ class _Peer:
         message: ToEngine = self._decoder.decode(self._socket.recv())
         return message
 
-    def waits(self, seconds: float) -> bool:
-        """Whether a message is there, or comes within ``seconds``."""
-        return bool(self._socket.poll(round(1000 * seconds)))
+    def has_message(self, timeout: float) -> bool:
+        """Whether a message is there, or comes within ``timeout`` seconds."""
+        return bool(self._socket.poll(round(1000 * timeout)))
 
 
-def _load(peer: _Peer) -> Engine | None:
-    """Starts the engine and says how that went; None if its configuration cannot be served."""
-    start = peer.receive()
+def _load(connection: _Connection) -> Engine | None:
+    """Starts the engine and reports the result; None if its configuration cannot be served."""
+    start = connection.receive()
     assert isinstance(start, Start), start
-    from lopa_ascend.engine.ranks import lead  # brings torch, which takes seconds
+    from lopa_ascend.engine.ranks import lead  # not at the top, because importing torch takes seconds
 
     try:
         engine = lead(start.config, leave)
     except (ValueError, OSError) as error:
-        peer.send(Failed(str(error)))
+        connection.send(Failed(str(error)))
         return None
     memory = engine.kv_cache_memory
-    peer.send(Ready(engine.limits, engine.model_name, engine.dtype, engine.device, memory, engine.ranks))
+    connection.send(Ready(engine.limits, engine.model_name, engine.dtype, engine.device, memory, engine.ranks))
     return engine
 
 
-def _take(engine: Engine, message: ToEngine) -> Update | None:
-    """Acts on a message. Returns the last update of a request that the engine refuses."""
+def _handle(engine: Engine, message: ToEngine) -> Update | None:
+    """Does what a message asks for. If the engine refuses a request, returns the request's last update."""
     if isinstance(message, Generate):
         try:
             engine.add(message.request_id, message.prompt_token_ids, message.params, trace=message.trace)
@@ -80,33 +80,38 @@ def _take(engine: Engine, message: ToEngine) -> Update | None:
     return None
 
 
-def _serve(engine: Engine, peer: _Peer) -> None:
+def _serve(engine: Engine, connection: _Connection) -> None:
+    """Handles messages and makes steps until the process ends."""
     while True:
-        patience = 0.0 if engine.has_work() else HEARTBEAT
+        timeout = 0.0 if engine.has_work() else HEARTBEAT
         updates = []
-        while peer.waits(patience):
-            patience = 0.0
-            refused = _take(engine, peer.receive())
+        while connection.has_message(timeout):
+            timeout = 0.0
+            refused = _handle(engine, connection.receive())
             updates += [] if refused is None else [refused]
         if engine.has_work():
             updates += engine.step()
-        peer.send(Stepped(updates, engine.stats()))
+        connection.send(Stepped(updates, engine.stats()))
 
 
 def run(endpoint: str) -> int:
-    """Serves until the process ends; returns the exit status if the engine cannot start."""
+    """Serves until the process ends. Returns only if the engine cannot start: the exit status.
+
+    Args:
+        endpoint: zmq endpoint of the HTTP process.
+    """
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     for option in (zmq.SNDHWM, zmq.RCVHWM):
         socket.setsockopt(option, 0)
     socket.connect(endpoint)
-    peer = _Peer(socket)
+    connection = _Connection(socket)
     try:
-        if (engine := _load(peer)) is not None:
-            _serve(engine, peer)
+        if (engine := _load(connection)) is not None:
+            _serve(engine, connection)
         return 1
     finally:
-        socket.close(linger=FLUSH)
+        socket.close(linger=LAST_MESSAGE_TIMEOUT)
         context.term()
 
 
@@ -121,7 +126,7 @@ def main() -> None:
         logger.exception("the engine process ends")
     finally:
         sys.stderr.flush()
-        os._exit(status)  # taking torch down takes seconds on a busy machine
+        os._exit(status)  # an orderly exit of torch takes seconds on a busy machine
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One HTTP request in the engine, from the side of who answers it."""
+"""One HTTP request in the engine, as the HTTP process sees it."""
 
 from __future__ import annotations
 
@@ -12,45 +12,58 @@ from lopa_ascend.types import Progress, Update
 
 @dataclass(frozen=True)
 class Choice:
-    """One generation of an HTTP request; a request has one for each of its prompts times ``n``. The choices of
-    one prompt share its list."""
+    """One answer that an HTTP request asks for. A request has ``n`` choices for each of its prompts."""
 
     prompt_token_ids: list[int]
+    """The same list object in all choices of one prompt."""
     params: DecodingParams
 
 
 class Generation:
-    """The choices of one HTTP request under way. A slow reader gets several updates of a choice as one, except in a
-    trace. ``end`` is called when it is aborted, to take its choices out of the engine."""
+    """The running choices of one HTTP request. Updates that a slow reader has not read yet are merged.
 
-    def __init__(self, request_id: str, choices: Sequence[Choice], trace: bool, end: Callable[[Generation], object]):
+    Args:
+        request_id: id of the request.
+        choices: what it asks for.
+        trace: each forward pass is kept as an update of its own.
+        on_abort: called when the generation is aborted; takes its choices out of the engine.
+    """
+
+    def __init__(
+        self, request_id: str, choices: Sequence[Choice], trace: bool, on_abort: Callable[[Generation], object]
+    ):
         self.request_id, self.choices, self.trace = request_id, choices, trace
         self.ended = False
-        """Nothing more will come but what is unread."""
-        self._end = end
+        """Nothing will be added to the unread updates."""
+        self._on_abort = on_abort
         self._unread: dict[tuple[int, int], tuple[Update, Progress]] = {}
+        """By index of the choice and, with ``trace``, number of the forward pass."""
         self._error: Exception | None = None
-        self._arrived = asyncio.Event()
+        self._news = asyncio.Event()
+        """Something is unread, or an error has occurred."""
         self._unfinished = len(choices)
 
     @property
     def choice_ids(self) -> list[str]:
-        """The engine's request ids."""
+        """The request ids that the engine knows, one for each choice."""
         return [f"{self.request_id}-{index}" for index in range(len(self.choices))]
 
     async def progress(self) -> AsyncIterator[tuple[int, Update, Progress]]:
-        """Yields (index of the choice, what a step made of it, what of it is final now) until every choice has its
-        ``Progress.output``. A choice that ``EngineClient.abort`` ended has the finish reason "abort".
+        """Reads the progress of all choices until each has its ``Progress.output``. The finish reason of choices that
+        ``EngineClient.abort`` ended is "abort".
+
+        Yields:
+            The index of a choice, what a step did to it, and what of it is final now.
 
         Raises:
             ApiError: 500 "engine_error", the request failed in the engine; 503 "engine_dead" or "service_unavailable",
-                the engine died or the server stops; 504 "timeout", it took longer than the server allows.
-            Exception: what was given to ``abort``.
+                the engine died or the server stops; 504 "timeout", the request took longer than the server allows.
+            Exception: the exception that was given to ``abort``.
         """
         remaining = len(self.choices)
         while remaining:
-            await self._arrived.wait()
-            self._arrived.clear()
+            await self._news.wait()
+            self._news.clear()
             while self._unread:
                 index, _ = key = next(iter(self._unread))
                 update, progress = self._unread.pop(key)
@@ -60,14 +73,14 @@ class Generation:
                 raise self._error
 
     def abort(self, error: Exception) -> None:
-        """Ends it within one step; whoever reads its progress gets ``error`` after what is final already."""
+        """Ends the generation within one step. The reader of its progress gets the unread updates, then ``error``."""
         if not self.ended:
             self.ended, self._error = True, error
-            self._end(self)
-            self._arrived.set()
+            self._on_abort(self)
+            self._news.set()
 
     def post(self, index: int, update: Update, progress: Progress) -> None:
-        """Gives the reader what a step made of a choice."""
+        """Adds what a step did to the choice ``index`` to the unread updates."""
         key = (index, update.num_forwards if self.trace else 0)
         if key in self._unread:
             before = self._unread.pop(key)[0]
@@ -77,4 +90,4 @@ class Generation:
         self._unread[key] = update, progress
         self._unfinished -= progress.output is not None
         self.ended = self.ended or self._unfinished == 0
-        self._arrived.set()
+        self._news.set()

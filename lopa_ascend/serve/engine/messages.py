@@ -1,4 +1,4 @@
-"""What the HTTP process and the engine process say to each other: msgpack over a zmq PAIR socket, one a frame."""
+"""The messages between the HTTP process and the engine process: msgpack over a zmq PAIR socket, one in each frame."""
 
 from __future__ import annotations
 
@@ -16,26 +16,32 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The model is loaded. ``dtype`` and ``device`` are the effective ones; ``ranks`` in their order."""
+    """The model is loaded."""
 
     limits: Limits
     model_name: str
     dtype: str
+    """Number format of the weights in effect."""
     device: str
+    """The device in effect."""
     kv_cache_memory: int
+    """Bytes of the KV pages of one rank."""
     ranks: tuple[RankReport, ...]
+    """In the order of rank numbers."""
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The engine cannot start; the process ends."""
+    """The engine cannot start, and its process ends."""
 
     message: str
+    """Why, for the operator."""
 
 
 class Stepped(msgspec.Struct, tag=True, frozen=True):
-    """After a step, and as a heartbeat about once a second while there is nothing to do (then without updates)."""
+    """Sent after every step and, as a heartbeat, about once a second while there is nothing to do."""
 
     updates: list[Update]
+    """Empty in a heartbeat."""
     stats: EngineStats
 
 

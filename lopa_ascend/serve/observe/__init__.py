@@ -1,1 +1,1 @@
-"""What operators read: metrics and the times of each request."""
+"""Measurements for operators: Prometheus metrics, and the times of each request."""

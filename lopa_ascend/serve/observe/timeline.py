@@ -1,4 +1,4 @@
-"""When what happened to a request: the times behind the metrics and the log line, in seconds of one clock."""
+"""The times of a request, for metrics and the log. All times are seconds of ``time.monotonic``."""
 
 from __future__ import annotations
 
@@ -10,23 +10,38 @@ from lopa_ascend.types import Progress, Update
 
 @dataclass
 class ChoiceTimeline:
-    """One choice. ``begun`` is when its first forward pass started, ``prefilled`` when that ended, ``first_token`` when
-    something was visible; None until then. ``gaps`` lie between updates that brought tokens."""
+    """The times of one choice. A time is None until it is reached."""
 
     prompt_tokens: int
+    """Length of the prompt."""
     arrived: float
+    """When the HTTP request arrived."""
     begun: float | None = None
+    """When the first forward pass started."""
     prefilled: float | None = None
+    """When the first forward pass ended."""
     first_token: float | None = None
+    """When the first token was visible."""
     last_token: float | None = None
+    """When the latest token became visible."""
     ended: float | None = None
     gaps: list[float] = field(default_factory=list)
+    """Seconds between consecutive updates that made tokens visible."""
     last: Update | None = None
+    """The latest update."""
     num_text_tokens: int = 0
+    """Visible tokens."""
     finish_reason: str | None = None
 
     def advance(self, now: float, step_seconds: float, update: Update, progress: Progress) -> None:
-        """``step_seconds``: what the engine's step took, at the end of which the update came."""
+        """Notes an update.
+
+        Args:
+            now: the time, which is the end of the engine's step.
+            step_seconds: duration of that step.
+            update: what the step did.
+            progress: what is final now.
+        """
         if self.prefilled is None:
             self.begun, self.prefilled = max(self.arrived, now - step_seconds), now
         self.last = update
@@ -42,30 +57,42 @@ class ChoiceTimeline:
 
     @property
     def num_forwards(self) -> int:
+        """Forward passes."""
         return self.last.num_forwards if self.last else 0
 
     @property
     def cached_tokens(self) -> int:
+        """Tokens of the prompt that came from the prefix cache."""
         return self.last.cached_tokens if self.last else 0
 
     @property
     def canvas_positions(self) -> int:
-        """Positions that were computed for the answer, in all branches and steps."""
+        """Positions of the answer that were computed, in all branches and forward passes."""
         return max(0, self.last.model_tokens - (self.prompt_tokens - self.cached_tokens)) if self.last else 0
 
 
 class Timeline:
-    """One HTTP request: its choices, from its arrival to its end."""
+    """The times of one HTTP request.
+
+    Args:
+        prompt_tokens: length of the prompt of each choice.
+        arrived: when the request arrived.
+    """
 
     def __init__(self, prompt_tokens: Sequence[int], arrived: float):
         self.arrived = arrived
         self.choices = [ChoiceTimeline(count, arrived) for count in prompt_tokens]
 
-    def summary(self, now: float, trouble: str | None) -> dict[str, object]:
-        """The numbers of the log line. ``trouble``: why choices without an output ended."""
+    def summary(self, now: float, reason_without_output: str | None) -> dict[str, object]:
+        """The numbers for the log.
+
+        Args:
+            now: the end of the request.
+            reason_without_output: finish reason of choices that got no output; None: "abort".
+        """
         tokens, forwards = self._sum("num_text_tokens"), self._sum("num_forwards")
         first = min((c.first_token for c in self.choices if c.first_token is not None), default=None)
-        reasons = sorted({choice.finish_reason or trouble or "abort" for choice in self.choices})
+        reasons = sorted({choice.finish_reason or reason_without_output or "abort" for choice in self.choices})
         return {
             "choices": len(self.choices),
             "prompt_tokens": self._sum("prompt_tokens"),
