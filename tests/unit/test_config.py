@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lopa_ascend.config import ConfigError, DecodingParams, ModelConfig, ParameterError
+from lopa_ascend.config import ConfigError, DecodingParams, EngineConfig, GraphSupport, ModelConfig, ParameterError
+from lopa_ascend.config.settings import settings
+from lopa_ascend.config.sizes import exact_size, format_size, parse_size
 
 
 def test_defaults_are_the_papers_gsm8k_row() -> None:
@@ -74,6 +76,51 @@ def test_an_unknown_choice_lists_the_known_ones() -> None:
 def test_the_parameters_are_frozen() -> None:
     with pytest.raises(AttributeError):
         DecodingParams().seed = 3  # type: ignore[misc]
+
+
+def test_every_field_is_declared() -> None:
+    for owner in (DecodingParams, EngineConfig):
+        assert tuple(settings(owner)) == owner.names()
+
+
+def test_graph_support() -> None:
+    support = DecodingParams.graph_support()
+    of = {kind: {name for name, value in support.items() if value is kind} for kind in GraphSupport}
+    assert of[GraphSupport.DEFAULT] == {"temperature", "branch_score", "creation_weight", "min_new_tokens"}
+    assert of[GraphSupport.COMPILED] == {"confidence", "window_attention"}
+    assert of[GraphSupport.BUCKET] == {"num_branches", "block_size", "eos_token_id"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dtype", "int8"),
+        ("graph_mode", "inductor2"),
+        ("graph_mode", "ge"),
+        ("kv_cache_memory", 0),
+        ("threads", 0),
+        ("max_model_len", True),
+        ("async_scheduling", 1),
+        ("distributed_timeout_seconds", 1),
+        ("debug_kv", True),
+    ],
+)
+def test_wrong_engine_values_are_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(ParameterError, match=field) as error:
+        EngineConfig(**{"graph_mode": "inductor", field: value})  # type: ignore[arg-type]
+    assert error.value.param == field
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000, 2**10, 3 * 2**29, 8 * 2**20, 2**41 + 1])
+def test_sizes_are_written_as_they_are_read(size: int) -> None:
+    assert parse_size(exact_size(size)) == size
+
+
+def test_sizes_are_shown_in_the_largest_unit() -> None:
+    assert [format_size(size) for size in (0, 1023, 1536, 3 * 2**29)] == ["0 B", "1023 B", "1.5 KiB", "1.5 GiB"]
+    for text in ("", "1GB", "-1", "1e3", "0x10"):
+        with pytest.raises(ValueError, match="GiB"):
+            parse_size(text)
 
 
 GOOD = {
