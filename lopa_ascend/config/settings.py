@@ -34,7 +34,7 @@ class Group(Enum):
     )
     RESEARCH = (
         "decoding, for research",
-        "More defaults for requests: variants of the decoding, to compare with the defaults.",
+        "More defaults for requests: they select variants of the decoding.",
     )
 
     def __init__(self, title: str, description: str):
