@@ -170,5 +170,5 @@ def test_help_names_every_flag_once_and_answers_without_torch():
     words = result.stdout.replace(",", " ").split()
     for name in FLAGS:
         assert words.count("--" + name.replace("_", "-")) >= 1
-    for title in ("model:", "engine:", "server:", "TLS:", "decoding defaults:"):
+    for title in ("model:", "engine:", "server:", "TLS:", "decoding defaults:", "decoding, for research:"):
         assert f"\n{title}\n" in result.stdout
