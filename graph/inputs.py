@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lopa_ascend.config import DecodingParams
+from lopa_ascend.config import DecodingParams, GraphSupport
 from lopa_ascend.graph.buckets import MAX_EOS, Bucket, MaskLimits
 from lopa_ascend.graph.tensors import RequestParams, StepInputs, specs
 from lopa_ascend.kv.pages import PAGE_SIZE
@@ -31,23 +31,25 @@ class Kind(NamedTuple):
 def unsupported(request: DecodingParams, num_eos: int, shape: Bucket, kind: Kind) -> str | None:
     """The field of a request that no graph of this shape and kind supports; None if graphs can decode the request.
 
-    Graphs decode at temperature 0 and score branches by the mean of their confidences.
+    Which values graphs support is declared with each field of ``DecodingParams``.
 
     Args:
         num_eos: EOS ids that end the request.
     """
-    for name in ("temperature", "branch_score", "creation_weight", "min_new_tokens"):
-        if getattr(request, name) != getattr(DecodingParams, name):
-            return name
-    for name, value in kind._asdict().items():
-        if getattr(request, name) != value:
-            return name
     sizes = {
         "num_branches": (1 + request.lookaheads, shape.branches),
         "block_size": (request.block_size, shape.block_length),
         "eos_token_id": (0 if request.ignore_eos else num_eos, MAX_EOS),
     }
-    return next((name for name, (asked, most) in sizes.items() if asked > most), None)
+    for name, support in DecodingParams.graph_support().items():
+        value = getattr(request, name)
+        if support is GraphSupport.DEFAULT and value != getattr(DecodingParams, name):
+            return name
+        if support is GraphSupport.COMPILED and value != getattr(kind, name):
+            return name
+        if support is GraphSupport.BUCKET and sizes[name][0] > sizes[name][1]:
+            return name
+    return None
 
 
 class HostView(NamedTuple):
