@@ -29,7 +29,7 @@ from lopa_ascend.parallel.launch import Meeting, free_port, leave
 from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.probe import PartTimes
 from lopa_ascend.runner.scoring import SCORE_ROWS
-from lopa_ascend.score.sampling import columns
+from lopa_ascend.score.shards import columns
 from lopa_ascend.types import SequencePlan, Traffic
 
 ROOT = Path(__file__).resolve().parents[1]

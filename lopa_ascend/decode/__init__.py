@@ -1,7 +1,8 @@
 """The decoding strategies: pure policy over positions, tokens and confidences, without torch.
 
-A strategy drives one sequence and has two verbs: ``plan`` says what the next forward pass computes, ``absorb`` takes
-what it gave and moves on. It is the definition that people read and that the golden traces test.
+A strategy decodes one sequence and has two verbs: ``plan`` says what the next forward pass computes, ``absorb`` takes
+the predictions of that pass and decides. This is the definition of the decoding, which the golden traces test; compiled
+steps do the same with tensors (``graph/policy.py``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,5 @@ STRATEGIES: dict[str, type[D2F]] = {"d2f": D2F, "lopa": Lopa}
 
 
 def begin(prompt: Sequence[int], params: DecodingParams, mask: int, eos: frozenset[int], num_committed: int = 0) -> D2F:
-    """The strategy that ``params.decoding`` names, at the start of a sequence. The keys and values of the first
-    ``num_committed`` positions of the prompt are in the cache already."""
+    """The strategy that ``params.decoding`` names, at the start of a sequence; for the arguments see ``D2F``."""
     return STRATEGIES[params.decoding](prompt, params, mask, eos, num_committed)

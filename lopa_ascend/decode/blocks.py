@@ -11,24 +11,27 @@ from lopa_ascend.types import Fill
 
 
 class BlockState(Enum):
-    """active: has masks, or waits for an earlier block; to_cache: its keys and values are written by the next forward
-    pass; in_cache: committed."""
+    """How far a block is."""
 
     ACTIVE = "active"
+    """It has masks, or waits for an earlier block."""
     TO_CACHE = "to_cache"
+    """It is final: the next forward pass commits its keys and values."""
     IN_CACHE = "in_cache"
+    """Its keys and values are committed."""
 
 
 @dataclass(slots=True)
 class Block:
-    """Positions [start, end), of which ``masks`` are not filled. ``activated`` (fully activated) blocks must fill at
-    least one position a step; it is only ever set."""
+    """The positions [start, end) of a branch."""
 
     start: int
     end: int
     masks: int
+    """Positions that are not filled."""
     state: BlockState = BlockState.ACTIVE
     activated: bool = False
+    """Fully activated: the block must fill at least one position in every step. Once set it stays set."""
 
     @property
     def length(self) -> int:
@@ -51,15 +54,18 @@ def threshold_count(fraction: float, length: int) -> int:
 
 @dataclass(slots=True)
 class Branch:
-    """One candidate state of a sequence: ``tokens`` [end - first] are the ids of all generated positions so far, masks
-    included, and ``probs`` the probabilities at which they were filled; ``blocks`` begin with the prompt's. ``eos``: an
-    EOS has been filled, so no block is added any more."""
+    """One candidate state of a sequence."""
 
     tokens: list[int]
+    """Token ids of all generated positions so far, masks included."""
     blocks: list[Block]
+    """The first block is the prompt."""
     eos: bool = False
+    """An EOS has been filled, so no further block is opened."""
     lookahead: Fill | None = None
+    """The token that a lookahead branch holds in addition to the anchor."""
     probs: list[float] = field(default_factory=list)
+    """For each generated position the probability at which it was filled; 0 for masks."""
 
     @property
     def first(self) -> int:
@@ -72,6 +78,7 @@ class Branch:
 
     @property
     def masks(self) -> int:
+        """Positions that are not filled."""
         return sum(block.masks for block in self.blocks)
 
     def active_blocks(self) -> list[Block]:
@@ -89,28 +96,36 @@ class Branch:
         ]
 
     def fill(self, fill: Fill, eos: Set[int]) -> None:
+        """Puts a token into a masked position."""
         self.tokens[fill.position - self.first] = fill.token
         self.probs[fill.position - self.first] = fill.max_prob
         next(b for b in self.blocks if b.start <= fill.position < b.end).masks -= 1
         self.eos |= fill.token in eos
 
     def copy(self) -> Branch:
+        """An independent branch in the same state, without a lookahead token."""
         return Branch(list(self.tokens), [replace(block) for block in self.blocks], self.eos, probs=list(self.probs))
 
     def open_block(self, length: int, mask: int) -> None:
+        """Appends a block of ``length`` masks."""
         self.blocks.append(Block(self.end, self.end + length, length))
         self.tokens.extend([mask] * length)
         self.probs.extend([0.0] * length)
 
     def activate(self, tau_act: float) -> None:
-        """A block whose predecessor is filled to ``tau_act`` becomes fully activated."""
+        """Fully activates every block whose predecessor is filled to ``tau_act``."""
         for before, block in zip(self.blocks, self.blocks[1:], strict=False):
             if not block.activated and before.filled >= threshold_count(tau_act, before.length):
                 block.activated = True
 
     def settle(self, finished: Set[int]) -> None:
-        """After a forward pass: what was written is in the cache, and blocks whose start is in ``finished`` are next,
-        unless an earlier block is still active. A block that only a lookahead token finished stays active."""
+        """Moves the blocks on after a forward pass: what the pass committed is in the cache, and blocks that are
+        finished are committed by the next one, unless an earlier block is still active.
+
+        Args:
+            finished: starts of the blocks whose last mask was filled. A block that only a lookahead token finished is
+                not among them, and stays active.
+        """
         waiting = False
         for block in self.blocks:
             if block.state is BlockState.TO_CACHE:

@@ -16,8 +16,21 @@ def float32(value: float) -> float:
 
 
 class D2F:
-    """One sequence under D2F. ``branches`` are in evaluation order, lookaheads by rank and the anchor last; here the
-    anchor is alone. ``num_committed`` positions of the prompt have their keys and values in the cache already."""
+    """One sequence under D2F.
+
+    Attributes:
+        branches: in evaluation order: lookahead branches by rank, the anchor last. D2F has the anchor alone.
+        winner: the branch that won the last forward pass, with its fills.
+        num_committed: positions whose keys and values are final.
+        num_forwards: forward passes so far.
+        limit: the most positions that the sequence can have.
+
+    Args:
+        prompt: token ids.
+        mask: token id of the mask.
+        eos: EOS ids.
+        num_committed: positions of the prompt whose keys and values are in the cache already.
+    """
 
     def __init__(
         self,
@@ -48,7 +61,7 @@ class D2F:
     # ---- before a forward pass -------------------------------------------------------------------------------------
 
     def plan(self) -> SequencePlan | None:
-        """Adds and activates blocks, then says what the next forward pass computes; None when the sequence is done."""
+        """Opens and activates blocks, then says what the next forward pass computes; None when the sequence is done."""
         if self.params.finish_at_eos and self.visible_is_final():
             return None
         num_open_blocks = len(self.branches[-1].blocks) - 1
@@ -75,6 +88,7 @@ class D2F:
         )
 
     def _extend(self, branch: Branch) -> None:
+        """Opens another block, if the branch may have one (SPEC section 2, step a)."""
         last = branch.blocks[-1]
         if branch.eos or branch.end >= self.limit:
             return
@@ -87,9 +101,11 @@ class D2F:
         branch.open_block(min(self.params.block_size, self.limit - branch.end), self.mask)
 
     def _settled_without_forward(self) -> bool:
+        """Whether the winner of the next pass, and with it the output, is known without the pass."""
         return False
 
     def _row(self, branch: Branch, full: bool) -> RowPlan:
+        """What one branch computes. ``full``: its window is one attention entry."""
         tokens = (*self.prompt, *branch.tokens)[self.num_committed :]
         window = [block for block in branch.blocks if block.end > self.num_committed]
         compute_from = self.num_committed
@@ -106,7 +122,10 @@ class D2F:
     def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
         """Picks the winner, fills it, moves its blocks on and grows the next branches from it.
 
-        ``results`` belong to ``plan.rows``; ``model_tokens`` and ``head_rows`` go into the record.
+        Args:
+            results: the predictions for each of ``plan.rows``.
+            model_tokens: see ``StepRecord``.
+            head_rows: see ``StepRecord``.
         """
         winner, scores = self._select(results)
         branch, row, result = self.branches[winner], plan.rows[winner], results[winner]
@@ -146,12 +165,17 @@ class D2F:
         return record
 
     def _select(self, results: Sequence[RowResult]) -> tuple[int, list[float]]:
+        """(index of the winner, the branch scores)."""
         confidences = results[0].confidences
         return 0, [sum(confidences) / len(confidences) if confidences else 1.0]
 
     def _choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
-        """The fill rule (SPEC section 3): all above tau_conf; in a fully activated block without any, the most
-        confident one, the earliest among equals."""
+        """The fill rule (SPEC section 3): all positions above tau_conf are filled; a fully activated block without any
+        fills its most confident position, the earliest one among equals.
+
+        Returns:
+            The fills, and how many of them were such fallbacks.
+        """
         chosen: list[Fill] = []
         fallbacks = 0
         for block in branch.active_blocks():
@@ -164,20 +188,26 @@ class D2F:
         return chosen, fallbacks
 
     def _spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
+        """The branches of the next pass.
+
+        Args:
+            anchor: the winner, with its fills.
+            open_positions: the predictions for positions that are still masked.
+        """
         anchor.lookahead = None
         return [anchor]
 
     # ---- what is final ---------------------------------------------------------------------------------------------
 
     def final_tokens(self) -> list[int]:
-        """The longest mask-free prefix of the winner's generated ids; with ``finish_at_eos`` it ends before the EOS."""
+        """Generated token ids up to the first mask; with ``finish_at_eos`` up to the first EOS. They never change."""
         tokens = self.winner.tokens
         stop = {self.mask, *self.eos} if self.params.finish_at_eos else {self.mask}
         end = next((i for i, token in enumerate(tokens) if token in stop), len(tokens))
         return tokens[:end]
 
     def eos_reached(self) -> int | None:
-        """The first EOS with nothing masked before it, if there is one."""
+        """The first EOS, if no position before it is masked."""
         for token in self.winner.tokens:
             if token in self.eos:
                 return token
@@ -186,7 +216,8 @@ class D2F:
         return None
 
     def visible_is_final(self) -> bool:
-        """Whether no later step can change the visible text: an EOS with nothing masked before it, or all filled."""
+        """Whether no later step can change the visible text: all positions up to an EOS, or all positions, are
+        filled."""
         if self.eos_reached() is not None:
             return True
         return self.winner.end >= self.limit and not self.winner.masks

@@ -17,47 +17,55 @@ from lopa_ascend.types import Fill, RowResult
 SCALE = 1 << 16
 
 
-def fixed(confidence: float) -> int:
-    """A confidence on the integer grid of branch scores: round half to even of c * 2^16."""
+def fixed_point(confidence: float) -> int:
+    """A confidence c on the integer grid of branch scores: c * 2^16, rounded half to even."""
     return round(confidence * SCALE)
 
 
 def branch_score(confidences: Sequence[float], params: DecodingParams) -> tuple[int, int]:
-    """(sum, count) of the fixed-point confidences that ``params.branch_score`` averages; their ratio is the score.
+    """The score of a branch, as a fraction.
 
-    A branch without masks scores 1.0. "tail" averages the max(1, floor(n * tail_fraction)) lowest of n; "window" takes
-    the lowest mean over ``score_window`` consecutive masked positions, all of them if there are fewer.
+    "mean" averages the confidences of all n masked positions, "tail" the max(1, floor(n * tail_fraction)) lowest ones,
+    and "window" takes the lowest mean over ``score_window`` consecutive masked positions, or over all if there are
+    fewer. A branch without masks scores 1.0.
+
+    Args:
+        confidences: of the masked positions, in the order of the positions.
+
+    Returns:
+        (sum of the fixed-point confidences, how many they are).
     """
-    values = [fixed(c) for c in confidences]
+    values = [fixed_point(c) for c in confidences]
     if not values:
         return SCALE, 1
     if params.branch_score == "tail":
         values = sorted(values)[: max(1, int(len(values) * params.tail_fraction))]
     elif params.branch_score == "window" and len(values) > params.score_window:
         size = params.score_window
-        total = lowest = sum(values[:size])
-        for out, into in zip(values, values[size:], strict=False):
-            total += into - out
-            lowest = min(lowest, total)
+        window_sum = lowest = sum(values[:size])
+        for leaving, entering in zip(values, values[size:], strict=False):
+            window_sum += entering - leaving
+            lowest = min(lowest, window_sum)
         return lowest, size
     return sum(values), len(values)
 
 
 class Lopa(D2F):
-    """One sequence under LoPA with ``num_branches`` lookahead branches."""
+    """One sequence under LoPA: D2F with ``params.lookaheads`` lookahead branches beside the anchor."""
 
     @property
     def num_branches(self) -> int:
         return 1 + self.params.lookaheads
 
     def _scores(self, results: Sequence[RowResult]) -> list[Fraction]:
-        """(1 - w) * branch score + w * confidence of the lookahead token (1.0 for the anchor), exactly."""
-        weight = fixed(self.params.creation_weight)
+        """(1 - w) * branch score + w * confidence of the lookahead token (1.0 for the anchor), exactly, where w is
+        ``creation_weight``."""
+        weight = Fraction(fixed_point(self.params.creation_weight), SCALE)
         scores = []
         for branch, result in zip(self.branches, results, strict=True):
             total, count = branch_score(result.confidences, self.params)
-            creation = SCALE if branch.lookahead is None else fixed(branch.lookahead.confidence)
-            scores.append(Fraction((SCALE - weight) * total + weight * creation * count, count * SCALE * SCALE))
+            creation = SCALE if branch.lookahead is None else fixed_point(branch.lookahead.confidence)
+            scores.append((1 - weight) * Fraction(total, count * SCALE) + weight * Fraction(creation, SCALE))
         return scores
 
     def _select(self, results: Sequence[RowResult]) -> tuple[int, list[float]]:
@@ -65,7 +73,7 @@ class Lopa(D2F):
         return scores.index(max(scores)), [float(score) for score in scores]
 
     def _spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
-        """The anchor and, before it, one branch for each of the most confident positions that are still open."""
+        """One branch for each of the most confident open positions, and the anchor after them."""
         ranked = sorted(open_positions, key=lambda fill: (-fill.confidence, fill.position))
         anchor.lookahead = None
         branches = []
@@ -77,7 +85,7 @@ class Lopa(D2F):
         return [*branches, anchor]
 
     def _settled_without_forward(self) -> bool:
-        """A lookahead branch without masks scores 1.0 and has won: its tokens are final, so the pass can be saved."""
+        """A lookahead branch without masks scores 1.0 and wins: its tokens are final, so the pass can be saved."""
         if not self.params.finish_at_eos or self.params.creation_weight:
             return False
         done = next((branch for branch in self.branches if not branch.masks), None)

@@ -13,7 +13,7 @@ from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.graph.setup import GraphPlan, plan_graphs
 from lopa_ascend.kv.pages import pages_for, slots_for
 from lopa_ascend.parallel.mesh import Mesh
-from lopa_ascend.score.sampling import CANDIDATES
+from lopa_ascend.score.shards import CANDIDATES
 from lopa_ascend.text.tokenizer import load_tokenizer
 
 

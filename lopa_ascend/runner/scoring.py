@@ -13,8 +13,9 @@ from torch import Tensor
 from lopa_ascend.backend import Ops
 from lopa_ascend.model.base import Model
 from lopa_ascend.probe import Probe
+from lopa_ascend.score.merge import merge_scores
 from lopa_ascend.score.prediction import NO_PREDICTIONS, Predictions
-from lopa_ascend.score.sampling import CANDIDATES, merge_scores, shard_scores
+from lopa_ascend.score.shards import CANDIDATES, shard_scores
 from lopa_ascend.types import Scoring
 
 HEAD_ROWS = 128

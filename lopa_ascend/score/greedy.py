@@ -1,7 +1,7 @@
-"""Greedy scores as tensor functions of fixed shape, for compiled steps: what ``sampling.py`` does at temperature 0.
+"""Greedy scores with fixed shapes, for compiled steps: the same as ``shards.py`` and ``merge.py`` at temperature 0.
 
-Eager steps do not use this: they score in place, which on a CPU takes a third of the time, while a compiled step wants
-few kernels. Tests hold the two equal.
+Eager steps score in place instead, which is faster on a CPU, while a compiled step wants few kernels. Tests hold the
+two equal.
 
 The vocabulary may be split between ranks. Then each rank tells a few numbers a row, and every rank merges those of all.
 """

@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lopa_ascend.score.sampling import gumbel_noise, merge_scores, shard_scores
+from lopa_ascend.score.merge import merge_scores
+from lopa_ascend.score.noise import gumbel_noise
+from lopa_ascend.score.shards import shard_scores
 from lopa_ascend.types import Scoring
 
 VOCAB, MASK, TOKENS = 50, 40, 44

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lopa_ascend.parallel.collectives import ALONE, Group
 from lopa_ascend.score.greedy import GreedyScore, Scored
-from lopa_ascend.score.sampling import merge_scores, shard_scores
+from lopa_ascend.score.merge import merge_scores
+from lopa_ascend.score.shards import shard_scores
 from lopa_ascend.types import Scoring
 
 VOCAB, MASK, TOKENS, ROWS = 331, 150, 310, 40

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lopa_ascend.score.sampling import gumbel_noise, merge_scores, shard_scores
+from lopa_ascend.score.merge import merge_scores
+from lopa_ascend.score.noise import gumbel_noise
+from lopa_ascend.score.shards import shard_scores
 from lopa_ascend.types import Scoring
 
 VOCAB, MASK, TOKENS, ROWS = 331, 150, 310, 13

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode import begin
-from lopa_ascend.decode.lopa import SCALE, branch_score, fixed
+from lopa_ascend.decode.lopa import SCALE, branch_score, fixed_point
 from lopa_ascend.types import RowResult
 
 confidences = st.lists(st.floats(-12, 1, width=32), min_size=1, max_size=40)
@@ -17,20 +17,20 @@ confidences = st.lists(st.floats(-12, 1, width=32), min_size=1, max_size=40)
 
 @given(confidences)
 def test_mean(values: list[float]) -> None:
-    assert branch_score(values, DecodingParams()) == (sum(map(fixed, values)), len(values))
+    assert branch_score(values, DecodingParams()) == (sum(map(fixed_point, values)), len(values))
 
 
 @given(confidences, st.floats(0, 1))
 def test_tail_is_the_mean_of_the_least_confident(values: list[float], fraction: float) -> None:
     total, count = branch_score(values, DecodingParams(branch_score="tail", tail_fraction=fraction))
     assert count == max(1, int(len(values) * fraction))
-    assert total == sum(sorted(map(fixed, values))[:count])
+    assert total == sum(sorted(map(fixed_point, values))[:count])
 
 
 @given(confidences, st.integers(1, 12))
 def test_window_is_the_lowest_mean_of_consecutive_ones(values: list[float], size: int) -> None:
     total, count = branch_score(values, DecodingParams(branch_score="window", score_window=size))
-    whole = [fixed(v) for v in values]
+    whole = [fixed_point(v) for v in values]
     windows = [whole[i : i + size] for i in range(len(whole) - size + 1)] or [whole]
     assert Fraction(total, count) == min(Fraction(sum(w), len(w)) for w in windows)
 

@@ -1,0 +1,142 @@
+"""Logits to statistics: what one shard of the vocabulary tells of each row, without a softmax over the vocabulary.
+
+The vocabulary may be split between ranks. Each rank makes a few statistics of its own logits, and ``merge.py`` turns
+those of all ranks into predictions, so no rank ever holds a whole row of logits (SPEC section 3).
+
+Statistics are float32 whatever the model's dtype. The mask and token ids that do not exist in the tokenizer are never
+chosen, but keep their share of the softmax's denominator, so that confidences can be compared with those of the
+published code. Ties go to the lowest token id. At a temperature the token is drawn by Gumbel-max.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lopa_ascend.score.noise import gumbel_noise
+from lopa_ascend.score.reductions import finite_max, first_argmax, scaled, softmax_sums
+from lopa_ascend.types import Scoring
+
+CANDIDATES = 256
+"""Tokens that each of several shards offers to top_p and top_k."""
+
+Place = tuple[Tensor | slice, Tensor | slice]
+"""(rows, columns) of logits."""
+Offer = tuple[dict[str, Tensor], Tensor, Tensor]
+"""(statistics by name [R, 1], offered logits [R, K], their token ids [R, K])."""
+
+
+def columns(scoring: Scoring) -> tuple[str, ...]:
+    """The names of a shard's statistics, in order. The offered logits and their token ids follow them.
+
+    - "high": the largest logit; not finite if any logit is not.
+    - "total": the sum of exp x, with x = (logit - high) / temperature.
+    - "dot", for the confidence "neg_entropy": the sum of x exp x.
+    - "other", for "margin": the largest logit but the offered one.
+    - "mass", for top_p without top_k: the sum of exp x over the ids that may be chosen, with x measured from the
+      largest of these.
+
+    With top_p or top_k, "total", "dot" and "other" count only the ids that are never chosen; ``merge.py`` adds the
+    offered tokens that are kept.
+    """
+    names = ["high", "total"]
+    if scoring.confidence == "neg_entropy":
+        names.append("dot")
+    elif scoring.confidence == "margin":
+        names.append("other")
+    if scoring.top_p is not None and scoring.top_k is None:
+        names.append("mass")
+    return tuple(names)
+
+
+def shard_scores(
+    logits: Tensor, scoring: Scoring, positions: Tensor, round_: int, first: int = 0, limit: int | None = None
+) -> Tensor:
+    """The statistics of one shard, float32 [R, C].
+
+    A shard offers one token, or for top_p and top_k several.
+
+    Args:
+        logits: [R, n] with n >= 1; may be overwritten.
+        positions: the predicted positions int64 [R].
+        round_: number of the forward pass.
+        first: token id of the first column.
+        limit: the most tokens that a shard offers; C does not depend on n then. None, for a shard that is alone: all.
+    """
+    x = logits.float()
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    # NaN and +inf show in the maximum by themselves, -inf does not.
+    high = high.masked_fill(~low.isfinite(), math.nan)
+    if scoring.truncated:
+        stats, values, ids = _offer_best(x, high, scoring, positions, first, limit)
+    else:
+        stats, values, ids = _offer_one(x, high, scoring, positions, round_, first)
+    stats["high"] = high
+    # Ids travel as numbers, not as bits: float32 is exact up to 2^24, and devices may flush bits that look denormal.
+    return torch.cat([*(stats[name] for name in columns(scoring)), values, ids.float()], -1)
+
+
+def _offer_one(x: Tensor, high: Tensor, scoring: Scoring, positions: Tensor, round_: int, first: int) -> Offer:
+    """Offers the most probable token or, at a temperature, the drawn one: K is 1."""
+    banned = _ban(x, scoring, positions, first)
+    if scoring.temperature:
+        ids = torch.arange(first, first + x.shape[-1], device=x.device)
+        noise = gumbel_noise(scoring.seed, positions, round_, ids)
+        chosen = first_argmax(noise.add_(scaled(x, high, scoring.temperature)))
+    else:
+        chosen = first_argmax(x)
+    values = x.gather(-1, chosen)
+    x.scatter_(-1, chosen, -math.inf)
+    for place, logits in banned:
+        x[place] = logits
+    stats = {"other": x.amax(-1, keepdim=True)} if scoring.confidence == "margin" else {}
+    # "amax" leaves a banned id its logit where only banned ids could be chosen.
+    x.scatter_reduce_(-1, chosen, values, "amax")
+    return stats | softmax_sums(x, high, scoring), values, chosen + first
+
+
+def _offer_best(x: Tensor, high: Tensor, scoring: Scoring, positions: Tensor, first: int, limit: int | None) -> Offer:
+    """Offers the K most probable tokens, ties by lowest id, padded with -inf where there are fewer."""
+    allowed = x.clone()
+    _ban(allowed, scoring, positions, first)
+    x.masked_fill_(allowed != -math.inf, -math.inf)  # leaves the ids that are never chosen
+    stats = {"other": x.amax(-1, keepdim=True)} if scoring.confidence == "margin" else {}
+    stats |= softmax_sums(x, high, scoring)
+    if "mass" in columns(scoring):
+        weights = scaled(allowed, finite_max(allowed), scoring.temperature).exp_()
+        stats["mass"] = weights.sum(-1, keepdim=True)
+    size = x.shape[-1]
+    count = size if limit is None else limit
+    if scoring.top_k is not None:
+        count = min(count, scoring.top_k)
+    ids = torch.arange(size, device=x.device).expand_as(x)
+    if count < size:
+        best, order = allowed.sort(dim=-1, descending=True, stable=True)
+        allowed, ids = best[:, :count], order[:, :count]
+    missing = (0, max(count - size, 0))
+    return stats, pad(allowed, missing, value=-math.inf), pad(ids + first, missing)
+
+
+def _ban(x: Tensor, scoring: Scoring, positions: Tensor, first: int) -> list[tuple[Place, Tensor]]:
+    """Sets the logits of ids that may not be chosen to -inf.
+
+    Returns:
+        The places and what stood there, so that the caller can put it back.
+    """
+    size, every_row = x.shape[-1], slice(None)
+    places: list[Place] = []
+    if 0 <= scoring.mask - first < size:
+        places.append((every_row, slice(scoring.mask - first, scoring.mask - first + 1)))
+    if scoring.num_token_ids < first + size:
+        places.append((every_row, slice(max(scoring.num_token_ids - first, 0), None)))
+    eos = [token - first for token in scoring.eos if 0 <= token - first < size]
+    is_early = positions < scoring.min_position
+    if eos and bool(is_early.any()):
+        places.append((is_early.nonzero(), torch.tensor(eos, device=x.device)))
+    banned = [(place, x[place].clone()) for place in places]
+    for place in places:
+        x[place] = -math.inf
+    return banned
