@@ -1,6 +1,5 @@
 """The import contracts are there and cover what they should; the folders beside lopa_ascend/ have one name each."""
 
-import dataclasses
 import importlib
 import os
 import subprocess
@@ -9,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from lopa_ascend.config import DecodingParams
 
 ROOT = Path(__file__).resolve().parents[2]
 TOML = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
@@ -76,9 +73,3 @@ def test_outer_packages_have_one_name(name: str):
     assert result.returncode != 0
     assert f"ImportError: {name}/ is the package lopa_ascend.{name}" in result.stderr
     assert (ROOT / "lopa_ascend" / name).readlink() == Path("..", name)
-
-
-def test_readme_names_every_decoding_parameter():
-    readme = (ROOT / "README.md").read_text("utf-8")
-    missing = [f.name for f in dataclasses.fields(DecodingParams) if f"| `{f.name}` |" not in readme]
-    assert missing == []
