@@ -83,9 +83,9 @@ class Ops(Protocol):
         ...
 
     def kv_write(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, source: Tensor | None = None
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, source: Tensor | None = None
     ) -> None:
-        """Writes k, v [T, K, D] to the flat positions ``slots`` (page * 128 + offset); position i takes token
+        """Writes k, v [T, K, D] to the flat positions ``slot_mapping`` (page * 128 + offset); position i takes token
         ``source[i]``, or token i. Positions are distinct."""
         ...
 

@@ -211,10 +211,12 @@ class CpuOps:
         return wide.div(wide.neg().exp_().add_(1)).to(gate.dtype).mul_(up)
 
     def kv_write(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, source: Tensor | None = None
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, source: Tensor | None = None
     ) -> None:
         for new, cache in ((k, k_cache), (v, v_cache)):
-            cache.view(-1, *cache.shape[-2:]).index_copy_(0, slots.long(), new if source is None else new[source])
+            cache.view(-1, *cache.shape[-2:]).index_copy_(
+                0, slot_mapping.long(), new if source is None else new[source]
+            )
 
     def put_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> None:
         x.index_copy_(0, rows.long(), values)

@@ -36,12 +36,12 @@ class PlainOps(NpuOps):
         return F.silu(gate) * up
 
     def kv_write(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, source: Tensor | None = None
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, source: Tensor | None = None
     ) -> None:
         for new, cache in ((k, k_cache), (v, v_cache)):
             flat = cache.view(-1, cache.shape[2] * cache.shape[3])
             rows = new if source is None else new[source]
-            flat.scatter_(0, slots[:, None].expand(-1, flat.shape[1]), rows.flatten(1))
+            flat.scatter_(0, slot_mapping[:, None].expand(-1, flat.shape[1]), rows.flatten(1))
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
         count, (heads, dim), kv_heads = len(entries.lengths), q.shape[1:], k_cache.shape[2]

@@ -132,7 +132,7 @@ def test_debug_kv_reaches_the_ops(small: Path) -> None:
     runner = strict_engine(small).engine.runner
     k = torch.zeros(2, 1, 128, dtype=torch.bfloat16, device="npu")
     slots = torch.tensor([5, 5], device="npu")
-    with pytest.raises(ValueError, match=r"slots \[5\] are written more than once"):
+    with pytest.raises(ValueError, match=r"slot_mapping: \[5\] are written more than once"):
         runner.ops.kv_write(k, k, runner.pool.k[0], runner.pool.v[0], slots)
 
 

@@ -1,5 +1,5 @@
-"""NpuOps on the simulated device against the CPU backend, which defines every op: over random shapes in numeric mode,
-at those of Dream-7B in strict mode."""
+"""NpuOps on the simulated device against CpuOps: over random shapes in numeric mode, and at the shapes of Dream-7B in
+strict mode."""
 
 from __future__ import annotations
 
@@ -93,19 +93,19 @@ def test_kv_writes(seed: int, pages: int, kv_heads: int, tokens: int, has_source
     caches = randn(seed + 1, 2, pages, PAGE_SIZE, kv_heads, 16, dtype=dtype)
     source = torch.randint(tokens, (90,), generator=generator) if has_source else None
     written = tokens if source is None else len(source)
-    slots = torch.randperm(pages * PAGE_SIZE, generator=generator)[:written]
+    slot_mapping = torch.randperm(pages * PAGE_SIZE, generator=generator)[:written]
     on_npu = caches.to("npu")
     given_source = None if source is None else source.to("npu")
-    NPU.kv_write(k.to("npu"), v.to("npu"), on_npu[0], on_npu[1], slots.int().to("npu"), given_source)
-    CPU.kv_write(k, v, caches[0], caches[1], slots, source)
+    NPU.kv_write(k.to("npu"), v.to("npu"), on_npu[0], on_npu[1], slot_mapping.int().to("npu"), given_source)
+    CPU.kv_write(k, v, caches[0], caches[1], slot_mapping, source)
     assert torch.equal(on_npu.cpu(), caches)
 
 
 def test_a_write_takes_the_parts_of_a_packed_projection() -> None:
     packed = randn(0, 9, 8, 16).to("npu")
     caches = torch.zeros(2, 1, PAGE_SIZE, 2, 16, device="npu")
-    slots = torch.arange(9, dtype=torch.int32, device="npu")
-    NPU.kv_write(packed[:, 4:6], packed[:, 6:], caches[0], caches[1], slots)
+    slot_mapping = torch.arange(9, dtype=torch.int32, device="npu")
+    NPU.kv_write(packed[:, 4:6], packed[:, 6:], caches[0], caches[1], slot_mapping)
     assert torch.equal(caches[:, 0, :9].transpose(0, 1).flatten(1, 2), packed[:, 4:])
 
 
@@ -204,18 +204,18 @@ def test_an_unknown_layout_is_refused_with_the_choices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slots", "message"),
+    ("slot_mapping", "message"),
     [
-        ([0, 1, PAGE_SIZE * 2], r"slots \[256\] lie outside the cache, which has 256"),
-        ([0, -1, 5], r"slots \[-1\] lie outside"),
-        ([7, 3, 7], r"slots \[7\] are written more than once"),
+        ([0, 1, PAGE_SIZE * 2], r"slot_mapping: \[256\] lie outside the cache, which has 256 positions"),
+        ([0, -1, 5], r"slot_mapping: \[-1\] lie outside"),
+        ([7, 3, 7], r"slot_mapping: \[7\] are written more than once"),
     ],
 )
-def test_debug_refuses_slots(slots: list[int], message: str) -> None:
+def test_debug_refuses_positions_of_a_write(slot_mapping: list[int], message: str) -> None:
     k = torch.zeros(3, 1, 16, device="npu")
     cache = torch.zeros(2, PAGE_SIZE, 1, 16, device="npu")
     with pytest.raises(ValueError, match=message):
-        NpuOps(debug=True).kv_write(k, k, cache, cache, torch.tensor(slots, dtype=torch.int32, device="npu"))
+        NpuOps(debug=True).kv_write(k, k, cache, cache, torch.tensor(slot_mapping, dtype=torch.int32, device="npu"))
 
 
 @pytest.mark.parametrize(
@@ -237,8 +237,8 @@ def test_debug_refuses_pages(table: list[int], kv_length: int, message: str) -> 
 def test_without_debug_no_op_waits_for_the_device() -> None:
     k = torch.zeros(3, 1, 16, device="npu")
     cache = torch.zeros(2, PAGE_SIZE, 1, 16, device="npu")
-    slots = torch.arange(3, dtype=torch.int32, device="npu")
+    slot_mapping = torch.arange(3, dtype=torch.int32, device="npu")
     with host_traffic() as traffic:
-        NPU.kv_write(k, k, cache, cache, slots)
+        NPU.kv_write(k, k, cache, cache, slot_mapping)
     assert traffic.launches == ["npu::npu_scatter_pa_kv_cache"]
     assert not traffic.stalls

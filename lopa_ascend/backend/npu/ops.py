@@ -95,12 +95,12 @@ class NpuOps:
         return gated
 
     def kv_write(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, source: Tensor | None = None
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, source: Tensor | None = None
     ) -> None:
         if self._debug:
-            check_slots(slots.tolist(), k_cache.shape[0] * k_cache.shape[1])
+            check_slot_mapping(slot_mapping.tolist(), k_cache.shape[0] * k_cache.shape[1])
         k, v = (x.contiguous() if source is None else x.index_select(0, source) for x in (k, v))
-        npu.npu_scatter_pa_kv_cache(k, v, k_cache, v_cache, slots, cache_mode="Norm")
+        npu.npu_scatter_pa_kv_cache(k, v, k_cache, v_cache, slot_mapping, cache_mode="Norm")
 
     def put_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> None:
         npu.npu_scatter_nd_update_(x, rows[:, None], values)
@@ -174,14 +174,19 @@ def attend(
     return out.view(tokens, heads * dim)
 
 
-def check_slots(slots: Sequence[int], num_slots: int) -> None:
-    """Refuses slots that are not distinct or lie outside a cache of ``num_slots``."""
-    outside = sorted({slot for slot in slots if not 0 <= slot < num_slots})
+def check_slot_mapping(slot_mapping: Sequence[int], num_positions: int) -> None:
+    """Refuses positions of a write that lie outside the cache or come more than once.
+
+    Args:
+        slot_mapping: flat cache positions.
+        num_positions: positions of the cache.
+    """
+    outside = sorted({position for position in slot_mapping if not 0 <= position < num_positions})
     if outside:
-        raise ValueError(f"slots {outside[:8]} lie outside the cache, which has {num_slots}")
-    twice = sorted(slot for slot, count in Counter(slots).items() if count > 1)
-    if twice:
-        raise ValueError(f"slots {twice[:8]} are written more than once in a step")
+        raise ValueError(f"slot_mapping: {outside[:8]} lie outside the cache, which has {num_positions} positions")
+    repeated = sorted(position for position, count in Counter(slot_mapping).items() if count > 1)
+    if repeated:
+        raise ValueError(f"slot_mapping: {repeated[:8]} are written more than once in a step")
 
 
 def check_pages(entries: Entries, num_pages: int, page_size: int) -> None:
