@@ -3,7 +3,7 @@
 python -m scripts.npu_selftest [--json FILE]                                     one NPU
 torchrun --nproc-per-node 16 -m scripts.npu_selftest --tensor-parallel-size 4    every NPU of a node, and all-reduces
 
-Each op runs at the shapes of Dream-7B in bfloat16, next to its definition, lopa_ascend/backend/cpu.py; then a captured
+Each op runs at the shapes of Dream-7B in bfloat16, next to the CPU backend, lopa_ascend/backend/cpu; then a captured
 layer is replayed with other KV lengths; then, with several ranks, each group's all-reduce is timed. The report is made
 to be sent to others: it names versions and devices, no paths and no hosts, and ends with the options for the server.
 

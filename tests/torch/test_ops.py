@@ -1,8 +1,9 @@
-"""The CPU ops against plain formulas; they define what every other device must do."""
+"""The CPU ops and their definitions against formulas, and what else the CPU ops promise."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -10,17 +11,20 @@ import pytest
 import torch
 
 from lopa_ascend.backend import Entries, load_ops
-from lopa_ascend.backend.cpu import CpuOps, widened_linear
+from lopa_ascend.backend.cpu import CpuOps, definition
+from lopa_ascend.backend.cpu.ops import widened_linear
 from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.types import KVShape
+from tests.torch.paging import paged_step, randn
 
 OPS = CpuOps()
 
 
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+def either(test: Callable[..., None]) -> Callable[..., None]:
+    """Runs a test on the ops and on their definitions."""
+    return pytest.mark.parametrize("ops", [OPS, definition], ids=["fast", "plain"])(test)
 
 
 @pytest.mark.parametrize("option", [{"attention_layout": "BSH"}, {"debug_kv": True}])
@@ -39,40 +43,45 @@ def test_a_row_of_linear_does_not_depend_on_the_others(rows: int) -> None:
     torch.testing.assert_close(whole, x @ weight.T + bias)
 
 
-def test_rms_norm() -> None:
+@either
+def test_rms_norm(ops: Any) -> None:
     x, weight = randn(5, 16), randn(16, seed=1)
     expected = x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
-    torch.testing.assert_close(OPS.rms_norm(x, weight, 1e-6), expected)
+    torch.testing.assert_close(ops.rms_norm(x, weight, 1e-6), expected)
 
 
-def test_add_rms_norm_gives_the_norm_and_the_sum() -> None:
+@either
+def test_add_rms_norm_gives_the_norm_and_the_sum(ops: Any) -> None:
     x, residual, weight = randn(5, 16), randn(5, 16, seed=1), randn(16, seed=2)
     total = x + residual
-    normed, residual = OPS.add_rms_norm(x, residual, weight, 1e-6)
+    normed, residual = ops.add_rms_norm(x, residual, weight, 1e-6)
     torch.testing.assert_close(residual, total)
-    torch.testing.assert_close(normed, OPS.rms_norm(total, weight, 1e-6))
+    torch.testing.assert_close(normed, ops.rms_norm(total, weight, 1e-6))
 
 
-def test_rope_turns_the_halves() -> None:
+@either
+def test_rope_rotates_the_halves(ops: Any) -> None:
     x, angle = randn(3, 2, 8), randn(3, 1, 4, seed=1)
-    turned = OPS.rope(x, angle.cos(), angle.sin())
+    rotated = ops.rope(x, angle.cos(), angle.sin())
     left, right = (
         torch.view_as_complex(torch.stack([x[..., :4], x[..., 4:]], -1).contiguous()),
         torch.polar(torch.ones_like(angle), angle),
     )
     expected = left * right
-    torch.testing.assert_close(turned, torch.cat([expected.real, expected.imag], -1))
+    torch.testing.assert_close(rotated, torch.cat([expected.real, expected.imag], -1))
 
 
-def test_swiglu() -> None:
+@either
+def test_swiglu(ops: Any) -> None:
     x = randn(4, 12)
-    torch.testing.assert_close(OPS.swiglu(x), x[:, :6] / (1 + (-x[:, :6]).exp()) * x[:, 6:])
+    torch.testing.assert_close(ops.swiglu(x), x[:, :6] / (1 + (-x[:, :6]).exp()) * x[:, 6:])
 
 
-def test_kv_write_spreads_one_token_over_several_slots() -> None:
+@either
+def test_kv_write_spreads_one_token_over_several_positions(ops: Any) -> None:
     cache = torch.zeros(2, 3, PAGE_SIZE, 2, 4)
     k, v = randn(2, 2, 4), randn(2, 2, 4, seed=1)
-    OPS.kv_write(k, v, cache[0], cache[1], torch.tensor([5, 2 * PAGE_SIZE, 130]), torch.tensor([0, 0, 1]))
+    ops.kv_write(k, v, cache[0], cache[1], torch.tensor([5, 2 * PAGE_SIZE, 130]), torch.tensor([0, 0, 1]))
     assert torch.equal(cache[0, 0, 5], k[0])
     assert torch.equal(cache[0, 2, 0], k[0])
     assert torch.equal(cache[1, 1, 2], v[1])
@@ -91,32 +100,6 @@ def test_the_pool_copies_positions_in_every_layer() -> None:
     changed = (pool.caches != before).flatten(-2).any(-1)
     assert int(changed.sum()) == 2 * 3 * 4
     assert pool.copied_positions == 4
-
-
-def paged_step(
-    shapes: list[tuple[int, int, int]], prefixes: tuple[int, ...], kv_heads: int, dim: int, dtype: torch.dtype
-) -> tuple[Entries, torch.Tensor, torch.Tensor]:
-    """(entries, keys' and values' pages) of entries given as (sequence, length, keys behind the prefix): a sequence's
-    full prefix pages are shared, the others private, and what no entry may see is NaN."""
-    caches = torch.full((2, 0, PAGE_SIZE, kv_heads, dim), torch.nan, dtype=dtype)
-    tables: list[list[int]] = []
-    shared: dict[int, list[int]] = {}
-    for seed, (sequence, _, own) in enumerate(shapes):
-        prefix = prefixes[sequence]
-        content = torch.full((2, -(-(prefix + own) // PAGE_SIZE) * PAGE_SIZE, kv_heads, dim), torch.nan)
-        content[:, :prefix] = randn(2, prefix, kv_heads, dim, seed=1000 + sequence)
-        content[:, prefix : prefix + own] = randn(2, own, kv_heads, dim, seed=2000 + seed)
-        pages = content.view(2, -1, PAGE_SIZE, kv_heads, dim).to(dtype)
-        table = list(shared.get(sequence, []))
-        table += range(caches.shape[1], caches.shape[1] + pages.shape[1] - len(table))
-        caches = torch.cat([caches, pages[:, len(shared.get(sequence, [])) :]], 1)
-        shared[sequence] = table[: prefix // PAGE_SIZE]
-        tables.append(table)
-    width = max(map(len, tables))
-    page_tables = torch.tensor([(table + table[-1:] * width)[:width] for table in tables])
-    sequences, lengths = tuple(shape[0] for shape in shapes), tuple(shape[1] for shape in shapes)
-    kv_lengths = tuple(prefixes[sequence] + own for sequence, _, own in shapes)
-    return Entries(lengths, kv_lengths, page_tables, sequences, prefixes), caches[0], caches[1]
 
 
 def one_entry(entries: Entries, i: int) -> Entries:
@@ -141,13 +124,16 @@ ENTRIES = [
 ]
 
 
+@either
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (6, 2), (7, 1)])
-def test_attention_sees_the_pages_of_its_entry_and_no_further(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+def test_attention_sees_the_pages_of_its_entry_and_no_further(
+    ops: Any, heads: int, kv_heads: int, dtype: torch.dtype
+) -> None:
     dim = 8
     entries, k_cache, v_cache = paged_step(ENTRIES, PREFIXES, kv_heads, dim, dtype)
     q = randn(sum(entries.lengths), heads, dim).to(dtype)
-    out = OPS.attention(q, k_cache, v_cache, entries)
+    out = ops.attention(q, k_cache, v_cache, entries)
     assert out.dtype == dtype
     start = 0
     for length, kv_length, pages in zip(entries.lengths, entries.kv_lengths, entries.page_tables, strict=True):

@@ -1,0 +1,105 @@
+"""The definition of the fused ops in plain torch: what the ops of every device must compute.
+
+Each function defines the method of ``Ops`` that has its name, and is written to be read, not to be fast. Arithmetic is
+in float32, and a result is rounded once, to the dtype of the input. ``CpuOps`` is tested to compute the same, and the
+ops of other devices are tested against ``CpuOps``.
+
+Sizes in shapes: T tokens, H query heads, K key/value heads, D head dimension, N pages.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lopa_ascend.backend.base import Entries
+
+
+def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
+    """Attention over pages, one entry after the other: queries [T, H, D], caches [N, 128, K, D] -> [T, H * D].
+
+    Every entry is softmax(q k^T / sqrt(D)) v over all positions that it sees. Which sequence an entry belongs to, and
+    how long the prefix of that sequence is, does not change the result.
+    """
+    heads, dim = q.shape[1:]
+    group = heads // k_cache.shape[2]  # query heads that share a KV head
+    outputs = []
+    spans = q.float().split(list(entries.lengths))
+    for query, kv_length, pages in zip(spans, entries.kv_lengths, entries.page_tables.long(), strict=True):
+        positions = [cache[pages].flatten(0, 1)[:kv_length].float() for cache in (k_cache, v_cache)]  # [keys, K, D]
+        key, value = (x.repeat_interleave(group, dim=1) for x in positions)  # [keys, H, D]
+        scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(dim)
+        outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value))
+    return torch.cat(outputs).flatten(1).to(q.dtype)
+
+
+def kv_write(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, source: Tensor | None = None
+) -> None:
+    """Writes keys and values [T, K, D] of tokens to the flat positions ``slot_mapping`` of caches [N, 128, K, D]."""
+    page_size = k_cache.shape[1]
+    for index, position in enumerate(slot_mapping.tolist()):
+        token = index if source is None else source[index]
+        page, offset = divmod(position, page_size)
+        k_cache[page, offset] = k[token]
+        v_cache[page, offset] = v[token]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, in] times the transpose of weight [out, in], plus bias [out] -> [T, out]."""
+    product = x.float() @ weight.float().T
+    return (product if bias is None else product + bias.float()).to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, hidden] divided by its root mean square and multiplied by weight [hidden]."""
+    return _normed(x, weight, eps).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual). The sum is rounded to the dtype of x before the norm."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def rms_norm_quant(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(int8 [T, hidden], scale float32 [T]) whose product is the norm, which is not rounded before."""
+    normed = _normed(x, weight, eps)
+    scale = normed.abs().amax(-1) / 127
+    divisor = scale.masked_fill(scale == 0, 1)[:, None]
+    return (normed / divisor).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def add_rms_norm_quant(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(int8, scale) of ``rms_norm_quant(x + residual)``, and x + residual."""
+    total = x + residual
+    return *rms_norm_quant(total, weight, eps), total
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, D] with the pairs (x[i], x[i + D / 2]) of every head rotated by angles with these cosines and sines
+    [T, 1, D / 2]."""
+    left, right = x.float().chunk(2, -1)
+    cos, sin = cos.float(), sin.float()
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1).to(x.dtype)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of the two halves of [T, 2 * I] -> [T, I]."""
+    gate, up = gate_up.float().chunk(2, -1)
+    return (gate / (1 + (-gate).exp()) * up).to(gate_up.dtype)
+
+
+def put_rows(x: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Writes values [n, C] to the rows int32 [n] of x [M, C]."""
+    for row, value in zip(rows.tolist(), values, strict=True):
+        x[row] = value
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``rms_norm`` in float32, not rounded."""
+    wide = x.float()
+    root_mean_square = (wide.square().mean(-1, keepdim=True) + eps).sqrt()
+    return wide / root_mean_square * weight.float()

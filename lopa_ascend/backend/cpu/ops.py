@@ -1,0 +1,149 @@
+"""The fused ops on a CPU: the functions of ``definition.py``, computed fast.
+
+No op depends on how many rows share its batch: a row has the same bits alone and among others, with any number of
+threads. Kernels that round differently at the end of a tensor, or of a thread's share of it, are therefore avoided.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lopa_ascend.backend.base import Entries
+from lopa_ascend.backend.cpu import compiled
+from lopa_ascend.backend.cpu.attention import plan_attention, planned_attention
+
+MIN_ROWS = 16
+"""With fewer rows MKL takes kernels that sum in another order, and a row would depend on how many there are."""
+WIDENED_ROWS = 1024
+"""Rows of a weight that are converted to float32 at a time."""
+
+
+def keep_freed_memory() -> None:
+    """Makes glibc keep the memory that a step frees for the next step.
+
+    The tensors of a step are just above the size from which glibc returns memory to the system, and every step would
+    take page faults to get it back.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mmap_threshold, trim_threshold = -3, -1
+        mallopt(mmap_threshold, 32 << 20)  # the largest value that glibc accepts
+        mallopt(trim_threshold, 2**31 - 1)
+
+
+def emulated_dtypes() -> frozenset[torch.dtype]:
+    """Dtypes that this processor cannot multiply; torch's own GEMM in them runs at a fifth of the speed of float32."""
+    has_bfloat16 = platform.machine() not in ("x86_64", "AMD64") or torch.cpu._is_avx512_bf16_supported()
+    return frozenset({torch.float16} if has_bfloat16 else {torch.float16, torch.bfloat16})
+
+
+def widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear layer computed in float32 and rounded once; the weight is converted in parts that stay in the cache.
+
+    Args:
+        x: [T, in], of any float dtype.
+        weight: [out, in], of the dtype of x.
+        bias: [out], of the dtype of x.
+
+    Returns:
+        [T, out], of the dtype of x.
+    """
+    wide, out = x.float(), x.new_empty(x.shape[0], weight.shape[0])
+    for begin in range(0, weight.shape[0], WIDENED_ROWS):
+        rows = slice(begin, begin + WIDENED_ROWS)
+        out[:, rows] = F.linear(wide, weight[rows].float(), None if bias is None else bias[rows].float())
+    return out
+
+
+class CpuOps:
+    """``Ops`` on a CPU."""
+
+    def __init__(self) -> None:
+        keep_freed_memory()
+        self.gathered_bytes = 0
+        self.device = torch.device("cpu")
+        self._emulated = emulated_dtypes()
+        self._number = compiled.register(self)
+
+    def stored(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        rows = x.shape[0]
+        if rows < MIN_ROWS:
+            x = F.pad(x, (0, 0, 0, MIN_ROWS - rows))
+        if weight.dtype in self._emulated:
+            return widened_linear(x, weight, bias)[:rows]
+        return F.linear(x, weight, bias)[:rows]
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = residual.add_(x)
+        return self.rms_norm(total, weight, eps), total
+
+    def rms_norm_quant(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        normed = self.rms_norm(x.float(), weight.float(), eps)
+        scale = normed.abs().amax(-1) / 127
+        quotient = normed.div_(scale.masked_fill(scale == 0, 1)[..., None])
+        # With a scale too small for full precision, a quotient may lie beyond 127.
+        return quotient.round_().clamp_(-127, 127).to(torch.int8), scale
+
+    def add_rms_norm_quant(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        total = residual.add_(x)
+        return *self.rms_norm_quant(total, weight, eps), total
+
+    def rope_tables(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Both [positions, 1, D / 2]: one factor for each pair of a head's elements."""
+        return cos.to(dtype)[:, None], sin.to(dtype)[:, None]
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        left, right = x[..., :half], x[..., half:]
+        if torch.compiler.is_compiling():  # compiled code cannot write into parts of a tensor
+            return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+        out = torch.empty_like(x)
+        # Each operation rounds once: a fused one rounds differently where a thread's share does not fill a vector.
+        torch.mul(left, cos, out=out[..., :half]).sub_(right * sin)
+        torch.mul(right, cos, out=out[..., half:]).add_(left * sin)
+        return out
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        wide = gate.float()
+        # torch's silu rounds differently where a thread's share does not fill a vector.
+        return wide.div(wide.neg().exp_().add_(1)).to(gate.dtype).mul_(up)
+
+    def kv_write(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, source: Tensor | None = None
+    ) -> None:
+        for new, cache in ((k, k_cache), (v, v_cache)):
+            written = new if source is None else new[source]
+            cache.view(-1, *cache.shape[-2:]).index_copy_(0, slot_mapping.long(), written)
+
+    def put_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> None:
+        x.index_copy_(0, rows.long(), values)
+
+    def host_memory(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int32)
+
+    def read_later(self, x: Tensor) -> Callable[[], Tensor]:
+        copy = x.clone()
+        return lambda: copy
+
+    def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
+        if torch.compiler.is_compiling():
+            return compiled.call_attention(self._number, q, k_cache, v_cache, entries)
+        page_size, kv_heads, dim = k_cache.shape[1:]
+        plan = plan_attention(entries, kv_heads, page_size)
+        self.gathered_bytes += plan.num_gathered * 2 * kv_heads * dim * k_cache.itemsize
+        return planned_attention(q, k_cache, v_cache, plan)
