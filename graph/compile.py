@@ -1,4 +1,4 @@
-"""The compiler of decode steps that an engine is configured for."""
+"""Which compiler makes the decode steps of an engine."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from lopa_ascend.config import GRAPH_MODES_BY_DEVICE
 
 
 def load_compiler(device: str, mode: str, *, key: str, cache_dir: str | Path | None = None) -> Compiler:
-    """The compiler of a graph mode of a device.
+    """The compiler of a graph mode.
 
-    ``cache_dir`` is where compiled steps outlive the process; None: they do not. Steps with equal ``key`` and tensors
-    of equal shapes must be the same there; versions, and this package's own code, are taken into account here.
+    Args:
+        device: a key of ``GRAPH_MODES``.
+        mode: one of the device's graph modes.
+        key: what the steps are made of: model and configuration. Steps with equal keys, names and shapes must be the
+            same. Versions and the code of this package are added here.
+        cache_dir: directory in which compiled steps outlive the process; None: they do not.
 
     Raises:
         ValueError: the device has no such mode.
@@ -36,7 +40,7 @@ def load_compiler(device: str, mode: str, *, key: str, cache_dir: str | Path | N
 
 
 def code_digest() -> str:
-    """Of this package's sources."""
+    """16 hexadecimal digits that change with every change of this package's source files."""
     folders: list[Path] = []
     for name in ("lopa_ascend", "lopa_ascend.graph", "lopa_ascend.parallel"):
         spec = find_spec(name)

@@ -1,4 +1,4 @@
-"""Devices: one module per device with the same fused ops; the only place that names hardware."""
+"""The devices: one package for each, with the same fused ops. Only this package names hardware."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from lopa_ascend.config import EngineConfig, ParameterError
 
 
 def load_ops(config: EngineConfig) -> Ops:
-    """The fused ops of the configured device, which becomes this process's as ``open_device`` says.
+    """Opens the configured device as ``open_device`` does, and loads its fused ops.
 
     Raises:
-        ParameterError: an option means nothing on this device.
-        UnsupportedStackError: the software of the device is missing or too old for the graph mode.
+        ParameterError: an option has no meaning on this device, or the device does not exist.
+        UnsupportedStackError: the software of the device is missing, or too old for the graph mode.
     """
     if config.device == "npu":
         from lopa_ascend.backend.npu import load_npu_ops
@@ -26,11 +26,16 @@ def load_ops(config: EngineConfig) -> Ops:
 
 
 def open_device(device: str) -> None:
-    """Loads what torch needs for a device and makes one of them this process's; before ranks meet, and before anything
-    is allocated. Of several NPUs it is number LOCAL_RANK of the environment, or 0.
+    """Loads what torch needs for a device, and makes one such device the current one of this process.
+
+    Of several NPUs this is number LOCAL_RANK of the environment, or 0. Must be called before the ranks meet, and before
+    anything is allocated on the device.
+
+    Args:
+        device: "cpu" or "npu".
 
     Raises:
-        ParameterError: there are not so many.
+        ParameterError: the device does not exist.
         UnsupportedStackError: the software of the device is missing or too old.
     """
     if device == "npu":
@@ -40,7 +45,7 @@ def open_device(device: str) -> None:
 
 
 def collective_backend(device: str) -> str:
-    """The library of torch.distributed that moves a device's tensors between ranks."""
+    """The backend of torch.distributed for tensors on a device."""
     return {"cpu": "gloo", "npu": "hccl", "cuda": "nccl"}[device]
 
 

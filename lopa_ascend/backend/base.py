@@ -1,7 +1,9 @@
-"""The fused ops that every device implements, and the attention entries they share.
+"""The interface of the fused ops, which every device implements, and the attention entries.
 
-Shapes: T tokens of a step (all rows of all sequences, flat), H query heads, K key/value heads, D head dimension,
-N pages of 128 positions. Caches are [N, 128, K, D].
+Sizes in shapes: T tokens of a step (all rows of all sequences, one after the other), H query heads, K key/value heads,
+D head dimension, N pages, W cache positions that are written. The keys, or the values, of one layer are a cache
+[N, 128, K, D]; a flat cache position is page * 128 + offset. Unless something else is said, the tensors of a call have
+one float dtype, that of the model, and lie on ``Ops.device``.
 """
 
 from __future__ import annotations
@@ -16,92 +18,199 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """Attention units: entry i is ``lengths[i]`` queries that see the first ``kv_lengths[i]`` positions of the pages
-    ``page_tables[i]`` and nothing else; so there is no mask.
+    """The attention entries of a step: which queries attend to which positions.
 
-    Query spans tile the step's tokens in order. ``page_tables`` is int32 [entries, pages]; columns behind an entry's
-    own pages repeat a valid page. ``sequences[i]`` is the index of entry i's sequence in the step. ``prefixes`` has for
-    every sequence the number of its first positions that are the same in all its entries, the committed ones: keys and
-    values there are equal whichever entry's pages they are read through, and every entry sees at least one position
-    more. Entries are compared by identity.
+    An entry is a span of queries that attend to the first positions of a page table, all of them to all of these, so no
+    mask is needed. The spans cover the tokens of the step in order. Entries are compared by identity.
     """
 
     lengths: tuple[int, ...]
+    """Queries of each entry; their sum is T."""
     kv_lengths: tuple[int, ...]
+    """For each entry how many positions its queries attend to, from position 0 on."""
     page_tables: Tensor
+    """Page ids of each entry in the order of positions, int32 [entries, pages]. Columns behind the pages that an entry
+    needs hold ids of any pages."""
     sequences: tuple[int, ...]
+    """For each entry the index of its sequence in the step."""
     prefixes: tuple[int, ...]
+    """For each sequence how many of its first positions are the same for all its entries, because they are committed:
+    there, keys and values are equal whichever entry's page table they are read through. Every entry of the sequence
+    attends to at least one position more."""
 
 
 class Ops(Protocol):
-    """One signature per fused op; ``backend/cpu.py`` is the definition.
-
-    ``gathered_bytes``: the keys and values that attention has copied out of the pages since the start, in all layers;
-    a kernel that reads pages in place copies none.
-    """
+    """The fused ops of one device. ``backend/cpu/definition.py`` defines what each of them computes."""
 
     gathered_bytes: int
+    """Bytes of keys and values that attention has copied out of the pages since the start, in all layers; 0 where the
+    kernels read pages in place."""
     device: torch.device
+    """Where the tensors of all calls lie."""
 
     def stored(self, weight: Tensor) -> Tensor:
-        """A linear layer's weight [out, in] as this device wants it in ``linear``."""
+        """Converts the weight of a linear layer to the layout that ``linear`` of this device takes.
+
+        Args:
+            weight: [out, in].
+        """
         ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, in], weight as ``stored`` gave it -> [T, out]. A row's result does not depend on the other rows."""
+        """A linear layer. The result of a row does not depend on the other rows.
+
+        Args:
+            x: [T, in].
+            weight: what ``stored`` returned for the weight [out, in].
+            bias: [out]; None for none.
+
+        Returns:
+            [T, out].
+        """
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [T, hidden] normed in float32 and scaled."""
+        """RMSNorm, computed in float32.
+
+        Args:
+            x: [T, hidden].
+            weight: [hidden].
+            eps: added to the mean square.
+
+        Returns:
+            [T, hidden].
+        """
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual); may write into ``residual``."""
+        """The residual connection and the RMSNorm behind it.
+
+        Args:
+            x: [T, hidden].
+            residual: [T, hidden]. May be overwritten.
+            weight: [hidden].
+            eps: added to the mean square.
+
+        Returns:
+            The norm of x + residual, and x + residual, both [T, hidden].
+        """
         ...
 
     def rms_norm_quant(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """The norm of x [T, hidden] in int8, and a scale float32 [T] for each row: the largest magnitude / 127. Values
-        are rounded half to even; a row of zeros has the scale 0. A device may round the norm to x's dtype before."""
+        """RMSNorm, quantised to int8 with one scale for each row.
+
+        The scale of a row is its largest magnitude / 127, and 0 for a row of zeros. Values are rounded half to even. A
+        device may round the norm to the dtype of x before it is quantised.
+
+        Args:
+            x: [T, hidden].
+            weight: [hidden].
+            eps: added to the mean square.
+
+        Returns:
+            int8 [T, hidden], and the scales, float32 [T].
+        """
         ...
 
     def add_rms_norm_quant(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(int8, scale) as above of norm(x + residual), and x + residual; may write into ``residual``."""
+        """The residual connection and the quantised RMSNorm behind it.
+
+        Args:
+            x: [T, hidden].
+            residual: [T, hidden]. May be overwritten.
+            weight: [hidden].
+            eps: added to the mean square.
+
+        Returns:
+            ``rms_norm_quant`` of x + residual, int8 [T, hidden] and float32 [T], and x + residual [T, hidden].
+        """
         ...
 
     def rope_tables(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines float32 [positions, D / 2] of all positions as ``rope`` wants those of some."""
+        """Converts cosines and sines of all positions to the tables that ``rope`` of this device takes rows of.
+
+        Args:
+            cos: float32 [positions, D / 2].
+            sin: float32 [positions, D / 2].
+            dtype: of the tables.
+
+        Returns:
+            The tables of cosines and of sines, [positions, ...].
+        """
         ...
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotates the halves of every head of x [T, heads, D] by the tables' rows [T, ...] of its positions."""
+        """Rotary position embedding: rotates the pairs (x[i], x[i + D / 2]) of every head.
+
+        Args:
+            x: [T, heads, D].
+            cos: the rows of the tokens' positions, [T, ...], of the first table that ``rope_tables`` returned.
+            sin: the same rows of the second table.
+
+        Returns:
+            [T, heads, D].
+        """
         ...
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up of [T, 2 I] -> [T, I]."""
+        """silu(gate) * up.
+
+        Args:
+            gate_up: gate and up side by side, [T, 2 * I].
+
+        Returns:
+            [T, I].
+        """
         ...
 
     def kv_write(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, source: Tensor | None = None
     ) -> None:
-        """Writes k, v [T, K, D] to the flat positions ``slot_mapping`` (page * 128 + offset); position i takes token
-        ``source[i]``, or token i. Positions are distinct."""
+        """Writes keys and values of tokens into the caches of a layer.
+
+        Args:
+            k: keys of the tokens, [T, K, D].
+            v: values of the tokens, [T, K, D].
+            k_cache: [N, 128, K, D]. Is written.
+            v_cache: [N, 128, K, D]. Is written.
+            slot_mapping: the flat cache positions that are written, int32 or int64 [W]. They are distinct.
+            source: the token that each of them takes, int32 or int64 [W]; None: position i takes token i, and W is T.
+        """
         ...
 
     def put_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> None:
-        """Writes values [n, C] to the distinct ``rows`` int32 [n] of x [N, C]."""
+        """Writes rows of a matrix.
+
+        Args:
+            x: [M, C], of any dtype. Is written.
+            rows: indices of rows of x, int32 [n]. They are distinct.
+            values: what is written there, [n, C], of the dtype of x.
+        """
         ...
 
     def host_memory(self, size: int) -> Tensor:
-        """int32 [size] of the host, from which a copy to the device need not be waited for."""
+        """Memory of the host from which copies to the device do not have to be waited for: int32 [size]."""
         ...
 
     def read_later(self, x: Tensor) -> Callable[[], Tensor]:
-        """Begins to copy x to the host; what it returns waits for the copy and gives it."""
+        """Starts a copy of x to the host. The function that is returned waits for the copy and returns it."""
         ...
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
-        """q [T, H, D] attends to the pages by ``entries`` -> [T, H * D]. The prefix of a sequence is read once for all
-        its entries. An entry's result depends on how long that prefix is, and on no other entry."""
+        """Attention over the pages of a layer, entry by entry.
+
+        The result of an entry depends on the length of its sequence's prefix, for it may round differently, and on no
+        other entry.
+
+        Args:
+            q: queries of all tokens, [T, H, D].
+            k_cache: [N, 128, K, D].
+            v_cache: [N, 128, K, D].
+            entries: which queries attend to which positions.
+
+        Returns:
+            [T, H * D].
+        """
         ...

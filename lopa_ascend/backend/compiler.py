@@ -1,8 +1,8 @@
-"""What makes one launch of a decode step: the interface of all compilers, and what they share.
+"""The interface of the compilers that make one launch of a decode step, and what they have in common.
 
-A step is a function of device tensors and of the KV lengths of its attention entries. A bucket is one step with tensors
-that stay where they are: the host exchanges what is in them, and the step writes into some of them and into the caches
-that it closes over. So a compiled step is called with lengths alone.
+A step is a function of device tensors and of the KV lengths of its attention entries. A bucket is one step together
+with tensors that keep their memory: the host writes new inputs into them, and the step writes into some of them and
+into the caches that it holds. So only the KV lengths are arguments of a compiled step.
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 Step = Callable[[Sequence[Tensor], Sequence[int]], Tensor]
-"""``step(tensors, kv_lengths)``. Lengths reach the attention's entries, all of them in order, and nothing else."""
+"""``step(tensors, kv_lengths)``. The KV lengths go to the entries of the attention, all of them in order, and to
+nothing else."""
 Run = Callable[[Sequence[int]], Tensor]
-"""``run(kv_lengths)`` launches the step and waits for nothing. What it returns holds the result until the next launch
-of any bucket."""
+"""``run(kv_lengths)`` launches the step of a bucket and waits for nothing. The tensor that it returns holds the result
+until the next launch of any bucket."""
+
+MIN_KV_LENGTH = 2
+"""Torch's compiler turns the integers 0 and 1 into constants of the graph."""
 
 
 class GraphError(ValueError):
@@ -24,15 +28,22 @@ class GraphError(ValueError):
 
 
 class Compiler(ABC):
-    """Compiles steps, a bucket each, until it is frozen; what is compiled is never compiled again.
-
-    ``num_compilations`` counts the buckets that were compiled, ``num_loaded`` those that a persistent cache had,
-    ``num_captures`` the graphs that were captured, ``num_refused`` what was asked for too late. ``memory`` is the bytes
-    that captured graphs hold.
-    """
+    """Compiles the steps of buckets, each of them once, until it is frozen."""
 
     mode: str
+    """The graph mode; see ``config.engine.GRAPH_MODES``."""
     max_buckets: int | None = None
+    """How many buckets the mode can hold; None: any number."""
+    num_compilations: int
+    """Buckets that were compiled."""
+    num_loaded: int
+    """Buckets that were found in the persistent cache instead."""
+    num_captures: int
+    """Buckets whose launches were captured as a graph of the device."""
+    num_refused: int
+    """Buckets that were asked for after ``freeze``."""
+    memory: int
+    """Bytes of device memory that captured graphs hold."""
 
     def __init__(self) -> None:
         self.num_compilations = 0
@@ -57,33 +68,40 @@ class Compiler(ABC):
             )
 
     def compile(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: Sequence[int]) -> Run:
-        """Compiles the step of the bucket ``name`` for these tensors and this many KV lengths, each at least 2. It is
-        launched meanwhile, so it writes what it writes.
+        """Compiles the step of a bucket. The step is launched while it is compiled, so it writes into the tensors.
+
+        Args:
+            step: the function to compile.
+            name: name of the bucket, for messages and files.
+            tensors: what the step is called with, now and at every launch.
+            kv_lengths: as many KV lengths as at every launch, each at least 2; they are for the launch during
+                compilation, and later ones may differ.
 
         Raises:
-            GraphError: the compiler is frozen or full, the device has no room for another graph, or the lengths go
-                elsewhere than to attention.
-            ValueError: a length is less than 2, which compilers take as a constant.
+            GraphError: the compiler is frozen or full, the device has no room for another graph, or the KV lengths go
+                elsewhere than to the attention.
+            ValueError: a KV length is less than 2.
         """
         if self._frozen:
             self.num_refused += 1
             raise GraphError(f"bucket {name} was not compiled before serving began")
         if self.num_compilations + self.num_loaded == self.max_buckets:
             raise GraphError(f"graph mode {self.mode} holds {self.max_buckets} graphs; bucket {name} would be one more")
-        if min(kv_lengths) < 2:
-            raise ValueError(f"bucket {name}: a KV length is less than 2")
+        if min(kv_lengths) < MIN_KV_LENGTH:
+            raise ValueError(f"bucket {name}: a KV length is less than {MIN_KV_LENGTH}")
         return self._compile(step, name, tensors, list(kv_lengths))
 
     def freeze(self) -> None:
-        """From now on compiling is an error."""
+        """Makes every further ``compile`` an error."""
         self._frozen = True
 
     @abstractmethod
-    def _compile(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: list[int]) -> Run: ...
+    def _compile(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: list[int]) -> Run:
+        """``compile`` after its checks."""
 
 
 class Eager(Compiler):
-    """Compiles nothing: every op is a launch of its own."""
+    """Compiles nothing: each op of a step is a launch of its own."""
 
     mode = "eager"
 
@@ -92,3 +110,9 @@ class Eager(Compiler):
             return step(tensors, kv_lengths)
 
         return run
+
+
+def dynamic_kv_lengths(num_lengths: int) -> str:
+    """The value of torch.compile's option ``dynamic_sources`` for a function with an argument ``kv_lengths``: its items
+    become inputs of the graph instead of constants."""
+    return ",".join(f"L['kv_lengths'][{index}]" for index in range(num_lengths))

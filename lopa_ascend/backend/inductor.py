@@ -1,4 +1,4 @@
-"""The compiler of a step on a CPU: torch's inductor."""
+"""The compiler of decode steps on a CPU: torch's inductor."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ import torch
 from torch import Tensor
 from torch._inductor.compile_fx import compile_fx
 
-from lopa_ascend.backend.compiler import Compiler, GraphError, Run, Step
+from lopa_ascend.backend.compiler import Compiler, GraphError, Run, Step, dynamic_kv_lengths
 
 _numbers = count()
 
 
 class Inductor(Compiler):
-    """Fuses what lies between matrix products and attention; those stay as they are.
+    """Fuses the operations between matrix products and attention, which stay as they are.
 
-    ``cache_dir`` is inductor's own cache, for the whole process; None: where it keeps it anyway. Dynamo traces anew.
+    Args:
+        cache_dir: directory of inductor's own cache, for the whole process; None: inductor's default. It keeps compiled
+            code; steps are traced again in every process.
     """
 
     mode = "inductor"
@@ -32,52 +34,57 @@ class Inductor(Compiler):
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_dir)
 
     def _compile(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: list[int]) -> Run:
-        traced = Traced()
-        bucket = _bucket(step, name, tensors)
-        sources = ",".join(f"L['kv_lengths'][{index}]" for index in range(len(kv_lengths)))
+        graph = UnguardedGraph()
+        run = _as_new_function(step, name, tensors)
+        sources = dynamic_kv_lengths(len(kv_lengths))
         with torch.no_grad(), torch.compiler.config.patch(dynamic_sources=sources):  # type: ignore[attr-defined]
-            torch.compile(bucket, backend=traced.compile, dynamic=False, fullgraph=True)(kv_lengths)
+            torch.compile(run, backend=graph.compile, dynamic=False, fullgraph=True)(kv_lengths)
         self.num_compilations += 1
-        if sorted(traced.lengths.values()) != list(range(len(kv_lengths))):
-            count = len(traced.lengths)
-            raise GraphError(f"bucket {name}: of {len(kv_lengths)} KV lengths, [{count}] are inputs of its graph")
-        return traced.run
+        if sorted(graph.length_inputs.values()) != list(range(len(kv_lengths))):
+            num_inputs = len(graph.length_inputs)
+            raise GraphError(f"bucket {name}: of {len(kv_lengths)} KV lengths, [{num_inputs}] are inputs of its graph")
+        return graph.run
 
 
-class Traced:
-    """A compiled graph that is called without dynamo's guards: its arguments stay, but for the lengths.
+class UnguardedGraph:
+    """A compiled graph that is called without dynamo's guards.
 
-    ``lengths`` are the indices of the KV lengths by that of the argument.
+    Guards look at every weight before every call. A bucket needs none: its arguments are always the same, except for
+    the KV lengths.
     """
 
+    length_inputs: dict[int, int]
+    """Which KV length an argument of the graph is, by the index of the argument."""
+
     def __init__(self) -> None:
-        self.lengths: dict[int, int] = {}
+        self.length_inputs = {}
         self._args: list[Any] = []
         self._graph: Callable[..., Sequence[Tensor]]
 
     def compile(self, module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Sequence[Tensor]]:
-        """A backend of torch.compile, to be used once."""
-        for place, node in enumerate(module.graph.find_nodes(op="placeholder")):
+        """A backend for one call of torch.compile. It keeps the compiled graph, and the arguments of its first call."""
+        for argument, node in enumerate(module.graph.find_nodes(op="placeholder")):
             if isinstance(node.meta["example_value"], torch.SymInt):
-                self.lengths[place] = node.meta["grapharg"].source.index
+                self.length_inputs[argument] = node.meta["grapharg"].source.index
         self._graph = cast("Callable[..., Sequence[Tensor]]", compile_fx(module, inputs))
 
-        def first(*args: Any) -> Sequence[Tensor]:
+        def first_call(*args: Any) -> Sequence[Tensor]:
             self._args = list(args)
             return self._graph(*args)
 
-        return first
+        return first_call
 
     def run(self, kv_lengths: Sequence[int]) -> Tensor:
+        """Calls the graph with other KV lengths."""
         args = list(self._args)
-        for place, index in self.lengths.items():
-            args[place] = kv_lengths[index]
+        for argument, index in self.length_inputs.items():
+            args[argument] = kv_lengths[index]
         with torch.no_grad():
             return self._graph(*args)[0]
 
 
-def _bucket(step: Step, name: str, tensors: Sequence[Tensor]) -> Run:
-    """The step with code of its own: dynamo keeps by code what it has compiled."""
+def _as_new_function(step: Step, name: str, tensors: Sequence[Tensor]) -> Run:
+    """The step as a function with a code object of its own: dynamo keeps compiled code by code object."""
 
     def run(kv_lengths: Sequence[int]) -> Tensor:
         return step(tensors, kv_lengths)

@@ -1,24 +1,37 @@
-"""How much memory a device has left."""
+"""How much memory a device has left, and how much of it keys and values may take."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-CPU_KV_MEMORY = 4 * 2**30
-"""Bytes at most, for a CPU's memory is there for others too."""
+MAX_CPU_KV_MEMORY = 4 * 2**30
+"""Bytes of the KV pool on a CPU at most, since other programs use its memory too."""
 
 
 def default_kv_memory(device: str, ranks: int) -> int:
-    """Bytes at most of one rank's KV pool, once its weights are loaded: half of what is free, or four fifths on an NPU,
-    where steps, graphs and collectives need the rest."""
+    """Bytes of one rank's KV pool, once its weights are loaded.
+
+    On a CPU half of what is free, at most 4 GiB. On an NPU four fifths: steps, graphs and collectives need the rest.
+
+    Args:
+        device: "cpu" or "npu".
+        ranks: processes that share the memory of a CPU.
+    """
     free = free_memory(device, ranks)
-    return free * 4 // 5 if device == "npu" else min(CPU_KV_MEMORY, free // 2)
+    return free * 4 // 5 if device == "npu" else min(MAX_CPU_KV_MEMORY, free // 2)
 
 
 def free_memory(device: str, ranks: int) -> int:
-    """Bytes that one of ``ranks`` processes can allocate. An NPU is a process's own. On a CPU they share what the
-    machine has without swapping, page cache that can be dropped included."""
+    """Bytes that this process can allocate on its device.
+
+    A process has an NPU to itself. On a CPU all ranks share what the machine can give without swapping, which includes
+    page cache that can be dropped.
+
+    Args:
+        device: "cpu" or "npu".
+        ranks: processes that share the memory of a CPU.
+    """
     if device == "npu":
         from lopa_ascend.backend.npu import free_npu_memory
 
@@ -28,6 +41,7 @@ def free_memory(device: str, ranks: int) -> int:
 
 
 def _free_on_this_machine() -> int:
+    """MemAvailable of Linux; elsewhere half of the machine's memory."""
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():

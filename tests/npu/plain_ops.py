@@ -1,4 +1,4 @@
-"""The ops as models are usually written, for comparison with the fused ones."""
+"""The ops as models are usually written, for comparison with the fused ops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lopa_ascend.backend.npu.ops import NpuOps
 
 
 class PlainOps(NpuOps):
-    """In plain torch, for entries of one length. Of torch's ways to write a cache this one has a GE converter."""
+    """``Ops`` in plain torch, for steps whose entries all have one length and one KV length."""
 
     def stored(self, weight: Tensor) -> Tensor:
         return weight
@@ -29,7 +29,8 @@ class PlainOps(NpuOps):
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         left, right = x.chunk(2, -1)
-        return x * cos + torch.cat((-right, left), -1) * sin
+        rotated = torch.cat((-right, left), -1)
+        return x * cos + rotated * sin
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
@@ -40,17 +41,20 @@ class PlainOps(NpuOps):
     ) -> None:
         for new, cache in ((k, k_cache), (v, v_cache)):
             flat = cache.view(-1, cache.shape[2] * cache.shape[3])
-            rows = new if source is None else new[source]
-            flat.scatter_(0, slot_mapping[:, None].expand(-1, flat.shape[1]), rows.flatten(1))
+            written = new if source is None else new[source]
+            # Of torch's ways to write rows, only scatter has a converter to GE.
+            flat.scatter_(0, slot_mapping[:, None].expand(-1, flat.shape[1]), written.flatten(1))
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
-        count, (heads, dim), kv_heads = len(entries.lengths), q.shape[1:], k_cache.shape[2]
+        num_entries, (heads, dim), kv_heads = len(entries.lengths), q.shape[1:], k_cache.shape[2]
+        group = heads // kv_heads
         seen = []
         for cache in (k_cache, v_cache):
-            pages = cache[entries.page_tables.long()].view(count, -1, kv_heads, dim)
-            seen.append(pages[:, : entries.kv_lengths[0]].transpose(1, 2))
-        # The query heads of a KV head are so many more rows.
-        q = q.view(count, -1, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        scores = torch.softmax((q @ seen[0].transpose(-1, -2)).float() * dim**-0.5, -1).to(q.dtype)
-        out = (scores @ seen[1]).view(count, kv_heads, heads // kv_heads, -1, dim).permute(0, 3, 1, 2, 4)
+            positions = cache[entries.page_tables.long()].view(num_entries, -1, kv_heads, dim)
+            seen.append(positions[:, : entries.kv_lengths[0]].transpose(1, 2))
+        key, value = seen  # [entries, K, keys, D]
+        # The query heads that share a KV head are handled as further queries.
+        q = q.view(num_entries, -1, kv_heads, group, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        weights = torch.softmax((q @ key.transpose(-1, -2)).float() * dim**-0.5, -1).to(q.dtype)
+        out = (weights @ value).view(num_entries, kv_heads, group, -1, dim).permute(0, 3, 1, 2, 4)
         return out.reshape(-1, heads * dim)

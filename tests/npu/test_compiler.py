@@ -19,7 +19,7 @@ from torch_npu import npu
 
 from lopa_ascend.backend import Entries
 from lopa_ascend.backend.compiler import Compiler, GraphError
-from lopa_ascend.backend.npu.compiler import LENGTHS
+from lopa_ascend.backend.npu.compiler import KV_LENGTHS
 from lopa_ascend.backend.npu.ops import NpuOps
 from lopa_ascend.graph.compile import load_compiler
 from lopa_ascend.kv.pages import PAGE_SIZE
@@ -232,9 +232,9 @@ def test_the_laboratory_sees_tasks_that_change_under_a_replay(sample: Sample) ->
     with npu.graph(graph, auto_dispatch_capture=True):
         sample.step(tensors, [9])
     graph.replay()
-    graph.update([{LENGTHS: [9]}])
+    graph.update([{KV_LENGTHS: [9]}])
     graph.replay()
     with pytest.raises(RuntimeError, match="changed while an earlier replay"):
-        graph.update([{LENGTHS: [9]}])
+        graph.update([{KV_LENGTHS: [9]}])
     with pytest.raises(RuntimeError, match="waits for an update"):
         sample.caches.cpu()

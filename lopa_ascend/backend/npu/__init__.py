@@ -1,4 +1,4 @@
-"""The NPU backend: the only place that imports torch_npu and torchair."""
+"""The NPU backend: the only package that imports torch_npu and torchair."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ if TYPE_CHECKING:
 
 
 def load_npu_ops(graph_mode: str, *, attention_layout: str = "TND", debug: bool = False) -> NpuOps:
-    """The ops on this process's NPU (see ``open_npu``), after a check that the installed versions can run them in this
-    mode; the options are those of NpuOps.
+    """Opens this process's NPU as ``open_npu`` does, and loads its ops.
+
+    Args:
+        graph_mode: the graph mode that the installed versions must be able to run.
+        attention_layout: see ``NpuOps``.
+        debug: see ``NpuOps``.
 
     Raises:
         ParameterError: this process's NPU does not exist.
-        UnsupportedStackError: the versions cannot.
-        ValueError: an option is unknown.
+        UnsupportedStackError: the installed versions cannot run the graph mode.
+        ValueError: the attention layout is unknown.
     """
     check_installed(graph_mode)
     open_npu()
@@ -29,10 +33,10 @@ def load_npu_ops(graph_mode: str, *, attention_layout: str = "TND", debug: bool 
 
 
 def open_npu() -> None:
-    """Makes NPU number LOCAL_RANK, or 0, the current one of this thread.
+    """Makes NPU number LOCAL_RANK of the environment, or 0, the current one of this thread.
 
     Raises:
-        ParameterError: there are not so many.
+        ParameterError: this process's NPU does not exist.
         UnsupportedStackError: torch_npu or CANN is missing or too old.
     """
     check_installed("eager")
@@ -45,7 +49,7 @@ def open_npu() -> None:
 
 
 def free_npu_memory() -> int:
-    """Bytes that are free on the current NPU; what torch keeps for itself counts as free."""
+    """Bytes that are free on the current NPU. Memory that torch caches for itself is given back first."""
     from torch_npu import npu
 
     npu.empty_cache()

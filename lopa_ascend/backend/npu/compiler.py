@@ -1,8 +1,9 @@
-"""Compilers of a step on an NPU: ``npugraph_ex`` captures ACL graphs, ``ge`` builds graphs of Ascend's graph engine.
+"""The compilers of decode steps on an NPU.
 
-Both go through the persistent cache of their package (``cache_compile``). What it reads from a file runs without
-dynamo's guards, which look at every weight in every step. A bucket needs none: its tensors stay, and its lengths are
-inputs of the graph.
+``npugraph_ex`` captures ACL graphs, ``ge`` builds graphs of Ascend's graph engine (GE). Both use the persistent cache
+of their package, ``cache_compile``. A step that is loaded from its file runs without dynamo's guards, which would look
+at every weight in every step. A bucket needs no guards: its tensors keep their memory, and its KV lengths are inputs of
+the graph.
 """
 
 from __future__ import annotations
@@ -24,29 +25,40 @@ from torch_npu import npu
 from torch_npu.npu.utils import get_cann_version
 
 # isort: split
-# These two exist once torch_npu is loaded.
+# Importing torch_npu makes these two packages importable.
 import npugraph_ex
 import torchair
 from npugraph_ex.inference._cache_compiler import CompiledModel as NpuGraphExModel
 from torchair.inference._cache_compiler import CompiledModel as GeModel
 
-from lopa_ascend.backend.compiler import Compiler, GraphError, Run, Step
+from lopa_ascend.backend.compiler import Compiler, GraphError, Run, Step, dynamic_kv_lengths
 
 MAX_GRAPHS = 64
 """npugraph_ex's own limit: a graph takes streams and events of the device, which has some two thousand."""
-NO_RESOURCES = "207008"
-LENGTHS = "actual_seq_lengths_kv"
+OUT_OF_STREAMS = "207008"
+"""Error code of the runtime when the device has no stream for another graph."""
+KV_LENGTHS = "actual_seq_lengths_kv"
+"""The argument of the attention kernel that holds the KV lengths of its entries."""
 _numbers = count()
 
 
 def load_npu_compiler(mode: str, key: str, cache_dir: Path | None) -> Compiler:
-    """The compiler of mode "npugraph_ex" or "ge"."""
+    """The compiler of a graph mode.
+
+    Args:
+        mode: "npugraph_ex" or "ge".
+        key: see ``CachedCompiler``.
+        cache_dir: see ``CachedCompiler``.
+    """
     compilers: dict[str, type[CachedCompiler]] = {"npugraph_ex": NpuGraphEx, "ge": Ge}
     return compilers[mode](key, cache_dir)
 
 
-class BucketStep(torch.nn.Module):
-    """A bucket as ``cache_compile`` wants it: a method of a module whose text says what is compiled."""
+class BucketModule(torch.nn.Module):
+    """A bucket in the form that ``cache_compile`` takes: a module with a method to compile.
+
+    The cache tells modules apart by their text, which is ``identity``.
+    """
 
     def __init__(self, step: Step, tensors: Sequence[Tensor], identity: str):
         super().__init__()
@@ -60,16 +72,20 @@ class BucketStep(torch.nn.Module):
 
 
 class CachedCompiler(Compiler):
-    """Compiles through a package's persistent cache in ``cache_dir``, a file for each bucket and rank; None: in a
-    directory that is gone with the compiler. ``key`` says all that a step is made of and that neither its tensors'
-    shapes nor the versions of the stack show: model, configuration, this project's code."""
+    """Compiles through the persistent cache of a package, which has one file for each bucket and rank.
+
+    Args:
+        key: what a step is made of: the model, the configuration, the code of this project. The shapes of its tensors,
+            and the versions of torch, torch_npu and CANN, are added here.
+        cache_dir: directory of the files; None: a temporary one, which is deleted with the compiler.
+    """
 
     cache_compile: ClassVar[Callable[..., Run]]
-    """Of the package."""
+    """The package's function that compiles a method, or loads it from its file."""
     cached_model: ClassVar[Any]
-    """The package's class that names the files."""
+    """The package's class that knows the name of the file."""
     options: ClassVar[dict[str, Any]] = {"dynamic": False}
-    """Of ``cache_compile``."""
+    """Further arguments of ``cache_compile``."""
 
     def __init__(self, key: str, cache_dir: Path | None):
         super().__init__()
@@ -82,71 +98,82 @@ class CachedCompiler(Compiler):
         """The package's configuration."""
 
     def _rewrite(self, module: torch.fx.GraphModule) -> None:
-        """Changes a graph behind the package's fusions."""
+        """Changes a graph after the package has fused its ops. By default it stays as it is."""
 
     def _compile(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: list[int]) -> Run:
-        found: list[int] = []
+        method = self._as_method(step, name, tensors)
+        length_inputs: list[int] = []  # of each graph that is compiled
 
-        def look(module: torch.fx.GraphModule, *_: Any) -> None:
-            found.append(count_lengths(module))
+        def count_and_rewrite(module: torch.fx.GraphModule, *_: Any) -> None:
+            length_inputs.append(count_integer_inputs(module))
             self._rewrite(module)
 
-        bucket, config = self._bucket(step, name, tensors), self._config()
-        config.post_grad_custom_post_pass = look
+        config = self._config()
+        config.post_grad_custom_post_pass = count_and_rewrite
         options = {"config": config, "cache_dir": self._cache_dir, **self.options}
-        file = Path(self.cached_model.get_cache_bin(bucket, **options))
-        # npugraph_ex makes `.out` variants of torch_npu's ops, and their schemas do not say that they return what they
-        # are given: torch's check would warn of it, and fails where the environment has CI set.
+        file = Path(self.cached_model.get_cache_bin(method, **options))
+        # npugraph_ex makes `.out` variants of torch_npu's ops whose schemas do not say that they return an argument.
+        # torch's check would warn of it, and fails where the environment has CI set.
         with torch.no_grad(), functorch_config.patch(check_custom_op_aliasing=False):
             if file.exists():
                 self.num_loaded += 1
             else:
-                sources = ",".join(f"L['kv_lengths'][{index}]" for index in range(len(kv_lengths)))
+                sources = dynamic_kv_lengths(len(kv_lengths))
                 with torch.compiler.config.patch(dynamic_sources=sources):  # type: ignore[attr-defined]
-                    type(self).cache_compile(bucket, **options)(kv_lengths)
+                    type(self).cache_compile(method, **options)(kv_lengths)
                 self.num_compilations += 1
-                if found != [len(kv_lengths)]:
+                if length_inputs != [len(kv_lengths)]:
                     file.unlink(missing_ok=True)
-                    raise GraphError(f"bucket {name}: of {len(kv_lengths)} KV lengths, {found} are inputs of its graph")
+                    raise GraphError(
+                        f"bucket {name}: of {len(kv_lengths)} KV lengths, {length_inputs} are inputs of its graph"
+                    )
                 if not file.exists():
                     raise GraphError(f"bucket {name}: graph mode {self.mode} could not write it to {self._cache_dir}")
-            run = type(self).cache_compile(bucket, **options)
+            run = type(self).cache_compile(method, **options)
             run(kv_lengths)
         return run
 
-    def _bucket(self, step: Step, name: str, tensors: Sequence[Tensor]) -> MethodType:
-        """``BucketStep.run`` with code of its own, unlike any other in this process: by code dynamo keeps what it has
-        compiled, and torch_npu finds there what it saves."""
+    def _as_method(self, step: Step, name: str, tensors: Sequence[Tensor]) -> MethodType:
+        """``BucketModule.run`` with a code object that no other bucket of this process has.
+
+        Dynamo keeps compiled code by code object, and torch_npu finds there what it writes to the file.
+        """
         shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in tensors)
-        code = BucketStep.run.__code__.replace(co_name=f"{name}_{next(_numbers)}")
-        return MethodType(FunctionType(code, globals(), name), BucketStep(step, tensors, f"{self._key}; {shapes}"))
+        code = BucketModule.run.__code__.replace(co_name=f"{name}_{next(_numbers)}")
+        module = BucketModule(step, tensors, f"{self._key}; {shapes}")
+        return MethodType(FunctionType(code, globals(), name), module)
 
 
-def count_lengths(module: torch.fx.GraphModule) -> int:
-    """Of a graph, the inputs that are integers."""
+def count_integer_inputs(module: torch.fx.GraphModule) -> int:
+    """How many inputs of a graph are integers. A step has no other integers than KV lengths."""
     inputs = module.graph.find_nodes(op="placeholder")
     return sum(isinstance(node.meta["val"], torch.SymInt) for node in inputs)
 
 
-def write_in_place(module: torch.fx.GraphModule) -> None:
-    """Puts the write into the caches back in place, where torch.compile has made one of it that gives copies, which
-    are copied to the caches in the end. Nothing reads a cache's old values after the write."""
+def restore_in_place_writes(module: torch.fx.GraphModule) -> None:
+    """Makes the writes of keys and values write into the caches again.
+
+    torch.compile replaces each of them by an op that returns written copies of the two caches, and copies these to the
+    caches at the end of the graph. Writing in place is right because nothing reads the old content after the write.
+    """
     graph = module.graph
     for write in graph.find_nodes(op="call_function", target=torch.ops.npu.npu_scatter_pa_kv_cache_functional.default):
         with graph.inserting_before(write):
             graph.call_function(torch.ops.npu.npu_scatter_pa_kv_cache.default, write.args, write.kwargs)
-        for copy in list(write.users):  # operator.getitem
-            copy.replace_all_uses_with(write.args[2 + copy.args[1]])
-            graph.erase_node(copy)
+        caches = write.args[2:4]
+        for written in list(write.users):  # operator.getitem(write, 0 or 1)
+            written.replace_all_uses_with(caches[written.args[1]])
+            graph.erase_node(written)
         graph.erase_node(write)
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-        if node.args[0] is node.args[1]:
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
+    for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        target, source = copy.args[:2]
+        if target is source:
+            copy.replace_all_uses_with(target)
+            graph.erase_node(copy)
 
 
 class Ge(CachedCompiler):
-    """torchair's max-autotune: GE fuses and schedules the whole step; lengths are its inputs on the host."""
+    """torchair's mode max-autotune: GE fuses and schedules the whole step, and takes KV lengths from the host."""
 
     mode = "ge"
     cache_compile = torchair.inference.cache_compile
@@ -158,10 +185,10 @@ class Ge(CachedCompiler):
 
 
 class NpuGraphEx(CachedCompiler):
-    """npugraph_ex's passes, and an ACL graph of what they leave.
+    """npugraph_ex's passes over a step, and an ACL graph that is captured of the result.
 
-    The capture is our own: npugraph_ex captures every graph on another stream, where none can use the memory of
-    another, not even from one pool.
+    The capture is this class's own: npugraph_ex would capture every graph on another stream, and graphs on different
+    streams cannot share memory, even out of one pool.
     """
 
     mode = "npugraph_ex"
@@ -179,56 +206,74 @@ class NpuGraphEx(CachedCompiler):
         return config
 
     def _rewrite(self, module: torch.fx.GraphModule) -> None:
-        write_in_place(module)
+        restore_in_place_writes(module)
 
     def _compile(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: list[int]) -> Run:
         run = super()._compile(step, name, tensors, kv_lengths)
-        gc.collect()  # graphs that nobody has any more would give memory back meanwhile
+        gc.collect()  # an unused graph that is collected during the capture would give memory back, and be counted
         npu.empty_cache()
-        graph, before = npu.NPUGraph(), npu.memory_reserved()
+        graph, memory_before = npu.NPUGraph(), npu.memory_reserved()
         capture = npu.graph(graph, pool=self._pool, stream=self._stream, auto_dispatch_capture=True)
         try:
             with torch.no_grad(), capture:
                 output = run(kv_lengths)
         except RuntimeError as error:
-            if NO_RESOURCES not in str(error):
+            if OUT_OF_STREAMS not in str(error):
                 raise
             raise GraphError(
                 f"bucket {name}: after {self.num_captures} graphs the device has no streams for another (error "
-                f"{NO_RESOURCES}); serve fewer buckets"
+                f"{OUT_OF_STREAMS}); serve fewer buckets"
             ) from error
         self.num_captures += 1
-        self.memory += npu.memory_reserved() - before
-        return Captured(graph, run, output, parts(graph, name, kv_lengths))
+        self.memory += npu.memory_reserved() - memory_before
+        return CapturedRun(graph, run, output, ranges_of_lengths(graph, name, kv_lengths))
 
 
-class Captured:
-    """A graph that is replayed with other lengths: they are written into its tasks while it runs, and each attention
-    waits for its own."""
+class CapturedRun:
+    """A ``Run`` that replays a captured graph with other KV lengths.
 
-    def __init__(self, graph: npu.NPUGraph, captured: Run, output: Tensor, parts: list[slice]):
-        self._graph, self._output, self._parts = graph, output, parts
-        self._captured = captured  # has the tensors on whose memory the graph works
-        self._updates = graph.graph_dispatch_mode.update_stream
+    The new lengths are written into the attention tasks of the graph while it runs; each task waits for its own.
+
+    Args:
+        graph: the captured graph.
+        captured: the function that was captured. It holds the tensors whose memory the graph uses.
+        output: the tensor that every replay writes its result to.
+        ranges: for each attention task the range of the step's KV lengths that it takes.
+    """
+
+    def __init__(self, graph: npu.NPUGraph, captured: Run, output: Tensor, ranges: Sequence[slice]):
+        self._graph, self._captured, self._output, self._ranges = graph, captured, output, ranges
+        self._update_stream = graph.graph_dispatch_mode.update_stream
         self._done = npu.Event()
 
     def __call__(self, kv_lengths: Sequence[int]) -> Tensor:
         self._graph.replay()
-        # Not before the last replay is over: it may still wait for the tasks that change now.
-        self._updates.wait_event(self._done)
-        self._graph.update([{LENGTHS: kv_lengths[part]} for part in self._parts])
+        # The tasks must not change before the previous replay is over: it may still wait for their lengths.
+        self._update_stream.wait_event(self._done)
+        self._graph.update([{KV_LENGTHS: kv_lengths[part]} for part in self._ranges])
         self._done.record()
         return self._output
 
 
-def parts(graph: npu.NPUGraph, name: str, kv_lengths: list[int]) -> list[slice]:
-    """Which lengths each attention of a graph has taken: they come in order, and all of them in each layer."""
-    found, first = [], 0
+def ranges_of_lengths(graph: npu.NPUGraph, name: str, kv_lengths: list[int]) -> list[slice]:
+    """Which KV lengths of a step each attention task of its graph takes.
+
+    In every layer, the tasks together take all lengths in order.
+
+    Args:
+        graph: a captured graph.
+        name: name of the bucket, for messages.
+        kv_lengths: the KV lengths during the capture.
+
+    Raises:
+        GraphError: the tasks take the lengths in another way.
+    """
+    ranges, first = [], 0
     for record in graph.graph_dispatch_mode.graph_dispatch_records:
-        taken = record.kwargs[LENGTHS]
-        part = slice(first, first + len(taken))
-        if kv_lengths[part] != taken:
+        taken = record.kwargs[KV_LENGTHS]
+        taken_range = slice(first, first + len(taken))
+        if kv_lengths[taken_range] != taken:
             raise GraphError(f"bucket {name}: attention takes other KV lengths than the step was given")
-        found.append(part)
-        first = part.stop % len(kv_lengths)
-    return found
+        ranges.append(taken_range)
+        first = taken_range.stop % len(kv_lengths)
+    return ranges

@@ -1,15 +1,16 @@
-"""The fused ops on torch.ops.npu: one kernel where ``backend/cpu.py`` spells it out.
+"""The fused ops on an NPU, by the kernels of ``torch.ops.npu``.
 
-What must hold so that a compiled step copies nothing: weights as ``stored`` gives them, and a layer's cache passed in
-as it is, [N, 128, K, D] and contiguous, for a view between an input and the write costs a copy of the cache.
+Three things that the kernels need:
 
-Slots of a write must be distinct and lie inside the cache: the kernel does not look, and writes somewhere. A row that
-only fills up a bucket is written too; its slots are positions of pages that belong to no sequence, one for each such
-row, and the caller gives them like all others.
-
-By its documents, attention wants a cache of no fewer pages than its entries have together, a page counted once for
-each entry that has it. Where page tables have more places than the cache has pages, several kernels take the entries in
-turn.
+- A compiled step copies nothing if weights are laid out as ``stored`` returns them, and if the cache of a layer is
+  passed in as it is, [N, 128, K, D] and contiguous: a view between an input of the graph and the write costs a copy of
+  the cache.
+- The positions of a write must be distinct and inside the cache: the kernel does not check them, and writes to wherever
+  they point. Padding rows of a bucket are written too, so the caller gives them positions in pages that belong to no
+  sequence, another one for each padding row.
+- By its documents, the attention kernel takes caches of no fewer pages than its entries have together, where a page
+  counts once for every entry that has it. If page tables have more places than the cache has pages, several kernels
+  take the entries one group after the other.
 """
 
 from __future__ import annotations
@@ -27,21 +28,20 @@ from lopa_ascend.config import ATTENTION_LAYOUTS
 
 npu = torch.ops.npu
 MAX_ENTRIES = 4096
-"""That one attention takes in TND."""
+"""Entries that the attention kernel takes at most in the layout TND."""
 
 
 class NpuOps:
-    """``backend/base.py`` on an NPU.
+    """``Ops`` on the NPU that is the current one when they are made. All tensors of a call lie on it.
 
-    Everything is on the NPU that was current when the ops were made, ``device``. ``attention_layout``: TND takes
-    entries of any lengths at once; BSH, where a device or a version refuses TND, takes neighbours of one length.
-    ``debug`` reads every write's slots and every attention's page ids back and checks them: in eager mode alone, for
-    the host waits for it.
-
-    Slots are int32 or int64, page tables int32, all on the device.
+    Args:
+        attention_layout: TND takes entries of any lengths at once. BSH is for devices and versions that refuse TND: it
+            takes entries of equal length that follow one another.
+        debug: read the positions of every write and the page ids of every attention back, and check them. For eager
+            mode only, since the host waits for the device.
 
     Raises:
-        ValueError: the layout is unknown; with ``debug``, slots or page ids are not valid.
+        ValueError: the layout is unknown; later, with ``debug``, positions or page ids are not valid.
     """
 
     def __init__(self, *, attention_layout: str = "TND", debug: bool = False):
@@ -68,27 +68,27 @@ class NpuOps:
         return normed, total
 
     def rms_norm_quant(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """x in float16 or bfloat16."""
+        """For x in float16 or bfloat16."""
         codes, scale = npu.npu_dynamic_quant(self.rms_norm(x, weight, eps))
         return codes, scale
 
     def add_rms_norm_quant(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x in float16 or bfloat16."""
+        """For x in float16 or bfloat16."""
         codes, _, total, scale, _ = npu.npu_add_rms_norm_dynamic_quant(
             x, residual, weight, epsilon=eps, output_mask=[True, False]
         )
         return codes, scale, total
 
     def rope_tables(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """[positions, 1, D]: the kernel takes a factor for every element of a head."""
-        whole = [torch.cat([table, table], -1).to(dtype)[:, None] for table in (cos, sin)]
+        """Both [positions, 1, D]: the kernel takes one factor for each element of a head."""
+        whole = [torch.cat([half, half], -1).to(dtype)[:, None] for half in (cos, sin)]
         return whole[0], whole[1]
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        turned: Tensor = npu.npu_rotary_mul(x[None], cos[None], sin[None])  # [1, T, heads, D] and [1, T, 1, D]
-        return turned.view(x.shape)
+        rotated: Tensor = npu.npu_rotary_mul(x[None], cos[None], sin[None])  # [1, T, heads, D] and [1, T, 1, D]
+        return rotated.view(x.shape)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         gated: Tensor = npu.npu_swiglu(gate_up)
@@ -123,26 +123,43 @@ class NpuOps:
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
         if self._debug:
             check_pages(entries, k_cache.shape[0], k_cache.shape[1])
-        q, outputs, tokens = q.contiguous(), [], 0
-        for first, last in self._batches(entries, k_cache.shape[0]):
-            part = slice(first, last)
-            lengths, kv_lengths, tables = entries.lengths[part], entries.kv_lengths[part], entries.page_tables[part]
-            span = q[tokens : tokens + sum(lengths)]
-            outputs.append(attend(self._attention_layout, span, k_cache, v_cache, lengths, kv_lengths, tables))
-            tokens += sum(lengths)
+        q = q.contiguous()
+        outputs, begin = [], 0
+        for group in self._kernel_groups(entries, k_cache.shape[0]):
+            lengths, kv_lengths = entries.lengths[group], entries.kv_lengths[group]
+            end = begin + sum(lengths)
+            outputs.append(
+                attend(
+                    self._attention_layout,
+                    q[begin:end],
+                    k_cache,
+                    v_cache,
+                    lengths,
+                    kv_lengths,
+                    entries.page_tables[group],
+                )
+            )
+            begin = end
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _batches(self, entries: Entries, num_pages: int) -> list[tuple[int, int]]:
-        """Ranges [first, last) of entries that one kernel can take. They depend on shapes alone, not on KV lengths, so
-        that a graph holds for all of these."""
-        most = min(MAX_ENTRIES, max(1, num_pages // entries.page_tables.shape[1]))
-        batches, first = [], 0
+    def _kernel_groups(self, entries: Entries, num_pages: int) -> list[slice]:
+        """Ranges of entries that one kernel can take.
+
+        They depend on shapes only, not on KV lengths, so that a captured graph holds for all KV lengths.
+
+        Args:
+            entries: all entries of the step.
+            num_pages: pages of the cache.
+        """
+        pages_per_entry = entries.page_tables.shape[1]
+        most = min(MAX_ENTRIES, max(1, num_pages // pages_per_entry))
+        groups, first = [], 0
         for index, length in enumerate(entries.lengths):
-            differs = self._attention_layout == "BSH" and length != entries.lengths[first]
-            if differs or index - first == most:
-                batches.append((first, index))
+            is_other_length = self._attention_layout == "BSH" and length != entries.lengths[first]
+            if is_other_length or index - first == most:
+                groups.append(slice(first, index))
                 first = index
-        return [*batches, (first, len(entries.lengths))]
+        return [*groups, slice(first, len(entries.lengths))]
 
 
 def attend(
@@ -154,8 +171,20 @@ def attend(
     kv_lengths: Sequence[int],
     page_tables: Tensor,
 ) -> Tensor:
-    """One kernel for contiguous queries [T, H, D] of entries with these lengths, which are equal in BSH -> [T, H * D].
-    It looks at nothing that ``NpuOps`` takes care of."""
+    """Attention by one kernel. What the kernel cannot take is not checked; see ``NpuOps.attention``.
+
+    Args:
+        layout: "TND" or "BSH".
+        q: contiguous queries [T, H, D].
+        k_cache: [N, 128, K, D].
+        v_cache: [N, 128, K, D].
+        lengths: queries of each entry, all equal in BSH.
+        kv_lengths: positions that the queries of each entry attend to.
+        page_tables: int32 [entries, pages].
+
+    Returns:
+        [T, H * D].
+    """
     tokens, heads, dim = q.shape
     page_size, kv_heads = k_cache.shape[1:3]
     out: Tensor = npu.npu_fused_infer_attention_score(
@@ -190,8 +219,13 @@ def check_slot_mapping(slot_mapping: Sequence[int], num_positions: int) -> None:
 
 
 def check_pages(entries: Entries, num_pages: int, page_size: int) -> None:
-    """Refuses page ids outside a cache of ``num_pages``, and entries that see more positions than they have pages
-    for."""
+    """Refuses page ids outside the cache, and entries that attend to more positions than they have pages for.
+
+    Args:
+        entries: the entries of a step.
+        num_pages: pages of the cache.
+        page_size: positions of a page.
+    """
     tables = entries.page_tables.tolist()
     for index, (table, kv_length) in enumerate(zip(tables, entries.kv_lengths, strict=True)):
         if kv_length > len(table) * page_size:
