@@ -1,14 +1,18 @@
-"""A laboratory for torch_npu and torchair without an NPU and without CANN.
+"""A laboratory that runs the real torch_npu and torchair without an NPU and without CANN.
 
-Importing this package loads the stand-ins for the CANN libraries that ``standins.py`` has built into the environment,
-and after them torch_npu and torchair, both the real ones.
+Importing this package loads stand-ins for the CANN libraries, which ``standins.py`` has built into the environment, and
+then torch_npu and torchair.
 
-``lowering``: the graph that torchair makes of a function, counted by op. ``kernels`` and ``attention``: what the
-``npu::`` ops compute, on CPU tensors, with the constraints that their documents state (``constraints``). ``device``:
-tensors on ``npu`` that compute, by these kernels. ``capture``: ACL graphs of them. ``engine``: GE graphs of them.
-``collectives``: between ranks, through gloo. ``traffic``: what was launched, and where the host stopped for the device.
+- ``kernels`` and ``attention``: the ``npu::`` ops on CPU tensors, with the constraints that their documents state.
+- ``constraints``: how a broken constraint fails, and which constraints numeric mode lifts.
+- ``device``: a simulated NPU, whose tensors compute by these kernels.
+- ``capture``: ACL graphs on the simulated device.
+- ``engine``: GE graphs on the simulated device.
+- ``collectives``: collectives between ranks, through gloo.
+- ``traffic``: what was launched, and where the host waited for the device.
+- ``lowering``: the GE graph that torchair makes of a function, counted by op.
 
-What it cannot show: whether a kernel takes a shape on the device, GE's own fusion, HCCL, and time.
+The laboratory cannot show whether a kernel takes a shape on a real device, GE's own fusion, HCCL, and time.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ STANDINS = Path(sys.prefix) / "cann"
 
 
 def _load() -> ctypes.CDLL:
-    # By soname: whatever needs one of them later finds it loaded.
+    # The loader knows libraries by their sonames, so whatever needs one of these later finds it loaded.
     names = (STANDINS / "sonames.txt").read_text(encoding="utf-8").split()
     return [ctypes.CDLL(str(STANDINS / name), mode=ctypes.RTLD_GLOBAL) for name in names][0]
 

@@ -17,14 +17,14 @@
 #define OUT_OF_MEMORY 207001
 #define INTERNAL_ERROR 500000
 
-/* What the host waited for the device with, by index: tests read it. */
+/* How often the host waited for the device, by the way it waited; traffic.py reads these counters. */
 enum { WAIT_STREAM, WAIT_DEVICE, WAIT_EVENT, WAIT_COPY, WAITS };
 unsigned long standin_waits[WAITS];
 
-static void *capturing = NULL; /* the graph, one at a time */
+static void *capturing = NULL; /* the graph that is being captured; one at a time */
 
 static int waited(int what) {
-    if (capturing) return INTERNAL_ERROR; /* what is captured does not run, so there is nothing to wait for */
+    if (capturing) return INTERNAL_ERROR; /* captured tasks do not run, so there is nothing to wait for */
     __atomic_add_fetch(&standin_waits[what], 1, __ATOMIC_RELAXED);
     return 0;
 }
@@ -100,8 +100,8 @@ int aclGetCompileopt(int option, char *value, size_t size) {
     return 0;
 }
 
-/* Memory: that of the host. Kernels may write up to 32 bytes beyond what they asked for. All devices of a process share
- * what a die has, or half of what the host has, if that is less. */
+/* Memory is that of the host. Kernels may write up to 32 bytes beyond the size they asked for. All devices of a process
+ * share the memory of one die, or half of the host's memory if that is less. */
 
 #define DIE_MEMORY ((size_t)64 << 30)
 static size_t taken = 0;
@@ -241,7 +241,7 @@ int aclrtLaunchHostFunc(void *stream, void (*function)(void *), void *data) {
     return 0;
 }
 
-/* The bounds-checked functions of libc that CANN brings; without them every C++ error message comes out empty. */
+/* Bounds-checked versions of libc functions, which CANN provides; without them, C++ error messages are empty. */
 
 int vsnprintf_s(char *out, size_t room, size_t count, const char *format, va_list values) {
     (void)count;
@@ -261,7 +261,7 @@ int strcpy_s(char *to, size_t room, const char *from) {
 }
 int memcpy_s(void *to, size_t room, const void *from, size_t size) { return aclrtMemcpyAsync(to, room, from, size) ? 34 : 0; }
 
-/* Looked up by name, so that nothing shows at build time that they are missing. */
+/* torch_npu looks these up by name at run time, so a missing one would not be noticed at build time. */
 
 #define SUCCEEDS(name) \
     int name(void) { return 0; }

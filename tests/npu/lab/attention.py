@@ -1,7 +1,7 @@
-"""What npu_fused_infer_attention_score computes over paged keys and values, on CPU tensors.
+"""The CPU kernel of npu_fused_infer_attention_score, for paged keys and values.
 
-The constraints are those of torch_npu's documents. For TND they are those of version 2 of the op: the text on version 1
-excludes pages and groups of query heads in TND, which run in practice.
+The constraints are those of torch_npu's documents; for the layout TND, those of version 2 of the op. The documents of
+version 1 exclude pages and grouped query heads in TND, although both run in practice.
 """
 
 from __future__ import annotations
@@ -19,11 +19,19 @@ from tests.npu.lab.kernels import kernel
 
 NAME = "npu_fused_infer_attention_score"
 MAX_INT32 = 2**31 - 1
-UNLIMITED = MAX_INT32  # the default of pre_tokens and next_tokens
+UNLIMITED = MAX_INT32
+"""The default of pre_tokens and next_tokens: every query attends to all keys."""
 
 
 def query_spans(query: Tensor, lengths: Sequence[int] | None, layout: str, heads: int) -> list[Tensor]:
-    """The queries [L, H, D] of every entry."""
+    """Checks a query tensor, and splits it into the queries [L, H, D] of every entry.
+
+    Args:
+        query: [T, H, D] in TND, [B, S, H * D] in BSH.
+        lengths: in TND the cumulative numbers of queries, in BSH the number of each entry or None.
+        layout: "TND" or "BSH".
+        heads: query heads H.
+    """
     if layout == "TND":
         require(query.dim() == 3 and query.shape[1] == heads, f"{NAME}: a TND query is [T, H, D]")
         require_kind(query.dtype == torch.bfloat16, f"{NAME}: TND takes bfloat16 alone")
@@ -51,7 +59,16 @@ def query_spans(query: Tensor, lengths: Sequence[int] | None, layout: str, heads
 def check_pages(
     cache: Tensor, tables: Tensor, lengths: Sequence[int], spans: Sequence[Tensor], layout: str, page: int
 ) -> None:
-    """What holds for keys and for values; the ids of pages are not checked on a device, and here they are."""
+    """Checks a cache of keys or of values against the page tables. A real device does not check page ids.
+
+    Args:
+        cache: [N, page, K * D].
+        tables: page ids int32 [entries, pages].
+        lengths: KV length of each entry.
+        spans: queries of each entry.
+        layout: "TND" or "BSH".
+        page: positions of a page, as the call states them.
+    """
     entries = len(spans)
     require(tables.dtype == torch.int32 and tables.dim() == 2, f"{NAME}: block_table is int32 [entries, pages]")
     require(tables.shape[0] == entries and len(lengths) == entries, f"{NAME}: one row and one kv length an entry")
@@ -72,7 +89,7 @@ def check_pages(
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Queries [L, H, D] attend to all keys and values [S, K, D], in float32."""
+    """Attention of queries [L, H, D] to all keys and values [S, K, D], in float32 -> [L, H, D]."""
     q, k, v = (x.float().transpose(0, 1) for x in (query, key, value))
     return F.scaled_dot_product_attention(q[None], k[None], v[None], scale=scale, enable_gqa=True)[0].transpose(0, 1)
 
@@ -123,7 +140,7 @@ def fused_infer_attention_score(  # noqa: PLR0913
     return out.view(query.shape), query.new_zeros(1, dtype=torch.float32)
 
 
-# A captured graph has the workspace made before and writes into outputs that stand, with lengths that can be exchanged.
+# In a captured graph, the workspace is allocated before the launch, and the kernel writes into tensors that are given.
 
 
 @kernel(f"_{NAME}_get_max_workspace")

@@ -1,9 +1,12 @@
-"""ACL graphs on the simulated device: torch.npu.NPUGraph records what is launched and runs it again on the same memory.
+"""ACL graphs on the simulated device: torch.npu.NPUGraph records tasks, and runs them again on the same memory.
 
-A group of tasks can be given other arguments (graph_task_update_begin and _end) while a replay waits for them, as
-torchair does with the lengths of attention. All groups of a graph must be updated at every replay: it would wait for
-ever, and here the next thing on the device fails instead. Nor may a group be updated while the replay before that one
-may still need its arguments: the host, or the stream that updates it, must have waited for that replay.
+A group of tasks can be given other arguments (graph_task_update_begin and _end) while a replay waits for them; torchair
+does this with the KV lengths of attention. Two rules are checked:
+
+- At every replay, all groups of the graph must be updated. On a device the replay would wait for ever; here, whatever
+  is launched next fails.
+- A group must not be updated while the previous replay may still need its arguments: the host, or the stream that
+  updates the group, must have waited for that replay.
 """
 
 from __future__ import annotations
@@ -22,16 +25,17 @@ from torch_npu.npu import graphs
 from tests.npu.lab import device, traffic
 from tests.npu.lab.device import Place, on_npu
 
-# The host computes these while it captures; they are no task of the graph.
 HOST_SIDE = "_get_max_workspace"
+"""Ending of the names of ops that the host computes during a capture; they are no tasks of the graph."""
 
 
 def places(x: Any) -> Any:
+    """Replaces tensors on ``npu`` by their places, in any nested arguments."""
     return tree_map_only(Tensor, lambda t: Place.of(t) if on_npu(t) else t, x)
 
 
 def on_host(x: Any) -> Any:
-    """Places as CPU tensors, and the CPU for a device."""
+    """Replaces places by CPU tensors, and devices by the CPU, in any nested arguments."""
     return tree_map_only(
         (Place, torch.device), lambda x: x.tensor() if isinstance(x, Place) else torch.device("cpu"), x
     )
@@ -39,10 +43,15 @@ def on_host(x: Any) -> Any:
 
 @dataclass
 class Task:
+    """One launch that a graph holds."""
+
     op: torch._ops.OpOverload
     args: Any
+    """Positional arguments, with places instead of tensors."""
     kwargs: Any
+    """Keyword arguments, with places instead of tensors."""
     results: list[Place]
+    """Where the results are written."""
 
     def run(self) -> None:
         given = on_host((self.args, self.kwargs))
@@ -55,40 +64,53 @@ class Task:
 
 @dataclass
 class Group:
-    """Tasks that can be changed. ``handle`` is the runtime's, and ``updated`` says whether they were changed since the
-    graph ran last."""
+    """Tasks of a graph whose arguments can be changed together."""
 
     tape: Tape
+    """The graph that they belong to."""
     tasks: list[Task] = field(default_factory=list)
     handle: Any = None
+    """The runtime's handle of the group."""
     updated: bool = False
+    """Whether the tasks were changed since the graph ran last."""
 
 
 @dataclass(eq=False)
 class Tape:
+    """What one graph holds."""
+
     tasks: list[Task] = field(default_factory=list)
+    """All tasks, in the order of their launches."""
     groups: list[Group] = field(default_factory=list)
+    """The groups of tasks that must be updated at every replay."""
     replays: int = 0
+    """Replays that were launched."""
 
 
 class _Captures:
-    """What is going on: a tape that records, a group of it that is open, one that is being changed, a replay that waits
-    for its groups. ``tapes`` by the id of their graph, ``groups`` by that of their handle."""
+    """The state of all captures and replays of this process."""
 
     tape: Tape | None = None
+    """The tape that records."""
     group: Group | None = None
+    """The group of that tape that is open."""
     changing: Group | None = None
+    """The group whose tasks are being changed."""
     waiting: Tape | None = None
+    """The tape whose replay waits for updates of its groups."""
     tapes: dict[int, Tape] = {}
+    """Tapes by the id of their graph."""
     groups: dict[int, Group] = {}
-    # How many replays of a graph are over: all that the host knows of, and when what a stream does next begins.
+    """Groups by the id of their handle."""
     over: Counter[Tape] = Counter()
+    """For each tape how many replays the host knows to be over."""
     over_by_stream: dict[int, Counter[Tape]] = {}
+    """By the id of a stream, for each tape how many replays are over before the stream goes on."""
 
 
 def record(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Takes a task into the graph. Nothing is computed: its results have the shapes that the op gives for meta tensors,
-    and memory of the graph's pool."""
+    """Records a task. Nothing is computed: the results have the shapes of the op's results for meta tensors, and memory
+    of the graph's pool."""
     if op._schema.name.endswith(HOST_SIDE):
         return device.compute(op, args, kwargs)
     assert _Captures.tape is not None
@@ -101,6 +123,7 @@ def record(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def allocate(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Memory for the results of an op, or the arguments that it writes its results to."""
     if "out" in kwargs:
         return kwargs["out"]
     given: list[tuple[Tensor, Tensor]] = []
@@ -124,7 +147,7 @@ def allocate(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def change(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Gives the task of this op in the group that is being changed other arguments."""
+    """Gives other arguments to the task of this op in the group that is being changed."""
     assert _Captures.changing is not None
     (task,) = (task for task in _Captures.changing.tasks if task.op is op)
     task.args, task.kwargs = places(args), places(kwargs)
@@ -132,12 +155,14 @@ def change(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def nothing_waits() -> None:
+    """Fails if a replay still waits for updates."""
     if _Captures.waiting is not None:
         _Captures.waiting = None
         raise RuntimeError("a replayed graph waits for an update of its tasks that did not come")
 
 
 def run_when_ready() -> None:
+    """Runs the tasks of the replay that waits, once all its groups are updated."""
     tape = _Captures.waiting
     if tape is not None and all(group.updated for group in tape.groups):
         _Captures.waiting = None
@@ -148,19 +173,22 @@ def run_when_ready() -> None:
 
 
 def tapes() -> list[Tape]:
-    """Of all graphs that were captured, in order."""
+    """The tapes of all graphs that were captured, in order."""
     return list(_Captures.tapes.values())
 
 
 def replayed() -> Counter[Tape]:
+    """For each tape the number of replays that were launched."""
     return Counter({tape: tape.replays for tape in _Captures.tapes.values()})
 
 
 def host_waited() -> None:
+    """Notes that the host has waited for the device, so that all replays are over."""
     _Captures.over = replayed()
 
 
 def _around(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replaces a function of torch_npu by one that ``make`` builds around it."""
     setattr(owner, name, make(getattr(owner, name)))
 
 
@@ -240,7 +268,7 @@ def _update_end(end: Callable[..., Any]) -> Callable[..., Any]:
 
 def _event_record(record_event: Callable[..., Any]) -> Callable[..., Any]:
     def event_record(self: Any, stream: Any = None) -> None:
-        """Behind everything that was replayed: all of it runs on one stream."""
+        """The event comes after all replays that were launched, for these run on one stream."""
         record_event(self, stream)
         self.over = replayed()
 

@@ -1,6 +1,6 @@
-"""The collectives of a compiled function for tensors on ``npu``: by gloo, on the memory that they have here.
+"""The functional collectives, which compiled functions use, for tensors on ``npu``: by gloo, on the tensors' memory.
 
-Importing this module registers them, for good.
+Importing this module registers them for the rest of the process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ SCHEMAS = {
     "all_reduce": "(Tensor x, str reduce_op, str group_name) -> Tensor",
     "all_gather_into_tensor": "(Tensor x, int group_size, str group_name) -> Tensor",
 }
-"""By the functional collective's name; the laboratory's own ops of these names are over when they return."""
+"""Schemas of the functional collectives by name. The laboratory has ops of the same names that have waited for the
+result when they return."""
 _own = torch.library.Library("lab", "DEF")
 _npu = torch.library.Library("_c10d_functional", "IMPL")
 

@@ -1,9 +1,10 @@
 """A simulated NPU: tensors on ``npu`` that compute.
 
-Their memory is what the real torch_npu allocates through the stand-in for the runtime, so of the host; every kernel of
-theirs is replaced by the CPU kernel of the same op, on the same bytes. Importing this module replaces them, for good.
+The real torch_npu allocates their memory through the stand-in for the runtime, so it is memory of the host. Importing
+this module replaces every kernel for ``npu`` by the CPU kernel of the same op, which works on the same bytes, for the
+rest of the process.
 
-During a capture nothing is computed: ``capture`` records the tasks.
+During a capture nothing is computed; ``capture`` records the launches instead.
 """
 
 from __future__ import annotations
@@ -19,22 +20,24 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.npu.lab import attention, kernels, traffic  # noqa: F401
 
-# What allocates, or changes how bytes are seen, is torch_npu's own.
 OWN = (
     *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_quantized", "set_", "resize_"),
     *("resize_as_", "_to_copy", "to", "record_stream", "is_pinned", "_pin_memory", "_reshape_alias", "is_set_to"),
 )
+"""Ops that stay torch_npu's own: they allocate, or change the shape and strides of a tensor."""
 DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor's memory and how it is seen, without a claim on it: as on a device, a graph that runs again finds there
-    whatever is there by then."""
+    """The memory of a tensor, which it does not keep alive: as on a device, a graph that is replayed finds there
+    whatever the memory holds by then."""
 
     address: int
+    """Address of the first element."""
     size: tuple[int, ...]
     stride: tuple[int, ...]
+    """In elements."""
     dtype: torch.dtype
 
     @classmethod
@@ -55,7 +58,7 @@ def on_npu(x: object) -> bool:
 
 
 def compute(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs the CPU kernel on the memory of the arguments; what it returns is on ``npu`` again."""
+    """Runs the CPU kernel of an op on the memory of tensors on ``npu``; its results are tensors on ``npu``."""
     given: list[tuple[Tensor, Tensor]] = []
 
     def down(x: Any) -> Any:
@@ -84,28 +87,32 @@ def compute(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
 
 @dataclass
 class Recorder:
-    """What takes tasks instead of the device, while a graph is captured or changed."""
+    """How ``capture`` takes part in launches."""
 
     take: Callable[[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], Any] | None = None
-    # Called before anything runs on the device: whether graphs still wait for something.
+    """While a graph is captured or changed, takes launches (op, args, kwargs) instead of the device."""
     before: list[Callable[[], None]] = field(default_factory=list)
-    # Called when the host waits for the device: all that was launched is over then.
+    """Called before a launch runs; may refuse it because a graph waits for an update."""
     waited: list[Callable[[], None]] = field(default_factory=list)
+    """Called when the host has waited for the device, so that all launches are over."""
 
 
 recorder = Recorder()
 
 
 def reads_data(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether the host must know values on the device to go on."""
+    """Whether the host needs values of tensors on the device to go on after this op."""
     if op._schema.name == "aten::index":
         return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
     return any(tag in op.tags for tag in DATA_DEPENDENT)
 
 
 def copy_with_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, bool]:
-    """(name, whether the host waits for it) of a copy from or to the host: it goes on where that is asked for and its
-    memory is pinned, and where it sends one value along with the launch."""
+    """The name of a copy from or to the host, and whether the host waits for it.
+
+    It does not wait for a non-blocking copy from or to pinned memory, and for a single value that is sent with the
+    launch.
+    """
     target, source = args[:2]
     to_host = not on_npu(target)
     host = target if to_host else source
@@ -115,12 +122,13 @@ def copy_with_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, 
 
 
 def refuse_host_tensors(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A kernel takes single values from the host, which travel with the launch, and no tensors."""
+    """Refuses tensors of the host as arguments of a kernel. Single values are sent with the launch."""
     if any(isinstance(x, Tensor) and x.device.type == "cpu" and x.dim() for x in tree_leaves((args, kwargs))):
         raise RuntimeError(f"{op._schema.name}: one tensor is on the device and another one on the host")
 
 
 def launch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an op on the simulated device, or hands it to the recorder, and notes it in ``traffic``."""
     name = op._schema.name
     with_host = name == "aten::copy_" and not all(map(on_npu, args[:2]))
     if with_host:
@@ -155,7 +163,7 @@ def _replace_kernels() -> list[torch.library.Library]:
             continue
         if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "PrivateUse1"):
             continue
-        # Of the npu ops, those that the laboratory knows; the others fail in the stand-ins.
+        # Of the ops of torch_npu only those that the laboratory has kernels for; the others fail in the stand-ins.
         if space == "npu" and not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
             continue
         packet = getattr(getattr(torch.ops, space), base, None)

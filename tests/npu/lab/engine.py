@@ -1,8 +1,9 @@
-"""A stand-in for Ascend's graph engine (GE): whatever torchair compiles for it runs, as torchair's FX graph after its
-passes, on the simulated device. The GE graph is made too, so what cannot be lowered fails. Importing this module puts
-the stand-in in place, for good.
+"""A stand-in for Ascend's graph engine (GE), for functions that torchair compiles.
 
-Code that torchair writes into its persistent cache finds the graph in this process alone.
+torchair makes the GE graph, so a function that cannot be lowered fails. What runs on the simulated device is
+torchair's FX graph after its passes. Importing this module puts the stand-in in place for the rest of the process.
+
+Code that torchair writes to its persistent cache works in this process only, which has the FX graph.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ _graphs: dict[str, torch.fx.GraphModule] = {}
 
 
 def run(name: str, args: tuple[Any, ...]) -> Any:
+    """Runs a graph by its name, as one launch."""
     with traffic.one_launch("ge graph"):
         return _graphs[name](*args)
 
@@ -33,7 +35,7 @@ fx2ge_converter.GeConcreteGraph.codegen = _codegen
 fx2ge_converter.initialize_graph_engine = lambda *_: None
 compat_ir.is_cann_compat = lambda *_args, **_options: ""  # every GE op counts as known to CANN
 
-# Of the two packages, this one fails where the other one has already registered the same.
+# npugraph_ex and torchair register the same decomposition; torchair fails if it comes second.
 if torch._C.DispatchKey.AutogradPrivateUse1 not in torch.ops.aten.to.other.py_kernels:
     patches.register_matmul_backward_decomp()
 patches.register_matmul_backward_decomp = lambda: None

@@ -1,8 +1,8 @@
-"""What the ``npu::`` ops compute, on CPU tensors, under their real schemas; attention is in ``attention.py``.
+"""CPU kernels of the ``npu::`` ops, under their real schemas. Attention is in ``attention.py``.
 
-Results are computed in float32 and rounded once where a kernel gives them out, so not bit for bit those of a device.
-What an op refuses is from torch_npu's own documents (``torch_npu/_op_plugin_docs.py``); npu_add_rms_norm has none
-there, and takes what npu_rms_norm takes.
+Results are computed in float32 and rounded once, so their bits are not those of a device. The constraints are those of
+torch_npu's own documents (``torch_npu/_op_plugin_docs.py``); they do not describe npu_add_rms_norm, which gets the
+constraints of npu_rms_norm.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def _normed(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """(norm, 1 / root mean square)."""
+    """The norm of x in its dtype, and 1 / root mean square in float32."""
     wide = x.float()
     scale = (wide.pow(2).mean(-1, keepdim=True) + epsilon).rsqrt()
     return (wide * scale * gamma.float()).to(x.dtype), scale
@@ -115,7 +115,8 @@ def scatter_pa_kv_cache(  # noqa: PLR0913
 def scatter_pa_kv_cache_functional(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """What torch.compile makes of the op above, until torchair puts it back."""
+    """The op that torch.compile replaces the op above by: it returns copies of the caches, with the keys and values
+    written."""
     keys, values = key_cache.clone(), value_cache.clone()
     scatter_pa_kv_cache(key, value, keys, values, slot_mapping, **options)
     return keys, values
@@ -143,7 +144,7 @@ def scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> Tenso
 
 
 def _coded(wide: Tensor) -> tuple[Tensor, Tensor]:
-    """(int8, scale of each row) of float32."""
+    """Float32 rows as int8, with one scale for each row."""
     scale = wide.abs().amax(-1) / 127
     return (wide / scale.clamp_min(1e-30)[..., None]).round().to(torch.int8), scale
 

@@ -1,4 +1,4 @@
-"""The graph for Ascend's graph engine (GE) that torchair makes of a function, after its own passes."""
+"""The graph of Ascend's graph engine (GE) that torchair makes of a function, after torchair's passes."""
 
 from __future__ import annotations
 
@@ -13,34 +13,39 @@ import torch
 import torchair
 from torchair._ge_concrete_graph import compat_ir, fx2ge_converter
 
-# What is no kernel: GE's book-keeping, and ops that change how a tensor is seen and not what is in it.
 BOOKKEEPING = frozenset({"Data", "RefData", "Const", "ConstPlaceHolder", "NetOutput", "NoOp"})
+"""GE ops that launch no kernel because they only describe the graph."""
 VIEWS = frozenset(
     {"Reshape", "Unsqueeze", "Squeeze", "Identity", "Bitcast", "Shape", "Size", "FlattenV2", "ExpandDims"}
 )
+"""GE ops that launch no kernel because they leave the content of their tensor as it is."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """``shapes`` are those of the outputs, where the graph has them: of its inputs."""
+    """One op of a GE graph."""
 
     type: str
+    """GE's name of the op."""
     shapes: tuple[tuple[int, ...], ...]
+    """Shapes of the outputs. The graph has them for its inputs, the ops of type Data."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """``ops`` of the optimised graph, in order."""
+    """A GE graph."""
 
     ops: tuple[Op, ...]
+    """The ops after torchair's passes, in order."""
 
     @property
     def by_type(self) -> Counter[str]:
+        """All ops, counted by type."""
         return Counter(op.type for op in self.ops)
 
     @property
     def kernels(self) -> Counter[str]:
-        """Of ``by_type`` what is launched on a device."""
+        """The ops that are launched on a device, counted by type."""
         return Counter({name: n for name, n in self.by_type.items() if name not in BOOKKEEPING | VIEWS})
 
     @property
@@ -49,13 +54,15 @@ class Lowered:
 
 
 class _NoDeviceError(Exception):
-    """The graph is made; there is nothing to run it on."""
+    """The graph is made, and there is no device to run it on."""
 
 
 @contextmanager
 def _collected_graphs() -> Iterator[list[Any]]:
-    """The graphs that torchair optimises meanwhile, as protocol buffers. Its engine is not started, and every GE op
-    counts as known to CANN: both would ask the libraries that are missing."""
+    """Collects the GE graphs that torchair makes inside this context, as protocol buffers.
+
+    GE is not started, and every GE op counts as known to CANN, since both would need libraries that are missing.
+    """
     graphs: list[Any] = []
     optimize = fx2ge_converter.GeConcreteGraph.optimize_graph_without_runtime
 
@@ -101,8 +108,14 @@ def lower(
     dynamic: bool = False,
     config: torchair.CompilerConfig | None = None,
 ) -> Lowered:
-    """The GE graph of ``function(*args)``; nothing is computed. With ``dynamic``, sizes and integers are inputs of the
-    graph instead of constants."""
+    """The GE graph of ``function(*args)``. Nothing is computed.
+
+    Args:
+        function: the function to lower.
+        args: its arguments.
+        dynamic: whether sizes and integers are inputs of the graph instead of constants.
+        config: torchair's configuration; None for its defaults.
+    """
     with _collected_graphs() as graphs, torch.no_grad():
         try:
             _compiled(function, dynamic, config, run=False)(*args)
@@ -113,7 +126,7 @@ def lower(
 
 
 def optimised(function: Callable[..., Any], dynamic: bool = False) -> Callable[..., Any]:
-    """``function`` as torchair's FX graph after its passes, run op by op, so by the laboratory's kernels."""
+    """``function`` as torchair's FX graph after its passes, which runs op by op on the laboratory's kernels."""
     run = _compiled(function, dynamic, None, run=True)
 
     def call(*args: Any) -> Any:

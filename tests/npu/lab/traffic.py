@@ -1,4 +1,4 @@
-"""What the host launched on the simulated device, and where it stopped for it."""
+"""What the host launched on the simulated device, and where it waited for the device."""
 
 from __future__ import annotations
 
@@ -9,36 +9,39 @@ from dataclasses import dataclass, field
 
 from tests.npu.lab import cann
 
-# In the order of acl.c.
 WAITS = ("aclrtSynchronizeStream", "aclrtSynchronizeDevice", "aclrtSynchronizeEvent", "aclrtMemcpy")
+"""Functions of the runtime that wait for the device, in the order of their counters in acl.c."""
 
 
 @dataclass
 class Traffic:
-    """``launches``: kernels, replays of graphs and copies, by name and in order. ``stalls``: everything that made the
-    host wait until the device was done, such as reading a value; ``wait NAME`` are calls of the runtime, which are
-    added at the end."""
+    """What happened in one ``host_traffic`` context."""
 
     launches: list[str] = field(default_factory=list)
+    """Names of kernels, graph replays and copies, in order."""
     stalls: list[str] = field(default_factory=list)
+    """Names of everything that made the host wait until the device was done, such as reading a value. Calls of the
+    runtime, as ``wait NAME``, are added at the end."""
 
 
 _open: list[Traffic] = []
 
 
 def launched(name: str) -> None:
+    """Notes a launch in every open context."""
     for traffic in _open:
         traffic.launches.append(name)
 
 
 def stalled(name: str) -> None:
+    """Notes a wait of the host in every open context."""
     for traffic in _open:
         traffic.stalls.append(name)
 
 
 @contextmanager
 def one_launch(name: str) -> Iterator[None]:
-    """What is launched in this block counts as one."""
+    """Everything that is launched in this context counts as one launch."""
     before = [len(traffic.launches) for traffic in _open]
     yield
     for traffic, count in zip(_open, before, strict=True):
@@ -47,7 +50,7 @@ def one_launch(name: str) -> Iterator[None]:
 
 @contextmanager
 def host_traffic() -> Iterator[Traffic]:
-    """Records the traffic of the block, of every thread."""
+    """Records the traffic of all threads in this context."""
     counts = (ctypes.c_ulong * len(WAITS)).in_dll(cann, "standin_waits")
     before = list(counts)
     traffic = Traffic()
