@@ -16,8 +16,8 @@ def load_compiler(device: str, mode: str, *, key: str, cache_dir: str | Path | N
     Args:
         device: a key of ``GRAPH_MODES``.
         mode: one of the device's graph modes.
-        key: what the steps are made of: model and configuration. Steps with equal keys, names and shapes must be the
-            same. Versions and the code of this package are added here.
+        key: what the steps are made of: model and configuration. Steps with equal keys and tensors of equal shapes must
+            be the same. Versions, and the code of this package, are taken into account here.
         cache_dir: directory in which compiled steps outlive the process; None: they do not.
 
     Raises:

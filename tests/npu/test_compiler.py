@@ -1,6 +1,6 @@
-"""The compilers of a step, on a small Dream with its head and with ops like those of the policy behind it.
+"""The compilers of decode steps, for a small Dream with its head, followed by ops like those of the policy.
 
-What ``ge`` compiles runs as torchair's FX graph after its passes; what GE makes of it cannot be seen here.
+A step that ``ge`` compiles runs as torchair's FX graph after its passes; what GE would make of it cannot be seen here.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ pytestmark = pytest.mark.npu
 MODES = {"npugraph_ex": "replay", "ge": "ge graph"}
 LENGTH = 8
 COLUMNS = 4
-NUM_PAGES = 10  # so that attention takes two of these tables at once
+NUM_PAGES = 10  # so few that one attention kernel takes two page tables
 
 
 class Sample:
-    """A model with caches; ``tensors`` of a bucket's rows, of a block each, and a step on them."""
+    """A model with caches, and a step over rows of one block each. Its last tensor is a state that it changes."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -49,17 +49,16 @@ class Sample:
         self.k_caches, self.v_caches = map(list, self.caches)
 
     def tensors(self, rows: int) -> list[Tensor]:
-        sizes = {"tokens": rows * LENGTH, "positions": rows * LENGTH, "slots": rows * LENGTH, "wanted": rows * LENGTH}
-        given = [torch.zeros(size, dtype=torch.int64, device="npu") for size in sizes.values()]
-        tables = torch.zeros(rows, COLUMNS, dtype=torch.int32, device="npu")
-        return [*given, tables, torch.zeros(3, rows, device="npu")]
+        given = [torch.zeros(rows * LENGTH, dtype=torch.int64, device="npu") for _ in range(4)]  # see ``step``
+        page_tables = torch.zeros(rows, COLUMNS, dtype=torch.int32, device="npu")
+        return [*given, page_tables, torch.zeros(3, rows, device="npu")]
 
     def step(self, tensors: Sequence[Tensor], kv_lengths: Sequence[int]) -> Tensor:
-        """The likeliest tokens and the state, in which the greatest logit of each row is kept where it is greater."""
-        tokens, positions, slots, wanted, tables, state = tensors
+        """The likeliest token of every position, and the state, which keeps the largest logit that each row has had."""
+        tokens, positions, slot_mapping, wanted, page_tables, state = tensors
         rows = len(kv_lengths)
-        entries = Entries((LENGTH,) * rows, tuple(kv_lengths), tables, tuple(range(rows)), (0,) * rows)
-        inputs = ForwardInputs(tokens, positions, slots, None, entries, wanted)
+        entries = Entries((LENGTH,) * rows, tuple(kv_lengths), page_tables, tuple(range(rows)), (0,) * rows)
+        inputs = ForwardInputs(tokens, positions, slot_mapping, None, entries, wanted)
         logits = self.model.logits(self.model.forward(inputs, self.k_caches, self.v_caches)).float()
         most, best = logits.max(-1)
         most = most.view(rows, LENGTH).max(-1).values
@@ -73,7 +72,7 @@ class Sample:
 
 
 def fill(tensors: Sequence[Tensor], seed: int) -> None:
-    """All but the state."""
+    """Puts random values into all tensors but the state."""
     generator = torch.Generator().manual_seed(seed)
     count, rows = len(tensors[0]), len(tensors[4])
     new = [
@@ -105,13 +104,13 @@ class Bucket:
         fill(self.tensors, seed)
 
     def expected(self, *steps: list[int]) -> tuple[Tensor, Tensor]:
-        """(last result, caches) of steps with these lengths in eager mode, which leave everything as it was."""
+        """The last result, and the caches, of eager steps with these lengths. State and caches are then restored."""
         state, caches = self.tensors[-1].clone(), self.sample.caches.clone()
-        told = [self.sample.step(self.tensors, kv_lengths).cpu() for kv_lengths in steps][-1]
+        result = [self.sample.step(self.tensors, kv_lengths).cpu() for kv_lengths in steps][-1]
         written = self.sample.caches.cpu()
         self.tensors[-1].copy_(state)
         self.sample.caches.copy_(caches)
-        return told, written
+        return result, written
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +146,7 @@ def test_200_steps_of_three_buckets_compile_three_graphs(sample: Sample, mode: s
 
 
 def test_a_captured_step_launches_what_the_eager_one_does(sample: Sample) -> None:
-    """So it copies neither caches nor weights nor inputs."""
+    """So a captured step copies neither caches nor weights nor inputs."""
     bucket = sample.compiled(load_compiler("npu", "npugraph_ex", key="sample"), 4)
     with host_traffic() as eager:
         sample.step(bucket.tensors, [PAGE_SIZE] * 4)
@@ -173,12 +172,12 @@ def test_the_cache_outlives_a_compiler(sample: Sample, mode: str, tmp_path: Path
         bucket = sample.compiled(compiler, 2)
         assert (compiler.num_loaded, compiler.num_compilations) == (loaded, 1 - loaded)
         bucket.fill(1)
-        told, _ = bucket.expected([100, 300])
-        assert torch.equal(bucket.run([100, 300]).cpu(), told)
+        result, _ = bucket.expected([100, 300])
+        assert torch.equal(bucket.run([100, 300]).cpu(), result)
 
 
 def test_ops_that_return_what_they_are_given_pass_where_torch_is_strict(sample: Sample) -> None:
-    """As it is where the environment has CI set."""
+    """Torch is strict where the environment has CI set."""
     with functorch_config.patch(error_on_custom_op_aliasing=True):
         sample.compiled(load_compiler("npu", "npugraph_ex", key="sample"), 1)
 
@@ -197,8 +196,10 @@ def test_a_graph_whose_attention_takes_other_lengths_is_refused(sample: Sample) 
     def reversed_lengths(tensors: Sequence[Tensor], kv_lengths: Sequence[int]) -> Tensor:
         return sample.step(tensors, kv_lengths[::-1])
 
-    with pytest.raises(GraphError, match="bucket turned: attention takes other KV lengths"):
-        load_compiler("npu", "npugraph_ex", key="turned").compile(reversed_lengths, "turned", filled(sample, 2), [8, 9])
+    with pytest.raises(GraphError, match="bucket reversed: attention takes other KV lengths"):
+        load_compiler("npu", "npugraph_ex", key="reversed").compile(
+            reversed_lengths, "reversed", filled(sample, 2), [8, 9]
+        )
 
 
 def test_a_device_without_room_for_another_graph_is_named(sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +228,7 @@ def test_what_comes_too_late_or_is_too_much_is_refused(sample: Sample) -> None:
 
 
 def test_the_laboratory_sees_tasks_that_change_under_a_replay(sample: Sample) -> None:
-    """As a step does that does not wait for the one before."""
+    """As they would under a step that does not wait for the step before it."""
     tensors, graph = filled(sample, 1), npu.NPUGraph()
     with npu.graph(graph, auto_dispatch_capture=True):
         sample.step(tensors, [9])

@@ -1,5 +1,5 @@
-"""The laboratory's kernels refuse what the documents of the real ones exclude; numeric mode lifts dtypes and head
-sizes, and nothing else."""
+"""The laboratory's kernels refuse what the documents of the real kernels exclude. Numeric mode lifts the constraints on
+dtypes and head sizes, and no others."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def zeros(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def transposed(*shape: int) -> Tensor:
-    """Of this shape, but not contiguous."""
+    """A tensor of this shape that is not contiguous."""
     return zeros(shape[1], shape[0], *shape[2:]).transpose(0, 1)
 
 
-# Every case: what is refused, and the arguments that make it wrong in a call that is right without them.
+# Of each case: its name, a part of the message, and the arguments that spoil a call that is right without them.
 
 TWO_ENTRIES: dict[str, Any] = {
     "query": zeros(40, 14, 128),
@@ -104,11 +104,11 @@ WRITES: Calls = {
     "values that are not contiguous": ("contiguous", {"value": transposed(3, 2, 16)}),
     "a cache that is not contiguous": ("contiguous", {"key_cache": transposed(2, PAGE_SIZE, 2, 16)}),
     "keys of another dtype": ("one dtype", {"key": zeros(3, 2, 16, dtype=torch.float32)}),
-    "float slots": ("int32 or int64", {"slot_mapping": torch.zeros(3)}),
-    "fewer slots than tokens": ("as many slots", {"slot_mapping": WRITE["slot_mapping"][:2]}),
-    "a slot that comes twice": ("twice", {"slot_mapping": torch.tensor([7, 200, 7])}),
+    "positions in float": ("int32 or int64", {"slot_mapping": torch.zeros(3)}),
+    "fewer positions than tokens": ("as many positions", {"slot_mapping": WRITE["slot_mapping"][:2]}),
+    "a position that comes twice": ("twice", {"slot_mapping": torch.tensor([7, 200, 7])}),
     "-1 for padding": ("outside", {"slot_mapping": torch.tensor([7, -1, 3])}),
-    "a slot behind the cache": ("outside", {"slot_mapping": torch.tensor([7, 256, 3])}),
+    "a position behind the cache": ("outside", {"slot_mapping": torch.tensor([7, 256, 3])}),
     "a cache of three dimensions": ("page, heads, size", {"key_cache": zeros(2, PAGE_SIZE, 32)}),
 }
 

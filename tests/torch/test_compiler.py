@@ -22,7 +22,7 @@ LENGTH, PAGES, NUM_PAGES = 8, 4, 12
 
 
 class Sample:
-    """A model with caches and a step on rows of one block each; the last tensor is a state."""
+    """A model with caches, and a step over rows of one block each. Its last tensor is a state that it changes."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -34,16 +34,16 @@ class Sample:
 
     def tensors(self, rows: int) -> list[Tensor]:
         count = rows * LENGTH
-        tables = torch.stack([torch.randperm(NUM_PAGES)[:PAGES] for _ in range(rows)]).int()
-        slots = torch.randperm(NUM_PAGES * PAGE_SIZE)[:count]
+        page_tables = torch.stack([torch.randperm(NUM_PAGES)[:PAGES] for _ in range(rows)]).int()
+        slot_mapping = torch.randperm(NUM_PAGES * PAGE_SIZE)[:count]
         tokens, positions = torch.randint(SMALL_VOCABULARY, (count,)), torch.randint(2048, (count,))
-        return [tokens, positions, slots, tables, torch.zeros(3, count, dtype=torch.int32)]
+        return [tokens, positions, slot_mapping, page_tables, torch.zeros(3, count, dtype=torch.int32)]
 
     def step(self, tensors: Sequence[Tensor], kv_lengths: Sequence[int]) -> Tensor:
-        tokens, positions, slots, tables, state = tensors
-        rows = len(tables)
-        entries = Entries((LENGTH,) * rows, tuple(kv_lengths), tables, tuple(range(rows)), (0,) * rows)
-        inputs = ForwardInputs(tokens, positions, slots, None, entries, torch.arange(rows * LENGTH))
+        tokens, positions, slot_mapping, page_tables, state = tensors
+        rows = len(page_tables)
+        entries = Entries((LENGTH,) * rows, tuple(kv_lengths), page_tables, tuple(range(rows)), (0,) * rows)
+        inputs = ForwardInputs(tokens, positions, slot_mapping, None, entries, torch.arange(rows * LENGTH))
         best = self.model.logits(self.model.forward(inputs, self.k_caches, self.v_caches)).argmax(-1).int()
         self.ops.put_rows(state, torch.ones(1, dtype=torch.int32), best[None])
         return torch.cat([best, state.view(-1)])
@@ -66,8 +66,8 @@ def test_100_steps_of_two_buckets_compile_two_graphs(sample: Sample) -> None:
         for old, new in zip(given[:-1], sample.tensors(len(given[3]))[:-1], strict=True):
             old.copy_(new)
         kv_lengths = [LENGTH + 3 * number + row for row in range(len(given[3]))]
-        told = run(kv_lengths).clone()
-        assert torch.equal(told, sample.step(given, kv_lengths))
+        result = run(kv_lengths).clone()
+        assert torch.equal(result, sample.step(given, kv_lengths))
     assert counters["stats"]["unique_graphs"] == graphs + 2
     assert sample.ops.gathered_bytes > before
 

@@ -65,7 +65,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def rms_norm_quant(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(int8 [T, hidden], scale float32 [T]) whose product is the norm, which is not rounded before."""
+    """The norm as int8 [T, hidden] and a scale for each row, float32 [T]. The norm is not rounded before."""
     normed = _normed(x, weight, eps)
     scale = normed.abs().amax(-1) / 127
     divisor = scale.masked_fill(scale == 0, 1)[:, None]

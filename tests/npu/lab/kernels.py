@@ -99,16 +99,18 @@ def scatter_pa_kv_cache(  # noqa: PLR0913
     tensors = (key, value, key_cache, value_cache, slot_mapping)
     require(all(t.is_contiguous() for t in tensors), f"{name}: contiguous tensors alone")
     require(key.dtype == value.dtype == key_cache.dtype == value_cache.dtype, f"{name}: one dtype")
-    require(slot_mapping.dtype in (torch.int32, torch.int64), f"{name}: slots are int32 or int64")
+    require(slot_mapping.dtype in (torch.int32, torch.int64), f"{name}: slot_mapping is int32 or int64")
     require(key.dim() == 3 and key.shape[:2] == value.shape[:2], f"{name}: key and value are [T, heads, size]")
-    require(slot_mapping.shape == key.shape[:1], f"{name}: as many slots as tokens")
-    slots = slot_mapping.long()
+    require(slot_mapping.shape == key.shape[:1], f"{name}: as many positions in slot_mapping as tokens")
+    positions = slot_mapping.long()
     for new, cache in ((key, key_cache), (value, value_cache)):
         require(cache.dim() == 4 and cache.shape[2:] == new.shape[1:], f"{name}: a cache is [N, page, heads, size]")
-        within = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
-        require(bool(within.all()), f"{name}: a slot lies outside the cache")
-        require(len(slots.unique()) == len(slots), f"{name}: a slot comes twice, which leaves open what it holds")
-        cache.flatten(0, 1)[slots] = new
+        within = (positions >= 0) & (positions < cache.shape[0] * cache.shape[1])
+        require(bool(within.all()), f"{name}: a position lies outside the cache")
+        require(
+            len(positions.unique()) == len(positions), f"{name}: a position comes twice, so its content is undefined"
+        )
+        cache.flatten(0, 1)[positions] = new
 
 
 @kernel("npu_scatter_pa_kv_cache_functional")
