@@ -28,8 +28,8 @@ def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> 
     outputs = []
     spans = q.float().split(list(entries.lengths))
     for query, kv_length, pages in zip(spans, entries.kv_lengths, entries.page_tables.long(), strict=True):
-        positions = [cache[pages].flatten(0, 1)[:kv_length].float() for cache in (k_cache, v_cache)]  # [keys, K, D]
-        key, value = (x.repeat_interleave(group, dim=1) for x in positions)  # [keys, H, D]
+        visible = [cache[pages].flatten(0, 1)[:kv_length].float() for cache in (k_cache, v_cache)]  # [keys, K, D]
+        key, value = (x.repeat_interleave(group, dim=1) for x in visible)  # [keys, H, D]
         scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(dim)
         outputs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value))
     return torch.cat(outputs).flatten(1).to(q.dtype)
