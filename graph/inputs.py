@@ -232,8 +232,8 @@ def _write_launch(
     limit_base[:, 0] = limits.base_by_room(0) - torch.minimum(window.max_open_blocks, largest).view(-1)
     limit_base += torch.arange(bucket.sequences)[:, None] * limits.size
     cells = window.block * dims["L"] + window.offset
-    slots = _slot_mapping(bucket, window, page_tables, first_padding_slot)
-    _copy(inputs.launch, (window.seat, token_index, cells, window.block, limit_base, slots))
+    slot_mapping = _slot_mapping(bucket, window, page_tables, first_padding_slot)
+    _copy(inputs.launch, (window.seat, token_index, cells, window.block, limit_base, slot_mapping))
 
 
 def _slot_mapping(bucket: Bucket, window: _Window, page_tables: Tensor, first_padding_slot: int) -> Tensor:
@@ -245,8 +245,8 @@ def _slot_mapping(bucket: Bucket, window: _Window, page_tables: Tensor, first_pa
     has_page = (column < bucket.pages) & (page >= 0)
     is_written = window.has_position.flatten(1)[:, None] & has_page & is_private
     padding = first_padding_slot + torch.arange(bucket.tokens).view(bucket.shape("S R C"))
-    slots: Tensor = torch.where(is_written, page * PAGE_SIZE + position % PAGE_SIZE, padding)
-    return slots
+    mapping: Tensor = torch.where(is_written, page * PAGE_SIZE + position % PAGE_SIZE, padding)
+    return mapping
 
 
 def _write_model_inputs(

@@ -130,8 +130,8 @@ def rank_rows(
     if num_groups > 1:
         kept_blocks, tokens = kept_blocks[:, group::num_groups], tokens[:, group::num_groups]
     W = kept_blocks.shape[2]
-    slots, padding = (x.view(S, R, W, -1) for x in (launch.slot_mapping, constants.padding_slots))
-    return tokens, torch.where(kept_blocks[..., None], slots, padding).view(S, R, -1)
+    kept, padding = (x.view(S, R, W, -1) for x in (launch.slot_mapping, constants.padding_slots))
+    return tokens, torch.where(kept_blocks[..., None], kept, padding).view(S, R, -1)
 
 
 def advance(

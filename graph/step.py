@@ -53,8 +53,8 @@ class DecodeStep:
         launch, params, mask = inputs.launch, inputs.params, self.model.config.mask_token_id
         state = policy.unpack_state(storage.states, launch, constants)
         rows = policy.open_blocks(params, state, launch, constants, mask)
-        tokens, slots = policy.rank_rows(rows, launch, constants, self.bp.size, self.bp.rank)
-        forward = self._forward_inputs(inputs, tokens, slots, kv_lengths)
+        tokens, slot_mapping = policy.rank_rows(rows, launch, constants, self.bp.size, self.bp.rank)
+        forward = self._forward_inputs(inputs, tokens, slot_mapping, kv_lengths)
         hidden = self.model.forward(forward, k_caches, v_caches)
         seen = torch.cat([storage.hidden.index_select(0, inputs.model.before_window), hidden])
         logits = self.model.logits(seen.index_select(0, inputs.model.predicted_by))
@@ -69,13 +69,13 @@ class DecodeStep:
         return torch.cat([column.view(-1) for column in columns])
 
     def _forward_inputs(
-        self, inputs: StepInputs, tokens: Tensor, slots: Tensor, kv_lengths: Sequence[int]
+        self, inputs: StepInputs, tokens: Tensor, slot_mapping: Tensor, kv_lengths: Sequence[int]
     ) -> ForwardInputs:
         entries = Entries(self._lengths, tuple(kv_lengths), inputs.model.page_tables, self._sequences, self._prefixes)
         return ForwardInputs(
             tokens=tokens.reshape(-1),
             positions=inputs.model.positions,
-            slot_mapping=slots.view(-1),
+            slot_mapping=slot_mapping.view(-1),
             source=None,
             entries=entries,
             rows=None,

@@ -190,8 +190,8 @@ class EagerExecutor:
     def commit(
         self, sequence: Sequence, share: Share, pages: SequenceStep, winner: int, forward: ForwardResult
     ) -> None:
-        """Makes what the winner commits everybody's. In block-causal mode all slots of all groups hold the keys and
-        values already; with full attention this is the second phase."""
+        """Puts the keys and values that the winner commits into every slot of every group. In block-causal mode they are
+        there already; with full attention this is the second phase."""
         plan = share.plan
         if not plan.num_new:
             return

@@ -103,18 +103,18 @@ def build_layout(items: Sequence[tuple[Share, SequenceStep]]) -> Layout:
     sources: list[Indices] = []
     parts: list[Part] = []
     columns = _EntryColumns()
-    num_tokens = 0
+    num_computed = 0
     for index, (share, pages) in enumerate(items):
         spans = _spans(share)
-        part = _part(share, spans, num_tokens)
-        num_tokens += part.num_computed
+        part = _part(share, spans, num_computed)
+        num_computed += part.num_computed
         for span in spans:
             row = share.rows[span.row]
             tokens.append(np.array(row.tokens[span.begin - row.start : span.end - row.start], dtype=np.int64))
             positions.append(np.arange(span.begin, span.end))
             _add_entry(columns, span, pages.page_tables[share.slots[span.row]], index, share.plan.prefix_length)
-        slots, source = _writes(share, pages, part.row_tokens)
-        written.append(slots)
+        positions_written, source = _writes(share, pages, part.row_tokens)
+        written.append(positions_written)
         sources.append(source)
         parts.append(part)
     entries = Entries(
@@ -195,16 +195,16 @@ def _writes(share: Share, pages: SequenceStep, row_tokens: Sequence[Indices]) ->
     plan = share.plan
     committing = row_tokens[-1][: 0 if plan.winner_commits else plan.num_new]
     tokens_of_slot = dict(zip(share.slots, row_tokens, strict=True))
-    slots, source = [], []
+    written, source = [], []
     for slot in range(share.num_slots):
         tokens = tokens_of_slot.get(slot, committing)
         # Slot 0 writes the pages that all slots share.
         begin = plan.start if slot == 0 else max(plan.start, pages.num_shared * PAGE_SIZE)
         end = plan.start + len(tokens)
         if begin < end:
-            slots.append(slot_mapping(pages.page_tables[slot], begin, end))
+            written.append(slot_mapping(pages.page_tables[slot], begin, end))
             source.append(tokens[begin - plan.start :])
-    return np.concatenate(slots), np.concatenate(source)
+    return np.concatenate(written), np.concatenate(source)
 
 
 def _page_tables(tables: Sequence[Sequence[int]], kv_lengths: Sequence[int]) -> torch.Tensor:
