@@ -190,8 +190,8 @@ class EagerExecutor:
     def commit(
         self, sequence: Sequence, share: Share, pages: SequenceStep, winner: int, forward: ForwardResult
     ) -> None:
-        """Puts the keys and values that the winner commits into every slot of every group. In block-causal mode they are
-        there already; with full attention this is the second phase."""
+        """Puts the keys and values that the winner commits into every slot of every group. In block-causal mode they
+        are there already; with full attention this is the second phase."""
         plan = share.plan
         if not plan.num_new:
             return
