@@ -17,17 +17,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lopa_ascend.config import ConfigError, ModelConfig
+from lopa_ascend.config import ConfigError, ModelConfig, npu_versions
 from lopa_ascend.demo import DEMO_MODEL
 
-TORCH_NPU_OF_CANN = {
-    "9.1.0": ("2.12.0", "2.11.0", "2.10.0.post4", "2.9.0.post6", "2.7.1.post8"),
-    "9.0.0": ("2.9.0.post2", "2.8.0.post4", "2.7.1.post4"),
-    "8.5.0": ("2.9.0", "2.8.0.post2", "2.7.1.post2", "2.6.0.post5"),
-    "8.3.RC1": ("2.8.0", "2.7.1"),
-    "8.2.RC1": ("2.6.0",),
-}
-"""torch_npu's own table of what goes with which CANN."""
 DISTRIBUTIONS = ("lopa-dist-ascend", "torch", "torch_npu")
 LIBRARIES = ("libascendcl.so", "libhccl.so")
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
@@ -178,27 +170,30 @@ def check_versions(installed: Mapping[str, str], cann: str | None) -> Iterator[F
         yield fail(f"versions: {sys.executable} has no {' and no '.join(missing)}", remedy)
         return
     torch, torch_npu = (installed[name].partition("+")[0] for name in ("torch", "torch_npu"))
-    pair = f"versions: torch {torch} and torch_npu {torch_npu}"
-    same = re.match(r"\d+\.\d+\.\d+", torch_npu)
-    if same is None or same[0] != torch:
-        yield fail(f"{pair} do not go together", "install the torch_npu whose first three numbers are those of torch")
+    try:
+        npu_versions.check_versions(torch, torch_npu, "eager")  # what every server runs, whatever its graph mode
+        if cann is not None:
+            npu_versions.check_cann(cann)
+    except npu_versions.UnsupportedStackError as error:
+        yield Finding("FAIL", f"versions: {error}")
         return
-    made_for = next((release for release, builds in TORCH_NPU_OF_CANN.items() if torch_npu in builds), None)
+    pair = f"versions: torch {torch} and torch_npu {torch_npu}"
+    made_for = npu_versions.CANN_OF_TORCH_NPU.get(torch_npu)
     if made_for is None:
         yield note(f"{pair}: not known which CANN they are made for")
     elif cann is None:
         yield note(f"{pair} are made for CANN {made_for}")
-    elif _release(cann) < _release(made_for):
+    elif _major_and_minor(cann) < _major_and_minor(made_for):
         yield fail(f"{pair} are made for CANN {made_for}, and {cann} is older", f"install CANN {made_for}")
-    elif _release(cann) > _release(made_for):
+    elif _major_and_minor(cann) > _major_and_minor(made_for):
         yield note(f"{pair} are made for CANN {made_for}; {cann} is newer")
     else:
         yield ok(pair)
 
 
-def _release(cann: str) -> tuple[int, ...]:
-    """Major and minor number: 8.3.RC1 is of release 8.3."""
-    return tuple(int(number) for number in re.findall(r"\d+", cann)[:2])
+def _major_and_minor(cann: str) -> tuple[int, ...]:
+    """The first two numbers of a version of CANN: patches and release candidates do not matter."""
+    return npu_versions.release_of(cann)[:2]
 
 
 def installed_versions(path: Sequence[str], checkout: Path) -> dict[str, str]:

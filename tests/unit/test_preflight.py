@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lopa_ascend.config.npu_versions import can_run
 from lopa_ascend.demo import DEMO_MODEL
 from scripts import preflight
 from scripts.preflight import Launch
@@ -86,29 +87,37 @@ def test_cann(tmp_path: Path):
     ("torch", "torch_npu", "cann", "line"),
     [
         ("2.10.0+cpu", "2.10.0.post4", "9.1.0", "ok    versions: torch 2.10.0 and torch_npu 2.10.0.post4"),
-        ("2.10.0", "2.9.0.post6", "9.1.0", "FAIL  versions: torch 2.10.0 and torch_npu 2.9.0.post6 do not go together"),
-        ("2.10.0", "2.10.1", "9.1.0", "FAIL  versions: torch 2.10.0 and torch_npu 2.10.1 do not go together"),
-        ("2.8.0", "2.8.0", "8.3.0", "ok    versions: torch 2.8.0 and torch_npu 2.8.0"),
+        ("2.10.0+cpu", "2.10.0.post4", "9.1.RC1", "ok    versions: torch 2.10.0 and torch_npu 2.10.0.post4"),
+        ("2.10.0", "2.9.0.post6", "9.1.0", "FAIL  versions: torch 2.10.0 and torch_npu 2.9.0.post6 are not of one"),
+        ("2.10.0", "2.10.1", "9.1.0", "FAIL  versions: torch 2.10.0 and torch_npu 2.10.1 are not of one release"),
         (
-            "2.8.0",
-            "2.8.0",
-            "8.2.RC1",
-            "FAIL  versions: torch 2.8.0 and torch_npu 2.8.0 are made for CANN 8.3.RC1, and 8.2",
+            "2.10.0",
+            "2.10.0.post4",
+            "9.0.RC1",
+            "FAIL  versions: torch 2.10.0 and torch_npu 2.10.0.post4 are made for CANN 9.1.0, and 9.0.RC1 is older",
         ),
         (
-            "2.8.0",
-            "2.8.0",
-            "8.5.0",
-            "note  versions: torch 2.8.0 and torch_npu 2.8.0 are made for CANN 8.3.RC1; 8.5.0 is",
+            "2.10.0",
+            "2.10.0.post4",
+            "9.2.0",
+            "note  versions: torch 2.10.0 and torch_npu 2.10.0.post4 are made for CANN 9.1.0; 9.2.0 is newer",
         ),
-        ("2.8.0", "2.8.0", None, "note  versions: torch 2.8.0 and torch_npu 2.8.0 are made for CANN 8.3.RC1"),
+        ("2.12.0", "2.12.0", None, "note  versions: torch 2.12.0 and torch_npu 2.12.0 are made for CANN 9.1.0"),
         ("2.13.0", "2.13.0", "9.1.0", "note  versions: torch 2.13.0 and torch_npu 2.13.0: not known which CANN"),
+        ("2.13.0", "2.13.0", "8.3.RC1", "FAIL  versions: CANN 8.3.RC1 is too old: it must be 9.0 or newer"),
     ],
 )
 def test_versions(torch: str, torch_npu: str, cann: str | None, line: str):
     installed = {"lopa-dist-ascend": "0.1.0", "torch": torch, "torch_npu": torch_npu}
     (found,) = told(preflight.check_versions(installed, cann))
     assert found.startswith(line)
+
+
+@pytest.mark.parametrize("version", ["2.8.0", "2.9.0", "2.9.0.post2", "2.9.1", "2.10.0", "2.11.0", "2.13.0"])
+def test_torch_npu_is_taken_exactly_if_the_backend_takes_it(version: str):
+    installed = {"lopa-dist-ascend": "0.1.0", "torch": version.partition(".post")[0], "torch_npu": version}
+    (found,) = told(preflight.check_versions(installed, None))
+    assert found.startswith("FAIL") != can_run(version, "eager")
 
 
 def test_missing_distributions():
