@@ -6,7 +6,6 @@ python scripts/preflight.py --device npu --tp 4 --bp 4 --model DIR        by its
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import socket
@@ -15,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from lopa_ascend.config import ConfigError, ModelConfig, npu_versions
+from lopa_ascend.config.files import read_json_object
 from lopa_ascend.demo import DEMO_MODEL
 
 DISTRIBUTIONS = ("lopa-dist-ascend", "torch", "torch_npu")
@@ -244,7 +243,7 @@ def _check_files(launch: Launch) -> Iterator[Finding]:
     index = launch.model / "model.safetensors.index.json"
     names = {"model.safetensors"}
     if index.exists():
-        weight_map = _read_json(index).get("weight_map")
+        weight_map = read_json_object(index, ConfigError).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ConfigError(f"{index}: has no weight_map")
         names = set(weight_map.values())
@@ -260,28 +259,13 @@ def _check_files(launch: Launch) -> Iterator[Finding]:
 
 def _check_heads(launch: Launch) -> Iterator[Finding]:
     file = launch.model / "config.json"
-    config = ModelConfig.from_json(_read_json(file), {}, str(file))
+    config = ModelConfig.from_json(read_json_object(file, ConfigError), {}, str(file))
     sizes, heads = config.tensor_parallel_sizes(), f"{config.num_heads} query and {config.num_kv_heads} KV heads"
     if launch.tp in sizes:
         yield ok(f"model: tp {launch.tp} splits {heads}")
     else:
         remedy = f"choose --tp from {', '.join(map(str, sizes))}"
         yield fail(f"model: tp {launch.tp} does not split a model with {heads}", remedy)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """Raises:
-    ConfigError: the file cannot be read, or holds something else than a JSON object.
-    """
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{file}: is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{file}: is not a JSON object")
-    return value
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------

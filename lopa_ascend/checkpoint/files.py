@@ -1,4 +1,4 @@
-"""JSON files and safetensors headers, read and checked without touching any weight."""
+"""Directories and safetensors headers of checkpoints, checked without reading any weight."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 ITEM_SIZES = {"F32": 4, "BF16": 2, "F16": 2}
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -40,23 +39,6 @@ def check_directory(path: Path) -> None:
     if not path.is_dir():
         found = "a file" if path.exists() else "missing"
         raise CheckpointError(f"{path}: expected a directory in the Hugging Face layout, but it is {found}")
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        CheckpointError: the file is missing, is not JSON, or holds something else than an object.
-    """
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise CheckpointError(f"{file}: is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: expected a JSON object, found {type(value).__name__}")
-    return value
 
 
 def no_weights(path: Path, expected: str) -> CheckpointError:

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from lopa_ascend.checkpoint.files import CheckpointError, Header, check_directory, no_weights, read_headers, read_json
+from lopa_ascend.checkpoint.files import CheckpointError, Header, check_directory, no_weights, read_headers
 from lopa_ascend.checkpoint.read import expected_shapes, map_tensor
 from lopa_ascend.checkpoint.shard import Slices
 from lopa_ascend.config import ModelConfig
+from lopa_ascend.config.files import read_json_object
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -60,7 +61,7 @@ def open_adapter(path: str | Path, config: ModelConfig) -> Adapter:
     check_directory(path)
     if not (path / _WEIGHTS).exists():
         raise no_weights(path, f"{_CONFIG} and {_WEIGHTS}")
-    settings = _Settings(path / _CONFIG, read_json(path / _CONFIG))
+    settings = _Settings(path / _CONFIG, read_json_object(path / _CONFIG, CheckpointError))
     settings.refuse_features()
     shapes = expected_shapes(config)
     linears = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]

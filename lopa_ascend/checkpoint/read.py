@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from lopa_ascend.checkpoint.files import CheckpointError, Header, check_directory, no_weights, read_headers, read_json
+from lopa_ascend.checkpoint.files import CheckpointError, Header, check_directory, no_weights, read_headers
 from lopa_ascend.config import ConfigError, ModelConfig
+from lopa_ascend.config.files import read_json_object
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -77,9 +78,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """
     path = Path(path)
     check_directory(path)
-    raw = read_json(path / "config.json")
-    generation_file = path / "generation_config.json"
-    generation = read_json(generation_file) if generation_file.exists() else {}
+    raw = read_json_object(path / "config.json", CheckpointError)
+    generation = read_json_object(path / "generation_config.json", CheckpointError, optional=True)
     try:
         config = ModelConfig.from_json(raw, generation, str(path / "config.json"))
     except ConfigError as error:
@@ -102,7 +102,7 @@ def _find_tensors(path: Path) -> tuple[dict[str, Header], Path]:
 
 def _read_shards(path: Path) -> dict[str, Header]:
     index = path / _INDEX
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_json_object(index, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{index}: weight_map is {weight_map!r}, expected tensor names with file names")
     shards: dict[str, dict[str, Header]] = {}

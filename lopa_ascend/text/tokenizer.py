@@ -7,7 +7,6 @@ transformers, which takes seconds to import, only renders chat templates.
 from __future__ import annotations
 
 import codecs
-import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import cached_property
@@ -16,6 +15,8 @@ from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from lopa_ascend.config.files import read_json_object, read_text
 
 # How Qwen2, and Dream after it, cuts text into words before BPE.
 _WORDS = (
@@ -206,7 +207,7 @@ def load_tokenizer(path: str | Path, vocab_size: int, chat_template: str | None 
         backend = _read_bpe(path)
     else:
         return None
-    config = _read_json(path / "tokenizer_config.json")
+    config = read_json_object(path / "tokenizer_config.json", TokenizerError, optional=True)
     _add_declared_tokens(path, backend, config)
     named, others = _special_tokens(path)
     known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
@@ -219,28 +220,8 @@ def load_tokenizer(path: str | Path, vocab_size: int, chat_template: str | None 
     return tokenizer
 
 
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(f"{file}: cannot be read: {error}") from error
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; an empty one if there is no file."""
-    if not file.exists():
-        return {}
-    try:
-        value = json.loads(_read_text(file))
-    except json.JSONDecodeError as error:
-        raise TokenizerError(f"{file}: is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{file}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
 def _read_tokenizer_json(file: Path) -> tokenizers.Tokenizer:
-    decoder = _read_json(file).get("decoder")
+    decoder = read_json_object(file, TokenizerError).get("decoder")
     if not isinstance(decoder, dict) or decoder.get("type") != "ByteLevel":
         raise TokenizerError(
             f"{file}: decoder is {decoder!r}, expected type ByteLevel: only byte-level BPE is supported"
@@ -260,12 +241,13 @@ def _read_bpe(path: Path) -> tokenizers.Tokenizer:
     for file in (path / "vocab.json", path / "merges.txt"):
         if not file.exists():
             raise TokenizerError(f"{file}: is missing, expected beside the other one of vocab.json and merges.txt")
-    vocab = _read_json(path / "vocab.json")
+    vocab = read_json_object(path / "vocab.json", TokenizerError)
     for token, index in vocab.items():
         if type(index) is not int or not 0 <= index < 2**32:
             raise TokenizerError(f"{path / 'vocab.json'}: token {token!r} has the id {index!r}, expected a number")
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=_read_merges(path / "merges.txt", vocab)))
-    prefix_space = _read_json(path / "tokenizer_config.json").get("add_prefix_space") or False
+    config = read_json_object(path / "tokenizer_config.json", TokenizerError, optional=True)
+    prefix_space = config.get("add_prefix_space") or False
     backend.normalizer = normalizers.NFC()
     words = pre_tokenizers.Split(Regex(_WORDS), behavior="isolated", invert=False)
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=False)
@@ -276,7 +258,7 @@ def _read_bpe(path: Path) -> tokenizers.Tokenizer:
 
 def _read_merges(file: Path, vocab: dict[str, int]) -> list[tuple[str, str]]:
     merges = []
-    for number, line in enumerate(_read_text(file).split("\n"), 1):
+    for number, line in enumerate(read_text(file, TokenizerError).split("\n"), 1):
         line = line.rstrip("\r")
         if not line or line.startswith("#version"):
             continue
@@ -302,7 +284,7 @@ def _special_tokens(path: Path) -> tuple[dict[str, str], list[str]]:
     named: dict[str, str] = {}
     others: list[str] = []
     for file in (path / "special_tokens_map.json", path / "tokenizer_config.json"):
-        values = _read_json(file)
+        values = read_json_object(file, TokenizerError, optional=True)
         named |= {name: _content(file, name, values[name]) for name in _NAMED_TOKENS if values.get(name) is not None}
         for field in ("additional_special_tokens", "extra_special_tokens"):
             extra = values.get(field) or []
@@ -315,7 +297,8 @@ def _special_tokens(path: Path) -> tuple[dict[str, str], list[str]]:
 def _add_declared_tokens(path: Path, backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
     """Adds the tokens that added_tokens.json and tokenizer_config.json declare, at the ids they declare."""
     file = path / "added_tokens.json"
-    declared = {_token_id(file, index): (file, AddedToken(content)) for content, index in _read_json(file).items()}
+    added = read_json_object(file, TokenizerError, optional=True)
+    declared = {_token_id(file, index): (file, AddedToken(content)) for content, index in added.items()}
     file = path / "tokenizer_config.json"
     decoder = config.get("added_tokens_decoder") or {}
     if not isinstance(decoder, dict):
@@ -342,7 +325,7 @@ def _token_id(file: Path, index: object) -> int:
 def _chat_template(path: Path, config: dict[str, Any]) -> str | None:
     file = path / "chat_template.jinja"
     if file.exists():
-        return _read_text(file)
+        return read_text(file, TokenizerError)
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}

@@ -188,9 +188,17 @@ DOWNLOAD = "finish its download, or let this user read it"
         ("model-00002.safetensors", None, "{}/model-00002.safetensors is not there or cannot be read; " + DOWNLOAD),
         ("model.safetensors.index.json", None, "{}/model.safetensors is not there or cannot be read; " + DOWNLOAD),
         ("model.safetensors.index.json", "{}", "{}/model.safetensors.index.json: has no weight_map; " + WHOLE),
-        ("model.safetensors.index.json", "[]", "{}/model.safetensors.index.json: is not a JSON object; " + WHOLE),
-        ("config.json", None, "{}/config.json: No such file or directory; " + WHOLE),
-        ("config.json", "{", "{}/config.json: is not JSON: Expecting property name enclosed in double quotes"),
+        (
+            "model.safetensors.index.json",
+            "[]",
+            "{}/model.safetensors.index.json: expected a JSON object, found list; " + WHOLE,
+        ),
+        (
+            "config.json",
+            None,
+            "{}/config.json: cannot be read (No such file or directory), expected a JSON object; " + WHOLE,
+        ),
+        ("config.json", "{", "{}/config.json: is not valid JSON (Expecting property name enclosed in double quotes"),
         ("config.json", "{}", "{}/config.json: model_type is None, expected 'Dream'; " + WHOLE),
     ],
 )

@@ -159,7 +159,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda p: (p / "vocab.json").write_text("[]"),
         "vocab.json: expected a JSON object, found list",
     ),
-    "vocab is not text": (lambda p: (p / "vocab.json").write_bytes(b"\xff\xfe"), "vocab.json: cannot be read"),
+    "vocab is not text": (
+        lambda p: (p / "vocab.json").write_bytes(b"\xff\xfe"),
+        "vocab.json: is not valid JSON ('utf-8' codec",
+    ),
     "id is text": (lambda p: edit(p / "vocab.json", a="x"), "vocab.json: token 'a' has the id 'x'"),
     "merge of three": (_merge("a b c\n"), "merges.txt: line 62: 'a b c' is not two tokens"),
     "merge of unknown": (_merge("hello hello\n"), "merges.txt: line 62: 'hello hello' is not two tokens"),
