@@ -12,13 +12,13 @@ import msgspec
 
 from lopa_ascend.config import EngineConfig, ParameterError
 
-LEFT = 3
+OTHER_RANK_FAILED = 3
 """Exit status of a rank that ends because of another one."""
 LOCALHOST, LOOPBACK = "127.0.0.1", "lo" if sys.platform == "linux" else "lo0"
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Rank ``rank`` of ``world_size`` meets the others at ``host`` and ``port``. ``local``: all of them run on this
     machine."""
 
@@ -29,11 +29,11 @@ class Meeting:
     local: bool
 
     @classmethod
-    def on_this_machine(cls, rank: int, world_size: int, port: int) -> Meeting:
+    def on_this_machine(cls, rank: int, world_size: int, port: int) -> Rendezvous:
         return cls(rank, world_size, LOCALHOST, port, local=True)
 
     @classmethod
-    def from_environment(cls) -> Meeting:
+    def from_environment(cls) -> Rendezvous:
         """As torchrun says it.
 
         Raises:
@@ -50,7 +50,7 @@ class Meeting:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) == world_size
         return cls(rank, world_size, host, port, local)
 
-    def check(self, config: EngineConfig) -> None:
+    def check_world_size(self, config: EngineConfig) -> None:
         """Raises:
         ParameterError: another number of ranks was started than ``config`` asks for.
         """
@@ -81,10 +81,10 @@ def rank_in_environment() -> int | None:
     Raises:
         ParameterError: what it says of it is incomplete.
     """
-    return Meeting.from_environment().rank if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else None
+    return Rendezvous.from_environment().rank if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else None
 
 
-def end_with_stdin() -> None:
+def exit_when_stdin_closes() -> None:
     """Ends this process when its stdin does, that is when its parent has ended, in whatever way that came about."""
 
     def wait() -> None:
@@ -94,11 +94,11 @@ def end_with_stdin() -> None:
     threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
-def leave(failure: str) -> None:
+def exit_rank(failure: str) -> None:
     """Ends this process, a rank, at once: the ranks cannot go on without the one that the failure is about."""
     sys.stderr.write(f"rank {os.environ['RANK']} ends: {failure}\n")
     sys.stderr.flush()
-    os._exit(LEFT)
+    os._exit(OTHER_RANK_FAILED)
 
 
 def free_port() -> int:
@@ -114,7 +114,7 @@ def follower_command(config: EngineConfig, *, with_parent: bool) -> tuple[str, .
     return sys.executable, "-m", "lopa_ascend.engine.follower", msgspec.json.encode(config).decode(), *ending
 
 
-def with_own_threads(config: EngineConfig) -> EngineConfig:
+def share_cores(config: EngineConfig) -> EngineConfig:
     """``config`` for ranks that share this machine's cores evenly, unless somebody has said how many threads each is to
     have."""
     if config.world_size == 1 or config.threads is not None or "OMP_NUM_THREADS" in os.environ:

@@ -24,7 +24,7 @@ from lopa_ascend import LLM
 from lopa_ascend.config import DecodingParams, EngineConfig
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.engine.ranks import LeadingEngine, follow
-from lopa_ascend.parallel.launch import Meeting, free_port, leave
+from lopa_ascend.parallel.launch import Rendezvous, exit_rank, free_port
 from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.runner.eager import SCORE_ROWS
 from lopa_ascend.score.sampling import columns
@@ -67,7 +67,7 @@ def run(job: Job, kind: Any) -> list[Any]:
         processes = []
         for rank in range(size):
             environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-            environment |= Meeting.on_this_machine(rank, size, port).environment()
+            environment |= Rendezvous.on_this_machine(rank, size, port).environment()
             command = [sys.executable, "-m", "scripts.bench_ranks", str(task), f"{out}.{rank}"]
             processes.append(subprocess.Popen(command, cwd=ROOT, env=environment))
         _wait(processes)
@@ -163,7 +163,7 @@ def _look(owner: Any, name: str, look: Callable[..., None]) -> None:
 
 def traffic(job: TrafficJob) -> list[Step]:
     """What this rank did, from the first step on."""
-    mesh = Mesh.join(job.config, Meeting.from_environment(), leave)
+    mesh = Mesh.join(job.config, Rendezvous.from_environment(), exit_rank)
     if mesh.rank:
         engine = Engine(job.config, mesh)
         recorder = Recorder(engine)

@@ -65,7 +65,7 @@ class Engine:
             ops, self._num_token_ids, max_model_len, graphs = self._examine(path)
         except (ValueError, OSError) as error:
             trouble = error
-        self.mesh.refuse_together(trouble)
+        self.mesh.raise_together(trouble)
         tp = self.mesh.tp
         shard = checkpoint.Shard(tp.rank, tp.size)
         self.model_config, weights = checkpoint.load(
@@ -105,7 +105,9 @@ class Engine:
         self._agreement = Agreement(self.mesh, config.agreement_interval)
         # What may differ between machines.
         alike = replace(config, model=None, lora=None, threads=None, graph_cache=None)
-        self.mesh.agree(0, {"its configuration": alike, "its model": self.model_config, "its limits": self.limits})
+        self.mesh.check_agreement(
+            0, {"its configuration": alike, "its model": self.model_config, "its limits": self.limits}
+        )
         self.ranks = self._report(model, page_bytes)
         self.mesh.start()
 
@@ -144,7 +146,7 @@ class Engine:
             graphs=graphs.memory if graphs else 0,
             free=free_memory(config.device, config.world_size),
         )
-        said = self.mesh.tell("memory", msgspec.json.encode(own).decode())
+        said = self.mesh.all_gather_text("memory", msgspec.json.encode(own).decode())
         return tuple(msgspec.json.decode(text, type=RankReport) for text in said)
 
     @property
@@ -198,7 +200,7 @@ class Engine:
         start = time.perf_counter()
         self._states, result = self.runner.step(self._states, plan)
         self._forward_seconds = time.perf_counter() - start
-        self._agreement.note(plan, result)
+        self._agreement.record_step(plan, result)
         return [self._take(sequence) for sequence in result.sequences]
 
     def stats(self) -> EngineStats:

@@ -15,7 +15,7 @@ import sys
 import msgspec
 
 from lopa_ascend.config import EngineConfig
-from lopa_ascend.parallel.launch import Meeting, end_with_stdin, leave
+from lopa_ascend.parallel.launch import Rendezvous, exit_rank, exit_when_stdin_closes
 
 logger = logging.getLogger(__name__)
 
@@ -26,14 +26,14 @@ def run(config: EngineConfig) -> int:
     from lopa_ascend.engine.ranks import follow
     from lopa_ascend.parallel.mesh import Mesh
 
-    mesh = Mesh.join(config, Meeting.from_environment(), leave)
+    mesh = Mesh.join(config, Rendezvous.from_environment(), exit_rank)
     # torchrun sends it to every rank; rank 0 lets its requests end first, and the watch tells when it has.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         engine = Engine(config, mesh)
     except BaseException as error:
-        mesh.close(None if mesh.refused else f"it could not start ({type(error).__name__})")
-        if mesh.refused:  # rank 0 says it
+        mesh.close(None if mesh.start_refused else f"it could not start ({type(error).__name__})")
+        if mesh.start_refused:  # rank 0 says it
             return 1
         raise
     follow(engine)
@@ -48,7 +48,7 @@ def main() -> None:
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if arguments.ends_with_stdin:
-        end_with_stdin()
+        exit_when_stdin_closes()
     status = 1
     try:
         status = run(msgspec.json.decode(arguments.config, type=EngineConfig))

@@ -24,7 +24,7 @@ from lopa_ascend.config import DecodingParams, EngineConfig
 from lopa_ascend.engine.commands import Abort, Command, Generate
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.parallel.collectives import Group, RankError
-from lopa_ascend.parallel.launch import LOCALHOST, Meeting, follower_command, rank_in_environment, with_own_threads
+from lopa_ascend.parallel.launch import LOCALHOST, Rendezvous, follower_command, rank_in_environment, share_cores
 from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.types import Update
 
@@ -159,7 +159,7 @@ class _Followers:
         self.processes: list[subprocess.Popen[bytes]] = []
         command = follower_command(config, with_parent=True)
         for rank in range(1, config.world_size):
-            environment = os.environ | Meeting.on_this_machine(rank, config.world_size, port).environment()
+            environment = os.environ | Rendezvous.on_this_machine(rank, config.world_size, port).environment()
             # Ctrl-C in a terminal is for this process alone.
             process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
             self.processes.append(process)
@@ -196,11 +196,11 @@ def start_local_ranks(config: EngineConfig) -> Engine:
     Raises:
         What `Engine` does; RankError: a rank ended while it started.
     """
-    config = with_own_threads(config)
+    config = share_cores(config)
     store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
-    meeting = Meeting.on_this_machine(0, config.world_size, store.port)
+    rendezvous = Rendezvous.on_this_machine(0, config.world_size, store.port)
     with _Followers(config, store.port) as followers:
-        mesh = Mesh.join(config, meeting, lambda message: None, store, followers.check)
+        mesh = Mesh.join(config, rendezvous, lambda message: None, store, followers.check)
         return _begin(partial(LeadingEngine, followers=followers.processes), config, mesh)
 
 
@@ -213,7 +213,7 @@ def lead(config: EngineConfig, on_failure: Callable[[str], None]) -> Engine:
     """
     if config.world_size == 1:
         return Engine(config)
-    return _begin(LeadingEngine, config, Mesh.join(config, Meeting.from_environment(), on_failure))
+    return _begin(LeadingEngine, config, Mesh.join(config, Rendezvous.from_environment(), on_failure))
 
 
 def start_engine(config: EngineConfig) -> Engine:
@@ -227,7 +227,7 @@ def start_engine(config: EngineConfig) -> Engine:
         return Engine(config)
     if rank_in_environment() is None:
         return start_local_ranks(config)
-    return _begin(Engine, config, Mesh.join(config, Meeting.from_environment(), lambda message: None))
+    return _begin(Engine, config, Mesh.join(config, Rendezvous.from_environment(), lambda message: None))
 
 
 def _begin(kind: Callable[[EngineConfig, Mesh], Engine], config: EngineConfig, mesh: Mesh) -> Engine:
@@ -235,5 +235,5 @@ def _begin(kind: Callable[[EngineConfig, Mesh], Engine], config: EngineConfig, m
     try:
         return kind(config, mesh)
     except BaseException as error:
-        mesh.close(None if mesh.refused else f"it could not start ({type(error).__name__})")
+        mesh.close(None if mesh.start_refused else f"it could not start ({type(error).__name__})")
         raise

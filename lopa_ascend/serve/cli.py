@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
-from lopa_ascend.parallel.launch import Meeting, rank_in_environment
+from lopa_ascend.parallel.launch import Rendezvous, rank_in_environment
 from lopa_ascend.serve.flags import DECODING_FLAGS, FLAGS, GROUPS, Flag, size
 
 __all__ = ["DECODING_FLAGS", "ServeConfig", "build_parser", "parse_args"]
@@ -139,7 +139,7 @@ def _serve_config(given: Mapping[str, Any]) -> ServeConfig:
         message = f"is {lookaheads}{hint}, which exceeds --max-num-branches {engine.max_num_branches}"
         raise ParameterError("num_branches", message)
     if rank_in_environment() is not None:
-        Meeting.from_environment().check(engine)
+        Rendezvous.from_environment().check_world_size(engine)
     if given.get("api_key") == "":
         raise ParameterError("api_key", f"is empty; leave it out ({API_KEY} as well) to serve without one")
     for name, needed in (("ssl_keyfile", "ssl_certfile"), ("ssl_certfile", "ssl_keyfile")):

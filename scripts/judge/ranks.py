@@ -6,7 +6,7 @@ import asyncio
 import signal
 from pathlib import Path
 
-from lopa_ascend.parallel.watch import BEAT
+from lopa_ascend.parallel.watch import BEAT_INTERVAL
 from scripts.judge.report import Options, Report
 from scripts.judge.server import children, serving
 from scripts.judge.strike import strike
@@ -22,7 +22,7 @@ NUM_RANKS = 4
 
 
 def judge(options: Options, report: Report) -> None:
-    for blow, patience in ((signal.SIGKILL, 0.0), (signal.SIGSTOP, TIMEOUT + BEAT)):
+    for blow, patience in ((signal.SIGKILL, 0.0), (signal.SIGSTOP, TIMEOUT + BEAT_INTERVAL)):
         for rank in range(NUM_RANKS):
             with serving(options.url, options.out / f"ranks-{blow.name}-{rank}.log", *FLAGS) as server:
                 outcome = asyncio.run(strike(server, by_rank(server.pid)[rank], blow, CLIENTS))

@@ -31,7 +31,7 @@ import torch
 
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.parallel.collectives import RankError
-from lopa_ascend.parallel.launch import Meeting, leave, rank_in_environment
+from lopa_ascend.parallel.launch import Rendezvous, exit_rank, rank_in_environment
 from lopa_ascend.parallel.mesh import Mesh
 from scripts.npu_selftest.findings import Finding, examine_all, latencies, merged, options, slowest
 
@@ -43,7 +43,7 @@ def run_rank(mesh: Mesh, repeats: int) -> tuple[list[Finding], dict[str, dict[st
     found, groups = examine_all(repeats), {"tp": mesh.tp, "bp": mesh.bp}
     device = torch.device("npu", torch.get_device_module("npu").current_device())
     times = {name: latencies(group, device, repeats) for name, group in groups.items() if group.size > 1}
-    said = mesh.tell("self-test", json.dumps([[asdict(finding) for finding in found], times]))
+    said = mesh.all_gather_text("self-test", json.dumps([[asdict(finding) for finding in found], times]))
     reports: list[Any] = [json.loads(text) for text in said]
     return merged([[Finding(**finding) for finding in report[0]] for report in reports]), slowest(
         [report[1] for report in reports]
@@ -87,9 +87,9 @@ def examine_node(tensor_parallel_size: int, repeats: int) -> tuple[dict[str, Any
     """
     mesh = Mesh()
     if rank_in_environment() is not None:
-        meeting, tp = Meeting.from_environment(), tensor_parallel_size
-        config = EngineConfig(device="npu", tensor_parallel_size=tp, branch_parallel_size=meeting.world_size // tp)
-        mesh = Mesh.join(config, meeting, leave)
+        rendezvous, tp = Rendezvous.from_environment(), tensor_parallel_size
+        config = EngineConfig(device="npu", tensor_parallel_size=tp, branch_parallel_size=rendezvous.world_size // tp)
+        mesh = Mesh.join(config, rendezvous, exit_rank)
     found, times = run_rank(mesh, repeats)
     report = {
         "stack": stack(),

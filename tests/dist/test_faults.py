@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from lopa_ascend.parallel.watch import BEAT
+from lopa_ascend.parallel.watch import BEAT_INTERVAL
 from scripts.judge.ranks import by_rank
 from scripts.judge.server import serving
 from scripts.judge.strike import Outcome, strike
@@ -121,7 +121,7 @@ def test_hanging_ranks(tmp_path: Path) -> None:
 
     with serving(None, logs[0], *flags(2, 1, **limits)) as one, serving(None, logs[1], *flags(1, 2, **limits)) as other:
         servers = one, other
-        assert [outcome.faults(patience=3 + BEAT) for outcome in asyncio.run(outcomes())] == [[], []]
+        assert [outcome.faults(patience=3 + BEAT_INTERVAL) for outcome in asyncio.run(outcomes())] == [[], []]
     for rank, log in enumerate(logs):
         assert f"rank {1 - rank} ends: rank {rank} has not answered for 3 s" in log.read_text()
 

@@ -15,12 +15,12 @@ import zmq.asyncio
 
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.parallel.launch import (
-    LEFT,
-    Meeting,
+    OTHER_RANK_FAILED,
+    Rendezvous,
     follower_command,
     free_port,
     rank_in_environment,
-    with_own_threads,
+    share_cores,
 )
 from lopa_ascend.serve.engine.messages import Failed, FromEngine, Ready, Start, ToEngine
 
@@ -47,7 +47,7 @@ class EngineProcess:
             OSError: no process can be started.
         """
         if rank_in_environment() is None:
-            config = with_own_threads(config)
+            config = share_cores(config)
         with tempfile.TemporaryDirectory(prefix="lopa-") as folder:  # only its owner may enter it
             endpoint = f"ipc://{folder}/engine"
             socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
@@ -68,7 +68,7 @@ class EngineProcess:
         environments: list[dict[str, str]] = [{}]
         if config.world_size > 1 and rank_in_environment() is None:
             port, size = free_port(), config.world_size
-            environments = [Meeting.on_this_machine(rank, size, port).environment() for rank in range(size)]
+            environments = [Rendezvous.on_this_machine(rank, size, port).environment() for rank in range(size)]
         command: tuple[str, ...] = (sys.executable, "-m", "lopa_ascend.serve.engine.engine_process", endpoint)
         for environment in environments:
             # Signals of the terminal are not for the engine; it ends when the pipe to its stdin does.
@@ -119,7 +119,7 @@ class EngineProcess:
         ended = {rank: code for rank, code in codes.items() if code is not None}
         if not ended:
             return None
-        rank = min(ended, key=lambda rank: ended[rank] == LEFT)  # of the others the reason is another rank
+        rank = min(ended, key=lambda rank: ended[rank] == OTHER_RANK_FAILED)  # of the others the reason is another rank
         how = _how(ended[rank])
         return how if len(self._processes) == 1 else f"rank {rank}: {how}"
 
@@ -138,7 +138,7 @@ class EngineProcess:
 
 
 def _how(code: int) -> str:
-    if code == LEFT:
+    if code == OTHER_RANK_FAILED:
         return "gave up another rank, which the log names"
     return signal.Signals(-code).name if code < 0 else f"exit status {code}"
 
