@@ -49,7 +49,7 @@ from lopa_ascend.kv.pages import PAGE_SIZE, slots_for
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.parallel.placement import Placement
 from lopa_ascend.text.prompt import Prompts
-from lopa_ascend.text.tokenizer import load_tokenizer
+from lopa_ascend.text.tokenizer_files import load_tokenizer
 from scripts.bench_decode import WORKLOAD, write_model
 from scripts.bench_ranks import Decode, RankTimes, ScalingJob, Step, TrafficJob, run
 

@@ -28,7 +28,7 @@ from lopa_ascend.parallel.agreement import Agreement
 from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.runner.eager import BatchState, Runner, SequenceState
 from lopa_ascend.score.sampling import CANDIDATES
-from lopa_ascend.text.tokenizer import load_tokenizer
+from lopa_ascend.text.tokenizer_files import load_tokenizer
 from lopa_ascend.types import EngineStats, RankReport, Scoring, SequenceResult, Update
 
 
