@@ -96,8 +96,7 @@ preflight() {
     for name in "${!flag[@]}"; do
         [[ -z ${flag[$name]} ]] || arguments+=("--$name=${flag[$name]}")
     done
-    PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "${checker:-$python}" "$root/scripts/preflight.py" \
-        ${dry_run:+--arguments-only} "${arguments[@]}" >&2 || exit
+    "${checker:-$python}" "$root/scripts/preflight.py" ${dry_run:+--arguments-only} "${arguments[@]}" >&2 || exit
     ranks=$((flag[tp] * flag[bp] / ${flag[nnodes]:-1}))
 }
 
