@@ -1,4 +1,4 @@
-"""The judges' own judgement: they must be able to find fault."""
+"""The judges themselves: they must notice faults."""
 
 import asyncio
 import json

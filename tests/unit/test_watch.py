@@ -1,4 +1,4 @@
-"""The watch: real processes that are killed, stopped and woken, and what each of the others says and when."""
+"""The watch over real processes that are killed, stopped and continued: what each of the others reports, and when."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Rank:
         self.process.send_signal(number)
 
     def end(self) -> list[str]:
-        """Ends the process; returns the lines that nobody has asked for."""
+        """Ends the process; returns the lines that were not read."""
         self.process.kill()
         self.process.wait()
         self._reader.join()
@@ -72,7 +72,7 @@ class Rank:
 
 @contextmanager
 def ranks(size: int, timeout: float) -> Iterator[list[Rank]]:
-    """Processes that have joined; whatever a test does, none says more at the end than the test has asked for."""
+    """Processes that have joined the watch. At the end of a test none may have reported more than the test has read."""
     with ExitStack() as stack:
         started: list[Rank] = []
 
@@ -90,7 +90,7 @@ def ranks(size: int, timeout: float) -> Iterator[list[Rank]]:
 
 
 def heard(all_ranks: list[Rank], seconds: float) -> list[str]:
-    """What each rank says within ``seconds`` of now, "" if nothing."""
+    """What each rank reports within ``seconds`` from now, "" if nothing."""
     end = time.monotonic() + seconds
     lines = []
     for rank in all_ranks:
@@ -120,7 +120,7 @@ def test_all_learn_of_the_death_of_rank_0() -> None:
 
 
 def test_all_learn_of_a_hang_and_so_does_the_one_that_hung() -> None:
-    """Rank 1 of one group and rank 0 of another, at the same time, for this takes its seconds."""
+    """Rank 1 of one group and rank 0 of another, at the same time because this takes seconds."""
     with ranks(3, timeout=2) as one, ranks(3, timeout=2) as other:
         hung = [one[1], other[0]]
         for rank in hung:
@@ -149,7 +149,7 @@ def test_who_was_suspended_does_not_blame_others_for_it() -> None:
 
 
 class Group:
-    """Watches in this process; ``said`` gets (rank, message) of each callback, with "closed" for on_close."""
+    """Watches in this process; ``said`` receives (rank, message) of each callback, with "closed" for on_close."""
 
     def __init__(self, size: int):
         self.said: queue.Queue[tuple[int, str]] = queue.Queue()
@@ -199,7 +199,7 @@ def threads() -> int:
 
 
 def test_a_goodbye_is_no_failure(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is silence while there are beats; who never says a word is dropped."""
+    """Silence between beats is no failure either; a connection that never sends a line is dropped."""
     monkeypatch.setattr(watch, "GREETING_TIMEOUT", 2)
     before, silent = threads(), group.connect("")
     one, _, _ = (group.follow(rank) for rank in (1, 2, 3))
