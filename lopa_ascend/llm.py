@@ -16,7 +16,7 @@ from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.ranks import start_engine
 from lopa_ascend.text.output import OutputStream
 from lopa_ascend.text.prompt import Prompts
-from lopa_ascend.text.tokenizer import load_tokenizer
+from lopa_ascend.text.tokenizer_files import load_tokenizer
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
 

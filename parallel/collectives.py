@@ -1,9 +1,9 @@
-"""The collectives that ranks use, counted by purpose.
+"""The collectives between ranks. The bytes that they send are counted by purpose.
 
-A group of one rank is no group: nothing is sent and nothing is counted, so whoever takes a group needs no other case.
+In a group of one rank the collectives send and count nothing, so callers need no case for it.
 
-``all_reduce`` and ``all_gather`` can be compiled. They become functional collectives of the graph then, which nobody
-counts: whoever launches the graph tells the ledger what is in it.
+``all_reduce`` and ``all_gather`` can be part of a compiled graph. There they are functional collectives, which do not
+count anything; the launcher of the graph adds the graph's traffic to the ledger.
 """
 
 from __future__ import annotations
@@ -24,38 +24,45 @@ class RankError(RuntimeError):
     """Another rank has ended, hangs, or has decided something else; the engine cannot go on."""
 
 
-@dataclass
 class Ledger:
-    """Calls and bytes by purpose."""
+    """Counts the collectives and bytes that this rank has sent, by purpose."""
 
-    _counts: dict[str, list[int]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._calls: dict[str, int] = {}
+        self._num_bytes: dict[str, int] = {}
 
     def add(self, purpose: str, num_bytes: int, calls: int = 1) -> None:
-        """``num_bytes`` of all these calls."""
-        entry = self._counts.setdefault(purpose, [0, 0])
-        entry[0] += calls
-        entry[1] += num_bytes
+        """Adds collectives that together have sent ``num_bytes`` bytes."""
+        self._calls[purpose] = self._calls.get(purpose, 0) + calls
+        self._num_bytes[purpose] = self._num_bytes.get(purpose, 0) + num_bytes
 
     def traffic(self) -> tuple[Traffic, ...]:
-        return tuple(Traffic(purpose, *entry) for purpose, entry in sorted(self._counts.items()))
+        """The totals since the start, sorted by purpose."""
+        return tuple(
+            Traffic(purpose, calls, self._num_bytes[purpose]) for purpose, calls in sorted(self._calls.items())
+        )
 
 
 @dataclass(frozen=True)
 class Group:
-    """Some of the ranks, of which this is number ``rank`` of ``size``. Every one of them must make the same calls in
-    the same order. ``process_group`` is None in a group of one.
+    """Ranks that make the same collectives in the same order. By default a group of this rank alone.
 
-    ``explain`` says why another rank does not answer, for the RankError that any method may raise.
+    Every method may raise RankError if another rank of the group does not take part.
     """
 
     rank: int = 0
+    """This rank's number in the group."""
     size: int = 1
+    """Number of ranks in the group."""
     process_group: dist.ProcessGroup | None = None
+    """The group in torch.distributed; None in a group of one."""
     ledger: Ledger = field(default_factory=Ledger)
+    """Counts what this rank sends."""
     explain: Callable[[], str] = lambda: "unknown"
+    """Says why a collective has failed, for the message of RankError."""
 
     def all_reduce(self, x: Tensor, purpose: str) -> Tensor:
-        """The sum of all ranks' x, in x itself; in a compiled function in memory of its own."""
+        """The sum of x over all ranks. It replaces x in place, except in a compiled graph, where it is a new tensor."""
         if self.size == 1:
             return x
         assert self.process_group is not None
@@ -67,7 +74,7 @@ class Group:
         return x
 
     def minimum(self, value: int, purpose: str) -> int:
-        """The smallest of all ranks' values."""
+        """The smallest value of all ranks."""
         x = torch.tensor([value])
         if self.size > 1:
             with self._counted(x, purpose):
@@ -75,7 +82,7 @@ class Group:
         return int(x)
 
     def all_gather(self, x: Tensor, purpose: str) -> Tensor:
-        """[size, *x.shape]: x of all ranks in their order; it has the same shape on each."""
+        """The x of all ranks by rank, [size, *x.shape]; x has the same shape on each."""
         if self.size == 1:
             return x[None]
         assert self.process_group is not None
@@ -88,7 +95,7 @@ class Group:
         return out
 
     def broadcast(self, x: Tensor, source: int, purpose: str) -> Tensor:
-        """x of rank ``source`` of this group, in x itself."""
+        """The x of rank ``source`` of this group. It replaces x in place, which must have the same shape and dtype."""
         if self.size > 1:
             with self._counted(x, purpose):
                 dist.broadcast(x, group=self.process_group, group_src=source)
@@ -96,6 +103,7 @@ class Group:
 
     @contextmanager
     def _counted(self, x: Tensor, purpose: str) -> Iterator[None]:
+        """Counts a collective of x, and turns its failure into a RankError."""
         self.ledger.add(purpose, x.nbytes)
         try:
             yield

@@ -1,47 +1,64 @@
-"""Where the ranks of an engine meet, and how the local ones are started. Knows no torch."""
+"""How the ranks of an engine find each other, and how those on this machine are started and ended. Imports no torch."""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from lopa_ascend.config import EngineConfig, ParameterError
 
-LEFT = 3
-"""Exit status of a rank that ends because of another one."""
-LOCALHOST, LOOPBACK = "127.0.0.1", "lo" if sys.platform == "linux" else "lo0"
+if TYPE_CHECKING:
+    import asyncio.subprocess
+    import subprocess
+
+OTHER_RANK_FAILED = 3
+"""Exit status of a rank that ended because another rank had failed."""
+LOCALHOST = "127.0.0.1"
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+"""Name of the loopback interface."""
+
+
+# ---- where the ranks meet --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Rank ``rank`` of ``world_size`` meets the others at ``host`` and ``port``. ``local``: all of them run on this
-    machine."""
+class Rendezvous:
+    """Where one rank meets the others, in the terms of torchrun."""
 
     rank: int
+    """This rank, from 0."""
     world_size: int
+    """Number of ranks."""
     host: str
+    """Address of the store through which the ranks find each other."""
     port: int
+    """TCP port of that store."""
     local: bool
+    """Whether all ranks run on this machine."""
 
     @classmethod
-    def on_this_machine(cls, rank: int, world_size: int, port: int) -> Meeting:
+    def on_this_machine(cls, rank: int, world_size: int, port: int) -> Rendezvous:
+        """The rendezvous of ranks that all run here, on the loopback interface."""
         return cls(rank, world_size, LOCALHOST, port, local=True)
 
     @classmethod
-    def from_environment(cls) -> Meeting:
-        """As torchrun says it.
+    def from_environment(cls) -> Rendezvous:
+        """Reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_WORLD_SIZE, which torchrun sets.
 
         Raises:
-            ParameterError: it says nothing.
+            ParameterError: one of them is missing or malformed.
         """
         try:
-            rank, world_size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-            host = os.environ["MASTER_ADDR"]
+            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         except (KeyError, ValueError) as error:
             message = f"several ranks need RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment: {error}"
             raise ParameterError("tensor_parallel_size", message) from error
@@ -50,42 +67,119 @@ class Meeting:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) == world_size
         return cls(rank, world_size, host, port, local)
 
-    def check(self, config: EngineConfig) -> None:
-        """Raises:
-        ParameterError: another number of ranks was started than ``config`` asks for.
+    def check_world_size(self, config: EngineConfig) -> None:
+        """Compares the number of ranks that were started with the number that an engine is configured for.
+
+        Raises:
+            ParameterError: they differ; the message says which sizes would fit.
         """
         if self.world_size != config.world_size:
             tp, bp = config.tensor_parallel_size, config.branch_parallel_size
             raise ParameterError(
                 "branch_parallel_size",
                 f"tensor_parallel_size {tp} x branch_parallel_size {bp} are {tp * bp} ranks, but {self.world_size} "
-                f"were started; {_fitting(self.world_size, tp)}",
+                f"were started; {_sizes_that_fit(self.world_size, tp)}",
             )
 
     def environment(self) -> dict[str, str]:
-        """For the process that is to be this rank."""
-        values = {"RANK": self.rank, "LOCAL_RANK": self.rank, "WORLD_SIZE": self.world_size}
-        values |= {"LOCAL_WORLD_SIZE": self.world_size}
-        return {"MASTER_ADDR": self.host, "MASTER_PORT": str(self.port), **{k: str(v) for k, v in values.items()}}
+        """The environment variables that tell a process that it is this rank."""
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.world_size),
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(self.port),
+        }
 
 
-def _fitting(world_size: int, tp: int) -> str:
-    if world_size % tp == 0:
-        return f"with tensor_parallel_size {tp}, branch_parallel_size must be {world_size // tp}"
-    return f"start a multiple of {tp} ranks"
+def _sizes_that_fit(world_size: int, tensor_parallel_size: int) -> str:
+    if world_size % tensor_parallel_size == 0:
+        branch_parallel_size = world_size // tensor_parallel_size
+        return f"with tensor_parallel_size {tensor_parallel_size}, branch_parallel_size must be {branch_parallel_size}"
+    return f"start a multiple of {tensor_parallel_size} ranks"
 
 
 def rank_in_environment() -> int | None:
-    """This process's rank, if torchrun or the like has started it as one of several.
+    """This process's rank if torchrun, or a launcher like it, has started the process as one of several; else None.
 
     Raises:
-        ParameterError: what it says of it is incomplete.
+        ParameterError: RANK and WORLD_SIZE are set, but another variable is missing or malformed.
     """
-    return Meeting.from_environment().rank if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else None
+    return Rendezvous.from_environment().rank if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else None
 
 
-def end_with_stdin() -> None:
-    """Ends this process when its stdin does, that is when its parent has ended, in whatever way that came about."""
+def free_port() -> int:
+    """A TCP port of the loopback interface that is free at the moment."""
+    with socket.socket() as probe:
+        probe.bind((LOCALHOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+# ---- starting the ranks on this machine ------------------------------------------------------------------------------
+
+
+class RankProcess(NamedTuple):
+    """What to start for one rank.
+
+    Start it in a session of its own, so that signals of the terminal do not reach it, and with a pipe as stdin, for it
+    ends when that pipe closes.
+    """
+
+    command: tuple[str, ...]
+    """Program and arguments."""
+    environment: dict[str, str]
+    """All environment variables."""
+
+
+def local_rank_processes(
+    config: EngineConfig, port: int, leader_command: tuple[str, ...] | None = None
+) -> dict[int, RankProcess]:
+    """The processes to start, by rank, for an engine whose ranks all run on this machine.
+
+    Args:
+        config: the engine's configuration.
+        port: port of the store through which the ranks find each other.
+        leader_command: command of rank 0; None if the calling process is rank 0 itself.
+    """
+    follower = follower_command(config, ends_with_stdin=True)
+    commands = dict.fromkeys(range(1, config.world_size), follower)
+    if leader_command is not None:
+        commands = {0: leader_command} | commands
+    return {
+        rank: RankProcess(command, os.environ | Rendezvous.on_this_machine(rank, config.world_size, port).environment())
+        for rank, command in commands.items()
+    }
+
+
+def follower_command(config: EngineConfig, *, ends_with_stdin: bool) -> tuple[str, ...]:
+    """The command of every rank other than 0.
+
+    Args:
+        config: the engine's configuration.
+        ends_with_stdin: whether the process ends when its stdin closes, that is when its parent ends.
+    """
+    ending = ("--ends-with-stdin",) if ends_with_stdin else ()
+    return sys.executable, "-m", "lopa_ascend.engine.follower", msgspec.json.encode(config).decode(), *ending
+
+
+def share_cores(config: EngineConfig) -> EngineConfig:
+    """``config`` with as many threads for each rank as an even share of this machine's cores.
+
+    An engine of one rank stays as it is, and so does one whose threads are set by ``threads`` or OMP_NUM_THREADS.
+    """
+    if config.world_size == 1 or config.threads is not None or "OMP_NUM_THREADS" in os.environ:
+        return config
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return replace(config, threads=max(1, cores // config.world_size))
+
+
+# ---- how a rank's process ends ---------------------------------------------------------------------------------------
+
+
+def exit_when_stdin_closes() -> None:
+    """Ends this process when its stdin closes, which happens when its parent ends, for whatever reason."""
 
     def wait() -> None:
         sys.stdin.buffer.read()  # nothing is ever written to it
@@ -94,30 +188,41 @@ def end_with_stdin() -> None:
     threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
-def leave(failure: str) -> None:
-    """Ends this process, a rank, at once: the ranks cannot go on without the one that the failure is about."""
+def exit_rank(failure: str) -> None:
+    """Ends this process, which is a rank, at once, because the ranks cannot go on.
+
+    Args:
+        failure: which rank has failed, and how; written to stderr.
+    """
     sys.stderr.write(f"rank {os.environ['RANK']} ends: {failure}\n")
     sys.stderr.flush()
-    os._exit(LEFT)
+    os._exit(OTHER_RANK_FAILED)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOCALHOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+def kill_running(processes: Iterable[subprocess.Popen[bytes] | asyncio.subprocess.Process]) -> None:
+    """Ends the processes of ranks at once, without waiting for them; they hold nothing that is worth saving."""
+    for process in processes:
+        if process.returncode is None:
+            process.kill()
 
 
-def follower_command(config: EngineConfig, *, with_parent: bool) -> tuple[str, ...]:
-    """The command of a rank other than 0. ``with_parent``: it ends when its stdin does."""
-    ending = ("--ends-with-stdin",) if with_parent else ()
-    return sys.executable, "-m", "lopa_ascend.engine.follower", msgspec.json.encode(config).decode(), *ending
+def explain_exit(statuses: Mapping[int, int | None]) -> str | None:
+    """Which rank's process has ended, and how, such as "rank 1: SIGKILL"; None while all run.
+
+    Args:
+        statuses: by rank, its exit status as ``subprocess`` reports it; None while the process runs. Where rank 0 is
+            the only one, the answer does not name it.
+    """
+    ended = {rank: status for rank, status in statuses.items() if status is not None}
+    if not ended:
+        return None
+    # A rank that ended because another one had failed is not the cause, so any other rank comes first.
+    rank = min(ended, key=lambda rank: ended[rank] == OTHER_RANK_FAILED)
+    how = _explain_status(ended[rank])
+    return how if statuses.keys() == {0} else f"rank {rank}: {how}"
 
 
-def with_own_threads(config: EngineConfig) -> EngineConfig:
-    """``config`` for ranks that share this machine's cores evenly, unless somebody has said how many threads each is to
-    have."""
-    if config.world_size == 1 or config.threads is not None or "OMP_NUM_THREADS" in os.environ:
-        return config
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return replace(config, threads=max(1, cores // config.world_size))
+def _explain_status(status: int) -> str:
+    if status == OTHER_RANK_FAILED:
+        return "ended because another rank had failed, which the log names"
+    return signal.Signals(-status).name if status < 0 else f"exit status {status}"

@@ -1,8 +1,10 @@
-"""Which branch-parallel group computes which branch, and in which slot (the slot rules of single-phase commits).
+"""Which branch-parallel group computes which branch, and in which slot.
 
-Branch i in evaluation order runs in group i mod size, slot i div size. Page tables belong to slots and hold the same
-page ids in every group. Every slot of every group takes every committing write, so a group that has no branch in a step
-still computes what commits, unless its values are sent to it (full attention).
+Branch i, counted in evaluation order, is computed by group i mod ``size`` in slot i div ``size``.
+
+The page tables belong to the slots, and hold the same page ids in every group. What a step commits is written in every
+slot of every group. So a group that has no branch in a step still computes the positions that the step commits; only
+with full attention, where keys and values differ between branches, does it receive the winner's values instead.
 """
 
 from __future__ import annotations
@@ -16,15 +18,18 @@ from lopa_ascend.types import Demand, RowPlan, SequencePlan, Share
 
 @dataclass(frozen=True)
 class Placement:
-    """Group ``group`` of ``size``. ``sharing``: positions that rows have in common are computed once; off, every row
-    computes all of its own."""
+    """The place of one branch-parallel group among all."""
 
     size: int = 1
+    """Number of groups."""
     group: int = 0
+    """This group, from 0."""
     sharing: bool = True
+    """Whether positions that the rows of a group have in common are computed once; if not, every row computes all its
+    positions."""
 
     def home(self, branch: int) -> tuple[int, int]:
-        """(group, slot) of a branch."""
+        """The group and the slot of a branch."""
         return branch % self.size, branch // self.size
 
     def num_places(self, num_rows: int) -> int:
@@ -32,59 +37,75 @@ class Placement:
         return slots_for(num_rows, self.size) * self.size
 
     def sends_values(self, plan: SequencePlan) -> bool:
-        """Whether the winner's keys and values must travel to the other groups: they do not have the same ones."""
+        """Whether the winner's keys and values must travel to the other groups, which have not computed the same."""
         return plan.winner_commits and bool(plan.num_new) and len(plan.rows) > 1 and self.size > 1
 
     def share(self, plan: SequencePlan) -> Share:
-        """This group's part."""
+        """What this group computes of a forward pass."""
         num_slots = slots_for(plan.num_branches, self.size)
-        branches = list(range(self.group, len(plan.rows), self.size))
-        if not branches:
-            row = _repeated(plan)
-            rows, branches = ([] if row is None else [row]), ([] if row is None else [len(plan.rows) - 1])
-            return Share(plan, tuple(rows), (0,) * len(rows), tuple(branches), num_slots)
-        base = self._base(plan, branches)
-        branches.remove(base)
-        rows = [plan.rows[branch] for branch in branches]
+        own_branches = self._branches_of(plan, self.group)
+        if not own_branches:
+            row = _committing_row(plan)
+            if row is None:
+                return Share(plan, (), (), (), num_slots)
+            anchor = len(plan.rows) - 1
+            return Share(plan, (row,), (0,), (anchor,), num_slots)
+        base = _base_branch(plan, own_branches)
+        others = [branch for branch in own_branches if branch != base]
+        rows = [plan.rows[branch] for branch in others]
         if not self.sharing:
             rows = [replace(row, compute_from=row.start) for row in rows]
         rows.append(replace(plan.rows[base], compute_from=plan.start))
-        branches.append(base)
+        branches = [*others, base]
         slots = tuple(self.home(branch)[1] for branch in branches)
         return Share(plan, tuple(rows), slots, tuple(branches), num_slots)
 
-    def _base(self, plan: SequencePlan, branches: Sequence[int]) -> int:
-        """The branch that computes what the group's rows share: the anchor, or that which equals it longest."""
-        anchor = len(plan.rows) - 1
-        return anchor if anchor in branches else max(branches, key=lambda branch: plan.rows[branch].compute_from)
-
     def demand(self, plan: SequencePlan) -> Demand:
-        """What the step needs on every rank."""
-        ends = [0] * slots_for(plan.num_branches, self.size)
+        """What the forward pass needs, the same on every rank."""
+        slot_ends = [0] * slots_for(plan.num_branches, self.size)
         for branch, row in enumerate(plan.rows):
-            slot = self.home(branch)[1]
-            ends[slot] = max(ends[slot], row.end)
-        tokens = [self._num_tokens(plan, group) for group in range(min(self.size, len(plan.rows)))]
-        return Demand(max(tokens), plan.start + plan.num_new, tuple(ends), plan.winner_commits)
+            _, slot = self.home(branch)
+            slot_ends[slot] = max(slot_ends[slot], row.end)
+        groups_with_branches = range(min(self.size, len(plan.rows)))
+        num_computed = max(self._num_computed(plan, group) for group in groups_with_branches)
+        return Demand(num_computed, plan.start + plan.num_new, tuple(slot_ends), plan.winner_commits)
 
-    def _num_tokens(self, plan: SequencePlan, group: int) -> int:
-        """Tokens that a group with branches computes."""
-        branches = range(group, len(plan.rows), self.size)
+    def _branches_of(self, plan: SequencePlan, group: int) -> range:
+        """The branches that a group computes."""
+        return range(group, len(plan.rows), self.size)
+
+    def _num_computed(self, plan: SequencePlan, group: int) -> int:
+        """The tokens that a group with branches computes."""
+        branches = self._branches_of(plan, group)
         rows = [plan.rows[branch] for branch in branches]
         if not self.sharing:
             return sum(len(row.tokens) for row in rows)
-        shared = plan.rows[self._base(plan, branches)].compute_from - plan.start
-        return sum(row.end - row.compute_from for row in rows) + shared
+        own = sum(row.end - row.compute_from for row in rows)
+        shared = plan.rows[_base_branch(plan, branches)].compute_from - plan.start
+        return own + shared
 
 
-def _repeated(plan: SequencePlan) -> RowPlan | None:
-    """What a group without a branch computes: of the anchor what commits, and no prediction. With full attention
-    that is all of it, and only of use where the anchor is alone; None where there is nothing to compute."""
+def _base_branch(plan: SequencePlan, branches: Sequence[int]) -> int:
+    """The branch that computes the positions which the group's rows share.
+
+    It is the anchor if the group has it, otherwise the branch that equals the anchor for longest.
+    """
+    anchor = len(plan.rows) - 1
+    return anchor if anchor in branches else max(branches, key=lambda branch: plan.rows[branch].compute_from)
+
+
+def _committing_row(plan: SequencePlan) -> RowPlan | None:
+    """The row that a group without a branch computes: the positions that the pass commits, without predictions.
+
+    With full attention the committed values depend on the whole row, so the group computes the whole anchor if that is
+    the only branch; otherwise it receives the winner's values. None if there is nothing to compute.
+    """
     anchor = plan.rows[-1]
-    if not plan.num_new or (plan.winner_commits and len(plan.rows) > 1):
+    alone = len(plan.rows) == 1
+    if not plan.num_new or (plan.winner_commits and not alone):
         return None
     if plan.winner_commits:
         return replace(anchor, masked=())
     end = plan.start + plan.num_new
-    entry_ends = tuple(edge for edge in anchor.entry_ends if edge <= end)
+    entry_ends = tuple(entry_end for entry_end in anchor.entry_ends if entry_end <= end)
     return replace(anchor, tokens=anchor.tokens[: plan.num_new], entry_ends=entry_ends, masked=())

@@ -1,19 +1,20 @@
-"""Every rank knows within a second that the process of another has ended, and within a timeout that one hangs.
+"""Tells every rank when the process of another rank has ended (within a second) or hangs (after a timeout).
 
-Collectives notice neither for long, and a rank that computes notices nothing. So every rank keeps one TCP connection to
-rank 0 beside them, served by a thread of its own. Rank 0 watches all others and passes on what it sees; the others
-watch rank 0. What is watched is the process: a stuck main thread goes on beating as long as it lets go of the GIL.
+Collectives take long to notice either, and a rank that computes notices nothing. So every rank keeps one TCP
+connection to rank 0, served by a thread of its own. Rank 0 watches all other ranks and passes on what it sees; the
+others watch rank 0. What is watched is the process: while its main thread is stuck, the watch's thread goes on sending
+beats, as long as the main thread releases the GIL.
 
-The protocol is lines of text, and the same in both directions but for the first:
+Both directions send lines of text; only the first line of a connection differs:
 
-    TOKEN RANK      the first line that a rank sends; whoever begins otherwise is no rank and is dropped
-    (empty)         a beat, each second
-    failed MESSAGE  the sender has seen a failure, or was told of one; rank 0 passes it on to all
-    bye             the sender closes, and its end is no failure
+    TOKEN RANK      the first line, sent by a rank other than 0; rank 0 drops connections that begin with something else
+    (empty line)    a beat, sent each second
+    failed MESSAGE  the sender has seen a failure or was told of one; rank 0 passes it on to all
+    bye             the sender closes; its end is no failure
 
-A rank whose connection ends without a goodbye has ended. Silence tells where no end can come: the process is stopped,
-its machine or network is gone, or a forked child outlives it and holds the connection open. Silence is counted in the
-listener's own beats, so that time for which the listener itself was suspended is not held against others.
+A rank whose connection ends without a goodbye has ended. A rank that stays silent hangs: its process is stopped, its
+machine or network is gone, or a forked child has outlived it and holds the connection open. Silence is counted in the
+listener's own beats, so that time in which the listener itself was suspended is not held against others.
 """
 
 from __future__ import annotations
@@ -28,47 +29,50 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-BEAT = 1.0
+BEAT_INTERVAL = 1.0
 """Seconds between two beats."""
-HELLO = 5.0
-"""Seconds in which a new connection must have said the token and its rank."""
-LINE = 1024
-"""Bytes of a line: no rank sends more."""
+GREETING_TIMEOUT = 5.0
+"""Seconds in which a new connection must have sent the token and its rank."""
+MAX_LINE = 1024
+"""Bytes of the longest line that a rank sends."""
 
 _BEAT, _BYE, _FAILED = b"", b"bye", b"failed "
 
 
 @dataclass(eq=False)
-class _Peer:
-    """The other end of a connection; ``rank`` is None until it has said the token."""
+class _Connection:
+    """A connection to another rank."""
 
     socket: socket.socket
     rank: int | None
-    silent: int = 0
-    """Beats of ours since the last one from there."""
+    """The other rank; None until it has sent the token."""
+    silent_beats: int = 0
+    """Our own beats since the last line from the other rank."""
     unread: bytes = b""
+    """Received bytes that are no whole line yet, or that were not read yet."""
 
     def __post_init__(self) -> None:
         self.socket.setblocking(False)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, line: bytes) -> None:
+        """Sends a line, or nothing if the connection has ended or the other side does not read."""
         # An end is noticed by reading, and a peer that has let its buffer fill up must not keep the others waiting.
         with suppress(OSError):
             self.socket.send(line + b"\n")
 
     def receive(self) -> bool:
-        """Takes in what has come; False if the connection has ended, or brings what no rank sends."""
+        """Takes in what has arrived; False if the connection has ended, or brings a longer line than a rank sends."""
         try:
-            data = self.socket.recv(LINE)
+            data = self.socket.recv(MAX_LINE)
         except BlockingIOError:
             return True
         except OSError:
             return False
         self.unread += data
-        return bool(data) and (b"\n" in self.unread or len(self.unread) <= LINE)
+        return bool(data) and (b"\n" in self.unread or len(self.unread) <= MAX_LINE)
 
-    def line(self) -> bytes | None:
+    def next_line(self) -> bytes | None:
         """The next whole line; None if there is none yet."""
         line, end, rest = self.unread.partition(b"\n")
         if not end:
@@ -77,14 +81,21 @@ class _Peer:
         return line
 
 
-def _nothing() -> None:
-    """What follows when this rank itself has closed."""
+def _do_nothing() -> None:
+    """The callback after this rank itself has closed the watch."""
 
 
-class Watch:
-    """One rank's end of the watch, made by `lead` or `follow`.
+class ProcessWatch:
+    """One rank's part of the watch: ``listen`` makes that of rank 0, ``connect`` those of the others.
 
-    The callbacks run in the thread of the watch, as the last thing that it does: at most one of them, once.
+    At most one of the callbacks is called, once, as the last thing that the watch's thread does.
+
+    Args:
+        port: TCP port on which rank 0 listens.
+        token: what a rank must send to be accepted.
+        timeout: seconds of silence after which a rank counts as hanging.
+        on_failure: called with a message that names the rank that has ended or hangs.
+        on_close: called when rank 0 says goodbye.
     """
 
     def __init__(
@@ -93,41 +104,50 @@ class Watch:
         token: str,
         timeout: float,
         on_failure: Callable[[str], object],
-        on_close: Callable[[], object] = _nothing,
+        on_close: Callable[[], object] = _do_nothing,
     ):
-        assert timeout >= 2 * BEAT, timeout  # with less, one late beat would be a failure
+        assert timeout >= 2 * BEAT_INTERVAL, timeout  # with less, one late beat would be a failure
         self.port, self.token = port, token
         self._timeout, self._on_failure, self._on_close = timeout, on_failure, on_close
-        self._peers: list[_Peer] = []
+        self._connections: list[_Connection] = []
         self._listener: socket.socket | None = None
-        self._missing: set[int] = set()
+        """On rank 0, until all ranks have joined."""
+        self._missing_ranks: set[int] = set()
+        """On rank 0: the ranks that have not joined yet."""
+        self._next_beat = time.monotonic() + BEAT_INTERVAL
+        self._last_words = _BYE
+        """The line that ``close`` has the thread send."""
+        self._final_callback: Callable[[], object] | None = None
+        """Set when the watch ends."""
+        # Closing one end of this pair wakes the thread, which selects on the other one.
         self._closing, self._close = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._closing, selectors.EVENT_READ, self._say_last_words)
-        self._next_beat = time.monotonic() + BEAT
-        self._end: Callable[[], object] | None = None
-        self._last_words = _BYE
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     @classmethod
-    def lead(cls, size: int, timeout: float, on_failure: Callable[[str], object], host: str = "") -> Watch:
-        """Rank 0 begins to watch ranks 1 to ``size - 1``, and waits for none: a rank is missed once it has joined.
+    def listen(cls, size: int, timeout: float, on_failure: Callable[[str], object], host: str = "") -> ProcessWatch:
+        """Starts the watch of rank 0, without waiting for the others: a rank is watched once it has joined.
 
-        Listens on a free ``port`` of ``host`` ("": all interfaces) until all have joined; they must know ``token``.
-        ``on_failure`` is called with a message that names the rank that has ended, or that has been silent for
-        ``timeout`` seconds, to within a beat.
+        Until all ranks have joined it listens on a free port; ``port`` and ``token`` are what they need to join.
+
+        Args:
+            size: number of ranks.
+            timeout: seconds of silence, to within a beat, after which a rank counts as hanging.
+            on_failure: called with a message that names the rank that has ended or hangs.
+            host: address to listen on; "" for all interfaces.
         """
         listener = socket.create_server((host, 0))
         listener.setblocking(False)
         watch = cls(listener.getsockname()[1], secrets.token_hex(16), timeout, on_failure)
-        watch._listener, watch._missing = listener, set(range(1, size))
+        watch._listener, watch._missing_ranks = listener, set(range(1, size))
         watch._selector.register(listener, selectors.EVENT_READ, partial(watch._accept, listener))
         watch._thread.start()
         return watch
 
     @classmethod
-    def follow(
+    def connect(
         cls,
         host: str,
         port: int,
@@ -135,119 +155,142 @@ class Watch:
         rank: int,
         timeout: float,
         on_failure: Callable[[str], object],
-        on_close: Callable[[], object] = _nothing,
-    ) -> Watch:
-        """Joins rank 0's watch at ``host`` and ``port`` as ``rank``; raises OSError if nobody listens there.
+        on_close: Callable[[], object] = _do_nothing,
+    ) -> ProcessWatch:
+        """Starts the watch of another rank, and joins that of rank 0.
 
-        ``on_failure`` is called with the message that rank 0 passes on, or with one that names rank 0; ``on_close``
-        when rank 0 says goodbye.
+        Args:
+            host: address of rank 0.
+            port: ``port`` of rank 0's watch.
+            token: ``token`` of rank 0's watch.
+            rank: this rank.
+            timeout: seconds of silence, to within a beat, after which rank 0 counts as hanging.
+            on_failure: called with the message that rank 0 passes on, or with one that names rank 0.
+            on_close: called when rank 0 says goodbye.
+
+        Raises:
+            OSError: nothing listens there.
         """
         connection = socket.create_connection((host, port), timeout)
         watch = cls(port, token, timeout, on_failure, on_close)
-        leader = _Peer(connection, 0)
+        leader = _Connection(connection, 0)
         leader.send(f"{token} {rank}".encode())
         watch._add(leader)
         watch._thread.start()
         return watch
 
     def close(self, failure: str | None = None) -> None:
-        """Ends the watch with a goodbye, or with the ``failure`` for which this rank leaves the others; does nothing
-        the second time. A failure seen before is still reported."""
+        """Ends the watch. Does nothing the second time; a failure that was seen before is still reported.
+
+        Args:
+            failure: why this rank leaves, for which the others end too; None for a goodbye.
+        """
         if failure is not None:
             self._last_words = _FAILED + failure.encode()
-        self._close.close()  # the other end of the pair wakes the thread
-        self._ended.wait(BEAT)  # in a forked child there is no thread to wait for
+        self._close.close()
+        self._ended.wait(BEAT_INTERVAL)  # in a forked child there is no thread to wait for
+
+    # ---- the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while self._end is None:
-            self._round()
-        for peer in self._peers:
-            peer.socket.close()
+        while self._final_callback is None:
+            self._handle_events()
+            if self._final_callback is None and time.monotonic() >= self._next_beat:
+                self._next_beat = time.monotonic() + BEAT_INTERVAL
+                self._beat()
+        for connection in self._connections:
+            connection.socket.close()
         if self._listener is not None:
             self._listener.close()
         self._closing.close()
         self._close.close()
         self._selector.close()
         self._ended.set()  # before the callback, which may wait for a thread that waits in close()
-        self._end()
+        self._final_callback()
 
-    def _round(self) -> None:
+    def _handle_events(self) -> None:
+        """Waits for events until the next beat, and handles them."""
         for key, _ in self._selector.select(max(0.0, self._next_beat - time.monotonic())):
-            if self._end is None:
+            if self._final_callback is None:
                 key.data()
-        if self._end is None and time.monotonic() >= self._next_beat:
-            self._next_beat = time.monotonic() + BEAT
-            self._beat()
 
     def _beat(self) -> None:
-        for peer in self._peers.copy():
-            peer.silent += 1
-            if peer.rank is None:
-                if peer.silent * BEAT > HELLO:
-                    self._drop(peer)
-            elif peer.silent * BEAT > self._timeout:
-                self._fail(f"rank {peer.rank} has not answered for {self._timeout:g} s")
+        """Sends a beat to every rank, and looks for those that have been silent for too long."""
+        for connection in self._connections.copy():
+            connection.silent_beats += 1
+            silence = connection.silent_beats * BEAT_INTERVAL
+            if connection.rank is None:
+                if silence > GREETING_TIMEOUT:
+                    self._drop(connection)
+            elif silence > self._timeout:
+                self._fail(f"rank {connection.rank} has not answered for {self._timeout:g} s")
                 return
             else:
-                peer.send(_BEAT)
+                connection.send(_BEAT)
 
     def _accept(self, listener: socket.socket) -> None:
         with suppress(OSError):  # gone again, or the last rank has joined in this very round
-            self._add(_Peer(listener.accept()[0], None))
+            self._add(_Connection(listener.accept()[0], None))
 
-    def _read(self, peer: _Peer) -> None:
-        if not peer.receive():
-            self._drop(peer)
-            if peer.rank is not None:
-                self._fail(f"rank {peer.rank} has ended")
+    def _read(self, connection: _Connection) -> None:
+        """Handles the lines that have arrived on a connection, or its end."""
+        if not connection.receive():
+            self._drop(connection)
+            if connection.rank is not None:
+                self._fail(f"rank {connection.rank} has ended")
             return
-        while peer in self._peers and self._end is None and (line := peer.line()) is not None:
-            if peer.rank is None:
-                self._greet(peer, line)
+        while connection in self._connections and self._final_callback is None:
+            line = connection.next_line()
+            if line is None:
+                return
+            if connection.rank is None:
+                self._handle_greeting(connection, line)
             else:
-                self._hear(peer, line)
+                self._handle_line(connection, connection.rank, line)
 
-    def _greet(self, peer: _Peer, line: bytes) -> None:
+    def _handle_greeting(self, connection: _Connection, line: bytes) -> None:
+        """On rank 0: accepts the connection as a rank that has not joined yet, or drops it."""
         assert self._listener is not None
         token, _, rank = line.partition(b" ")
-        known = secrets.compare_digest(token, self.token.encode())
-        if not known or not rank.isdigit() or int(rank) not in self._missing:
-            self._drop(peer)
+        knows_token = secrets.compare_digest(token, self.token.encode())
+        if not knows_token or not rank.isdigit() or int(rank) not in self._missing_ranks:
+            self._drop(connection)
             return
-        peer.rank, peer.silent = int(rank), 0
-        self._missing.remove(peer.rank)
-        if not self._missing:
+        connection.rank, connection.silent_beats = int(rank), 0
+        self._missing_ranks.remove(connection.rank)
+        if not self._missing_ranks:
             self._selector.unregister(self._listener)
             self._listener.close()
 
-    def _hear(self, peer: _Peer, line: bytes) -> None:
-        assert peer.rank is not None
-        peer.silent = 0
+    def _handle_line(self, connection: _Connection, rank: int, line: bytes) -> None:
+        connection.silent_beats = 0
         if line == _BYE:
-            self._drop(peer)
-            if peer.rank == 0:
-                self._end = self._on_close
+            self._drop(connection)
+            if rank == 0:
+                self._final_callback = self._on_close
         elif line.startswith(_FAILED):
             self._fail(line.removeprefix(_FAILED).decode())
         elif line != _BEAT:
-            self._fail(f"rank {peer.rank} has sent {line!r}, which is no message")
+            self._fail(f"rank {rank} has sent {line!r}, which is no message")
 
     def _fail(self, message: str) -> None:
+        """Tells every rank of a failure, and ends the watch."""
         # The one that failed is told as well: it may have been suspended, and then it learns why the others have ended.
-        for peer in self._peers:
-            peer.send(_FAILED + message.encode())
-        self._end = partial(self._on_failure, message)
+        for connection in self._connections:
+            connection.send(_FAILED + message.encode())
+        self._final_callback = partial(self._on_failure, message)
 
     def _say_last_words(self) -> None:
-        for peer in self._peers:
-            peer.send(self._last_words)
-        self._end = _nothing
+        """Ends the watch after ``close`` was called."""
+        for connection in self._connections:
+            connection.send(self._last_words)
+        self._final_callback = _do_nothing
 
-    def _add(self, peer: _Peer) -> None:
-        self._peers.append(peer)
-        self._selector.register(peer.socket, selectors.EVENT_READ, partial(self._read, peer))
+    def _add(self, connection: _Connection) -> None:
+        self._connections.append(connection)
+        self._selector.register(connection.socket, selectors.EVENT_READ, partial(self._read, connection))
 
-    def _drop(self, peer: _Peer) -> None:
-        self._peers.remove(peer)
-        self._selector.unregister(peer.socket)
-        peer.socket.close()
+    def _drop(self, connection: _Connection) -> None:
+        self._connections.remove(connection)
+        self._selector.unregister(connection.socket)
+        connection.socket.close()

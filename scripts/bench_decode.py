@@ -1,20 +1,24 @@
-"""Decoding speed on a CPU against this machine's GEMM peak, both measured in this run.
+"""Measures decoding speed on a CPU as a share of this machine's GEMM peak, which is measured in the same run.
 
     python -m scripts.bench_decode
     python -m scripts.bench_decode --branches 8 --dtypes bfloat16 --windows full
 
-The workload is a random Dream of 125 M parameters (768 hidden, 12 layers, vocabulary 32,000), prompt 128, 128 new
-tokens, block 32. Times are CPU seconds of this process, so other work on the machine disturbs them little. Columns:
+The workload is a random Dream of 125 M parameters (hidden size 768, 12 layers, vocabulary 32,000) with a prompt of 128
+tokens, 128 new tokens and blocks of 32. Times are CPU seconds of this process, so other work on the machine disturbs
+them little. Takes minutes; prints one row for each decode, with the columns
 
   forwards       forward passes for the 128 tokens
-  tokens/step    model tokens computed a step; positions that branches share by construction are computed once
-  forward        FLOP/s of the model's forward passes (linear layers) as a share of the GEMM peak
-  decode         FLOP/s of the whole decode: linear layers and LM head over all CPU time, as a share of the GEMM peak
-  published      FLOPs that the published code spends on as many forwards, with k = 8 and full attention (17,920 tokens
-                 of 100.1 M parameters for 19), over our CPU seconds, as a share of the GEMM peak
-  outside        share of the CPU time outside model forward, head and score
+  TPF            visible tokens for each forward pass
+  tokens/step    tokens computed in a step; positions that branches share are computed once
+  cpu secs       CPU seconds of the decode
+  forward        FLOP/s of the model's forward passes (linear layers); in brackets as a share of the GEMM peak
+  decode         FLOP/s of the whole decode: linear layers and LM head by all CPU seconds; in brackets as a share of the
+                 GEMM peak
+  published      FLOPs that the published code spends on as many forward passes with k = 8 and full attention (17,920
+                 tokens of 100.1 M parameters for 19 passes) by our CPU seconds, as a share of the GEMM peak
+  outside        share of the CPU seconds outside the forward passes of the model, the head and the scores
 
-In float32 with full attention the output ids are compared with those of the published code.
+With full attention in float32 the output ids are compared with those of the published code.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ RECORDED = {0: "d2f", 4: "bf4", 8: "bf8"}
 
 
 def parameters(c: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, shape) in drawing order."""
+    """The name and shape of every parameter, in the order in which their random values are drawn."""
     hidden, inner = c["hidden_size"], c["intermediate_size"]
     kv = hidden // c["num_attention_heads"] * c["num_key_value_heads"]
     yield "model.embed_tokens.weight", (c["vocab_size"], hidden)
@@ -70,7 +74,7 @@ def spread(name: str, init: dict[str, float]) -> float:
 
 
 def write_model(folder: Path, work: dict[str, Any]) -> None:
-    """The workload's model as a Dream directory, the same weights as were timed with the published code."""
+    """Writes the workload's model as a Dream directory, with the weights that were timed with the published code."""
     config = dict(work["model"])
     init = config.pop("init")
     generator = torch.Generator().manual_seed(init["seed"])
@@ -89,7 +93,7 @@ def write_model(folder: Path, work: dict[str, Any]) -> None:
 
 
 def gemm_peak(dtype: torch.dtype) -> float:
-    """FLOP/s of CPU time that torch reaches in the best of some linear layers of the model's sizes."""
+    """The FLOP/s of CPU time that torch reaches in the fastest of some linear layers of the model's sizes."""
     best = 0.0
     for rows, inner, outer in ((1152, 768, 4096), (1152, 2048, 768), (2048, 2048, 2048)):
         x, weight = torch.randn(rows, inner).to(dtype), torch.randn(outer, inner).to(dtype)
@@ -102,10 +106,15 @@ def gemm_peak(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class Measurement:
+    """One decode. Times are CPU seconds."""
+
     output: GenerationOutput
     total: float
+    """The whole decode."""
     forward: float
+    """Forward passes of the model."""
     score: float
+    """LM head and scores."""
 
 
 def measure(llm: LLM, prompt: list[int], params: DecodingParams) -> Measurement:
@@ -140,7 +149,9 @@ def report(llm: LLM, m: Measurement, peak: float, expected: dict[str, Any] | Non
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--branches", type=int, nargs="+", default=[0, 4, 8], help="k, lookahead branches")
+    parser.add_argument(
+        "--branches", type=int, nargs="+", default=[0, 4, 8], help="lookahead branches, the paper's k; 0 is D2F"
+    )
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--windows", nargs="+", default=["full", "block_causal"], choices=["full", "block_causal"])
     parser.add_argument("--threads", type=int, nargs="+", default=[1])

@@ -1,13 +1,15 @@
-"""Compiled decode steps against eager ones on this CPU, and what the host does for each of them.
+"""Compares compiled decode steps with eager ones on this CPU, and measures the host's work for each of them.
 
     python -m scripts.bench_graph
     python -m scripts.bench_graph --problems 8 --sequences 4
 
-Runs the same held-out problems in eager mode, through the decode step as one function that is not compiled, and
-compiled by inductor, and prints for each the CPU seconds of a step and for the last the time of compilation. Graphs
-compute padding that eager steps leave out, so the first two differ in work; the last two do the same.
+Decodes the same held-out problems three times: eagerly, by the decode step as one function that is not compiled, and by
+that function compiled by inductor. Takes minutes, most of them for compilation. Prints for each the CPU milliseconds of
+a step; for the last two also the time of the start, the share of padding, and the host's work for a launch and for a
+result. Steps as one function compute padding that eager steps leave out, so the first two differ in work; the last two
+do the same work.
 
-The work of the host, to send a launch off and to take its result in, is what asynchronous scheduling hides on an NPU.
+The host's work, to send off a launch and to take in its result, is what asynchronous scheduling hides on an NPU.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from lopa_ascend.probe import PartTimes
 
 
 def measure(name: str, questions: list[str], options: dict[str, Any]) -> list[tuple[int, ...]]:
-    """Prints a row of the table; returns the tokens."""
+    """Decodes the questions and prints a row of the table; returns the token ids of each answer."""
     start, wall = time.process_time(), time.perf_counter()
     llm = LLM(**options)
     started, waited = time.process_time() - start, time.perf_counter() - wall
@@ -57,9 +59,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.bench_graph", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--problems", type=int, default=4)
-    parser.add_argument("--sequences", type=int, default=1, help="that run at a time")
-    parser.add_argument("--window-blocks", type=int, default=4)
+    parser.add_argument("--problems", type=int, default=4, help="held-out problems (default: 4)")
+    parser.add_argument("--sequences", type=int, default=1, help="problems that are decoded at a time (default: 1)")
+    parser.add_argument("--window-blocks", type=int, default=4, help="blocks of the largest window (default: 4)")
     arguments = parser.parse_args()
     with HELD_OUT.open(encoding="utf-8") as lines:
         questions = [json.loads(line)["question"] for line, _ in zip(lines, range(arguments.problems), strict=False)]

@@ -1,6 +1,7 @@
-"""The ranks of scripts.bench_parallel: how they are started, and what each of them runs and notes.
+"""The ranks of scripts.bench_parallel: starts them, and records what each of them sends or how long it computes.
 
-`run` starts `python -m scripts.bench_ranks JOB OUT` once a rank, with one thread each, and gives back what they noted.
+`run` starts `python -m scripts.bench_ranks JOB OUT` for each rank, with one thread each, and returns what they have
+recorded; there is no need to start it by hand.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lopa_ascend import LLM
 from lopa_ascend.config import DecodingParams, EngineConfig
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.engine.ranks import LeadingEngine, follow
-from lopa_ascend.parallel.launch import Meeting, free_port, leave
+from lopa_ascend.parallel.launch import Rendezvous, exit_rank, free_port
 from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.probe import PartTimes
 from lopa_ascend.runner.scoring import SCORE_ROWS
@@ -36,28 +37,35 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class TrafficJob(msgspec.Struct, tag=True):
-    """Decode the requests together, as a server does: rank 0 leads. Every rank notes a list of Step."""
+    """Decode requests together, as a server does. Every rank records a list of Step."""
 
     config: EngineConfig
     requests: list[tuple[list[int], DecodingParams]]
+    """Token ids of the prompt, and parameters."""
 
 
 class ScalingJob(msgspec.Struct, tag=True):
-    """Decode the prompt ``repetitions`` times in each way that RankTimes names; every rank notes its RankTimes. With
-    ``alone`` False it is only decoded by all together."""
+    """Decode a prompt in each way that RankTimes names. Every rank records its RankTimes."""
 
     config: EngineConfig
     prompt: list[int]
+    """Token ids."""
     params: DecodingParams
     repetitions: int
+    """Decodes of each way."""
     alone: bool
+    """Whether ranks also decode alone; if not, they only decode together."""
 
 
 Job = TrafficJob | ScalingJob
 
 
 def run(job: Job, kind: Any) -> list[Any]:
-    """What each rank has noted, as ``kind``.
+    """Starts the ranks of a job; returns what each of them has recorded, by rank.
+
+    Args:
+        job: what the ranks do.
+        kind: type of what a rank records.
 
     Raises:
         RuntimeError: a rank failed; its stderr says why.
@@ -69,7 +77,7 @@ def run(job: Job, kind: Any) -> list[Any]:
         processes = []
         for rank in range(size):
             environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-            environment |= Meeting.on_this_machine(rank, size, port).environment()
+            environment |= Rendezvous.on_this_machine(rank, size, port).environment()
             command = [sys.executable, "-m", "scripts.bench_ranks", str(task), f"{out}.{rank}"]
             processes.append(subprocess.Popen(command, cwd=ROOT, env=environment))
         _wait(processes)
@@ -77,7 +85,7 @@ def run(job: Job, kind: Any) -> list[Any]:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """For all; ends the others if one fails."""
+    """Waits until all processes have ended; ends the others if one fails."""
     try:
         while any(process.poll() is None for process in processes):
             time.sleep(0.05)
@@ -95,22 +103,26 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank sent in one step, and what the step was about: the ``plans`` of its sequences, the ``tokens`` that
-    this rank computed and how many of them it wanted hidden states of (``rows``), and [rows, float32 columns] of each
-    message about its part of the vocabulary."""
+    """What one rank sent in one step, and what the step was about."""
 
     traffic: list[Traffic]
+    """What was sent, by purpose."""
     plans: list[SequencePlan]
+    """Of the sequences of the step."""
     tokens: int = 0
+    """Tokens that this rank computed."""
     rows: int = 0
+    """How many of them needed a hidden state after the last layer."""
     scored: list[tuple[int, int]] = field(default_factory=list)
+    """Rows and float32 columns of each message about this rank's part of the vocabulary."""
 
     def sent(self, purpose: str) -> Traffic:
+        """What was sent for a purpose, possibly nothing."""
         return next((traffic for traffic in self.traffic if traffic.purpose == purpose), Traffic(purpose, 0, 0))
 
 
 class Recorder:
-    """Notes every step of an engine."""
+    """Records every step of an engine."""
 
     def __init__(self, engine: Engine):
         self.steps: list[Step] = []
@@ -152,8 +164,8 @@ class Recorder:
 
 
 def traffic(job: TrafficJob) -> list[Step]:
-    """What this rank did, from the first step on."""
-    mesh = Mesh.join(job.config, Meeting.from_environment(), leave)
+    """Runs one rank of the job; returns its steps."""
+    mesh = Mesh.join(job.config, Rendezvous.from_environment(), exit_rank)
     if mesh.rank:
         engine = Engine(job.config, mesh)
         recorder = Recorder(engine)
@@ -175,55 +187,67 @@ def traffic(job: TrafficJob) -> list[Step]:
 
 @dataclass(frozen=True)
 class Decode:
-    """CPU seconds of one rank for one decode. ``total``: of all threads of its process. The others are of its main
-    thread, which computes everything and sleeps while it waits for another rank: of all that it did, and inside the
-    model's forward passes, the head with the scores, and the exchange between groups."""
+    """CPU seconds of one rank for one decode.
+
+    The main thread computes everything, and sleeps while it waits for another rank.
+    """
 
     total: float
+    """All threads of the process."""
     main_thread: float
+    """The main thread; the next three are parts of this."""
     forward: float
+    """Forward passes of the model."""
     scores: float
+    """LM head and scores."""
     exchange: float
+    """The exchange of predictions between groups."""
     num_steps: int
     token_ids: tuple[int, ...]
+    """The tokens that were decoded."""
 
     @property
     def host(self) -> float:
-        """Of the main thread, all but forward passes, head and scores."""
+        """Main thread without forward passes, head and scores."""
         return self.main_thread - self.forward - self.scores
 
     @property
     def rest(self) -> float:
-        """Of the host's work all but the exchange."""
+        """The host's work without the exchange: plan, layout, policy."""
         return self.host - self.exchange
 
     @property
     def other_threads(self) -> float:
-        """gloo's, and torch's."""
+        """Threads of gloo and torch."""
         return self.total - self.main_thread
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Seconds for which a rank did nothing but wait for another in a collective, and its CPU seconds meanwhile."""
+    """A time in which a rank only waited for another one in a collective."""
 
     wall: float
+    """Seconds."""
     cpu: float
+    """CPU seconds of the rank meanwhile."""
 
 
 @dataclass
 class RankTimes:
-    """``alone``: rank 0 decodes with one rank, ``waits``: while each other rank waits. ``side_by_side``: every rank
-    decodes with one rank, all at the same time. ``together``: all ranks make the one decode."""
+    """The times of one rank, one entry for each repetition."""
 
     alone: list[Decode] = field(default_factory=list)
+    """On rank 0: a decode by this rank alone, while the others wait."""
     waits: list[Wait] = field(default_factory=list)
+    """On the others: the wait meanwhile."""
     side_by_side: list[Decode] = field(default_factory=list)
+    """A decode by this rank alone, while every other rank makes one too."""
     together: list[Decode] = field(default_factory=list)
+    """A decode that all ranks make together."""
 
 
 class _Timed:
-    """A model whose decodes are timed. Positions that branches have in common are computed by each."""
+    """A model whose decodes are timed. Branches share no positions: each computes all of its own."""
 
     def __init__(self, config: EngineConfig, size: int):
         self.llm = LLM(
@@ -248,7 +272,7 @@ class _Timed:
 
 
 def scaling(job: ScalingJob) -> RankTimes:
-    """This rank's times."""
+    """Runs one rank of the job; returns its times."""
     times, size = RankTimes(), job.config.branch_parallel_size
     several = _Timed(job.config, size)
     single = _Timed(job.config, 1) if job.alone else None

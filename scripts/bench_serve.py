@@ -1,10 +1,17 @@
-"""Throughput and latency of the server against the number of clients, and how long its event loop is blocked.
+"""Measures throughput and latency of the server for several numbers of clients, and how long its event loop is blocked.
 
-python -m scripts.bench_serve --plot F                  the bundled model, the server started here
-python -m scripts.bench_serve --sequential              also one request at a time, by a server that batches none
-python -m scripts.bench_serve --url http://host:8000    a running server (with a prefix cache it knows repeated prompts)
+    python -m scripts.bench_serve --plot serving.png        the bundled model, on a server that is started here
+    python -m scripts.bench_serve --sequential              also one request at a time, on a server that batches none
+    python -m scripts.bench_serve --url http://host:8000    a running server; its prefix cache may know the prompts
 
-Every level sends the same requests (chat, streamed, greedy), a client its next one as soon as it has an answer.
+For every number of clients the same requests are sent (chat, streamed, greedy); each client sends its next request as
+soon as it has an answer. Takes minutes on two cores, and prints a Markdown table as in docs/serving.md, one row for
+each number of clients:
+
+  requests/s, visible tokens/s   of all clients together
+  TTFT p50, p99                  milliseconds until the first text of an answer: median and 99th percentile
+  latency p50, p99               milliseconds until the end of an answer
+  ping p99                       milliseconds of GET /version meanwhile, which waits for nothing but the event loop
 """
 
 from __future__ import annotations
@@ -26,8 +33,9 @@ from scripts.judge.report import percentile
 from scripts.judge.server import serving
 
 LEVELS = (1, 2, 4, 8, 16, 32)
-PING_EVERY = 0.05
-"""Seconds."""
+"""Numbers of clients."""
+PING_INTERVAL = 0.05
+"""Seconds between two pings."""
 HEADER = (
     "| clients | requests/s | visible tokens/s | TTFT p50, ms | TTFT p99 | latency p50 | latency p99 | ping p99 |\n"
     "|---|---|---|---|---|---|---|---|"
@@ -36,13 +44,16 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Level:
-    """One level's answers, its wall time in seconds, and how long GET /version took meanwhile."""
+    """The measurements for one number of clients."""
 
     name: str
+    """In the table."""
     clients: int
     answers: list[Answer]
     seconds: float
+    """Wall time of all requests."""
     pings: list[float]
+    """Seconds of each GET /version."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -50,13 +61,14 @@ class Level:
         return sum(answer.tokens or 0 for answer in self.answers) / self.seconds
 
     def milliseconds(self, what: str, share: float) -> float:
-        """A percentile of "first", "seconds" or "pings"."""
-        values = (
-            self.pings if what == "pings" else [value for a in self.answers if (value := getattr(a, what)) is not None]
-        )
-        return 1000 * percentile(values, share)
+        """A percentile, such as 0.99, of "first" or "seconds" of the answers (see Answer), or of "pings"."""
+        if what == "pings":
+            return 1000 * percentile(self.pings, share)
+        values = [getattr(answer, what) for answer in self.answers]
+        return 1000 * percentile([value for value in values if value is not None], share)
 
     def row(self) -> str:
+        """The row of the table."""
         times = [self.milliseconds(what, share) for what in ("first", "seconds") for share in (0.5, 0.99)]
         cells = [f"{len(self.answers) / self.seconds:.2f}", f"{self.tokens_per_second:.0f}"]
         cells += [f"{value:.0f}" for value in times] + [f"{self.milliseconds('pings', 0.99):.1f}"]
@@ -64,21 +76,32 @@ class Level:
 
 
 def measure(url: str, requests: list[Ask], clients: int, name: str) -> Level:
-    """Raises RuntimeError if a request fails."""
+    """Sends requests to a server.
+
+    Args:
+        url: of the server.
+        requests: what to send.
+        clients: requests at the same time.
+        name: of the row in the table.
+
+    Raises:
+        RuntimeError: a request failed.
+    """
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
+    pipe, pipe_of_pinger = context.Pipe()
     # In a process of its own: the clients' work would delay pings from this one.
-    pinger = context.Process(target=_ping, args=(url, theirs), daemon=True)
+    pinger = context.Process(target=_ping, args=(url, pipe_of_pinger), daemon=True)
     pinger.start()
-    ours.recv()
-    answers, seconds = asyncio.run(_run(url, requests, clients, name))
-    ours.send(None)
-    pings = ours.recv()
+    pipe.recv()
+    answers, seconds = asyncio.run(_send_all(url, requests, clients, name))
+    pipe.send(None)
+    pings = pipe.recv()
     pinger.join()
     return Level(name, clients, answers, seconds, pings)
 
 
-async def _run(url: str, requests: list[Ask], clients: int, name: str) -> tuple[list[Answer], float]:
+async def _send_all(url: str, requests: list[Ask], clients: int, name: str) -> tuple[list[Answer], float]:
+    """The answers, and the seconds until the last one, after a first request that does not count."""
     answers: list[Answer] = []
     waiting = iter(requests)
     async with connect(url) as http:
@@ -99,12 +122,12 @@ async def _run(url: str, requests: list[Ask], clients: int, name: str) -> tuple[
 
 
 def _ping(url: str, pipe: Connection) -> None:
-    """Sends its first word when it is ready, and the seconds of all pings when it is asked to end."""
+    """Pings the server until a message arrives; then sends the seconds of each ping. Sends None when it begins."""
     times = []
     with httpx.Client(base_url=url, timeout=60) as client:
         client.get("/version")
         pipe.send(None)
-        while not pipe.poll(PING_EVERY):
+        while not pipe.poll(PING_INTERVAL):
             start = time.perf_counter()
             client.get("/version")
             times.append(time.perf_counter() - start)
@@ -112,6 +135,7 @@ def _ping(url: str, pipe: Connection) -> None:
 
 
 def draw(levels: list[Level], sequential: Level | None, path: Path) -> None:
+    """Writes throughput and latency against the number of clients as a picture."""
     from matplotlib import pyplot
 
     figure, (speed, delay) = pyplot.subplots(1, 2, figsize=(10, 4))
@@ -136,17 +160,33 @@ def draw(levels: list[Level], sequential: Level | None, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", help="of a running server (default: one is started, without prefix cache)")
-    parser.add_argument("--requests", type=int, default=96, help="at each level (default: 96)")
-    parser.add_argument("--levels", type=int, nargs="+", default=LEVELS, metavar="N", help="numbers of clients")
-    parser.add_argument("--max-tokens", type=int, default=192, help="of an answer (default: 192)")
-    parser.add_argument("--num-branches", type=int, default=3, help="the paper's k (default: 3)")
-    parser.add_argument("--sequential", action="store_true", help="compare with --max-num-seqs 1 and one client")
-    parser.add_argument("--plot", type=Path, help="write the table as a picture")
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench_serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--url", help="a running server (default: one is started here, without prefix cache)")
+    parser.add_argument("--requests", type=int, default=96, help="requests for each number of clients (default: 96)")
+    levels_text = ", ".join(map(str, LEVELS))
+    parser.add_argument(
+        "--levels",
+        type=int,
+        nargs="+",
+        default=LEVELS,
+        metavar="N",
+        help=f"numbers of clients (default: {levels_text})",
+    )
+    parser.add_argument("--max-tokens", type=int, default=192, help="tokens of an answer, at most (default: 192)")
+    parser.add_argument("--num-branches", type=int, default=3, help="lookahead branches, the paper's k (default: 3)")
+    parser.add_argument(
+        "--sequential", action="store_true", help="also measure one client on a server with --max-num-seqs 1"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also write the table as a picture")
     args = parser.parse_args()
-    fields = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": args.max_tokens}
-    fields |= {"num_branches": args.num_branches}
+    fields = {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": args.max_tokens,
+        "num_branches": args.num_branches,
+    }
     requests = [chat(question, **fields) for question in (10 * questions())[: args.requests]]
     print(HEADER)
     levels, sequential = [], None

@@ -1,17 +1,23 @@
-"""Word problems of the bundled model: seeded questions and worked answers that end in ``#### N``.
+"""Word problems for the bundled model: seeded questions, and worked answers that end in "#### N".
+
+    python -m scripts.demo_problems                        prints three problems
+    python -m scripts.demo_problems --count 100 --json     a hundred, one JSON object a line
 
 A problem is a start amount and one to three changes (more, fewer, twice as many), with every number from 10 to 99. The
 question is worded by one of twelve story templates, each with its own verbs. The answer restates the amounts, breaks
-each change into tens and ones, and repeats the result. Which of four phrasings each of its sentences takes, the
-question does not say: an honest source of uncertainty, which is what lookahead branches resolve. The phrasings of a
-sentence have equally many tokens, with the numbers at the same places: filling a later position never forces a length
-on an earlier one.
+each change into tens and ones, and repeats the result. Each sentence of the answer has four phrasings, and the question
+does not say which one is taken: that is the uncertainty that lookahead branches resolve. The phrasings of a sentence
+have equally many tokens, with the numbers at the same places, so filling a later position never forces a length on an
+earlier one.
 
-Training and held-out problems are disjoint by construction: a question belongs to one side by a hash of its text.
+Training and held-out problems are disjoint by construction: a hash of the question's text decides on which side it is.
 """
 
 from __future__ import annotations
 
+import argparse
+import itertools
+import json
 import random
 import re
 import zlib
@@ -19,21 +25,30 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 NAMES = ("Tom", "Anna", "Ben", "Lily", "Max", "Eva", "Sam", "Mia", "Leo", "Zoe", "Dan", "Kim")
-HELD_OUT_BUCKETS = 64  # one bucket of this many is held out
+HELD_OUT_BUCKETS = 64
+"""Questions fall into so many buckets, of which one is held out."""
 ANSWER_TOKENS = range(60, 128)
-PIECE = re.compile(r" ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]+\n*|\s")  # what the tokenizer makes one token of
+"""Lengths of answers."""
+TOKEN = re.compile(r" ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]+\n*|\s")
+"""What the tokenizer makes one token of."""
 
 
 @dataclass(frozen=True)
 class Story:
-    """One wording of a question; ``more``, ``fewer`` and ``twice`` hold the sentences for each kind of change."""
+    """One wording of a question. Sentences hold {name} of a person, {n} for a number, and {thing}."""
 
     things: tuple[str, ...]
+    """What may be counted."""
     start: str
+    """Says the start amount."""
     more: tuple[str, ...]
+    """Sentences for an addition of {n}."""
     fewer: tuple[str, ...]
+    """Sentences for a subtraction of {n}."""
     twice: str
+    """Says that the amount doubles."""
     ask: str
+    """Asks for the result."""
 
 
 STORIES = (
@@ -173,12 +188,17 @@ ENDINGS = (
 
 @dataclass(frozen=True)
 class Problem:
+    """A question with its answer."""
+
     question: str
     answer: str
+    """Worked out, and ending in "#### N"."""
     result: int
+    """N."""
 
     @property
     def held_out(self) -> bool:
+        """Whether the model must not be trained on it."""
         return zlib.crc32(self.question.encode()) % HELD_OUT_BUCKETS == 0
 
 
@@ -192,26 +212,31 @@ def worked(a: int, op: str, b: int) -> tuple[str, int]:
     """
     sign, symbol = (-1, "-") if op == "-" else (1, "+")
     ones = b % 10
-    middle, result = a + sign * (b - ones), a + sign * b
+    middle = a + sign * (b - ones)
+    result = a + sign * b
     return f"{a}{symbol}{b - ones}={middle}, {middle}{symbol}{ones}={result}", result
 
 
 def changes(rng: random.Random) -> tuple[int, list[tuple[str, int]]]:
-    """A start amount and one to three changes ("2" doubles), whose results all stay within 10 to 99."""
+    """A start amount, and one to three changes whose results stay within 10 to 99.
+
+    A change is ("+", n), ("-", n) or ("2", n), where the last one doubles the amount n.
+    """
     start = value = rng.randint(10, 99)
-    wanted = rng.choice((1, 2, 2, 3, 3))
-    out: list[tuple[str, int]] = []
-    while len(out) < wanted:
+    num_changes = rng.choice((1, 2, 2, 3, 3))
+    found: list[tuple[str, int]] = []
+    while len(found) < num_changes:
         op = rng.choice("++--2")
         n = value if op == "2" else rng.randint(11, 89)
         result = value - n if op == "-" else value + n
         if n % 10 and 10 <= result <= 99:
-            out.append((op, n))
+            found.append((op, n))
             value = result
-    return start, out
+    return start, found
 
 
 def make_problem(rng: random.Random) -> Problem:
+    """A random problem of either side, with an answer of any length."""
     story, name = rng.choice(STORIES), rng.choice(NAMES)
     thing = rng.choice(story.things)
     start, steps = changes(rng)
@@ -233,15 +258,42 @@ def make_problem(rng: random.Random) -> Problem:
 
 
 def problems(seed: int, held_out: bool) -> Iterator[Problem]:
-    """An endless stream of problems of one side of the split, with answers of 60 to 127 tokens."""
+    """An endless stream of problems with answers of 60 to 127 tokens.
+
+    Args:
+        seed: of the stream.
+        held_out: which side the problems are from.
+    """
     rng = random.Random(seed)
     while True:
         problem = make_problem(rng)
-        if problem.held_out == held_out and len(PIECE.findall(problem.answer)) in ANSWER_TOKENS:
+        if problem.held_out == held_out and len(TOKEN.findall(problem.answer)) in ANSWER_TOKENS:
             yield problem
 
 
 def parse_result(text: str) -> int | None:
-    """The number behind the last ``####``, or None."""
-    tail = text.rpartition("####")[2].split()
-    return int(tail[0]) if "####" in text and tail and tail[0].isdigit() else None
+    """The number behind the last "####"; None if there is none."""
+    words = text.rpartition("####")[2].split()
+    return int(words[0]) if "####" in text and words and words[0].isdigit() else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.demo_problems",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--count", type=int, default=3, metavar="N", help="number of problems (default: 3)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the problems (default: 0)")
+    parser.add_argument("--held-out", action="store_true", help="held-out problems, not those for training")
+    parser.add_argument("--json", action="store_true", help="one JSON object with question and answer a line")
+    args = parser.parse_args()
+    for problem in itertools.islice(problems(args.seed, args.held_out), args.count):
+        if args.json:
+            print(json.dumps({"question": problem.question, "answer": problem.answer}))
+        else:
+            print(f"{problem.question}\n\n{problem.answer}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,19 +1,26 @@
-"""Builds the bundled model's tokenizer: byte-level BPE over the words of the demo problems, in Qwen2's file format."""
+"""Builds the bundled model's tokenizer: byte-level BPE over the words of the demo problems, in Qwen2's file format.
+
+    python -m scripts.demo_tokenizer build/tokenizer
+
+Writes vocab.json, merges.txt and tokenizer_config.json into the folder; takes some seconds. The same seed gives the
+same files. scripts.train_demo does this first.
+"""
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
 
+from lopa_ascend.text.tokenizer_files import WORD_PATTERN
 from scripts.demo_problems import problems
 
-# Qwen2's split: words with their leading space, single digits, runs of punctuation.
-SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+CORPUS_SIZE = 20_000
+"""Problems that the vocabulary is made from."""
 EOS, USER, ASSISTANT, MASK = "<|endoftext|>", "<|user|>", "<|assistant|>", "<|mask|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
@@ -22,33 +29,43 @@ CHAT_TEMPLATE = (
 )
 
 
-def build(folder: Path, seed: int = 0, corpus_size: int = 20_000) -> Tokenizer:
-    """Trains the tokenizer and writes vocab.json, merges.txt and tokenizer_config.json; the mask is the last id."""
+def build(folder: Path, seed: int = 0, corpus_size: int = CORPUS_SIZE) -> Tokenizer:
+    """Trains the tokenizer and writes vocab.json, merges.txt and tokenizer_config.json; the mask is the last id.
+
+    Args:
+        folder: where the files go.
+        seed: of the problems that the vocabulary is made from.
+        corpus_size: how many problems.
+    """
+    tokenizer = _train(seed, corpus_size)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.model.save(str(folder))
+    specials = (EOS, USER, ASSISTANT, MASK)
+    _write_config(folder / "tokenizer_config.json", specials, first_id=tokenizer.get_vocab_size())
+    tokenizer.add_special_tokens(list(specials))
+    return tokenizer
+
+
+def _train(seed: int, corpus_size: int) -> Tokenizer:
+    """The tokenizer without special tokens."""
     tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    split_words = pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split_words, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
-    corpus = (p.question + "\n" + p.answer for p in itertools.islice(problems(seed, held_out=False), corpus_size))
+    chosen = itertools.islice(problems(seed, held_out=False), corpus_size)
+    progress = tqdm(chosen, "tokenizer", corpus_size, unit="problem", disable=None, leave=False)
+    corpus = (problem.question + "\n" + problem.answer for problem in progress)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=2048, initial_alphabet=alphabet, min_frequency=200, show_progress=False)
     tokenizer.train_from_iterator(corpus, trainer)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.model.save(str(folder))
-    size = tokenizer.get_vocab_size()
-    specials = (EOS, USER, ASSISTANT, MASK)
-    added = {
-        str(size + i): {
-            "content": t,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "single_word": False,
-            "special": True,
-        }
-        for i, t in enumerate(specials)
-    }
+    return tokenizer
+
+
+def _write_config(file: Path, specials: tuple[str, ...], first_id: int) -> None:
+    """Writes tokenizer_config.json; the special tokens have the ids from ``first_id`` on."""
+    flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+    added = {str(token_id): {"content": token, **flags} for token_id, token in enumerate(specials, first_id)}
     config = {
         "tokenizer_class": "DreamTokenizer",
         "added_tokens_decoder": added,
@@ -60,6 +77,24 @@ def build(folder: Path, seed: int = 0, corpus_size: int = 20_000) -> Tokenizer:
         "model_max_length": 2048,
         "chat_template": CHAT_TEMPLATE,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-    tokenizer.add_special_tokens(list(specials))
-    return tokenizer
+    file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.demo_tokenizer",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path, help="where the files go")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the problems (default: 0)")
+    parser.add_argument(
+        "--corpus-size", type=int, default=CORPUS_SIZE, metavar="N", help=f"number of problems (default: {CORPUS_SIZE})"
+    )
+    args = parser.parse_args()
+    tokenizer = build(args.folder, args.seed, args.corpus_size)
+    print(f"{tokenizer.get_vocab_size()} tokens in {args.folder}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
-# To be sourced: use_env ROOT [EXTRA] sets up ROOT/.venv with the project (editable) and the extra, and puts it on PATH.
-# PYTHON names the interpreter to build it from (default python3). Installs only what changed: when pyproject.toml,
-# setup.py and the checkout's place are as they were, it takes no time. torch_npu is never installed here.
+# To be sourced. use_env ROOT [EXTRA] sets up ROOT/.venv with the project (editable) and one of its extras, and puts it on
+# PATH. PYTHON names the interpreter to build it from (default python3). It installs only when pyproject.toml, setup.py or
+# the place of the checkout have changed. It never installs torch_npu.
 
 TORCH="torch==2.13.0"
 
@@ -12,7 +12,7 @@ use_env() {
     if [[ -e $venv/installing ]]; then
         echo "env: the last installation into $venv did not finish; starting afresh" >&2
         make_venv "$python" "$venv"
-    # venv writes bin/activate last, and with its own path in it: this also finds a half-made or a moved environment.
+    # venv writes bin/activate last, with its own path in it: so this also notices a half-made or a moved environment.
     elif ! grep -qsF "$venv" "$venv/bin/activate" || ! "$venv/bin/python" -c "" 2>/dev/null; then
         make_venv "$python" "$venv"
     fi
@@ -20,11 +20,11 @@ use_env() {
     unset PYTHONHOME
 
     grep -qsxF "$wanted" "$venv/installed-${extra:-base}" && return
-    # An installation with an extra holds all that one without holds.
+    # An installation with an extra has everything that one without has.
     [[ -z $extra ]] && grep -qsxF "$wanted" "$venv"/installed-* && return
     echo "env: installing $TORCH and the project${extra:+ with its $extra tools} into $venv (minutes, once)" >&2
     touch "$venv/installing"
-    # torch first, by itself: what comes later finds it there and does not choose another.
+    # torch first, by itself, so that later installations find it and do not choose another version.
     (
         cd "$root" || exit
         python -m pip install --quiet --disable-pip-version-check "$TORCH"
@@ -34,6 +34,7 @@ use_env() {
     rm "$venv/installing"
 }
 
+# make_venv PYTHON VENV: an empty environment, or an error that says what is missing.
 make_venv() {
     local python=$1 venv=$2
     if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then

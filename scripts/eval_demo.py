@@ -1,114 +1,158 @@
-"""Accuracy and tokens per forward of the bundled model on its held-out problems: a small Figure 4 of the paper.
+"""Measures accuracy and tokens per forward pass (TPF) of the bundled model on its held-out problems.
 
-python -m scripts.eval_demo targets            the four numbers that the model must reach, 500 problems
-python -m scripts.eval_demo table --plot F     k by tau_conf by window mode, 200 problems
-python -m scripts.eval_demo prefix             what approximate prefix caching does to answers, 50 problems
+    python -m scripts.eval_demo targets                 the four numbers that the model must reach, on 500 problems
+    python -m scripts.eval_demo table --plot demo.png   branches by tau_conf by window attention, on 200 problems
+    python -m scripts.eval_demo prefix                  what approximate prefix caching does to answers, on 50 problems
+
+"exact" is the share of answers that end in the right number. TPF is visible tokens divided by forward passes, of all
+problems together. `table` is a small version of the paper's Figure 4: each cell has exact and TPF. All take minutes on
+two cores, and answer sooner with a smaller --limit.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from lopa_ascend import LLM, DecodingParams
+from lopa_ascend.config import DecodingParams
+from lopa_ascend.demo import HELD_OUT
+from lopa_ascend.types import GenerationOutput
 from scripts.demo_problems import parse_result
-from scripts.demo_tokenizer import ASSISTANT, EOS, USER
 
-HELD_OUT = Path("lopa_ascend/demo/heldout.jsonl")
+if TYPE_CHECKING:
+    from lopa_ascend import LLM
+
+DEFAULT_LIMITS = {"targets": 500, "table": 200, "prefix": 50}
+"""Problems, by what is measured."""
 ONE_A_STEP = DecodingParams(decoding="d2f", tau_add=1.0, tau_act=1.0, tau_conf=1.0, max_new_tokens=192)
+"""Fills one position in each forward pass."""
 BRANCHES = (0, 1, 3, 7)
+"""Lookahead branches, the paper's k; 0 is D2F."""
 TAUS = (0.95, 0.9, 0.8, 0.7)
+"""Values of tau_conf."""
 WINDOWS = ("block_causal", "full")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Share of exact answers, visible tokens a forward pass (all tokens by all passes), and model tokens a pass."""
+    """What came of decoding some problems."""
 
     accuracy: float
+    """Share of exact answers."""
     tpf: float
+    """Visible tokens by forward passes."""
     model_tokens: float
+    """Tokens computed in a forward pass."""
 
 
 def read(limit: int) -> list[tuple[str, int]]:
-    rows = [json.loads(line) for line in HELD_OUT.read_text().splitlines()[:limit]]
+    """The first held-out problems: question and result."""
+    rows = [json.loads(line) for line in HELD_OUT.read_text(encoding="utf-8").splitlines()[:limit]]
     return [(row["question"], parse_result(row["answer"]) or 0) for row in rows]
 
 
-def evaluate(llm: LLM, problems: list[tuple[str, int]], params: DecodingParams) -> Outcome:
+def decoding(num_branches: int, tau_conf: float, window: str = "block_causal") -> DecodingParams:
+    """LoPA, or D2F without branches, with answers of at most 192 tokens."""
+    return DecodingParams(
+        decoding="lopa" if num_branches else "d2f",
+        num_branches=num_branches,
+        tau_conf=tau_conf,
+        window_attention=window,
+        max_new_tokens=192,
+    )
+
+
+def share_of_exact(outputs: Sequence[GenerationOutput], problems: Sequence[tuple[str, int]]) -> float:
+    exact = [parse_result(output.text or "") == result for output, (_, result) in zip(outputs, problems, strict=True)]
+    return sum(exact) / len(exact)
+
+
+def evaluate(llm: LLM, problems: list[tuple[str, int]], params: DecodingParams, *, quiet: bool = True) -> Outcome:
+    """Decodes problems together.
+
+    Args:
+        llm: the model.
+        problems: questions and results.
+        params: of every request.
+        quiet: no progress bar.
+    """
     conversations = [[{"role": "user", "content": question}] for question, _ in problems]
-    outputs = llm.chat(conversations, params, quiet=True)
-    exact = sum(parse_result(o.text or "") == result for o, (_, result) in zip(outputs, problems, strict=True))
-    forwards = sum(o.num_forwards for o in outputs)
-    tokens = sum(len(o.token_ids) for o in outputs)
-    return Outcome(exact / len(problems), tokens / forwards, sum(o.model_tokens for o in outputs) / forwards)
-
-
-def decoding(k: int, tau_conf: float, window: str = "block_causal") -> DecodingParams:
-    kind = "lopa" if k else "d2f"
-    return DecodingParams(decoding=kind, num_branches=k, tau_conf=tau_conf, window_attention=window, max_new_tokens=192)
+    outputs = llm.chat(conversations, params, quiet=quiet)
+    num_forwards = sum(output.num_forwards for output in outputs)
+    num_tokens = sum(len(output.token_ids) for output in outputs)
+    model_tokens = sum(output.model_tokens for output in outputs)
+    return Outcome(share_of_exact(outputs, problems), num_tokens / num_forwards, model_tokens / num_forwards)
 
 
 def targets(llm: LLM, limit: int) -> None:
+    """Prints the numbers that the model must reach."""
     problems = read(limit)
     runs = {"d2f, one token a step": ONE_A_STEP, "d2f, tau_conf 0.9": decoding(0, 0.9), "lopa, k = 7": decoding(7, 0.9)}
-    found = {}
+    outcomes = {}
     for name, params in runs.items():
-        found[name] = evaluate(llm, problems, params)
-        print(f"{name:24s} exact {found[name].accuracy:6.1%}  TPF {found[name].tpf:5.2f}", flush=True)
-    d2f, lopa = found["d2f, tau_conf 0.9"], found["lopa, k = 7"]
-    print(f"lopa over d2f: {lopa.tpf / d2f.tpf:.2f} times the TPF, {100 * (lopa.accuracy - d2f.accuracy):+.1f} points")
+        outcomes[name] = outcome = evaluate(llm, problems, params, quiet=False)
+        print(f"{name:24s} exact {outcome.accuracy:6.1%}  TPF {outcome.tpf:5.2f}", flush=True)
+    d2f, lopa = outcomes["d2f, tau_conf 0.9"], outcomes["lopa, k = 7"]
+    points = 100 * (lopa.accuracy - d2f.accuracy)
+    print(f"lopa over d2f: {lopa.tpf / d2f.tpf:.2f} times the TPF, {points:+.1f} points")
 
 
 def table(llm: LLM, limit: int, plot: Path | None) -> None:
+    """Prints exact and TPF by window attention, lookahead branches and tau_conf."""
     problems = read(limit)
-    found: dict[tuple[str, int, float], Outcome] = {}
+    outcomes: dict[tuple[str, int, float], Outcome] = {}
     print(f"| window | k | {' | '.join(f'tau_conf {tau}' for tau in TAUS)} |")
     print(f"|---|---|{'---|' * len(TAUS)}")
     with tqdm(total=len(WINDOWS) * len(BRANCHES) * len(TAUS), disable=None) as bar:
         for window in WINDOWS:
             for k in BRANCHES:
                 for tau in TAUS:
-                    found[window, k, tau] = evaluate(llm, problems, decoding(k, tau, window))
+                    outcomes[window, k, tau] = evaluate(llm, problems, decoding(k, tau, window))
                     bar.update()
-                cells = (f"{found[window, k, t].accuracy:.1%}, {found[window, k, t].tpf:.2f}" for t in TAUS)
+                row = [outcomes[window, k, tau] for tau in TAUS]
+                cells = (f"{outcome.accuracy:.1%}, {outcome.tpf:.2f}" for outcome in row)
                 print(f"| {window} | {k} | {' | '.join(cells)} |", flush=True)
     if plot:
-        draw(found, plot)
+        draw(outcomes, plot)
 
 
 def prefix(model: str | None, limit: int, options: dict[str, Any]) -> None:
-    """Prompts that begin with the same solved problems, with the exact cache and with the approximate one."""
-    lines = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
-    shots = "".join(f"{USER}{row['question']}{ASSISTANT}{row['answer']}{EOS}" for row in lines[-4:])
+    """Decodes prompts that begin with the same solved problems, with the exact prefix cache and the approximate one."""
+    from lopa_ascend import LLM
+    from scripts.demo_tokenizer import ASSISTANT, EOS, USER
+
+    solved = [json.loads(line) for line in HELD_OUT.read_text(encoding="utf-8").splitlines()[-4:]]
+    shots = "".join(f"{USER}{row['question']}{ASSISTANT}{row['answer']}{EOS}" for row in solved)
     problems = read(limit)
-    texts = []
-    for approximate in (False, True):
-        llm = LLM(model, approximate_prefix_caching=approximate, max_num_seqs=1, **options)
-        prompts = [f"{shots}{USER}{question}{ASSISTANT}" for question, _ in problems]
-        outputs = llm.generate(prompts, decoding(3, 0.9), quiet=True)
-        exact = sum(parse_result(o.text or "") == result for o, (_, result) in zip(outputs, problems, strict=True))
-        reused = sum(o.cached_tokens for o in outputs) / sum(len(o.prompt_token_ids) for o in outputs)
-        name = "approximate" if approximate else "exact"
-        print(f"{name:12s} exact {exact / len(problems):6.1%}  prompt tokens reused {reused:5.1%}", flush=True)
-        texts.append([o.text for o in outputs])
-    changed = sum(a != b for a, b in zip(*texts, strict=True))
+    prompts = [f"{shots}{USER}{question}{ASSISTANT}" for question, _ in problems]
+    texts: dict[str, list[str | None]] = {}
+    for name in ("exact", "approximate"):
+        llm = LLM(model, approximate_prefix_caching=name == "approximate", max_num_seqs=1, **options)
+        outputs = llm.generate(prompts, decoding(3, 0.9))
+        reused = sum(output.cached_tokens for output in outputs) / sum(len(o.prompt_token_ids) for o in outputs)
+        exact = share_of_exact(outputs, problems)
+        print(f"{name:12s} exact {exact:6.1%}  prompt tokens reused {reused:5.1%}", flush=True)
+        texts[name] = [output.text for output in outputs]
+    changed = sum(a != b for a, b in zip(texts["exact"], texts["approximate"], strict=True))
     print(f"{changed} of {len(problems)} answers changed")
 
 
-def draw(found: dict[tuple[str, int, float], Outcome], path: Path) -> None:
+def draw(outcomes: dict[tuple[str, int, float], Outcome], path: Path) -> None:
+    """Writes the table as a picture."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, len(WINDOWS), figsize=(10, 4), sharey=True)
     for axis, window in zip(axes, WINDOWS, strict=True):
         for k in BRANCHES:
-            points = [found[window, k, tau] for tau in TAUS]
-            axis.plot([p.tpf for p in points], [100 * p.accuracy for p in points], marker="o", label=f"k = {k}")
+            points = [outcomes[window, k, tau] for tau in TAUS]
+            tpfs, percents = [point.tpf for point in points], [100 * point.accuracy for point in points]
+            axis.plot(tpfs, percents, marker="o", label=f"k = {k}")
         axis.set(title=window, xlabel="tokens per forward")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("exact answers, %")
@@ -118,23 +162,31 @@ def draw(found: dict[tuple[str, int, float], Outcome], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["targets", "table", "prefix"])
-    parser.add_argument("--model", help="another model directory")
-    parser.add_argument("--limit", type=int, help="problems (default 500 for targets, 200 for table, 50 for prefix)")
-    parser.add_argument("--plot", type=Path, help="write the table as a picture")
-    parser.add_argument("--device", default="cpu", help="cpu or npu")
-    parser.add_argument("--dtype", default="auto", help="of the weights: auto, float32 or bfloat16")
-    parser.add_argument("--graph-mode", help="how a step runs (default: the engine's)")
-    parser.add_argument("--attention-layout", default="TND", help="TND or BSH, on an NPU")
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.eval_demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=DEFAULT_LIMITS, help="what to measure")
+    parser.add_argument("--model", metavar="DIR", help="another model directory (default: the bundled model)")
+    limits = ", ".join(f"{limit} for {what}" for what, limit in DEFAULT_LIMITS.items())
+    parser.add_argument("--limit", type=int, metavar="N", help=f"number of problems (default: {limits})")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="with table: also write it as a picture")
+    parser.add_argument("--device", default="cpu", help="cpu or npu (default: cpu)")
+    parser.add_argument(
+        "--dtype", default="auto", help="dtype of the weights: auto, float32 or bfloat16 (default: auto)"
+    )
+    parser.add_argument("--graph-mode", help="how a step runs (default: the engine's for the device)")
+    parser.add_argument("--attention-layout", default="TND", help="on an NPU: TND or BSH (default: TND)")
     args = parser.parse_args()
+    from lopa_ascend import LLM  # imports torch, which takes seconds
+
     options = {name: getattr(args, name) for name in ("device", "dtype", "graph_mode", "attention_layout")}
+    limit = args.limit or DEFAULT_LIMITS[args.what]
     if args.what == "targets":
-        targets(LLM(args.model, **options), args.limit or 500)
+        targets(LLM(args.model, **options), limit)
     elif args.what == "table":
-        table(LLM(args.model, **options), args.limit or 200, args.plot)
+        table(LLM(args.model, **options), limit, args.plot)
     else:
-        prefix(args.model, args.limit or 50, options)
+        prefix(args.model, limit, options)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@ flag+=([bp]=8 [nnodes]=2 [node-rank]="" [master-addr]="" [interface]="")
 
 usage() {
     cat <<END
-One server on several 910C nodes. Run the same command on every node, but for --node-rank; node 0 serves HTTP.
-A tensor parallel group stays within a node, so --bp must be a multiple of --nnodes; only branch parallelism crosses
-nodes. Checks its own node, then becomes torchrun, which waits until all nodes are there.
+Starts one server on several 910C nodes. Run the same command on every node, with another --node-rank on each; node 0
+serves HTTP. A tensor parallel group stays within a node, so --bp must be a multiple of --nnodes; only branch parallelism
+crosses nodes. The script checks its own node first, and prints what to do if something is missing. Then it becomes
+torchrun, which waits until all nodes are there; the server is up when /health on node 0 answers 200.
 
 usage: launch_cluster.sh --node-rank N --master-addr ADDRESS --interface NAME [FLAGS] [-- FLAGS OF THE SERVER]
 
@@ -17,7 +18,7 @@ usage: launch_cluster.sh --node-rank N --master-addr ADDRESS --interface NAME [F
   on node 1: launch_cluster.sh --node-rank 1 --master-addr 10.0.0.1 --interface enp67s0f5 --model DIR -- --num-branches 7
 
   --nnodes N           number of nodes ($(default nnodes))
-  --node-rank N        which of them this is, from 0
+  --node-rank N        number of this node, from 0
   --master-addr HOST   address of node 0 on the network between the nodes
   --interface NAME     this node's interface on that network, as \`ip address\` names it
 

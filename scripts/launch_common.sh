@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# To be sourced by launch_node.sh, launch_cluster.sh and launch_replicas.sh: flags, interpreter, environment, command.
+# To be sourced by launch_node.sh, launch_cluster.sh and launch_replicas.sh: flags, interpreter, checks, environment of the
+# ranks, and their command.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=scripts/env.sh
@@ -9,8 +10,8 @@ DIES=16 # of a 910C node: 8 packages of 2, each a device of its own
 
 # ---- flags -----------------------------------------------------------------------------------------------------------
 
-# Name -> value. A script adds its own before parse_flags; scripts/preflight.py takes all of them by the same names.
-# HCCL and the engine must give up on a rank at the same time, so one value, whoever sets it, is both timeouts.
+# Name -> value. A script adds its own flags before parse_flags; scripts/preflight.py takes all of them by the same names.
+# HCCL and the engine must give up a silent rank at the same time, so both timeouts are this value.
 declare -A flag=(
     [model]="" [lora-path]="" [device]=npu [tp]=4 [host]=127.0.0.1 [port]=8000 [master-port]=29500 [max-restarts]=3
     [timeout]=${HCCL_EXEC_TIMEOUT:-60}
@@ -29,15 +30,17 @@ flags (default):
   --host ADDRESS       address of the HTTP server ($(default host)); 0.0.0.0 serves other machines, so set LOPA_API_KEY too
   --port N             port of the HTTP server ($(default port))
   --master-port N      port on which the ranks find one another ($(default master-port))
-  --timeout SECONDS    how long a rank may hang before all end; also HCCL_EXEC_TIMEOUT, which may set it (60)
+  --timeout SECONDS    how long a rank may hang before all end (HCCL_EXEC_TIMEOUT if it is set, else 60)
   --max-restarts N     how often torchrun starts all ranks again after one has ended ($(default max-restarts))
-  --dry-run            check the arguments and print what would run; start nothing
-  --help               this
+  --dry-run            check the arguments and print what would run, as shell commands; start nothing
+  --help               print this
 END
 }
 
+# default NAME: the value of a flag that was not given.
 default() { echo "${flag[$1]}"; }
 
+# refuse MESSAGE: ends the script because of a wrong flag.
 refuse() {
     echo "${0##*/}: $1; see --help" >&2
     exit 2
@@ -46,7 +49,7 @@ refuse() {
 # parse_flags "$@": fills `flag`, `server_flags` and `dry_run`. The script defines `usage`.
 parse_flags() {
     local name help
-    help=$(usage) # with the defaults, which flags replace
+    help=$(usage) # before flags replace the defaults that it names
     while (($#)); do
         case $1 in
             --help | -h) echo "$help" && exit ;;
@@ -75,13 +78,14 @@ parse_flags() {
 
 # ---- interpreter and pre-flight --------------------------------------------------------------------------------------
 
-# Sets `python`: PYTHON (python3 if unset) where torch and this project are installed in it. Otherwise, on a CPU, that of
-# .venv, set up first. For NPUs no environment is ever made, for torch_npu must come from where CANN does.
+# Sets `python`, the interpreter of the ranks: PYTHON (python3 if unset) if torch and this project are installed in it.
+# Otherwise, on a CPU, the interpreter of .venv, which is set up first; `checker` is then the one that makes the checks. For
+# NPUs no environment is ever made, because torch_npu must fit the machine's CANN.
 choose_python() {
     python=$(command -v "${PYTHON:-python3}") || refuse "there is no ${PYTHON:-python3}; name another one by PYTHON"
     [[ $python == /* ]] || python=$PWD/$python
     local installed='from importlib.metadata import version; version("torch"); version("lopa-dist-ascend")'
-    # From / because a checkout in the current directory would pass for an installation.
+    # From /, because a checkout in the current directory would count as an installation.
     if [[ ${flag[device]} != cpu ]] || (cd / && "$python" -c "$installed") 2>/dev/null; then
         return
     fi
@@ -89,25 +93,25 @@ choose_python() {
     checker=$python python=$root/.venv/bin/python
 }
 
-# Checks `flag`, and the machine as well unless this is a dry run; exits on a failure. Sets `ranks`, those of one server on
-# this node.
+# Checks `flag`, and unless this is a dry run the machine too; exits if a check fails. Sets `ranks`, the number of ranks of
+# one server on this node.
 preflight() {
     local name arguments=()
     for name in "${!flag[@]}"; do
         [[ -z ${flag[$name]} ]] || arguments+=("--$name=${flag[$name]}")
     done
-    PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "${checker:-$python}" "$root/scripts/preflight.py" \
-        ${dry_run:+--arguments-only} "${arguments[@]}" >&2 || exit
+    "${checker:-$python}" "$root/scripts/preflight.py" ${dry_run:+--arguments-only} "${arguments[@]}" >&2 || exit
     ranks=$((flag[tp] * flag[bp] / ${flag[nnodes]:-1}))
 }
 
 # ---- environment: docs/deploy.md has this table ----------------------------------------------------------------------
 
-# setting NAME VALUE: NAME=VALUE into `environment`; a value that the user has set, even an empty one, wins.
+# setting NAME VALUE: adds NAME=VALUE to `environment`; a value that the user has set, even an empty one, wins.
 setting() { environment+=("$1=${!1-$2}"); }
 
-# make_environment DIES [SERVER]: sets `environment` for the ranks of one server, the SERVER-th of this node from 0, on
-# these dies ("0,1,2,3").
+# make_environment DIES [SERVER]: sets `environment` for the ranks of one server.
+#   DIES    the dies of its ranks, as in "0,1,2,3"
+#   SERVER  number of the server on this node, from 0 (0)
 make_environment() {
     environment=()
     if [[ ${flag[device]} == cpu ]]; then
@@ -115,7 +119,7 @@ make_environment() {
     else
         npu_environment "$1" "${2:-0}"
     fi
-    # Control messages go over gloo on every device. It would take the address that the host's name has, if any.
+    # Control messages use gloo on every device. Without this it takes the address that the host's name has, if any.
     setting GLOO_SOCKET_IFNAME "${flag[interface]:-lo}"
 }
 
@@ -124,13 +128,13 @@ cpu_environment() {
     threads=$(($(nproc) / (ranks * ${flag[replicas]:-1})))
     # The ranks share the cores; without a value torchrun sets 1 and warns.
     setting OMP_NUM_THREADS $((threads > 0 ? threads : 1))
-    # Where the torch_npu wheel lies beside torch, `import torch` needs CANN unless this is off.
+    # With the torch_npu wheel installed, `import torch` needs CANN unless this is off.
     setting TORCH_DEVICE_BACKEND_AUTOLOAD 0
 }
 
 npu_environment() {
     local library
-    # Rank i of this node runs on the i-th of these, so neighbours in a TP group are the two dies of a package.
+    # Rank i of this node runs on the i-th of these dies, so neighbours in a TP group are the two dies of a package.
     environment+=("ASCEND_RT_VISIBLE_DEVICES=$1")
     # Collectives run on the vector cores: the least latency for small messages, and graphs capture them.
     setting HCCL_OP_EXPANSION_MODE AIV
@@ -138,27 +142,28 @@ npu_environment() {
     setting HCCL_BUFFSIZE 200
     # Seconds until ranks have connected: the least that HCCL allows.
     setting HCCL_CONNECT_TIMEOUT 120
-    # Seconds in a collective: those after which the engine gives a silent rank up, so that nothing outlives it.
+    # Seconds in a collective: the same after which the engine gives up a silent rank.
     environment+=("HCCL_EXEC_TIMEOUT=${flag[timeout]}")
-    # The first of the 32 ports that HCCL takes on the host: each server of a node needs its own.
+    # The first of the 32 ports that HCCL takes on the host: each server of a node needs ports of its own.
     environment+=("HCCL_IF_BASE_PORT=$((${HCCL_IF_BASE_PORT:-60000} + 32 * $2))")
     if [[ -n ${flag[interface]:-} ]]; then
-        # The network between the nodes; with = it is this interface, without all whose names begin so.
+        # The network between the nodes. With "=" it is this interface; without, all whose names begin with this one.
         setting HCCL_SOCKET_IFNAME "=${flag[interface]}"
     fi
-    # Kernels are launched from a second thread; 2 moves more there, for more device memory at the peak.
+    # Kernels are launched from a second thread; 2 moves more work there, but needs more device memory at the peak.
     setting TASK_QUEUE_ENABLE 1
     # Operator compilation is set up when first needed: a faster start.
     setting ACL_OP_INIT_MODE 1
-    # The allocator's segments grow in place, so buckets of many sizes do not break memory up. torch_npu refuses both names.
+    # The allocator's segments grow in place, so buckets of many sizes do not fragment the memory. torch_npu refuses to have
+    # both variables set.
     [[ -v PYTORCH_ALLOC_CONF ]] || setting PYTORCH_NPU_ALLOC_CONF expandable_segments:True
-    # 1 gives each die a share of the cores. It splits all cores among the visible dies, so with a part of a node's
-    # dies two servers would be put on the same cores: then 0, the kernel's choice.
+    # 1 gives each die a share of the cores. torch_npu splits all cores among the visible dies, so two servers on parts of a
+    # node would get the same cores; there 0 leaves the choice to the operating system.
     setting CPU_AFFINITY_CONF $((ranks == DIES ? 1 : 0))
-    # The host only launches kernels; OpenMP threads of 16 ranks would fight for cores, bound ones for the same.
+    # The host only launches kernels. OpenMP threads of 16 ranks would compete for cores; bound ones for the same cores.
     setting OMP_NUM_THREADS 1
     setting OMP_PROC_BIND false
-    # Fewer page faults on the host's side of every step; only where it is installed.
+    # jemalloc means fewer page faults on the host in every step; used only if it is installed.
     for library in "/usr/lib/$(uname -m)-linux-gnu/libjemalloc.so.2" /usr/lib64/libjemalloc.so.2; do
         [[ ! -e $library ]] || { setting LD_PRELOAD "$library" && break; }
     done
@@ -166,7 +171,7 @@ npu_environment() {
 
 # ---- command ---------------------------------------------------------------------------------------------------------
 
-# make_command PORT MASTER_PORT [TORCHRUN_FLAG ...]: sets `command` for the `ranks` of this node.
+# make_command PORT MASTER_PORT [TORCHRUN_FLAG ...]: sets `command`, which starts the `ranks` of one server on this node.
 make_command() {
     command=(
         "$python" -m torch.distributed.run "${@:3}" --master-port "$2" --nproc-per-node "$ranks"

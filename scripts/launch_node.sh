@@ -7,8 +7,9 @@ flag+=([bp]=4)
 
 usage() {
     cat <<END
-One server on one 910C node, by default on all 16 dies: 4 branch parallel groups of 4 tensor parallel ranks.
-Checks the machine, then becomes torchrun, which starts the ranks and, when one ends, all of them again.
+Starts one server on one 910C node, by default on all 16 dies: 4 branch parallel groups of 4 tensor parallel ranks.
+The script checks the machine first, and prints what to do if something is missing. Then it becomes torchrun, which starts
+the ranks, and starts all of them again when one ends. The server is up when /health answers 200.
 
 usage: launch_node.sh [FLAGS] [-- FLAGS OF python -m lopa_ascend.serve]
 

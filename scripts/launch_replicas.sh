@@ -7,11 +7,12 @@ flag+=([bp]=1 [replicas]=4)
 
 usage() {
     cat <<END
-Several independent servers on one 910C node, by default 4 on 4 dies each, for a load balancer that asks /health.
+Starts several independent servers on one 910C node, by default 4 on 4 dies each, for a load balancer that asks /health.
 Replica i serves on --port + i, its ranks meet on --master-port + i, and it has the dies that follow those of replica
-i - 1. Each has its own torchrun: one that fails is started again while the others serve. When one has used up
---max-restarts, all end and the exit status is not 0: what supervises this script then starts them together, after checks
-that say what is wrong, and no node goes on with less than it should have.
+i - 1. The script checks the machine first, and prints what to do if something is missing. Each replica has its own
+torchrun: one that fails is started again while the others serve. When one has used up --max-restarts, all end and the
+exit status is not 0. The supervisor of this script then starts them together, after the checks, so that no node goes on
+with fewer replicas than it should have.
 
 usage: launch_replicas.sh [FLAGS] [-- FLAGS OF python -m lopa_ascend.serve]
 
@@ -25,13 +26,14 @@ $(flags_help)
 END
 }
 
-# prepare REPLICA: sets `environment` and `command` for one of them.
+# prepare REPLICA: sets `environment` and `command` for one replica.
 prepare() {
     local first=$(($1 * ranks))
     make_environment "$(IFS=, && echo "${dies[*]:first:ranks}")" "$1"
     make_command $((flag[port] + $1)) $((flag[master-port] + $1)) --nnodes 1 --master-addr 127.0.0.1
 }
 
+# Sends SIGTERM to all replicas that were started.
 end_all() {
     ((${#pids[@]} == 0)) || kill -TERM "${pids[@]}" 2>/dev/null || true
 }
@@ -44,7 +46,7 @@ scheme=http host=${flag[host]} pids=() stopped="" status=0
 [[ " ${server_flags[*]}" != *" --ssl-certfile"* ]] || scheme=https
 [[ $host != *:* ]] || host="[$host]"
 
-# The replicas end first, then this script does. Those that start meanwhile are ended after the loop.
+# A signal ends the replicas, and then this script. Replicas that start meanwhile are ended after the loop.
 trap 'stopped=1 status=143 && end_all' TERM INT HUP
 for ((replica = 0; replica < flag[replicas]; replica++)); do
     prepare "$replica"
@@ -52,7 +54,7 @@ for ((replica = 0; replica < flag[replicas]; replica++)); do
         show " &"
         continue
     fi
-    # In a session of its own Ctrl-C reaches it through the trap alone, and once.
+    # A replica has a session of its own, so that Ctrl-C reaches it once, through the trap.
     setsid env "${environment[@]}" "${command[@]}" &
     pids+=($!)
     echo "replica $replica: $scheme://$host:$((flag[port] + replica))"

@@ -1,299 +1,106 @@
-"""What must hold before a launch, one line each; exit status 1 if anything does not. The launch scripts run it first.
+"""Checks whether a launch can work, and prints one line for each check. The launch scripts run it first.
 
-python scripts/preflight.py --device npu --tp 4 --bp 4 --model DIR        by itself: is this machine ready?
+    python -m scripts.preflight --device npu --tp 4 --bp 4 --model DIR    is this machine ready for an NPU server?
+    python -m scripts.preflight --device cpu --tp 2 --bp 2                the bundled model on CPUs
+
+It takes the flags of the launch scripts and checks: the mesh of ranks and the ports; with --device npu the dies, CANN,
+and the versions of torch and torch_npu; the network; the files of the model and of the adapter. A line begins with
+
+  ok      the check has passed
+  note    the launch may well work
+  FAIL    the launch cannot work; the line ends with what to do
+
+It takes about a second, starts nothing, and loads neither torch nor torch_npu. The exit status is 1 if any line says
+FAIL, and 2 for a wrong flag.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
-import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from importlib import metadata
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
 
-from lopa_ascend.config import ConfigError, ModelConfig
-from lopa_ascend.demo import DEMO_MODEL
+# The launch scripts run this file from any folder, by an interpreter in which this project may not be installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-TORCH_NPU_OF_CANN = {
-    "9.1.0": ("2.12.0", "2.11.0", "2.10.0.post4", "2.9.0.post6", "2.7.1.post8"),
-    "9.0.0": ("2.9.0.post2", "2.8.0.post4", "2.7.1.post4"),
-    "8.5.0": ("2.9.0", "2.8.0.post2", "2.7.1.post2", "2.6.0.post5"),
-    "8.3.RC1": ("2.8.0", "2.7.1"),
-    "8.2.RC1": ("2.6.0",),
+from scripts.checks.launch import LAST_PORT, Finding, Launch, check_arguments
+from scripts.checks.model import check_model
+from scripts.checks.network import check_network
+from scripts.checks.npu import (
+    ROOT,
+    VISIBLE,
+    cann_version,
+    check_cann,
+    check_devices,
+    check_versions,
+    installed_versions,
+)
+
+
+def integer(low: int, high: int) -> Callable[[str], int]:
+    """Parses integers from ``low`` to ``high``, written as a shell reads them too: no sign, blank or leading zero."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"0|[1-9][0-9]{0,8}", text) or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"must be an integer from {low} to {high}, got {text!r}")
+        return int(text)
+
+    return parse
+
+
+FLAGS: dict[str, tuple[Callable[[str], object], str, str]] = {
+    "tp": (integer(1, 4096), "N", "tensor parallel size: ranks that split each forward pass"),
+    "bp": (integer(1, 4096), "N", "branch parallel size: groups of --tp ranks that take different branches"),
+    "model": (Path, "DIR", "Hugging Face directory of a Dream model (default: the bundled one)"),
+    "lora_path": (Path, "DIR", "PEFT LoRA adapter"),
+    "host": (str, "ADDRESS", "address of the HTTP server"),
+    "port": (integer(1, LAST_PORT), "N", "port of the HTTP server; replica i has the i-th after it"),
+    "master_addr": (str, "HOST", "address of node 0"),
+    "master_port": (
+        integer(1, LAST_PORT),
+        "N",
+        "port on which the ranks find each other; replica i has the i-th after it",
+    ),
+    "interface": (str, "NAME", "this node's interface on the network between the nodes"),
+    "timeout": (integer(1, 1091), "SECONDS", "how long a rank may hang before all end; HCCL allows no more than 1091"),
+    "max_restarts": (integer(0, 10**6), "N", "how often torchrun starts all ranks again"),
+    "replicas": (integer(1, 256), "N", "independent servers on this node"),
+    "nnodes": (integer(1, 4096), "N", "nodes of the server"),
+    "node_rank": (integer(0, 4095), "N", "this node, from 0"),
 }
-"""torch_npu's own table of what goes with which CANN."""
-DISTRIBUTIONS = ("lopa-dist-ascend", "torch", "torch_npu")
-LIBRARIES = ("libascendcl.so", "libhccl.so")
-VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
-LAST_PORT = 65535
-ROOT = Path(__file__).resolve().parents[1]
+"""By field of Launch other than ``device``: how the flag is parsed, what its value is called, and its help."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """What is to be launched, by the flags of the launch scripts: servers on one node, or one on several nodes."""
-
-    device: str
-    tp: int
-    bp: int
-    model: Path = DEMO_MODEL
-    lora_path: Path | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
-    master_addr: str = "127.0.0.1"
-    master_port: int = 29500
-    interface: str | None = None
-    timeout: int = 60
-    max_restarts: int = 3
-    replicas: int = 1
-    nnodes: int = 1
-    node_rank: int = 0
-
-    @property
-    def local_ranks(self) -> int:
-        """Ranks on this node, of all replicas."""
-        return self.tp * self.bp * self.replicas // self.nnodes
-
-    @property
-    def listening(self) -> dict[str, tuple[str, range]]:
-        """Address ("" for every one) and ports that this node will listen on, by the flag that sets the first port."""
-        count = self.replicas if self.node_rank == 0 else 0
-        return {
-            "--port": (self.host, range(self.port, min(self.port + count, LAST_PORT + 1))),
-            "--master-port": ("", range(self.master_port, min(self.master_port + count, LAST_PORT + 1))),
-        }
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A line of the report. ``verdict``: "ok", "note" (it may well run) or "FAIL" (it cannot)."""
-
-    verdict: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.verdict:<5} {self.text}"
-
-
-def ok(text: str) -> Finding:
-    return Finding("ok", text)
-
-
-def note(text: str) -> Finding:
-    return Finding("note", text)
-
-
-def fail(what: str, remedy: str) -> Finding:
-    return Finding("FAIL", f"{what}; {remedy}")
-
-
-# ---- arguments -------------------------------------------------------------------------------------------------------
-
-
-def check_arguments(launch: Launch) -> Iterator[Finding]:
-    """What can be said without a look at the machine."""
-    world, nodes = launch.tp * launch.bp, launch.nnodes
-    mesh = f"mesh: tp {launch.tp} x bp {launch.bp} = {world} ranks"
-    if launch.bp % nodes:
-        yield fail(f"{mesh} on {nodes} nodes would cut a TP group in two", f"choose --bp as a multiple of {nodes}")
-    else:
-        each = f", {world // nodes} on each of {nodes} nodes" if nodes > 1 else ""
-        yield ok(mesh + each + (f", {launch.replicas} times" if launch.replicas > 1 else ""))
-    if launch.node_rank >= nodes:
-        yield fail(f"mesh: --node-rank {launch.node_rank} of {nodes} nodes", f"choose one from 0 to {nodes - 1}")
-    (_, http), (_, master) = launch.listening.values()
-    if set(http) & set(master):
-        yield fail(f"ports: --port {launch.port} and --master-port {launch.master_port} meet", "move one of them")
-    if max(launch.port, launch.master_port) + launch.replicas - 1 > LAST_PORT:
-        yield fail(f"ports: {launch.replicas} replicas go beyond port {LAST_PORT}", "lower --port or --master-port")
-
-
-# ---- NPUs and their software -----------------------------------------------------------------------------------------
-
-
-def check_devices(launch: Launch, dev: Path, visible: str | None) -> Iterator[Finding]:
-    """Whether ``dev`` (/dev) has the dies that ``visible`` (ASCEND_RT_VISIBLE_DEVICES) names, or else enough of them.
-
-    A container counts its dies from 0, whichever davinciN are mapped into it: their number decides, not their names.
-    """
-    present = sum(1 for entry in dev.glob("davinci*") if re.fullmatch(r"davinci\d+", entry.name))
-    needed = launch.local_ranks
-    if not present:
-        yield fail(f"devices: {dev} has no davinciN", "install the driver, or start the container with its devices")
-        return
-    if visible is not None and not re.fullmatch(r"\d+(,\d+)*", visible):
-        yield fail(f"devices: {VISIBLE} is {visible!r}", "give numbers and commas alone, e.g. 0,1,2,3")
-        return
-    dies = list(range(needed)) if visible is None else [int(die) for die in visible.split(",")]
-    if len(dies) < needed:
-        yield fail(f"devices: {VISIBLE} names {len(dies)} dies for {needed} ranks", "name more, or lower --bp")
-    elif dies != sorted(set(dies)):
-        yield fail(f"devices: {VISIBLE} is {visible}, but CANN takes ascending numbers", "sort them, each one once")
-    elif dies[-1] >= present:
-        named = f"{needed} ranks on as many dies" if visible is None else f"{VISIBLE} names die {dies[-1]}"
-        remedy = "lower --bp" if visible is None else f"name dies from 0 to {present - 1}"
-        yield fail(f"devices: {named}, but {dev} has {present}", remedy)
-    else:
-        yield ok(f"devices: dies {', '.join(map(str, dies[:needed]))} of {present}")
-        yield from _check_packages(launch.tp, dies[:needed])
-
-
-def _check_packages(tp: int, dies: list[int]) -> Iterator[Finding]:
-    """Dies 2i and 2i + 1 are one package, with the fastest link: ranks 2j and 2j + 1 of a TP group belong there."""
-    pairs = zip(dies[::2], dies[1::2], strict=False)
-    apart = [f"{a} and {b}" for a, b in pairs if a // 2 != b // 2]
-    if tp % 2 == 0 and apart:
-        yield note(f"devices: neighbours in a TP group that are on different packages: {', '.join(apart)}")
-
-
-def check_cann(home: Path | None) -> Iterator[Finding]:
-    """Whether CANN's set_env.sh was sourced; ``home`` is ASCEND_HOME_PATH."""
-    remedy = "source CANN's set_env.sh, e.g. /usr/local/Ascend/cann/set_env.sh"
-    if home is None:
-        yield fail("CANN: ASCEND_HOME_PATH is not set", remedy)
-    elif missing := [name for name in LIBRARIES if not (home / "lib64" / name).exists()]:
-        yield fail(f"CANN: {home / 'lib64'} has no {' and no '.join(missing)}", remedy)
-    else:
-        yield ok(f"CANN: {home}, version {cann_version(home) or 'unknown'}")
-
-
-def cann_version(home: Path) -> str | None:
-    """What CANN's ascend_toolkit_install.info says; None without that file or a version in it."""
-    for file in home.glob("*-linux/ascend_toolkit_install.info"):
-        if match := re.search(r"^version=(\S+)$", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE):
-            return match[1]
-    return None
-
-
-def check_versions(installed: Mapping[str, str], cann: str | None) -> Iterator[Finding]:
-    """Whether torch, torch_npu and CANN fit; ``installed``: versions of those ``DISTRIBUTIONS`` that are there."""
-    if missing := [name for name in DISTRIBUTIONS if name not in installed]:
-        remedy = f"install there what is missing (this project: pip install -e {ROOT}), or set PYTHON to another python"
-        yield fail(f"versions: {sys.executable} has no {' and no '.join(missing)}", remedy)
-        return
-    torch, torch_npu = (installed[name].partition("+")[0] for name in ("torch", "torch_npu"))
-    pair = f"versions: torch {torch} and torch_npu {torch_npu}"
-    same = re.match(r"\d+\.\d+\.\d+", torch_npu)
-    if same is None or same[0] != torch:
-        yield fail(f"{pair} do not go together", "install the torch_npu whose first three numbers are those of torch")
-        return
-    made_for = next((release for release, builds in TORCH_NPU_OF_CANN.items() if torch_npu in builds), None)
-    if made_for is None:
-        yield note(f"{pair}: not known which CANN they are made for")
-    elif cann is None:
-        yield note(f"{pair} are made for CANN {made_for}")
-    elif _release(cann) < _release(made_for):
-        yield fail(f"{pair} are made for CANN {made_for}, and {cann} is older", f"install CANN {made_for}")
-    elif _release(cann) > _release(made_for):
-        yield note(f"{pair} are made for CANN {made_for}; {cann} is newer")
-    else:
-        yield ok(pair)
-
-
-def _release(cann: str) -> tuple[int, ...]:
-    """Major and minor number: 8.3.RC1 is of release 8.3."""
-    return tuple(int(number) for number in re.findall(r"\d+", cann)[:2])
-
-
-def installed_versions(path: Sequence[str], checkout: Path) -> dict[str, str]:
-    """The versions of those ``DISTRIBUTIONS`` that are on the path ``path``; what lies in ``checkout`` does not count.
-
-    Imports none of them: without CANN, torch_npu cannot be imported, and where it is installed torch imports it.
-    """
-    elsewhere = [entry for entry in path if Path(entry).resolve() != checkout]
-    found = {name: next(iter(metadata.distributions(name=name, path=elsewhere)), None) for name in DISTRIBUTIONS}
-    return {name: distribution.version for name, distribution in found.items() if distribution is not None}
-
-
-# ---- network and model -----------------------------------------------------------------------------------------------
-
-
-def check_network(launch: Launch, net: Path) -> Iterator[Finding]:
-    """Whether ``net`` (/sys/class/net) has the interface, the master's name an address, and the ports are free."""
-    if launch.interface is not None and not (net / launch.interface).exists():
-        known = ", ".join(sorted(entry.name for entry in net.iterdir()))
-        yield fail(f"network: there is no interface {launch.interface}", f"choose --interface from {known}")
-    try:
-        socket.getaddrinfo(launch.master_addr, None)
-    except OSError as error:
-        yield fail(f"network: --master-addr {launch.master_addr} ({error.strerror})", "give the address of node 0")
-    for name, (host, ports) in launch.listening.items():
-        for port in ports:
-            address = f"{host}:{port}" if host else str(port)
-            try:
-                with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
-                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    listener.bind((host, port))
-            except OSError as error:
-                yield fail(f"network: cannot listen on {address} ({error.strerror})", f"end what does, or move {name}")
-            else:
-                yield ok(f"network: {address} is free")
-
-
-def check_model(launch: Launch) -> Iterator[Finding]:
-    """Whether the model's and the adapter's files are there and can be read, and tp splits the model."""
-    for check in (_check_files, _check_heads):
-        try:
-            yield from check(launch)
-        except ConfigError as error:
-            yield fail(f"model: {error}", "give a whole Hugging Face directory of a Dream model")
-
-
-def _check_files(launch: Launch) -> Iterator[Finding]:
-    index = launch.model / "model.safetensors.index.json"
-    names = {"model.safetensors"}
-    if index.exists():
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ConfigError(f"{index}: has no weight_map")
-        names = set(weight_map.values())
-    files = [launch.model / name for name in sorted(names)]
-    if launch.lora_path is not None:
-        files += [launch.lora_path / name for name in ("adapter_config.json", "adapter_model.safetensors")]
-    unreadable = [file for file in files if not os.access(file, os.R_OK)]
-    for file in unreadable:
-        yield fail(f"model: {file} is not there or cannot be read", "finish its download, or let this user read it")
-    if not unreadable:
-        yield ok(f"model: {launch.model}")
-
-
-def _check_heads(launch: Launch) -> Iterator[Finding]:
-    file = launch.model / "config.json"
-    config = ModelConfig.from_json(_read_json(file), {}, str(file))
-    sizes, heads = config.tensor_parallel_sizes(), f"{config.num_heads} query and {config.num_kv_heads} KV heads"
-    if launch.tp in sizes:
-        yield ok(f"model: tp {launch.tp} splits {heads}")
-    else:
-        remedy = f"choose --tp from {', '.join(map(str, sizes))}"
-        yield fail(f"model: tp {launch.tp} does not split a model with {heads}", remedy)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """Raises:
-    ConfigError: the file cannot be read, or holds something else than a JSON object.
-    """
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{file}: is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{file}: is not a JSON object")
-    return value
-
-
-# ---- command line ----------------------------------------------------------------------------------------------------
+def parse_args(argv: list[str] | None = None) -> tuple[Launch, bool]:
+    """The launch, and whether only its arguments are to be checked."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.preflight",
+        usage="%(prog)s --device {npu,cpu} --tp N --bp N [FLAGS OF A LAUNCH SCRIPT]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--arguments-only", action="store_true", help="check the arguments, without a look at the machine"
+    )
+    parser.add_argument("--device", choices=("npu", "cpu"), required=True, help="where the model is to run")
+    defaults = {field.name: field.default for field in fields(Launch)}
+    for name, (parse, metavar, text) in FLAGS.items():
+        required, default = defaults[name] is MISSING, defaults[name]
+        shown = "" if required or default is None or "(default" in text else f" (default: {default})"
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=parse, metavar=metavar, required=required, help=text + shown)
+    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    arguments_only = given.pop("arguments_only")
+    return Launch(**given), arguments_only
 
 
 def check_machine(launch: Launch) -> Iterator[Finding]:
-    """All that needs a look at this machine."""
+    """All checks that need a look at this machine."""
     if launch.device == "npu":
         home = Path(os.environ["ASCEND_HOME_PATH"]) if os.environ.get("ASCEND_HOME_PATH") else None
         yield from check_devices(launch, Path("/dev"), os.environ.get(VISIBLE))
@@ -303,53 +110,11 @@ def check_machine(launch: Launch) -> Iterator[Finding]:
     yield from check_model(launch)
 
 
-def number(low: int, high: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        # As a shell reads it too: no sign, no blank, no leading zero.
-        if not re.fullmatch(r"0|[1-9][0-9]{0,8}", text) or not low <= int(text) <= high:
-            raise argparse.ArgumentTypeError(f"must be an integer from {low} to {high}, got {text!r}")
-        return int(text)
-
-    return parse
-
-
-KINDS: dict[str, Callable[[str], object]] = {
-    "model": Path,
-    "lora_path": Path,
-    "tp": number(1, 4096),
-    "bp": number(1, 4096),
-    "port": number(1, LAST_PORT),
-    "master_port": number(1, LAST_PORT),
-    "timeout": number(1, 1091),  # HCCL waits no longer
-    "max_restarts": number(0, 10**6),
-    "replicas": number(1, 256),
-    "nnodes": number(1, 4096),
-    "node_rank": number(0, 4095),
-}
-"""How the text of a flag becomes a value, where it does not stay text."""
-
-
-def parse_args(argv: list[str] | None = None) -> tuple[Launch, bool]:
-    """The launch, and whether only its arguments are to be checked."""
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s --device {npu,cpu} [FLAGS OF A LAUNCH SCRIPT]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--arguments-only", action="store_true", help="look at the arguments, not at this machine")
-    parser.add_argument("--device", choices=("npu", "cpu"), required=True)
-    for name in (field.name for field in fields(Launch) if field.name != "device"):
-        option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=KINDS.get(name, str), required=name in ("tp", "bp"))
-    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
-    arguments_only = given.pop("arguments_only")
-    return Launch(**given), arguments_only
-
-
 def main() -> int:
     launch, arguments_only = parse_args()
-    findings = [*check_arguments(launch), *(() if arguments_only else check_machine(launch))]
+    findings = list(check_arguments(launch))
+    if not arguments_only:
+        findings += check_machine(launch)
     print("\n".join(map(str, findings)), flush=True)
     return int(any(finding.verdict == "FAIL" for finding in findings))
 

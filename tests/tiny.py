@@ -6,12 +6,16 @@ The defaults of both go together. torch is imported only to write a model, for t
 from __future__ import annotations
 
 import json
+from functools import cache
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+    from lopa_ascend.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 320
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>")
@@ -165,6 +169,17 @@ def write_tokenizer(
     config |= {} if chat_template is None else {"chat_template": chat_template}
     _write_json(path / "tokenizer_config.json", config | extra)
     return path
+
+
+@cache
+def tiny_tokenizer() -> Tokenizer:
+    """The tokenizer that ``write_tokenizer`` writes by default."""
+    from lopa_ascend.text.tokenizer_files import load_tokenizer
+
+    with TemporaryDirectory() as folder:
+        tokenizer = load_tokenizer(write_tokenizer(Path(folder)), VOCAB_SIZE)
+    assert tokenizer is not None
+    return tokenizer
 
 
 def _write_json(file: Path, value: Any) -> None:

@@ -1,6 +1,7 @@
-"""Checkpoints from disk to packed tensors: read, shard, merge the LoRA adapter, pack; a stream of (name, tensor).
+"""Loads the weights of a Dream model: read a checkpoint, slice this rank's part, merge a LoRA adapter, stack, cast.
 
-Sharding comes before merging, so that the merge's float32 temporaries are of the shard's size.
+Each step is a stream of (name, tensor), so that only one tensor at a time is in memory beside the result. Slicing comes
+before merging, so that the float32 temporaries of the merge have the size of the slice.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import torch
 from tqdm import tqdm
 
 from lopa_ascend.checkpoint.files import CheckpointError
-from lopa_ascend.checkpoint.lora import Adapter, merge, open_adapter
-from lopa_ascend.checkpoint.pack import pack, packed_name
+from lopa_ascend.checkpoint.lora import Adapter, merge_adapter, open_adapter
 from lopa_ascend.checkpoint.read import DTYPES, Checkpoint, open_checkpoint
-from lopa_ascend.checkpoint.shard import WHOLE, Shard, cut
+from lopa_ascend.checkpoint.shard import WHOLE, Shard, slice_tensors
+from lopa_ascend.checkpoint.stack import stack_projections, stacked_name
 from lopa_ascend.config import ModelConfig
 
 __all__ = [
@@ -24,13 +25,13 @@ __all__ = [
     "CheckpointError",
     "Shard",
     "load",
-    "merge",
+    "merge_adapter",
     "open_adapter",
     "open_checkpoint",
-    "pack",
+    "stack_projections",
 ]
 
-_CHOICES = ("auto", "float32", "bfloat16")
+_DTYPE_CHOICES = ("auto", "float32", "bfloat16")
 
 
 def load(
@@ -41,36 +42,43 @@ def load(
     device: str = "cpu",
     shard: Shard = WHOLE,
 ) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
-    """The packed weights of a Dream directory, with a PEFT adapter merged in if ``lora`` names one.
+    """Loads a rank's weights from a Dream directory, with a PEFT adapter merged in if there is one.
 
-    Host memory peaks at the weights returned and one tensor of the checkpoint. With an adapter, what the merge needs
-    in float32 for the rank's part of one tensor comes on top.
+    Host memory peaks at the weights that are returned plus one tensor of the checkpoint. With an adapter, the float32
+    temporaries of merging the rank's part of one tensor come on top.
 
     Args:
+        path: Hugging Face directory of a Dream checkpoint.
+        lora: directory of a PEFT LoRA adapter; None for no adapter.
         dtype: "float32", "bfloat16", or "auto" for the checkpoint's own.
-        shard: whose part to load; more of the files than this is not read.
+        device: where the weights go.
+        shard: which part to load; the rest of the files is not read.
 
     Returns:
-        The whole model's config, whose ``dtype`` is that of the weights, and the weights by the names that `pack` gives
-        them: heads [q; k; v] and MLP [gate; up] of this rank, as columns in ``o`` and ``down``, and
-        ``config.vocab_shard(size)`` rows of ``embed`` and ``head``, the rows beyond the vocabulary zero.
+        The config of the whole model, whose ``dtype`` is that of the weights; and the weights by our names:
+
+        - ``qkv``: the rows [q; k; v] of this rank's heads; ``o``: the matching columns.
+        - ``gate_up``: this rank's rows [gate; up] of the MLP; ``down``: the matching columns.
+        - ``embed``, ``head``: ``config.vocab_shard(shard.size)`` rows, zero beyond the vocabulary.
+        - norms: whole.
 
     Raises:
-        CheckpointError: the checkpoint or the adapter cannot be loaded; found before any weight is read.
-        ValueError: ``dtype`` is unknown, or ``shard.size`` does not split the model; likewise.
+        CheckpointError: the checkpoint or the adapter cannot be loaded; raised before any weight is read.
+        ValueError: ``dtype`` is unknown, or ``shard.size`` ranks cannot split the model; likewise.
     """
-    if dtype not in _CHOICES:
-        raise ValueError(f"dtype: unknown value {dtype!r}; choose one of {', '.join(_CHOICES)}")
+    if dtype not in _DTYPE_CHOICES:
+        raise ValueError(f"dtype: unknown value {dtype!r}; choose one of {', '.join(_DTYPE_CHOICES)}")
     checkpoint = open_checkpoint(path)
     config = checkpoint.config if dtype == "auto" else replace(checkpoint.config, dtype=dtype)
     sizes = config.tensor_parallel_sizes()
     if shard.size not in sizes:
         choices = ", ".join(map(str, sizes))
         raise ValueError(f"shard: {shard.size} ranks cannot split this model; choose one of {choices}")
-    slices = shard.slices(config)
-    stream = cut(checkpoint.tensors(), slices)
+    slices = shard.tensor_slices(config)
+    tensors = slice_tensors(checkpoint.tensors(), slices)
     if lora is not None:
-        stream = merge(stream, open_adapter(lora, config), slices)
-    total = len({packed_name(name) for name in checkpoint.files})
-    packed = tqdm(pack(stream, slices, DTYPES[config.dtype]), "loading", total, unit="tensor", delay=1, disable=None)
-    return config, {name: tensor.to(device) for name, tensor in packed}
+        tensors = merge_adapter(tensors, open_adapter(lora, config), slices)
+    stacked = stack_projections(tensors, slices, DTYPES[config.dtype])
+    num_stacked = len({stacked_name(name) for name in checkpoint.files})
+    progress = tqdm(stacked, "loading", num_stacked, unit="tensor", delay=1, disable=None)
+    return config, {name: tensor.to(device) for name, tensor in progress}

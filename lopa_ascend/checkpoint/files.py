@@ -1,4 +1,4 @@
-"""JSON files and safetensors headers, read and checked without touching any weight."""
+"""Checks directories of weights, and the headers of safetensors files, without reading any weight."""
 
 from __future__ import annotations
 
@@ -7,61 +7,57 @@ import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 ITEM_SIZES = {"F32": 4, "BF16": 2, "F16": 2}
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_LIMIT_HEADER = 100_000_000
-"""The safetensors library reads no larger header."""
+"""Bytes of one value, by the safetensors name of its dtype: the dtypes that are supported."""
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_LENGTH_FIELD = 8
+"""Bytes at the beginning of a safetensors file that hold the length of its header."""
+_MAX_HEADER = 100_000_000
+"""Bytes of the largest header that the safetensors library reads."""
 
 
 class CheckpointError(ValueError):
-    """A model or adapter directory that cannot be loaded; the message names the file, the tensor or field, and what was
-    expected."""
+    """A directory of a model or adapter cannot be loaded.
+
+    The message names the file, the tensor or field, and what was expected.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a safetensors file says of one tensor: ``dtype`` as in the file ("F32", "BF16", "F16") and its shape."""
+    """What the header of a safetensors file says of one tensor."""
 
     file: Path
     dtype: str
+    """As in the file: "F32", "BF16" or "F16"."""
     shape: tuple[int, ...]
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the tensor."""
         return math.prod(self.shape) * ITEM_SIZES[self.dtype]
 
 
 def check_directory(path: Path) -> None:
-    """Raises:
-    CheckpointError: ``path`` is not a directory.
+    """Refuses a path that is not a directory.
+
+    Raises:
+        CheckpointError: it is a file, or does not exist.
     """
     if not path.is_dir():
         found = "a file" if path.exists() else "missing"
         raise CheckpointError(f"{path}: expected a directory in the Hugging Face layout, but it is {found}")
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+def no_weights_error(path: Path, expected: str) -> CheckpointError:
+    """The error for a directory without the expected weights; it says so if pickles are all that is there.
 
-    Raises:
-        CheckpointError: the file is missing, is not JSON, or holds something else than an object.
+    Args:
+        path: the directory.
+        expected: the files that should be there, in words.
     """
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise CheckpointError(f"{file}: is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
-def no_weights(path: Path, expected: str) -> CheckpointError:
-    """The error for a directory without ``expected``; it says so if pickles are all that is there."""
-    pickles = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLES)
+    pickles = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLE_SUFFIXES)
     if pickles:
         return CheckpointError(
             f"{path}: holds only pickles ({pickles[0]}), which are never read because a pickle can run code; "
@@ -71,21 +67,12 @@ def no_weights(path: Path, expected: str) -> CheckpointError:
 
 
 def read_headers(file: Path) -> dict[str, Header]:
-    """The tensors of a safetensors file by name, from its header alone.
+    """The tensors of a safetensors file by name, read from its header alone.
 
     Raises:
         CheckpointError: the file is not safetensors, is truncated or too long, or holds a dtype that is not supported.
     """
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            prefix = stream.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            if length > min(_LIMIT_HEADER, size - 8):
-                raise CheckpointError(f"{file}: is truncated or not safetensors: {size} bytes, header of {length}")
-            raw = stream.read(length)
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
+    raw, data_size = _read_raw_header(file)
     try:
         entries = json.loads(raw)
     except ValueError as error:
@@ -93,19 +80,36 @@ def read_headers(file: Path) -> dict[str, Header]:
     if not isinstance(entries, dict):
         raise CheckpointError(f"{file}: is not safetensors: its header is not a JSON object")
     entries.pop("__metadata__", None)
-    spans = {name: _parse_entry(file, name, entry) for name, entry in entries.items()}
-    _check_layout(file, size - 8 - length, {name: span for name, (_, span) in spans.items()})
-    return {name: header for name, (header, _) in spans.items()}
+    headers: dict[str, Header] = {}
+    spans: dict[str, tuple[int, int]] = {}
+    for name, entry in entries.items():
+        headers[name], spans[name] = _parse_entry(file, name, entry)
+    _check_layout(file, data_size, spans)
+    return headers
+
+
+def _read_raw_header(file: Path) -> tuple[bytes, int]:
+    """The JSON text of a safetensors file's header, and the bytes of data that follow it."""
+    try:
+        file_size = file.stat().st_size
+        with file.open("rb") as stream:
+            length_field = stream.read(_LENGTH_FIELD)
+            length = struct.unpack("<Q", length_field)[0] if len(length_field) == _LENGTH_FIELD else 0
+            if length > min(_MAX_HEADER, file_size - _LENGTH_FIELD):
+                raise CheckpointError(f"{file}: is truncated or not safetensors: {file_size} bytes, header of {length}")
+            return stream.read(length), file_size - _LENGTH_FIELD - length
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
 
 
 def _parse_entry(file: Path, name: str, entry: object) -> tuple[Header, tuple[int, int]]:
-    """One header entry and its [begin, end) in the data."""
+    """One entry of a header, and the bytes [begin, end) that its tensor takes of the data."""
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]}:
             pass
         case _:
             raise CheckpointError(f"{file}: tensor {name}: expected dtype, shape and data_offsets, found {entry!r}")
-    if not all(type(n) is int and n >= 0 for n in shape):
+    if not all(type(size) is int and size >= 0 for size in shape):
         raise CheckpointError(f"{file}: tensor {name}: shape {shape!r} is not a list of sizes")
     if dtype not in ITEM_SIZES:
         raise CheckpointError(f"{file}: tensor {name}: unsupported dtype {dtype}; expected {' or '.join(ITEM_SIZES)}")
@@ -118,7 +122,13 @@ def _parse_entry(file: Path, name: str, entry: object) -> tuple[Header, tuple[in
 
 
 def _check_layout(file: Path, data_size: int, spans: dict[str, tuple[int, int]]) -> None:
-    """The format wants tensors back to back from the first to the last byte."""
+    """Checks that the tensors lie back to back from the first to the last byte of the data, as the format demands.
+
+    Args:
+        file: for messages.
+        data_size: bytes of data.
+        spans: by tensor, its bytes [begin, end) in the data.
+    """
     position = 0
     for name, (begin, end) in sorted(spans.items(), key=lambda item: item[1]):
         if begin != position:

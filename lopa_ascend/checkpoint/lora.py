@@ -1,4 +1,4 @@
-"""PEFT LoRA adapters, merged into the weights while these stream by."""
+"""Checks PEFT LoRA adapters, and merges them into the weights one tensor at a time."""
 
 from __future__ import annotations
 
@@ -11,47 +11,74 @@ from typing import Any
 
 import torch
 
-from lopa_ascend.checkpoint.files import CheckpointError, Header, check_directory, no_weights, read_headers, read_json
+from lopa_ascend.checkpoint.files import CheckpointError, Header, check_directory, no_weights_error, read_headers
 from lopa_ascend.checkpoint.read import expected_shapes, map_tensor
-from lopa_ascend.checkpoint.shard import Slices
+from lopa_ascend.checkpoint.shard import TensorSlices
 from lopa_ascend.config import ModelConfig
+from lopa_ascend.config.files import read_json_object
 
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_CONFIG = "adapter_config.json"
+_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+"""What PEFT puts before the name of a module."""
 
-_READ = {
-    *("peft_type", "bias", "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules"),
-    *("rank_pattern", "alpha_pattern", "init_lora_weights"),
+_SUPPORTED_FIELDS = {
+    "alpha_pattern",
+    "bias",
+    "exclude_modules",
+    "init_lora_weights",
+    "lora_alpha",
+    "peft_type",
+    "r",
+    "rank_pattern",
+    "target_modules",
+    "use_rslora",
 }
-# What training, bookkeeping or another feature's own switch needs; it has no part in W + scaling * B @ A.
-_WITHOUT_EFFECT = {
-    *("auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "peft_version", "revision"),
-    *("task_type", "runtime_config", "corda_config", "eva_config", "lora_ga_config", "loftq_config", "megatron_core"),
+_FIELDS_WITHOUT_EFFECT = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "corda_config",
+    "eva_config",
+    "inference_mode",
+    "loftq_config",
+    "lora_dropout",
+    "lora_ga_config",
+    "megatron_core",
+    "peft_version",
     "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "task_type",
 }
-# The others (pissa, olora, loftq, corda, lora_ga) start by changing the base weights, which are not those on disk then.
+"""For training, for bookkeeping, or read only if another field is set; they have no part in W + scaling * B @ A."""
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal")
+"""The other ones (pissa, olora, loftq, corda, lora_ga) change the base weights first, so the adapter does not fit the
+weights on disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One adapted weight [O, I]: the names of A [r, I] and B [O, r] in the adapter's file, and scaling."""
+    """What an adapter adds to one weight W [O, I]: scaling * B @ A."""
 
     a: str
+    """Name of A [r, I] in the adapter's file."""
     b: str
+    """Name of B [O, r] in the adapter's file."""
     scaling: float
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter that passed every check against a model. ``deltas`` are by the name of the weight they change."""
+    """An adapter that has passed every check against a model."""
 
     path: Path
+    """Its directory."""
     deltas: Mapping[str, Delta]
+    """By Hugging Face name of the weight that they change."""
 
 
 def open_adapter(path: str | Path, config: ModelConfig) -> Adapter:
-    """Checks a PEFT directory against the model without reading a weight.
+    """Checks the directory of a PEFT adapter against a model, without reading a weight.
 
     Raises:
         CheckpointError: the adapter is malformed, uses a feature other than plain LoRA, or does not fit the model.
@@ -59,8 +86,8 @@ def open_adapter(path: str | Path, config: ModelConfig) -> Adapter:
     path = Path(path)
     check_directory(path)
     if not (path / _WEIGHTS).exists():
-        raise no_weights(path, f"{_CONFIG} and {_WEIGHTS}")
-    settings = _Settings(path / _CONFIG, read_json(path / _CONFIG))
+        raise no_weights_error(path, f"{_CONFIG} and {_WEIGHTS}")
+    settings = _Settings(path / _CONFIG, read_json_object(path / _CONFIG, CheckpointError))
     settings.refuse_features()
     shapes = expected_shapes(config)
     linears = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
@@ -68,35 +95,52 @@ def open_adapter(path: str | Path, config: ModelConfig) -> Adapter:
     modules = settings.targets(linears)
     if config.tie_word_embeddings and settings.targets_head():
         raise settings.error("target_modules", "adapts lm_head, which this model shares with its embeddings")
-    headers = read_headers(path / _WEIGHTS)
-    deltas, expected = {}, {}
+    deltas: dict[str, Delta] = {}
+    expected: dict[str, tuple[int, int]] = {}
     for module in modules:
-        a, b = (f"{_PREFIX}{module}.lora_{letter}.weight" for letter in "AB")
-        rank, rows_columns = settings.rank(module), shapes[f"{module}.weight"]
-        expected[a], expected[b] = (rank, rows_columns[1]), (rows_columns[0], rank)
+        a, b = f"{_PREFIX}{module}.lora_A.weight", f"{_PREFIX}{module}.lora_B.weight"
+        num_rows, num_columns = shapes[f"{module}.weight"]
+        rank = settings.rank(module)
+        expected[a] = rank, num_columns
+        expected[b] = num_rows, rank
         deltas[f"{module}.weight"] = Delta(a, b, settings.scaling(module))
-    _check_tensors(path / _WEIGHTS, headers, expected)
+    _check_tensors(path / _WEIGHTS, read_headers(path / _WEIGHTS), expected)
     return Adapter(path, deltas)
 
 
-def merge(
-    stream: Iterable[tuple[str, torch.Tensor]], adapter: Adapter, slices: Slices
+def merge_adapter(
+    tensors: Iterable[tuple[str, torch.Tensor]], adapter: Adapter, slices: TensorSlices
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The stream with W + scaling * B @ A for every adapted W, computed in float32 and cast back to W's dtype.
+    """Replaces every adapted weight W by W + scaling * B @ A, computed in float32 and cast back to the dtype of W.
 
-    Each W is the part that ``slices`` names, and only these rows of B and columns of A are used.
+    Args:
+        tensors: Hugging Face names and tensors of this rank.
+        adapter: what to add.
+        slices: the rows and columns of each weight that this rank holds. Only these rows of B and these columns of A
+            are used.
     """
     file = adapter.path / _WEIGHTS
-    for name, weight in stream:
+    for name, weight in tensors:
         delta = adapter.deltas.get(name)
         if delta is not None:
             rows, columns = slices[name]
-            a, b = map_tensor(file, delta.a)[:, columns], map_tensor(file, delta.b)[rows]
+            a = map_tensor(file, delta.a)[:, columns]
+            b = map_tensor(file, delta.b)[rows]
             weight = (b.float() @ a.float()).mul_(delta.scaling).add_(weight).to(weight.dtype)
         yield name, weight
 
 
 def _check_tensors(file: Path, headers: dict[str, Header], expected: dict[str, tuple[int, int]]) -> None:
+    """Compares the adapter's tensors with those that its settings and the model ask for.
+
+    Args:
+        file: the adapter's weights, for messages.
+        headers: by name, the tensors that are there.
+        expected: by name, the shapes of those that must be there.
+
+    Raises:
+        CheckpointError: a tensor is missing, unexpected, or of another shape.
+    """
     for name, header in headers.items():
         if "lora_embedding_" in name:
             raise CheckpointError(f"{file}: tensor {name}: LoRA on embeddings is not supported, only on linear layers")
@@ -114,23 +158,26 @@ def _check_tensors(file: Path, headers: dict[str, Header], expected: dict[str, t
             raise CheckpointError(f"{file}: tensor {name}: is missing, expected {list(shape)}")
 
 
-def _unset(value: object) -> bool:
+def _is_unset(value: object) -> bool:
+    """Whether the value of a field means that the feature is not used."""
     # 0 is a layer number in layers_to_transform, so it counts as set.
     return value is None or value is False or value in ([], {}, "")
 
 
 class _Settings:
-    """adapter_config.json, with PEFT's meaning of patterns; errors name the file and the field."""
+    """The fields of adapter_config.json, with patterns as PEFT understands them. Errors name the file and the field."""
 
     def __init__(self, file: Path, values: dict[str, Any]):
         self.file, self.values = file, values
-        self.r = self._rank("r", values.get("r"))
-        self.alpha = self._alpha("lora_alpha", values.get("lora_alpha"))
+        self.default_rank = self._parse_rank("r", values.get("r"))
+        self.default_alpha = self._parse_alpha("lora_alpha", values.get("lora_alpha"))
 
     def error(self, field: str, message: str) -> CheckpointError:
+        """An error about a field."""
         return CheckpointError(f"{self.file}: {field}: {message}")
 
     def refuse_features(self) -> None:
+        """Raises CheckpointError if the adapter needs more than W + scaling * B @ A."""
         values = self.values
         if values.get("peft_type") != "LORA":
             raise self.error("peft_type", f"is {values.get('peft_type')!r}, expected 'LORA'")
@@ -146,11 +193,11 @@ class _Settings:
                 "or false (which PEFT writes when save_pretrained is given path_initial_model_for_weight_conversion)",
             )
         for field, value in values.items():
-            if field not in _READ | _WITHOUT_EFFECT and not _unset(value):
+            if field not in _SUPPORTED_FIELDS | _FIELDS_WITHOUT_EFFECT and not _is_unset(value):
                 raise self.error(field, f"is {value!r}; only plain LoRA is supported, expected it unset")
 
     def targets(self, linears: list[str]) -> list[str]:
-        """The adapted modules out of ``linears``."""
+        """Those of the model's linear modules that are adapted."""
         modules = [module for module in linears if self._is_target(module)]
         if not modules:
             value = self.values.get("target_modules")
@@ -158,61 +205,65 @@ class _Settings:
         return modules
 
     def targets_head(self) -> bool:
+        """Whether the LM head is adapted."""
         return self._is_target("lm_head")
 
     def rank(self, module: str) -> int:
-        pattern = self._pattern("rank_pattern", module)
+        """The rank r of a module's A and B."""
+        pattern = self._find_pattern("rank_pattern", module)
         if pattern is None:
-            return self.r
-        return self._rank(f"rank_pattern[{pattern!r}]", self.values["rank_pattern"][pattern])
+            return self.default_rank
+        return self._parse_rank(f"rank_pattern[{pattern!r}]", self.values["rank_pattern"][pattern])
 
     def scaling(self, module: str) -> float:
-        pattern = self._pattern("alpha_pattern", module)
-        alpha = self.alpha
+        """The factor of a module's B @ A."""
+        pattern = self._find_pattern("alpha_pattern", module)
+        alpha = self.default_alpha
         if pattern is not None:
-            alpha = self._alpha(f"alpha_pattern[{pattern!r}]", self.values["alpha_pattern"][pattern])
+            alpha = self._parse_alpha(f"alpha_pattern[{pattern!r}]", self.values["alpha_pattern"][pattern])
         rank = self.rank(module)
         return alpha / math.sqrt(rank) if self.values.get("use_rslora") else alpha / rank
 
     def _is_target(self, module: str) -> bool:
-        if self._matches("exclude_modules", module):
+        if self._names_module("exclude_modules", module):
             return False
         target = self.values.get("target_modules")
         if isinstance(target, str) and target.lower() == "all-linear":
             return module != "lm_head"
-        return self._matches("target_modules", module)
+        return self._names_module("target_modules", module)
 
-    def _matches(self, field: str, module: str) -> bool:
-        """A string is a regex for the whole name; names in a list match whole or from a dot on."""
+    def _names_module(self, field: str, module: str) -> bool:
+        """Whether a field names a module: a string is a regular expression for the whole name of the module; a list
+        holds whole names, or ends of names that begin behind a dot."""
         value = self.values.get(field)
-        if _unset(value):
+        if _is_unset(value):
             return False
         if isinstance(value, str):
-            return self._match(field, value, module)
+            return self._fully_matches(field, value, module)
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
             raise self.error(field, f"is {value!r}, expected a list of module names or a regular expression")
         return any(module == name or module.endswith(f".{name}") for name in value)
 
-    def _pattern(self, field: str, module: str) -> str | None:
-        """The first pattern that matches the whole name, or its end from a dot on."""
+    def _find_pattern(self, field: str, module: str) -> str | None:
+        """The first pattern in a field that matches the whole name of a module, or its end behind a dot."""
         patterns = self.values.get(field) or {}
         if not isinstance(patterns, dict):
             raise self.error(field, f"is {patterns!r}, expected an object")
         # PEFT's own wording of the regex, so that odd patterns (alternatives, anchors) mean the same here.
-        return next((key for key in patterns if self._match(field, rf"(.*\.)?({key})$", module)), None)
+        return next((key for key in patterns if self._fully_matches(field, rf"(.*\.)?({key})$", module)), None)
 
-    def _match(self, field: str, pattern: str, module: str) -> bool:
+    def _fully_matches(self, field: str, pattern: str, module: str) -> bool:
         try:
             return re.fullmatch(pattern, module) is not None
         except re.error as error:
             raise self.error(field, f"{pattern!r} is not a regular expression: {error}") from error
 
-    def _rank(self, field: str, value: object) -> int:
+    def _parse_rank(self, field: str, value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(field, f"is {value!r}, expected a positive integer")
         return value
 
-    def _alpha(self, field: str, value: object) -> float:
+    def _parse_alpha(self, field: str, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise self.error(field, f"is {value!r}, expected a number")
         return value

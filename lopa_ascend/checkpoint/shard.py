@@ -1,4 +1,4 @@
-"""What a tensor-parallel rank holds of every tensor of a checkpoint."""
+"""Which part of every tensor of a checkpoint a tensor-parallel rank holds."""
 
 from __future__ import annotations
 
@@ -10,49 +10,62 @@ import torch
 from lopa_ascend.checkpoint.read import expected_shapes
 from lopa_ascend.config import ModelConfig
 
-Slices = Mapping[str, tuple[slice, ...]]
-"""By Hugging Face name, one slice with its start and stop for each dimension."""
+TensorSlices = Mapping[str, tuple[slice, ...]]
+"""By Hugging Face name, in layer order: one slice for each dimension, each with its start and stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of rank ``rank`` out of ``size`` tensor-parallel ranks; by default everything."""
+    """The part of the model that one tensor-parallel rank holds; by default the whole model."""
 
     rank: int = 0
     size: int = 1
+    """Number of tensor-parallel ranks."""
 
-    def slices(self, config: ModelConfig) -> Slices:
-        """Heads, MLP and vocabulary by rank, the rest whole; in layer order.
+    def tensor_slices(self, config: ModelConfig) -> TensorSlices:
+        """The rank's slices of every tensor: heads, MLP and vocabulary are split between the ranks, the rest is whole.
 
-        The rows of the vocabulary are as many on every rank, so the last ones may reach beyond the end: what the model
-        lacks there is padding.
+        Every rank has the same number of rows of the vocabulary, so those of the last rank may reach beyond its end;
+        the rows that the model lacks are padding.
         """
-        heads = self._even(config.num_heads * config.head_dim)
-        first = self.rank * config.num_kv_heads // self.size  # of more ranks than KV heads, several hold the same one
-        last = first + config.local_kv_heads(self.size)
-        kv_heads = slice(first * config.head_dim, last * config.head_dim)
-        inner = self._even(config.intermediate_size)
-        vocab_size = config.vocab_shard(self.size)
-        vocab = slice(self.rank * vocab_size, (self.rank + 1) * vocab_size)
-        rows = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads, "gate_proj": inner, "up_proj": inner}
-        rows |= {"embed_tokens": vocab, "lm_head": vocab}
-        columns = {"o_proj": heads, "down_proj": inner}
-        held: dict[str, tuple[slice, ...]] = {}
+        heads = self._even_slice(config.num_heads * config.head_dim)
+        # With more ranks than KV heads, several ranks hold the same head.
+        first_kv_head = self.rank * config.num_kv_heads // self.size
+        last_kv_head = first_kv_head + config.local_kv_heads(self.size)
+        kv_heads = slice(first_kv_head * config.head_dim, last_kv_head * config.head_dim)
+        inner = self._even_slice(config.intermediate_size)
+        local_vocab_size = config.vocab_shard(self.size)
+        vocab = slice(self.rank * local_vocab_size, (self.rank + 1) * local_vocab_size)
+        split_rows = {
+            "q_proj": heads,
+            "k_proj": kv_heads,
+            "v_proj": kv_heads,
+            "gate_proj": inner,
+            "up_proj": inner,
+            "embed_tokens": vocab,
+            "lm_head": vocab,
+        }
+        split_columns = {"o_proj": heads, "down_proj": inner}
+        slices: dict[str, tuple[slice, ...]] = {}
         for name, shape in expected_shapes(config).items():
             module = name.split(".")[-2]
-            by_dimension = zip((rows, columns), shape, strict=False)
-            held[name] = tuple(split.get(module, slice(0, size)) for split, size in by_dimension)
-        return held
+            by_dimension = zip((split_rows, split_columns), shape, strict=False)
+            slices[name] = tuple(split.get(module, slice(0, size)) for split, size in by_dimension)
+        return slices
 
-    def _even(self, size: int) -> slice:
-        local = size // self.size
-        return slice(self.rank * local, (self.rank + 1) * local)
+    def _even_slice(self, size: int) -> slice:
+        """This rank's part of ``size`` rows or columns that the ranks split evenly."""
+        local_size = size // self.size
+        return slice(self.rank * local_size, (self.rank + 1) * local_size)
 
 
 WHOLE = Shard()
+"""The whole model, for a rank that is the only one."""
 
 
-def cut(stream: Iterable[tuple[str, torch.Tensor]], slices: Slices) -> Iterator[tuple[str, torch.Tensor]]:
-    """The stream with a view of the part that ``slices`` names in place of each tensor."""
-    for name, tensor in stream:
+def slice_tensors(
+    tensors: Iterable[tuple[str, torch.Tensor]], slices: TensorSlices
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and views of the part of each tensor that ``slices`` selects."""
+    for name, tensor in tensors:
         yield name, tensor[slices[name]]

@@ -1,4 +1,4 @@
-"""What reaches a running engine from outside, in the form in which it travels between processes."""
+"""Requests to a running engine, in the form in which they travel between processes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ from lopa_ascend.config import DecodingParams
 
 
 class Generate(msgspec.Struct, tag=True, frozen=True):
-    """Begin a request. It was checked against the engine's limits."""
+    """Begin a request, which has been checked against the engine's limits."""
 
     request_id: str
+    """Any text that no running request has as its id."""
     prompt_token_ids: list[int]
     params: DecodingParams
     trace: bool = False
+    """Whether each of the request's updates carries a record of its step."""
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
-    """End a request before the next step; unknown ids, which have finished meanwhile, mean nothing."""
+    """End a request before the next step. The engine ignores ids that it does not know: the request may have finished
+    in the meantime."""
 
     request_id: str
 
 
 Command = Generate | Abort
+"""Everything that a running engine can be asked."""

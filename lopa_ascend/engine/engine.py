@@ -67,7 +67,9 @@ class Engine:
         self._agreement = Agreement(self.mesh, config.agreement_interval)
         # Leaves out what may differ between machines.
         alike = replace(config, model=None, lora=None, threads=None, graph_cache=None)
-        self.mesh.agree(0, {"its configuration": alike, "its model": self.model_config, "its limits": self.limits})
+        self.mesh.check_agreement(
+            0, {"its configuration": alike, "its model": self.model_config, "its limits": self.limits}
+        )
         self.ranks = self._report(model, page_bytes)
         self.mesh.start()
 
@@ -80,7 +82,7 @@ class Engine:
             prepared = prepare(self.config, self.mesh)
         except (ValueError, OSError) as error:
             trouble = error
-        self.mesh.refuse_together(trouble)
+        self.mesh.raise_together(trouble)
         assert prepared is not None
         return prepared
 
@@ -123,7 +125,7 @@ class Engine:
             graphs=graphs.memory if graphs else 0,
             free=free_memory(config.device, config.world_size),
         )
-        reports = self.mesh.tell("memory", msgspec.json.encode(own).decode())
+        reports = self.mesh.all_gather_text("memory", msgspec.json.encode(own).decode())
         return tuple(msgspec.json.decode(text, type=RankReport) for text in reports)
 
     @property
@@ -173,7 +175,7 @@ class Engine:
         start = time.perf_counter()
         result = self.runner.step(plan, self.scheduler.running)
         self._forward_seconds = time.perf_counter() - start
-        self._agreement.note(plan, result)
+        self._agreement.record_step(plan, result)
         return [self._update(sequence) for sequence in result.sequences]
 
     def stats(self) -> EngineStats:

@@ -1,7 +1,7 @@
 """A rank other than 0: `python -m lopa_ascend.engine.follower CONFIG`, with the engine's configuration as JSON.
 
-Who it is and where the ranks meet stands in the environment, as torchrun says it. The server and `LLM` start it; nobody
-needs to by hand.
+Its rank and the address where the ranks meet are in the environment variables of torchrun (RANK, WORLD_SIZE,
+MASTER_ADDR, MASTER_PORT). The server and `LLM` start this command; there is no need to run it by hand.
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ import sys
 import msgspec
 
 from lopa_ascend.config import EngineConfig
-from lopa_ascend.parallel.launch import Meeting, end_with_stdin, leave
+from lopa_ascend.parallel.launch import Rendezvous, exit_rank, exit_when_stdin_closes
 
 logger = logging.getLogger(__name__)
 
 
 def run(config: EngineConfig) -> int:
-    """Follows rank 0 to its end; returns the exit status."""
-    from lopa_ascend.engine.engine import Engine  # bring torch, which takes seconds
-    from lopa_ascend.engine.ranks import follow
+    """Joins the other ranks and follows rank 0 until it ends the engine; returns the exit status."""
+    from lopa_ascend.engine.engine import Engine  # these import torch, which takes seconds
+    from lopa_ascend.engine.ranks import follow, make_engine
     from lopa_ascend.parallel.mesh import Mesh
 
-    mesh = Mesh.join(config, Meeting.from_environment(), leave)
-    # torchrun sends it to every rank; rank 0 lets its requests end first, and the watch tells when it has.
+    mesh = Mesh.join(config, Rendezvous.from_environment(), exit_rank)
+    # torchrun sends SIGTERM to every rank. Rank 0 lets its requests end first, and then ends this rank.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        engine = Engine(config, mesh)
-    except BaseException as error:
-        mesh.close(None if mesh.refused else f"it could not start ({type(error).__name__})")
-        if mesh.refused:  # rank 0 says it
+        engine = make_engine(Engine, config, mesh)
+    except BaseException:
+        if mesh.start_refused:  # rank 0 says why
             return 1
         raise
     follow(engine)
@@ -42,13 +41,17 @@ def run(config: EngineConfig) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m lopa_ascend.engine.follower", description=__doc__)
-    parser.add_argument("config")
-    parser.add_argument("--ends-with-stdin", action="store_true")
+    parser = argparse.ArgumentParser(
+        prog="python -m lopa_ascend.engine.follower",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", help="the engine's configuration as JSON, equal on all ranks")
+    parser.add_argument("--ends-with-stdin", action="store_true", help="end when stdin closes, as when the parent ends")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for rank 0
     if arguments.ends_with_stdin:
-        end_with_stdin()
+        exit_when_stdin_closes()
     status = 1
     try:
         status = run(msgspec.json.decode(arguments.config, type=EngineConfig))

@@ -14,7 +14,7 @@ from lopa_ascend.graph.setup import GraphPlan, plan_graphs
 from lopa_ascend.kv.pages import pages_for, slots_for
 from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.score.shards import CANDIDATES
-from lopa_ascend.text.tokenizer import load_tokenizer
+from lopa_ascend.text.tokenizer_files import load_tokenizer
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
-"""Several ranks as one engine: rank 0 hears of requests and tells the others; all of them step together.
+"""Runs several ranks as one engine: rank 0 receives the requests and tells the other ranks; all step together.
 
-A step's message from rank 0 is eight bytes, and what arrived since the last one behind them. While nothing happens the
-same message goes out each second, so that no rank waits longer than the time after which it gives another one up.
+Before each step rank 0 broadcasts eight bytes, followed by the commands that have arrived since the last message.
+While there is nothing to do it sends the same message each second, so that no rank waits in a collective for longer
+than the time after which it would give rank 0 up.
 """
 
 from __future__ import annotations
 
 import atexit
-import os
 import subprocess
 import threading
 import time
@@ -24,123 +24,163 @@ from lopa_ascend.config import DecodingParams, EngineConfig
 from lopa_ascend.engine.commands import Abort, Command, Generate
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.parallel.collectives import Group, RankError
-from lopa_ascend.parallel.launch import LOCALHOST, Meeting, follower_command, rank_in_environment, with_own_threads
+from lopa_ascend.parallel.launch import (
+    LOCALHOST,
+    Rendezvous,
+    explain_exit,
+    kill_running,
+    local_rank_processes,
+    rank_in_environment,
+    share_cores,
+)
 from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.types import Update
 
 HEARTBEAT = 1.0
-"""Seconds."""
+"""Seconds between two messages of rank 0 while there is nothing to do."""
+
+
+# ---- messages of rank 0 ----------------------------------------------------------------------------------------------
 
 
 class _Kind(IntEnum):
-    """What the others do after they took the commands in: step, go on waiting, or end."""
+    """What the other ranks do once they have applied the message's commands."""
 
     STEP = 0
+    """Make a step."""
     WAIT = 1
+    """Wait for the next message."""
     END = 2
+    """End."""
 
 
-def _send(world: Group, kind: _Kind, commands: Sequence[Command]) -> None:
+def _send_message(world: Group, kind: _Kind, commands: Sequence[Command]) -> None:
+    """Broadcasts a message: an int64 header, and if there are commands, these as msgpack.
+
+    The header is (bytes of the commands) * len(_Kind) + kind.
+    """
     body = msgspec.msgpack.encode(commands) if commands else b""
-    world.broadcast(torch.tensor([len(body) << 2 | kind]), 0, "control")
+    world.broadcast(torch.tensor([len(body) * len(_Kind) + kind]), 0, "control")
     if body:
         world.broadcast(torch.frombuffer(bytearray(body), dtype=torch.uint8), 0, "control")
 
 
-def _receive(world: Group) -> tuple[_Kind, list[Command]]:
+def _receive_message(world: Group) -> tuple[_Kind, list[Command]]:
+    """Takes part in the broadcast of ``_send_message``; returns what rank 0 has sent."""
     header = int(world.broadcast(torch.zeros(1, dtype=torch.int64), 0, "control"))
-    if not header >> 2:
-        return _Kind(header & 3), []
-    body = world.broadcast(torch.empty(header >> 2, dtype=torch.uint8), 0, "control")
-    return _Kind(header & 3), msgspec.msgpack.decode(body.numpy().tobytes(), type=list[Command])
+    num_bytes, kind = divmod(header, len(_Kind))
+    if not num_bytes:
+        return _Kind(kind), []
+    body = world.broadcast(torch.empty(num_bytes, dtype=torch.uint8), 0, "control")
+    return _Kind(kind), msgspec.msgpack.decode(body.numpy().tobytes(), type=list[Command])
+
+
+# ---- rank 0 and the others -------------------------------------------------------------------------------------------
 
 
 class LeadingEngine(Engine):
-    """Rank 0's engine. Whatever it is asked reaches the others before the next step. ``followers``: the processes of
-    the other ranks, if it is to end them.
+    """The engine of rank 0: sends each request and abort to the other ranks before the next step.
 
     ``add``, ``abort`` and ``step`` raise RankError once the ranks cannot go on.
+
+    Args:
+        config: the engine's configuration.
+        mesh: the ranks.
+        followers: the processes of the other ranks that ``close`` must end; empty if another process started them.
     """
 
     def __init__(self, config: EngineConfig, mesh: Mesh, followers: Sequence[subprocess.Popen[bytes]] = ()):
         super().__init__(config, mesh)
         self._followers = followers
         self._outbox: list[Command] = []
-        self._trouble: str | None = None
+        """Commands that the other ranks have not received yet."""
+        self._failure: str | None = None
+        """Why this rank cannot go on; what the watch over the other processes found is in ``mesh.failure``."""
         # Reentrant: an abandoned stream may be collected, and so aborted, in the middle of a step.
-        self._turn = threading.RLock()
-        self._told = time.monotonic()
+        self._lock = threading.RLock()
+        self._last_message = time.monotonic()
         self._closed = threading.Event()
-        self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-        self._heart.start()
+        self._heartbeat = threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True)
+        self._heartbeat.start()
         atexit.register(self.close)  # the others must not take the end of a script for a failure
 
     def add(self, request_id: str, prompt: Sequence[int], params: DecodingParams, *, trace: bool = False) -> None:
+        """Queues a request on every rank, as ``Engine.add`` does on one."""
         self._check()
-        with self._turn:
+        with self._lock:
             super().add(request_id, prompt, params, trace=trace)
             self._outbox.append(Generate(request_id, list(prompt), params, trace))
 
     def abort(self, request_id: str) -> bool:
-        with self._turn:
+        """Ends a request on every rank, as ``Engine.abort`` does on one."""
+        with self._lock:
             found = super().abort(request_id)
             if found:
                 self._outbox.append(Abort(request_id))
         return found
 
     def step(self) -> list[Update]:
+        """Makes a step on every rank, as ``Engine.step`` does on one."""
         self._check()
-        with self._turn:
+        with self._lock:
             # Whatever ends a step early, Ctrl-C too, leaves the ranks in different places.
-            self._trouble = "a step was broken off"
-            self._tell(_Kind.STEP)
+            self._failure = "a step was broken off"
+            self._send(_Kind.STEP)
             updates = super().step()
-            self._trouble = None
+            self._failure = None
         return updates
 
     def close(self, failure: str | None = None) -> None:
-        """Ends the other ranks."""
+        """Ends the engine on every rank, and the processes of the other ranks if this one has started them.
+
+        Args:
+            failure: why the engine ends; None for an ordinary end.
+        """
         if self._closed.is_set():
             return
         self._closed.set()
         atexit.unregister(self.close)
-        self._heart.join()
+        self._heartbeat.join()
         try:
-            if self._trouble is None and self.mesh.failure is None:
-                self._tell(_Kind.END)
+            if self._can_send():
+                self._send(_Kind.END)
         except RankError:
-            pass  # then there is nobody left to end
+            pass  # the other ranks have ended already
         super().close(failure)
-        end_processes(self._followers)
+        _end_processes(self._followers)
 
     def _check(self) -> None:
-        trouble = self.mesh.failure or self._trouble
-        if trouble is not None:
-            raise RankError(f"this engine has ended: {trouble}")
+        failure = self.mesh.failure or self._failure
+        if failure is not None:
+            raise RankError(f"this engine has ended: {failure}")
 
-    def _tell(self, kind: _Kind) -> None:
+    def _can_send(self) -> bool:
+        """Whether no failure is known after which a broadcast would not return."""
+        return self._failure is None and self.mesh.failure is None
+
+    def _send(self, kind: _Kind) -> None:
         commands, self._outbox = self._outbox, []
-        _send(self.mesh.world, kind, commands)
-        self._told = time.monotonic()
+        _send_message(self.mesh.world, kind, commands)
+        self._last_message = time.monotonic()
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._closed.wait(HEARTBEAT / 4):
-            with self._turn:
-                if time.monotonic() - self._told >= HEARTBEAT and self._trouble is None and self.mesh.failure is None:
+            with self._lock:
+                if time.monotonic() - self._last_message >= HEARTBEAT and self._can_send():
                     try:
-                        self._tell(_Kind.WAIT)
+                        self._send(_Kind.WAIT)
                     except RankError as error:
-                        self._trouble = str(error)
+                        self._failure = str(error)
 
 
 def follow(engine: Engine) -> None:
-    """Does on another rank what rank 0 does, until it ends.
+    """Repeats on another rank what rank 0 does, and returns when rank 0 ends the engine.
 
     Raises:
         RankError: the ranks cannot go on.
     """
     while True:
-        kind, commands = _receive(engine.mesh.world)
+        kind, commands = _receive_message(engine.mesh.world)
         for command in commands:
             if isinstance(command, Generate):
                 engine.add(command.request_id, command.prompt_token_ids, command.params, trace=command.trace)
@@ -152,88 +192,103 @@ def follow(engine: Engine) -> None:
             engine.step()
 
 
+# ---- starting an engine ----------------------------------------------------------------------------------------------
+
+
+def start_engine(config: EngineConfig) -> Engine:
+    """The engine for `LLM`.
+
+    Of one rank, it runs in this process. Under torchrun this process is one of the ranks; each of them must make the
+    same calls. Otherwise the other ranks are started here, and this process is rank 0.
+
+    Raises:
+        RankError: a rank ended while it started.
+        Exception: whatever `Engine` raises.
+    """
+    if config.world_size == 1:
+        return Engine(config)
+    if rank_in_environment() is None:
+        return start_local_ranks(config)
+    return make_engine(Engine, config, Mesh.join(config, Rendezvous.from_environment(), _ignore_failure))
+
+
+def lead(config: EngineConfig, on_failure: Callable[[str], None]) -> Engine:
+    """The engine for the server: of one rank, or rank 0 of ranks whose processes are started elsewhere.
+
+    Args:
+        config: the engine's configuration.
+        on_failure: called in a thread, with a message, when a rank has ended or hangs.
+
+    Raises:
+        RankError: the other ranks did not come.
+        Exception: whatever `Engine` raises.
+    """
+    if config.world_size == 1:
+        return Engine(config)
+    return make_engine(LeadingEngine, config, Mesh.join(config, Rendezvous.from_environment(), on_failure))
+
+
+def start_local_ranks(config: EngineConfig) -> Engine:
+    """Starts the other ranks as processes on this machine, and makes this process rank 0.
+
+    Raises:
+        RankError: a rank ended while it started.
+        Exception: whatever `Engine` raises.
+    """
+    config = share_cores(config)
+    store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
+    rendezvous = Rendezvous.on_this_machine(0, config.world_size, store.port)
+    with _Followers(config, store.port) as followers:
+        mesh = Mesh.join(config, rendezvous, _ignore_failure, store, followers.check)
+        return make_engine(partial(LeadingEngine, followers=list(followers.processes.values())), config, mesh)
+
+
+def _ignore_failure(message: str) -> None:
+    """For `LLM`: the next call raises RankError with the message, which the mesh keeps."""
+
+
+def make_engine(kind: Callable[[EngineConfig, Mesh], Engine], config: EngineConfig, mesh: Mesh) -> Engine:
+    """Makes the engine of a rank; if that fails, leaves the mesh first, so that the other ranks hear of it."""
+    try:
+        return kind(config, mesh)
+    except BaseException as error:
+        mesh.close(None if mesh.start_refused else f"it could not start ({type(error).__name__})")
+        raise
+
+
 class _Followers:
-    """Processes of the other ranks, ended if the block around them fails."""
+    """The processes of the other ranks while they start; ends them if the ``with`` block fails."""
 
     def __init__(self, config: EngineConfig, port: int):
-        self.processes: list[subprocess.Popen[bytes]] = []
-        command = follower_command(config, with_parent=True)
-        for rank in range(1, config.world_size):
-            environment = os.environ | Meeting.on_this_machine(rank, config.world_size, port).environment()
-            # Ctrl-C in a terminal is for this process alone.
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
-            self.processes.append(process)
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        """By rank."""
+        for rank, start in local_rank_processes(config, port).items():
+            self.processes[rank] = subprocess.Popen(
+                start.command, stdin=subprocess.PIPE, env=start.environment, start_new_session=True
+            )
 
     def __enter__(self) -> _Followers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, _: TracebackType | None) -> None:
         if kind is not None:
-            end_processes(self.processes)
+            _end_processes(list(self.processes.values()))
 
     def check(self) -> None:
-        """Raises:
-        RankError: one has ended.
+        """Looks whether all processes still run.
+
+        Raises:
+            RankError: one of them has ended.
         """
-        for rank, process in enumerate(self.processes, start=1):
-            if process.poll() is not None:
-                raise RankError(f"rank {rank} ended while it started, with status {process.returncode}")
+        ending = explain_exit({rank: process.poll() for rank, process in self.processes.items()})
+        if ending is not None:
+            raise RankError(f"a rank ended while it started ({ending})")
 
 
-def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ends them at once: they hold nothing that is worth saving."""
-    for process in processes:
-        process.kill()
+def _end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ends processes at once, and waits until they are gone."""
+    kill_running(processes)
     for process in processes:
         process.wait()
         assert process.stdin is not None
         process.stdin.close()
-
-
-def start_local_ranks(config: EngineConfig) -> Engine:
-    """Starts the other ranks as processes of this machine, and leads them.
-
-    Raises:
-        What `Engine` does; RankError: a rank ended while it started.
-    """
-    config = with_own_threads(config)
-    store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
-    meeting = Meeting.on_this_machine(0, config.world_size, store.port)
-    with _Followers(config, store.port) as followers:
-        mesh = Mesh.join(config, meeting, lambda message: None, store, followers.check)
-        return _begin(partial(LeadingEngine, followers=followers.processes), config, mesh)
-
-
-def lead(config: EngineConfig, on_failure: Callable[[str], None]) -> Engine:
-    """The engine of this process, which is alone, or rank 0 of ranks that somebody else starts. ``on_failure`` is
-    called in a thread when a rank has ended or hangs.
-
-    Raises:
-        What `Engine` does; RankError: the others did not come.
-    """
-    if config.world_size == 1:
-        return Engine(config)
-    return _begin(LeadingEngine, config, Mesh.join(config, Meeting.from_environment(), on_failure))
-
-
-def start_engine(config: EngineConfig) -> Engine:
-    """The engine of this process: alone, one of the ranks that torchrun started, all of which must be asked the same,
-    or rank 0 of ranks that are started now.
-
-    Raises:
-        What `Engine` does; RankError: a rank ended while it started.
-    """
-    if config.world_size == 1:
-        return Engine(config)
-    if rank_in_environment() is None:
-        return start_local_ranks(config)
-    return _begin(Engine, config, Mesh.join(config, Meeting.from_environment(), lambda message: None))
-
-
-def _begin(kind: Callable[[EngineConfig, Mesh], Engine], config: EngineConfig, mesh: Mesh) -> Engine:
-    """The engine, or a mesh that was left for the failure to make it."""
-    try:
-        return kind(config, mesh)
-    except BaseException as error:
-        mesh.close(None if mesh.refused else f"it could not start ({type(error).__name__})")
-        raise

@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     config = parse_args(argv)
     if rank_in_environment():
         # torchrun starts this command for each rank, and rank 0 alone serves HTTP.
-        command = follower_command(config.engine, with_parent=False)
+        command = follower_command(config.engine, ends_with_stdin=False)
         os.execv(command[0], command)
     signal.signal(signal.SIGINT, _exit_at_once)
     signal.signal(signal.SIGTERM, _exit_at_once)

@@ -16,7 +16,7 @@ import yaml
 
 from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
 from lopa_ascend.config.kinds import Boolean, Choice
-from lopa_ascend.parallel.launch import Meeting, rank_in_environment
+from lopa_ascend.parallel.launch import Rendezvous, rank_in_environment
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.flags import (
     DECODING_FLAGS,
@@ -93,7 +93,7 @@ def _serve_config(given: Mapping[str, Any]) -> ServeConfig:
         message = f"is {params.lookaheads}{by_default}, which exceeds --max-num-branches {engine.max_num_branches}"
         raise ParameterError("num_branches", message)
     if rank_in_environment() is not None:
-        Meeting.from_environment().check(engine)
+        Rendezvous.from_environment().check_world_size(engine)
     _check_secrets_and_tls(given)
     return ServeConfig(engine=engine, decoding=decoding, **_fields(given, SERVE_FLAGS))
 

@@ -1,1 +1,1 @@
-"""Text in and out: tokenizer, prompts to token ids, token ids to streamed text."""
+"""Text in and out of the engine, which itself knows token ids only: tokenizer, prompts, streamed text, outputs."""

@@ -1,50 +1,65 @@
-"""Updates of one request to what its reader sees: text that only grows, stop strings, and the output at the end."""
+"""Turns the engine's updates of one request into what its reader sees: growing text, and the output at the end."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.text.tokenizer import TextStream, Tokenizer
+from lopa_ascend.text.stream import TextStream
+from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.types import GenerationOutput, Progress, StepRecord, Update
 
 
 class OutputStream:
-    """One request from its reader's side. The engine knows no text: when ``stopped`` is set, a stop string ended the
-    output, and whoever reads must abort the request there."""
+    """One request from its reader's side.
+
+    The engine knows no text, so it does not notice stop strings: when ``stopped`` is set, the reader must abort the
+    request.
+
+    Args:
+        prompt: token ids of the prompt.
+        params: the request's parameters, of which the stop strings are used.
+        tokenizer: None for a model without one; then there is no text.
+    """
 
     def __init__(self, prompt: Sequence[int], params: DecodingParams, tokenizer: Tokenizer | None):
         self._prompt = tuple(prompt)
         self._text = TextStream(tokenizer, params.stop, params.min_new_tokens) if tokenizer else None
         self._tokens: list[int] = []
+        """Final token ids."""
         self._probs: list[float] = []
+        """For each of them the probability at which it was filled."""
         self._records: list[StepRecord] = []
 
     @property
     def stopped(self) -> bool:
+        """Whether a stop string has ended the output."""
         return self._text is not None and self._text.stopped is not None
 
     def push(self, update: Update) -> Progress:
-        """What may be shown after an update; ``output`` is set when nothing more will come."""
+        """What may be shown after an update; its ``output`` is set when nothing more will come."""
         self._tokens += update.token_ids
         self._probs += update.max_probs
         if update.record is not None:
             self._records.append(update.record)
+        finished = update.finish_reason is not None
         if self._text is None:
-            text, shown = "", len(self._tokens)
+            text, num_shown = "", len(self._tokens)
         else:
-            text = self._text.push(self._tokens) if update.finish_reason is None else self._text.finish(self._tokens)
-            shown = self._text.num_shown
-        if self.stopped or update.finish_reason is not None:
-            return self._finished(update, text)
-        return Progress(tuple(self._tokens[:shown]), text, tuple(self._probs[:shown]))
+            text = self._text.finish(self._tokens) if finished else self._text.push(self._tokens)
+            num_shown = self._text.num_shown
+        if finished or self.stopped:
+            return self._finish(update, text)
+        return Progress(tuple(self._tokens[:num_shown]), text, tuple(self._probs[:num_shown]))
 
-    def _finished(self, update: Update, text: str) -> Progress:
-        length = len(self._tokens)
+    def _finish(self, update: Update, text: str) -> Progress:
+        """The last progress of the request, with its output."""
+        num_tokens = len(self._tokens)
         stop_reason: int | str | None = update.stop_token_id
         if self._text is not None and self._text.stopped is not None:
-            length, stop_reason = self._text.num_text_tokens, self._text.stopped
-        tokens, probs = tuple(self._tokens[:length]), tuple(self._probs[:length])
+            num_tokens = self._text.num_text_tokens
+            stop_reason = self._text.stopped
+        tokens, probs = tuple(self._tokens[:num_tokens]), tuple(self._probs[:num_tokens])
         output = GenerationOutput(
             prompt_token_ids=self._prompt,
             token_ids=tokens,

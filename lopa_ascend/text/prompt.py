@@ -1,4 +1,4 @@
-"""Prompts to token ids, for the Python API and the server alike."""
+"""Turns prompts and conversations into token ids, for the Python API and for the server."""
 
 from __future__ import annotations
 
@@ -10,38 +10,47 @@ from lopa_ascend.text.tokenizer import Tokenizer
 
 
 class Prompts:
-    """What turns texts, conversations and ids into ids that a model has."""
+    """Makes token ids that the model has of texts, conversations and token ids.
+
+    Args:
+        tokenizer: None for a model without one; then prompts must be token ids.
+        vocab_size: rows of the model's embedding; every token id must be below.
+        mask_token_id: id of the mask, which no prompt may hold.
+        model_name: for messages.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, mask_token_id: int, model_name: str):
         self.tokenizer = tokenizer
-        self._vocab_size, self._mask, self._model_name = vocab_size, mask_token_id, model_name
+        self._vocab_size = vocab_size
+        self._mask_token_id = mask_token_id
+        self._model_name = model_name
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """Token ids of a prompt.
+        """The token ids of a prompt.
 
         Raises:
             ParameterError: it is empty, holds ids that the model does not have, or is text without a tokenizer.
         """
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ParameterError("prompt", f"{self._model_name} has no tokenizer files; give token ids")
-            try:
-                ids = self.tokenizer.encode(prompt)
-            except UnicodeEncodeError as error:
-                raise ParameterError("prompt", f"is not text: {error.reason} at character {error.start}") from error
-        else:
-            ids = list(prompt)
+        ids = self._encode_text(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise ParameterError("prompt", "must not be empty")
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._vocab_size:
                 raise ParameterError("prompt", f"token id {token!r} is not an integer from 0 to {self._vocab_size - 1}")
-            if token == self._mask:
+            if token == self._mask_token_id:
                 raise ParameterError("prompt", f"holds the mask token (id {token}), which only the engine may place")
         return ids
 
+    def _encode_text(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise ParameterError("prompt", f"{self._model_name} has no tokenizer files; give token ids")
+        try:
+            return self.tokenizer.encode(text)
+        except UnicodeEncodeError as error:
+            raise ParameterError("prompt", f"is not text: {error.reason} at character {error.start}") from error
+
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation, through the chat template.
+        """The token ids of a conversation, made by the chat template.
 
         Raises:
             ParameterError: there is no template, or it refuses the messages.
@@ -55,8 +64,10 @@ class Prompts:
         return self.encode(ids)
 
     def check_stop(self, stop: Sequence[str]) -> None:
-        """Raises:
-        ParameterError: stop strings need a tokenizer.
+        """Refuses stop strings for a model without a tokenizer.
+
+        Raises:
+            ParameterError: there are stop strings, and no tokenizer.
         """
         if stop and self.tokenizer is None:
             raise ParameterError("stop", f"needs a tokenizer, and {self._model_name} has no tokenizer files")

@@ -1,1 +1,1 @@
-"""The independent judges of the server: `python -m scripts.judge --help`."""
+"""Independent judges: they test a running server from outside. `python -m scripts.judge --help` names them."""

@@ -1,8 +1,19 @@
-"""Runs the judges: all, or those that are named. Exit status 1 if one finds fault.
+"""Runs the judges, which test a server from outside: all of them, or those that are named.
 
-python -m scripts.judge                                  every judge, each with a server of its own
-python -m scripts.judge faults --hostile 500             one of them, shorter
-python -m scripts.judge schema --url http://host:8000    a server that runs already (not with kill, ranks and soak)
+    python -m scripts.judge                                  every judge, each on a server that it starts
+    python -m scripts.judge faults --hostile 500             one of them, shorter
+    python -m scripts.judge schema --url http://host:8000    a running server (not with kill, ranks and soak)
+
+  schema     schemathesis finds no fault with the server's own /openapi.json
+  accuracy   lm-eval over HTTP finds the accuracy that the engine has without a server
+  load       guidellm's concurrent clients get all their tokens
+  faults     hostile requests are refused, and disturb no other request
+  kill       when the engine is killed, every client gets an error, and the server ends
+  ranks      the same when a rank is killed or stopped
+  soak       minutes of mixed load leave memory, pages and answers as they were
+
+Prints a line for each verdict, "ok" or FAILED with what was found; the exit status is 1 if one is FAILED. schema,
+accuracy and load need public tools: pip install -e '.[judge]', or ./ci/judges.sh, which installs them first.
 """
 
 from __future__ import annotations
@@ -21,28 +32,35 @@ from scripts.judge.report import Options, Report
 JUDGES = ("schema", "accuracy", "load", "faults", "kill", "ranks", "soak")
 """Modules of this package, each with a function ``judge(options, report)``."""
 HELP = {
-    "examples": "schema: examples an endpoint",
+    "examples": "schema: examples for each endpoint",
     "problems": "accuracy: held-out problems",
     "requests": "load: requests",
     "clients": "load: concurrent clients",
     "hostile": "faults: hostile requests",
     "good": "faults: good requests beside them",
-    "minutes": "soak: how long",
-    "seed": "of all that is random",
+    "minutes": "soak: duration",
+    "seed": "seed of everything that is random",
 }
 
 
-def main() -> None:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.judge", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", metavar="JUDGE", help=f"of {', '.join(JUDGES)} (default: all)")
-    parser.add_argument("--url", help="of a running server that serves the bundled model")
-    parser.add_argument("--out", type=Path, help="directory of logs and reports (default: a new temporary one)")
+    parser.add_argument("names", nargs="*", metavar="JUDGE", help=f"{', '.join(JUDGES)} (default: all)")
+    parser.add_argument("--url", help="a running server with the bundled model (default: servers are started here)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="logs and reports (default: a new temporary directory)")
     defaults = {field.name: field.default for field in fields(Options)}
     for name, text in HELP.items():
         default = defaults[name]
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{text} (default: {default})")
+        parser.add_argument(
+            f"--{name}", type=type(default), default=default, metavar="N", help=f"{text} (default: {default})"
+        )
+    return parser
+
+
+def main() -> None:
+    parser = build_parser()
     args = vars(parser.parse_args())
     names = args.pop("names") or JUDGES
     if unknown := [name for name in names if name not in JUDGES]:
@@ -50,7 +68,7 @@ def main() -> None:
     args["out"] = (args["out"] or Path(tempfile.mkdtemp(prefix="judge-"))).resolve()
     args["out"].mkdir(parents=True, exist_ok=True)
     options, failed = Options(**args), []
-    # As an exception, which ends the servers too.
+    # Raises SystemExit, so that the servers are ended on the way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     print(f"logs and reports: {options.out}")
     for name in names:

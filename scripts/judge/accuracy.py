@@ -1,4 +1,4 @@
-"""Judge: lm-eval over HTTP finds the accuracy of the engine in this process, and likelihoods are refused cleanly."""
+"""Judge: lm-eval over HTTP finds the accuracy of the engine in this process; likelihoods are refused with a 400."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scripts.demo_problems import parse_result
 from scripts.eval_demo import read
 from scripts.judge.report import Options, Report
 from scripts.judge.server import ROOT, Server, serving
-from scripts.judge.tools import offline, tool, write_tokenizer
+from scripts.judge.tools import offline_environment, tool_command, write_tokenizer
 
 TASKS = Path(__file__).parent / "tasks"
 MAX_NEW_TOKENS = 192
@@ -26,7 +26,7 @@ ROUTES = {
     "lopa_demo_remote": ("local-completions", "/v1/completions", "tokenizer_backend=remote"),
     "lopa_demo_chat": ("local-chat-completions", "/v1/chat/completions", "tokenizer_backend=none"),
 }
-"""By task: lm-eval's model class, the route it asks, and who makes token ids of the prompt."""
+"""By task: lm-eval's model class, the route that it asks, and its arguments about what makes token ids of a prompt."""
 
 
 def judge(options: Options, report: Report) -> None:
@@ -50,15 +50,16 @@ def judge(options: Options, report: Report) -> None:
 
 
 def _in_process(limit: int) -> list[tuple[str, bool]]:
-    """Text and whether it is right, by the engine itself."""
+    """For each problem, the engine's own answer, and whether it is right."""
     problems = read(limit)
     conversations = [[{"role": "user", "content": question}] for question, _ in problems]
-    outputs = LLM().chat(conversations, DecodingParams(max_new_tokens=MAX_NEW_TOKENS), quiet=True)
+    outputs = LLM().chat(conversations, DecodingParams(max_new_tokens=MAX_NEW_TOKENS))
     texts = [output.text or "" for output in outputs]
     return [(text, parse_result(text) == result) for text, (_, result) in zip(texts, problems, strict=True)]
 
 
 def _check_refusal(server: Server, options: Options, report: Report) -> None:
+    """Judges a task that asks for log-likelihoods of texts, which a diffusion model does not have."""
     model, route, tokenizer = ROUTES["lopa_demo_text"]
     done = _lm_eval(server, options, model, route, "lopa_demo_choice", tokenizer)
     refused = done.returncode != 0 and "Status code: 400" in done.stdout and '"param":"echo"' in done.stdout
@@ -75,14 +76,29 @@ def _check_refusal(server: Server, options: Options, report: Report) -> None:
 def _lm_eval(
     server: Server, options: Options, model: str, route: str, task: str, tokenizer: str
 ) -> subprocess.CompletedProcess[str]:
-    arguments = {"model": server.model, "base_url": server.url + route, "num_concurrent": CLIENTS, "max_retries": 1}
-    arguments |= {"timeout": 600}
+    """Runs lm-eval on a task, with logs, samples and results in ``options.out``.
+
+    Args:
+        server: what is evaluated.
+        options: of the judges.
+        model: lm-eval's model class.
+        route: of the server.
+        task: name of the task.
+        tokenizer: arguments about the tokenizer, with "{tokenizer}" for a directory of one.
+    """
+    arguments = {
+        "model": server.model,
+        "base_url": server.url + route,
+        "num_concurrent": CLIENTS,
+        "max_retries": 1,
+        "timeout": 600,
+    }
     tokenizer = tokenizer.format(tokenizer=write_tokenizer(options.out / "tokenizer"))
-    command = [*tool("lm_eval"), "run", "--model", model, "--include_path", str(TASKS), "--tasks", task]
+    command = [*tool_command("lm_eval"), "run", "--model", model, "--include_path", str(TASKS), "--tasks", task]
     command += ["--model_args", ",".join(f"{name}={value}" for name, value in arguments.items()) + f",{tokenizer}"]
     command += ["--limit", str(options.problems), "--log_samples", "--output_path", str(options.out / task)]
     command += ["--apply_chat_template"] if "chat" in model else []
-    environment = offline(options.out / "huggingface")
+    environment = offline_environment(options.out / "huggingface")
     # The tasks name the problems relative to the project.
     return subprocess.run(
         command,
@@ -96,7 +112,7 @@ def _lm_eval(
 
 
 def _results(directory: Path, task: str) -> tuple[float, list[str]]:
-    """Accuracy, and the texts in the order of the problems."""
+    """What lm-eval has written: the accuracy, and the answers in the order of the problems."""
     results = json.loads(max(directory.rglob("results_*.json")).read_text())["results"][task]
     lines = max(directory.rglob(f"samples_{task}_*.jsonl")).read_text().splitlines()
     samples: list[dict[str, Any]] = sorted(map(json.loads, lines), key=lambda sample: int(sample["doc_id"]))

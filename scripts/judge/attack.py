@@ -1,4 +1,4 @@
-"""Hostile requests as bytes on a socket: what one is, how it is sent, and what comes back."""
+"""Hostile requests: what one is, how it is sent as bytes over a socket, and what comes back."""
 
 from __future__ import annotations
 
@@ -11,28 +11,34 @@ from typing import Any
 
 from scripts.judge.client import COMPLETIONS
 
-ANSWER_WITHIN = 120.0
+ANSWER_TIMEOUT = 120.0
 """Seconds in which every request must be answered or cut off."""
 LEFT, CLOSED = "we left", "closed"
+"""Outcomes other than a status code: we hung up, or the server closed the connection."""
 
 
 @dataclass(frozen=True)
 class Attack:
-    """What goes over one connection: ``chunks`` with ``pause`` seconds between them. Then we wait for the answer, or,
-    where ``linger`` is given, hang up after so many seconds. ``http``: it is proper HTTP, so the API answers it."""
+    """What is sent over one connection."""
 
     chunks: Iterable[bytes]
     pause: float = 0.0
+    """Seconds after each chunk."""
     linger: float | None = None
+    """Seconds after the last chunk, when we hang up; None to wait for the answer."""
     http: bool = False
+    """Whether this is correct HTTP, so that the API itself must answer."""
 
 
 Make = Callable[[random.Random], Attack]
+"""Makes an attack of some kind, with random details."""
 KINDS: dict[str, tuple[Make, int]] = {}
-"""By name: how to make one, and its weight among all."""
+"""By name of a kind: what makes an attack, and the weight of the kind among all."""
 
 
 def kind(weight: int = 10) -> Callable[[Make], Make]:
+    """Registers a function that makes attacks as a kind of its name."""
+
     def register(make: Make) -> Make:
         KINDS[make.__name__] = make, weight
         return make
@@ -41,21 +47,21 @@ def kind(weight: int = 10) -> Callable[[Make], Make]:
 
 
 async def play(host: str, port: int, attack: Attack) -> int | str:
-    """The status of the answer, or LEFT or CLOSED.
+    """Makes an attack on a server; returns the status code of the answer, or LEFT or CLOSED.
 
     Raises:
-        TimeoutError: neither an answer nor an end came in ``ANSWER_WITHIN`` seconds.
-        ValueError: what came is no answer of this API.
+        TimeoutError: there was neither an answer nor an end within ``ANSWER_TIMEOUT`` seconds.
+        ValueError: the answer is not in the form of this API.
     """
     reader, writer = await asyncio.open_connection(host, port)
     sending = asyncio.create_task(_send(writer, attack))
     try:
         if attack.linger is not None:
-            await asyncio.wait_for(sending, ANSWER_WITHIN)
+            await asyncio.wait_for(sending, ANSWER_TIMEOUT)
             await asyncio.sleep(attack.linger)
             return LEFT
-        # Read while sending: a server may answer a large body before its end, and nobody else would take the answer.
-        return await asyncio.wait_for(_status(reader, attack.http), ANSWER_WITHIN)
+        # Read while sending: a server may answer a large body before its end, and then close the connection.
+        return await asyncio.wait_for(_status(reader, attack.http), ANSWER_TIMEOUT)
     except (ConnectionError, asyncio.IncompleteReadError):
         return CLOSED
     finally:
@@ -70,10 +76,11 @@ async def _send(writer: asyncio.StreamWriter, attack: Attack) -> None:
             await writer.drain()
             await asyncio.sleep(attack.pause)
     except ConnectionError:
-        pass  # the server hung up; what it said before is read elsewhere
+        pass  # the server hung up; ``_status`` reads what it said before
 
 
 async def _status(reader: asyncio.StreamReader, http: bool) -> int | str:
+    """The status code of the answer, or CLOSED. With ``http``, an answer must be JSON with an error message."""
     first = await reader.readline()
     if not first:
         return CLOSED
@@ -87,10 +94,19 @@ async def _status(reader: asyncio.StreamReader, http: bool) -> int | str:
     return status
 
 
-# ---- how requests are spelt ------------------------------------------------------------------------------------------
+# ---- requests as bytes -----------------------------------------------------------------------------------------------
 
 
 def head(route: str, length: int | str, method: str = "POST", kind: str = "application/json", more: str = "") -> bytes:
+    """The head of an HTTP request.
+
+    Args:
+        route: path that is requested.
+        length: value of Content-Length.
+        method: HTTP method.
+        kind: value of Content-Type.
+        more: further header lines, each with its line end.
+    """
     lines = (
         f"{method} {route} HTTP/1.1\r\nHost: judge\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\n{more}\r\n"
     )
@@ -98,18 +114,21 @@ def head(route: str, length: int | str, method: str = "POST", kind: str = "appli
 
 
 def raw(body: bytes, route: str = COMPLETIONS, **more: str) -> Attack:
-    """``more`` is what ``head`` takes."""
+    """A request with any body; ``more`` are arguments of ``head``."""
     return Attack([head(route, len(body), **more) + body], http=True)
 
 
 def post(route: str, **body: Any) -> Attack:
+    """A request with a JSON body."""
     return raw(json.dumps(body).encode(), route)
 
 
 def completion(**body: Any) -> Attack:
+    """A completion request that would be valid without ``body``."""
     return post(COMPLETIONS, **{"prompt": "hi", "max_tokens": 4, **body})
 
 
 def good(**more: Any) -> bytes:
+    """A valid completion request with the fields ``more``."""
     body = json.dumps({"prompt": "Tom has 12 apples.", "max_tokens": 48, "ignore_eos": True, **more}).encode()
     return head(COMPLETIONS, len(body)) + body

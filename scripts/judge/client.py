@@ -1,4 +1,4 @@
-"""A client of the completion routes that keeps what a judge asks about: text, tokens, errors, times."""
+"""A client of the completion routes, which records text, tokens, errors and times of each answer."""
 
 from __future__ import annotations
 
@@ -22,29 +22,38 @@ class Ask:
 
     route: str
     body: Mapping[str, Any]
+    """Fields of the JSON body."""
 
     @property
     def stream(self) -> bool:
+        """Whether a stream of events is asked for."""
         return bool(self.body.get("stream"))
 
 
 @dataclass
 class Answer:
-    """``status`` is the response's, ``error`` that of its body or of an event in its stream. ``done``: a whole
-    answer, or a stream with its end. ``first`` text and end (``seconds``) came so many seconds after the request.
-    """
+    """What came back for one request."""
 
     status: int = 0
+    """Status code of the response."""
     texts: dict[int, str] = field(default_factory=dict)
+    """By index of the choice."""
     finish_reasons: dict[int, str] = field(default_factory=dict)
+    """By index of the choice."""
     tokens: int | None = None
+    """Completion tokens by the answer's usage."""
     error: dict[str, Any] | None = None
+    """The error in the body, or in an event of the stream."""
     done: bool = False
+    """Whether the answer is complete; that of a stream when its end was received."""
     first: float | None = None
+    """Seconds from the request to the first text."""
     seconds: float = 0.0
+    """Seconds from the request to the end."""
 
     @property
     def ok(self) -> bool:
+        """Whether the answer is complete and without an error."""
         return self.status == 200 and self.done and self.error is None
 
     def __str__(self) -> str:
@@ -53,21 +62,27 @@ class Answer:
 
 @functools.cache
 def questions() -> list[str]:
-    """The held-out problems."""
+    """The questions of the held-out problems."""
     return [json.loads(line)["question"] for line in HELD_OUT.read_text(encoding="utf-8").splitlines()]
 
 
 def chat(question: str, **fields: Any) -> Ask:
+    """A chat request of one message, with further fields of the body."""
     return Ask(CHAT, {"messages": [{"role": "user", "content": question}], **fields})
 
 
 def connect(url: str, timeout: float = 600.0) -> httpx.AsyncClient:
-    """A client with as many connections as are asked for."""
+    """An HTTP client with any number of connections; ``timeout`` is in seconds."""
     return httpx.AsyncClient(base_url=url, timeout=timeout, limits=httpx.Limits(max_keepalive_connections=64))
 
 
 async def ask(client: httpx.AsyncClient, request: Ask, leave_after: int | None = None) -> Answer:
-    """Sends it and reads the answer; with ``leave_after`` hangs up after so many events of a stream.
+    """Sends a request and reads the answer.
+
+    Args:
+        client: of the server.
+        request: what to send.
+        leave_after: of a stream, the number of events after which we hang up; None to read to the end.
 
     Raises:
         httpx.TransportError: the connection broke.
@@ -88,6 +103,7 @@ async def ask(client: httpx.AsyncClient, request: Ask, leave_after: int | None =
 
 
 async def _events(response: httpx.Response, answer: Answer) -> AsyncIterator[dict[str, Any]]:
+    """The events of a stream; sets ``answer.done`` at its end."""
     async for line in response.aiter_lines():
         if line == "data: [DONE]":
             answer.done = True
@@ -96,7 +112,7 @@ async def _events(response: httpx.Response, answer: Answer) -> AsyncIterator[dic
 
 
 def _take(answer: Answer, body: dict[str, Any], seconds: float) -> None:
-    """What a whole answer or one event says."""
+    """Adds to the answer what a whole body or one event says; it came after ``seconds``."""
     answer.error = body.get("error", answer.error)
     answer.tokens = (body.get("usage") or {}).get("completion_tokens", answer.tokens)
     for choice in body.get("choices", ()):

@@ -1,4 +1,4 @@
-"""Judge: hostile requests are refused or cut off; good ones beside them get the text that they get on a quiet day."""
+"""Judge: hostile requests are refused or cut off; good ones beside them get the text that they get without them."""
 
 from __future__ import annotations
 
@@ -19,21 +19,24 @@ from scripts.judge.report import Options, Report
 from scripts.judge.server import serving
 
 MODULES = (hostile_bodies, hostile_traffic)
-"""Importing them fills ``KINDS``."""
+"""Importing these modules fills ``KINDS``."""
 ATTACKERS = 64
 """Hostile connections at the same time."""
-QUIET = 8
-"""Good requests at the same time in the quiet run."""
+GOOD_CLIENTS = 8
+"""Good requests at the same time, as long as there are no hostile ones."""
 
 
 @dataclass
-class Storm:
-    """What came of the hostile requests: outcomes by kind, and the first of each kind that went wrong."""
+class HostileOutcomes:
+    """What came of the hostile requests."""
 
     outcomes: dict[str, Counter[int | str]] = field(default_factory=dict)
+    """By kind: how often each outcome of ``play``, or an error, came."""
     wrong: dict[str, str] = field(default_factory=dict)
+    """By kind: the first outcome that should not be."""
 
     def count(self, kind: str, index: int, outcome: int | str) -> None:
+        """Adds the outcome of the request with number ``index``: right are a 4xx, and a closed connection."""
         self.outcomes.setdefault(kind, Counter())[outcome] += 1
         if not (outcome in (LEFT, CLOSED) or isinstance(outcome, int) and 400 <= outcome < 500):
             self.wrong.setdefault(kind, f"request {index}: {outcome}")
@@ -42,52 +45,58 @@ class Storm:
 def judge(options: Options, report: Report) -> None:
     with serving(options.url, options.out / "faults.log") as server:
         good = _good_requests(options.good)
-        storm, quiet, loud = asyncio.run(_judge(server.url, options, good))
-        total = Counter(outcome for counts in storm.outcomes.values() for outcome in counts.elements())
-        for kind, counts in sorted(storm.outcomes.items()):
+        hostile, alone, beside = asyncio.run(_send_all(server.url, options, good))
+        total = Counter(outcome for counts in hostile.outcomes.values() for outcome in counts.elements())
+        for kind, counts in sorted(hostile.outcomes.items()):
             print(f"    {kind:28s} {', '.join(f'{outcome}: {n}' for outcome, n in sorted(counts.items(), key=str))}")
-        what = f"{total.total()} hostile requests of {len(storm.outcomes)} kinds get a 4xx or a closed connection"
-        report.check(what, not storm.wrong, storm.wrong or dict(total))
-        bad = [answer for answer in quiet if not answer.startswith("200 done")]
-        report.check(f"{len(good)} good requests on a quiet day", not bad, bad[:3] or "all answered")
-        pairs = zip(good, quiet, loud, strict=True)
+        what = f"{total.total()} hostile requests of {len(hostile.outcomes)} kinds get a 4xx or a closed connection"
+        report.check(what, not hostile.wrong, hostile.wrong or dict(total))
+        bad = [answer for answer in alone if not answer.startswith("200 done")]
+        report.check(f"{len(good)} good requests alone", not bad, bad[:3] or "all answered")
+        triples = zip(good, alone, beside, strict=True)
         disturbed = [
-            f"{dict(ask.body)}: {after} instead of {before}" for ask, before, after in pairs if before != after
+            f"{dict(request.body)}: {after} instead of {before}"
+            for request, before, after in triples
+            if before != after
         ]
-        report.check(f"{len(good)} good requests in the storm", not disturbed, disturbed[:3] or "the same text")
+        report.check(f"{len(good)} good requests beside hostile ones", not disturbed, disturbed[:3] or "the same text")
         report.check("/health afterwards", (status := httpx.get(f"{server.url}/health").status_code) == 200, status)
         report.check("pages in use afterwards", (pages := server.await_no_pages()) == 0, pages)
         report.check("tracebacks in the server's log", not server.tracebacks(), server.tracebacks())
 
 
-async def _judge(url: str, options: Options, good: list[Ask]) -> tuple[Storm, list[str], list[str]]:
-    """The storm, and what the good requests got before it and in it."""
-    async with connect(url) as client:
-        seats = asyncio.Semaphore(QUIET)
+async def _send_all(url: str, options: Options, good: list[Ask]) -> tuple[HostileOutcomes, list[str], list[str]]:
+    """Sends the good requests alone, and once more beside the hostile ones.
 
-        async def quietly(request: Ask) -> str:
-            async with seats:
+    Returns:
+        The outcomes of the hostile requests, and what the good requests got alone, and beside the hostile ones.
+    """
+    async with connect(url) as client:
+        limit = asyncio.Semaphore(GOOD_CLIENTS)
+
+        async def send_alone(request: Ask) -> str:
+            async with limit:
                 return await _outcome(client, request)
 
-        quiet = await asyncio.gather(*map(quietly, good))
-        loud: list[asyncio.Task[str]] = []
+        alone = await asyncio.gather(*map(send_alone, good))
+        beside: list[asyncio.Task[str]] = []
 
-        def begin(share: float) -> None:
-            # Half of them at once and the others spread over the storm, so that there are good ones in all of it.
-            while len(loud) < len(good) and len(loud) <= len(good) * (1 + share) / 2:
-                loud.append(asyncio.create_task(_outcome(client, good[len(loud)])))
+        def begin_good_requests(share: float) -> None:
+            # Half of them at once and the others spread over the hostile ones, so that good ones run all the time.
+            while len(beside) < len(good) and len(beside) <= len(good) * (1 + share) / 2:
+                beside.append(asyncio.create_task(_outcome(client, good[len(beside)])))
 
-        storm = await _storm(url, options, begin)
-        begin(1.0)
-        return storm, quiet, await asyncio.gather(*loud)
+        hostile = await _send_hostile(url, options, begin_good_requests)
+        begin_good_requests(1.0)
+        return hostile, alone, await asyncio.gather(*beside)
 
 
-async def _storm(url: str, options: Options, progress: Callable[[float], None]) -> Storm:
-    """Sends all hostile requests; ``progress`` gets the share of them that has begun."""
+async def _send_hostile(url: str, options: Options, progress: Callable[[float], None]) -> HostileOutcomes:
+    """Sends all hostile requests; ``progress`` is called with the share of them that has begun."""
     host, port = urlsplit(url).hostname, urlsplit(url).port
     assert host is not None
     assert port is not None
-    storm, plan = Storm(), _plan(options.seed, options.hostile)
+    hostile, plan = HostileOutcomes(), _plan(options.seed, options.hostile)
     waiting = iter(enumerate(plan))
 
     async def attacker() -> None:
@@ -98,16 +107,16 @@ async def _storm(url: str, options: Options, progress: Callable[[float], None]) 
                 outcome = await play(host, port, attack)
             except (TimeoutError, ValueError, LookupError, OSError, asyncio.LimitOverrunError) as error:
                 outcome = f"{type(error).__name__}: {error}"
-            storm.count(kind, index, outcome)
+            hostile.count(kind, index, outcome)
             bar.update()
 
     with tqdm(total=len(plan), desc="hostile requests", disable=None) as bar:
         await asyncio.gather(*(attacker() for _ in range(ATTACKERS)))
-    return storm
+    return hostile
 
 
 def _plan(seed: int, count: int) -> list[str]:
-    """Names of kinds by their weights, every one at least once, in random order."""
+    """The kind of each hostile request: all kinds at least once, the others by weight, in random order."""
     rng, names = random.Random(seed), list(KINDS)
     plan = [*names, *rng.choices(names, [weight for _, weight in KINDS.values()], k=max(0, count - len(names)))]
     rng.shuffle(plan)
@@ -115,7 +124,7 @@ def _plan(seed: int, count: int) -> list[str]:
 
 
 async def _outcome(client: httpx.AsyncClient, request: Ask) -> str:
-    """All that a good request's client sees, without what differs between any two answers."""
+    """What a good request's client sees, without what differs between any two answers."""
     try:
         answer = await ask(client, request)
     except httpx.HTTPError as error:

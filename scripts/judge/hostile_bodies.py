@@ -1,4 +1,4 @@
-"""Kinds of hostile requests: bodies that are wrong, in proper HTTP."""
+"""Kinds of hostile requests that are correct HTTP with a wrong body."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from scripts.judge.attack import Attack, completion, kind, post, raw
 from scripts.judge.client import CHAT
 
-# ---- bodies that are no JSON, or no object ---------------------------------------------------------------------------
+# ---- bodies that are not JSON, or not an object ----------------------------------------------------------------------
 
 
 @kind()

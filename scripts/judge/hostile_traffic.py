@@ -1,4 +1,4 @@
-"""Kinds of hostile requests: wrong HTTP, too much, too slow, or gone before the end."""
+"""Kinds of hostile requests that are wrong HTTP, too large, too slow, or broken off."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def two_at_once(rng: random.Random) -> Attack:
     return Attack([2 * (head(COMPLETIONS, len(body)) + body)], http=True)
 
 
-# ---- size, time and absence ------------------------------------------------------------------------------------------
+# ---- too large, too slow, or broken off ------------------------------------------------------------------------------
 
 
 @kind(weight=1)

@@ -1,4 +1,4 @@
-"""Judge: when the engine is killed, every client hears of it at once, and the server says so and ends."""
+"""Judge: when the engine is killed, every client gets an error at once, /health says so, and the server ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 
 from scripts.judge.report import Options, Report
 from scripts.judge.server import serving
-from scripts.judge.strike import strike
+from scripts.judge.signals import signal_under_load
 
 CLIENTS = 48
 """More than the default --max-num-seqs: some of them wait."""
@@ -16,5 +16,5 @@ CLIENTS = 48
 def judge(options: Options, report: Report) -> None:
     for load in (CLIENTS, 0):
         with serving(options.url, options.out / f"kill-{load}.log") as server:
-            outcome = asyncio.run(strike(server, server.engine_pid, signal.SIGKILL, load))
-        outcome.judge(f"SIGKILL, {load} clients", report)
+            outcome = asyncio.run(signal_under_load(server, server.engine_pid, signal.SIGKILL, load))
+        outcome.report(f"SIGKILL, {load} clients", report)

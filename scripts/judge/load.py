@@ -1,4 +1,4 @@
-"""Judge: under guidellm's concurrent clients no request fails, and with ignore_eos each gets exactly its tokens."""
+"""Judge: with guidellm's concurrent clients no request fails, and with ignore_eos each gets exactly its tokens."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 
 from scripts.judge.report import Options, Report
 from scripts.judge.server import serving
-from scripts.judge.tools import offline, tool, write_tokenizer
+from scripts.judge.tools import offline_environment, tool_command, write_tokenizer
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64
+"""Tokens of each prompt, and of each answer."""
 
 
 def judge(options: Options, report: Report) -> None:
     with serving(options.url, options.out / "load.log") as server:
         tokenizer = write_tokenizer(options.out / "tokenizer")
         result = options.out / "guidellm.json"
-        command = [*tool("guidellm"), "run"]
+        command = [*tool_command("guidellm"), "run"]
         command += ["--backend", f"kind=openai_http,target={server.url},model={server.model}"]
         command += ["--profile", f"kind=concurrent,streams={options.clients}"]
         command += ["--constraint", f"kind=max_requests,count={options.requests}"]
@@ -29,7 +30,7 @@ def judge(options: Options, report: Report) -> None:
         done = subprocess.run(
             command,
             cwd=options.out,
-            env=offline(options.out / "huggingface"),
+            env=offline_environment(options.out / "huggingface"),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -43,6 +44,7 @@ def judge(options: Options, report: Report) -> None:
 
 
 def _check(result: dict[str, Any], options: Options, report: Report) -> None:
+    """Judges the JSON that guidellm writes."""
     (benchmark,) = result["benchmarks"]
     expected = {"successful": options.requests, "errored": 0, "incomplete": 0}
     counts = {kind: len(requests or ()) for kind, requests in benchmark["requests"].items() if kind in expected}

@@ -1,4 +1,4 @@
-"""What the judges share: their options and their verdicts."""
+"""The options and the verdicts of the judges."""
 
 from __future__ import annotations
 
@@ -10,34 +10,52 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How much each judge asks; ``out`` takes the servers' logs and what the tools write."""
+    """What the judges are asked to do."""
 
     out: Path
+    """Directory of the servers' logs and of what the tools write."""
     url: str | None = None
+    """A running server; None if each judge is to start one."""
     examples: int = 100
+    """schema: examples for each endpoint."""
     problems: int = 100
+    """accuracy: held-out problems."""
     requests: int = 500
+    """load: requests."""
     clients: int = 64
+    """load: concurrent clients."""
     hostile: int = 10_000
+    """faults: hostile requests."""
     good: int = 200
+    """faults: good requests beside them."""
     minutes: float = 20.0
+    """soak: duration."""
     seed: int = 1
+    """Seed of everything that is random."""
 
 
 @dataclass
 class Report:
-    """Prints each verdict as it falls, and remembers what failed."""
+    """Prints verdicts, and keeps the failed ones."""
 
     failed: list[str] = field(default_factory=list)
+    """What has failed, in order."""
 
     def check(self, what: str, passed: bool, found: object) -> None:
+        """Prints a verdict.
+
+        Args:
+            what: what was checked.
+            passed: whether it is as it should be.
+            found: what was found.
+        """
         print(f"  {'ok    ' if passed else 'FAILED'}  {what}: {found}", flush=True)
         if not passed:
             self.failed.append(what)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least ``share`` of them do not exceed; NaN without values."""
+    """The smallest value that at least this share of the values, such as 0.99, do not exceed; NaN without values."""
     if not values:
         return math.nan
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]

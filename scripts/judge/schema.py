@@ -1,4 +1,4 @@
-"""Judge: schemathesis finds nothing on our own /openapi.json."""
+"""Judge: schemathesis, which sends requests by the server's own /openapi.json, finds no fault."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import httpx
 
 from scripts.judge.report import Options, Report
 from scripts.judge.server import serving
-from scripts.judge.tools import tool
+from scripts.judge.tools import tool_command
 
 # 400 is the right answer to values that are good one by one and not together, such as a prompt and a max_tokens that
 # are longer than the model: a JSON schema cannot express them.
@@ -19,11 +19,11 @@ positive_data_acceptance.expected-statuses = ["2xx", "400", "401", "404", "503"]
 
 
 def judge(options: Options, report: Report) -> None:
-    # Schemathesis asks for long answers and many of them; what is judged is the form.
+    # Schemathesis asks for many long answers; short ones do, because what is judged is their form.
     with serving(options.url, options.out / "schema.log", "--max-new-tokens", "16") as server:
         settings = options.out / "schemathesis.toml"
         settings.write_text(SETTINGS)
-        command = [*tool("schemathesis"), "--config-file", str(settings), "run", f"{server.url}/openapi.json"]
+        command = [*tool_command("schemathesis"), "--config-file", str(settings), "run", f"{server.url}/openapi.json"]
         command += ["--max-examples", str(options.examples), "--seed", str(options.seed), "--request-timeout", "120"]
         done = subprocess.run(command, cwd=options.out, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         (options.out / "schemathesis.txt").write_text(done.stdout)

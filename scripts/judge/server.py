@@ -1,4 +1,4 @@
-"""The server under judgement: its processes, their memory, its metrics."""
+"""The server that is judged: starts it, and reads its metrics, its log, and the state of its processes."""
 
 from __future__ import annotations
 
@@ -16,24 +16,43 @@ from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = "lopa_ascend.serve.engine.engine_process"
+"""The module that the engine process runs."""
 PAGE = os.sysconf("SC_PAGE_SIZE")
+"""Bytes of a page of memory."""
+READ_TIMEOUT = 60
+"""Seconds for an answer about the server."""
 
 
 class Server:
-    """A running server. ``process`` is None for one that somebody else started, and ``log`` then too."""
+    """A running server.
+
+    Args:
+        url: of the server.
+        process: its process; None if it was not started here.
+        log: file with its output; None if it was not started here.
+    """
 
     def __init__(self, url: str, process: subprocess.Popen[str] | None = None, log: Path | None = None):
         self.url, self.process, self.log = url.rstrip("/"), process, log
 
     @property
     def pid(self) -> int:
+        """Process id.
+
+        Raises:
+            ValueError: the server was not started here.
+        """
         if self.process is None:
-            raise ValueError(f"this judge looks at processes, and that of {self.url} is not ours: leave --url out")
+            raise ValueError(f"this judge needs the processes of a server that it starts; leave --url {self.url} out")
         return self.process.pid
 
     @property
     def engine_pid(self) -> int:
-        """Raises RuntimeError if the engine process is not there."""
+        """Process id of the engine.
+
+        Raises:
+            RuntimeError: the server has no such child.
+        """
         found = [pid for pid in children(self.pid) if ENGINE in command(pid)]
         if len(found) != 1:
             seen = {pid: command(pid) for pid in children(self.pid)}
@@ -42,42 +61,50 @@ class Server:
 
     @property
     def model(self) -> str:
-        name: str = httpx.get(f"{self.url}/v1/models", timeout=60).json()["data"][0]["id"]
+        """The name of the model that is served."""
+        name: str = httpx.get(f"{self.url}/v1/models", timeout=READ_TIMEOUT).json()["data"][0]["id"]
         return name
 
     def metrics(self) -> dict[str, float]:
-        """Sums over the labels of every sample in /metrics."""
+        """The samples of /metrics by name, summed over labels."""
         found: dict[str, float] = {}
-        for family in text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=60).text):
+        for family in text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=READ_TIMEOUT).text):
             for sample in family.samples:
                 found[sample.name] = found.get(sample.name, 0.0) + sample.value
         return found
 
     def await_no_pages(self, seconds: float = 30.0) -> float:
-        """Pages in use: 0 as soon as it is, else what they are after ``seconds``."""
+        """Waits until no KV page is in use; returns 0, or the pages that are still in use after ``seconds``."""
         deadline = time.monotonic() + seconds
         while (pages := self.metrics()["lopa:pages_in_use"]) and time.monotonic() < deadline:
             time.sleep(0.2)
         return pages
 
     def tracebacks(self) -> int:
+        """Number of Python tracebacks in the log."""
         return self.log.read_text(errors="replace").count("Traceback (most recent call last)") if self.log else 0
 
 
 @contextmanager
 def serving(url: str | None, log: Path, *flags: str) -> Iterator[Server]:
-    """The server at ``url``, or, without one, a server of our own with these flags, whose output goes to ``log``."""
+    """A server to judge, which is ended after the ``with`` block if it was started here.
+
+    Args:
+        url: a running server; None to start one.
+        log: file for the output of a server that is started.
+        flags: of a server that is started.
+    """
     if url is not None:
         yield Server(url)
         return
     command = [sys.executable, "-m", "lopa_ascend.serve", "--port", "0", *flags]
-    # One thread, for OpenMP's default would fight with the clients for the cores.
+    # One thread: OpenMP's default would compete with the clients for the cores.
     env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
     try:
-        yield Server(_greeted(process, log), process, log)
+        yield Server(_await_url(process, log), process, log)
     finally:
         process.terminate()
         try:
@@ -87,8 +114,12 @@ def serving(url: str | None, log: Path, *flags: str) -> Iterator[Server]:
             raise
 
 
-def _greeted(process: subprocess.Popen[str], log: Path) -> str:
-    """Copies the server's output to ``log`` from now on; returns its URL once it serves."""
+def _await_url(process: subprocess.Popen[str], log: Path) -> str:
+    """Waits until a server serves, and returns its URL; its output goes to ``log`` from now on.
+
+    Raises:
+        RuntimeError: it has ended.
+    """
     assert process.stdout is not None
     lines, settled, urls = process.stdout, threading.Event(), []
 
@@ -109,7 +140,7 @@ def _greeted(process: subprocess.Popen[str], log: Path) -> str:
 
 
 def children(pid: int) -> list[int]:
-    """Of the process itself, not of its children."""
+    """Process ids of a process's children, without their children."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -124,6 +155,7 @@ def children(pid: int) -> list[int]:
 
 
 def command(pid: int) -> str:
+    """The command line of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
@@ -131,7 +163,7 @@ def command(pid: int) -> str:
 
 
 def ended(pid: int) -> bool:
-    """Whether all threads of the process are gone, and at most its parent has not seen it yet."""
+    """Whether a process has ended: all its threads are gone, although its parent may not have asked for its status."""
     process = Path(f"/proc/{pid}")
     try:
         state = (process / "stat").read_text().rpartition(")")[2].split()[0]
@@ -141,5 +173,9 @@ def ended(pid: int) -> bool:
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that the process holds; OSError if it has ended."""
+    """Bytes of memory that a process holds.
+
+    Raises:
+        OSError: it has ended.
+    """
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE

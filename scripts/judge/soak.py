@@ -1,4 +1,4 @@
-"""Judge: minutes of mixed load with clients that come and go leave memory, pages and answers as they were."""
+"""Judge: minutes of mixed load, with clients that come and go, leave memory, pages and answers as they were."""
 
 from __future__ import annotations
 
@@ -16,32 +16,42 @@ from scripts.judge.report import Options, Report
 from scripts.judge.server import Server, resident, serving
 
 CLIENTS = 24
+"""Clients that send one request after another."""
 QUEUE = 32
-"""--max-num-queued-reqs: a burst fills it."""
+"""--max-num-queued-reqs: a burst fills the queue."""
 BURST = 120
-"""Requests at once, about twice a minute."""
-POOL = 40
-"""Questions that are asked, so that equal requests come again."""
+"""Requests of a burst, about twice a minute."""
+NUM_QUESTIONS = 40
+"""Questions that are asked; so few that equal requests come again."""
 MAX_GROWTH = 0.02
-SAMPLE = 2.0
+"""Share by which the memory of a process may grow."""
+SAMPLE_INTERVAL = 2.0
 """Seconds between two looks at the memory."""
 MIB = 2**20
-# A pool that fills during the warm-up: memory of pages that are used for the first time is no leak.
+# The KV pool is so small that it fills during the warm-up: memory of pages that are used for the first time is no leak.
 FLAGS = ("--kv-cache-memory", "96MiB", "--max-num-seqs", "16", "--max-num-queued-reqs", str(QUEUE))
 
 
 @dataclass
 class Soak:
-    """What was seen: outcomes of requests, faults among them, and (seconds, front, engine) in bytes of memory.
-    ``texts`` are the answers to greedy requests, which must stay what they were."""
+    """What was seen."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
+    """How often each outcome of a request came, such as "200", "503 queue_full" or "left"."""
     faults: list[str] = field(default_factory=list)
+    """Requests that went wrong."""
     memory: list[tuple[float, int, int]] = field(default_factory=list)
+    """Seconds since the start, and bytes of memory of the HTTP process and of the engine process."""
     texts: dict[str, str] = field(default_factory=dict)
+    """By request: the first answer, which all later ones must equal."""
 
     def growth(self, process: int, warm_up: float) -> float:
-        """Share by which the median of the last quarter behind ``warm_up`` exceeds that of the first."""
+        """By what share the memory of a process has grown: the median of the last quarter against that of the first.
+
+        Args:
+            process: 1 for the HTTP process, 2 for the engine process.
+            warm_up: seconds at the beginning that do not count.
+        """
         values = [sample[process] for sample in self.memory if sample[0] >= warm_up]
         quarter = max(1, len(values) // 4)
         return statistics.median(values[-quarter:]) / statistics.median(values[:quarter]) - 1
@@ -49,7 +59,7 @@ class Soak:
 
 def judge(options: Options, report: Report) -> None:
     with serving(options.url, options.out / "soak.log", *FLAGS) as server:
-        soak = asyncio.run(_judge(server, options))
+        soak = asyncio.run(_send_load(server, options))
         warm_up = warm_up_seconds(options.minutes)
         for process, name in ((1, "HTTP process"), (2, "engine process")):
             growth, last = soak.growth(process, warm_up), soak.memory[-1][process] / MIB
@@ -66,11 +76,12 @@ def judge(options: Options, report: Report) -> None:
 
 
 def warm_up_seconds(minutes: float) -> float:
-    """A quarter of the time, but no more than five minutes."""
+    """The time that does not count of a soak of ``minutes``: a quarter, but no more than five minutes."""
     return min(300.0, 15 * minutes)
 
 
-async def _judge(server: Server, options: Options) -> Soak:
+async def _send_load(server: Server, options: Options) -> Soak:
+    """Sends requests of all kinds for ``options.minutes``."""
     soak, start = Soak(), time.monotonic()
     end = start + 60 * options.minutes
     async with connect(server.url) as client:
@@ -82,35 +93,38 @@ async def _judge(server: Server, options: Options) -> Soak:
 
 
 async def _watch(server: Server, soak: Soak, start: float, end: float) -> None:
-    """Samples memory; says once a minute how things are."""
-    pids, minute = (server.pid, server.engine_pid), 1
+    """Samples the memory, and prints the state once a minute."""
+    http_pid, engine_pid = server.pid, server.engine_pid
+    minute = 1
     while (now := time.monotonic()) < end:
-        soak.memory.append((now - start, resident(pids[0]), resident(pids[1])))
+        soak.memory.append((now - start, resident(http_pid), resident(engine_pid)))
         if now - start >= 60 * minute:
             metrics = await asyncio.to_thread(server.metrics)
-            front, engine = (f"{size / MIB:.1f}" for size in soak.memory[-1][1:])
+            http, engine = (f"{size / MIB:.1f}" for size in soak.memory[-1][1:])
             pages, running = metrics["lopa:pages_in_use"], metrics["vllm:num_requests_running"]
-            state = f"HTTP {front} MiB, engine {engine} MiB, {pages:.0f} pages, {running:.0f} running"
+            state = f"HTTP {http} MiB, engine {engine} MiB, {pages:.0f} pages, {running:.0f} running"
             print(f"    minute {minute}: {state}, {len(soak.faults)} faults, {dict(soak.outcomes)}", flush=True)
             minute += 1
-        await asyncio.sleep(SAMPLE)
+        await asyncio.sleep(SAMPLE_INTERVAL)
 
 
 async def _client(client: httpx.AsyncClient, soak: Soak, rng: random.Random, end: float) -> None:
+    """Sends one request after another, with short pauses."""
     while time.monotonic() < end:
-        await _one(client, soak, rng, _request(rng))
+        await _send(client, soak, rng, _request(rng))
         await asyncio.sleep(rng.choice([0, 0, 0.05, 0.5]))
 
 
 async def _bursts(client: httpx.AsyncClient, soak: Soak, rng: random.Random, end: float) -> None:
+    """Sends more requests at once than the queue holds, twice a minute."""
     while time.monotonic() < end:
-        requests = [chat(rng.choice(questions()[:POOL]), max_tokens=8) for _ in range(BURST)]
-        await asyncio.gather(*(_one(client, soak, random.Random(0), request, stay=True) for request in requests))
+        requests = [chat(rng.choice(questions()[:NUM_QUESTIONS]), max_tokens=8) for _ in range(BURST)]
+        await asyncio.gather(*(_send(client, soak, random.Random(0), request, stay=True) for request in requests))
         await asyncio.sleep(rng.uniform(15, 35))
 
 
 def _request(rng: random.Random) -> Ask:
-    """Any mixture of what requests may ask."""
+    """A request with a random mixture of fields; one in twenty is invalid."""
     fields: dict[str, object] = {"max_tokens": rng.choice([1, 8, 32, 64, 64, 128, 256]), "stream": rng.random() < 0.6}
     if rng.random() < 0.3:
         fields |= {"temperature": rng.choice([0.3, 1.0]), "seed": rng.randrange(1000)}
@@ -118,7 +132,7 @@ def _request(rng: random.Random) -> Ask:
     fields |= rng.choice([{}, {}, {"stop": ["####"]}, {"stop": [" the", "\n"]}, {"ignore_eos": True}])
     fields |= rng.choice([{}, {}, {"num_branches": 7}, {"decoding": "d2f"}, {"window_attention": "full"}])
     fields |= rng.choice([{}, {}, {"n": rng.randint(2, 4)}])
-    asked = rng.sample(questions()[:POOL], 3)
+    asked = rng.sample(questions()[:NUM_QUESTIONS], 3)
     kind = rng.random()
     if kind < 0.05:
         return Ask(COMPLETIONS, {"prompt": asked[0], **fields, "max_tokens": rng.choice([-1, 10**6])})
@@ -129,8 +143,8 @@ def _request(rng: random.Random) -> Ask:
     return chat(asked[0], **fields)
 
 
-async def _one(client: httpx.AsyncClient, soak: Soak, rng: random.Random, request: Ask, stay: bool = False) -> None:
-    """One request, in a quarter of the cases left before its end."""
+async def _send(client: httpx.AsyncClient, soak: Soak, rng: random.Random, request: Ask, stay: bool = False) -> None:
+    """Sends a request and records its outcome; unless ``stay``, one client in four hangs up before the end."""
     leaves = not stay and rng.random() < 0.25
     leave_after = rng.randint(0, 10) if leaves and request.stream else None
     patience = rng.uniform(0.01, 3) if leaves and not request.stream else 600
@@ -157,7 +171,7 @@ async def _one(client: httpx.AsyncClient, soak: Soak, rng: random.Random, reques
 
 
 def _compare(soak: Soak, request: Ask, texts: str) -> None:
-    """An equal request was answered equally before, streamed or not."""
+    """Records a fault if an equal request, streamed or not, was answered differently before."""
     key = str(sorted((name, str(value)) for name, value in request.body.items() if name != "stream"))
     if soak.texts.setdefault(key, texts) != texts:
         soak.faults.append(f"{texts} after {soak.texts[key]}: {request}")

@@ -1,4 +1,4 @@
-"""Public tools as commands, and the tokenizer directory that they can read."""
+"""Public tools as commands, their environment, and a tokenizer directory that they can read."""
 
 from __future__ import annotations
 
@@ -12,23 +12,39 @@ from pathlib import Path
 from lopa_ascend.demo import DEMO_MODEL
 
 MODULES = {"schemathesis": "schemathesis.cli", "lm_eval": "lm_eval", "guidellm": "guidellm"}
+"""By tool: the module that is its command."""
 
 
-def tool(name: str) -> list[str]:
-    """The command that runs a tool of this interpreter's environment; SystemExit where it is not installed."""
+def tool_command(name: str) -> list[str]:
+    """The command of a tool that is installed for this interpreter.
+
+    Raises:
+        SystemExit: it is not installed.
+    """
     if importlib.util.find_spec(name) is None:
         raise SystemExit(f"{name} is not installed: pip install -e '.[judge]'")
     return [sys.executable, "-m", MODULES[name]]
 
 
-def offline(home: Path) -> dict[str, str]:
-    """The environment of a tool that would look for models and data sets in the network."""
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HOME": str(home)}
-    return {**os.environ, **offline, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+def offline_environment(home: Path) -> dict[str, str]:
+    """Environment variables that keep a tool from looking for models and data sets on the network.
+
+    Args:
+        home: where Hugging Face libraries keep their files.
+    """
+    return {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "HF_HOME": str(home),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 def write_tokenizer(directory: Path) -> Path:
-    """The bundled tokenizer as transformers itself can load it: Dream's own class is code on the hub; it is Qwen2's."""
+    """Writes the bundled tokenizer so that transformers can load it, as Qwen2's: Dream's own class is remote code."""
     directory.mkdir(exist_ok=True)
     for name in ("vocab.json", "merges.txt"):
         shutil.copy(DEMO_MODEL / name, directory)

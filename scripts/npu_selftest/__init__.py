@@ -1,1 +1,1 @@
-"""The self-test of NPUs: see ``__main__``."""
+"""The self-test of NPUs: `python -m scripts.npu_selftest --help`."""

@@ -1,4 +1,4 @@
-"""What the self-test asks: every op at the shapes of Dream-7B in bfloat16, and what the CPU computes."""
+"""The cases of the self-test: every op at the shapes of Dream-7B in bfloat16, and what the CPU computes for it."""
 
 from __future__ import annotations
 
@@ -13,96 +13,121 @@ from lopa_ascend.backend import Entries, Ops
 from lopa_ascend.backend.cpu import CpuOps
 from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
 
+# Dream-7B.
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, DIM, EPS = 3584, 18944, 28, 4, 128, 1e-6
-BLOCK, TOKENS = 32, 128
+QKV_ROWS = (HEADS + 2 * KV_HEADS) * DIM
+ROPE_THETA = 1e6
+BLOCK = 32
+"""Queries of a block."""
+TOKENS = 128
+"""Tokens of a step."""
 CAPTURED = "captured layer, replayed with other KV lengths"
+"""Name of ``captured_case``."""
 ASKED = "attention, pool smaller than the entries' pages, at once"
+"""Name of ``asked_case``."""
 CPU = CpuOps()
 
 
 @dataclass(frozen=True)
 class Case:
-    """``run`` gives a tensor on the device, or several, and ``expected`` is what it must be."""
+    """One computation on the device, with its result on the CPU."""
 
     name: str
     run: Callable[[], Tensor | Sequence[Tensor]]
+    """Computes a tensor on the device, or several."""
     expected: Tensor | Sequence[Tensor]
+    """What they must be."""
     timed: bool = True
+    """Whether ``run`` may be called again and timed."""
 
 
 def randn(*shape: int, scale: float = 1.0) -> Tensor:
+    """Random values of mean 0, bfloat16."""
     return (torch.randn(shape) * scale).bfloat16()
 
 
 def elementwise_cases(ops: Ops) -> Iterator[Case]:
+    """Norms, SwiGLU and rope."""
     x, residual, weight = randn(TOKENS, HIDDEN), randn(TOKENS, HIDDEN), randn(HIDDEN)
     gate_up = randn(TOKENS, 2 * INTERMEDIATE)
     npu_x, npu_residual, npu_weight, npu_gate_up = (t.to(ops.device) for t in (x, residual, weight, gate_up))
     yield Case("rms_norm", partial(ops.rms_norm, npu_x, npu_weight, EPS), CPU.rms_norm(x, weight, EPS))
     yield Case(
         "add_rms_norm",
-        lambda: ops.add_rms_norm(npu_x.clone(), npu_residual.clone(), npu_weight, EPS),  # which it may overwrite
+        lambda: ops.add_rms_norm(npu_x.clone(), npu_residual.clone(), npu_weight, EPS),  # it may overwrite its inputs
         CPU.add_rms_norm(x, residual.clone(), weight, EPS),
     )
     yield Case("swiglu", partial(ops.swiglu, npu_gate_up), CPU.swiglu(gate_up))
     for name, heads in (("q", HEADS), ("k", KV_HEADS)):
         part = randn(TOKENS, heads, DIM)
-        run = partial(ops.rope, part.to(ops.device), *tables(ops))
-        yield Case(f"rope of {name}", run, CPU.rope(part, *tables(CPU)))
+        run = partial(ops.rope, part.to(ops.device), *cosines_and_sines(ops))
+        yield Case(f"rope of {name}", run, CPU.rope(part, *cosines_and_sines(CPU)))
 
 
-def tables(ops: Ops) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of TOKENS positions, as the device wants them."""
-    frequencies = 1e6 ** -(torch.arange(0, DIM, 2) / DIM)
+def cosines_and_sines(ops: Ops) -> tuple[Tensor, Tensor]:
+    """The tables of ``ops.rope`` for TOKENS positions, in the form that the device wants."""
+    frequencies = ROPE_THETA ** -(torch.arange(0, DIM, 2) / DIM)
     angles = torch.outer(torch.arange(TOKENS) * 17.0, frequencies)
     return ops.rope_tables(angles.cos().to(ops.device), angles.sin().to(ops.device), torch.bfloat16)
 
 
 def linear_cases(ops: Ops) -> Iterator[Case]:
-    rows = (HEADS + 2 * KV_HEADS) * DIM
-    x, weight, bias = randn(TOKENS, HIDDEN), randn(rows, HIDDEN, scale=HIDDEN**-0.5), randn(rows)
-    without = partial(ops.linear, x.to(ops.device), ops.stored(weight.to(ops.device)))
-    yield Case("linear with bias", partial(without, bias.to(ops.device)), CPU.linear(x, weight, bias))
-    yield Case("linear", without, CPU.linear(x, weight))
+    """The product for q, k and v, with and without bias."""
+    x, weight, bias = randn(TOKENS, HIDDEN), randn(QKV_ROWS, HIDDEN, scale=HIDDEN**-0.5), randn(QKV_ROWS)
+    without_bias = partial(ops.linear, x.to(ops.device), ops.stored(weight.to(ops.device)))
+    yield Case("linear with bias", partial(without_bias, bias.to(ops.device)), CPU.linear(x, weight, bias))
+    yield Case("linear", without_bias, CPU.linear(x, weight))
 
 
 def write_cases(ops: Ops) -> Iterator[Case]:
+    """The write of keys and values to random cache positions, each token to two of them on average."""
     k, v, caches = randn(TOKENS, KV_HEADS, DIM), randn(TOKENS, KV_HEADS, DIM), randn(2, 8, PAGE_SIZE, KV_HEADS, DIM)
     source = torch.randint(TOKENS, (2 * TOKENS,))
-    slots = torch.randperm(8 * PAGE_SIZE)[: len(source)]
+    slot_mapping = torch.randperm(8 * PAGE_SIZE)[: len(source)]
     npu_caches = caches.to(ops.device)
     write = partial(ops.kv_write, k.to(ops.device), v.to(ops.device), npu_caches[0], npu_caches[1])
-    npu_slots, npu_source = slots.to(ops.device), source.to(ops.device)
-    CPU.kv_write(k, v, caches[0], caches[1], slots, source)
+    npu_slot_mapping, npu_source = slot_mapping.to(ops.device), source.to(ops.device)
+    CPU.kv_write(k, v, caches[0], caches[1], slot_mapping, source)
 
     def run() -> Tensor:
-        write(npu_slots, npu_source)
+        write(npu_slot_mapping, npu_source)
         return npu_caches
 
     yield Case("kv write", run, caches)
 
 
 def entries_of(lengths: Sequence[int], kv_lengths: Sequence[int], num_pages: int) -> Entries:
-    """One sequence each, over random pages."""
+    """Attention entries over random pages, each of a sequence of its own.
+
+    Args:
+        lengths: queries of each entry.
+        kv_lengths: positions that each entry sees.
+        num_pages: pages of the pool.
+    """
     width = pages_for(max(kv_lengths))
     page_tables = torch.stack([torch.randperm(num_pages)[:width] for _ in lengths]).int()
     return Entries(tuple(lengths), tuple(kv_lengths), page_tables, tuple(range(len(lengths))), (0,) * len(lengths))
 
 
 def on_device(entries: Entries, ops: Ops) -> Entries:
+    """The entries with their page tables on the device of ``ops``."""
     return replace(entries, page_tables=entries.page_tables.to(ops.device))
 
 
-BLOCKS = [BLOCK] * 8, [160, 192, 224, 256, 512, 545, 577, 640]
+BLOCK_LENGTHS = [BLOCK] * 8
+BLOCK_KV_LENGTHS = [160, 192, 224, 256, 512, 545, 577, 640]
+SMALL_POOL = 9
+"""Pages of a pool that are fewer than the pages of these entries together."""
 ATTENTION: dict[str, tuple[list[int], list[int], int]] = {
-    "32 queries each": (*BLOCKS, 40),
+    "32 queries each": (BLOCK_LENGTHS, BLOCK_KV_LENGTHS, 40),
     "a prompt, blocks, one query": ([150, BLOCK, BLOCK, 1], [150, 545, 33, 300], 20),
-    "pool smaller than the entries' pages": (*BLOCKS, 9),
+    "pool smaller than the entries' pages": (BLOCK_LENGTHS, BLOCK_KV_LENGTHS, SMALL_POOL),
 }
-"""What NpuOps is asked: lengths, KV lengths and the pages of the pool."""
+"""By name of a case: queries of each entry, positions that each entry sees, and pages of the pool."""
 
 
 def attention_cases(ops: Ops, layout: str) -> Iterator[Case]:
+    """Attention in one layout, as the engine calls it."""
     for name, (lengths, kv_lengths, num_pages) in ATTENTION.items():
         q, caches = randn(sum(lengths), HEADS, DIM), randn(2, num_pages, PAGE_SIZE, KV_HEADS, DIM)
         entries = entries_of(lengths, kv_lengths, num_pages)
@@ -112,66 +137,80 @@ def attention_cases(ops: Ops, layout: str) -> Iterator[Case]:
 
 
 def asked_case(ops: Ops, layout: str) -> Case:
-    """Whether the kernel minds that its entries have more pages together than there are; NpuOps never lets it come to
-    that, which costs further launches when the pool is nearly full."""
+    """Asks whether the kernel minds entries that together have more pages than the pool.
+
+    NpuOps avoids such calls by further launches when the pool is nearly full, so the engine does not depend on the
+    answer.
+    """
     from lopa_ascend.backend.npu.ops import attend
 
-    (lengths, kv_lengths), num_pages = BLOCKS, 9
-    q, caches = randn(sum(lengths), HEADS, DIM), randn(2, num_pages, PAGE_SIZE, KV_HEADS, DIM)
-    entries = entries_of(lengths, kv_lengths, num_pages)
+    q, caches = randn(sum(BLOCK_LENGTHS), HEADS, DIM), randn(2, SMALL_POOL, PAGE_SIZE, KV_HEADS, DIM)
+    entries = entries_of(BLOCK_LENGTHS, BLOCK_KV_LENGTHS, SMALL_POOL)
     k_cache, v_cache = caches.to(ops.device)
     page_tables = entries.page_tables.to(ops.device)
-    run = partial(attend, layout, q.to(ops.device), k_cache, v_cache, lengths, kv_lengths, page_tables)
+    run = partial(attend, layout, q.to(ops.device), k_cache, v_cache, BLOCK_LENGTHS, BLOCK_KV_LENGTHS, page_tables)
     return Case(ASKED, run, CPU.attention(q, caches[0], caches[1], entries))
 
 
 class Layer:
-    """The part of a decoder layer up to attention, whose inputs can change in place."""
+    """The part of a decoder layer up to attention.
 
-    def __init__(self, ops: Ops, weights: Sequence[Tensor]):
+    Args:
+        ops: of the device.
+        norm: weight of the norm [HIDDEN].
+        qkv: weight of the product for q, k and v [QKV_ROWS, HIDDEN].
+        bias: of the same product [QKV_ROWS].
+    """
+
+    def __init__(self, ops: Ops, norm: Tensor, qkv: Tensor, bias: Tensor):
         self.ops = ops
-        norm, qkv, self.bias = (weight.to(ops.device) for weight in weights)
-        self.norm, self.qkv, self.tables = norm, ops.stored(qkv), tables(ops)
+        self.norm, self.bias = norm.to(ops.device), bias.to(ops.device)
+        self.qkv = ops.stored(qkv.to(ops.device))
+        self.tables = cosines_and_sines(ops)
 
-    def __call__(self, x: Tensor, caches: Tensor, slots: Tensor, entries: Entries) -> Tensor:
+    def __call__(self, x: Tensor, caches: Tensor, slot_mapping: Tensor, entries: Entries) -> Tensor:
         qkv = self.ops.linear(self.ops.rms_norm(x, self.norm, EPS), self.qkv, self.bias)
         q, k, v = qkv.view(TOKENS, -1, DIM).split([HEADS, KV_HEADS, KV_HEADS], 1)
         q, k = (self.ops.rope(part, *self.tables) for part in (q, k))
-        self.ops.kv_write(k, v, caches[0], caches[1], slots)
+        self.ops.kv_write(k, v, caches[0], caches[1], slot_mapping)
         return self.ops.attention(q, caches[0], caches[1], entries)
 
 
 def captured_case(ops: Ops) -> Case:
-    """Captured with some inputs, and replayed with others of the same shapes."""
-    weights = randn(HIDDEN), randn((HEADS + 2 * KV_HEADS) * DIM, HIDDEN, scale=HIDDEN**-0.5), randn(4608)
-    caches = randn(2, 24, PAGE_SIZE, KV_HEADS, DIM)
-    inputs = []
-    for first in (200, 513):
-        entries = entries_of([BLOCK] * 4, [first + 8 * i for i in range(4)], 24)
-        inputs.append((randn(TOKENS, HIDDEN), torch.randperm(24 * PAGE_SIZE)[:TOKENS], widened(entries, 6)))
-    (x, slots, entries), (later_x, later_slots, later_entries) = inputs
-    npu_x, npu_slots, npu_caches = x.to(ops.device), slots.to(ops.device), caches.to(ops.device)
-    npu_entries, layer = on_device(entries, ops), Layer(ops, weights)
+    """A layer that is captured with some inputs, and replayed with other inputs of the same shapes."""
+    num_pages, page_table_width = 24, 6
+    weights = randn(HIDDEN), randn(QKV_ROWS, HIDDEN, scale=HIDDEN**-0.5), randn(QKV_ROWS)
+    caches = randn(2, num_pages, PAGE_SIZE, KV_HEADS, DIM)
+
+    def make_inputs(first_kv_length: int) -> tuple[Tensor, Tensor, Entries]:
+        kv_lengths = [first_kv_length + 8 * i for i in range(4)]
+        entries = widened(entries_of([BLOCK] * 4, kv_lengths, num_pages), page_table_width)
+        return randn(TOKENS, HIDDEN), torch.randperm(num_pages * PAGE_SIZE)[:TOKENS], entries
+
+    x, slot_mapping, entries = make_inputs(200)
+    later_x, later_slot_mapping, later_entries = make_inputs(513)
+    npu_x, npu_slot_mapping, npu_caches = x.to(ops.device), slot_mapping.to(ops.device), caches.to(ops.device)
+    npu_entries, layer = on_device(entries, ops), Layer(ops, *weights)
 
     def run() -> list[Tensor]:
         npu = torch.get_device_module("npu")
         graph = npu.NPUGraph()
         with npu.graph(graph, auto_dispatch_capture=True):
-            out = layer(npu_x, npu_caches, npu_slots, npu_entries)
+            out = layer(npu_x, npu_caches, npu_slot_mapping, npu_entries)
         npu_x.copy_(later_x)
-        npu_slots.copy_(later_slots)
+        npu_slot_mapping.copy_(later_slot_mapping)
         npu_entries.page_tables.copy_(later_entries.page_tables)
-        # In this order: a replay without lengths would never end.
+        # The update comes first: a replay without lengths would never end.
         graph.update(cpu_update_input=[{"actual_seq_lengths_kv": list(later_entries.kv_lengths)}])
         graph.replay()
-        return [out.cpu(), npu_caches]  # the output's memory is the graph's
+        return [out.cpu(), npu_caches]  # the memory of ``out`` belongs to the graph
 
-    expected = Layer(CPU, weights)(later_x, caches, later_slots, later_entries)
+    expected = Layer(CPU, *weights)(later_x, caches, later_slot_mapping, later_entries)
     return Case(CAPTURED, run, [expected, caches], timed=False)
 
 
 def widened(entries: Entries, width: int) -> Entries:
-    """With page tables of this many columns, which repeat the last one."""
-    tables = entries.page_tables
-    extra = tables[:, -1:].expand(-1, width - tables.shape[1])
-    return replace(entries, page_tables=torch.cat([tables, extra], 1))
+    """The entries with page tables of ``width`` columns; the further columns repeat the last one."""
+    page_tables = entries.page_tables
+    extra = page_tables[:, -1:].expand(-1, width - page_tables.shape[1])
+    return replace(entries, page_tables=torch.cat([page_tables, extra], 1))

@@ -1,4 +1,4 @@
-"""What came out, and which options follow from it."""
+"""Examines the cases on this process's NPU, and derives the options for the server from what was found."""
 
 from __future__ import annotations
 
@@ -26,37 +26,47 @@ from scripts.npu_selftest.cases import (
 )
 
 TOLERANCE = 0.02
-"""Largest error, as a share of the largest value: a few roundings of bfloat16."""
+"""Largest error that is ok, as a share of the largest value: a few roundings of bfloat16."""
+VERDICTS = ("ok", "asked", "refused", "WRONG")
+"""From the best to the worst."""
 SIZES = tuple(2**exponent for exponent in range(10, 21, 2))
-"""Bytes of the all-reduces. One of Dream-7B with 128 tokens has 896 KiB."""
+"""Bytes of the all-reduces that are timed. One of Dream-7B with 128 tokens has 896 KiB."""
+WARM_UP = 3
+"""All-reduces of each size before those that are timed."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """``error`` is the largest one as a share of the largest value, ``micros`` the median duration of a call; ``ranks``
-    are those that found it, if there are several."""
+    """What was found about one case."""
 
     name: str
+    """Of the case."""
     verdict: str
+    """One of ``VERDICTS``."""
     error: float | None = None
+    """The largest error as a share of the largest value; None if nothing was computed."""
     micros: float | None = None
+    """Median duration of a call in microseconds; None if calls were not timed."""
     message: str = ""
+    """Why the op was refused, or the answer to what was asked."""
     ranks: tuple[int, ...] = ()
+    """The ranks with this finding; empty if all have it."""
 
 
 def examine(case: Case, repeats: int) -> Finding:
+    """Runs a case, compares its result, and times it."""
     try:
-        got = together(case.run())
+        results = on_cpu(case.run())
         micros = duration(case.run, repeats) if case.timed else None
     except RuntimeError as error:
         return Finding(case.name, "refused", message=" ".join(str(error).split())[:300])
-    worst = max(relative_error(*pair) for pair in zip(got, together(case.expected), strict=True))
+    worst = max(relative_error(*pair) for pair in zip(results, on_cpu(case.expected), strict=True))
     verdict = "ok" if worst <= TOLERANCE else "WRONG"
     return Finding(case.name, verdict, worst, micros)
 
 
 def duration(run: Callable[[], object], repeats: int) -> float:
-    """Median microseconds until the device is done."""
+    """Median microseconds from a call until the device is done."""
     npu = torch.get_device_module("npu")
     durations = []
     for _ in range(repeats):
@@ -68,19 +78,19 @@ def duration(run: Callable[[], object], repeats: int) -> float:
     return 1e6 * statistics.median(durations)
 
 
-def together(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """One or several, on the CPU."""
+def on_cpu(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """A list of one tensor or several, on the CPU."""
     return [tensor.cpu() for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors)]
 
 
-def relative_error(got: Tensor, expected: Tensor) -> float:
-    """Infinite where anything is not finite."""
-    error = (got.float() - expected.float()).abs().max() / expected.float().abs().max()
+def relative_error(result: Tensor, expected: Tensor) -> float:
+    """The largest error as a share of the largest expected value; infinite if a value is not finite."""
+    error = (result.float() - expected.float()).abs().max() / expected.float().abs().max()
     return float(error.nan_to_num(nan=float("inf")))
 
 
 def examine_all(repeats: int) -> list[Finding]:
-    """On this process's NPU. ``repeats`` is how often each op is timed."""
+    """Examines all cases on this process's NPU; each op is timed ``repeats`` times."""
     by_layout = {
         layout: load_ops(EngineConfig(device="npu", graph_mode="eager", attention_layout=layout))
         for layout in ATTENTION_LAYOUTS
@@ -88,63 +98,64 @@ def examine_all(repeats: int) -> list[Finding]:
     ops = next(iter(by_layout.values()))
     torch.manual_seed(0)
     cases = [*elementwise_cases(ops), *linear_cases(ops), *write_cases(ops)]
-    found = [examine(case, repeats) for case in cases]
+    findings = [examine(case, repeats) for case in cases]
     for layout, layout_ops in by_layout.items():
-        found += [examine(case, repeats) for case in attention_cases(layout_ops, layout)]
-    layout = chosen_layout(found) or ATTENTION_LAYOUTS[0]
-    found.append(examine(captured_case(by_layout[layout]), repeats))
-    asked = examine(asked_case(ops, layout), repeats)  # last: an error of the device would stay with this process
-    answer = {"ok": "the kernel does not mind", "WRONG": "the kernel computes something else"}
-    return [*found, replace(asked, verdict="asked", message=answer.get(asked.verdict, asked.message))]
+        findings += [examine(case, repeats) for case in attention_cases(layout_ops, layout)]
+    layout = working_layout(findings) or ATTENTION_LAYOUTS[0]
+    findings.append(examine(captured_case(by_layout[layout]), repeats))
+    asked = examine(asked_case(ops, layout), repeats)  # last: after an error the process cannot use the device any more
+    answers = {"ok": "the kernel does not mind", "WRONG": "the kernel computes something else"}
+    return [*findings, replace(asked, verdict="asked", message=answers.get(asked.verdict, asked.message))]
 
 
-def chosen_layout(found: Sequence[Finding]) -> str | None:
-    """The first in which all attention is right."""
+def working_layout(findings: Sequence[Finding]) -> str | None:
+    """The first attention layout in which every case is ok; None if there is none."""
     for layout in ATTENTION_LAYOUTS:
-        if all(finding.verdict == "ok" for finding in found if finding.name.startswith(f"attention {layout},")):
+        if all(finding.verdict == "ok" for finding in findings if finding.name.startswith(f"attention {layout},")):
             return layout
     return None
 
 
-def options(found: Sequence[Finding]) -> str | None:
-    """Flags for the server that do without what is not ok; None if none do."""
-    layout = chosen_layout(found)
+def options(findings: Sequence[Finding]) -> str | None:
+    """Flags with which the server does without everything that is not ok; None if there are none."""
+    layout = working_layout(findings)
     avoidable = (CAPTURED, ASKED, *(f"attention {layout}," for layout in ATTENTION_LAYOUTS))
-    if layout is None or any(f.verdict != "ok" and not f.name.startswith(avoidable) for f in found):
+    needed = [finding for finding in findings if not finding.name.startswith(avoidable)]
+    if layout is None or any(finding.verdict != "ok" for finding in needed):
         return None
-    captured = all(finding.verdict == "ok" for finding in found if finding.name == CAPTURED)
-    mode = GRAPH_MODES_BY_DEVICE["npu"][0] if captured else "eager"
+    capture_works = all(finding.verdict == "ok" for finding in findings if finding.name == CAPTURED)
+    mode = GRAPH_MODES_BY_DEVICE["npu"][0] if capture_works else "eager"
     return f"--device npu --attention-layout {layout} --graph-mode {mode}"
 
 
 def latencies(group: Group, device: torch.device, repeats: int) -> dict[int, float]:
-    """Median microseconds of an all-reduce, by its bytes; every rank of the group must ask."""
-    found = {}
+    """Median microseconds of an all-reduce, by its bytes. Every rank of the group must call it."""
+    medians = {}
     for size in SIZES:
-        x, durations = torch.zeros(size // 2, dtype=torch.bfloat16, device=device), []
-        for _ in range(repeats + 3):
+        x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+        durations = []
+        for _ in range(WARM_UP + repeats):
             start = time.perf_counter()
             group.all_reduce(x, "self-test")
             x[0].item()  # waits for it
             durations.append(time.perf_counter() - start)
-        found[size] = 1e6 * statistics.median(durations[3:])
-    return found
+        medians[size] = 1e6 * statistics.median(durations[WARM_UP:])
+    return medians
 
 
 def merged(by_rank: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Each check as the rank found it that it went worst on, and which ranks found the same."""
-    order = ("ok", "asked", "refused", "WRONG")
-    together = []
-    for same in zip(*by_rank, strict=True):
-        worst = max(same, key=lambda finding: order.index(finding.verdict))
-        ranks = tuple(rank for rank, finding in enumerate(same) if finding.verdict == worst.verdict)
-        together.append(replace(worst, ranks=ranks if len(ranks) < len(same) else ()))
-    return together
+    """For each case the worst finding of all ranks, with the ranks of the same verdict unless these are all ranks."""
+    worst_findings = []
+    for findings in zip(*by_rank, strict=True):
+        worst = max(findings, key=lambda finding: VERDICTS.index(finding.verdict))
+        ranks = tuple(rank for rank, finding in enumerate(findings) if finding.verdict == worst.verdict)
+        worst_findings.append(replace(worst, ranks=ranks if len(ranks) < len(findings) else ()))
+    return worst_findings
 
 
 def slowest(by_rank: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """By group and size, what the slowest rank measured."""
+    """By group and bytes, the time of the slowest rank."""
     return {
-        group: {size: max(found[group][size] for found in by_rank) for size in sizes}
+        group: {size: max(times[group][size] for times in by_rank) for size in sizes}
         for group, sizes in by_rank[0].items()
     }

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lopa_ascend.parallel.launch import Meeting, free_port
+from lopa_ascend.parallel.launch import Rendezvous, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -22,7 +22,7 @@ def start(world_size: int, *command: str) -> list[subprocess.Popen[str]]:
     port = free_port()
     processes = []
     for rank in range(world_size):
-        meeting = Meeting.on_this_machine(rank, world_size, port).environment() if world_size > 1 else {}
+        meeting = Rendezvous.on_this_machine(rank, world_size, port).environment() if world_size > 1 else {}
         environment = {**os.environ, **ENVIRONMENT, **meeting}
         process = subprocess.Popen(
             [sys.executable, *command], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True

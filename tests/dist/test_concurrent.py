@@ -15,7 +15,7 @@ from lopa_ascend import checkpoint
 from lopa_ascend.demo import DEMO_MODEL, HELD_OUT
 from lopa_ascend.parallel.launch import free_port
 from lopa_ascend.text.prompt import Prompts
-from lopa_ascend.text.tokenizer import load_tokenizer
+from lopa_ascend.text.tokenizer_files import load_tokenizer
 from tests.dist import ranks
 
 pytestmark = pytest.mark.multirank

@@ -19,10 +19,10 @@ from typing import Any
 import httpx
 import pytest
 
-from lopa_ascend.parallel.watch import BEAT
+from lopa_ascend.parallel.watch import BEAT_INTERVAL
 from scripts.judge.ranks import by_rank
 from scripts.judge.server import serving
-from scripts.judge.strike import Outcome, strike
+from scripts.judge.signals import Outcome, signal_under_load
 from tests.dist import ranks
 
 pytestmark = pytest.mark.multirank
@@ -105,7 +105,7 @@ def test_killed_rank(rank: int, family: Family, tmp_path: Path) -> None:
     """One of each kind; the judge kills all four."""
     log = tmp_path / "log"
     with serving(None, log, *flags(2, 2, max_num_seqs=4)) as server:
-        outcome = asyncio.run(strike(server, family.rank(rank), signal.SIGKILL, clients=6))
+        outcome = asyncio.run(signal_under_load(server, family.rank(rank), signal.SIGKILL, clients=6))
     assert outcome.faults() == []
     assert set(re.findall(r"rank . ends: (.*)", log.read_text())) == {f"rank {rank} has ended"}
 
@@ -117,11 +117,11 @@ def test_hanging_ranks(tmp_path: Path) -> None:
 
     async def outcomes() -> list[Outcome]:
         victims = [(server, by_rank(server.pid)[rank]) for rank, server in enumerate(servers)]
-        return await asyncio.gather(*(strike(*victim, signal.SIGSTOP, clients=6) for victim in victims))
+        return await asyncio.gather(*(signal_under_load(*victim, signal.SIGSTOP, clients=6) for victim in victims))
 
     with serving(None, logs[0], *flags(2, 1, **limits)) as one, serving(None, logs[1], *flags(1, 2, **limits)) as other:
         servers = one, other
-        assert [outcome.faults(patience=3 + BEAT) for outcome in asyncio.run(outcomes())] == [[], []]
+        assert [outcome.faults(notice_time=3 + BEAT_INTERVAL) for outcome in asyncio.run(outcomes())] == [[], []]
     for rank, log in enumerate(logs):
         assert f"rank {1 - rank} ends: rank {rank} has not answered for 3 s" in log.read_text()
 

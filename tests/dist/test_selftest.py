@@ -18,14 +18,14 @@ pytestmark = pytest.mark.multirank
 RANK = """
 import json, sys, torch
 from lopa_ascend.config import EngineConfig
-from lopa_ascend.parallel.launch import Meeting, leave
+from lopa_ascend.parallel.launch import Rendezvous, exit_rank
 from lopa_ascend.parallel.mesh import Mesh
 from scripts.npu_selftest.findings import latencies
 
-mesh = Mesh.join(EngineConfig(tensor_parallel_size=2), Meeting.from_environment(), leave)
+mesh = Mesh.join(EngineConfig(tensor_parallel_size=2), Rendezvous.from_environment(), exit_rank)
 found = latencies(mesh.tp, torch.device("cpu"), 5)
 calls = [(traffic.calls, traffic.num_bytes) for traffic in mesh.traffic()]
-said = mesh.tell("self-test", json.dumps([mesh.rank, list(found.items()), calls]))
+said = mesh.all_gather_text("self-test", json.dumps([mesh.rank, list(found.items()), calls]))
 if mesh.rank == 0:
     open(sys.argv[1], "w").write(json.dumps([json.loads(text) for text in said]))
 mesh.close()

@@ -11,8 +11,8 @@ from lopa_ascend import DecodingParams, checkpoint
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.types import SequencePlan
-from scripts.bench_parallel import Formulas, arrived, faults, prompts
 from scripts.bench_ranks import Step, TrafficJob, run
+from scripts.ranks.traffic import Formulas, arrived, faults, prompts
 
 pytestmark = pytest.mark.multirank
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from lopa_ascend.backend.npu import load_npu_ops
-from lopa_ascend.backend.npu.versions import GRAPH_MODES, UnsupportedStackError
+from lopa_ascend.config.npu_versions import FIRST_POST_RELEASES, UnsupportedStackError
 from tests.npu.lab import device  # noqa: F401
 
 pytestmark = pytest.mark.npu
 
 
-@pytest.mark.parametrize("mode", GRAPH_MODES)
+@pytest.mark.parametrize("mode", FIRST_POST_RELEASES)
 def test_this_stack_is_taken_and_the_options_arrive(mode: str) -> None:
     ops = load_npu_ops(mode, attention_layout="BSH", debug=True)
     assert ops.device.type == "npu"

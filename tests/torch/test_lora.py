@@ -17,7 +17,7 @@ from lopa_ascend.checkpoint import (
     CheckpointError,
     Shard,
     load,
-    merge,
+    merge_adapter,
     open_adapter,
     open_checkpoint,
 )
@@ -69,7 +69,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 
 def merge_whole(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, torch.Tensor]:
-    return dict(merge(checkpoint.tensors(), adapter, Shard().slices(checkpoint.config)))
+    return dict(merge_adapter(checkpoint.tensors(), adapter, Shard().tensor_slices(checkpoint.config)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

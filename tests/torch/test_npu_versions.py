@@ -1,10 +1,11 @@
-"""Which versions the NPU backend takes; what the table in versions.py says was read off the wheels."""
+"""Which versions the NPU backend takes; the table in config/npu_versions.py was read off the wheels."""
 
 from __future__ import annotations
 
 import pytest
 
-from lopa_ascend.backend.npu.versions import UnsupportedStackError, check, check_cann, check_installed, runs
+from lopa_ascend.backend.npu.versions import check_installed
+from lopa_ascend.config.npu_versions import UnsupportedStackError, can_run, check_cann, check_versions
 
 RUNS = {
     "2.8.0.post4": (),
@@ -23,35 +24,35 @@ RUNS = {
 
 @pytest.mark.parametrize(("version", "modes"), RUNS.items())
 def test_a_version_runs_the_modes_that_its_wheel_has(version: str, modes: tuple[str, ...]) -> None:
-    assert tuple(mode for mode in ("eager", "npugraph_ex", "ge") if runs(version, mode)) == modes
+    assert tuple(mode for mode in ("eager", "npugraph_ex", "ge") if can_run(version, mode)) == modes
 
 
 def test_a_stack_that_fits_is_taken() -> None:
-    check("2.13.0+cpu", "2.13.0", "ge")
-    check("2.9.0", "2.9.0.post6", "ge")
+    check_versions("2.13.0+cpu", "2.13.0", "ge")
+    check_versions("2.9.0", "2.9.0.post6", "ge")
     for cann in ("9.0.0", "9.0.RC1", "9.1.0", "10.0"):
         check_cann(cann)
 
 
 def test_a_version_too_old_is_refused_with_those_that_are_not() -> None:
     with pytest.raises(
-        UnsupportedStackError, match=r"torch_npu 2\.8\.0 cannot .* take 2\.9\.0\.post2, 2\.9\.1, 2\.10\.0 or 2\.11"
+        UnsupportedStackError, match=r"torch_npu 2\.8\.0 cannot .* install 2\.9\.0\.post2, 2\.9\.1, 2\.10\.0 or 2\.11"
     ):
-        check("2.8.0", "2.8.0", "eager")
-    with pytest.raises(UnsupportedStackError, match="or newer, or another mode: eager, npugraph_ex$"):
-        check("2.10.0", "2.10.0.post2", "ge")
+        check_versions("2.8.0", "2.8.0", "eager")
+    with pytest.raises(UnsupportedStackError, match="or newer, or choose another mode: eager, npugraph_ex$"):
+        check_versions("2.10.0", "2.10.0.post2", "ge")
     with pytest.raises(UnsupportedStackError, match=r"CANN 8\.5\.0 is too old: it must be 9\.0 or newer"):
         check_cann("8.5.0")
 
 
 def test_two_releases_do_not_go_together() -> None:
     with pytest.raises(UnsupportedStackError, match=r"torch 2\.12\.1 and torch_npu 2\.12\.0 are not of one release"):
-        check("2.12.1", "2.12.0", "eager")
+        check_versions("2.12.1", "2.12.0", "eager")
 
 
 def test_an_unknown_mode_is_refused_with_the_choices() -> None:
     with pytest.raises(ValueError, match="'fast'; choose one of eager, npugraph_ex, ge"):
-        check("2.13.0", "2.13.0", "fast")
+        check_versions("2.13.0", "2.13.0", "fast")
 
 
 def test_without_torch_npu_the_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

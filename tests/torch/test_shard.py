@@ -1,4 +1,4 @@
-"""What a tensor-parallel rank loads: its part of every weight, with an adapter too, and in memory for little more."""
+"""What a tensor-parallel rank loads: its part of every weight, also with an adapter, in little more memory."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ MB = 1_000_000
 
 @pytest.fixture
 def _nan_memory() -> Iterator[None]:
-    """Memory that nothing was written to is NaN, not zero by chance."""
+    """New memory is filled with NaN, so that values which were never written are not zero by chance."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 def part(name: str, whole: torch.Tensor, config: ModelConfig, shard: Shard) -> torch.Tensor:
-    """The rank's part of a packed tensor, from what its heads attend to."""
+    """The rank's part of a stacked tensor, derived from its heads."""
     rank, size = shard.rank, shard.size
     match name.split(".")[-2]:
         case "qkv":

@@ -1,4 +1,4 @@
-"""The judges' own judgement: they must be able to find fault."""
+"""The judges themselves: they must notice faults."""
 
 import asyncio
 import json
@@ -36,13 +36,15 @@ def test_outcomes_of_attacks():
 
 
 def test_only_refusals_and_ends_are_right():
-    storm = faults.Storm()
+    hostile = faults.HostileOutcomes()
     for outcome in (400, 413, 499, LEFT, CLOSED):
-        storm.count("fine", 0, outcome)
-    assert not storm.wrong
+        hostile.count("fine", 0, outcome)
+    assert not hostile.wrong
     for outcome in (200, 500, 503, "TimeoutError: "):
-        storm.count(f"kind {outcome}", 7, outcome)
-    assert storm.wrong == {f"kind {outcome}": f"request 7: {outcome}" for outcome in (200, 500, 503, "TimeoutError: ")}
+        hostile.count(f"kind {outcome}", 7, outcome)
+    assert hostile.wrong == {
+        f"kind {outcome}": f"request 7: {outcome}" for outcome in (200, 500, 503, "TimeoutError: ")
+    }
 
 
 def test_every_kind_takes_part_and_is_reproducible():

@@ -16,7 +16,7 @@ from tests.ports import free_ports, has_ipv6, listening
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = ("--node-rank", "1", "--master-addr", "10.0.0.1", "--interface", "eth0")
 CPU = ("--device", "cpu", "--tp", "2", "--bp", "1")
-# Stands for the interpreter: it runs the checks, and says what else it was asked to run.
+# Takes the place of the interpreter: runs the checks, and records everything else that it was asked to run.
 INTERPRETER = """\
 #!{python}
 import json, os, sys, time
@@ -42,7 +42,7 @@ class Scripts:
         self.python.chmod(0o755)
 
     def environment(self, variables: dict[str, str]) -> dict[str, str]:
-        # Not this process's own: what it sets for OpenMP would win over what the scripts set.
+        # Not this process's own environment: what it sets for OpenMP would win over what the scripts set.
         return {"PATH": os.environ["PATH"], "PYTHON": str(self.python), **variables}
 
     def run(self, name: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -60,7 +60,7 @@ class Scripts:
         return [(run["environment"], run["command"]) for run in runs]
 
     def dry_run(self, name: str, *flags: str, **variables: str) -> list[tuple[dict[str, str], list[str]]]:
-        """Environment and command of each server, as a shell understands what is printed."""
+        """Environment and command of each server, as a shell reads what is printed."""
         done = self.run(name, "--dry-run", *flags, **variables)
         assert done.returncode == 0, done.stderr
         assert self.started() == []

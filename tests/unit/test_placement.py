@@ -1,4 +1,4 @@
-"""Which group computes what: every branch once, and every group what commits."""
+"""Which group computes what: every branch is computed once, and every group computes what the pass commits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def plans(seed: int, window: str) -> list[SequencePlan]:
 
 
 def check_share(plan: SequencePlan, share: Share, placement: Placement) -> None:
-    """Positions that a row takes from the last one hold the same tokens there."""
+    """Checks that a row which takes positions from the last row has the same tokens as that row there."""
     base = share.rows[-1]
     assert base.compute_from == plan.start
     for row, slot, branch in zip(share.rows, share.slots, share.branches, strict=True):
@@ -101,7 +101,7 @@ def test_a_group_without_a_branch_computes_only_what_commits() -> None:
 
 
 def test_with_full_attention_every_group_runs_a_branch_that_is_alone() -> None:
-    """Its keys and values need not travel then."""
+    """Then its keys and values need not travel."""
     first = plans(0, "full")[0]
     (row,) = Placement(2, 1).share(first).rows
     assert row.tokens == first.rows[0].tokens

@@ -9,16 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from lopa_ascend.config.npu_versions import can_run
 from lopa_ascend.demo import DEMO_MODEL
-from scripts import preflight
-from scripts.preflight import Launch
+from scripts.checks.launch import Finding, Launch
+from scripts.checks.model import check_model
+from scripts.checks.network import check_network
+from scripts.checks.npu import check_cann, check_devices, check_versions, installed_versions
 from tests.ports import free_ports, listening
 
 ROOT = Path(__file__).resolve().parents[2]
 NODE = Launch(device="npu", tp=4, bp=4)
 
 
-def told(findings: Iterator[preflight.Finding]) -> list[str]:
+def told(findings: Iterator[Finding]) -> list[str]:
     return [str(finding) for finding in findings]
 
 
@@ -62,7 +65,7 @@ def test_devices(tmp_path: Path, dies: int, visible: str | None, launch: Launch,
     for die in range(dies):
         (tmp_path / f"davinci{die + 100}").touch()  # a container's may have any numbers
     (tmp_path / "davinci_manager").touch()
-    found = told(preflight.check_devices(launch, tmp_path, visible))
+    found = told(check_devices(launch, tmp_path, visible))
     assert len(found) == len(lines)
     for line, beginning in zip(found, lines, strict=True):
         assert line.startswith(beginning.format(dev=tmp_path))
@@ -70,49 +73,57 @@ def test_devices(tmp_path: Path, dies: int, visible: str | None, launch: Launch,
 
 def test_cann(tmp_path: Path):
     remedy = "; source CANN's set_env.sh, e.g. /usr/local/Ascend/cann/set_env.sh"
-    assert told(preflight.check_cann(None)) == ["FAIL  CANN: ASCEND_HOME_PATH is not set" + remedy]
+    assert told(check_cann(None)) == ["FAIL  CANN: ASCEND_HOME_PATH is not set" + remedy]
     (tmp_path / "lib64").mkdir()
     (tmp_path / "lib64/libascendcl.so").touch()
-    assert told(preflight.check_cann(tmp_path)) == [f"FAIL  CANN: {tmp_path}/lib64 has no libhccl.so{remedy}"]
+    assert told(check_cann(tmp_path)) == [f"FAIL  CANN: {tmp_path}/lib64 has no libhccl.so{remedy}"]
     (tmp_path / "lib64/libhccl.so").touch()
-    assert told(preflight.check_cann(tmp_path)) == [f"ok    CANN: {tmp_path}, version unknown"]
+    assert told(check_cann(tmp_path)) == [f"ok    CANN: {tmp_path}, version unknown"]
     (tmp_path / "aarch64-linux").mkdir()
     info = "package_name=Ascend-cann-toolkit\ninnerversion=V100R001\nversion=9.1.0\n"
     (tmp_path / "aarch64-linux/ascend_toolkit_install.info").write_text(info)
-    assert told(preflight.check_cann(tmp_path)) == [f"ok    CANN: {tmp_path}, version 9.1.0"]
+    assert told(check_cann(tmp_path)) == [f"ok    CANN: {tmp_path}, version 9.1.0"]
 
 
 @pytest.mark.parametrize(
     ("torch", "torch_npu", "cann", "line"),
     [
         ("2.10.0+cpu", "2.10.0.post4", "9.1.0", "ok    versions: torch 2.10.0 and torch_npu 2.10.0.post4"),
-        ("2.10.0", "2.9.0.post6", "9.1.0", "FAIL  versions: torch 2.10.0 and torch_npu 2.9.0.post6 do not go together"),
-        ("2.10.0", "2.10.1", "9.1.0", "FAIL  versions: torch 2.10.0 and torch_npu 2.10.1 do not go together"),
-        ("2.8.0", "2.8.0", "8.3.0", "ok    versions: torch 2.8.0 and torch_npu 2.8.0"),
+        ("2.10.0+cpu", "2.10.0.post4", "9.1.RC1", "ok    versions: torch 2.10.0 and torch_npu 2.10.0.post4"),
+        ("2.10.0", "2.9.0.post6", "9.1.0", "FAIL  versions: torch 2.10.0 and torch_npu 2.9.0.post6 are not of one"),
+        ("2.10.0", "2.10.1", "9.1.0", "FAIL  versions: torch 2.10.0 and torch_npu 2.10.1 are not of one release"),
         (
-            "2.8.0",
-            "2.8.0",
-            "8.2.RC1",
-            "FAIL  versions: torch 2.8.0 and torch_npu 2.8.0 are made for CANN 8.3.RC1, and 8.2",
+            "2.10.0",
+            "2.10.0.post4",
+            "9.0.RC1",
+            "FAIL  versions: torch 2.10.0 and torch_npu 2.10.0.post4 are made for CANN 9.1.0, and 9.0.RC1 is older",
         ),
         (
-            "2.8.0",
-            "2.8.0",
-            "8.5.0",
-            "note  versions: torch 2.8.0 and torch_npu 2.8.0 are made for CANN 8.3.RC1; 8.5.0 is",
+            "2.10.0",
+            "2.10.0.post4",
+            "9.2.0",
+            "note  versions: torch 2.10.0 and torch_npu 2.10.0.post4 are made for CANN 9.1.0; 9.2.0 is newer",
         ),
-        ("2.8.0", "2.8.0", None, "note  versions: torch 2.8.0 and torch_npu 2.8.0 are made for CANN 8.3.RC1"),
+        ("2.12.0", "2.12.0", None, "note  versions: torch 2.12.0 and torch_npu 2.12.0 are made for CANN 9.1.0"),
         ("2.13.0", "2.13.0", "9.1.0", "note  versions: torch 2.13.0 and torch_npu 2.13.0: not known which CANN"),
+        ("2.13.0", "2.13.0", "8.3.RC1", "FAIL  versions: CANN 8.3.RC1 is too old: it must be 9.0 or newer"),
     ],
 )
 def test_versions(torch: str, torch_npu: str, cann: str | None, line: str):
     installed = {"lopa-dist-ascend": "0.1.0", "torch": torch, "torch_npu": torch_npu}
-    (found,) = told(preflight.check_versions(installed, cann))
+    (found,) = told(check_versions(installed, cann))
     assert found.startswith(line)
 
 
+@pytest.mark.parametrize("version", ["2.8.0", "2.9.0", "2.9.0.post2", "2.9.1", "2.10.0", "2.11.0", "2.13.0"])
+def test_torch_npu_is_taken_exactly_if_the_backend_takes_it(version: str):
+    installed = {"lopa-dist-ascend": "0.1.0", "torch": version.partition(".post")[0], "torch_npu": version}
+    (found,) = told(check_versions(installed, None))
+    assert found.startswith("FAIL") != can_run(version, "eager")
+
+
 def test_missing_distributions():
-    (found,) = told(preflight.check_versions({"torch": "2.10.0"}, "9.1.0"))
+    (found,) = told(check_versions({"torch": "2.10.0"}, "9.1.0"))
     assert found.startswith(f"FAIL  versions: {sys.executable} has no lopa-dist-ascend and no torch_npu; install there")
 
 
@@ -123,24 +134,24 @@ def test_a_checkout_is_no_installation(tmp_path: Path):
         distribution, _, version = folder.stem.partition("-")
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
     path, checkout = [str(tmp_path / "checkout"), str(tmp_path / "site")], tmp_path / "checkout"
-    assert preflight.installed_versions(path, checkout) == {"torch_npu": "2.10.0.post4"}
-    assert preflight.installed_versions(path, tmp_path).keys() == {"lopa-dist-ascend", "torch", "torch_npu"}
+    assert installed_versions(path, checkout) == {"torch_npu": "2.10.0.post4"}
+    assert installed_versions(path, tmp_path).keys() == {"lopa-dist-ascend", "torch", "torch_npu"}
 
 
 def test_ports(tmp_path: Path):
     free = free_ports(4)
     launch = Launch(device="cpu", tp=1, bp=1, replicas=2, port=free, master_port=free + 2)
     free_lines = [f"127.0.0.1:{free}", f"127.0.0.1:{free + 1}", f"{free + 2}", f"{free + 3}"]
-    assert told(preflight.check_network(launch, tmp_path)) == [f"ok    network: {port} is free" for port in free_lines]
+    assert told(check_network(launch, tmp_path)) == [f"ok    network: {port} is free" for port in free_lines]
     last = replace(launch, port=65535, master_port=65535)
-    assert all(":65535" in line or " 65535" in line for line in told(preflight.check_network(last, tmp_path)))
+    assert all(":65535" in line or " 65535" in line for line in told(check_network(last, tmp_path)))
     with listening() as port:
         busy = replace(launch, replicas=1, master_port=port)  # on one address, but the ranks meet on all
         remedy = "(Address already in use); end what does, or move --master-port"
-        assert f"FAIL  network: cannot listen on {port} {remedy}" in told(preflight.check_network(busy, tmp_path))
+        assert f"FAIL  network: cannot listen on {port} {remedy}" in told(check_network(busy, tmp_path))
         other_node = replace(busy, nnodes=2, node_rank=1)
-        assert told(preflight.check_network(other_node, tmp_path)) == []
-    (not_ours,) = told(preflight.check_network(replace(launch, replicas=1, host="192.0.2.1"), tmp_path))[:1]
+        assert told(check_network(other_node, tmp_path)) == []
+    (not_ours,) = told(check_network(replace(launch, replicas=1, host="192.0.2.1"), tmp_path))[:1]
     assert not_ours.startswith(f"FAIL  network: cannot listen on 192.0.2.1:{free} (")
 
 
@@ -159,14 +170,17 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-def check_model(model: Path, **changes: object) -> list[str]:
+def model_findings(model: Path, **changes: object) -> list[str]:
     launch = Launch(device="cpu", tp=2, bp=1, model=model)
-    return told(preflight.check_model(replace(launch, **changes)))  # type: ignore[arg-type]
+    return told(check_model(replace(launch, **changes)))  # type: ignore[arg-type]
 
 
 def test_a_model_that_is_whole(model: Path):
-    assert check_model(model) == [f"ok    model: {model}", "ok    model: tp 2 splits 28 query and 4 KV heads"]
-    assert check_model(DEMO_MODEL) == [f"ok    model: {DEMO_MODEL}", "ok    model: tp 2 splits 4 query and 2 KV heads"]
+    assert model_findings(model) == [f"ok    model: {model}", "ok    model: tp 2 splits 28 query and 4 KV heads"]
+    assert model_findings(DEMO_MODEL) == [
+        f"ok    model: {DEMO_MODEL}",
+        "ok    model: tp 2 splits 4 query and 2 KV heads",
+    ]
 
 
 WHOLE = "give a whole Hugging Face directory of a Dream model"
@@ -179,9 +193,17 @@ DOWNLOAD = "finish its download, or let this user read it"
         ("model-00002.safetensors", None, "{}/model-00002.safetensors is not there or cannot be read; " + DOWNLOAD),
         ("model.safetensors.index.json", None, "{}/model.safetensors is not there or cannot be read; " + DOWNLOAD),
         ("model.safetensors.index.json", "{}", "{}/model.safetensors.index.json: has no weight_map; " + WHOLE),
-        ("model.safetensors.index.json", "[]", "{}/model.safetensors.index.json: is not a JSON object; " + WHOLE),
-        ("config.json", None, "{}/config.json: No such file or directory; " + WHOLE),
-        ("config.json", "{", "{}/config.json: is not JSON: Expecting property name enclosed in double quotes"),
+        (
+            "model.safetensors.index.json",
+            "[]",
+            "{}/model.safetensors.index.json: expected a JSON object, found list; " + WHOLE,
+        ),
+        (
+            "config.json",
+            None,
+            "{}/config.json: cannot be read (No such file or directory), expected a JSON object; " + WHOLE,
+        ),
+        ("config.json", "{", "{}/config.json: is not valid JSON (Expecting property name enclosed in double quotes"),
         ("config.json", "{}", "{}/config.json: model_type is None, expected 'Dream'; " + WHOLE),
     ],
 )
@@ -190,22 +212,22 @@ def test_a_model_that_is_not_whole(model: Path, file: str, content: str | None, 
         (model / file).unlink()
     else:
         (model / file).write_text(content)
-    (found,) = [line for line in check_model(model) if not line.startswith("ok")]
+    (found,) = [line for line in model_findings(model) if not line.startswith("ok")]
     assert found.startswith("FAIL  model: " + line.replace("{}", str(model)))
 
 
 def test_a_model_that_tp_does_not_split(model: Path):
     reason = "tp 7 does not split a model with 28 query and 4 KV heads; choose --tp from 1, 2, 4"
-    assert check_model(model, tp=7) == [f"ok    model: {model}", f"FAIL  model: {reason}"]
+    assert model_findings(model, tp=7) == [f"ok    model: {model}", f"FAIL  model: {reason}"]
 
 
 def test_an_adapter_that_is_not_there(model: Path, tmp_path: Path):
     names = ("adapter_config.json", "adapter_model.safetensors")
     missing = [f"FAIL  model: {tmp_path / name} is not there or cannot be read; {DOWNLOAD}" for name in names]
-    assert check_model(model, lora_path=tmp_path)[:-1] == missing
+    assert model_findings(model, lora_path=tmp_path)[:-1] == missing
     for name in names:
         (tmp_path / name).touch()
-    assert check_model(model, lora_path=tmp_path)[0] == f"ok    model: {model}"
+    assert model_findings(model, lora_path=tmp_path)[0] == f"ok    model: {model}"
 
 
 def test_the_checks_bring_no_torch():

@@ -14,7 +14,8 @@ from lopa_ascend.serve.api.protocol import StreamOptions
 from lopa_ascend.serve.api.responses import CHAT, COMPLETION, ChunkEncoder, Details, Format, Response
 from lopa_ascend.serve.engine.client import Choice
 from lopa_ascend.text.output import OutputStream
-from lopa_ascend.text.tokenizer import Tokenizer, load_tokenizer
+from lopa_ascend.text.tokenizer import Tokenizer
+from lopa_ascend.text.tokenizer_files import load_tokenizer
 from lopa_ascend.types import Progress, Update
 from tests.tiny import VOCAB_SIZE, write_tokenizer
 

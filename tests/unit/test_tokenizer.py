@@ -1,20 +1,19 @@
-"""Tokenizer files, chat templates, and text that is streamed while the tokens are still coming."""
+"""Tokenizer files, chat templates, and text to token ids and back."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from lopa_ascend.text.tokenizer import TextStream, Tokenizer, TokenizerError, load_tokenizer
-from tests.tiny import CHAT_TEMPLATE, SPECIAL, VOCAB_SIZE, write_tokenizer
+from lopa_ascend.text.tokenizer import Tokenizer
+from lopa_ascend.text.tokenizer_files import TokenizerError, load_tokenizer
+from tests.tiny import CHAT_TEMPLATE, SPECIAL, VOCAB_SIZE, tiny_tokenizer, write_tokenizer
 
 TEXTS = [
     "",
@@ -29,13 +28,6 @@ TEXTS = [
     "\u0120 \u00a0 \u2028 \x00 \x7f",
     "for (int i = 0; i < n; ++i) { a[i] += $x; }  // \u2026!!\n\n",
 ]
-
-
-@cache
-def tiny() -> Tokenizer:
-    tokenizer = load_tokenizer(write_tokenizer(Path(mkdtemp())), VOCAB_SIZE)
-    assert tokenizer is not None
-    return tokenizer
 
 
 def some(path: Path) -> Tokenizer:
@@ -99,7 +91,7 @@ def test_truncation_and_padding_in_tokenizer_json_are_ignored(tmp_path: Path) ->
     backend.enable_truncation(2)
     backend.enable_padding(length=9)
     backend.save(str(source / "tokenizer.json"))
-    assert some(source).encode("hello hello hello the") == tiny().encode("hello hello hello the")
+    assert some(source).encode("hello hello hello the") == tiny_tokenizer().encode("hello hello hello the")
 
 
 def test_special_tokens_of_older_files(tmp_path: Path) -> None:
@@ -159,7 +151,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda p: (p / "vocab.json").write_text("[]"),
         "vocab.json: expected a JSON object, found list",
     ),
-    "vocab is not text": (lambda p: (p / "vocab.json").write_bytes(b"\xff\xfe"), "vocab.json: cannot be read"),
+    "vocab is not text": (
+        lambda p: (p / "vocab.json").write_bytes(b"\xff\xfe"),
+        "vocab.json: is not valid JSON ('utf-8' codec",
+    ),
     "id is text": (lambda p: edit(p / "vocab.json", a="x"), "vocab.json: token 'a' has the id 'x'"),
     "merge of three": (_merge("a b c\n"), "merges.txt: line 62: 'a b c' is not two tokens"),
     "merge of unknown": (_merge("hello hello\n"), "merges.txt: line 62: 'hello hello' is not two tokens"),
@@ -206,19 +201,21 @@ def test_refused(tmp_path: Path, case: str) -> None:
 @given(st.lists(st.integers(0, VOCAB_SIZE + 5)))
 def test_decode_equals_the_library(ids: list[int]) -> None:
     for skip in (True, False):
-        assert tiny().decode(ids, skip_special_tokens=skip) == tiny()._backend.decode(ids, skip_special_tokens=skip)
+        assert tiny_tokenizer().decode(ids, skip_special_tokens=skip) == tiny_tokenizer()._backend.decode(
+            ids, skip_special_tokens=skip
+        )
 
 
 @given(st.text())
 def test_round_trip(text: str) -> None:
     from unicodedata import normalize
 
-    assert tiny().decode(tiny().encode(text), skip_special_tokens=False) == normalize("NFC", text)
+    assert tiny_tokenizer().decode(tiny_tokenizer().encode(text), skip_special_tokens=False) == normalize("NFC", text)
 
 
 def test_lone_surrogate() -> None:
     with pytest.raises(ValueError, match="surrogates"):
-        tiny().encode("a\ud800")
+        tiny_tokenizer().encode("a\ud800")
 
 
 def test_no_chat_template(tmp_path: Path) -> None:
@@ -239,7 +236,7 @@ def test_no_chat_template(tmp_path: Path) -> None:
 )
 def test_chat_errors(messages: list[dict[str, Any]], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        tiny().chat(messages)
+        tiny_tokenizer().chat(messages)
 
 
 def test_broken_template(tmp_path: Path) -> None:
@@ -251,147 +248,7 @@ def test_template_sources(tmp_path: Path) -> None:
     named = [{"name": "tools", "template": "x"}, {"name": "default", "template": CHAT_TEMPLATE}]
     messages = [{"role": "user", "content": "hello"}]
     write_tokenizer(tmp_path, chat_template=named)
-    assert some(tmp_path).chat(messages) == tiny().chat(messages)
+    assert some(tmp_path).chat(messages) == tiny_tokenizer().chat(messages)
     (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}")
     assert some(tmp_path).chat(messages) == [VOCAB_SIZE - len(SPECIAL)]
     assert some(write_tokenizer(tmp_path / "b", chat_template=named[:1])).chat_template is None
-
-
-# ---- streaming -----------------------------------------------------------------------------------------------------
-
-FRAGMENTS = ["a", "b", "ab", "c", "\u00e9", "\U0001f600", "\u6587", " the", "hello", *SPECIAL[1:3]]
-
-
-@st.composite
-def id_lists(draw: st.DrawFn) -> list[int]:
-    """Text cut into single bytes, whole tokens, special tokens, ids without token and broken UTF-8, mixed."""
-    ids: list[int] = []
-    for part in draw(st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.integers(0, VOCAB_SIZE + 2)), max_size=24)):
-        if isinstance(part, int):
-            ids.append(part)
-        elif part in SPECIAL or draw(st.booleans()):
-            ids += tiny().encode(part)
-        else:
-            ids += [byte_ids()[byte] for byte in part.encode()]
-    return ids
-
-
-@cache
-def byte_ids() -> dict[int, int]:
-    ids = {tiny().piece(token): token for token in range(256)}
-    return {byte: ids[bytes([byte])] for byte in range(256)}
-
-
-def chunks(ids: list[int], borders: list[int]) -> list[int]:
-    return sorted({border % (len(ids) + 1) for border in borders})
-
-
-BORDERS = st.lists(st.integers(0, 60), max_size=12)
-STOPS = st.lists(st.text("abc\u00e9\U0001f600 the", min_size=1, max_size=5), max_size=4).map(tuple)
-
-
-@given(st.one_of(id_lists(), st.lists(st.integers(0, 256))), BORDERS)
-def test_stream_without_stop_is_decode(ids: list[int], borders: list[int]) -> None:
-    stream, shown = TextStream(tiny(), ()), ""
-    for border in chunks(ids, borders):
-        text = stream.push(ids[:border])
-        assert text.startswith(shown)
-        # Only an incomplete sequence is held back, and that is at most three bytes long.
-        assert tiny().decode(ids[:border])[: len(text)] == text
-        assert len(tiny().decode(ids[:border])) - len(text) <= 1
-        shown = text
-    final = stream.finish(ids)
-    assert final.startswith(shown)
-    assert final == tiny().decode(ids) == stream.finish(ids)
-    assert stream.stopped is None
-    assert stream.num_text_tokens == len(ids)
-
-
-def known_lengths(ids: list[int]) -> list[int]:
-    """Characters known after each token, as a stream that is closed after the last one sees them."""
-    stream = TextStream(tiny(), ())
-    lengths = [len(stream.push(ids[: i + 1])) for i in range(len(ids))]
-    return [*lengths[:-1], len(stream.finish(ids))] if ids else []
-
-
-def expected_stop(ids: list[int], stops: tuple[str, ...], min_tokens: int) -> tuple[str, str | None, int]:
-    """By brute force: text, stop string and number of tokens."""
-    text, lengths = tiny().decode(ids), known_lengths(ids)
-    hits = []
-    for stop in stops:
-        for start in range(len(text) - len(stop) + 1):
-            if text.startswith(stop, start):
-                needed = next(i for i, length in enumerate(lengths) if length >= start + len(stop)) + 1
-                if needed > min_tokens:
-                    hits.append((start, -len(stop), stop, needed))
-    if not hits:
-        return text, None, len(ids)
-    start, _, stop, needed = min(hits)
-    return text[:start], stop, needed
-
-
-@given(id_lists(), BORDERS, STOPS, st.integers(0, 8))
-@example([byte_ids()[b] for b in b"abd"], [1, 2, 3], ("abc", "b"), 0)
-@example([byte_ids()[b] for b in b"abc"], [1, 2, 3], ("abc", "b", "ab"), 0)
-@example([byte_ids()[b] for b in b"ab"], [1], ("abc", "ab"), 0)
-@example([byte_ids()[b] for b in b"aabaab"], [], ("ab",), 3)
-def test_stream_with_stop_strings(ids: list[int], borders: list[int], stops: tuple[str, ...], min_tokens: int) -> None:
-    expected = expected_stop(ids, stops, min_tokens)
-    stream, shown = TextStream(tiny(), stops, min_tokens), ""
-    for border in chunks(ids, borders):
-        text = stream.push(ids[:border])
-        assert text.startswith(shown)
-        assert expected[0].startswith(text)
-        shown = text
-        if stream.stopped is not None:
-            break
-    early = stream.stopped is not None
-    text = stream.finish(ids)
-    assert (text, stream.stopped, stream.num_text_tokens) == expected
-    if early:
-        assert text == shown
-    if stream.stopped is not None:
-        assert stream.push(ids + [0]) == text
-
-
-def test_stop_is_seen_at_once() -> None:
-    """Without a longer or earlier candidate nothing is waited for."""
-    ids = tiny().encode("hello the end")
-    stream = TextStream(tiny(), ("the",))
-    assert stream.push(ids[:1]) == "hello"
-    assert stream.push(ids[:2]) == "hello "
-    assert stream.stopped == "the"
-    assert stream.num_text_tokens == 2
-    assert stream.push(ids) == "hello "
-
-
-def test_half_a_character_is_held_back() -> None:
-    ids = [byte_ids()[byte] for byte in "a\U0001f600b".encode()]
-    stream = TextStream(tiny())
-    assert [stream.push(ids[:n]) for n in range(1, 7)] == ["a", "a", "a", "a", "a\U0001f600", "a\U0001f600b"]
-    broken = TextStream(tiny())
-    assert broken.push(ids[:3]) == "a"
-    assert broken.finish(ids[:3]) == "a\ufffd"
-
-
-def test_start_of_a_stop_string_is_held_back() -> None:
-    ids = [byte_ids()[byte] for byte in b"xaabay"]
-    stream = TextStream(tiny(), ("aac", "aba"))
-    assert [stream.push(ids[:n]) for n in range(1, 7)] == ["x", "x", "x", "xa", "xa", "xa"]
-    assert (stream.stopped, stream.num_text_tokens) == ("aba", 5)
-
-
-def test_no_token_is_decoded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer, seen = tiny(), 0
-    piece = tokenizer.piece
-
-    def counted(token: int) -> bytes:
-        nonlocal seen
-        seen += 1
-        return piece(token)
-
-    monkeypatch.setattr(tokenizer, "piece", counted)
-    stream = TextStream(tokenizer, ("never",))
-    for size in range(500):
-        stream.push([5] * size)
-    assert seen == 499

@@ -1,4 +1,4 @@
-"""The watch: real processes that are killed, stopped and woken, and what each of the others says and when."""
+"""The watch over real processes that are killed, stopped and continued: what each of the others reports, and when."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from pathlib import Path
 import pytest
 
 from lopa_ascend.parallel import watch
-from lopa_ascend.parallel.watch import Watch
+from lopa_ascend.parallel.watch import ProcessWatch
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
 SCRIPT = """
 import sys
-from lopa_ascend.parallel.watch import Watch
+from lopa_ascend.parallel.watch import ProcessWatch
 
 rank, size, timeout = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 fail = lambda message: print(message, flush=True)
 if rank == 0:
-    watch = Watch.lead(size, timeout, fail, "127.0.0.1")
+    watch = ProcessWatch.listen(size, timeout, fail, "127.0.0.1")
     print(watch.port, watch.token, flush=True)
 else:
     port, token = sys.argv[4:]
-    watch = Watch.follow("127.0.0.1", int(port), token, rank, timeout, fail)
+    watch = ProcessWatch.connect("127.0.0.1", int(port), token, rank, timeout, fail)
     print("joined", flush=True)
 sys.stdin.read()
 """
@@ -61,7 +61,7 @@ class Rank:
         self.process.send_signal(number)
 
     def end(self) -> list[str]:
-        """Ends the process; returns the lines that nobody has asked for."""
+        """Ends the process; returns the lines that were not read."""
         self.process.kill()
         self.process.wait()
         self._reader.join()
@@ -72,7 +72,7 @@ class Rank:
 
 @contextmanager
 def ranks(size: int, timeout: float) -> Iterator[list[Rank]]:
-    """Processes that have joined; whatever a test does, none says more at the end than the test has asked for."""
+    """Processes that have joined the watch. At the end of a test none may have reported more than the test has read."""
     with ExitStack() as stack:
         started: list[Rank] = []
 
@@ -90,7 +90,7 @@ def ranks(size: int, timeout: float) -> Iterator[list[Rank]]:
 
 
 def heard(all_ranks: list[Rank], seconds: float) -> list[str]:
-    """What each rank says within ``seconds`` of now, "" if nothing."""
+    """What each rank reports within ``seconds`` from now, "" if nothing."""
     end = time.monotonic() + seconds
     lines = []
     for rank in all_ranks:
@@ -120,7 +120,7 @@ def test_all_learn_of_the_death_of_rank_0() -> None:
 
 
 def test_all_learn_of_a_hang_and_so_does_the_one_that_hung() -> None:
-    """Rank 1 of one group and rank 0 of another, at the same time, for this takes its seconds."""
+    """Rank 1 of one group and rank 0 of another, at the same time because this takes seconds."""
     with ranks(3, timeout=2) as one, ranks(3, timeout=2) as other:
         hung = [one[1], other[0]]
         for rank in hung:
@@ -149,14 +149,14 @@ def test_who_was_suspended_does_not_blame_others_for_it() -> None:
 
 
 class Group:
-    """Watches in this process; ``said`` gets (rank, message) of each callback, with "closed" for on_close."""
+    """Watches in this process; ``said`` receives (rank, message) of each callback, with "closed" for on_close."""
 
     def __init__(self, size: int):
         self.said: queue.Queue[tuple[int, str]] = queue.Queue()
-        self.watches = [Watch.lead(size, 2, lambda message: self.said.put((0, message)), HOST)]
+        self.watches = [ProcessWatch.listen(size, 2, lambda message: self.said.put((0, message)), HOST)]
         self.port, self.token = self.watches[0].port, self.watches[0].token
 
-    def follow(self, rank: int) -> Watch:
+    def follow(self, rank: int) -> ProcessWatch:
         def closed() -> None:
             self.watches[rank].close()  # by the watch's own thread
             self.said.put((rank, "closed"))
@@ -164,7 +164,7 @@ class Group:
         def failed(message: str) -> None:
             self.said.put((rank, message))
 
-        self.watches.append(Watch.follow(HOST, self.port, self.token, rank, 2, failed, closed))
+        self.watches.append(ProcessWatch.connect(HOST, self.port, self.token, rank, 2, failed, closed))
         return self.watches[-1]
 
     def connect(self, line: str) -> socket.socket:
@@ -199,8 +199,8 @@ def threads() -> int:
 
 
 def test_a_goodbye_is_no_failure(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is silence while there are beats; who never says a word is dropped."""
-    monkeypatch.setattr(watch, "HELLO", 2)
+    """Silence between beats is no failure either; a connection that never sends a line is dropped."""
+    monkeypatch.setattr(watch, "GREETING_TIMEOUT", 2)
     before, silent = threads(), group.connect("")
     one, _, _ = (group.follow(rank) for rank in (1, 2, 3))
     start = time.monotonic()
@@ -256,8 +256,8 @@ def test_a_failure_is_told_once(group: Group) -> None:
 
 def test_a_rank_that_leaves_for_a_failure_says_which() -> None:
     heard: list[queue.Queue[str]] = [queue.Queue() for _ in range(3)]
-    leader = Watch.lead(3, 60, heard[0].put, HOST)
-    followers = [Watch.follow(HOST, leader.port, leader.token, rank, 60, heard[rank].put) for rank in (1, 2)]
+    leader = ProcessWatch.listen(3, 60, heard[0].put, HOST)
+    followers = [ProcessWatch.connect(HOST, leader.port, leader.token, rank, 60, heard[rank].put) for rank in (1, 2)]
     followers[0].close("rank 1 has left: ValueError")
     assert [heard[rank].get(timeout=2) for rank in (0, 2)] == 2 * ["rank 1 has left: ValueError"]
     for each in (leader, *followers):

@@ -20,7 +20,7 @@ from lopa_ascend.serve.engine.messages import Ready, Stepped
 from lopa_ascend.serve.engine.process import EngineFailed, EngineProcess
 from lopa_ascend.text.output import OutputStream
 from lopa_ascend.text.prompt import Prompts
-from lopa_ascend.text.tokenizer import load_tokenizer
+from lopa_ascend.text.tokenizer_files import load_tokenizer
 from lopa_ascend.types import EngineStats, Update
 
 __all__ = ["Choice", "ClientSettings", "EngineClient", "EngineFailed", "Generation"]

@@ -17,7 +17,7 @@ import zmq
 
 from lopa_ascend.config import ParameterError
 from lopa_ascend.engine.commands import Abort, Generate
-from lopa_ascend.parallel.launch import end_with_stdin, leave
+from lopa_ascend.parallel.launch import exit_rank, exit_when_stdin_closes
 from lopa_ascend.serve.engine.messages import Failed, FromEngine, Ready, Start, Stepped, ToEngine
 from lopa_ascend.types import Update
 
@@ -58,7 +58,7 @@ def _load(connection: _Connection) -> Engine | None:
     from lopa_ascend.engine.ranks import lead  # not at the top, because importing torch takes seconds
 
     try:
-        engine = lead(start.config, leave)
+        engine = lead(start.config, exit_rank)
     except (ValueError, OSError) as error:
         connection.send(Failed(str(error)))
         return None
@@ -118,7 +118,7 @@ def run(endpoint: str) -> int:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    end_with_stdin()
+    exit_when_stdin_closes()
     status = 1
     try:
         status = run(sys.argv[1])

@@ -1,10 +1,9 @@
-"""Starts the engine: its process, or those of all its ranks on this machine, and knows how they end."""
+"""Starts the engine process and those of its other ranks on this machine, and notices when one of them ends."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
@@ -15,14 +14,18 @@ import zmq.asyncio
 
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.parallel.launch import (
-    LEFT,
-    Meeting,
-    follower_command,
+    RankProcess,
+    explain_exit,
     free_port,
+    kill_running,
+    local_rank_processes,
     rank_in_environment,
-    with_own_threads,
+    share_cores,
 )
 from lopa_ascend.serve.engine.messages import Failed, FromEngine, Ready, Start, ToEngine
+
+LAST_MESSAGE_TIMEOUT = 1.0
+"""Seconds to wait for the engine's last message after its process has ended."""
 
 
 class EngineFailed(Exception):
@@ -30,29 +33,36 @@ class EngineFailed(Exception):
 
 
 class EngineProcess:
-    """The engine process, the socket to it, and the processes of the other ranks that were started here. ``start``
-    makes one; ``close`` must follow. When one process has ended, the engine has."""
+    """The running engine: its process, those of the other ranks that were started here, and the socket to it.
+
+    ``start`` makes one, and ``close`` must follow. The engine has ended as soon as one of its processes has.
+    """
 
     def __init__(self, socket: zmq.asyncio.Socket):
         self._processes: list[Process] = []
+        """By rank."""
         self._socket = socket
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(FromEngine)
 
     @classmethod
     async def start(cls, config: EngineConfig) -> tuple[EngineProcess, Ready]:
-        """Returns once the model is loaded.
+        """Starts the engine and waits until it has loaded the model.
+
+        Returns:
+            The engine, and the message that it is ready.
 
         Raises:
-            EngineFailed: this cannot be served, or the process ended while it loaded, or TMPDIR takes no socket.
+            EngineFailed: the engine refuses the configuration, a process ended while the engine loaded, or the path of
+                the temporary directory is too long for a socket.
             OSError: no process can be started.
         """
         if rank_in_environment() is None:
-            config = with_own_threads(config)
+            config = share_cores(config)
         with tempfile.TemporaryDirectory(prefix="lopa-") as folder:  # only its owner may enter it
             endpoint = f"ipc://{folder}/engine"
             socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
-            for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0)):
-                socket.setsockopt(option, value)
+            for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
+                socket.setsockopt(option, 0)
             engine = cls(socket)
             try:
                 _bind(socket, endpoint)
@@ -64,26 +74,29 @@ class EngineProcess:
                 raise
 
     async def _start_processes(self, config: EngineConfig, endpoint: str) -> None:
-        """The engine process, and the other ranks unless torchrun has started them."""
-        environments: list[dict[str, str]] = [{}]
-        if config.world_size > 1 and rank_in_environment() is None:
-            port, size = free_port(), config.world_size
-            environments = [Meeting.on_this_machine(rank, size, port).environment() for rank in range(size)]
-        command: tuple[str, ...] = (sys.executable, "-m", "lopa_ascend.serve.engine.engine_process", endpoint)
-        for environment in environments:
-            # Signals of the terminal are not for the engine; it ends when the pipe to its stdin does.
+        """Starts the engine process, and the other ranks unless torchrun has started them."""
+        command = (sys.executable, "-m", "lopa_ascend.serve.engine.engine_process", endpoint)
+        if config.world_size == 1 or rank_in_environment() is not None:
+            starts = {0: RankProcess(command, dict(os.environ))}
+        else:
+            starts = local_rank_processes(config, free_port(), command)
+        for start in starts.values():
             process = await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE, start_new_session=True, env=os.environ | environment
+                *start.command, stdin=PIPE, start_new_session=True, env=start.environment
             )
             self._processes.append(process)
-            command = follower_command(config, with_parent=True)
 
     async def _await_ready(self) -> Ready:
+        """Waits until the model is loaded.
+
+        Raises:
+            EngineFailed: it cannot be loaded.
+        """
         receive = asyncio.create_task(self.receive())
         death = asyncio.create_task(self.wait())
         try:
             await asyncio.wait({receive, death}, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait({receive}, timeout=1)  # its last word may still be on the way
+            await asyncio.wait({receive}, timeout=LAST_MESSAGE_TIMEOUT)  # it may say why it ended
             if not receive.done():
                 raise EngineFailed(f"the engine ended while it loaded the model ({self.ending})")
             message = receive.result()
@@ -96,15 +109,16 @@ class EngineProcess:
         return message
 
     def send(self, message: ToEngine) -> None:
-        # Without a high-water mark it is queued at once, so nobody needs to wait for the future.
+        """Sends a message without waiting: the socket has no high-water mark, so the message is queued at once."""
         self._socket.send(self._encoder.encode(message))
 
     async def receive(self) -> FromEngine:
+        """Waits for the engine's next message."""
         message: FromEngine = self._decoder.decode(await self._socket.recv())
         return message
 
     async def wait(self) -> None:
-        """Returns when a process has ended."""
+        """Waits until one of the processes has ended."""
         waiting = [asyncio.create_task(process.wait()) for process in self._processes]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -114,37 +128,28 @@ class EngineProcess:
 
     @property
     def ending(self) -> str | None:
-        """How a process has ended; None while all run."""
-        codes = {rank: process.returncode for rank, process in enumerate(self._processes)}
-        ended = {rank: code for rank, code in codes.items() if code is not None}
-        if not ended:
-            return None
-        rank = min(ended, key=lambda rank: ended[rank] == LEFT)  # of the others the reason is another rank
-        how = _how(ended[rank])
-        return how if len(self._processes) == 1 else f"rank {rank}: {how}"
+        """Which process has ended, and how; None while all run."""
+        return explain_exit({rank: process.returncode for rank, process in enumerate(self._processes)})
 
     def kill(self) -> None:
-        """Ends the processes at once; they hold nothing that is worth saving."""
-        for process in self._processes:
-            if process.returncode is None:
-                process.kill()
+        """Ends the processes at once, without waiting for them."""
+        kill_running(self._processes)
 
     async def close(self) -> None:
-        """Ends the processes, and returns when they are gone."""
+        """Ends the processes and waits until they are gone."""
         self.kill()
         for process in self._processes:
             await process.wait()
         self._socket.close()
 
 
-def _how(code: int) -> str:
-    if code == LEFT:
-        return "gave up another rank, which the log names"
-    return signal.Signals(-code).name if code < 0 else f"exit status {code}"
-
-
 def _bind(socket: zmq.asyncio.Socket, endpoint: str) -> None:
+    """Listens at an address.
+
+    Raises:
+        EngineFailed: the address cannot be used, for example because its path is longer than a socket's may be.
+    """
     try:
         socket.bind(endpoint)
-    except zmq.ZMQError as error:  # e.g. a path longer than sockets take
+    except zmq.ZMQError as error:
         raise EngineFailed(str(error)) from error

@@ -1,0 +1,116 @@
+"""Short texts that the ranks leave for each other in a store of torch.distributed, mostly while they start."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from lopa_ascend.parallel.collectives import RankError
+
+START_TIMEOUT = timedelta(minutes=30)
+"""Time for all ranks to meet, and again for all to load: one of them may read its weights from a slower disk."""
+POLL_INTERVAL = 0.02
+"""Seconds between two looks into the store."""
+
+
+class TextStore:
+    """One rank's access to the texts.
+
+    Args:
+        store: the keys and values that all ranks share.
+        rank: this rank.
+        size: number of ranks.
+        failure: says why the ranks cannot go on, or None; asked while this rank waits for a text.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, failure: Callable[[], str | None]):
+        self.store = store
+        self._rank, self._size = rank, size
+        self._failure = failure
+
+    def below(self, prefix: str) -> TextStore:
+        """The part of the store whose keys begin with a prefix."""
+        return TextStore(PrefixStore(prefix, self.store), self._rank, self._size, self._failure)
+
+    def write(self, key: str, text: str) -> None:
+        """Leaves a text for the other ranks."""
+        self.store.set(key, text)
+
+    def read(self, key: str, check: Callable[[], None] = lambda: None) -> str:
+        """Waits until a rank has written a text, and returns it.
+
+        Args:
+            key: the text's name.
+            check: called now and then while the text is missing; may raise.
+
+        Raises:
+            RankError: the ranks have failed, or the text did not come in time.
+        """
+        for _ in self._poll(f"no rank has written {key} for {START_TIMEOUT}"):
+            if self._has(key):
+                break
+            check()
+        text: str = self.store.get(key).decode()
+        return text
+
+    def all_gather(self, subject: str, text: str) -> list[str]:
+        """The texts of all ranks on a subject, by rank. Every rank must call it, once for each subject.
+
+        Raises:
+            RankError: the ranks have failed, or a text did not come in time.
+        """
+        self.write(f"{subject}/{self._rank}", text)
+        return [self.read(f"{subject}/{rank}") for rank in range(self._size)]
+
+    def name_start(self, check: Callable[[], None]) -> str:
+        """A name for this start of the ranks: the same on all of them, and unlike that of any other start.
+
+        torchrun's store outlives the ranks that it starts again, and so do the texts of ranks that have ended. So each
+        rank draws a random token; the token of rank 0 names the start. Rank 0 publishes its token, collects the tokens
+        of the others, and publishes their list. Another rank goes on when it finds its own token in that list: then
+        the name is not left over from an earlier start.
+
+        Args:
+            check: called on rank 0 while it waits for another rank; may raise.
+
+        Raises:
+            RankError: the ranks have failed, or did not come in time.
+        """
+        token = secrets.token_hex(8)
+        if self._rank == 0:
+            self.write("leader", token)
+            tokens = [self.read(f"{token}/{rank}", check) for rank in range(1, self._size)]
+            self.write(f"{token}/all", " ".join(tokens))
+            return token
+        leader = ""
+        for _ in self._poll(f"rank 0 has not appeared for {START_TIMEOUT}"):
+            if leader and self._has(f"{leader}/all") and token in self.read(f"{leader}/all").split():
+                break
+            current = self.read("leader")
+            if current != leader:
+                leader = current
+                self.write(f"{leader}/{self._rank}", token)
+        return leader
+
+    def _has(self, key: str) -> bool:
+        found: bool = self.store.check([key])
+        return found
+
+    def _poll(self, complaint: str) -> Iterator[None]:
+        """Yields every ``POLL_INTERVAL`` seconds.
+
+        Raises:
+            RankError: the ranks have failed; or, with ``complaint``, ``START_TIMEOUT`` is over.
+        """
+        deadline = time.monotonic() + START_TIMEOUT.total_seconds()
+        while time.monotonic() < deadline:
+            yield
+            failure = self._failure()
+            if failure is not None:
+                raise RankError(failure)
+            time.sleep(POLL_INTERVAL)
+        raise RankError(complaint)

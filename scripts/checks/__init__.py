@@ -1,0 +1,1 @@
+"""The checks that `scripts/preflight.py` makes before a launch."""

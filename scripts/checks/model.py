@@ -1,0 +1,48 @@
+"""Checks the files of a launch's model and adapter, and whether the ranks can split the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from lopa_ascend.config import ConfigError, ModelConfig
+from lopa_ascend.config.files import read_json_object
+from scripts.checks.launch import Finding, Launch, fail, ok
+
+
+def check_model(launch: Launch) -> Iterator[Finding]:
+    """Checks that all files can be read, and that tp splits the model."""
+    for check in (_check_files, _check_tensor_parallel_size):
+        try:
+            yield from check(launch)
+        except ConfigError as error:
+            yield fail(f"model: {error}", "give a whole Hugging Face directory of a Dream model")
+
+
+def _check_files(launch: Launch) -> Iterator[Finding]:
+    index = launch.model / "model.safetensors.index.json"
+    names = {"model.safetensors"}
+    if index.exists():
+        weight_map = read_json_object(index, ConfigError).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ConfigError(f"{index}: has no weight_map")
+        names = set(weight_map.values())
+    files = [launch.model / name for name in sorted(names)]
+    if launch.lora_path is not None:
+        files += [launch.lora_path / name for name in ("adapter_config.json", "adapter_model.safetensors")]
+    unreadable = [file for file in files if not os.access(file, os.R_OK)]
+    for file in unreadable:
+        yield fail(f"model: {file} is not there or cannot be read", "finish its download, or let this user read it")
+    if not unreadable:
+        yield ok(f"model: {launch.model}")
+
+
+def _check_tensor_parallel_size(launch: Launch) -> Iterator[Finding]:
+    file = launch.model / "config.json"
+    config = ModelConfig.from_json(read_json_object(file, ConfigError), {}, str(file))
+    sizes, heads = config.tensor_parallel_sizes(), f"{config.num_heads} query and {config.num_kv_heads} KV heads"
+    if launch.tp in sizes:
+        yield ok(f"model: tp {launch.tp} splits {heads}")
+    else:
+        remedy = f"choose --tp from {', '.join(map(str, sizes))}"
+        yield fail(f"model: tp {launch.tp} does not split a model with {heads}", remedy)

@@ -1,0 +1,142 @@
+"""Checks the NPUs of this machine and their software, without loading any of it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from lopa_ascend.config import npu_versions
+from scripts.checks.launch import Finding, Launch, fail, note, ok
+
+DISTRIBUTIONS = ("lopa-dist-ascend", "torch", "torch_npu")
+"""What must be installed."""
+LIBRARIES = ("libascendcl.so", "libhccl.so")
+"""What CANN must have."""
+VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
+ROOT = Path(__file__).resolve().parents[2]
+"""This checkout."""
+
+
+def check_devices(launch: Launch, dev: Path, visible: str | None) -> Iterator[Finding]:
+    """Checks that the machine has the dies that the ranks of this node need.
+
+    A container counts its dies from 0, whichever davinciN are mapped into it: their number decides, not their names.
+
+    Args:
+        launch: what is to be launched.
+        dev: /dev.
+        visible: the value of ASCEND_RT_VISIBLE_DEVICES; None if it is not set.
+    """
+    num_present = sum(1 for entry in dev.glob("davinci*") if re.fullmatch(r"davinci\d+", entry.name))
+    num_needed = launch.local_ranks
+    if not num_present:
+        yield fail(f"devices: {dev} has no davinciN", "install the driver, or start the container with its devices")
+        return
+    if visible is not None and not re.fullmatch(r"\d+(,\d+)*", visible):
+        yield fail(f"devices: {VISIBLE} is {visible!r}", "give numbers and commas alone, e.g. 0,1,2,3")
+        return
+    dies = list(range(num_needed)) if visible is None else [int(die) for die in visible.split(",")]
+    if len(dies) < num_needed:
+        yield fail(f"devices: {VISIBLE} names {len(dies)} dies for {num_needed} ranks", "name more, or lower --bp")
+    elif dies != sorted(set(dies)):
+        yield fail(f"devices: {VISIBLE} is {visible}, but CANN takes ascending numbers", "sort them, each one once")
+    elif dies[-1] >= num_present:
+        named = f"{num_needed} ranks on as many dies" if visible is None else f"{VISIBLE} names die {dies[-1]}"
+        remedy = "lower --bp" if visible is None else f"name dies from 0 to {num_present - 1}"
+        yield fail(f"devices: {named}, but {dev} has {num_present}", remedy)
+    else:
+        yield ok(f"devices: dies {', '.join(map(str, dies[:num_needed]))} of {num_present}")
+        yield from _check_packages(launch.tp, dies[:num_needed])
+
+
+def _check_packages(tp: int, dies: list[int]) -> Iterator[Finding]:
+    """Notes pairs of neighbouring ranks of a TP group that do not share a package.
+
+    Dies 2i and 2i + 1 are one package, with the fastest link between them.
+
+    Args:
+        tp: tensor parallel size.
+        dies: the die of each rank of this node.
+    """
+    pairs = zip(dies[::2], dies[1::2], strict=False)
+    apart = [f"{a} and {b}" for a, b in pairs if a // 2 != b // 2]
+    if tp % 2 == 0 and apart:
+        yield note(f"devices: neighbours in a TP group that are on different packages: {', '.join(apart)}")
+
+
+def check_cann(home: Path | None) -> Iterator[Finding]:
+    """Checks that CANN's set_env.sh was sourced.
+
+    Args:
+        home: the value of ASCEND_HOME_PATH; None if it is not set.
+    """
+    remedy = "source CANN's set_env.sh, e.g. /usr/local/Ascend/cann/set_env.sh"
+    if home is None:
+        yield fail("CANN: ASCEND_HOME_PATH is not set", remedy)
+    elif missing := [name for name in LIBRARIES if not (home / "lib64" / name).exists()]:
+        yield fail(f"CANN: {home / 'lib64'} has no {' and no '.join(missing)}", remedy)
+    else:
+        yield ok(f"CANN: {home}, version {cann_version(home) or 'unknown'}")
+
+
+def cann_version(home: Path) -> str | None:
+    """The version in CANN's ascend_toolkit_install.info; None without that file or a version in it."""
+    for file in home.glob("*-linux/ascend_toolkit_install.info"):
+        if match := re.search(r"^version=(\S+)$", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE):
+            return match[1]
+    return None
+
+
+def check_versions(installed: Mapping[str, str], cann: str | None) -> Iterator[Finding]:
+    """Checks that torch, torch_npu and CANN go together and can run the NPU backend.
+
+    Args:
+        installed: versions of those ``DISTRIBUTIONS`` that are installed.
+        cann: version of CANN; None if it is unknown.
+    """
+    if missing := [name for name in DISTRIBUTIONS if name not in installed]:
+        remedy = f"install there what is missing (this project: pip install -e {ROOT}), or set PYTHON to another python"
+        yield fail(f"versions: {sys.executable} has no {' and no '.join(missing)}", remedy)
+        return
+    torch, torch_npu = (installed[name].partition("+")[0] for name in ("torch", "torch_npu"))
+    try:
+        npu_versions.check_versions(torch, torch_npu, "eager")  # what every server runs, whatever its graph mode
+        if cann is not None:
+            npu_versions.check_cann(cann)
+    except npu_versions.UnsupportedStackError as error:
+        yield Finding("FAIL", f"versions: {error}")
+        return
+    pair = f"versions: torch {torch} and torch_npu {torch_npu}"
+    made_for = npu_versions.CANN_OF_TORCH_NPU.get(torch_npu)
+    if made_for is None:
+        yield note(f"{pair}: not known which CANN they are made for")
+    elif cann is None:
+        yield note(f"{pair} are made for CANN {made_for}")
+    elif _major_and_minor(cann) < _major_and_minor(made_for):
+        yield fail(f"{pair} are made for CANN {made_for}, and {cann} is older", f"install CANN {made_for}")
+    elif _major_and_minor(cann) > _major_and_minor(made_for):
+        yield note(f"{pair} are made for CANN {made_for}; {cann} is newer")
+    else:
+        yield ok(pair)
+
+
+def _major_and_minor(cann: str) -> tuple[int, ...]:
+    """The first two numbers of a version of CANN: patches and release candidates do not matter."""
+    return npu_versions.release_of(cann)[:2]
+
+
+def installed_versions(path: Sequence[str], checkout: Path) -> dict[str, str]:
+    """The versions of those ``DISTRIBUTIONS`` that are installed.
+
+    Imports none of them: without CANN, torch_npu cannot be imported, and where it is installed torch imports it.
+
+    Args:
+        path: where to look, as in ``sys.path``.
+        checkout: a folder that does not count as an installation.
+    """
+    elsewhere = [entry for entry in path if Path(entry).resolve() != checkout]
+    found = {name: next(iter(metadata.distributions(name=name, path=elsewhere)), None) for name in DISTRIBUTIONS}
+    return {name: distribution.version for name, distribution in found.items() if distribution is not None}

@@ -1,0 +1,101 @@
+"""Examines the NPUs of a node, one by each rank, and makes a report of what all ranks have found."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from lopa_ascend.config import EngineConfig
+from lopa_ascend.parallel.launch import Rendezvous, exit_rank, rank_in_environment
+from lopa_ascend.parallel.mesh import Mesh
+from scripts.npu_selftest.findings import Finding, examine_all, latencies, merged, options, slowest
+
+VARIABLES = ("HCCL_OP_EXPANSION_MODE", "HCCL_BUFFSIZE", "TASK_QUEUE_ENABLE", "PYTORCH_NPU_ALLOC_CONF")
+"""Environment variables that the report names."""
+
+
+def examine_node(tensor_parallel_size: int, repeats: int) -> tuple[dict[str, Any], list[Finding], int]:
+    """Examines this rank's NPU, together with the other ranks if torchrun has started several.
+
+    Args:
+        tensor_parallel_size: ranks of a tensor parallel group.
+        repeats: timed calls of each op.
+
+    Returns:
+        The report, the findings of all ranks, and this rank.
+
+    Raises:
+        ValueError: there is no NPU for this rank, its software is too old, or the ranks do not divide evenly.
+        RankError: the ranks did not come together.
+    """
+    mesh = Mesh()
+    if rank_in_environment() is not None:
+        rendezvous = Rendezvous.from_environment()
+        config = EngineConfig(
+            device="npu",
+            tensor_parallel_size=tensor_parallel_size,
+            branch_parallel_size=rendezvous.world_size // tensor_parallel_size,
+        )
+        mesh = Mesh.join(config, rendezvous, exit_rank)
+    findings, times = _examine_rank(mesh, repeats)
+    report = {
+        "stack": _software_and_device(),
+        "ranks": mesh.size,
+        "findings": [asdict(finding) for finding in findings],
+        "all_reduce_us": times,
+        "options": options(findings),
+    }
+    mesh.close()
+    return report, findings, mesh.rank
+
+
+def _examine_rank(mesh: Mesh, repeats: int) -> tuple[list[Finding], dict[str, dict[str, float]]]:
+    """What all ranks have found: the findings, and by group and bytes the microseconds of an all-reduce."""
+    findings = examine_all(repeats)
+    device = torch.device("npu", torch.get_device_module("npu").current_device())
+    groups = {"tp": mesh.tp, "bp": mesh.bp}
+    times = {name: latencies(group, device, repeats) for name, group in groups.items() if group.size > 1}
+    texts = mesh.all_gather_text("self-test", json.dumps([[asdict(finding) for finding in findings], times]))
+    by_rank = [json.loads(text) for text in texts]
+    findings_by_rank = [[Finding(**finding) for finding in findings] for findings, _ in by_rank]
+    times_by_rank = [times for _, times in by_rank]
+    return merged(findings_by_rank), slowest(times_by_rank)
+
+
+def _software_and_device() -> dict[str, str]:
+    """What the findings may depend on, by name."""
+    from lopa_ascend.backend.npu.versions import cann_version
+
+    npu = torch.get_device_module("npu")
+    versions = {name: metadata.version(name) for name in ("lopa-dist-ascend", "torch", "torch_npu")}
+    variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    device = f"{npu.get_device_name(npu.current_device())} ({npu.device_count()} visible)"
+    return {**versions, "CANN": cann_version(), "device": device, **variables}
+
+
+def report_text(report: dict[str, Any], findings: Sequence[Finding]) -> str:
+    """The report as it is printed."""
+    lines = ["NPU self-test"]
+    lines += [f"  {name:24s} {value}" for name, value in report["stack"].items()]
+    lines += ["", f"{'':8s} {'':58s} {'error':>8s} {'us a call':>10s}"]
+    for finding in findings:
+        error = "" if finding.error is None else f"{finding.error:8.5f}"
+        micros = "" if finding.micros is None else f"{finding.micros:10.1f}"
+        lines.append(f"{finding.verdict:8s} {finding.name:58s} {error:8s} {micros}".rstrip())
+        if finding.message:
+            lines.append(f"{'':9s}{finding.message}")
+        if finding.ranks:
+            lines.append(f"{'':9s}on ranks {', '.join(map(str, finding.ranks))}")
+    lines.append("")
+    for group, times in report["all_reduce_us"].items():
+        lines.append(f"all-reduce, {group} groups: " + ", ".join(f"{n} B {us:.0f} us" for n, us in times.items()))
+    if not report["all_reduce_us"]:
+        lines.append("all-reduce: not measured, for this is one rank; torchrun starts several")
+    chosen = report["options"] or "none: see above what was refused or wrong"
+    return "\n".join([*lines, f"options for the server: {chosen}"])

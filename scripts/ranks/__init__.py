@@ -1,0 +1,1 @@
+"""What `scripts/bench_parallel.py` reports about several ranks: what they send, and how work divides among them."""

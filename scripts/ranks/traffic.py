@@ -1,0 +1,191 @@
+"""Compares what ranks send in each step with formulas of what the step was about."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from statistics import mean
+
+import torch
+
+from lopa_ascend import DecodingParams, checkpoint
+from lopa_ascend.config import EngineConfig, ModelConfig
+from lopa_ascend.demo import HELD_OUT
+from lopa_ascend.kv.pages import PAGE_SIZE, slots_for
+from lopa_ascend.kv.pool import KVPool
+from lopa_ascend.parallel.placement import Placement
+from lopa_ascend.text.prompt import Prompts
+from lopa_ascend.text.tokenizer_files import load_tokenizer
+from scripts.bench_ranks import Step, TrafficJob, run
+
+DREAM_7B = ModelConfig(
+    vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_layers=28, num_heads=28, num_kv_heads=4,
+    head_dim=128, max_position_embeddings=131072, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=False,
+    attention_bias=True, mask_token_id=151666, eos_token_ids=(), dtype="bfloat16",
+)  # fmt: skip
+PURPOSES = ("layers", "embedding", "vocabulary", "branches", "kv", "control", "agreement")
+BRANCH_PARALLEL_PURPOSES = ("branches", "control", "agreement")
+CONTROL_BYTES = 8
+"""Of a control message without anything that arrived from outside."""
+PREDICTION_BYTES = 12
+"""Of one predicted position: token, probability and confidence."""
+DIGEST_BYTES = 32
+"""Of one comparison of the ranks' decisions."""
+
+
+@dataclass(frozen=True)
+class Formulas:
+    """Bytes that one rank sends for a step, by formulas."""
+
+    model: ModelConfig
+    dtype: torch.dtype
+    """Of hidden states, keys and values."""
+    tp: int
+    """Tensor parallel size."""
+    bp: int
+    """Branch parallel size."""
+
+    def exact(self, step: Step) -> dict[str, int]:
+        """By purpose. "control" is without what arrived from outside; it and "agreement" follow from their calls."""
+        config, item_size = self.model, self.dtype.itemsize
+        sent = dict.fromkeys(PURPOSES, 0)
+        if self.tp > 1:
+            hidden_states = (config.num_layers - 1) * step.tokens + step.rows
+            sent["layers"] = 2 * hidden_states * config.hidden_size * item_size
+            sent["embedding"] = step.tokens * config.hidden_size * item_size
+            sent["vocabulary"] = sum(4 * rows * columns for rows, columns in step.scored)
+        if self.bp > 1:
+            placement = Placement(self.bp)
+            masked_by_group = [0] * self.bp
+            for plan in step.plans:
+                for branch, row in enumerate(plan.rows):
+                    group, _ = placement.home(branch)
+                    masked_by_group[group] += len(row.masked)
+                if placement.sends_values(plan):
+                    one_hidden_state = config.hidden_size * item_size
+                    sent["kv"] += plan.num_new * self.kv_bytes_per_position + one_hidden_state
+            sent["branches"] = PREDICTION_BYTES * max(masked_by_group)
+        sent["control"] = CONTROL_BYTES * step.sent("control").calls
+        sent["agreement"] = DIGEST_BYTES * step.sent("agreement").calls
+        return sent
+
+    @property
+    def kv_bytes_per_position(self) -> int:
+        """Bytes of one position's keys and values on one rank."""
+        return KVPool.page_bytes(self.model.kv_shape(self.tp), self.dtype) // PAGE_SIZE
+
+    def layers_at_most(self, step: Step) -> int:
+        """Upper bound for "layers"."""
+        if self.tp == 1:
+            return 0
+        return 2 * self.model.num_layers * step.tokens * self.model.hidden_size * self.dtype.itemsize
+
+    def branches_at_most(self, step: Step) -> int:
+        """Upper bound for "branches", "control" and "agreement" together, without what arrived from outside."""
+        num_positions = 0
+        for plan in step.plans:
+            num_active = max(row.end for row in plan.rows) - plan.start - plan.num_new
+            num_positions += num_active * slots_for(len(plan.rows), self.bp)
+        return PREDICTION_BYTES * num_positions + 256
+
+    def published_logits(self, step: Step) -> int:
+        """Bytes that each rank would receive, its own included, if the whole logits were gathered as in the published
+        engine: two bytes a logit, in steps with several branches."""
+        num_positions = sum(len(row.tokens) for plan in step.plans if len(plan.rows) > 1 for row in plan.rows)
+        return 2 * self.model.vocab_size * num_positions if self.bp > 1 else 0
+
+
+def arrived(step: Step) -> bool:
+    """Whether something arrived from outside, so that rank 0 sent more than the fixed control message."""
+    control = step.sent("control")
+    return control.num_bytes > CONTROL_BYTES * control.calls
+
+
+def faults(formulas: Formulas, steps: Sequence[Step]) -> list[str]:
+    """Lines about the steps whose traffic is not what the formulas say."""
+    found = []
+    for index, step in enumerate(steps):
+        exact = formulas.exact(step)
+        sent = {purpose: step.sent(purpose).num_bytes for purpose in PURPOSES}
+        if arrived(step):
+            sent["control"] = exact["control"]
+        for purpose in PURPOSES:
+            if sent[purpose] != exact[purpose]:
+                found.append(f"step {index}: {sent[purpose]} bytes of {purpose}, not {exact[purpose]}")
+        found += [f"step {index}: {t.num_bytes} bytes of {t.purpose}" for t in step.traffic if t.purpose not in sent]
+        if sent["layers"] > formulas.layers_at_most(step):
+            found.append(f"step {index}: {sent['layers']} bytes of layers")
+        if sum(sent[purpose] for purpose in BRANCH_PARALLEL_PURPOSES) > formulas.branches_at_most(step):
+            found.append(f"step {index}: {sent} is more than {formulas.branches_at_most(step)} bytes for branches")
+    return found
+
+
+def prompts(model: Path, count: int) -> list[list[int]]:
+    """The first held-out problems as chat prompts of a model, in token ids."""
+    config = checkpoint.open_checkpoint(model).config
+    encoder = Prompts(load_tokenizer(model, config.vocab_size), config.vocab_size, config.mask_token_id, model.name)
+    with HELD_OUT.open(encoding="utf-8") as lines:
+        questions = [json.loads(line)["question"] for line in islice(lines, count)]
+    return [encoder.encode_chat([{"role": "user", "content": question}]) for question in questions]
+
+
+def measure(config: EngineConfig, model: Path, params: DecodingParams, num_problems: int) -> bool:
+    """Lets ranks decode held-out problems, and prints what they have sent; returns whether the formulas hold.
+
+    Args:
+        config: the engine, of several ranks.
+        model: directory of its model.
+        params: of every request.
+        num_problems: how many problems are decoded.
+    """
+    requests = [(prompt, params) for prompt in prompts(model, num_problems)]
+    ranks: list[list[Step]] = run(TrafficJob(config, requests), list[Step])
+    steps = [step for rank in ranks for step in rank]
+    arrivals = [step.sent("control").num_bytes for step in ranks[0] if arrived(step)]
+    tp, bp = config.tensor_parallel_size, config.branch_parallel_size
+    print(
+        f"tp {tp} x bp {bp}, k = {params.num_branches}, {params.window_attention} windows, {config.dtype}: "
+        f"{num_problems} problems in {len(ranks[0])} steps; in {len(arrivals)} of them rank 0 passed new requests on "
+        f"({sum(arrivals):,} bytes).\n"
+    )
+    formulas = Formulas(checkpoint.open_checkpoint(model).config, getattr(torch, config.dtype), tp, bp)
+    for_dream_7b = replace(formulas, model=DREAM_7B, dtype=torch.bfloat16)
+    print_sent(formulas, for_dream_7b, steps)
+    print_received(formulas, for_dream_7b, steps)
+    found = faults(formulas, steps)
+    print(f"\n{len(steps)} steps of ranks, {len(found)} with other bytes than the formula's or more than allowed")
+    print("\n".join(found))
+    return not found
+
+
+def print_sent(formulas: Formulas, for_dream_7b: Formulas, steps: Sequence[Step]) -> None:
+    """Prints a table of what the ranks have sent, by purpose."""
+    exact = [formulas.exact(step) for step in steps]
+    scaled = [for_dream_7b.exact(step) for step in steps]
+    limits = {"layers": formulas.layers_at_most, "branches": formulas.branches_at_most}
+    print("Bytes that a rank sends in a step, the mean of all ranks and steps:\n")
+    print("| purpose | calls | bytes | formula | at most | Dream-7B, bfloat16 |\n|---|---|---|---|---|---|")
+    for purpose in PURPOSES:
+        sent = [step.sent(purpose) for step in steps]
+        cells = [
+            f"{mean(traffic.calls for traffic in sent):.2f}",
+            f"{mean(traffic.num_bytes for traffic in sent):,.1f}",
+            f"{mean(num_bytes[purpose] for num_bytes in exact):,.1f}",
+            f"{mean(map(limits[purpose], steps)):,.1f}" if purpose in limits else "",
+            f"{mean(num_bytes[purpose] for num_bytes in scaled):,.1f}",
+        ]
+        print(f"| {purpose} | {' | '.join(cells)} |")
+
+
+def print_received(formulas: Formulas, for_dream_7b: Formulas, steps: Sequence[Step]) -> None:
+    """Prints what a rank receives about predictions, here and in the published engine."""
+    print("\nBytes that a rank receives in a step, its own included, to know what all branches predict:\n")
+    print("| model | vocabulary | branches | whole logits, as published | times |\n|---|---|---|---|---|")
+    here = formulas.bp * mean(step.sent("branches").num_bytes for step in steps)
+    for name, of_model in (("this one", formulas), ("Dream-7B", for_dream_7b)):
+        published = mean(map(of_model.published_logits, steps))
+        times = f"{published / here:,.0f}" if here else ""
+        print(f"| {name} | {of_model.model.vocab_size:,} | {here:,.1f} | {published:,.1f} | {times} |")

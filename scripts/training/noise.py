@@ -1,0 +1,98 @@
+"""Which positions of an answer are masked in training, and which positions see which."""
+
+from __future__ import annotations
+
+import torch
+
+BLOCK = 32
+"""Positions of a block."""
+ANSWER = 4 * BLOCK
+"""Positions of an answer."""
+FRONT_LEVEL = 1.1
+"""The front block's masked share is drawn from 0 to this, so a tenth of the front blocks are masked completely."""
+FULL_LEVEL = 1.05
+"""From block to block the masked share rises by a random part of what it lacks of this."""
+BLOCKWISE_SHARE = 0.25
+"""Share of a batch with block-wise noise; the others have a ramp."""
+FAR_BEHIND_RAMP = 20
+"""Positions that lie further behind the end of a ramp than this are mostly guesswork."""
+FAR_WEIGHT = 0.2
+"""Their weight in the loss."""
+
+
+def block_causal(prompt: int, blocks: int) -> torch.Tensor:
+    """Attention mask [1, 1, s, s] bool: the prompt sees itself; a block sees the prompt, earlier blocks and itself.
+
+    Args:
+        prompt: positions of the prompt.
+        blocks: blocks of the answer.
+    """
+    answer_blocks = torch.arange(blocks).repeat_interleave(BLOCK) + 1
+    block = torch.cat([torch.zeros(prompt, dtype=torch.long), answer_blocks])
+    return (block[:, None] >= block[None, :])[None, None]
+
+
+def prefix_causal(prompt: int) -> torch.Tensor:
+    """Attention mask [1, 1, s, s] bool: the prompt sees itself both ways, the answer is causal."""
+    mask = torch.ones(prompt + ANSWER, prompt + ANSWER, dtype=torch.bool).tril()
+    mask[:prompt, :prompt] = True
+    return mask[None, None]
+
+
+def noise(answer: torch.Tensor, eos: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which positions of answers are masked, and how much each counts in the loss.
+
+    Args:
+        answer: token ids [n, ANSWER].
+        eos: id of the EOS, with which answers are padded.
+        generator: of all that is random.
+
+    Returns:
+        The masked positions [n, ANSWER] bool, and the weights [n, ANSWER] float32.
+    """
+    content = (answer != eos).sum(1) + 1
+    share, ramp_end = ramp_noise(content, generator)
+    is_blockwise = torch.rand(len(answer), 1, generator=generator) < BLOCKWISE_SHARE
+    share = torch.where(is_blockwise, blockwise_noise(content, generator), share)
+    is_far = ~is_blockwise & (torch.arange(ANSWER) > ramp_end + FAR_BEHIND_RAMP)
+    masked = torch.rand(share.shape, generator=generator) < share
+    return masked, torch.where(is_far, FAR_WEIGHT, 1.0)
+
+
+def blockwise_noise(content: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """The masked share of each position [n, ANSWER] in D2F's monotone noise.
+
+    Blocks before a random front block are clean; from there on the share rises from block to block.
+
+    Args:
+        content: tokens up to the first EOS [n].
+        generator: of all that is random.
+    """
+    n, blocks = content.shape[0], ANSWER // BLOCK
+    num_content_blocks = (content // BLOCK + 1).clamp(max=blocks)
+    front = (torch.rand(n, generator=generator) * num_content_blocks).long()
+    share = torch.zeros(n, blocks)
+    level = torch.rand(n, generator=generator) * FRONT_LEVEL
+    for block in range(blocks):
+        is_noisy = block >= front
+        share[:, block] = torch.where(is_noisy, level, 0.0)
+        rise = (FULL_LEVEL - level).clamp(min=0) * torch.rand(n, generator=generator)
+        level = torch.where(is_noisy, level + rise, level)
+    return share.repeat_interleave(BLOCK, dim=1)
+
+
+def ramp_noise(content: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """The masked share of each position [n, ANSWER], which rises from 0 to 1, and where the rise ends [n, 1].
+
+    Decoding meets such states: positions are filled from the left, with gaps. The ramp is between a step, as in
+    autoregressive decoding, and two blocks wide; its centre is random.
+
+    Args:
+        content: tokens up to the first EOS [n].
+        generator: of all that is random.
+    """
+    n = content.shape[0]
+    centre = torch.rand(n, generator=generator) * (content + 1)
+    width = 1 + 2 * BLOCK * torch.rand(n, generator=generator) ** 2
+    share = (torch.arange(ANSWER) - centre[:, None]) / width[:, None] + 0.5
+    return share.clamp(0, 1), (centre + width / 2)[:, None]

@@ -1,0 +1,65 @@
+"""The processes of an engine's ranks on one machine: what is started for each, and how an end is explained."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from lopa_ascend.config import EngineConfig
+from lopa_ascend.parallel.launch import (
+    OTHER_RANK_FAILED,
+    Rendezvous,
+    explain_exit,
+    kill_running,
+    local_rank_processes,
+)
+
+CONFIG = EngineConfig(tensor_parallel_size=2, branch_parallel_size=2)
+
+
+def test_every_rank_gets_a_command_and_its_place() -> None:
+    starts = local_rank_processes(CONFIG, 4321, ("python", "-m", "leader"))
+    assert list(starts) == [0, 1, 2, 3]
+    assert starts[0].command == ("python", "-m", "leader")
+    for rank, start in starts.items():
+        assert start.environment == os.environ | Rendezvous.on_this_machine(rank, 4, 4321).environment()
+        assert (start.environment["RANK"], start.environment["MASTER_PORT"]) == (str(rank), "4321")
+    for rank in (1, 2, 3):
+        program, *module, config, ends_with_stdin = starts[rank].command
+        assert (program, module) == (sys.executable, ["-m", "lopa_ascend.engine.follower"])
+        assert msgspec.json.decode(config, type=EngineConfig) == CONFIG
+        assert ends_with_stdin == "--ends-with-stdin"
+
+
+def test_a_process_that_is_rank_0_starts_the_others_alone() -> None:
+    assert list(local_rank_processes(CONFIG, 4321)) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "explanation"),
+    [
+        ({0: None, 1: None}, None),
+        ({0: -signal.SIGKILL}, "SIGKILL"),
+        ({0: 1}, "exit status 1"),
+        ({1: 1}, "rank 1: exit status 1"),
+        ({0: None, 1: -signal.SIGSEGV}, "rank 1: SIGSEGV"),
+        ({0: OTHER_RANK_FAILED, 1: -signal.SIGKILL, 2: OTHER_RANK_FAILED}, "rank 1: SIGKILL"),
+        ({0: OTHER_RANK_FAILED, 1: None}, "rank 0: ended because another rank had failed, which the log names"),
+    ],
+)
+def test_an_end_is_explained_by_the_rank_that_caused_it(statuses: dict[int, int | None], explanation: str) -> None:
+    assert explain_exit(statuses) == explanation
+
+
+def test_running_processes_are_killed_and_ended_ones_left_alone() -> None:
+    running = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    kill_running([running, ended])
+    assert (running.wait(), ended.returncode) == (-signal.SIGKILL, 0)
+    running.stdin.close()
