@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -74,13 +72,14 @@ def test_eos_ends_the_text_and_is_cut_off(llm: LLM) -> None:
     assert eos not in output.token_ids
 
 
-def test_no_eos_at_all_is_not_the_models_own(path) -> None:
+def test_no_eos_at_all_is_not_the_models_own(llm: LLM, tmp_path) -> None:
     """``eos_token_id=()`` is a choice, None is not."""
-    llm = LLM(path, enable_prefix_caching=False)
     produced = one(llm, ignore_eos=True).token_ids[5]
-    llm.engine.model_config = replace(llm.engine.model_config, eos_token_ids=(produced,))
-    assert one(llm).finish_reason == "stop"
-    assert len(one(llm, eos_token_id=()).token_ids) == 40
+    write_dream(tmp_path, eos_token_id=produced)
+    write_tokenizer(tmp_path)
+    ending = LLM(tmp_path, enable_prefix_caching=False)
+    assert one(ending).finish_reason == "stop"
+    assert len(one(ending, eos_token_id=()).token_ids) == 40
 
 
 def test_stop_strings_cut_the_text(llm: LLM) -> None:
