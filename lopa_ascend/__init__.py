@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lopa_ascend.config import DecodingParams, ParameterError
     from lopa_ascend.llm import LLM, GenerationError
+    from lopa_ascend.model.registry import register_model
     from lopa_ascend.parallel.collectives import RankError
 
 # torch reads both variables once, when it is loaded.
@@ -21,7 +22,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "DecodingParams", "GenerationError", "ParameterError", "RankError", "__version__"]
+__all__ = [
+    "LLM",
+    "DecodingParams",
+    "GenerationError",
+    "ParameterError",
+    "RankError",
+    "__version__",
+    "register_model",
+]
 
 _MODULES = {
     "LLM": "lopa_ascend.llm",
@@ -29,6 +38,7 @@ _MODULES = {
     "GenerationError": "lopa_ascend.llm",
     "ParameterError": "lopa_ascend.config",
     "RankError": "lopa_ascend.parallel.collectives",
+    "register_model": "lopa_ascend.model.registry",
 }
 
 

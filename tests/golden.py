@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,17 @@ def read(case: str) -> dict[str, Any]:
 
 def model_path(trace: dict[str, Any]) -> Path:
     return FOLDER / "models" / Path(trace["model_dir"]).name
+
+
+def cases_by_kind() -> dict[tuple[str, str, str], list[str]]:
+    """Cases by their model, window attention and confidence: what all graphs of one engine do alike."""
+    found: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for case in CASES:
+        if case != MASK_CHOSEN:
+            trace = read(case)
+            params = decoding_params(trace)
+            found[model_path(trace).name, params.window_attention, params.confidence].append(case)
+    return found
 
 
 def decoding_params(trace: dict[str, Any], **changes: Any) -> DecodingParams:

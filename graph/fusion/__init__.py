@@ -1,7 +1,8 @@
-"""Fusion: a graph of aten ops, from a model in plain torch, is rewritten to the fused ops of a backend."""
+"""Fusion: rewrites a graph of aten ops, traced from a model in plain torch, to the fused ops of a backend."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,69 +10,94 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from lopa_ascend.backend import Ops
-from lopa_ascend.graph.fusion.normal import normalise
+from lopa_ascend.graph.fusion.nodes import value
+from lopa_ascend.graph.fusion.normal import join_reshapes, normalise
 from lopa_ascend.graph.fusion.passes import passes
 from lopa_ascend.graph.fusion.rewriter import Change, Rewriter
 
 
 @dataclass(frozen=True)
 class Report:
-    """By pass, in the order in which they ran: what was rewritten, and what looked like it and was not. Nodes have the
-    names that they had when the pass ran."""
+    """What ``fuse`` did."""
 
     changes: Mapping[str, tuple[Change, ...]]
+    """By pass, in the order in which the passes ran: what was rewritten, and what resembled the pattern and was left.
+    Nodes have the names that they had when the pass ran."""
 
     @property
     def fused(self) -> dict[str, int]:
-        """How often each pass rewrote something, where it did."""
+        """Number of rewrites of each pass that made any."""
         counts = {name: sum(not change.refused for change in changes) for name, changes in self.changes.items()}
         return {name: count for name, count in counts.items() if count}
 
     @property
     def refused(self) -> dict[str, list[str]]:
-        """Why each pass left what looked like it, where there was something."""
+        """For each pass that left something that resembled its pattern, the reasons."""
         return {
             name: [change.refused for change in changes if change.refused]
             for name, changes in self.changes.items()
             if any(change.refused for change in changes)
         }
 
+    def summary(self) -> str:
+        """One line. Refusals at the same line of the model are counted, with the reason of the first one."""
+        fused = ", ".join(f"{name} {count}" for name, count in self.fused.items())
+        left: Counter[tuple[str, str | None]] = Counter()
+        reasons: dict[tuple[str, str | None], str] = {}
+        for name, changes in self.changes.items():
+            for change in changes:
+                if change.refused:
+                    left[name, change.line] += 1
+                    reasons.setdefault((name, change.line), change.refused)
+        places = []
+        for (name, line), count in left.items():
+            where = f"{line}: " if line else ""
+            places.append(f"{name} {count} ({where}{reasons[name, line]})")
+        return f"fused {fused or 'nothing'}; left {'; '.join(places) or 'nothing'}"
+
     def __str__(self) -> str:
         lines = []
         for name, changes in self.changes.items():
             lines.append(f"{name}: {sum(not change.refused for change in changes)}")
             for change in changes:
+                place = f" ({change.line})" if change.line else ""
                 why = f": left, {change.refused}" if change.refused else ""
-                lines.append(f"  {', '.join(change.nodes)}{why}")
+                lines.append(f"  {', '.join(change.nodes)}{place}{why}")
         return "\n".join(lines)
 
 
 def fuse(module: GraphModule, ops: Ops) -> Report:
-    """Rewrites ``module`` in place to call methods of ``ops``; what it computes stays the same but for rounding.
+    """Rewrites ``module`` in place to call methods of ``ops``; its results stay the same but for rounding.
 
-    ``module``: aten ops in functional form, of static shapes, for inference, as ``make_fx``, ``torch.export`` (its
-    ``run_decompositions({}).module()``) or AOT autograd give them, on the device of ``ops``. Its inputs must not share
-    memory. A linear layer takes part if its weight is an attribute of the module; weights that nothing uses any more,
-    once stacked or stored otherwise, are taken off the module.
+    Args:
+        module: aten ops in functional form, for inference, as ``make_fx``, ``torch.export`` (its
+            ``run_decompositions({}).module()``) or AOT autograd give them, on the device of ``ops``. Shapes are static
+            except for one size, the number of tokens, which may be unknown. Inputs must not share memory. A linear
+            layer is rewritten if its weight is an attribute of the module; weights that are stacked or stored in
+            another form are removed from the module as soon as nothing uses them.
+        ops: the backend.
 
     Raises:
-        ValueError: a node does not say what it computed when it was traced, or a shape is not static.
+        ValueError: a node does not say what it computed when it was traced, or more than one of its sizes is unknown.
     """
     check(module)
     rewriter = Rewriter(module, ops)
     normalise(rewriter)
-    report = Report({name: tuple(run(rewriter)) for name, run in passes(ops).items()})
-    rewriter.sweep()
-    rewriter.take_off_unused()
+    changes = {}
+    for name, run in passes(ops).items():
+        changes[name] = tuple(run(rewriter))
+        rewriter.sweep()  # a node without effect counts as a user
+    join_reshapes(rewriter)
     module.graph.lint()
     module.recompile()
-    return report
+    return Report(changes)
 
 
 def check(module: GraphModule) -> None:
+    """Raises ValueError for a graph that ``fuse`` cannot work on."""
     for node in module.graph.nodes:
-        found = node.meta.get("val")
         if node.users and "val" not in node.meta:
             raise ValueError(f"{node.name}: the graph does not say what it gives; trace with make_fx or torch.export")
-        if isinstance(found, Tensor) and not all(isinstance(size, int) for size in found.shape):
-            raise ValueError(f"{node.name}: shape {tuple(found.shape)} is not static")
+        found = node.meta.get("val")
+        if isinstance(found, Tensor) and sum(not isinstance(size, int) for size in value(node).shape) > 1:
+            raise ValueError(f"{node.name}: shape {tuple(found.shape)} is not static: only one size may be unknown")

@@ -1,7 +1,7 @@
-"""The normal form of a graph, in which passes look for what they know: the many ways to say the same become one.
+"""The normal form of a graph, in which the passes look for their patterns: one way to write each thing.
 
-Nothing that has no effect; casts are ``_to_copy(x, dtype=...)``, views ``reshape``, dimensions count from the end, SiLU
-is ``silu``, and products with a constant matrix are ``linear(x, weight, bias)`` on x of any rank.
+Nodes without effect are removed, casts are ``_to_copy(x, dtype=...)``, views ``reshape``, dimensions count from the
+end, SiLU is ``silu``, and products with a constant matrix are ``linear(x, weight, bias)`` with x of any rank.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from lopa_ascend.graph.fusion.nodes import arguments, aten, value
+from lopa_ascend.graph.fusion.nodes import arguments, aten, static, value
 from lopa_ascend.graph.fusion.patterns import RESULT, Call, Cast, Either, Match, Some
 from lopa_ascend.graph.fusion.rewriter import Fusion, Refused, Rewriter
 
@@ -31,7 +31,7 @@ DIMS = {
     aten.max.dim: 1,
     aten.unsqueeze.default: 1,
 }
-"""Ops whose dimension, or list of dimensions, is this argument."""
+"""Ops with a dimension, or a list of dimensions, and the position of that argument."""
 
 
 def normalise(rewriter: Rewriter) -> None:
@@ -54,8 +54,8 @@ def normalise(rewriter: Rewriter) -> None:
         elif node.target is aten._to_copy.default:
             drop_same_place(node)
         elif node.target in VIEWS and not memory.roots[node] & memory.written:
-            # What a view demands of strides, other ops may not give.
-            node.args, node.target = (source, list(value(node).shape)), aten.reshape.default
+            # A view demands certain strides of its argument, which a fused op may not give.
+            node.args, node.target = (source, static(value(node).shape)), aten.reshape.default
         elif node.target in DIMS:
             count_from_the_end(node, DIMS[node.target])
     rewriter.changed()
@@ -64,9 +64,27 @@ def normalise(rewriter: Rewriter) -> None:
     rewriter.sweep()
 
 
+def join_reshapes(rewriter: Rewriter) -> None:
+    """Makes one reshape of several in a row, and none where they lead back to the first shape."""
+    memory = rewriter.memory
+    for node in list(rewriter.graph.nodes):
+        if node.target is not aten.reshape.default or memory.roots[node] & memory.written:
+            continue
+        source = node.args[0]
+        while isinstance(source, Node) and source.target is aten.reshape.default:
+            source = source.args[0]
+        assert isinstance(source, Node)
+        if static(value(source).shape) == static(value(node).shape):
+            node.replace_all_uses_with(source)
+        else:
+            node.args = (source, *node.args[1:])
+    rewriter.changed()
+    rewriter.sweep()
+
+
 def has_no_effect(node: Node, source: Node, rewriter: Rewriter) -> bool:
-    """Whether a node only gives its argument again. A copy has an effect where one of the two is written into, or both
-    are returned."""
+    """Whether a node only gives its argument again. A copy has an effect if either of the two is written into, or if
+    both are returned."""
     if node.target not in VIEWS | SAME | COPIES:
         return False
     x, result = value(source), value(node)
@@ -78,7 +96,7 @@ def has_no_effect(node: Node, source: Node, rewriter: Rewriter) -> bool:
 
 
 def drop_same_place(node: Node) -> None:
-    """Leaves a cast only what changes."""
+    """Removes from a cast the arguments that change nothing."""
     source = node.args[0]
     assert isinstance(source, Node)
     x, result = value(source), value(node)
@@ -90,6 +108,7 @@ def drop_same_place(node: Node) -> None:
 
 
 def count_from_the_end(node: Node, position: int) -> None:
+    """Makes the dimensions in the argument at ``position`` negative."""
     given: list[Any] = list(node.args)
     if len(given) <= position:
         return
@@ -105,10 +124,10 @@ def count_from_the_end(node: Node, position: int) -> None:
 # Rules.
 
 
-def as_linear(rewriter: Rewriter, match: Match) -> Sequence[Node]:
-    """x [..., in] times a constant matrix [in, out]."""
+def rewrite_product(rewriter: Rewriter, match: Match) -> Sequence[Node]:
+    """x [..., in] times a constant matrix [in, out]: a linear layer."""
     weight, bias = match["weight"], match.bound.get("bias")
-    if not rewriter.memory.constant(weight):
+    if not rewriter.memory.is_constant(weight):
         raise Refused(f"{weight.name} is no constant of the graph")
     matrix = rewriter.tensor(weight)
     if matrix.dim() != 2 or value(match["x"]).dim() < 2:
@@ -119,22 +138,24 @@ def as_linear(rewriter: Rewriter, match: Match) -> Sequence[Node]:
     return [rewriter.call(aten.linear.default, match["x"], transposed, bias)]
 
 
-def is_turned(rewriter: Rewriter, match: Match) -> Sequence[Node]:
-    """A constant with other dimensions first is a constant."""
+def rewrite_transposed_constant(rewriter: Rewriter, match: Match) -> Sequence[Node]:
+    """A constant with its dimensions in another order: a constant."""
     node: Any = match[RESULT]
-    if not rewriter.memory.constant(match["weight"]):
+    if not rewriter.memory.is_constant(match["weight"]):
         raise Refused("no constant")
     return [rewriter.constant(node.target(rewriter.tensor(match["weight"]), *node.args[1:]))]
 
 
-def without_reshapes(rewriter: Rewriter, match: Match) -> Sequence[Node]:
+def drop_reshapes_around_linear(rewriter: Rewriter, match: Match) -> Sequence[Node]:
+    """A linear layer between a reshape to two dimensions and one back: a linear layer of more dimensions."""
     x, result = value(match["x"]), value(match[RESULT])
     if x.shape[:-1] != result.shape[:-1] or x.shape[-1] != value(match["weight"]).shape[-1]:
         raise Refused("the reshapes do more than to flatten")
     return [rewriter.call(aten.linear.default, match["x"], match["weight"], match["bias"])]
 
 
-def is_silu(rewriter: Rewriter, match: Match) -> Sequence[Node]:
+def rewrite_silu(rewriter: Rewriter, match: Match) -> Sequence[Node]:
+    """x * sigmoid(x), or SiLU between casts to and from float32: SiLU, which is computed in float32 in any dtype."""
     x, result, inner = value(match["x"]), value(match[RESULT]), match["inner"]
     if result.dtype != x.dtype or value(inner).dtype != torch.float32 or match.dtypes - {x.dtype, torch.float32}:
         raise Refused("not a SiLU in float32, rounded once")
@@ -150,17 +171,17 @@ RULES = (
             Call(aten.permute.default, WEIGHT, Some("dims")),
             Call(aten.transpose.int, WEIGHT, Some("first"), Some("second")),
         ),
-        is_turned,
+        rewrite_transposed_constant,
     ),
-    Fusion(Call(aten.addmm.default, BIAS, X, WEIGHT), as_linear),
-    Fusion(Either(Call(aten.mm.default, X, WEIGHT), Call(aten.matmul.default, X, WEIGHT)), as_linear),
+    Fusion(Call(aten.addmm.default, BIAS, X, WEIGHT), rewrite_product),
+    Fusion(Either(Call(aten.mm.default, X, WEIGHT), Call(aten.matmul.default, X, WEIGHT)), rewrite_product),
     Fusion(
         Call(
             aten.reshape.default,
             Call(aten.linear.default, Call(aten.reshape.default, X, Some("flat"), shared=True), WEIGHT, BIAS),
             Some("shape"),
         ),
-        without_reshapes,
+        drop_reshapes_around_linear,
     ),
     Fusion(
         Cast(
@@ -169,6 +190,6 @@ RULES = (
                 Call(aten.silu.default, Cast(X), name="inner"),
             )
         ),
-        is_silu,
+        rewrite_silu,
     ),
 )

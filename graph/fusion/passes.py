@@ -1,8 +1,7 @@
-"""The fusion passes, in the order in which they run: later ones build on what earlier ones made."""
+"""The fusion passes, in the order in which they run: later ones build on the results of earlier ones."""
 
 from __future__ import annotations
 
-import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -13,19 +12,24 @@ from torch._ops import OpOverload
 from torch.fx import Node
 
 from lopa_ascend.backend import Ops
-from lopa_ascend.graph.fusion.nodes import aten, value
+from lopa_ascend.graph.fusion.nodes import aten, source_line, static, value
 from lopa_ascend.graph.fusion.patterns import RESULT, Call, Cast, Either, Half, Match, Some
 from lopa_ascend.graph.fusion.rewriter import Change, Fusion, Refused, Rewriter
 from lopa_ascend.graph.fusion.rope import Rope
+from lopa_ascend.graph.fusion.rope_packing import RopePacking
 
 Pass = Callable[[Rewriter], list[Change]]
+"""Rewrites a graph in place, and says what it rewrote and what it left."""
+OURS = "lopa_ascend"
 
 
 def is_number(found: Any) -> bool:
+    """Whether an argument is a float literal."""
     return isinstance(found, float)
 
 
 def is_vector(found: Any) -> bool:
+    """Whether an argument is a tensor of one dimension."""
     return isinstance(found, Node) and value(found).dim() == 1
 
 
@@ -37,21 +41,22 @@ def passes(ops: Ops) -> dict[str, Pass]:
     rms_norm = Call(ops.rms_norm, X, WEIGHT, EPS, name="normed")
     total = Call(aten.add.Tensor, X, Some("residual"), name="total")
     return {
-        "rms_norm": Fusion(RMS_NORM, as_rms_norm),
-        "rms_norm_quant": Fusion(quantised(rms_norm), as_rms_norm_quant, ("scale", RESULT)),
-        "add_rms_norm": Fusion(Call(ops.rms_norm, total, WEIGHT, EPS), as_add_rms_norm, ("total", RESULT)),
+        "rms_norm": Fusion(RMS_NORM, rewrite_rms_norm),
+        "rms_norm_quant": Fusion(quantised(rms_norm), rewrite_rms_norm_quant, ("scale", RESULT)),
+        "add_rms_norm": Fusion(Call(ops.rms_norm, total, WEIGHT, EPS), rewrite_add_rms_norm, ("total", RESULT)),
         "add_rms_norm_quant": Fusion(
-            Call(ops.rms_norm_quant, total, WEIGHT, EPS), as_add_rms_norm_quant, ("total", RESULT)
+            Call(ops.rms_norm_quant, total, WEIGHT, EPS), rewrite_add_rms_norm_quant, ("total", RESULT)
         ),
         "rope": Rope(),
-        "bias": Fusion(BIASED, with_bias),
-        "packing": pack,
-        "swiglu": Fusion(SWIGLU, as_swiglu),
+        "bias": Fusion(BIASED, rewrite_bias),
+        "packing": pack_linears,
+        "rope_packing": RopePacking(),
+        "swiglu": Fusion(SWIGLU, rewrite_swiglu),
         "linear": Linear(),
     }
 
 
-# RMSNorm. In bfloat16 it is computed in float32, and rounded before or after it is multiplied by the weight.
+# RMSNorm. In bfloat16 it is computed in float32, and rounded before or after the product with the weight.
 
 WIDE = Cast(X)
 SQUARE = Either(Call(aten.pow.Tensor_Scalar, WIDE, 2), Call(aten.mul.Tensor, WIDE, WIDE))
@@ -63,13 +68,14 @@ RMS_NORM = Either(
 )
 
 
-def as_rms_norm(rewriter: Rewriter, match: Match) -> Sequence[Node]:
+def rewrite_rms_norm(rewriter: Rewriter, match: Match) -> Sequence[Node]:
+    """RMSNorm spelled out, or torch's."""
     x, weight, result = value(match["x"]), value(match["weight"]), value(match[RESULT])
     if weight.shape != x.shape[-1:] or x.dim() < 2:
         raise Refused(f"a weight {list(weight.shape)} is not for the last dimension of {list(x.shape)}")
     if not x.dtype == weight.dtype == result.dtype:
         raise Refused(f"input {x.dtype}, weight {weight.dtype} and result {result.dtype} differ")
-    scale = match.bound.get("scale")  # none where it is one op
+    scale = match.bound.get("scale")  # None: torch's RMSNorm, which is one op
     in_float32 = scale is None or value(scale).dtype == torch.float32
     if not in_float32 or x.dtype == torch.float64 or match.dtypes - {x.dtype, torch.float32}:
         raise Refused("it is not computed in float32")
@@ -77,7 +83,7 @@ def as_rms_norm(rewriter: Rewriter, match: Match) -> Sequence[Node]:
 
 
 def summands(rewriter: Rewriter, match: Match) -> tuple[Node, Node]:
-    """(x, residual) of a sum: the kernel may write into the residual, so that is the one that nothing reads later."""
+    """(x, residual) of a sum. The kernel may write into the residual, so nothing may read the residual later."""
     total, pair = match["total"], [match["x"], match["residual"]]
     values = [value(node) for node in pair if isinstance(node, Node)]
     if any(x.shape != value(total).shape or x.dtype != value(total).dtype for x in values) or len(values) < 2:
@@ -91,23 +97,24 @@ def summands(rewriter: Rewriter, match: Match) -> tuple[Node, Node]:
     raise Refused(f"{pair[0].name} and {pair[1].name} are both still needed, or not the graph's own")
 
 
-def as_add_rms_norm(rewriter: Rewriter, match: Match) -> Sequence[Node]:
+def rewrite_add_rms_norm(rewriter: Rewriter, match: Match) -> Sequence[Node]:
+    """RMSNorm of a sum."""
     both = rewriter.call(rewriter.ops.add_rms_norm, *summands(rewriter, match), match["weight"], match["eps"])
     normed, total = rewriter.parts(both, 2)
     return total, normed
 
 
-def as_add_rms_norm_quant(rewriter: Rewriter, match: Match) -> Sequence[Node]:
-    """The result has one more part, the sum."""
+def rewrite_add_rms_norm_quant(rewriter: Rewriter, match: Match) -> Sequence[Node]:
+    """Quantised RMSNorm of a sum. The fused op's third result is the sum."""
     three = rewriter.call(rewriter.ops.add_rms_norm_quant, *summands(rewriter, match), match["weight"], match["eps"])
     return rewriter.call(operator.getitem, three, 2), three
 
 
-# Dynamic quantisation to int8, with a scale a token.
+# Dynamic quantisation to int8, with a scale for each token.
 
 
 def quantised(normed: Call) -> Call:
-    """round(normed / scale), with scale = amax / 127."""
+    """The pattern of round(normed / scale), with scale = amax / 127."""
     wide = Cast(normed)
     keep = Some("keep")
     size = Call(aten.abs.default, wide)
@@ -115,7 +122,7 @@ def quantised(normed: Call) -> Call:
         Call(aten.amax.default, size, [-1], keep),
         Call(operator.getitem, Call(aten.max.dim, size, -1, keep), 0),
     )
-    # So small a floor only keeps a row of zeros from being divided by zero.
+    # A floor this small only prevents the division of a row of zeros by zero.
     floor = Some("floor", lambda found: is_number(found) and found <= torch.finfo(torch.float32).tiny)
     scale = Either(
         Call(aten.div.Tensor, Cast(most), 127, name="scale"),
@@ -131,14 +138,15 @@ def quantised(normed: Call) -> Call:
     return Call(aten._to_copy.default, rounded, torch.int8)
 
 
-def as_rms_norm_quant(rewriter: Rewriter, match: Match) -> Sequence[Node]:
+def rewrite_rms_norm_quant(rewriter: Rewriter, match: Match) -> Sequence[Node]:
+    """Quantisation of an RMSNorm."""
     between = match.dtypes - {value(match["normed"]).dtype, torch.float32, torch.int8}
     if between or {value(match["scale"]).dtype, value(match["quotient"]).dtype} != {torch.float32}:
         raise Refused("it is not quantised in float32")
     pair = rewriter.call(rewriter.ops.rms_norm_quant, match["x"], match["weight"], match["eps"])
     codes, scale = rewriter.parts(pair, 2)
     shape = value(match["scale"]).shape
-    return scale if shape == value(scale).shape else rewriter.call(aten.reshape.default, scale, list(shape)), codes
+    return scale if shape == value(scale).shape else rewriter.call(aten.reshape.default, scale, static(shape)), codes
 
 
 # Linear layers.
@@ -151,16 +159,17 @@ BIASED = Call(
 )
 
 
-def with_bias(rewriter: Rewriter, match: Match) -> Sequence[Node]:
+def rewrite_bias(rewriter: Rewriter, match: Match) -> Sequence[Node]:
+    """A vector that is added to a linear layer without bias: its bias."""
     product, bias = value(match["product"]), value(match["bias"])
     if bias.shape != product.shape[-1:] or bias.dtype != product.dtype:
         raise Refused(f"{match['bias'].name} is not of the shape or dtype of a bias")
     return [rewriter.call(aten.linear.default, match["x"], match["weight"], match["bias"])]
 
 
-def pack(rewriter: Rewriter) -> list[Change]:
-    """Linear layers with one input become one, whose weight is stacked here, and a split. What goes into SiLU comes
-    first."""
+def pack_linears(rewriter: Rewriter) -> list[Change]:
+    """Makes linear layers with the same input one layer with a stacked weight, followed by a split. The layer whose
+    result goes into SiLU comes first, as ``swiglu`` wants it."""
     layers: dict[Node, list[Node]] = defaultdict(list)
     for node in rewriter.graph.nodes:
         if node.target is aten.linear.default:
@@ -169,16 +178,17 @@ def pack(rewriter: Rewriter) -> list[Change]:
 
 
 def pack_group(rewriter: Rewriter, x: Node, group: list[Node]) -> Change:
+    """Packs linear layers of the input ``x``."""
     group = sorted(group, key=lambda node: aten.silu.default not in {user.target for user in node.users})
-    names, memory = tuple(node.name for node in group), rewriter.memory
+    names, line, memory = tuple(node.name for node in group), source_line(group[0]), rewriter.memory
     stacks = [list(column) for column in zip(*(node.args[1:] for node in group), strict=False)]
-    given = {len(node.args) > 2 and node.args[2] is not None for node in group}
+    has_bias = {len(node.args) > 2 and node.args[2] is not None for node in group}
 
     def build(_: Match) -> Sequence[Node]:
-        if len(given) > 1:
+        if len(has_bias) > 1:
             raise Refused("some have a bias and some have none")
-        present = stacks if True in given else stacks[:1]
-        if not all(memory.constant(node) for stack in present for node in stack):
+        present = stacks if True in has_bias else stacks[:1]
+        if not all(memory.is_constant(node) for stack in present for node in stack):
             raise Refused("a weight or a bias is no constant of the graph")
         if any(memory.roots[node] & memory.written for node in group):
             raise Refused("a result is written into")
@@ -191,14 +201,14 @@ def pack_group(rewriter: Rewriter, x: Node, group: list[Node]) -> Change:
         return parts
 
     try:
-        return Change(rewriter.rewrite(Match({"x": x}, tuple(group)), group, build))
+        return Change(rewriter.rewrite(Match({"x": x}, tuple(group)), group, build), line=line)
     except Refused as refusal:
-        return Change(names, str(refusal))
+        return Change(names, str(refusal), line)
 
 
 def keep_contiguous(rewriter: Rewriter, layers: Sequence[Node]) -> None:
-    """What takes views of results that will be slices, and is no aten op, gets them contiguous as they were: a kernel
-    may need that, and so may whom the graph returns them to."""
+    """Makes views of results that become slices contiguous again, as they were, for the graph's caller and for foreign
+    ops, whose kernels may need it."""
     for view in [node for node, roots in rewriter.memory.roots.items() if roots & set(layers)]:
         foreign = [user for user in view.users if user.op == "output" or is_foreign(user.target)]
         if foreign and value(view).is_contiguous():
@@ -209,11 +219,12 @@ def keep_contiguous(rewriter: Rewriter, layers: Sequence[Node]) -> None:
 
 
 def is_foreign(target: Any) -> bool:
-    return isinstance(target, OpOverload) and target.namespace not in ("aten", "prims")
+    """Whether a node's target is an op of which only the schema is known: neither torch's nor ours."""
+    return isinstance(target, OpOverload) and target.namespace not in ("aten", "prims", OURS)
 
 
 class Linear:
-    """Linear layers with a constant weight become the backend's, whose weights are stored here as it wants them."""
+    """Makes linear layers with a constant weight the backend's, with the weight stored as the backend wants it."""
 
     def __init__(self) -> None:
         self._stored: dict[str, Node] = {}
@@ -225,7 +236,7 @@ class Linear:
     def _build(self, rewriter: Rewriter, match: Match) -> Sequence[Node]:
         x, weight, bias = match["x"], match["weight"], match["bias"]
         shape = value(x).shape
-        if not rewriter.memory.constant(weight):
+        if not rewriter.memory.is_constant(weight):
             raise Refused(f"{weight.name} is no constant of the graph")
         if len(shape) < 2:
             raise Refused(f"{x.name} is a single row")
@@ -233,11 +244,11 @@ class Linear:
             stored = rewriter.ops.stored(rewriter.tensor(weight))
             self._stored[str(weight.target)] = rewriter.constant(stored)
         if len(shape) > 2:
-            x = rewriter.call(aten.reshape.default, x, [math.prod(shape[:-1]), shape[-1]])
+            x = rewriter.call(aten.reshape.default, x, [-1, shape[-1]])
         given = [x, self._stored[str(weight.target)], *([] if bias is None else [bias])]
         out = rewriter.call(rewriter.ops.linear, *given)
         if len(shape) > 2:
-            out = rewriter.call(aten.reshape.default, out, [*shape[:-1], value(out).shape[-1]])
+            out = rewriter.call(aten.reshape.default, out, [*static(shape[:-1]), value(out).shape[-1]])
         return [out]
 
 
@@ -249,7 +260,8 @@ SWIGLU = Either(
 )
 
 
-def as_swiglu(rewriter: Rewriter, match: Match) -> Sequence[Node]:
+def rewrite_swiglu(rewriter: Rewriter, match: Match) -> Sequence[Node]:
+    """SiLU of the first half times the second half."""
     if "x" not in match.bound:
         raise Refused("gate and up are not the halves of one tensor")
     return [rewriter.call(rewriter.ops.swiglu, match["x"])]

@@ -1,7 +1,7 @@
-"""Expressions over FX nodes.
+"""Patterns over FX nodes.
 
-A pattern is matched against a node from its result down to its inputs. There may be several matches: arguments of what
-commutes are tried both ways, and what may be left out, both with and without.
+A pattern is matched against a node, from its result down to its inputs. There may be several matches: the arguments of
+a commuting op are tried in both orders, and optional parts both with and without.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ RESULT = "result"
 
 @dataclass(frozen=True)
 class Match:
-    """``bound``: what the pattern's names stand for; ``inside``: the nodes that the pattern spells out; ``shared``:
-    those of them that may be used elsewhere too, and are then computed for that."""
+    """What a pattern was found to stand for."""
 
     bound: dict[str, Any] = field(default_factory=dict)
+    """Nodes and literals by the names that the pattern gives them."""
     inside: tuple[Node, ...] = ()
+    """The nodes that the pattern spells out."""
     shared: frozenset[Node] = frozenset()
+    """Nodes of ``inside`` that may be used elsewhere too; they stay in the graph for those users."""
 
     def __getitem__(self, name: str) -> Any:
         return self.bound[name]
 
     def bind(self, name: str, found: Any) -> Iterator[Match]:
+        """The match with one more name; none if the name already stands for something else."""
         if name not in self.bound:
             yield Match({**self.bound, name: found}, self.inside, self.shared)
         elif self.bound[name] is found:
@@ -41,22 +44,25 @@ class Match:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """Those of all results inside that are tensors."""
+        """The dtypes of all tensors that nodes of ``inside`` give."""
         values = [value(node) for node in self.inside]
         return {x.dtype for x in values if isinstance(x, Tensor)}
 
     def enter(self, node: Node, shared: bool) -> Match:
+        """The match with one more node inside."""
         return Match(self.bound, (*self.inside, node), self.shared | {node} if shared else self.shared)
 
 
 class Pattern(ABC):
+    """What an argument of a node may look like."""
+
     @abstractmethod
     def match(self, found: Any, so_far: Match) -> Iterator[Match]:
-        """All ways to match an argument of a node, given what is matched so far."""
+        """All ways to match ``found``, an argument of a node, that extend the match ``so_far``."""
 
 
 def matches(pattern: Any, found: Any, so_far: Match) -> Iterator[Match]:
-    """``pattern``: a Pattern, a list of them, or a literal."""
+    """As ``Pattern.match``, for a pattern that may also be a literal or a list of patterns."""
     if isinstance(pattern, (list, tuple)):
         if isinstance(found, (list, tuple)) and len(found) == len(pattern):
             yield from _match_all(pattern, found, so_far)
@@ -76,7 +82,7 @@ def _match_all(patterns: Sequence[Any], found: Sequence[Any], so_far: Match) -> 
 
 @dataclass(frozen=True)
 class Some(Pattern):
-    """Anything that passes the test; where the name comes again, the same."""
+    """Anything that passes a test; everywhere in a pattern the same name stands for the same thing."""
 
     name: str
     test: Callable[[Any], bool] | None = None
@@ -87,7 +93,15 @@ class Some(Pattern):
 
 
 class Call(Pattern):
-    """A call with these arguments; those that are not given have the op's defaults."""
+    """A call.
+
+    Args:
+        target: the op, or a tuple of ops of which any will do.
+        args: patterns for the first arguments; the others must have the op's defaults.
+        name: binds the node.
+        commutes: the first two arguments may be exchanged.
+        shared: the node may be used elsewhere too.
+    """
 
     def __init__(self, target: Any, *args: Any, name: str | None = None, commutes: bool = False, shared: bool = False):
         self.targets = target if isinstance(target, tuple) else (target,)
@@ -108,6 +122,8 @@ class Call(Pattern):
 
 
 class Either(Pattern):
+    """Any of several patterns, in this order."""
+
     def __init__(self, *patterns: Any):
         self.patterns = patterns
 
@@ -117,7 +133,7 @@ class Either(Pattern):
 
 
 class Cast(Pattern):
-    """What is inside, cast to another dtype or as it is."""
+    """A pattern, cast to another dtype or not."""
 
     def __init__(self, inside: Any):
         self.inside = inside
@@ -132,7 +148,7 @@ SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
 
 
 class Half(Pattern):
-    """The first (0) or second (1) half of the last dimension."""
+    """The first (index 0) or second (index 1) half of the last dimension."""
 
     def __init__(self, inside: Any, index: int):
         self.inside, self.index = inside, index
@@ -152,5 +168,5 @@ class Half(Pattern):
 
 
 def is_half(part: Node, whole: Any) -> bool:
-    """Whether a part of a tensor has half of its last dimension; so it is that which was split."""
+    """Whether a part of a tensor is half as long in the last dimension; then that dimension was split."""
     return 2 * value(part).shape[-1] == value(whole).shape[-1]

@@ -1,64 +1,78 @@
-"""How what a pattern matches is put in another form, where that changes nothing else."""
+"""Replaces nodes of a graph by others, wherever that changes nothing else."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from lopa_ascend.backend import Ops
-from lopa_ascend.graph.fusion.nodes import Memory, attribute, is_pure, nodes_in, value
+from lopa_ascend.graph.fusion.nodes import Memory, attribute, is_pure, nodes_in, source_line, value
 from lopa_ascend.graph.fusion.patterns import RESULT, Match, matches
 
 
 class Refused(Exception):
-    """What matched does not mean what the op does; the message says why."""
+    """A match that does not mean what the fused op computes; the message says why."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """The names of nodes that were replaced, or that stay for the reason in ``refused``."""
+    """One rewrite, or one refusal."""
 
     nodes: tuple[str, ...]
+    """Names of the nodes that were replaced or, after a refusal, left."""
     refused: str | None = None
+    """Why the nodes were left; None if they were replaced."""
+    line: str | None = None
+    """Line of the model that the nodes come from, as "model.py:83", if the trace tells."""
 
 
 class Rewriter:
-    """Puts nodes in the place of others in a graph module, whose attributes include its constants."""
+    """A graph module under change. Attributes of the module that nothing uses any more are removed at once, so that
+    weights take their memory once while they are packed.
+
+    Args:
+        module: changed in place; its attributes include the constants of the graph.
+        ops: the backend whose ops go into the graph.
+    """
 
     def __init__(self, module: GraphModule, ops: Ops):
         self.module, self.graph, self.ops = module, module.graph, ops
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=_shape_env(module.graph))
         self._fakes: dict[Node, Any] = {}
         self._constants: dict[Any, str] = {}
-        self._held = self._attributes()
+        self._numbers = count()
         self._memory: Memory | None = None
 
     @property
     def memory(self) -> Memory:
+        """What the graph reads and writes, as it is now."""
         if self._memory is None:
             self._memory = Memory(self.module, self.ops)
         return self._memory
 
     def changed(self) -> None:
+        """Must be called after every change of the graph."""
         self._memory = None
 
     def call(self, target: Callable[..., Any], *args: Any) -> Node:
-        """A call where nodes are being inserted, with what it gives for tensors without data."""
+        """Adds a call where nodes are being inserted, together with its result for tensors without data."""
         node = self.graph.call_function(target, args)
         with self._mode:
             node.meta["val"] = self._fakes[node] = target(*torch.fx.map_arg(args, self._fake))
         self.changed()
         return node
 
-    def parts(self, node: Node, count: int) -> list[Node]:
-        return [self.call(operator.getitem, node, i) for i in range(count)]
+    def parts(self, node: Node, number: int) -> list[Node]:
+        """Adds nodes for the first ``number`` elements of a node that gives several tensors."""
+        return [self.call(operator.getitem, node, i) for i in range(number)]
 
     def _fake(self, node: Node) -> Any:
         if node not in self._fakes:
@@ -68,14 +82,15 @@ class Rewriter:
         return self._fakes[node]
 
     def constant(self, tensor: Tensor) -> Node:
-        """A node of this tensor, before all calls."""
+        """Adds a node that reads this tensor, before all calls."""
         key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         if key not in self._constants:
-            name = f"fused_{len(self._constants)}"
+            name = f"fused_{next(self._numbers)}"
+            while hasattr(self.module, name):  # from an earlier fusion of this module
+                name = f"fused_{next(self._numbers)}"
             self.module.register_buffer(name, tensor, persistent=False)
             self._constants[key] = name
-        first = next(node for node in self.graph.nodes if node.op not in ("placeholder", "get_attr"))
-        with self.graph.inserting_before(first):
+        with self.graph.inserting_before(self.first_call()):
             node = self.graph.get_attr(self._constants[key])
         with self._mode:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
@@ -83,15 +98,28 @@ class Rewriter:
         self.changed()
         return node
 
+    def first_call(self) -> Node:
+        """The first node that is neither an input nor an attribute."""
+        found: Node = next(node for node in self.graph.nodes if node.op not in ("placeholder", "get_attr"))
+        return found
+
     def tensor(self, node: Node) -> Tensor:
-        """That of a constant."""
+        """The tensor that a constant node reads."""
         held: Tensor = attribute(self.module, node)
         return held.detach()
 
     def rewrite(
         self, match: Match, outputs: Sequence[Node], build: Callable[[Match], Sequence[Node]]
     ) -> tuple[str, ...]:
-        """Puts what ``build`` makes in the place of ``outputs``, before the first of them, and gives their names.
+        """Replaces nodes.
+
+        Args:
+            match: what was matched.
+            outputs: the nodes to replace.
+            build: makes the new nodes, one for each output, which are inserted before the first output.
+
+        Returns:
+            The names of the outputs.
 
         Raises:
             Refused: by ``build``, or because an intermediate result is used elsewhere, or because memory that is read
@@ -115,40 +143,83 @@ class Rewriter:
         names = tuple(node.name for node in outputs)
         for old, new in zip(outputs, made, strict=True):
             old.replace_all_uses_with(new)
-        for node in sorted(inside, key=order.__getitem__, reverse=True):
-            if not node.users:
-                self.graph.erase_node(node)
-        self.changed()
+            if "stack_trace" in old.meta:
+                new.meta.setdefault("stack_trace", old.meta["stack_trace"])
+        self.erase_unused(sorted(inside, key=order.__getitem__, reverse=True))
         return names
 
-    def sweep(self) -> None:
-        """Takes out what has no effect."""
-        for node in reversed(self.graph.nodes):
-            if not node.users and is_pure(node, self.ops):
-                self.graph.erase_node(node)
+    def hoist(self, node: Node) -> None:
+        """Moves a node, and what it is computed from, right behind their inputs, unless memory on the way is written
+        into or a node has an effect."""
+        memory, moved = self.memory, set[Node]()
+
+        def move(node: Node) -> None:
+            if node in moved or node.op != "call_function":
+                return
+            moved.add(node)
+            for source in node.all_input_nodes:
+                move(source)
+            if not is_pure(node, self.ops) or memory.roots[node] & memory.written:
+                return
+            calls = [source for source in node.all_input_nodes if source.op == "call_function"]
+            order = {x: i for i, x in enumerate(self.graph.nodes)}
+            if calls:
+                max(calls, key=order.__getitem__).append(node)
+            else:
+                self.first_call().prepend(node)
+
+        move(node)
         self.changed()
 
-    def _attributes(self) -> set[str]:
-        return {str(node.target) for node in self.graph.nodes if node.op == "get_attr"}
+    def sweep(self) -> None:
+        """Removes nodes without effect."""
+        self.erase_unused([node for node in reversed(self.graph.nodes) if is_pure(node, self.ops)])
 
-    def take_off_unused(self) -> None:
-        """Takes attributes off the module that the graph used and no longer uses."""
-        for name in (self._held | set(self._constants.values())) - self._attributes():
-            owner, _, own_name = name.rpartition(".")
-            delattr(self.module.get_submodule(owner), own_name)
+    def erase_unused(self, nodes: Iterable[Node]) -> None:
+        """Removes those of ``nodes``, users before what they use, that nothing uses, and the attributes that only they
+        read."""
+        attributes: dict[Node, None] = {}
+        for node in nodes:
+            if node.users:
+                continue
+            attributes |= dict.fromkeys(x for x in [node, *node.all_input_nodes] if x.op == "get_attr")
+            if node.op != "get_attr":
+                self.graph.erase_node(node)
+        for node in attributes:
+            if not node.users:
+                name = str(node.target)
+                self.graph.erase_node(node)
+                self._fakes.pop(node, None)
+                if all(other.target != name for other in self.graph.find_nodes(op="get_attr")):
+                    self._remove_attribute(name)
+        self.changed()
+
+    def _remove_attribute(self, name: str) -> None:
+        owner, _, own_name = name.rpartition(".")
+        delattr(self.module.get_submodule(owner), own_name)
+        # The address of freed memory may come back as that of another tensor.
+        self._constants = {key: kept for key, kept in self._constants.items() if kept != name}
+
+
+def _shape_env(graph: Graph) -> Any:
+    """What knows the symbols of a graph whose number of tokens is unknown; None if all its shapes are static."""
+    for node in graph.nodes:
+        found = node.meta.get("val")
+        for size in found.shape if isinstance(found, Tensor) else ():
+            if isinstance(size, SymInt):
+                return size.node.shape_env
+    return None
 
 
 @dataclass(frozen=True)
 class Fusion:
-    """Rewrites everything that a pattern matches.
-
-    ``build`` gives new nodes for those that the pattern names in ``outputs``, RESULT being what it matches as a whole;
-    it raises Refused before it makes any.
-    """
+    """A pass that rewrites everything that a pattern matches."""
 
     pattern: Any
     build: Callable[[Rewriter, Match], Sequence[Node]]
+    """Makes a new node for each of ``outputs``; raises Refused before it makes any."""
     outputs: tuple[str, ...] = (RESULT,)
+    """Names in the pattern of the nodes to replace; RESULT is the whole match."""
 
     def __call__(self, rewriter: Rewriter) -> list[Change]:
         changes = []
@@ -159,13 +230,15 @@ class Fusion:
         return changes[::-1]
 
     def _rewrite(self, rewriter: Rewriter, node: Node) -> Change | None:
-        if node not in rewriter.memory.order:  # gone by now
+        if node not in rewriter.memory.order:  # removed by an earlier rewrite
             return None
-        reason = None
+        reason, line = None, source_line(node)
         for match in matches(self.pattern, node, Match({RESULT: node})):
             outputs = [match[name] for name in self.outputs]
             try:
-                return Change(rewriter.rewrite(match, outputs, lambda found: self.build(rewriter, found)))
+                names = rewriter.rewrite(match, outputs, lambda found: self.build(rewriter, found))
             except Refused as refusal:
                 reason = reason or str(refusal)
-        return None if reason is None else Change((node.name,), reason)
+            else:
+                return Change(names, line=line)
+        return None if reason is None else Change((node.name,), reason, line)

@@ -1,4 +1,4 @@
-"""The fusion pass for rotary embeddings: the halves of every head are rotated."""
+"""The fusion pass for rotary embeddings, which rotate the two halves of every head."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.fx import Node
 
-from lopa_ascend.graph.fusion.nodes import aten, value
+from lopa_ascend.graph.fusion.nodes import aten, static, value
 from lopa_ascend.graph.fusion.patterns import RESULT, Call, Either, Half, Match, Some
 from lopa_ascend.graph.fusion.rewriter import Change, Fusion, Refused, Rewriter
+from lopa_ascend.graph.fusion.tables import first_equals, has_equal_halves, rows_of_constant
 
 X, COS, SIN = Some("x"), Some("cos"), Some("sin")
 FIRST, SECOND = Half(X, 0), Half(X, 1)
 
 
 def product(a: Any, b: Any) -> Call:
+    """The pattern of a product in either order."""
     return Call(aten.mul.Tensor, a, b, commutes=True)
 
 
@@ -32,39 +34,10 @@ IN_HALVES = Call(
     -1,
 )
 
-# What gives for equal halves of its first argument equal halves, where it keeps the last dimension as it is.
-ELEMENTWISE = frozenset({aten.cos.default, aten.sin.default, aten._to_copy.default})
-SCALED = frozenset({aten.mul.Tensor, aten.mul.Scalar})
-MOVED = frozenset({aten.reshape.default, aten.view.default, aten.unsqueeze.default, aten.expand.default})
-TAKEN = frozenset({aten.index.Tensor, aten.index_select.default, aten.embedding.default, aten.slice.Tensor})
-
-
-def has_equal_halves(rewriter: Rewriter, node: Node) -> bool:
-    """Whether the halves of the last dimension are sure to be equal."""
-    if node.op == "get_attr":
-        first, second = rewriter.tensor(node).tensor_split(2, -1)
-        return rewriter.memory.constant(node) and torch.equal(first, second)
-    if node.op != "call_function":
-        return False
-    target, source = node.target, node.args[0]
-    if target is aten.cat.default:
-        assert isinstance(source, (list, tuple))
-        return len(source) == 2 and source[0] is source[1] and node.args[1:] == (-1,)
-    if not isinstance(source, Node):
-        return False
-    size, rank = value(source).shape[-1], value(source).dim()
-    if target in SCALED and isinstance(node.args[1], Node):
-        return False
-    if target is aten.index.Tensor and len(node.args[1]) == rank:  # type: ignore[arg-type]
-        return False
-    if target is aten.index_select.default and node.args[1] in (-1, rank - 1):
-        return False
-    known = target in ELEMENTWISE | SCALED | MOVED | TAKEN
-    return known and value(node).shape[-1] == size and has_equal_halves(rewriter, source)
-
 
 def token_and_head_dims(x: Sequence[int], table: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Which dimensions of x but the last have a row of the table each, and which are repeated for: heads."""
+    """The dimensions of x, without the last one, in which the table has a row for each index, and those in which it
+    repeats: heads."""
     rows = [1] * (len(x) - len(table)) + list(table[:-1])
     if len(table) > len(x) or any(row not in (1, size) for row, size in zip(rows, x, strict=False)):
         raise Refused(f"cosines {list(table)} do not broadcast to {list(x)}")
@@ -73,6 +46,7 @@ def token_and_head_dims(x: Sequence[int], table: Sequence[int]) -> tuple[list[in
 
 
 def permutation(node: Node) -> list[int] | None:
+    """The order into which a node brings the dimensions of its argument; None if it does something else."""
     args: tuple[Any, ...] = node.args
     rank = value(node).dim()
     if node.target is aten.permute.default:
@@ -85,7 +59,7 @@ def permutation(node: Node) -> list[int] | None:
 
 
 def permuted(rewriter: Rewriter, x: Node, dims: list[int]) -> Node:
-    """``x.permute(dims)``, without going there and back."""
+    """``x.permute(dims)``; if that undoes the permutation which x is, the argument of x."""
     before, same = permutation(x), list(range(len(dims)))
     if before is not None and [before[dim] for dim in dims] == same:
         source = x.args[0]
@@ -95,18 +69,25 @@ def permuted(rewriter: Rewriter, x: Node, dims: list[int]) -> Node:
 
 
 def reshaped(rewriter: Rewriter, x: Node, shape: Sequence[int]) -> Node:
-    return x if list(value(x).shape) == list(shape) else rewriter.call(aten.reshape.default, x, list(shape))
+    """``x.reshape(shape)``, or x if it has that shape."""
+    return x if static(value(x).shape) == static(shape) else rewriter.call(aten.reshape.default, x, static(shape))
 
 
 class Rope:
-    """Both ways to write it become ``ops.rope``. Its tables are made once for all heads and layers that use the same
-    cosines and sines, where these are computed."""
+    """Makes both ways to write a rotary embedding ``ops.rope``.
+
+    The op's tables are made once for all heads and layers that use the same cosines and sines. If these are rows of
+    constant tables, the constants are brought into the op's form here, and only the gather of rows is left to the
+    graph; otherwise the graph forms the tables where it computes the cosines.
+    """
 
     def __init__(self) -> None:
         self._tables: dict[Any, tuple[Node, Node]] = {}
+        self._first: dict[Node, Node] = {}
         self._fusion = Fusion(Either(WHOLE, IN_HALVES), self._build)
 
     def __call__(self, rewriter: Rewriter) -> list[Change]:
+        self._first = first_equals(rewriter)
         return self._fusion(rewriter)
 
     def _build(self, rewriter: Rewriter, match: Match) -> Sequence[Node]:
@@ -127,26 +108,43 @@ class Rope:
         tokens, heads = token_and_head_dims(shown.shape, value(cos).shape)
         sizes = [math.prod(shown.shape[i] for i in dims) for dims in (tokens, heads)]
         order = [*tokens, *heads, shown.dim() - 1]
+        cos, sin = self._first[cos], self._first[sin]
         tables = self._tables_of(rewriter, cos, sin, sizes[0], shown.shape[-1] // 2)
-        turned = permuted(rewriter, x, order)
-        flat = reshaped(rewriter, turned, [*sizes, shown.shape[-1]])
-        out = reshaped(rewriter, rewriter.call(rewriter.ops.rope, flat, *tables), value(turned).shape)
+        heads_last = permuted(rewriter, x, order)
+        flat = reshaped(rewriter, heads_last, [*sizes, shown.shape[-1]])
+        out = reshaped(rewriter, rewriter.call(rewriter.ops.rope, flat, *tables), value(heads_last).shape)
         back = sorted(range(len(order)), key=order.__getitem__)
         return [permuted(rewriter, out, back)]
 
     def _tables_of(self, rewriter: Rewriter, cos: Node, sin: Node, tokens: int, half: int) -> tuple[Node, Node]:
-        key = (cos, sin, tokens)
+        """The op's tables of ``tokens`` tokens."""
+        key = (cos, sin, str(tokens))
         if key not in self._tables:
-            order = rewriter.memory.order
-            last = max(cos, sin, key=order.__getitem__)
-            calls = (node for node in rewriter.graph.nodes if node.op not in ("placeholder", "get_attr"))
-            place = last.next if last.op == "call_function" else next(calls)
-            with rewriter.graph.inserting_before(place):
-                rows = []
-                for table in (cos, sin):
-                    first = rewriter.call(aten.slice.Tensor, table, -1, 0, half)
-                    rows.append(reshaped(rewriter, first, [tokens, half]))
-                both = rewriter.call(rewriter.ops.rope_tables, *rows, value(cos).dtype)
-                first_part, second_part = rewriter.parts(both, 2)
-                self._tables[key] = first_part, second_part
+            found = rows_of_constant(rewriter, cos), rows_of_constant(rewriter, sin)
+            if found[0] and found[1] and found[0][1] is found[1][1]:
+                self._tables[key] = self._gathered(rewriter, found[0][0], found[1][0], found[0][1], half)
+            else:
+                self._tables[key] = self._formed(rewriter, cos, sin, tokens, half)
         return self._tables[key]
+
+    def _gathered(self, rewriter: Rewriter, cos: Tensor, sin: Tensor, indices: Node, half: int) -> tuple[Node, Node]:
+        """Rows at ``indices`` of constant tables."""
+        constants = [rewriter.constant(x) for x in rewriter.ops.rope_tables(cos[:, :half], sin[:, :half], cos.dtype)]
+        place = indices.next if indices.op == "call_function" else rewriter.first_call()
+        with rewriter.graph.inserting_before(place):
+            first, second = (rewriter.call(aten.index_select.default, x, 0, indices) for x in constants)
+        return first, second
+
+    def _formed(self, rewriter: Rewriter, cos: Node, sin: Node, tokens: int, half: int) -> tuple[Node, Node]:
+        """Tables of cosines and sines that the graph computes."""
+        last = max(cos, sin, key=rewriter.memory.order.__getitem__)
+        with rewriter.graph.inserting_before(last.next if last.op == "call_function" else rewriter.first_call()):
+            rows = []
+            for table in (cos, sin):
+                first = rewriter.call(aten.slice.Tensor, table, -1, 0, half)
+                rows.append(reshaped(rewriter, first, [tokens, half]))
+            both = rewriter.call(rewriter.ops.rope_tables, *rows, value(cos).dtype)
+            first_part, second_part = rewriter.parts(both, 2)
+        rewriter.hoist(second_part)
+        rewriter.hoist(first_part)
+        return first_part, second_part

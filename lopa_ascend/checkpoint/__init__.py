@@ -1,4 +1,4 @@
-"""Loads the weights of a Dream model: read a checkpoint, slice this rank's part, merge a LoRA adapter, stack, cast.
+"""Loads the weights of a model: read a checkpoint, slice this rank's part, merge a LoRA adapter, stack, cast.
 
 Each step is a stream of (name, tensor), so that only one tensor at a time is in memory beside the result. Slicing comes
 before merging, so that the float32 temporaries of the merge have the size of the slice.
@@ -6,6 +6,7 @@ before merging, so that the float32 temporaries of the merge have the size of th
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,24 +15,40 @@ from tqdm import tqdm
 
 from lopa_ascend.checkpoint.files import CheckpointError
 from lopa_ascend.checkpoint.lora import Adapter, merge_adapter, open_adapter
-from lopa_ascend.checkpoint.read import DTYPES, Checkpoint, open_checkpoint
-from lopa_ascend.checkpoint.shard import WHOLE, Shard, slice_tensors
+from lopa_ascend.checkpoint.read import DTYPES, Checkpoint, ExpectedTensors, model_type, open_checkpoint
+from lopa_ascend.checkpoint.shard import WHOLE, Shard, slice_tensors, whole_slices
 from lopa_ascend.checkpoint.stack import stack_projections, stacked_name
 from lopa_ascend.config import ModelConfig
 
 __all__ = [
+    "DTYPES",
     "Adapter",
     "Checkpoint",
     "CheckpointError",
+    "ExpectedTensors",
     "Shard",
     "load",
+    "load_unsplit",
     "merge_adapter",
+    "model_type",
     "open_adapter",
     "open_checkpoint",
     "stack_projections",
+    "with_dtype",
 ]
 
 _DTYPE_CHOICES = ("auto", "float32", "bfloat16")
+
+
+def with_dtype(config: ModelConfig, dtype: str) -> ModelConfig:
+    """``config`` with the dtype that its weights are to have: "float32", "bfloat16", or "auto" for that of ``config``.
+
+    Raises:
+        ValueError: ``dtype`` is unknown.
+    """
+    if dtype not in _DTYPE_CHOICES:
+        raise ValueError(f"dtype: unknown value {dtype!r}; choose one of {', '.join(_DTYPE_CHOICES)}")
+    return config if dtype == "auto" else replace(config, dtype=dtype)
 
 
 def load(
@@ -66,10 +83,8 @@ def load(
         CheckpointError: the checkpoint or the adapter cannot be loaded; raised before any weight is read.
         ValueError: ``dtype`` is unknown, or ``shard.size`` ranks cannot split the model; likewise.
     """
-    if dtype not in _DTYPE_CHOICES:
-        raise ValueError(f"dtype: unknown value {dtype!r}; choose one of {', '.join(_DTYPE_CHOICES)}")
     checkpoint = open_checkpoint(path)
-    config = checkpoint.config if dtype == "auto" else replace(checkpoint.config, dtype=dtype)
+    config = with_dtype(checkpoint.config, dtype)
     sizes = config.tensor_parallel_sizes()
     if shard.size not in sizes:
         choices = ", ".join(map(str, sizes))
@@ -82,3 +97,29 @@ def load(
     num_stacked = len({stacked_name(name) for name in checkpoint.files})
     progress = tqdm(stacked, "loading", num_stacked, unit="tensor", delay=1, disable=None)
     return config, {name: tensor.to(device) for name, tensor in progress}
+
+
+def load_unsplit(
+    checkpoint: Checkpoint,
+    dtypes: Mapping[str, torch.dtype],
+    *,
+    lora: str | Path | None = None,
+    device: str = "cpu",
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors of a checkpoint as they are stored, neither split nor stacked, with an adapter merged in.
+
+    Args:
+        checkpoint: what to load.
+        dtypes: by Hugging Face name, the dtype that each tensor is to have.
+        lora: directory of a PEFT LoRA adapter; None for no adapter.
+        device: where the tensors go. They share no memory with the checkpoint's files.
+
+    Raises:
+        CheckpointError: the adapter cannot be loaded; raised before any weight is read.
+    """
+    tensors = checkpoint.tensors()
+    if lora is not None:
+        adapter = open_adapter(lora, checkpoint.config, checkpoint.expected)
+        tensors = merge_adapter(tensors, adapter, whole_slices(checkpoint.expected))
+    for name, tensor in tqdm(tensors, "loading", len(checkpoint.files), unit="tensor", delay=1, disable=None):
+        yield name, tensor.to(device=device, dtype=dtypes[name], copy=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lopa_ascend.checkpoint.files import CheckpointError, Header, check_directory, no_weights_error, read_headers
-from lopa_ascend.checkpoint.read import expected_shapes, map_tensor
+from lopa_ascend.checkpoint.read import ExpectedTensors, dream_tensors, map_tensor
 from lopa_ascend.checkpoint.shard import TensorSlices
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.config.files import read_json_object
@@ -77,8 +77,13 @@ class Adapter:
     """By Hugging Face name of the weight that they change."""
 
 
-def open_adapter(path: str | Path, config: ModelConfig) -> Adapter:
+def open_adapter(path: str | Path, config: ModelConfig, model_tensors: ExpectedTensors | None = None) -> Adapter:
     """Checks the directory of a PEFT adapter against a model, without reading a weight.
+
+    Args:
+        path: the directory.
+        config: the model's.
+        model_tensors: what the model's checkpoint holds; None: what that of a Dream holds.
 
     Raises:
         CheckpointError: the adapter is malformed, uses a feature other than plain LoRA, or does not fit the model.
@@ -89,17 +94,17 @@ def open_adapter(path: str | Path, config: ModelConfig) -> Adapter:
         raise no_weights_error(path, f"{_CONFIG} and {_WEIGHTS}")
     settings = _Settings(path / _CONFIG, read_json_object(path / _CONFIG, CheckpointError))
     settings.refuse_features()
-    shapes = expected_shapes(config)
-    linears = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
-    linears.remove("model.embed_tokens")
-    modules = settings.targets(linears)
-    if config.tie_word_embeddings and settings.targets_head():
-        raise settings.error("target_modules", "adapts lm_head, which this model shares with its embeddings")
+    model_tensors = model_tensors or dream_tensors(config)
+    modules = settings.targets(model_tensors.linears)
+    for name, original in model_tensors.copies.items():
+        module = name.removesuffix(".weight")
+        if settings.is_target(module):
+            raise settings.error("target_modules", f"adapts {module}, which is the same tensor as {original} here")
     deltas: dict[str, Delta] = {}
     expected: dict[str, tuple[int, int]] = {}
     for module in modules:
         a, b = f"{_PREFIX}{module}.lora_A.weight", f"{_PREFIX}{module}.lora_B.weight"
-        num_rows, num_columns = shapes[f"{module}.weight"]
+        num_rows, num_columns = model_tensors.shapes[f"{module}.weight"]
         rank = settings.rank(module)
         expected[a] = rank, num_columns
         expected[b] = num_rows, rank
@@ -196,17 +201,13 @@ class _Settings:
             if field not in _SUPPORTED_FIELDS | _FIELDS_WITHOUT_EFFECT and not _is_unset(value):
                 raise self.error(field, f"is {value!r}; only plain LoRA is supported, expected it unset")
 
-    def targets(self, linears: list[str]) -> list[str]:
+    def targets(self, linears: Iterable[str]) -> list[str]:
         """Those of the model's linear modules that are adapted."""
-        modules = [module for module in linears if self._is_target(module)]
+        modules = [module for module in linears if self.is_target(module)]
         if not modules:
             value = self.values.get("target_modules")
             raise self.error("target_modules", f"{value!r} matches no linear layer of this model")
         return modules
-
-    def targets_head(self) -> bool:
-        """Whether the LM head is adapted."""
-        return self._is_target("lm_head")
 
     def rank(self, module: str) -> int:
         """The rank r of a module's A and B."""
@@ -224,7 +225,8 @@ class _Settings:
         rank = self.rank(module)
         return alpha / math.sqrt(rank) if self.values.get("use_rslora") else alpha / rank
 
-    def _is_target(self, module: str) -> bool:
+    def is_target(self, module: str) -> bool:
+        """Whether the adapter changes a linear layer of this name."""
         if self._names_module("exclude_modules", module):
             return False
         target = self.values.get("target_modules")

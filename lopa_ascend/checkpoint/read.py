@@ -1,9 +1,9 @@
-"""Opens a Hugging Face directory of a Dream model: checks its JSON and headers, then gives its weights one by one."""
+"""Opens the Hugging Face directory of a model: checks its JSON and headers, then gives its weights one by one."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from lopa_ascend.checkpoint.files import CheckpointError, Header, check_directory, no_weights_error, read_headers
-from lopa_ascend.config import ConfigError, ModelConfig
+from lopa_ascend.config import DREAM, ConfigError, ModelConfig
 from lopa_ascend.config.files import read_json_object
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -22,6 +22,7 @@ _DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _SINGLE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _HEAD = "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -30,7 +31,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     q_rows = config.num_heads * config.head_dim
     kv_rows = config.num_kv_heads * config.head_dim
     qkv_rows = {"self_attn.q_proj": q_rows, "self_attn.k_proj": kv_rows, "self_attn.v_proj": kv_rows}
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (vocab, hidden)}
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
         shapes[f"{prefix}input_layernorm.weight"] = (hidden,)
@@ -48,6 +49,26 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+@dataclass(frozen=True)
+class ExpectedTensors:
+    """The tensors that a checkpoint of an architecture must hold."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Shape of every tensor by its Hugging Face name, in the order in which they are loaded."""
+    copies: Mapping[str, str]
+    """By name of a tensor that is the same as another one: the name of that one. A checkpoint may lack such tensors."""
+    linears: tuple[str, ...]
+    """Names of the linear layers, which an adapter may change."""
+
+
+def dream_tensors(config: ModelConfig) -> ExpectedTensors:
+    """The tensors of a Dream checkpoint."""
+    shapes = expected_shapes(config)
+    linears = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2 and name != _EMBEDDING]
+    copies = {_HEAD: _EMBEDDING} if config.tie_word_embeddings else {}
+    return ExpectedTensors(shapes, copies, tuple(linears))
+
+
 def map_tensor(file: Path, name: str) -> torch.Tensor:
     """A tensor as stored, mapped from its file: only the parts that are used are read.
 
@@ -61,23 +82,43 @@ def map_tensor(file: Path, name: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A directory of a Dream model that has passed every check."""
+    """The directory of a model that has passed every check."""
 
     path: Path
     config: ModelConfig
+    expected: ExpectedTensors
     files: Mapping[str, Path]
-    """By Hugging Face name of a tensor, in layer order: the file that holds it."""
+    """By Hugging Face name of a tensor, in the order of ``expected.shapes``: the file that holds it."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Hugging Face names and tensors, in layer order, one at a time; see `map_tensor`."""
+        """Hugging Face names and tensors, in the order of ``files``, one at a time; see `map_tensor`."""
         for name, file in self.files.items():
             yield name, map_tensor(file, name)
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Checks the directory of a Dream model without reading a weight.
+def model_type(path: str | Path) -> object:
+    """What config.json names as the architecture: text, unless the file is wrong; None if it names none.
+
+    Raises:
+        CheckpointError: the directory or the file is missing, or the file is no JSON object.
+    """
+    check_directory(Path(path))
+    return read_json_object(Path(path) / "config.json", CheckpointError).get("model_type")
+
+
+def open_checkpoint(
+    path: str | Path,
+    model_type: str = DREAM,
+    expect: Callable[[ModelConfig], ExpectedTensors] = dream_tensors,
+) -> Checkpoint:
+    """Checks the directory of a model without reading a weight.
 
     The ``dtype`` of its config is that of config.json, or if there is none, the dtype that most bytes are stored in.
+
+    Args:
+        path: the directory.
+        model_type: the architecture that config.json must name.
+        expect: gives the tensors that a checkpoint of that architecture must hold.
 
     Raises:
         CheckpointError: a file, field or tensor is missing, malformed, or does not fit the others.
@@ -87,14 +128,14 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     raw = read_json_object(path / "config.json", CheckpointError)
     generation = read_json_object(path / "generation_config.json", CheckpointError, optional=True)
     try:
-        config = ModelConfig.from_json(raw, generation, str(path / "config.json"))
+        config = ModelConfig.from_json(raw, generation, str(path / "config.json"), model_type)
     except ConfigError as error:
         raise CheckpointError(str(error)) from error
     headers, source = _find_tensors(path)
-    shapes = expected_shapes(config)
-    _check_tensors(config, shapes, headers, source)
-    config = replace(config, dtype=_choose_dtype(path, raw, config, [headers[name] for name in shapes]))
-    return Checkpoint(path, config, {name: headers[name].file for name in shapes})
+    expected = expect(config)
+    _check_tensors(model_type, expected, headers, source)
+    config = replace(config, dtype=_choose_dtype(path, raw, config, [headers[name] for name in expected.shapes]))
+    return Checkpoint(path, config, expected, {name: headers[name].file for name in expected.shapes})
 
 
 def _find_tensors(path: Path) -> tuple[dict[str, Header], Path]:
@@ -133,31 +174,31 @@ def _read_indexed_files(path: Path) -> dict[str, Header]:
     return {name: headers_by_file[file][name] for name, file in weight_map.items()}
 
 
-def _check_tensors(
-    config: ModelConfig, shapes: dict[str, tuple[int, ...]], headers: dict[str, Header], source: Path
-) -> None:
+def _check_tensors(model_type: str, expected: ExpectedTensors, headers: dict[str, Header], source: Path) -> None:
     """Compares the tensors that are there with those that the model needs.
 
     Args:
-        config: the model's config.
-        shapes: name and shape of every tensor that the model needs.
+        model_type: the architecture, for messages.
+        expected: the tensors that the model needs.
         headers: name and header of every tensor that is there.
         source: the file that lists the tensors, for messages.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, or of another shape.
     """
-    for name, shape in shapes.items():
+    for name, shape in expected.shapes.items():
         if name not in headers:
-            raise CheckpointError(f"{source}: tensor {name}: is missing, expected {list(shape)}")
+            raise CheckpointError(f"{source}: tensor {name}: is missing, expected {list(shape)} for {model_type}")
     # transformers sometimes writes a head that is tied to the embedding too.
-    known = shapes | ({_HEAD: shapes["model.embed_tokens.weight"]} if config.tie_word_embeddings else {})
+    shapes = {**expected.shapes, **{name: expected.shapes[other] for name, other in expected.copies.items()}}
     for name, header in headers.items():
-        if name not in known:
-            raise CheckpointError(f"{header.file}: tensor {name}: is not part of a Dream model of this config.json")
-        if header.shape != known[name]:
-            found, expected = list(header.shape), list(known[name])
-            raise CheckpointError(f"{header.file}: tensor {name}: has shape {found}, expected {expected}")
+        if name not in shapes:
+            raise CheckpointError(
+                f"{header.file}: tensor {name}: is not part of a {model_type} model of this config.json"
+            )
+        if header.shape != shapes[name]:
+            found = f"has shape {list(header.shape)}, expected {list(shapes[name])} for {model_type}"
+            raise CheckpointError(f"{header.file}: tensor {name}: {found}")
 
 
 def _choose_dtype(path: Path, raw: Mapping[str, Any], config: ModelConfig, headers: list[Header]) -> str:

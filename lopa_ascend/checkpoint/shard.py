@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lopa_ascend.checkpoint.read import expected_shapes
+from lopa_ascend.checkpoint.read import ExpectedTensors, expected_shapes
 from lopa_ascend.config import ModelConfig
 
 TensorSlices = Mapping[str, tuple[slice, ...]]
@@ -61,6 +61,11 @@ class Shard:
 
 WHOLE = Shard()
 """The whole model, for a rank that is the only one."""
+
+
+def whole_slices(expected: ExpectedTensors) -> TensorSlices:
+    """All of every tensor, for a model that is not split."""
+    return {name: tuple(slice(0, size) for size in shape) for name, shape in expected.shapes.items()}
 
 
 def slice_tensors(

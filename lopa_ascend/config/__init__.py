@@ -14,7 +14,7 @@ from lopa_ascend.config.decoding import (
 from lopa_ascend.config.engine import ATTENTION_LAYOUTS, GRAPH_MODES_BY_DEVICE, EngineConfig
 from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.limits import Limits
-from lopa_ascend.config.model import ConfigError, ModelConfig
+from lopa_ascend.config.model import DREAM, ConfigError, ModelConfig
 from lopa_ascend.config.settings import GraphSupport
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "BRANCH_SCORES",
     "CONFIDENCES",
     "DECODINGS",
+    "DREAM",
     "GRAPH_MODES_BY_DEVICE",
     "MIN_TEMPERATURE",
     "WINDOW_ATTENTIONS",

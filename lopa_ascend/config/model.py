@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lopa_ascend.types import KVShape
+
+DREAM = "Dream"
+"""The ``model_type`` of the architecture that is written in fused ops."""
 
 
 class ConfigError(ValueError):
@@ -16,7 +19,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape and the special token ids of a Dream model, from ``config.json`` and ``generation_config.json``."""
+    """The shape and the special token ids of a model, from ``config.json`` and ``generation_config.json``."""
 
     vocab_size: int
     """Rows of the embedding."""
@@ -42,11 +45,17 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     dtype: str
     """Number format of the weights, e.g. "bfloat16"."""
+    model_type: str = DREAM
+    """Name of the architecture."""
+    raw: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """``config.json`` as it is, for an architecture that needs more than the fields above; empty for Dream."""
 
     # ---- parts of the model on a tensor-parallel rank ----------------------------------------------------------------
 
     def tensor_parallel_sizes(self) -> tuple[int, ...]:
-        """The numbers of ranks that this model can be split over."""
+        """The numbers of ranks that this model can be split over. A model in plain torch cannot be split."""
+        if self.model_type != DREAM:
+            return (1,)
         return tuple(size for size in range(1, self.num_heads + 1) if self._splits(size))
 
     def _splits(self, size: int) -> bool:
@@ -74,29 +83,37 @@ class ModelConfig:
 
     @classmethod
     def from_json(
-        cls, config: Mapping[str, Any], generation: Mapping[str, Any], source: str = "config.json"
+        cls,
+        config: Mapping[str, Any],
+        generation: Mapping[str, Any],
+        source: str = "config.json",
+        model_type: str = DREAM,
     ) -> ModelConfig:
-        """The configuration that a Hugging Face directory of a Dream model describes.
+        """The configuration that a Hugging Face directory describes.
 
         Args:
             config: content of ``config.json``; a field that is null counts as missing.
             generation: content of ``generation_config.json``.
             source: path of ``config.json``, for messages.
+            model_type: the architecture that ``config.json`` must name. What the engine's Dream cannot do (other
+                activations, scaled rope, sliding windows) is refused for Dream alone: another architecture reads such
+                fields itself.
 
         Raises:
             ConfigError: a field is missing or malformed, or asks for something that this engine cannot do.
         """
         config = {name: value for name, value in config.items() if value is not None}
         read = _Reader(config, source)
-        read.expect("model_type", ("Dream",))
-        read.expect("hidden_act", ("silu",), default="silu")
-        read.expect("rope_scaling", (None,), default=None)
-        read.expect("use_sliding_window", (False,), default=False)
+        read.expect("model_type", (model_type,))
         rope = config.get("rope_parameters", {})
         if not isinstance(rope, dict):
             raise ConfigError(f"{source}: rope_parameters is {rope!r}, expected an object")
-        if rope.get("rope_type", "default") != "default":
-            raise ConfigError(f"{source}: rope_parameters.rope_type is {rope['rope_type']!r}, expected 'default'")
+        if model_type == DREAM:
+            read.expect("hidden_act", ("silu",), default="silu")
+            read.expect("rope_scaling", (None,), default=None)
+            read.expect("use_sliding_window", (False,), default=False)
+            if rope.get("rope_type", "default") != "default":
+                raise ConfigError(f"{source}: rope_parameters.rope_type is {rope['rope_type']!r}, expected 'default'")
         hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
         kv_heads = read.integer("num_key_value_heads", default=heads)
         if heads % kv_heads:
@@ -126,6 +143,8 @@ class ModelConfig:
             mask_token_id=mask,
             eos_token_ids=_eos_ids(config, generation, vocab, source),
             dtype=str(config.get("torch_dtype", config.get("dtype", "float32"))),
+            model_type=model_type,
+            raw={} if model_type == DREAM else config,
         )
 
 

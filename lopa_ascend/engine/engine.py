@@ -10,7 +10,6 @@ from dataclasses import replace
 import msgspec
 import torch
 
-from lopa_ascend import checkpoint
 from lopa_ascend.backend.memory import free_memory
 from lopa_ascend.config import DecodingParams, EngineConfig
 from lopa_ascend.engine.prepare import Prepared, choose_num_pages, model_path, prepare, request_limits
@@ -20,7 +19,6 @@ from lopa_ascend.graph.setup import build_executor
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.kv.prefix_cache import PrefixCache
 from lopa_ascend.model.base import Model
-from lopa_ascend.model.dream import Dream
 from lopa_ascend.parallel.agreement import Agreement
 from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.runner.eager import EagerExecutor
@@ -43,7 +41,8 @@ class Engine:
         mesh: this rank's place among others; None: the engine has one rank.
 
     Raises:
-        CheckpointError, ConfigError, TokenizerError, ParameterError: this cannot be served; no weights were loaded.
+        CheckpointError, ConfigError, ModelError, TokenizerError, ParameterError: this cannot be served; no weights were
+            loaded.
         GraphError: there is no room for so many graphs. The device may show that only once the weights are loaded.
     """
 
@@ -53,7 +52,7 @@ class Engine:
         self.config, self.mesh = config, mesh or Mesh()
         self.model_name = "demo" if config.model is None else model_path(config).resolve().name
         prepared = self._prepare()
-        model = self._load_model(prepared)
+        model = prepared.model_source.load(prepared.ops, self.mesh.tp)
         self.model_config = model.config
         pool, page_bytes = self._make_pool(model, prepared)
         self.kv_cache_memory = pool.num_pages * page_bytes
@@ -85,14 +84,6 @@ class Engine:
         self.mesh.raise_together(trouble)
         assert prepared is not None
         return prepared
-
-    def _load_model(self, prepared: Prepared) -> Model:
-        config, tp = self.config, self.mesh.tp
-        shard = checkpoint.Shard(tp.rank, tp.size)
-        model_config, weights = checkpoint.load(
-            prepared.path, lora=config.lora, dtype=config.dtype, device=config.device, shard=shard
-        )
-        return Dream(model_config, weights, prepared.ops, tp)
 
     def _make_pool(self, model: Model, prepared: Prepared) -> tuple[KVPool, int]:
         """The KV pool, with as many pages on every rank, and the bytes of a page."""

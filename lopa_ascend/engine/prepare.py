@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from lopa_ascend import checkpoint
 from lopa_ascend.backend import Ops, load_ops
 from lopa_ascend.backend.memory import default_kv_memory
 from lopa_ascend.config import DecodingParams, EngineConfig, Limits, ModelConfig, ParameterError
 from lopa_ascend.demo import DEMO_MODEL
+from lopa_ascend.engine.models import ModelSource, open_model
 from lopa_ascend.graph.setup import GraphPlan, plan_graphs
 from lopa_ascend.kv.pages import pages_for, slots_for
 from lopa_ascend.parallel.mesh import Mesh
@@ -21,8 +21,8 @@ from lopa_ascend.text.tokenizer_files import load_tokenizer
 class Prepared:
     """What an engine is built from, once everything that can be checked without weights has been."""
 
-    path: Path
-    """The model's directory."""
+    model_source: ModelSource
+    """The checked directory that the model is loaded from."""
     ops: Ops
     """The device's fused ops."""
     num_token_ids: int
@@ -44,14 +44,15 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
     """Checks a configuration against the device and the model's directory, without reading a weight.
 
     Raises:
-        CheckpointError, ConfigError, TokenizerError, ParameterError: this cannot be served.
+        CheckpointError, ConfigError, ModelError, TokenizerError, ParameterError: this cannot be served.
         UnsupportedStackError: the software of the device is missing or too old.
         GraphError: the graph mode has no room for so many graphs.
         OSError: a file cannot be read.
     """
     path = model_path(config)
     ops = load_ops(config)
-    model = checkpoint.open_checkpoint(path).config
+    model_source = open_model(path, config, ops.device)
+    model = model_source.config
     _check_split(config, model)
     tokenizer = load_tokenizer(path, model.vocab_size)
     num_token_ids = tokenizer.num_token_ids if tokenizer else model.vocab_size
@@ -59,9 +60,9 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
     max_num_batched_tokens = config.max_num_batched_tokens or max(4096, max_model_len)
     graph_plan = None
     if config.mode != "eager":
-        identity = model, num_token_ids, mesh.tp.rank, mesh.bp.rank
+        identity = model_source.identity, num_token_ids, mesh.tp.rank, mesh.bp.rank
         graph_plan = plan_graphs(config, identity, max_model_len, max_num_batched_tokens)
-    return Prepared(path, ops, num_token_ids, max_model_len, max_num_batched_tokens, graph_plan)
+    return Prepared(model_source, ops, num_token_ids, max_model_len, max_num_batched_tokens, graph_plan)
 
 
 def _check_split(config: EngineConfig, model: ModelConfig) -> None:

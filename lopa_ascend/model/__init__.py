@@ -1,1 +1,1 @@
-"""Model architectures, written in the fused ops of a backend."""
+"""Model architectures: Dream in the fused ops of a backend, and what a model in plain torch must look like."""

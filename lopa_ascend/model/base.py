@@ -42,14 +42,17 @@ class Model(Protocol):
     """The whole model's, not the rank's part."""
     ops: Ops
     tp: Group
-    weights: Mapping[str, Tensor]
-    """What the model holds in device memory, for the report of its size."""
     head: Tensor
     """Weight of the LM head. Its dtype is that of hidden states, keys and values."""
     first_token_id: int
     """First token id of this rank's part of the vocabulary."""
     local_vocab_size: int
     """Token ids in this rank's part of the vocabulary."""
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """What the model holds in device memory, for the report of its size."""
+        ...
 
     def forward(self, inputs: ForwardInputs, k_caches: Caches, v_caches: Caches) -> Tensor:
         """Final normed hidden states [R, hidden] of ``inputs.rows``. Writes keys and values to the caches.

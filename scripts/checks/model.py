@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from lopa_ascend.config import ConfigError, ModelConfig
+from lopa_ascend.config import DREAM, ConfigError, ModelConfig
 from lopa_ascend.config.files import read_json_object
+from lopa_ascend.model.registry import known_models
 from scripts.checks.launch import Finding, Launch, fail, ok
 
 
@@ -16,7 +17,7 @@ def check_model(launch: Launch) -> Iterator[Finding]:
         try:
             yield from check(launch)
         except ConfigError as error:
-            yield fail(f"model: {error}", "give a whole Hugging Face directory of a Dream model")
+            yield fail(f"model: {error}", "give a whole Hugging Face directory of a Dream or of a registered model")
 
 
 def _check_files(launch: Launch) -> Iterator[Finding]:
@@ -39,7 +40,9 @@ def _check_files(launch: Launch) -> Iterator[Finding]:
 
 def _check_tensor_parallel_size(launch: Launch) -> Iterator[Finding]:
     file = launch.model / "config.json"
-    config = ModelConfig.from_json(read_json_object(file, ConfigError), {}, str(file))
+    values = read_json_object(file, ConfigError)
+    model_type = values.get("model_type")
+    config = ModelConfig.from_json(values, {}, str(file), model_type if model_type in known_models() else DREAM)
     sizes, heads = config.tensor_parallel_sizes(), f"{config.num_heads} query and {config.num_kv_heads} KV heads"
     if launch.tp in sizes:
         yield ok(f"model: tp {launch.tp} splits {heads}")

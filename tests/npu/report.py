@@ -35,13 +35,14 @@ from lopa_ascend.graph.tensors import (
     view_inputs,
 )
 from lopa_ascend.kv.pages import PAGE_SIZE
+from lopa_ascend.model.base import Model
 from lopa_ascend.model.dream import Dream
 from lopa_ascend.parallel.collectives import ALONE, Group
 from lopa_ascend.score.greedy import GreedyScore
 from tests.npu.lab import device  # noqa: F401
 from tests.npu.lab.lowering import Lowered, lower
 from tests.npu.plain_ops import PlainOps
-from tests.npu.samples import dream_7b, dream_weights, forward_inputs, moved, paged_entries
+from tests.npu.samples import dream_7b, dream_weights, forward_inputs, moved, paged_entries, plain_dream
 
 VOCABULARY, MASK, NUM_TOKENS, NUM_LAYERS = 152064, 151666, 151667, 28
 BUCKET = Bucket(sequences=1, blocks=2, pages=8, branches=4, slots=4, block_length=32, max_blocks=4)
@@ -58,14 +59,19 @@ class UnfilledOps(NpuOps):
 
 @dataclass(frozen=True)
 class Variant:
+    """A way to run the model."""
+
     ops: NpuOps
     tp_size: int = 1
+    is_plain: bool = False
+    """Written in plain torch, and fused."""
 
 
 def variants() -> dict[str, Variant]:
     return {
         "bf16": Variant(UnfilledOps()),
         "bf16_tp4": Variant(UnfilledOps(), tp_size=4),
+        "plain_fused": Variant(UnfilledOps(), is_plain=True),
         "unfused": Variant(PlainOps()),
     }
 
@@ -100,7 +106,11 @@ class Sample:
     def __init__(self, variant: Variant, num_layers: int, group: Group) -> None:
         config = replace(dream_7b(num_layers), vocab_size=VOCABULARY, mask_token_id=MASK)
         own = share(config, group.size)
-        self.model = Dream(config, dream_weights(own, torch.bfloat16, filled=False), variant.ops, group)
+        self.model: Model
+        if variant.is_plain:
+            self.model = plain_dream(config, variant.ops)
+        else:
+            self.model = Dream(config, dream_weights(own, torch.bfloat16, filled=False), variant.ops, group)
         first = self.model.first_token_id
         ids = range(first, first + self.model.local_vocab_size)
         self.score = GreedyScore(ids, MASK, NUM_TOKENS, group, variant.ops.device)

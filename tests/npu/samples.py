@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend import Entries
+from examples.plain_dream.plain_dream import PlainDream
+from lopa_ascend.backend import Entries, Ops
 from lopa_ascend.config import ModelConfig
+from lopa_ascend.graph.fusion.model import FusedModel, fuse_model
+from lopa_ascend.graph.fusion.trace import trace
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.base import ForwardInputs
+from lopa_ascend.model.plain import build_module
 
 SMALL_VOCABULARY = 512
 
@@ -75,6 +79,15 @@ def dream_weights(config: ModelConfig, dtype: torch.dtype, *, filled: bool = Tru
     if not filled:
         return {name: torch.empty(size, dtype=dtype, device="npu") for name, size in sizes.items()}
     return {name: (torch.randn(size) * size[-1] ** (0.5 - len(size) / 2)).to(dtype) for name, size in sizes.items()}
+
+
+def plain_dream(config: ModelConfig, ops: Ops, weights: Mapping[str, Tensor] | None = None) -> FusedModel:
+    """The example of a model in plain torch, fused, with these weights by their Hugging Face names, or with whatever is
+    in memory."""
+    module = build_module(PlainDream, config)
+    saved = module.state_dict()
+    tensors = dict(weights or {name: torch.empty_like(x, device=ops.device) for name, x in saved.items()})
+    return fuse_model(config, module, trace(module, config, ops.device), tensors, ops)
 
 
 def forward_inputs(entries: Entries, num_pages: int) -> ForwardInputs:

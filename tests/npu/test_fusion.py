@@ -9,97 +9,83 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from examples.plain_dream.plain_dream import PlainDream
 from lopa_ascend.backend.cpu import CpuOps
 from lopa_ascend.backend.npu.ops import NpuOps
-from lopa_ascend.graph.fusion import Report, fuse
+from lopa_ascend.graph.fusion import fuse
 from lopa_ascend.kv.pages import PAGE_SIZE
-from tests.graph.plain import PlainModel, rms_norm
+from lopa_ascend.model.base import ForwardInputs
+from tests.graph.plain import rms_norm
 from tests.npu.lab import device  # noqa: F401
-from tests.npu.lab.lowering import Lowered, lower, optimised
-from tests.npu.samples import forward_inputs, moved, paged_entries, small_dream
+from tests.npu.lab.lowering import lower, optimised
+from tests.npu.report import UnfilledOps, Variant, lowered_model, lowered_step
+from tests.npu.samples import forward_inputs, moved, paged_entries, plain_dream, small_dream
+from tests.npu.test_lowering import ENDS, LAYER, SCORE, layers
 
 pytestmark = pytest.mark.npu
 OPS = NpuOps()
-LAYER = {
-    "AddRmsNorm": 2,
-    "MatMulV2": 1,  # with bias
-    "SplitV": 1,
-    "RotaryMul": 2,
-    "ScatterPaKvCache": 1,
-    "FusedInferAttentionScore": 1,
-    "MatMul": 3,
-    "SwiGlu": 1,
-}
-"""The kernels of a layer of Dream, which is written for NpuOps."""
 
 
 class Plain:
-    """A plain model of ``num_layers`` with its arguments, on the device: tokens, positions, slots, page tables and
-    caches. Keys and values are written, and attention is computed, by NpuOps: these have no plain form."""
+    """A plain Dream of ``num_layers`` on the device, with inputs. Keys and values are written, and attention is
+    computed, by NpuOps: these have no plain form."""
 
     def __init__(self, num_layers: int):
         torch.manual_seed(0)
-        config = small_dream(num_layers)
-        self.model = PlainModel(config, torch.bfloat16).to("npu")
-        self.entries, num_pages = paged_entries((32,) * 4, (544,) * 4)
-        inputs = moved(forward_inputs(self.entries, num_pages), "npu")
-        shape = (2 * num_layers, num_pages, PAGE_SIZE, config.num_kv_heads, config.head_dim)
-        caches = torch.randn(shape).bfloat16().to("npu")
-        self.args = [inputs.tokens, inputs.positions, inputs.slot_mapping, inputs.entries.page_tables, *caches.unbind()]
+        self.config = small_dream(num_layers)
+        self.module = PlainDream(self.config).to(torch.bfloat16).requires_grad_(False).to("npu")
+        entries, num_pages = paged_entries((32,) * 4, (544,) * 4)
+        self.inputs = replace(moved(forward_inputs(entries, num_pages), "npu"), rows=None)
+        shape = (2, num_layers, num_pages, PAGE_SIZE, self.config.num_kv_heads, self.config.head_dim)
+        self.caches = torch.randn(shape).bfloat16().to("npu")
 
-    def __call__(self, tokens: Tensor, positions: Tensor, slots: Tensor, tables: Tensor, *caches: Tensor) -> Tensor:
-        entries = replace(self.entries, page_tables=tables)
-
+    def __call__(self, inputs: ForwardInputs, k_caches: list[Tensor], v_caches: list[Tensor]) -> Tensor:
         def attend(n: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            OPS.kv_write(k, v, caches[2 * n], caches[2 * n + 1], slots)
-            return OPS.attention(q, caches[2 * n], caches[2 * n + 1], entries)
+            OPS.kv_write(k, v, k_caches[n], v_caches[n], inputs.slot_mapping)
+            return OPS.attention(q, k_caches[n], v_caches[n], inputs.entries)
 
-        return self.model(tokens, positions, attend)
-
-    def copied_args(self) -> list[Tensor]:
-        return [x.clone() for x in self.args]
-
-    def traced(self) -> GraphModule:
-        with torch.no_grad():
-            return make_fx(self)(*self.copied_args())
-
-    def fused(self) -> tuple[GraphModule, Report]:
-        module = self.traced()
-        return module, fuse(module, OPS)
+        hidden: Tensor = self.module(inputs.tokens, inputs.positions, attend)
+        return hidden
 
 
-def lowered(module: GraphModule, *args: Tensor) -> Lowered:
-    return lower(lambda *given: module(*given), *args)
+def test_a_plain_dream_lowers_to_the_kernels_of_the_one_written_by_hand() -> None:
+    by_hand, fused = Variant(UnfilledOps()), Variant(UnfilledOps(), is_plain=True)
+    assert LAYER.total() == 11
+    assert lowered_model(fused, 2).kernels == layers(LAYER, 2) + ENDS + SCORE + Counter(Exp=1)
+    assert lowered_step(fused, 1).kernels == lowered_step(by_hand, 1).kernels
 
 
-def test_a_plain_layer_lowers_to_the_kernels_of_the_one_written_by_hand() -> None:
-    one, two = Plain(1), Plain(2)
-    before = lowered(two.traced(), *two.args).kernels - lowered(one.traced(), *one.args).kernels
-    assert before.total() > 60, before
-    graphs = [lowered(plain.fused()[0], *plain.args) for plain in (one, two)]
-    assert graphs[1].kernels - graphs[0].kernels == Counter(LAYER)
-    # Besides: embedding, cosines and sines of the positions, their tables, the first norm, the head.
-    rest = {"GatherV2": 1, "IndexByTensor": 2, "StridedSliceV2": 2, "ConcatV2": 2, "RmsNorm": 1, "MatMul": 1}
-    assert graphs[0].kernels - Counter(LAYER) == Counter(rest)
+def test_a_plain_layer_is_six_times_as_many_kernels_before_it_is_fused() -> None:
+    before = []
+    for plain in (Plain(1), Plain(2)):
+        caches = [list(cache.unbind()) for cache in plain.caches]
+        before.append(lower(plain.__call__, plain.inputs, *caches).kernels)
+    assert (before[1] - before[0]).total() > 60, before
 
 
 def test_a_fused_model_computes_what_the_plain_one_does() -> None:
     plain = Plain(2)
-    module, report = plain.fused()
-    assert report.fused == {"rms_norm": 5, "add_rms_norm": 4, "rope": 4, "packing": 4, "swiglu": 2, "linear": 9}
-    expected_args = plain.copied_args()
+    model = plain_dream(plain.config, OPS, plain.module.state_dict())
+    assert model.report.fused == {
+        "rms_norm": 5,
+        "add_rms_norm": 4,
+        "rope": 4,
+        "packing": 4,
+        "rope_packing": 2,
+        "swiglu": 2,
+        "linear": 8,
+    }
+    expected_caches = plain.caches.clone()
     with torch.no_grad():
-        expected = plain(*expected_args)
-    for run in (module, optimised(lambda *given: module(*given))):
-        args = plain.copied_args()
+        expected = plain(plain.inputs, *map(list, expected_caches))
+    for run in (model.forward, optimised(model.forward)):
+        caches = plain.caches.clone()
         with torch.no_grad():
-            out = run(*args)
+            out = run(plain.inputs, *map(list, caches))
         assert_near(out, expected)
-        for cache, expected_cache in zip(args[4:], expected_args[4:], strict=True):
-            assert_near(cache, expected_cache)
+        assert_near(caches, expected_caches)
 
 
 def assert_near(got: Tensor, expected: Tensor) -> None:
@@ -127,7 +113,7 @@ def test_norm_and_quantisation_are_one_kernel_behind_a_sum_and_two_by_themselves
     def kernels(function: Callable[..., tuple[Tensor, ...]], *args: Tensor) -> Counter[str]:
         module = make_fx(function)(*args)
         fuse(module, OPS)
-        return lowered(module, *args).kernels
+        return lower(lambda *given: module(*given), *args).kernels
 
     assert kernels(alone, x) == {"RmsNorm": 1, "DynamicQuant": 1}
     assert kernels(behind_a_sum, x, other) == {"Neg": 2, "AddRmsNormDynamicQuant": 1}

@@ -3,22 +3,25 @@ graphs, and through torchair's FX graphs after its passes; what a step launches,
 
 from __future__ import annotations
 
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from examples.plain_dream.plain_dream import PlainDream
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.kv.pages import PAGE_SIZE
+from lopa_ascend.model.plain import Attend
 from scripts.eval_demo import decoding, evaluate, read
 from tests import golden
 from tests.npu.lab import capture, device, engine  # noqa: F401
 from tests.npu.lab.constraints import numeric
 from tests.npu.lab.traffic import host_traffic
+from tests.plain_dream import as_plain, registered
 from tests.tiny import write_dream
 
 pytestmark = pytest.mark.npu
@@ -26,20 +29,7 @@ LAUNCH = {"npugraph_ex": "replay", "ge": "ge graph"}
 MODES = tuple(LAUNCH)
 ALIKE = ("window_attention", "confidence")
 QUICK = ("A", "block_causal", "max_prob")
-
-
-def cases_by_kind() -> dict[tuple[str, ...], list[str]]:
-    """Golden cases by their model and by what an engine's graphs do alike."""
-    found: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for case in golden.CASES:
-        if case != golden.MASK_CHOSEN:
-            trace = golden.read(case)
-            params = golden.decoding_params(trace)
-            found[golden.model_path(trace).name, params.window_attention, params.confidence].append(case)
-    return found
-
-
-BY_KIND = cases_by_kind()
+BY_KIND = golden.cases_by_kind()
 
 
 def options(**changes: Any) -> dict[str, Any]:
@@ -54,16 +44,34 @@ def options(**changes: Any) -> dict[str, Any]:
         for kind in BY_KIND
     ],
 )
-def test_golden_cases(mode: str, kind: tuple[Any, ...]) -> None:
+def test_golden_cases(mode: str, kind: tuple[str, str, str]) -> None:
+    check_golden_cases(mode, kind, golden.FOLDER / "models" / kind[0])
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [
+        pytest.param(mode, kind, marks=() if (mode, kind) == (MODES[0], QUICK) else pytest.mark.slow)
+        for mode in MODES
+        for kind in BY_KIND
+    ],
+)
+def test_golden_cases_of_a_model_in_plain_torch(mode: str, kind: tuple[str, str, str], tmp_path: Path) -> None:
+    with registered():
+        check_golden_cases(mode, kind, as_plain(golden.FOLDER / "models" / kind[0], tmp_path / kind[0]))
+
+
+def check_golden_cases(mode: str, kind: tuple[str, str, str], model: Path) -> None:
+    """All cases of a kind through one engine."""
     traces = [golden.read(case) for case in BY_KIND[kind]]
     params = [golden.decoding_params(trace) for trace in traces]
-    graphs = {f"graph_{name}": value for name, value in zip(ALIKE, kind[1:], strict=True)}
+    graphs: dict[str, Any] = {f"graph_{name}": value for name, value in zip(ALIKE, kind[1:], strict=True)}
     graphs |= {
         "graph_num_branches": max(p.lookaheads for p in params),
         "graph_block_size": max(p.block_size for p in params),
     }
     with numeric():
-        llm = LLM(str(golden.model_path(traces[0])), dtype="float32", graph_mode=mode, **options(**graphs))
+        llm = LLM(model, dtype="float32", graph_mode=mode, **options(**graphs))
         for trace, each in zip(traces, params, strict=True):
             output = llm.generate([trace["prompt_ids"]], each, trace=True, quiet=True)[0]
             assert list(output.token_ids) == trace["output_ids"]
@@ -148,3 +156,32 @@ def test_kept_graphs_are_taken_for_a_pool_of_the_same_size_alone(tmp_path: Path)
     assert made == [(1, 0), (0, 1), (1, 0)]
     assert tokens == [eager[0], eager[1], eager[0]]
     assert eager[0] != eager[1]
+
+
+def test_kept_graphs_of_a_plain_model_hold_for_its_forward_alone(tmp_path: Path) -> None:
+    """Whatever its weights are; the class that computes it is no part of this project's code."""
+
+    class Louder(PlainDream):
+        def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+            return super().forward(tokens, positions, attend) * 1.5
+
+    models = []
+    for seed in range(2):
+        model = write_dream(tmp_path / f"dream{seed}", seed=seed, hidden=64, heads=4, kv_heads=2, dtype=torch.bfloat16)
+        models.append(as_plain(model, tmp_path / f"plain{seed}"))
+    params, made, tokens, eager = DecodingParams(max_new_tokens=32), [], [], []
+    changes = {"max_model_len": 256, "graph_window_blocks": 2, "kv_cache_memory": 2**22}
+    kept = {"graph_mode": "npugraph_ex", "graph_cache": str(tmp_path / "kept")}
+    with numeric():
+        for build, model in ((PlainDream, models[0]), (PlainDream, models[1]), (Louder, models[0])):
+            with registered(build):
+                llm = LLM(model, **options(**kept, **changes))
+                plain = LLM(model, **options(graph_mode="eager"))
+            assert llm.engine.runner.graphs is not None
+            compiler = llm.engine.runner.graphs.graphs.compiler
+            made.append((compiler.num_compilations, compiler.num_loaded))
+            tokens.append(llm.generate([[5, 6, 7]], params, quiet=True)[0].token_ids)
+            eager.append(plain.generate([[5, 6, 7]], params, quiet=True)[0].token_ids)
+    assert made == [(1, 0), (0, 1), (1, 0)]
+    assert tokens == eager
+    assert len(set(eager)) == 3

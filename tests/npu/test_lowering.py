@@ -106,7 +106,8 @@ def test_the_report_ends_with_its_figures_in_json(
     monkeypatch.setattr(report, "NUM_LAYERS", 2)
     report.main()
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert list(figures) == ["bf16", "bf16_tp4", "unfused"]
+    assert list(figures) == ["bf16", "bf16_tp4", "plain_fused", "unfused"]
+    assert figures["plain_fused"] == figures["bf16"]
     policy = lowered_policy().num_kernels
     for name, per_layer in (("bf16", 11), ("bf16_tp4", 13)):
         found = figures[name]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import scripts.checks.model
 from lopa_ascend.config.npu_versions import can_run
 from lopa_ascend.demo import DEMO_MODEL
 from scripts.checks.launch import Finding, Launch
@@ -183,7 +184,7 @@ def test_a_model_that_is_whole(model: Path):
     ]
 
 
-WHOLE = "give a whole Hugging Face directory of a Dream model"
+WHOLE = "give a whole Hugging Face directory of a Dream or of a registered model"
 DOWNLOAD = "finish its download, or let this user read it"
 
 
@@ -219,6 +220,14 @@ def test_a_model_that_is_not_whole(model: Path, file: str, content: str | None, 
 def test_a_model_that_tp_does_not_split(model: Path):
     reason = "tp 7 does not split a model with 28 query and 4 KV heads; choose --tp from 1, 2, 4"
     assert model_findings(model, tp=7) == [f"ok    model: {model}", f"FAIL  model: {reason}"]
+
+
+def test_a_model_in_plain_torch_is_not_split(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scripts.checks.model, "known_models", lambda: ("Dream", "Mine"))
+    config = json.loads((model / "config.json").read_text()) | {"model_type": "Mine", "hidden_act": "gelu"}
+    (model / "config.json").write_text(json.dumps(config))
+    assert model_findings(model, tp=1)[-1] == "ok    model: tp 1 splits 28 query and 4 KV heads"
+    assert model_findings(model, tp=2)[-1].endswith("choose --tp from 1")
 
 
 def test_an_adapter_that_is_not_there(model: Path, tmp_path: Path):

@@ -119,6 +119,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     exit_when_stdin_closes()
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("lopa_ascend").setLevel(logging.INFO)
     status = 1
     try:
         status = run(sys.argv[1])

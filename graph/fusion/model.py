@@ -1,0 +1,93 @@
+"""A model in plain torch as the engine runs it: its graph, rewritten to fused ops."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from lopa_ascend.backend import Ops
+from lopa_ascend.config import ModelConfig
+from lopa_ascend.graph.fusion import Report, fuse
+from lopa_ascend.graph.fusion.bind import bind_attend, bind_rows
+from lopa_ascend.graph.fusion.trace import Trace
+from lopa_ascend.model.base import Caches, ForwardInputs
+from lopa_ascend.parallel.collectives import ALONE
+from lopa_ascend.types import Traffic
+
+logger = logging.getLogger(__name__)
+
+
+class FusedModel:
+    """A model in plain torch, on one rank; see ``model.base.Model``.
+
+    One graph serves all steps: it holds for any number of tokens, so an eager step runs it as it is, and a compiled
+    step is compiled from it for the tokens of its bucket. So both compute the same, and the weights are there once.
+
+    Args:
+        config: the model's.
+        graph: the fused graph: ``graph(tokens, positions, attend, rows)`` gives the hidden states.
+        head: weight and bias of the LM head, not yet stored as the backend wants them.
+        report: what was fused.
+    """
+
+    def __init__(
+        self, config: ModelConfig, graph: GraphModule, head: tuple[Tensor, Tensor | None], ops: Ops, report: Report
+    ):
+        self.config, self.ops, self.tp, self.graph, self.report = config, ops, ALONE, graph, report
+        weight, self.head_bias = head
+        self.head = ops.stored(weight)
+        self.weights = dict(graph.named_buffers())
+        if self.head_bias is not None:
+            self.weights["lm_head.bias"] = self.head_bias
+        self.first_token_id, self.local_vocab_size = 0, config.vocab_size
+
+    def forward(self, inputs: ForwardInputs, k_caches: Caches, v_caches: Caches) -> Tensor:
+        """See ``Model.forward``."""
+        ops = self.ops
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            ops.kv_write(k, v, k_caches[layer], v_caches[layer], inputs.slot_mapping, inputs.source)
+            return ops.attention(q, k_caches[layer], v_caches[layer], inputs.entries)
+
+        hidden: Tensor = self.graph(inputs.tokens, inputs.positions, attend, inputs.rows)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See ``Model.logits``."""
+        return self.ops.linear(hidden, self.head, self.head_bias)
+
+    def traffic(self, num_computed: int) -> tuple[Traffic, ...]:
+        """See ``Model.traffic``."""
+        return ()
+
+
+def fuse_model(
+    config: ModelConfig, module: nn.Module, trace: Trace, tensors: dict[str, Tensor], ops: Ops
+) -> FusedModel:
+    """A plain model with its weights, fused.
+
+    A line of the log says what was fused and what was not: a warning if something resembled a fused op and was left.
+    The whole report is logged at level DEBUG.
+
+    Args:
+        config: the model's.
+        module: the model; its own tensors are not used, but for buffers that no checkpoint holds.
+        trace: the module's.
+        tensors: parameters and persistent buffers by name, on the device. It is emptied, so that the memory of a weight
+            is free as soon as the weight is packed.
+        ops: the backend.
+    """
+    saved = module.state_dict().keys()
+    tensors |= {name: buffer.to(ops.device) for name, buffer in module.named_buffers() if name not in saved}
+    head = tensors["lm_head.weight"], tensors.get("lm_head.bias")
+    graph = trace.module(tensors)
+    tensors.clear()
+    report = fuse(graph, ops)
+    bind_attend(graph)
+    bind_rows(graph, ops)
+    level = logging.WARNING if report.refused else logging.INFO
+    logger.log(level, "model_type %r: %s", config.model_type, report.summary())
+    logger.debug("%s", report)
+    return FusedModel(config, graph, head, ops, report)

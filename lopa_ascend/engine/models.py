@@ -1,0 +1,123 @@
+"""Models of all architectures, from a directory: checked before any weight is read, then loaded."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lopa_ascend import checkpoint
+from lopa_ascend.backend import Ops
+from lopa_ascend.config import EngineConfig, ModelConfig, ParameterError
+from lopa_ascend.graph.fusion.model import fuse_model
+from lopa_ascend.graph.fusion.trace import trace
+from lopa_ascend.model.base import Model
+from lopa_ascend.model.dream import Dream
+from lopa_ascend.model.plain import Build, build_module, tensors_of
+from lopa_ascend.model.registry import find_model
+from lopa_ascend.parallel.collectives import Group
+
+
+class ModelSource(ABC):
+    """A model that can be loaded: everything that can be checked without its weights was."""
+
+    config: ModelConfig
+    """The whole model's."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> object:
+        """What compiled steps depend on; graphs that outlive the process are kept by its ``repr``."""
+
+    @abstractmethod
+    def load(self, ops: Ops, tp: Group) -> Model:
+        """Reads the weights of this rank's part.
+
+        Raises:
+            CheckpointError: the adapter cannot be loaded; found before any weight is read.
+            ValueError: the configured dtype is unknown; likewise.
+        """
+
+
+def open_model(path: Path, config: EngineConfig, device: torch.device) -> ModelSource:
+    """Finds the architecture of a directory and checks the directory against it, without reading a weight.
+
+    Args:
+        path: a Hugging Face directory.
+        config: the engine's.
+        device: where the model will run.
+
+    Raises:
+        CheckpointError: the directory does not hold such a model.
+        ModelError: a model in plain torch cannot be traced.
+        ParameterError: a model in plain torch cannot be split.
+        ValueError: the architecture is not registered, or the dtype is unknown.
+    """
+    model_type = checkpoint.model_type(path)
+    try:
+        build = find_model(model_type)
+    except ValueError as error:
+        raise checkpoint.CheckpointError(f"{path / 'config.json'}: {error}") from error
+    if build is None:
+        return DreamSource(path, config)
+    if config.tensor_parallel_size > 1:
+        raise ParameterError(
+            "tensor_parallel_size",
+            f"must be 1 for model_type {model_type!r}, got {config.tensor_parallel_size}: a model in plain torch is "
+            "not split; branch_parallel_size may be larger",
+        )
+    return PlainSource(path, config, str(model_type), build, device)
+
+
+class DreamSource(ModelSource):
+    """A Dream, which is written in fused ops."""
+
+    def __init__(self, path: Path, config: EngineConfig):
+        self._path, self._options = path, config
+        self.config = checkpoint.open_checkpoint(path).config
+
+    @property
+    def identity(self) -> object:
+        return self.config
+
+    def load(self, ops: Ops, tp: Group) -> Model:
+        options = self._options
+        config, weights = checkpoint.load(
+            self._path,
+            lora=options.lora,
+            dtype=options.dtype,
+            device=options.device,
+            shard=checkpoint.Shard(tp.rank, tp.size),
+        )
+        return Dream(config, weights, ops, tp)
+
+
+class PlainSource(ModelSource):
+    """A model in plain torch: its module, traced, and the checkpoint of its weights."""
+
+    def __init__(self, path: Path, config: EngineConfig, model_type: str, build: Build, device: torch.device):
+        self._options = config
+
+        def expect(found: ModelConfig) -> checkpoint.ExpectedTensors:
+            # The dtype of the file's weights is not known yet, and names and shapes do not depend on it.
+            return tensors_of(build_module(build, replace(found, dtype="float32")))
+
+        self._checkpoint = checkpoint.open_checkpoint(path, model_type, expect)
+        self.config = checkpoint.with_dtype(self._checkpoint.config, config.dtype)
+        self._module = build_module(build, self.config)
+        self._trace = trace(self._module, self.config, device)
+
+    @property
+    def identity(self) -> object:
+        return self.config, self._trace.digest
+
+    def load(self, ops: Ops, tp: Group) -> Model:
+        options = self._options
+        dtypes = {name: tensor.dtype for name, tensor in self._module.state_dict().items()}
+        found = checkpoint.load_unsplit(self._checkpoint, dtypes, lora=options.lora, device=options.device)
+        tensors: dict[str, Tensor] = dict(found)
+        tensors |= {name: tensors[original] for name, original in self._checkpoint.expected.copies.items()}
+        return fuse_model(self.config, self._module, self._trace, tensors, ops)

@@ -1,0 +1,214 @@
+"""Dream in plain torch through the engine: what it gives is what the Dream in fused ops gives."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lopa_ascend import LLM, DecodingParams, ParameterError
+from lopa_ascend.backend.compiler import Eager
+from lopa_ascend.checkpoint import CheckpointError
+from lopa_ascend.config import EngineConfig
+from lopa_ascend.engine.engine import Engine
+from lopa_ascend.graph import setup
+from tests import golden
+from tests.e2e.conftest import ROOT, running
+from tests.e2e.serving import events
+from tests.e2e.test_batching import decisions, requests, run
+from tests.plain_dream import MODEL_TYPE, as_plain, registered
+from tests.tiny import write_dream
+
+EXAMPLE = ROOT / "examples" / "plain_dream"
+BY_KIND = golden.cases_by_kind()
+
+
+@pytest.fixture
+def plain_registered() -> Iterator[None]:
+    with registered():
+        yield
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled steps run as they are."""
+    monkeypatch.setattr(setup, "load_compiler", lambda *_, **__: Eager())
+
+
+@pytest.fixture(scope="module")
+def dream(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dream(tmp_path_factory.mktemp("models") / "dream", eos_token_id=3, hidden=64, heads=4, kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def plain(dream: Path) -> Path:
+    return as_plain(dream, dream.parent / "plain")
+
+
+def check_golden(llm: LLM, case: str) -> None:
+    trace = golden.read(case)
+    output = llm.generate([trace["prompt_ids"]], golden.decoding_params(trace), trace=True, quiet=True)[0]
+    assert list(output.token_ids) == trace["output_ids"], case
+    expected = golden.rounds(trace)
+    assert [record.winner for record in output.trace or ()] == [record["winner"] for record in expected], case
+    fills = [[(fill.position, fill.token) for fill in record.fills] for record in output.trace or ()]
+    assert fills == [record["fills"] for record in expected], case
+
+
+# ---- tokens ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("plain_registered")
+@pytest.mark.parametrize("model", sorted({model for model, *_ in BY_KIND}))
+def test_golden_cases_in_eager_steps(model: str, tmp_path: Path) -> None:
+    path = as_plain(golden.FOLDER / "models" / model, tmp_path / model)
+    llm = LLM(path, dtype="float32", enable_prefix_caching=False)
+    for kind, cases in BY_KIND.items():
+        for case in cases if kind[0] == model else ():
+            check_golden(llm, case)
+
+
+@pytest.mark.usefixtures("plain_registered", "uncompiled")
+@pytest.mark.parametrize("kind", BY_KIND, ids="-".join)
+def test_golden_cases_in_compiled_steps(kind: tuple[str, str, str], tmp_path: Path) -> None:
+    params = [golden.decoding_params(golden.read(case)) for case in BY_KIND[kind]]
+    llm = LLM(
+        as_plain(golden.FOLDER / "models" / kind[0], tmp_path / kind[0]),
+        dtype="float32",
+        enable_prefix_caching=False,
+        max_num_seqs=2,
+        graph_mode="inductor",
+        graph_window_attention=kind[1],
+        graph_confidence=kind[2],
+        graph_num_branches=max(each.lookaheads for each in params),
+        graph_block_size=max(each.block_size for each in params),
+    )
+    for case in BY_KIND[kind]:
+        check_golden(llm, case)
+    stats = llm.engine.stats().graphs
+    assert stats is not None
+    assert stats.num_steps > 0
+
+
+@pytest.mark.usefixtures("plain_registered")
+def test_a_golden_case_through_inductor(tmp_path: Path) -> None:
+    trace = golden.read("d2f_causal_b4_eos")
+    llm = LLM(
+        as_plain(golden.model_path(trace), tmp_path / "plain"),
+        dtype="float32",
+        graph_mode="inductor",
+        graph_num_branches=0,
+        graph_block_size=4,
+        graph_window_blocks=2,
+        max_num_seqs=1,
+        max_num_batched_tokens=60,
+        max_model_len=60,
+        enable_prefix_caching=False,
+    )
+    check_golden(llm, "d2f_causal_b4_eos")
+    stats = llm.engine.stats().graphs
+    assert stats is not None
+    # Windows of more than two blocks have no graph.
+    assert (stats.num_steps, stats.eager_steps, stats.num_late) == (4, {"graph_window_blocks": 5}, 0)
+
+
+@pytest.mark.usefixtures("plain_registered", "uncompiled")
+@pytest.mark.parametrize("mode", ["eager", "inductor"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_requests_of_all_kinds_get_what_dream_gives_to_the_last_bit(
+    dream: Path, plain: Path, mode: str, dtype: str
+) -> None:
+    asked = requests(7, 12)
+    outputs = []
+    for path in (dream, plain):
+        config = EngineConfig(
+            model=str(path), dtype=dtype, graph_mode=mode, max_model_len=512, max_num_seqs=4, graph_window_blocks=4
+        )
+        engine = Engine(config)
+        outputs.append([decisions(output) for output in run(engine, asked)])
+        graphs = engine.stats().graphs
+        assert mode == "eager" or (graphs is not None and graphs.num_steps > 0)
+    assert outputs[0] == outputs[1]
+
+
+# ---- memory, and what is said ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("plain_registered")
+def test_the_weights_take_the_memory_that_they_take_in_dream(
+    dream: Path, plain: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "lopa_ascend"):
+        of_dream, of_plain = (Engine(EngineConfig(model=str(path))) for path in (dream, plain))
+    tables, mask = 2 * 2048 * 8 * 4, 4 + 2 + 2  # of rope, which Dream does not count, and the heads it leaves
+    assert of_plain.ranks[0].weights - of_dream.ranks[0].weights == tables + mask
+    (line,) = (record for record in caplog.records if record.name.startswith("lopa_ascend.graph.fusion"))
+    assert line.levelno == logging.INFO
+    assert line.getMessage() == (
+        f"model_type {MODEL_TYPE!r}: fused rms_norm 5, add_rms_norm 4, rope 4, packing 4, rope_packing 2, swiglu 2, "
+        "linear 8; left nothing"
+    )
+
+
+@pytest.mark.multirank
+def test_an_installed_architecture_is_served_by_two_groups_of_branches(
+    dream: Path, plain: Path, tmp_path: Path
+) -> None:
+    """No process registers it: they find the entry point of an installed package."""
+    installed = tmp_path / "site" / "plain_dream-0.1.0.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: plain-dream\nVersion: 0.1.0\n")
+    lines = (EXAMPLE / "pyproject.toml").read_text("utf-8").splitlines()
+    (point,) = (line for line in lines if line.startswith(MODEL_TYPE))
+    (installed / "entry_points.txt").write_text("[lopa_ascend.models]\n" + point.replace('"', "") + "\n")
+    paths = os.pathsep.join(map(str, (ROOT, installed.parent, EXAMPLE)))
+    body = {"prompt": [5, 6, 7], "max_tokens": 32, "ignore_eos": True}
+    flags = ("--branch-parallel-size", "2", "--num-branches", "3", "--block-size", "8")
+    tokens = []
+    for path, more in ((plain, flags), (dream, flags[2:])):
+        with running("--model", str(path), *more, env={"PYTHONPATH": paths}) as server:
+            answer = server.http.post("/v1/diffusion/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            tokens.append(events(answer.text)[-1]["token_ids"])
+            assert ("fused rms_norm 5" in "".join(server.stderr.seen)) == (path is plain)
+    assert tokens[0] == tokens[1]
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_architecture_is_refused_with_the_list(plain: Path, dream: Path, tmp_path: Path) -> None:
+    words = r"config\.json: model_type is 'PlainDream', expected one of Dream; register .*lopa_ascend\.register_model"
+    with pytest.raises(CheckpointError, match=words):
+        LLM(plain)
+    with (
+        registered(),
+        pytest.raises(CheckpointError, match=r"model_type is 'Other', expected one of Dream, PlainDream"),
+    ):
+        LLM(as_plain(dream, tmp_path / "other", "Other"))
+
+
+@pytest.mark.usefixtures("plain_registered")
+def test_a_plain_model_is_not_split(plain: Path) -> None:
+    with pytest.raises(ParameterError, match=r"tensor_parallel_size: must be 1 for model_type 'PlainDream', got 2"):
+        Engine(EngineConfig(model=str(plain), tensor_parallel_size=2))
+
+
+@pytest.mark.usefixtures("plain_registered")
+def test_an_unknown_dtype_is_refused_before_weights_are_read(plain: Path) -> None:
+    options: dict[str, Any] = {"model": str(plain), "dtype": "int8"}
+    with pytest.raises(ValueError, match="dtype: unknown value 'int8'"):
+        Engine(EngineConfig(**options))
+
+
+@pytest.mark.usefixtures("plain_registered")
+def test_prompts_are_cached_as_those_of_dream_are(plain: Path) -> None:
+    llm = LLM(plain)
+    params = DecodingParams(max_new_tokens=16, ignore_eos=True)
+    first, second = (llm.generate([[5, 6, 7]], params, quiet=True)[0] for _ in range(2))
+    assert (first.cached_tokens, second.cached_tokens) == (0, 3)
+    assert first.token_ids == second.token_ids
