@@ -82,8 +82,8 @@ def unpack_state(packed: Tensor, launch: Launch, constants: Constants) -> State:
     num_branches = constants.branch.shape[0]
     tokens = packed.view(-1).index_select(0, launch.token_index).view(torch.int32).view(launch.cells.shape)
     rows = packed.index_select(0, launch.seats).view(torch.int32)
-    num_tokens_and_blanks = packed.shape[1] - 2 - 2 * num_branches
-    _, *others = rows.split([num_tokens_and_blanks, 1, 1, num_branches, num_branches], 1)
+    num_cell_columns = packed.shape[1] - 2 - 2 * num_branches
+    _, *others = rows.split([num_cell_columns, 1, 1, num_branches, num_branches], 1)
     return State(tokens, *others)
 
 

@@ -57,7 +57,7 @@ class LLM:
     must make the same calls, and gets the same outputs.
 
     Args:
-        model: Hugging Face directory of a Dream checkpoint; None: the bundled model.
+        model: Hugging Face directory of a Dream or of a registered model; None: the bundled model.
         options: the other fields of ``lopa_ascend.config.EngineConfig``, e.g. ``lora``, ``dtype``, ``max_model_len``,
             ``kv_cache_memory``, ``max_num_seqs``, ``seed``.
 

@@ -85,9 +85,9 @@ def evaluate(llm: LLM, problems: list[tuple[str, int]], params: DecodingParams, 
     conversations = [[{"role": "user", "content": question}] for question, _ in problems]
     outputs = llm.chat(conversations, params, quiet=quiet)
     num_forwards = sum(output.num_forwards for output in outputs)
-    num_tokens = sum(len(output.token_ids) for output in outputs)
+    num_generated = sum(len(output.token_ids) for output in outputs)
     model_tokens = sum(output.model_tokens for output in outputs)
-    return Outcome(share_of_exact(outputs, problems), num_tokens / num_forwards, model_tokens / num_forwards)
+    return Outcome(share_of_exact(outputs, problems), num_generated / num_forwards, model_tokens / num_forwards)
 
 
 def targets(llm: LLM, limit: int) -> None:

@@ -29,7 +29,7 @@ class EngineConfig:
         None,
         Setting(
             Text(),
-            "Hugging Face directory of a Dream model",
+            "Hugging Face directory of a Dream or of a registered model",
             group=Group.MODEL,
             metavar="DIR",
             default_text="the bundled model",

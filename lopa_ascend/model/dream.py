@@ -1,6 +1,6 @@
 """Dream, a Qwen2-like decoder, written in fused ops. Dream-7B and DiffuCoder-7B have this architecture.
 
-The packed weights are ``embed``, ``layers.N.{attn_norm, qkv, o, mlp_norm, gate_up, down}``, ``norm``, and ``head``
+The weights are ``embed``, ``layers.N.{attn_norm, qkv, o, mlp_norm, gate_up, down}``, ``norm``, and ``head``
 unless it is tied to ``embed``. ``qkv`` stacks q, k and v along the output rows, ``gate_up`` gate and up.
 
 Under tensor parallelism a rank holds its heads of qkv, the matching columns of o, its part of the MLP, and its part of
@@ -30,7 +30,7 @@ class Dream:
 
     Args:
         config: the whole model's.
-        weights: this rank's packed weights.
+        weights: this rank's weights.
         tp: the ranks that split each forward pass.
     """
 

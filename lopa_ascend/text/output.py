@@ -54,12 +54,12 @@ class OutputStream:
 
     def _finish(self, update: Update, text: str) -> Progress:
         """The last progress of the request, with its output."""
-        num_tokens = len(self._tokens)
+        num_shown = len(self._tokens)
         stop_reason: int | str | None = update.stop_token_id
         if self._text is not None and self._text.stopped is not None:
-            num_tokens = self._text.num_text_tokens
+            num_shown = self._text.num_text_tokens
             stop_reason = self._text.stopped
-        tokens, probs = tuple(self._tokens[:num_tokens]), tuple(self._probs[:num_tokens])
+        tokens, probs = tuple(self._tokens[:num_shown]), tuple(self._probs[:num_shown])
         output = GenerationOutput(
             prompt_token_ids=self._prompt,
             token_ids=tokens,
