@@ -141,7 +141,7 @@ async def _http() -> dict[str, Any]:
         max_num_batched_tokens=600,
         max_num_branches=15,
     )
-    ready = Ready(limits, model_name="m", dtype="float32", device="cpu", kv_cache_memory=0, ranks=())
+    ready = Ready(limits, model_name="m", dtype="float32", device="cpu", kv_cache_memory=0, seed=0, ranks=())
     engine = EngineProcess(zmq.asyncio.Context.instance().socket(zmq.PAIR))
     client = EngineClient(engine, ready, Prompts(None, 100, 99, "m"), ClientSettings())
     try:

@@ -13,7 +13,7 @@ CONFIDENCES = ("max_prob", "margin", "neg_entropy")
 BRANCH_SCORES = ("mean", "tail", "window")
 WINDOW_ATTENTIONS = ("block_causal", "full")
 MIN_TEMPERATURE = 0.01
-"""Logits divided by a smaller temperature leave the range of float32."""
+"""Lower temperatures count as 0: logits divided by them leave the range of float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +79,8 @@ class DecodingParams:
     temperature: float = declare(
         0.0,
         Parameter(
-            Number(MIN_TEMPERATURE, 100, or_zero=True),
-            "0: take the most probable token; above 0: sample, reproducibly by `seed`",
+            Number(0, 100),
+            f"below {MIN_TEMPERATURE}: take the most probable token; from there on sample, reproducibly by `seed`",
             graphs=GraphSupport.DEFAULT,
         ),
     )
@@ -88,7 +88,7 @@ class DecodingParams:
         None,
         Parameter(
             Number(0, 1, excludes_low=True),
-            "sample from the most probable tokens whose probabilities sum up to this; needs `temperature` above 0",
+            "sample from the most probable tokens whose probabilities sum up to this; no effect without `temperature`",
             default_text="off",
             off=(1,),
         ),
@@ -97,7 +97,7 @@ class DecodingParams:
         None,
         Parameter(
             Integer(1, INT32_MAX),
-            "sample from this many most probable tokens; needs `temperature` above 0",
+            "sample from this many most probable tokens; no effect without `temperature`",
             default_text="off",
             off=(0, -1),
         ),
@@ -106,9 +106,9 @@ class DecodingParams:
         None,
         Parameter(
             Integer(0, INT64_MAX),
-            "seed of this request's sampling",
-            group=None,  # the flag --seed is the engine's, which is the default of every request
-            default_text="the engine's seed",
+            "seed of this request's sampling; the same request with the same seed gets the same answer",
+            group=None,  # the flag --seed is the engine's, from which requests draw theirs
+            default_text="a new one for each answer, which tells it",
         ),
     )
     confidence: str = declare(
@@ -197,9 +197,10 @@ class DecodingParams:
         if self.min_new_tokens > self.max_new_tokens:
             message = f"{self.min_new_tokens} exceeds max_new_tokens {self.max_new_tokens}"
             raise ParameterError("min_new_tokens", message)
-        for name in ("top_p", "top_k"):
-            if self.temperature == 0 and getattr(self, name) is not None:
-                raise ParameterError(name, "has no effect at temperature 0; raise temperature or leave it out")
+        if self.temperature < MIN_TEMPERATURE:
+            # Nothing is sampled. Equal parameters let equal requests be scored together.
+            for name, value in (("temperature", 0.0), ("top_p", None), ("top_k", None)):
+                object.__setattr__(self, name, value)
 
     @property
     def lookaheads(self) -> int:

@@ -101,8 +101,15 @@ class EngineConfig:
             group=Group.ENGINE,
         ),
     )
-    seed: int = declare(
-        0, Setting(Integer(0, INT64_MAX), "seed of the sampling, where a request brings none", group=Group.MODEL)
+    seed: int | None = declare(
+        None,
+        Setting(
+            Integer(0, INT64_MAX),
+            "sampled requests without a `seed` draw theirs from this one: the same requests in the same order get the "
+            "same answers",
+            group=Group.MODEL,
+            default_text="a new one at every start",
+        ),
     )
     threads: int | None = declare(
         None, Setting(Integer(1, 1024), "CPU threads of the engine", group=Group.MODEL, default_text="torch's choice")

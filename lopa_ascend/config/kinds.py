@@ -149,8 +149,6 @@ class Number(Kind):
     high: float
     excludes_low: bool = False
     """``low`` itself is not allowed."""
-    or_zero: bool = False
-    """0 is allowed as well, although it is below ``low``."""
     unit: str = ""
     """For messages, e.g. "seconds"."""
 
@@ -160,8 +158,6 @@ class Number(Kind):
         return value
 
     def _contains(self, value: float) -> bool:
-        if self.or_zero and value == 0:
-            return True
         return self.low <= value <= self.high and not (self.excludes_low and value == self.low)
 
     def parse(self, text: str) -> float:
@@ -171,9 +167,9 @@ class Number(Kind):
             raise self._refusal(text) from None
 
     def _refusal(self, value: object) -> ValueError:
-        zero, unit = "0 or " if self.or_zero else "", f" of {self.unit}" if self.unit else ""
+        unit = f" of {self.unit}" if self.unit else ""
         limits = f"above {self.low:g} and at most {self.high:g}" if self.excludes_low else f"from {self._range()}"
-        return ValueError(f"must be {zero}a number{unit} {limits}, got {value!r}")
+        return ValueError(f"must be a number{unit} {limits}, got {value!r}")
 
     def _range(self) -> str:
         return f"{self.low:g} to {self.high:g}"
@@ -181,7 +177,7 @@ class Number(Kind):
     def allowed(self) -> str:
         if self.excludes_low:
             return f"above {self.low:g}, at most {self.high:g}"
-        return f"0, or {self._range()}" if self.or_zero else self._range()
+        return self._range()
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import random
+import secrets
 import time
 from collections.abc import Sequence as List
 from dataclasses import replace
@@ -26,6 +28,9 @@ from lopa_ascend.runner.runner import Runner
 from lopa_ascend.sequence import Request
 from lopa_ascend.types import EngineStats, RankReport, SequenceResult, Update
 
+SEED_BITS = 53
+"""Of the seeds that are drawn: as many as every JSON client can send back."""
+
 
 class Engine:
     """A model with its KV pool and the requests that run on it. Deterministic: the same calls in the same order give
@@ -36,6 +41,7 @@ class Engine:
         model_name: the name of the model's directory, or "demo".
         kv_cache_memory: bytes of the KV pool on this rank.
         ranks: what every rank holds, by rank.
+        seed: the configured seed, or the one that was drawn instead; the same on every rank.
 
     Args:
         mesh: this rank's place among others; None: the engine has one rank.
@@ -59,7 +65,7 @@ class Engine:
         self.limits = request_limits(config, prepared, self.model_config, pool.num_pages)
         self.runner = self._make_runner(model, pool, prepared)
         prefix_cache = PrefixCache(pool.allocator) if config.enable_prefix_caching else None
-        begin = SequenceFactory(self.runner, self.model_config, prepared.num_token_ids, config.seed)
+        begin = SequenceFactory(self.runner, self.model_config, prepared.num_token_ids)
         approximate = config.approximate_prefix_caching
         self.scheduler = Scheduler(self.limits, pool.allocator, begin, prefix_cache, approximate=approximate)
         self._forward_seconds = 0.0
@@ -69,6 +75,8 @@ class Engine:
         self.mesh.check_agreement(
             0, {"its configuration": alike, "its model": self.model_config, "its limits": self.limits}
         )
+        self.seed = self._choose_seed()
+        self._seeds = random.Random(self.seed)
         self.ranks = self._report(model, page_bytes)
         self.mesh.start()
 
@@ -100,6 +108,10 @@ class Engine:
         if prepared.graph_plan is not None:
             graphs = build_executor(self.config, prepared.graph_plan, model, pool, prepared.num_token_ids, bp)
         return Runner(EagerExecutor(model, pool, prepared.ops, bp), graphs)
+
+    def _choose_seed(self) -> int:
+        seed = secrets.randbits(SEED_BITS) if self.config.seed is None else self.config.seed
+        return int(self.mesh.world.broadcast(torch.tensor([seed]), 0, "start"))
 
     def _report(self, model: Model, page_bytes: int) -> tuple[RankReport, ...]:
         """What every rank holds, by rank."""
@@ -145,7 +157,14 @@ class Engine:
         if request_id in self.scheduler.running or request_id in self.scheduler.waiting:
             raise ValueError(f"request id {request_id!r} is in use")
         self.limits.check(len(prompt), params)
+        params = self.with_seed(params)
         self.scheduler.add(Request(request_id, tuple(prompt), params, trace))
+
+    def with_seed(self, params: DecodingParams) -> DecodingParams:
+        """The parameters with a new seed if they need one and have none."""
+        if params.temperature == 0 or params.seed is not None:
+            return params
+        return replace(params, seed=self._seeds.getrandbits(SEED_BITS))
 
     def abort(self, request_id: str) -> bool:
         """Ends a request now and frees its pages; no update of it follows. False if there is no such request."""
@@ -231,5 +250,6 @@ class Engine:
             finish_reason=finish_reason,
             stop_token_id=stop_token_id,
             error=result.error,
+            seed=sequence.request.params.seed if sequence.request.params.temperature else None,
             record=record if sequence.request.trace else None,
         )

@@ -108,6 +108,7 @@ class LeadingEngine(Engine):
         """Queues a request on every rank, as ``Engine.add`` does on one."""
         self._check()
         with self._lock:
+            params = self.with_seed(params)
             super().add(request_id, prompt, params, trace=trace)
             self._outbox.append(Generate(request_id, list(prompt), params, trace))
 

@@ -25,8 +25,6 @@ class SequenceFactory:
     model: ModelConfig
     num_token_ids: int
     """Token ids from this one on do not exist."""
-    seed: int
-    """Seed of the sampling where a request has none."""
 
     def __call__(
         self, request: Request, page_tables: PageTables, num_cached: int, entry: PrefixEntry | None
@@ -49,7 +47,10 @@ class SequenceFactory:
         # Fields without effect keep their defaults, so that more requests are scored together.
         params = request.params
         bans_eos = params.min_new_tokens > 0
-        seed = self.seed if params.seed is None else params.seed
+        seed = 0
+        if params.temperature:
+            assert params.seed is not None, "the engine draws a seed where a request has none"
+            seed = params.seed
         return Scoring(
             confidence=params.confidence,
             mask=self.model.mask_token_id,
@@ -59,5 +60,5 @@ class SequenceFactory:
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
-            seed=seed if params.temperature else 0,
+            seed=seed,
         )

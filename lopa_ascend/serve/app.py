@@ -49,7 +49,7 @@ def create_app(client: EngineClient, config: ServeConfig) -> FastAPI:
     model = config.served_model_name or client.ready.model_name
     metrics = Metrics(client, model)
     client.observers.append(metrics.observe_step)
-    planner = Planner(client.prompts, client.ready.limits, config.decoding, config.engine.seed)
+    planner = Planner(client.prompts, client.ready.limits, config.decoding)
     endpoint = Endpoint(client, planner, metrics, model, config)
     _add_state(app, client, config, metrics, model)
     _add_models(app, endpoint, client.ready.limits.max_model_len, model)

@@ -71,6 +71,7 @@ class OutputStream:
             model_tokens=update.model_tokens,
             max_probs=probs,
             cached_tokens=update.cached_tokens,
+            seed=update.seed,
             trace=tuple(self._records) if self._records else None,
         )
         return Progress(tokens, text, probs, output)

@@ -34,6 +34,8 @@ class Update:
     """With the finish reason "error": what went wrong."""
     record: StepRecord | None = None
     """Set if the request asked for a trace."""
+    seed: int | None = None
+    """Seed of the sampling; None without sampling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class GenerationOutput:
     """For each token the probability at which it was filled."""
     cached_tokens: int = 0
     """Tokens of the prompt that came from the prefix cache."""
+    seed: int | None = None
+    """Seed of the sampling, for repeating it; None without sampling."""
     trace: tuple[StepRecord, ...] | None = field(default=None, repr=False)
     """One record for each forward pass, if a trace was asked for."""
 

@@ -29,6 +29,7 @@ def shown(output: GenerationOutput) -> dict[str, Any]:
         "winners": [record.winner for record in output.trace or ()],
         "fills": [[(fill.position, fill.token) for fill in record.fills] for record in output.trace or ()],
         "cached": output.cached_tokens,
+        "seed": output.seed,
     }
 
 

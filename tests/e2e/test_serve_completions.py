@@ -66,6 +66,8 @@ def test_several_choices(client: Any):
 def test_token_id_prompts_and_switched_off_sampling(client: Any):
     ids = [[1, 2, 3], [4, 5]]
     both = whole(complete(client, ids, max_tokens=9, top_p=1, top_k=-1))
+    assert both == whole(complete(client, ids, max_tokens=9, top_p=0.5, top_k=3, temperature=1e-6))
+    assert both == whole(complete(client, ids, max_tokens=9, top_p=0.5))
     assert both[0] == whole(complete(client, ids[0], max_tokens=9, top_k=0))[0]
     assert both[1] == whole(complete(client, ids[1:], max_tokens=9, temperature=0))[0]
 

@@ -40,10 +40,9 @@ def test_defaults_are_the_papers_gsm8k_row() -> None:
         ("stop", ("",)),
         ("stop", (1,)),
         ("temperature", -0.1),
-        ("temperature", 1e-40),
         ("temperature", float("inf")),
-        ("top_p", 0.9),
-        ("top_k", 5),
+        ("top_p", 0),
+        ("top_k", -2),
         ("seed", -1),
         ("confidence", "entropy"),
         ("branch_score", "median"),
@@ -61,6 +60,14 @@ def test_wrong_values_are_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(ParameterError, match=field) as error:
         DecodingParams(**{field: value})  # type: ignore[arg-type]
     assert error.value.param == field
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, 1e-40, 1e-6, 0.0099])
+def test_below_the_least_temperature_nothing_is_sampled(temperature: float) -> None:
+    params = DecodingParams(temperature=temperature, top_p=0.9, top_k=5, seed=3)
+    assert params == DecodingParams(seed=3)
+    assert DecodingParams(top_p=0.9) == DecodingParams()
+    assert DecodingParams(temperature=0.01, top_p=0.9).top_p == 0.9
 
 
 def test_d2f_has_no_branches() -> None:

@@ -36,7 +36,7 @@ LIMITS = Limits(
     max_num_batched_tokens=600,
     max_num_branches=15,
 )
-PLANNER = Planner(Prompts(None, 100, 99, "m"), LIMITS, {"tau_conf": 0.5, "top_p": 0.9, "temperature": 1.0}, seed=40)
+PLANNER = Planner(Prompts(None, 100, 99, "m"), LIMITS, {"tau_conf": 0.5, "top_p": 0.9, "temperature": 1.0})
 NEEDED: dict[str, dict[str, Any]] = {
     "top_p": {"temperature": 1.0},
     "top_k": {"temperature": 1.0},
@@ -99,20 +99,17 @@ def test_unsupported_fields_are_refused_by_name(name: str):
 
 def test_defaults_step_back_where_a_request_excludes_them():
     assert (params().top_p, params().tau_conf, params().temperature) == (0.9, 0.5, 1.0)
-    assert params(temperature=0).top_p is None
     assert params(top_p=1).top_p is None
-    with pytest.raises(ParameterError, match="temperature 0"):
-        params(temperature=0, top_p=0.95)
     assert params().max_new_tokens == 256
     assert PLANNER.completion(parsed(prompt=[1] * 400))[0].params.max_new_tokens == 100
 
 
 def test_seeds_differ_by_answer_from_one_start():
-    choices = PLANNER.completion(parsed(prompt=[[1], [2]], n=3))
-    assert [choice.params.seed for choice in choices] == [None, 41, 42] * 2
+    prompts = [[1], [2]]
+    assert [c.params.seed for c in PLANNER.completion(parsed(prompt=prompts, n=3, seed=40))] == [40, 41, 42] * 2
+    assert {c.params.seed for c in PLANNER.completion(parsed(prompt=prompts, n=3))} == {None}
     last = 2**63 - 1
     assert [c.params.seed for c in PLANNER.completion(parsed(n=2, seed=last))] == [last, 0]
-    assert {c.params.seed for c in PLANNER.completion(parsed(n=2, temperature=0))} == {None}
 
 
 def test_errors_use_the_name_that_was_sent():

@@ -55,6 +55,7 @@ class _Choice(BaseModel):
     index: int
     finish_reason: str | None = Field(description='"stop", "length" or "abort" (see /abort_request).')
     stop_reason: int | str | None = Field(description="The EOS id or the stop string that ended the text.")
+    seed: int | None = Field(None, description="Seed of the sampling, for repeating it; null without sampling.")
     token_ids: list[int] | None = Field(None, description="With return_token_ids, or if the model has no tokenizer.")
 
 
@@ -144,7 +145,7 @@ class ServerInfo(BaseModel):
     """The effective configuration, without secrets."""
 
     model: str
-    backend: dict[str, Any] = Field(description="Device, number format, memory and ranks in effect.")
+    backend: dict[str, Any] = Field(description="Device, number format, memory, seed and ranks in effect.")
     limits: dict[str, Any] = Field(description="What a request may ask for.")
     engine: dict[str, Any] = Field(description="Settings of the engine; null: the engine's own choice.")
     decoding: dict[str, Any] = Field(description="Decoding parameters of a request that sets none.")

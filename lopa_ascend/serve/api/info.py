@@ -40,6 +40,7 @@ def server_info(config: ServeConfig, ready: Ready, model: str) -> ServerInfo:
             "device": ready.device,
             "dtype": ready.dtype,
             "kv_cache_memory": ready.kv_cache_memory,
+            "seed": ready.seed,
             "tensor_parallel_size": config.engine.tensor_parallel_size,
             "branch_parallel_size": config.engine.branch_parallel_size,
             "kv_update": KV_UPDATE,

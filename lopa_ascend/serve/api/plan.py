@@ -29,8 +29,6 @@ class Planner:
     limits: Limits
     decoding: Mapping[str, Any]
     """The server's decoding parameters, for requests that do not set them."""
-    seed: int
-    """Seed of the sampling, for requests that bring none."""
 
     def completion(self, request: CompletionRequest) -> list[Choice]:
         """``n`` choices for each prompt, one prompt after the other.
@@ -88,7 +86,7 @@ class Planner:
                 params = self._params(asked.values, len(prompt))
                 self.limits.check(len(prompt), params)
                 self.prompts.check_stop(params.stop)
-                choices += [Choice(prompt, self._with_seed_of(params, index)) for index in range(request.n or 1)]
+                choices += [Choice(prompt, _with_seed_of(params, index)) for index in range(request.n or 1)]
         except ParameterError as error:
             raise _renamed(error, {"prompt": prompt_field, **asked.sent_as}) from None
         return choices
@@ -98,9 +96,6 @@ class Planner:
         defaults = {"max_new_tokens": DecodingParams.max_new_tokens, **self.decoding}
         if "decoding" in asked:
             defaults.pop("num_branches", None)
-        if asked.get("temperature") == 0:
-            defaults.pop("top_p", None)
-            defaults.pop("top_k", None)
         # Where a prompt leaves no room at all, Limits.check refuses the request.
         room = self.limits.max_model_len - prompt_tokens
         defaults["max_new_tokens"] = max(1, min(defaults["max_new_tokens"], room))
@@ -108,13 +103,6 @@ class Planner:
             longest = asked.get("max_new_tokens", defaults["max_new_tokens"])
             defaults["min_new_tokens"] = max(0, min(defaults["min_new_tokens"], longest))
         return DecodingParams(**{**defaults, **asked})
-
-    def _with_seed_of(self, params: DecodingParams, index: int) -> DecodingParams:
-        """The parameters for the ``index``-th answer to a prompt: sampled answers need different seeds."""
-        if params.temperature == 0 or index == 0:
-            return params
-        first = self.seed if params.seed is None else params.seed
-        return replace(params, seed=(first + index) % 2**63)
 
 
 def asked_parameters(request: GenerationRequest) -> AskedParameters:
@@ -139,6 +127,11 @@ def asked_parameters(request: GenerationRequest) -> AskedParameters:
         if values.get(name) in parameter.off:
             values[name] = None
     return AskedParameters(values, sent_as)
+
+
+def _with_seed_of(params: DecodingParams, index: int) -> DecodingParams:
+    """The parameters for the ``index``-th answer to a prompt, which has the seed ``seed + index``."""
+    return params if params.seed is None else replace(params, seed=(params.seed + index) % 2**63)
 
 
 def _renamed(error: ParameterError, names: Mapping[str, str]) -> ParameterError:

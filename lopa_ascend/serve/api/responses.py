@@ -141,6 +141,7 @@ class Response:
             "logprobs": logprobs,
             "finish_reason": output.finish_reason if output else None,
             "stop_reason": output.stop_reason if output else None,
+            "seed": output.seed if output else None,
         }
         with_ids = self.details.with_ids and token_ids is not None
         return {**choice, "token_ids": list(token_ids or ())} if with_ids else choice

@@ -58,8 +58,6 @@ def _range(parameter: Parameter) -> Json:
         case Integer(low, high):
             maximum = {} if high is None else {"maximum": high}
             return {"minimum": min((low, *parameter.off)), **maximum}
-        case Number(low, high, or_zero=True):
-            return {"allOf": [{"anyOf": [NULL, {"const": 0}, {"minimum": low, "maximum": high}]}]}
         case Number(low, high, excludes_low):
             return {"exclusiveMinimum" if excludes_low else "minimum": low, "maximum": high}
         case Strings():

@@ -62,8 +62,17 @@ def _load(connection: _Connection) -> Engine | None:
     except (ValueError, OSError) as error:
         connection.send(Failed(str(error)))
         return None
-    memory = engine.kv_cache_memory
-    connection.send(Ready(engine.limits, engine.model_name, engine.dtype, engine.device, memory, engine.ranks))
+    connection.send(
+        Ready(
+            limits=engine.limits,
+            model_name=engine.model_name,
+            dtype=engine.dtype,
+            device=engine.device,
+            kv_cache_memory=engine.kv_cache_memory,
+            seed=engine.seed,
+            ranks=engine.ranks,
+        )
+    )
     return engine
 
 

@@ -26,6 +26,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """The device in effect."""
     kv_cache_memory: int
     """Bytes of the KV pages of one rank."""
+    seed: int
+    """Seed in effect, from which requests draw theirs."""
     ranks: tuple[RankReport, ...]
     """In the order of rank numbers."""
 

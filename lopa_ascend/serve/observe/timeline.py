@@ -61,6 +61,11 @@ class ChoiceTimeline:
         return self.last.num_forwards if self.last else 0
 
     @property
+    def seed(self) -> int | None:
+        """Seed of the sampling; None without sampling, or if nothing was computed."""
+        return self.last.seed if self.last else None
+
+    @property
     def cached_tokens(self) -> int:
         """Tokens of the prompt that came from the prefix cache."""
         return self.last.cached_tokens if self.last else 0
@@ -93,6 +98,7 @@ class Timeline:
         tokens, forwards = self._sum("num_text_tokens"), self._sum("num_forwards")
         first = min((c.first_token for c in self.choices if c.first_token is not None), default=None)
         reasons = sorted({choice.finish_reason or reason_without_output or "abort" for choice in self.choices})
+        seeds = [choice.seed for choice in self.choices if choice.seed is not None]
         return {
             "choices": len(self.choices),
             "prompt_tokens": self._sum("prompt_tokens"),
@@ -103,6 +109,7 @@ class Timeline:
             "ttft_s": None if first is None else round(first - self.arrived, 4),
             "latency_s": round(now - self.arrived, 4),
             "finish_reason": ",".join(reasons),
+            **({"seeds": seeds} if seeds else {}),
         }
 
     def _sum(self, name: str) -> int:
