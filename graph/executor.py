@@ -124,8 +124,8 @@ class GraphExecutor:
 
     def start(self, sequence: Sequence) -> None:
         """Decides whether graphs can decode a sequence."""
-        num_eos = len(sequence.strategy.eos)
-        reason = unsupported(sequence.request.params, num_eos, self.graphs.shape, self.graphs.kind)
+        num_ends = len(sequence.strategy.ends)
+        reason = unsupported(sequence.request.params, num_ends, self.graphs.shape, self.graphs.kind)
         sequence.graph = GraphSequence(reason)
 
     def release(self, sequence: Sequence) -> None:

@@ -28,18 +28,18 @@ class Kind(NamedTuple):
     confidence: str = "max_prob"
 
 
-def unsupported(request: DecodingParams, num_eos: int, shape: Bucket, kind: Kind) -> str | None:
+def unsupported(request: DecodingParams, num_ends: int, shape: Bucket, kind: Kind) -> str | None:
     """The field of a request that no graph of this shape and kind supports; None if graphs can decode the request.
 
     Which values graphs support is declared with each field of ``DecodingParams``.
 
     Args:
-        num_eos: EOS ids that end the request.
+        num_ends: token ids that end the request.
     """
     sizes = {
         "num_branches": (1 + request.lookaheads, shape.branches),
         "block_size": (request.block_size, shape.block_length),
-        "eos_token_id": (0 if request.ignore_eos else num_eos, MAX_EOS),
+        "eos_token_id": (num_ends, MAX_EOS),
     }
     for name, support in DecodingParams.graph_support().items():
         value = getattr(request, name)
@@ -105,22 +105,21 @@ def empty_states(num_seats: int, shape: Bucket) -> Tensor:
 
 
 def write_params(
-    params: RequestParams, seat: int, request: DecodingParams, eos: List[int], mask: int, add: int, act: int
+    params: RequestParams, seat: int, request: DecodingParams, ends: List[int], mask: int, add: int, act: int
 ) -> None:
     """Writes a request's parameters into a seat.
 
     Args:
         request: graphs support it, see ``unsupported``.
-        eos: EOS ids.
+        ends: token ids that end the request.
         mask: token id of the mask.
         add: filled positions that a whole block must have for another block to be opened.
         act: filled positions that a whole block must have for the next block to be fully activated.
     """
-    eos = () if request.ignore_eos else eos
-    neither_mask_nor_eos = next(token for token in range(len(eos) + 2) if token != mask and token not in eos)
-    params.blank[seat, 1] = neither_mask_nor_eos
+    neither_mask_nor_end = next(token for token in range(len(ends) + 2) if token != mask and token not in ends)
+    params.blank[seat, 1] = neither_mask_nor_end
     params.eos[seat] = NO_TOKEN
-    params.eos[seat, : len(eos)] = torch.tensor(eos, dtype=torch.int32)
+    params.eos[seat, : len(ends)] = torch.tensor(ends, dtype=torch.int32)
     params.tau_conf[seat] = request.tau_conf
     params.activation_masks[seat] = request.block_size - act
     params.min_rank[seat] = math.inf

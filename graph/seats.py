@@ -49,7 +49,7 @@ class Seats:
         seat = graph.seat = self._free.pop()
         graph.window_start, graph.window_blocks = snapshot.window_start, self.shape.max_blocks
         add, act = (threshold_count(tau, request.block_size) for tau in (request.tau_add, request.tau_act))
-        write_params(self.params, seat, request, sorted(strategy.eos), self._mask, add, act)
+        write_params(self.params, seat, request, sorted(strategy.ends), self._mask, add, act)
         packed = packed_state(self.params.blank[seat], request, snapshot, self.shape)
         on_host = self.ops.host_memory(len(packed)).view(packed.dtype).copy_(packed)
         self.storage.states[seat].copy_(on_host, non_blocking=True)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from tqdm import tqdm
 
@@ -121,7 +121,7 @@ class LLM:
         self.prompts.check_stop(params.stop)
 
     def stream(
-        self, prompt_token_ids: Sequence[int], params: DecodingParams, *, trace: bool = False
+        self, prompt: str | Sequence[int], params: DecodingParams | None = None, *, trace: bool = False
     ) -> Generator[Progress, None, None]:
         """Generates for one prompt, and yields what is final after each forward pass.
 
@@ -129,7 +129,7 @@ class LLM:
         is closed or an error is raised.
 
         Args:
-            prompt_token_ids: the prompt.
+            prompt: a text or token ids.
             params: how it is decoded.
             trace: the output has a record of each forward pass.
 
@@ -137,11 +137,13 @@ class LLM:
             What is final; the last item has the output.
 
         Raises:
-            ParameterError: see ``check``.
+            ParameterError: see ``tokenize`` and ``check``.
             GenerationError: the model's logits are not finite.
         """
-        self.check(prompt_token_ids, params)
-        running = self._begin(prompt_token_ids, params, trace)
+        params = params or DecodingParams()
+        token_ids = self.tokenize(prompt)
+        self.check(token_ids, params)
+        running = self._begin(token_ids, params, trace)
         try:
             while not running.finished:
                 while not running.updates:
@@ -166,7 +168,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
         params: DecodingParams | None = None,
         *,
         trace: bool = False,
@@ -175,7 +177,7 @@ class LLM:
         """Generates for several prompts, which run together.
 
         Args:
-            prompts: texts or lists of token ids; one text alone is one prompt.
+            prompts: texts or lists of token ids; one text or one list of token ids alone is one prompt.
             params: how all of them are decoded.
             trace: the outputs have a record of each forward pass.
             quiet: show no progress bar.
@@ -187,12 +189,11 @@ class LLM:
             ParameterError: a prompt or a parameter cannot be served; nothing was generated.
             GenerationError: a request failed; the other requests were ended.
         """
-        several = [prompts] if isinstance(prompts, str) else prompts
-        return self._generate_all([self.tokenize(prompt) for prompt in several], params, trace, quiet)
+        return self._generate_all([self.tokenize(prompt) for prompt in _prompts(prompts)], params, trace, quiet)
 
     def chat(
         self,
-        conversations: Sequence[Sequence[Mapping[str, Any]]],
+        conversations: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         params: DecodingParams | None = None,
         *,
         trace: bool = False,
@@ -201,7 +202,8 @@ class LLM:
         """Generates the next message of several conversations, which run together.
 
         Args:
-            conversations: lists of messages, which have "role" and "content".
+            conversations: lists of messages, which have "role" and "content"; one list of messages is one
+                conversation.
             params: how all of them are decoded.
             trace: the outputs have a record of each forward pass.
             quiet: show no progress bar.
@@ -213,7 +215,8 @@ class LLM:
             ParameterError: see ``generate`` and ``tokenize_chat``.
             GenerationError: a request failed; the other requests were ended.
         """
-        return self._generate_all([self.tokenize_chat(messages) for messages in conversations], params, trace, quiet)
+        several = _conversations(conversations)
+        return self._generate_all([self.tokenize_chat(messages) for messages in several], params, trace, quiet)
 
     def _generate_all(
         self, prompts: list[list[int]], params: DecodingParams | None, trace: bool, quiet: bool
@@ -237,3 +240,37 @@ class LLM:
             for request in requests.values():
                 self._end(request)
         return [output for _, output in sorted(outputs.items()) if output is not None]
+
+
+def _prompts(value: object) -> list[str | Sequence[int]]:
+    """The prompts that the argument ``prompts`` gives.
+
+    Raises:
+        ParameterError: it is neither a prompt nor a list of prompts.
+    """
+    if isinstance(value, str):
+        return [value]
+    if _is_list(value) and all(isinstance(item, str) or _is_list(item) for item in value):
+        return list(value)
+    if _is_list(value):
+        return [value]
+    raise ParameterError("prompts", f"must be a text, token ids, or a list of either, got {value!r:.100}")
+
+
+def _conversations(value: object) -> list[Sequence[Mapping[str, Any]]]:
+    """The conversations that the argument ``conversations`` gives.
+
+    Raises:
+        ParameterError: it is neither a conversation nor a list of conversations.
+    """
+    if _is_list(value) and value:
+        if all(isinstance(message, Mapping) for message in value):
+            return [value]
+        if all(_is_list(item) and item and all(isinstance(message, Mapping) for message in item) for item in value):
+            return list(value)
+    expected = 'a list of messages such as {"role": "user", "content": "hello"}, or a list of such lists'
+    raise ParameterError("conversations", f"must be {expected}, got {value!r:.100}")
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str)

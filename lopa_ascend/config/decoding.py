@@ -177,6 +177,10 @@ class DecodingParams:
         None,
         Parameter(TokenIds(), "token ids that end the answer", default_text="the model's", graphs=GraphSupport.BUCKET),
     )
+    stop_token_ids: tuple[int, ...] = declare(
+        (),
+        Parameter(TokenIds(), "more token ids that end the answer, with `ignore_eos` too", default_text="none"),
+    )
     ignore_eos: bool = declare(False, Parameter(Boolean(), "go on after an EOS"))
     finish_at_eos: bool = declare(
         True,

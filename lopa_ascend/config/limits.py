@@ -89,6 +89,7 @@ class Limits:
                 f"{pages} KV pages; there are {self.num_pages}"
             )
             raise ParameterError("num_branches", message)
-        for token in params.eos_token_ids or ():
-            if token >= self.vocab_size:
-                raise ParameterError("eos_token_id", f"{token} is not below the vocabulary size {self.vocab_size}")
+        for name, tokens in (("eos_token_id", params.eos_token_ids), ("stop_token_ids", params.stop_token_ids)):
+            for token in tokens or ():
+                if token >= self.vocab_size:
+                    raise ParameterError(name, f"{token} is not below the vocabulary size {self.vocab_size}")

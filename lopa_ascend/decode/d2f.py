@@ -24,11 +24,12 @@ class D2F:
         num_committed: positions whose keys and values are final.
         num_forwards: forward passes so far.
         limit: the most positions that the sequence can have.
+        ends: token ids that end the answer.
 
     Args:
         prompt: token ids.
         mask: token id of the mask.
-        eos: EOS ids.
+        eos: EOS ids, which end the answer unless ``params.ignore_eos``.
         num_committed: positions of the prompt whose keys and values are in the cache already.
     """
 
@@ -43,7 +44,7 @@ class D2F:
         self.params = params
         self.prompt = tuple(prompt)
         self.mask = mask
-        self.eos = frozenset() if params.ignore_eos else eos
+        self.ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
         self.limit = len(prompt) + params.max_new_tokens
         self.tau_conf = float32(params.tau_conf)
         self.num_committed = num_committed
@@ -141,7 +142,7 @@ class D2F:
         ]
         fills, fallbacks = self._choose(branch, predicted)
         for fill in fills:
-            branch.fill(fill, self.eos)
+            branch.fill(fill, self.ends)
         finished = {block.start for block in branch.active_blocks() if not block.masks}
         filled = {fill.position for fill in fills}
         self.branches = self._spawn(branch, [fill for fill in predicted if fill.position not in filled])
@@ -200,16 +201,17 @@ class D2F:
     # ---- what is final ---------------------------------------------------------------------------------------------
 
     def final_tokens(self) -> list[int]:
-        """Generated token ids up to the first mask; with ``finish_at_eos`` up to the first EOS. They never change."""
+        """Generated token ids up to the first mask; with ``finish_at_eos`` up to the first that
+        ends the answer. They never change."""
         tokens = self.winner.tokens
-        stop = {self.mask, *self.eos} if self.params.finish_at_eos else {self.mask}
+        stop = {self.mask, *self.ends} if self.params.finish_at_eos else {self.mask}
         end = next((i for i, token in enumerate(tokens) if token in stop), len(tokens))
         return tokens[:end]
 
-    def eos_reached(self) -> int | None:
-        """The first EOS, if no position before it is masked."""
+    def end_reached(self) -> int | None:
+        """The token id that ends the answer, if no position before it is masked."""
         for token in self.winner.tokens:
-            if token in self.eos:
+            if token in self.ends:
                 return token
             if token == self.mask:
                 return None
@@ -218,6 +220,6 @@ class D2F:
     def visible_is_final(self) -> bool:
         """Whether no later step can change the visible text: all positions up to an EOS, or all positions, are
         filled."""
-        if self.eos_reached() is not None:
+        if self.end_reached() is not None:
             return True
         return self.winner.end >= self.limit and not self.winner.masks

@@ -79,7 +79,7 @@ class Lopa(D2F):
         branches = []
         for fill in ranked[: self.params.lookaheads]:
             branch = anchor.copy()
-            branch.fill(fill, self.eos)
+            branch.fill(fill, self.ends)
             branch.lookahead = fill
             branches.append(branch)
         return [*branches, anchor]

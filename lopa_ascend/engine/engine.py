@@ -235,7 +235,7 @@ class Engine:
         if result.error is not None:
             finish_reason = "error"
         elif sequence.demand is None:
-            stop_token_id = strategy.eos_reached()
+            stop_token_id = strategy.end_reached()
             finish_reason = "length" if stop_token_id is None else "stop"
         return Update(
             request_id=result.request_id,

@@ -55,7 +55,7 @@ class SequenceFactory:
             confidence=params.confidence,
             mask=self.model.mask_token_id,
             num_token_ids=self.num_token_ids,
-            eos=eos if bans_eos else (),
+            eos=(*eos, *params.stop_token_ids) if bans_eos else (),
             min_position=len(request.prompt) + params.min_new_tokens if bans_eos else 0,
             temperature=params.temperature,
             top_p=params.top_p,

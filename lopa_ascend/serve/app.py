@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import TypeVar
 
 from fastapi import FastAPI, Request
+from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 
 import lopa_ascend
 from lopa_ascend.serve.api import answers, body, info, protocol
 from lopa_ascend.serve.api.access import Access, set_up_request_log
 from lopa_ascend.serve.api.endpoint import CHAT, COMPLETIONS, DIFFUSION_CHAT, DIFFUSION_COMPLETIONS, Endpoint
 from lopa_ascend.serve.api.errors import ApiError, install_handlers, unavailable
+from lopa_ascend.serve.api.home import home_page
 from lopa_ascend.serve.api.openapi import (
     DIFFUSION_EVENTS,
     EVENTS,
@@ -34,6 +37,9 @@ from lopa_ascend.serve.observe.metrics import Metrics
 
 T = TypeVar("T")
 
+LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+"""Origins of web pages that come from this machine."""
+
 
 def create_app(client: EngineClient, config: ServeConfig) -> FastAPI:
     """The HTTP API of a running engine.
@@ -42,16 +48,18 @@ def create_app(client: EngineClient, config: ServeConfig) -> FastAPI:
         client: the engine.
         config: how the server was started.
     """
-    app = FastAPI(title="LoPA-Dist-Ascend", version=lopa_ascend.__version__, redirect_slashes=False)
+    # /docs and /redoc load their scripts from this server: there may be no internet.
+    app = FastAPIOffline(title="LoPA-Dist-Ascend", version=lopa_ascend.__version__, redirect_slashes=False)
     install_handlers(app)
     app.add_middleware(Access, api_key=config.api_key)
+    _allow_origins(app, config.allowed_origins)
     set_up_request_log()
     model = config.served_model_name or client.ready.model_name
     metrics = Metrics(client, model)
     client.observers.append(metrics.observe_step)
     planner = Planner(client.prompts, client.ready.limits, config.decoding)
     endpoint = Endpoint(client, planner, metrics, model, config)
-    _add_state(app, client, config, metrics, model)
+    _add_state(app, endpoint, client, config, metrics)
     _add_models(app, endpoint, client.ready.limits.max_model_len, model)
     _add_tokenizer(app, endpoint, client, config.max_body_size)
     _add_generation(app, endpoint, config.max_body_size)
@@ -59,12 +67,35 @@ def create_app(client: EngineClient, config: ServeConfig) -> FastAPI:
     return app
 
 
-def _add_state(app: FastAPI, client: EngineClient, config: ServeConfig, metrics: Metrics, model: str) -> None:
+def _allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
+    """Lets browsers give answers to web pages from these origins; without any, to pages from this machine.
+
+    Added last, so it is the outermost middleware: a browser's preflight request carries no API key.
+    """
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_origin_regex=None if origins else LOCAL_ORIGIN,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["X-Request-Id"],
+    )
+
+
+def _add_state(app: FastAPI, endpoint: Endpoint, client: EngineClient, config: ServeConfig, metrics: Metrics) -> None:
+    model = endpoint.model
+
     @app.get("/health", responses=errors(503))
     async def health() -> answers.Status:
         """200 while the engine makes progress."""
         if (problem := client.health()) is not None:
             raise unavailable(problem)
+        return answers.Status()
+
+    @app.get("/health_generate", responses=errors(500, 503))
+    async def health_generate() -> answers.Status:
+        """200 once the engine has generated a token, which takes a forward pass behind those of other requests."""
+        await endpoint.generate_a_token(config.watchdog_timeout)
         return answers.Status()
 
     @app.get("/ready", responses=errors(503))
@@ -75,6 +106,11 @@ def _add_state(app: FastAPI, client: EngineClient, config: ServeConfig, metrics:
         if client.num_running + client.num_waiting >= client.max_choices:
             raise unavailable("the queue is full", code="queue_full")
         return answers.Status()
+
+    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
+    async def home(request: Request) -> str:
+        """A page for people: which model is served, in which state, and where to go on."""
+        return home_page(model, client.health(), request.scope.get("root_path", ""))
 
     @app.get("/version")
     async def version() -> answers.Version:
@@ -99,6 +135,11 @@ def _add_models(app: FastAPI, endpoint: Endpoint, max_model_len: int, model: str
     async def list_models() -> answers.ModelList:
         """The served model, as a list of one."""
         return answers.ModelList(data=[card])
+
+    @app.get("/get_model_info")
+    async def model_info() -> answers.ModelInfo:
+        """The served model, as SGLang's clients ask for it."""
+        return answers.ModelInfo(model_path=model, tokenizer_path=model)
 
     @app.get("/v1/models/{model:path}", responses=errors(404))
     async def retrieve_model(model: str) -> answers.ModelCard:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lopa_ascend.config import EngineConfig
-from lopa_ascend.config.kinds import Boolean, Bytes, Choice, Integer, Number, Text
+from lopa_ascend.config.kinds import Boolean, Bytes, Choice, Integer, Number, Strings, Text
 from lopa_ascend.config.settings import Group, Setting, declare
 
 DAY = 86400
@@ -56,6 +56,16 @@ class ServeConfig:
             group=Group.SERVER,
             metavar="KEY",
             secret=True,
+        ),
+    )
+    allowed_origins: tuple[str, ...] = declare(
+        (),
+        Setting(
+            Strings(),
+            "origins whose web pages may call this server, e.g. https://example.org; *: all",
+            group=Group.SERVER,
+            metavar="ORIGIN",
+            default_text="pages from this machine (localhost, any port)",
         ),
     )
     root_path: str = declare(

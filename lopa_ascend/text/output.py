@@ -18,12 +18,13 @@ class OutputStream:
 
     Args:
         prompt: token ids of the prompt.
-        params: the request's parameters, of which the stop strings are used.
+        params: the request's parameters, of which the stop strings and stop tokens are used.
         tokenizer: None for a model without one; then there is no text.
     """
 
     def __init__(self, prompt: Sequence[int], params: DecodingParams, tokenizer: Tokenizer | None):
         self._prompt = tuple(prompt)
+        self._stop_token_ids = params.stop_token_ids
         self._text = TextStream(tokenizer, params.stop, params.min_new_tokens) if tokenizer else None
         self._tokens: list[int] = []
         """Final token ids."""
@@ -55,7 +56,8 @@ class OutputStream:
     def _finish(self, update: Update, text: str) -> Progress:
         """The last progress of the request, with its output."""
         num_shown = len(self._tokens)
-        stop_reason: int | str | None = update.stop_token_id
+        has_end = update.stop_token_id is not None
+        stop_reason: int | str | None = update.stop_token_id if update.stop_token_id in self._stop_token_ids else None
         if self._text is not None and self._text.stopped is not None:
             num_shown = self._text.num_text_tokens
             stop_reason = self._text.stopped
@@ -64,7 +66,7 @@ class OutputStream:
             prompt_token_ids=self._prompt,
             token_ids=tokens,
             text=None if self._text is None else text,
-            finish_reason="length" if stop_reason is None else "stop",
+            finish_reason="stop" if has_end or self.stopped else "length",
             stop_reason=stop_reason,
             num_forwards=update.num_forwards,
             num_positions=update.num_positions,

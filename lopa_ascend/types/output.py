@@ -29,7 +29,7 @@ class Update:
     finish_reason: str | None = None
     """"stop", "length" or "error" on the last update of a request."""
     stop_token_id: int | None = None
-    """The EOS that ended the request."""
+    """The token id that ended the request: an EOS, or one of ``stop_token_ids``."""
     error: str | None = None
     """With the finish reason "error": what went wrong."""
     record: StepRecord | None = None
@@ -50,7 +50,7 @@ class GenerationOutput:
     finish_reason: str
     """"stop" (EOS or a stop string), "length", or "abort" (the server was told to end it)."""
     stop_reason: int | str | None
-    """The EOS id or the stop string that ended the text."""
+    """The stop string, or the id of ``stop_token_ids``, that ended the text; None at an EOS, as in vLLM."""
     num_forwards: int
     """Forward passes, however many branches each of them evaluated."""
     num_positions: int

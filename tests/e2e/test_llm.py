@@ -50,6 +50,26 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
     assert list(output[0].prompt_token_ids) == llm.tokenizer.chat(messages)
 
 
+def test_one_prompt_or_conversation_needs_no_list(llm: LLM) -> None:
+    ids, messages = llm.tokenizer.encode("hello the answer"), [{"role": "user", "content": "hello"}]
+    assert llm.generate(ids, params(), quiet=True) == llm.generate([ids], params(), quiet=True)
+    assert llm.chat(messages, params(), quiet=True) == llm.chat([messages], params(), quiet=True)
+    assert [*llm.stream("hello the answer", params())][-1].output == one(llm)
+    assert [*llm.stream("hello")][-1].output == llm.generate("hello", quiet=True)[0]
+
+
+@pytest.mark.parametrize("wrong", [5, None, [5.5], [["a"]], [[]], [True]])
+def test_wrong_prompts_are_named(llm: LLM, wrong: object) -> None:
+    with pytest.raises(ParameterError, match="^prompt"):
+        llm.generate(wrong, params(), quiet=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", ["hello", [], [[]], {"role": "user", "content": "x"}, [["a"]], [5]])
+def test_wrong_conversations_are_named(llm: LLM, wrong: object) -> None:
+    with pytest.raises(ParameterError, match="^conversations: must be a list of messages"):
+        llm.chat(wrong, params(), quiet=True)  # type: ignore[arg-type]
+
+
 def test_max_new_tokens_is_exact(llm: LLM) -> None:
     for n in (1, 7, 8, 9, 21):
         output = one(llm, max_new_tokens=n, ignore_eos=True)
@@ -68,8 +88,13 @@ def test_min_new_tokens_holds_eos_back(llm: LLM) -> None:
 def test_eos_ends_the_text_and_is_cut_off(llm: LLM) -> None:
     eos = one(llm, ignore_eos=True, decoding="d2f").token_ids[12]
     output = one(llm, eos_token_id=(eos, 5), decoding="d2f")
-    assert (output.finish_reason, output.stop_reason) == ("stop", eos)
+    assert (output.finish_reason, output.stop_reason) == ("stop", None)
     assert eos not in output.token_ids
+    # A stop token ends the text at the same place and is the reason, also where EOS are ignored.
+    stopped = one(llm, eos_token_id=(), stop_token_ids=(eos, 5), decoding="d2f")
+    assert (stopped.finish_reason, stopped.stop_reason, stopped.token_ids) == ("stop", eos, output.token_ids)
+    assert one(llm, eos_token_id=5, stop_token_ids=eos, decoding="d2f", ignore_eos=True) == stopped
+    assert eos not in one(llm, stop_token_ids=eos, min_new_tokens=20, decoding="d2f").token_ids
 
 
 def test_no_eos_at_all_is_not_the_models_own(llm: LLM, tmp_path) -> None:

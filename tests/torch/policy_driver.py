@@ -101,7 +101,7 @@ class Sequence:
 
     def write_params(self, params: RequestParams, seat: int) -> None:
         add, act = (threshold_count(tau, self.size) for tau in (self.params.tau_add, self.params.tau_act))
-        inputs.write_params(params, seat, self.params, EOS, MASK, add, act)
+        inputs.write_params(params, seat, self.params, sorted(self.strategy.ends), MASK, add, act)
 
     def packed(self, params: RequestParams, seat: int, shape: Bucket) -> torch.Tensor:
         """Takes the sequence over from its strategy."""

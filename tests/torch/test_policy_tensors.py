@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lopa_ascend.config import DecodingParams
+from lopa_ascend.decode import begin
 from lopa_ascend.graph import inputs, policy, tensors
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.inputs import HostView, Kind
@@ -91,8 +92,10 @@ def test_what_graphs_cannot_do_is_named(request_: DecodingParams, field: str | N
 
 def test_more_eos_ids_than_a_graph_takes_are_named_unless_they_are_ignored() -> None:
     shape = Bucket(1, 2, 1, 4, 4, 32, 8)
-    assert inputs.unsupported(DecodingParams(), 9, shape, Kind()) == "eos_token_id"
-    assert inputs.unsupported(DecodingParams(ignore_eos=True), 9, shape, Kind()) is None
+    for ignored, reason in ((False, "eos_token_id"), (True, None)):
+        params = DecodingParams(ignore_eos=ignored)
+        ends = begin([1], params, 99, frozenset(range(9))).ends
+        assert inputs.unsupported(params, len(ends), shape, Kind()) == reason
 
 
 def kernels(sequences: int) -> Counter[str]:

@@ -93,7 +93,7 @@ def test_eos_stops_block_adding_and_ends_the_visible_text() -> None:
     strategy.absorb(plan, [row], 0, 0)
     assert strategy.plan() is None
     assert strategy.final_tokens() == [1]
-    assert strategy.eos_reached() == EOS
+    assert strategy.end_reached() == EOS
 
 
 def test_a_lookahead_branch_without_masks_has_won() -> None:

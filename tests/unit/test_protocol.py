@@ -22,6 +22,7 @@ from lopa_ascend.serve.api.protocol import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
+    IgnoredFields,
 )
 from lopa_ascend.text.prompt import Prompts
 
@@ -95,6 +96,35 @@ def test_unsupported_fields_are_refused_by_name(name: str):
             with pytest.raises(ApiError) as refused:
                 parse(json.dumps({**fields, name: value}).encode())
             assert (refused.value.status, refused.value.param) == (400, name)
+
+
+IGNORED = {
+    "user": "u",
+    "metadata": {"run": "7", "nested": {"a": [1]}},
+    "store": True,
+    "service_tier": "flex",
+    "reasoning_effort": "low",
+    "verbosity": "high",
+    "cache_salt": "s",
+    "request_id": "r-1",
+    "safety_identifier": "s",
+    "prompt_cache_key": "k",
+    "priority": 0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+
+
+def test_fields_without_effect_change_no_parameter():
+    assert set(IgnoredFields.model_fields) <= set(IGNORED)
+    assert params(**IGNORED) == params()
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for fields in (IGNORED, {"tools": tools, "tool_choice": "none"}):
+        parse_chat(json.dumps({**chat, **fields}).encode())
+    for fields in ({"tools": tools}, {"tools": 5, "tool_choice": "none"}, {"tools": tools, "tool_choice": "auto"}):
+        with pytest.raises(ApiError, match="tool"):
+            parse_chat(json.dumps({**chat, **fields}).encode())
 
 
 def test_defaults_step_back_where_a_request_excludes_them():

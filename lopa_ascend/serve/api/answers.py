@@ -54,7 +54,9 @@ class ChatLogprobs(BaseModel):
 class _Choice(BaseModel):
     index: int
     finish_reason: str | None = Field(description='"stop", "length" or "abort" (see /abort_request).')
-    stop_reason: int | str | None = Field(description="The EOS id or the stop string that ended the text.")
+    stop_reason: int | str | None = Field(
+        description="The stop string, or the id of stop_token_ids, that ended the text; null at an EOS."
+    )
     seed: int | None = Field(None, description="Seed of the sampling, for repeating it; null without sampling.")
     token_ids: list[int] | None = Field(None, description="With return_token_ids, or if the model has no tokenizer.")
 
@@ -99,6 +101,12 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str = "lopa-ascend"
     max_model_len: int
+
+
+class ModelInfo(BaseModel):
+    model_path: str = Field(description="Name of the served model; directories of the server are not shown.")
+    tokenizer_path: str
+    is_generation: Literal[True] = True
 
 
 class ModelList(BaseModel):

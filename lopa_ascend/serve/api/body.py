@@ -141,6 +141,8 @@ def _completion(model: type[T], raw: bytes, unsupported: NeutralValues) -> T:
 
 def _chat(model: type[T], raw: bytes, unsupported: NeutralValues) -> T:
     values = _load(raw)
+    if values.get("tool_choice") == "none" and isinstance(values.get("tools"), list):
+        del values["tools"]  # no tool may be called, so the list changes nothing
     _drop_unsupported(values, unsupported)
     _drop_from_messages(values)
     return _validate(model, values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,10 +16,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from lopa_ascend.config import DecodingParams
 from lopa_ascend.serve.api import body, responses
 from lopa_ascend.serve.api.access import log_line, request_id
 from lopa_ascend.serve.api.diffusion import StepEncoder
-from lopa_ascend.serve.api.errors import ApiError
+from lopa_ascend.serve.api.errors import ApiError, unavailable
 from lopa_ascend.serve.api.plan import Planner
 from lopa_ascend.serve.api.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from lopa_ascend.serve.config import ServeConfig
@@ -92,19 +94,21 @@ class Endpoint:
     """
 
     def __init__(self, client: EngineClient, planner: Planner, metrics: Metrics, model: str, config: ServeConfig):
-        self._client, self._planner, self._metrics, self._model = client, planner, metrics, model
+        self.model = model
+        """Name of the served model."""
+        self._client, self._planner, self._metrics = client, planner, metrics
         self._max_body_size, self._log_texts = config.max_body_size, config.enable_log_requests
         self._sent_as: dict[str, set[str]] = {}
         """The ids of running responses, by the X-Request-Id of their requests."""
 
     def check_model(self, model: str | None) -> None:
-        """Accepts the name of the served model, and None.
+        """Accepts the name of the served model, "default" and None.
 
         Raises:
             ApiError: 404, there is no such model.
         """
-        if model not in (None, self._model):
-            message = f"the model {model!r} does not exist; this server has {self._model!r}"
+        if model not in (None, "default", self.model):
+            message = f"the model {model!r} does not exist; this server has {self.model!r}"
             raise ApiError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
 
     def abort(self, some_id: str) -> bool:
@@ -118,6 +122,25 @@ class Endpoint:
         """
         ended = [self._client.abort(response_id) for response_id in (some_id, *self._sent_as.get(some_id, ()))]
         return any(ended)
+
+    async def generate_a_token(self, timeout: float) -> None:
+        """Lets the engine generate one token, as proof that it works.
+
+        Args:
+            timeout: most seconds.
+
+        Raises:
+            ApiError: 500, the request failed in the engine; 503, there was no token in time, or none can come.
+        """
+        prompt = [int(self._client.ready.limits.mask_token_id == 0)]  # any token but the mask
+        params = DecodingParams(max_new_tokens=1, decoding="d2f", ignore_eos=True)
+        generation = self._client.submit(f"health-{uuid.uuid4().hex}", [Choice(prompt, params)])
+        try:
+            await asyncio.wait_for(_finish(generation), timeout)
+        except asyncio.TimeoutError:
+            raise unavailable(f"the engine generated no token within {timeout:g} s") from None
+        finally:
+            self._client.release(generation)
 
     async def answer(self, request: Request, route: Route[T]) -> Response:
         """The answer to a request. Once a stream has begun, errors are events of the stream.
@@ -133,7 +156,7 @@ class Endpoint:
         self.check_model(asked.model)
         choices = await asyncio.to_thread(route.plan, self._planner, asked)
         details, tokenizer = route.details(self._planner, asked), self._planner.prompts.tokenizer
-        response = responses.Response(route.form, self._model, choices, details, tokenizer)
+        response = responses.Response(route.form, self.model, choices, details, tokenizer)
         if self._log_texts:
             log_line(event="received", id=response.id, body=asked.model_dump(exclude_none=True))
         generation = self._client.submit(response.id, choices, trace=route.diffusion)
@@ -158,6 +181,12 @@ class Endpoint:
         self._metrics.observe_end(run.timeline, run.reason_without_output)
         numbers = run.timeline.summary(time.monotonic(), run.reason_without_output)
         log_line(event="finished", id=run.generation.request_id, request_id=sent_as, **numbers)
+
+
+async def _finish(generation: Generation) -> None:
+    """Reads a generation to its end."""
+    async for _ in generation.progress():
+        pass
 
 
 class Run:

@@ -77,7 +77,7 @@ def tokenize(prompts: Prompts, request: TokenizeRequest, max_model_len: int) -> 
         problem = "cannot be combined with messages" if both else "is missing; give prompt or messages"
         raise ParameterError("prompt", problem)
     if request.prompt is not None:
-        ids = prompts.encode(request.prompt)
+        ids = prompts.encode(request.prompt) if request.prompt else []
     else:
         ids = prompts.encode_chat([message.as_template_input() for message in request.messages or ()])
     strings = [_text(tokenizer, token) for token in ids] if request.return_token_strs else None

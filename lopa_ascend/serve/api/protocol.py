@@ -6,7 +6,7 @@ A field that is null counts as absent, as in OpenAI's API. The models check the 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, field_validator
 
@@ -34,7 +34,7 @@ UNSUPPORTED: NeutralValues = {
     "logit_bias": ({},),
     "prompt_logprobs": (0,),
     "use_beam_search": (False,),
-    "stop_token_ids": ([],),
+    "priority": (0,),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "response_format": ({"type": "text"},),
@@ -57,9 +57,6 @@ UNSUPPORTED_CHAT: NeutralValues = {
     "functions": ([],),
     "function_call": ("none",),
     "modalities": (["text"],),
-    "store": (False,),
-    "metadata": ({},),
-    "service_tier": ("auto", "default"),
 }
 # A diffusion stream is always one streamed answer, and its events carry everything that these fields ask for.
 UNSUPPORTED_DIFFUSION: NeutralValues = {
@@ -90,15 +87,32 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = Field(None, description="Every chunk has the usage up to it.")
 
 
+WITHOUT_EFFECT = "Taken, and without effect."
+
+
+class IgnoredFields(Body):
+    """Fields that clients of other servers send, and that change nothing here."""
+
+    user: str | None = Field(None, description=WITHOUT_EFFECT)
+    metadata: dict[str, Any] | None = Field(None, description=WITHOUT_EFFECT)
+    store: bool | None = Field(None, description=WITHOUT_EFFECT)
+    service_tier: str | None = Field(None, description=WITHOUT_EFFECT)
+    reasoning_effort: str | None = Field(None, description=WITHOUT_EFFECT)
+    verbosity: str | None = Field(None, description=WITHOUT_EFFECT)
+    cache_salt: str | None = Field(None, description=WITHOUT_EFFECT)
+    request_id: str | None = Field(None, description=f"{WITHOUT_EFFECT} Send the header X-Request-Id.")
+    safety_identifier: str | None = Field(None, description=WITHOUT_EFFECT)
+    prompt_cache_key: str | None = Field(None, description=WITHOUT_EFFECT)
+
+
 @with_decoding_parameters
-class GenerationRequest(Body):
+class GenerationRequest(IgnoredFields):
     """What all requests for text have in common."""
 
     model: str | None = Field(None, description="Name of the served model; may be left out.")
     n: int | None = Field(None, ge=1, le=MAX_N, description="Number of answers to each prompt. Default: 1.")
     stream: bool | None = Field(None, description="Answer with server-sent events. Default: false.")
     stream_options: StreamOptions | None = Field(None, description="Needs stream: true.")
-    user: str | None = Field(None, description="Taken, and without effect.")
     return_token_ids: bool | None = Field(None, description="Adds token_ids to every choice. Default: false.")
 
 
@@ -238,7 +252,7 @@ class TokenizeRequest(Body):
     model_config = ConfigDict(json_schema_extra=documenting(UNSUPPORTED_TEMPLATE, PROMPT_OR_MESSAGES))
 
     model: str | None = Field(None, description="Name of the served model; may be left out.")
-    prompt: str | None = Field(None, description="A text. Special tokens in it are recognised.", min_length=1)
+    prompt: str | None = Field(None, description="A text. Special tokens in it are recognised.")
     messages: list[Message] | None = Field(
         None, min_length=1, description="A conversation: the chat template makes a prompt of it."
     )
