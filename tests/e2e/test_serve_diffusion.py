@@ -1,45 +1,128 @@
 """The event stream that shows every forward pass."""
 
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from lopa_ascend import LLM, DecodingParams
-from tests.e2e.conftest import ServerProcess
+from lopa_ascend.serve.api.diffusion import DiffusionDone, DiffusionStart, DiffusionStep
+from tests.e2e.conftest import ROOT, ServerProcess
 from tests.e2e.serving import events
+
+
+def answer(server: ServerProcess, body: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
+    """The start, the steps and the end of a diffusion stream, each checked against its schema."""
+    start, *steps, done = events(server.http.post("/v1/diffusion/completions", json=body).text)
+    DiffusionStart.model_validate(start, strict=True)
+    for step in steps:
+        DiffusionStep.model_validate(step, strict=True)
+    DiffusionDone.model_validate(done, strict=True)
+    return start, steps, done
 
 
 @pytest.mark.parametrize("fields", [{}, {"temperature": 1.0, "seed": 3}, {"decoding": "d2f"}])
 def test_events_are_the_trace_of_the_python_api(server: ServerProcess, model_dir: Any, fields: dict[str, Any]):
     llm = LLM(model_dir)
     params = DecodingParams(max_new_tokens=24, **fields)
-    # A prompt of its own, for one that the server has in its prefix cache is not computed again.
     prompt = f"größer als {fields}"
     (output,) = llm.generate([prompt], params, trace=True, quiet=True)
-    body = {"prompt": prompt, "max_tokens": 24, **fields}
-    *steps, done = events(server.http.post("/v1/diffusion/completions", json=body).text)
-    assert [step["object"] for step in steps] == ["diffusion.step"] * len(steps)
+    start, steps, done = answer(server, {"prompt": prompt, "max_tokens": 24, **fields})
+    assert {step["id"] for step in steps} == {start["id"]} == {done["id"]}
     assert output.trace is not None
     assert len(steps) == len(output.trace) == output.num_forwards
+    begin = start["prompt_tokens"]
+    assert begin == len(output.prompt_token_ids)
     for step, record in zip(steps, output.trace, strict=True):
-        assert (step["index"], step["span"], step["committed"]) == (record.index, list(record.span), record.committed)
-        assert [(b["score"], b["masks"]) for b in step["branches"]] == [(b.score, b.masks) for b in record.branches]
-        assert [b["rank"] for b in step["branches"]] == [*range(1, len(record.branches)), 0]
+        *lookaheads, anchor = record.branches
+        assert step["index"] == record.index
+        assert step["canvas_length"] == record.branches[record.winner].end - begin
+        assert step["committed"] == max(0, record.cache_length + record.committed - begin)
+        assert [branch["rank"] for branch in step["branches"]] == [*range(len(record.branches))]
+        assert [(b["score"], b["masks"]) for b in step["branches"]] == [
+            (b.score, b.masks) for b in (anchor, *lookaheads)
+        ]
         assert step["winner"] == (record.winner + 1) % len(record.branches)
-        filled = [(fill["position"], fill["token_id"], fill["prob"], fill["confidence"]) for fill in step["fills"]]
-        assert filled == [(fill.position, fill.token, fill.max_prob, fill.confidence) for fill in record.fills]
+        own = step["branches"][step["winner"]]["lookahead"]
+        fills = step["fills"][1:] if own else step["fills"]
+        assert own is None or step["fills"][0] == own
+        filled = [(fill["position"], fill["token_id"], fill["prob"], fill["confidence"]) for fill in fills]
+        assert filled == [(fill.position - begin, fill.token, fill.max_prob, fill.confidence) for fill in record.fills]
         assert done["text"].startswith(step["text"])
-    lookaheads = [branch["lookahead"] for step in steps for branch in step["branches"] if branch["rank"]]
-    assert all(fill.keys() == {"position", "token_id", "token", "confidence"} for fill in lookaheads)
     assert (done["object"], done["text"], tuple(done["token_ids"])) == ("diffusion.done", output.text, output.token_ids)
     assert (done["finish_reason"], done["stop_reason"]) == (output.finish_reason, output.stop_reason)
+    assert done["seed"] == fields.get("seed")
     assert done["usage"]["completion_tokens"] == len(output.token_ids)
     assert done["lopa"]["num_forwards"] == output.num_forwards
+
+
+def documented_client() -> Callable[..., Iterator[list[int | None]]]:
+    """The example client of docs/diffusion-stream.md."""
+    page = (ROOT / "docs" / "diffusion-stream.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(code, names)
+    return names["watch"]
+
+
+CANVASES: list[dict[str, Any]] = [
+    {},
+    {"decoding": "d2f", "tau_conf": 0.5},
+    {"num_branches": 7, "tau_conf": 0.3},
+    {"num_branches": 3, "window_attention": "full", "block_size": 8},
+    {"num_branches": 2, "finish_at_eos": False},
+    {"num_branches": 3, "temperature": 1.0, "seed": 5},
+    {"num_branches": 3, "stop": ["e"]},
+    {"num_branches": 3, "max_active_blocks": 1, "block_size": 4},
+    {"num_branches": 7, "block_size": 4, "tau_conf": 1.0, "tau_act": 0.5},
+]
+
+
+def canvases(llm: LLM, prompt: str, params: DecodingParams) -> tuple[list[list[int | None]], tuple[int, ...]]:
+    """The winner's tokens after each pass but the last, None where it is masked; and the visible tokens."""
+    mask, states = llm.config.mask_token_id, []
+    for progress in llm.stream(prompt, params):
+        for sequence in llm.engine.scheduler.running.values():
+            states.append([None if token == mask else token for token in sequence.strategy.winner.tokens])
+        output = progress.output
+    assert output is not None
+    return states, output.token_ids
+
+
+@pytest.mark.parametrize("fields", CANVASES, ids=str)
+def test_the_documented_client_rebuilds_every_state(server: ServerProcess, model_dir: Any, fields: dict[str, Any]):
+    """For a new prompt and for one from the prefix cache."""
+    llm, watch = LLM(model_dir), documented_client()
+    for prompt in ("hello", "the answer", "ing"):
+        states, token_ids = canvases(llm, prompt, DecodingParams(max_new_tokens=19, **fields))
+        for _ in range(2):
+            begin, *watched, last = watch(server.url, prompt, max_tokens=19, **fields)
+            assert begin == []
+            # The engine's own state may have the next block open already, with masks alone.
+            for seen, state in zip(watched, states, strict=False):
+                assert seen == state[: len(seen)]
+                assert not any(token is not None for token in state[len(seen) :])
+            assert len(watched) in (len(states), len(states) + 1)
+            assert tuple(last) == token_ids
+
+
+def test_every_visible_token_is_in_some_event(server: ServerProcess):
+    """Also the last one of an answer that a lookahead branch finished without a pass."""
+    without_pass = 0
+    for prompt in ("hello", "the answer", "ing", "and"):
+        for max_tokens in (7, 8, 12, 19):
+            body = {"prompt": prompt, "max_tokens": max_tokens, "num_branches": 7, "tau_conf": 0.3}
+            _, steps, done = answer(server, body)
+            canvas = {fill["position"]: fill["token_id"] for event in (*steps, done) for fill in event["fills"]}
+            assert [canvas[position] for position in range(len(done["token_ids"]))] == done["token_ids"]
+            without_pass += bool(done["fills"])
+    assert without_pass
 
 
 def test_chat(server: ServerProcess):
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12}
     plain = server.http.post("/v1/chat/completions", json=body).json()
-    *steps, done = events(server.http.post("/v1/diffusion/chat/completions", json=body).text)
+    _, *steps, done = events(server.http.post("/v1/diffusion/chat/completions", json=body).text)
     assert done["text"] == plain["choices"][0]["message"]["content"]
     assert {step["id"] for step in steps} == {done["id"]}

@@ -9,9 +9,11 @@ import pytest
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 
+from lopa_ascend.config import DecodingParams
 from lopa_ascend.serve.api import body
 from lopa_ascend.serve.api.access import Access
 from lopa_ascend.serve.api.errors import ApiError
+from lopa_ascend.serve.engine.generation import MAX_UNREAD, Choice, Generation
 from lopa_ascend.serve.observe.timeline import Timeline
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
@@ -128,3 +130,27 @@ def test_times_of_a_request():
     assert (summary["ttft_s"], summary["latency_s"], summary["finish_reason"]) == (3.0, 6.0, "error,length")
     assert (summary["prompt_tokens"], summary["completion_tokens"], summary["tpf"]) == (10, 4, 1.333)
     assert Timeline([5], 0.0).summary(1.0, None)["finish_reason"] == "abort"
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_a_slow_reader_of_a_trace_ends_its_stream_and_other_updates_are_merged(trace: bool):
+    aborted: list[Generation] = []
+    generation = Generation("r", [Choice([1], DecodingParams())], trace, aborted.append)
+
+    async def read() -> list[object]:
+        for number in range(MAX_UNREAD + 1):
+            assert not aborted
+            update = Update("r-0", (number,), (0.5,), number, number, number, 0, 0)
+            generation.post(0, update, Progress((number,), ""))
+        seen: list[object] = []
+        try:
+            async for _, update, _ in generation.progress():
+                seen.append(len(update.token_ids))
+                if not trace:
+                    break
+        except ApiError as error:
+            seen.append(error.code)
+        return seen
+
+    assert asyncio.run(read()) == ([1] * MAX_UNREAD + ["slow_reader"] if trace else [MAX_UNREAD + 1])
+    assert aborted == ([generation] if trace else [])

@@ -1,44 +1,116 @@
-"""The events of a diffusion stream, which shows every forward pass of one request.
+"""The events of a diffusion stream, from which a client can rebuild the canvas after every forward pass.
 
-Positions are counted from the start of the prompt. Branch 0 is the anchor, branch r the lookahead branch of rank r;
-branches are listed in the order in which they are compared.
+docs/diffusion-stream.md describes the protocol. The canvas holds the answer: position 0 is the one after the prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Literal
 
+from pydantic import BaseModel, Field
+
+from lopa_ascend.serve.api.answers import LopaStats, Usage
 from lopa_ascend.serve.api.responses import Json, Response
+from lopa_ascend.serve.engine.client import Choice
 from lopa_ascend.text.tokenizer import Tokenizer
-from lopa_ascend.types import BranchRecord, Fill, Progress, StepRecord, Update
+from lopa_ascend.types import BranchRecord, Fill, GenerationOutput, Progress, StepRecord, Update
+
+# ---- events, as /openapi.json documents them -------------------------------------------------------------------------
+
+
+class FilledPosition(BaseModel):
+    """A token in a position that was masked before."""
+
+    position: int = Field(description="Place in the answer, from 0.")
+    token_id: int
+    token: str | None = Field(description="Text of the token alone; null without a tokenizer.")
+    prob: float = Field(description="Probability of the token when the position was filled.")
+    confidence: float | None = Field(description="What the position was ranked by; null in diffusion.done.")
+
+
+class BranchState(BaseModel):
+    rank: int = Field(description="0: the anchor branch; r: the lookahead branch of rank r.")
+    score: float = Field(description="What the winner is chosen by.")
+    masks: int = Field(description="Masked positions before the pass.")
+    lookahead: FilledPosition | None = Field(description="The token that the branch has beside the anchor's.")
+
+
+class DiffusionStart(BaseModel):
+    """The first event."""
+
+    object: Literal["diffusion.start"]
+    id: str
+    created: int
+    model: str
+    prompt_tokens: int
+    max_new_tokens: int = Field(description="Most positions that the canvas can have.")
+    block_size: int = Field(description="Positions by which the canvas grows.")
+
+
+class DiffusionStep(BaseModel):
+    """One forward pass."""
+
+    object: Literal["diffusion.step"]
+    id: str
+    index: int = Field(description="Number of the pass, from 0.")
+    canvas_length: int = Field(description="Positions of the canvas, filled or masked.")
+    fills: list[FilledPosition] = Field(
+        description="All positions that the pass filled; the winner's lookahead is first."
+    )
+    committed: int = Field(description="Positions from 0 on that no later pass computes.")
+    winner: int = Field(description="Index of the winner in branches, which is its rank.")
+    branches: list[BranchState] = Field(description="By rank.")
+    text: str = Field(description="The final beginning of the text.")
+
+
+class DiffusionDone(BaseModel):
+    """The last event."""
+
+    object: Literal["diffusion.done"]
+    id: str
+    created: int
+    model: str
+    fills: list[FilledPosition] = Field(description="Visible positions that were filled without a further pass.")
+    token_ids: list[int] = Field(description="The visible tokens: the canvas from 0 on.")
+    text: str
+    finish_reason: str
+    stop_reason: int | str | None
+    seed: int | None
+    usage: Usage
+    lopa: LopaStats
+
+
+# ---- making them -----------------------------------------------------------------------------------------------------
 
 
 class StepEncoder:
-    """Makes the events of one diffusion stream, which has a single choice.
+    """Makes the events of one diffusion stream.
 
     Args:
         response: makes the parts of the response.
+        choice: the only choice of the request.
         tokenizer: for the text of filled tokens; None: events have token ids only.
     """
 
-    def __init__(self, response: Response, tokenizer: Tokenizer | None):
-        self._response, self._tokenizer = response, tokenizer
+    def __init__(self, response: Response, choice: Choice, tokenizer: Tokenizer | None):
+        self._response, self._choice, self._tokenizer = response, choice, tokenizer
+        self._num_prompt = len(choice.prompt_token_ids)
+        self._told: set[int] = set()
+        """Positions of the canvas whose tokens were sent."""
 
     def opening(self) -> list[Json]:
-        """No events before the first update."""
-        return []
+        """The diffusion.start."""
+        params = self._choice.params
+        start = {"prompt_tokens": self._num_prompt, "max_new_tokens": params.max_new_tokens}
+        return [{"object": "diffusion.start", **self._response.head, **start, "block_size": params.block_size}]
 
     def progress(self, index: int, update: Update, progress: Progress) -> list[Json]:
         """A diffusion.step for a forward pass, and diffusion.done at the end."""
         events = []
         if update.record is not None:
-            events.append({"object": "diffusion.step", **self._step(update.record), "text": progress.text})
+            events.append({**self._step(update.record), "text": progress.text})
         if progress.output is not None:
-            end = {"finish_reason": progress.output.finish_reason, "stop_reason": progress.output.stop_reason}
-            totals = self._response.totals([progress.output])
-            ids = list(progress.output.token_ids)
-            done = {"object": "diffusion.done", **self._response.head, "text": progress.text, "token_ids": ids}
-            events.append({**done, **end, **totals})
+            events.append(self._done(progress.output, progress.text))
         return events
 
     def closing(self) -> list[Json]:
@@ -46,16 +118,38 @@ class StepEncoder:
         return []
 
     def _step(self, record: StepRecord) -> Json:
-        ranks = _ranks(record.branches)
-        branches = [self._branch(rank, branch) for rank, branch in zip(ranks, record.branches, strict=True)]
+        winner = record.branches[record.winner]
+        fills = [*([] if winner.lookahead is None else [winner.lookahead]), *record.fills]
+        self._told.update(fill.position - self._num_prompt for fill in fills)
+        *lookaheads, anchor = record.branches
         return {
+            "object": "diffusion.step",
             "id": self._response.id,
             "index": record.index,
-            "winner": ranks[record.winner],
-            "committed": record.committed,
-            "span": list(record.span),
-            "branches": branches,
-            "fills": [self._fill(fill) | {"prob": fill.max_prob} for fill in record.fills],
+            "canvas_length": winner.end - self._num_prompt,
+            "fills": [self._fill(fill) for fill in fills],
+            "committed": max(0, record.cache_length + record.committed - self._num_prompt),
+            "winner": 0 if winner.lookahead is None else record.winner + 1,
+            "branches": [self._branch(rank, branch) for rank, branch in enumerate((anchor, *lookaheads))],
+        }
+
+    def _done(self, output: GenerationOutput, text: str) -> Json:
+        # A lookahead branch without masks wins without another pass, so no diffusion.step has told its last token.
+        fills = [
+            self._filled(position, token, prob)
+            for position, (token, prob) in enumerate(zip(output.token_ids, output.max_probs, strict=True))
+            if position not in self._told
+        ]
+        return {
+            "object": "diffusion.done",
+            **self._response.head,
+            "fills": fills,
+            "token_ids": list(output.token_ids),
+            "text": text,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+            "seed": output.seed,
+            **self._response.totals([output]),
         }
 
     def _branch(self, rank: int, branch: BranchRecord) -> Json:
@@ -63,10 +157,14 @@ class StepEncoder:
         return {"rank": rank, "score": branch.score, "masks": branch.masks, "lookahead": lookahead}
 
     def _fill(self, fill: Fill) -> Json:
-        token = None if self._tokenizer is None else self._tokenizer.piece(fill.token).decode(errors="replace")
-        return {"position": fill.position, "token_id": fill.token, "token": token, "confidence": fill.confidence}
+        return self._filled(fill.position - self._num_prompt, fill.token, fill.max_prob, fill.confidence)
 
-
-def _ranks(branches: Sequence[BranchRecord]) -> list[int]:
-    """The number of each branch: 0 for the anchor, else its place among the lookahead branches, from 1."""
-    return [0 if branch.lookahead is None else rank for rank, branch in enumerate(branches, 1)]
+    def _filled(self, position: int, token_id: int, prob: float, confidence: float | None = None) -> Json:
+        token = None if self._tokenizer is None else self._tokenizer.piece(token_id).decode(errors="replace")
+        return {
+            "position": position,
+            "token_id": token_id,
+            "token": token,
+            "prob": prob,
+            "confidence": confidence,
+        }

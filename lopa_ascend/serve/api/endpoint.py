@@ -162,7 +162,7 @@ class Endpoint:
         generation = self._client.submit(response.id, choices, trace=route.diffusion)
         run = self._begin(generation, request_id(request.scope), arrived)
         if route.diffusion:
-            return EventStream(run, StepEncoder(response, tokenizer))
+            return EventStream(run, StepEncoder(response, choices[0], tokenizer))
         if asked.stream:
             return EventStream(run, responses.ChunkEncoder(response, len(choices), asked.stream_options))
         async with run.until_disconnect(request.receive):

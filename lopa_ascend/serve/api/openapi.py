@@ -16,6 +16,7 @@ from pydantic.json_schema import models_json_schema
 
 from lopa_ascend.config import DecodingParams, Limits
 from lopa_ascend.serve.api.access import OPEN_ROUTES
+from lopa_ascend.serve.api.diffusion import DiffusionDone, DiffusionStart, DiffusionStep
 from lopa_ascend.serve.api.errors import ErrorBody
 from lopa_ascend.serve.api.protocol import (
     AbortRequest,
@@ -29,6 +30,8 @@ from lopa_ascend.serve.api.protocol import (
 
 TEXT_WITHOUT_NUL = r"^[^\u0000]*$"
 SCHEMAS = "#/components/schemas/{model}"
+DIFFUSION_SCHEMAS: tuple[type[BaseModel], ...] = (DiffusionStart, DiffusionStep, DiffusionDone)
+"""Events, which no operation names as its body or its answer."""
 BODIES: tuple[type[BaseModel], ...] = (
     CompletionRequest,
     ChatRequest,
@@ -53,9 +56,9 @@ def _events(description: str) -> dict[str, Any]:
 
 EVENTS = _events("With stream: true. Each event holds one chunk as JSON; the last event is [DONE].")
 DIFFUSION_EVENTS = _events(
-    "JSON: one diffusion.step for each forward pass, then diffusion.done; the last event is [DONE]. Positions are "
-    "counted from the start of the prompt. Branch 0 is the anchor branch, branch r the lookahead branch of rank r. "
-    "fills are the positions filled after the pass; the winning branch's lookahead token is listed with the branch."
+    "JSON: a diffusion.start (schema DiffusionStart), a diffusion.step for each forward pass (DiffusionStep), then "
+    "diffusion.done (DiffusionDone); the last event is [DONE]. If the request fails, an event with an error comes "
+    "instead of diffusion.done."
 )
 PLAIN_TEXT = {"text/plain": {"schema": {"type": "string"}}}
 
@@ -92,8 +95,9 @@ def document(app: FastAPI, limits: Limits, *, with_key: bool) -> None:
 
 def _add_bodies(schema: dict[str, Any], limits: Limits) -> None:
     _, bodies = models_json_schema([(model, "validation") for model in BODIES], ref_template=SCHEMAS)
-    # A copy: pydantic returns parts of the models' own definitions, which are changed below.
-    schema["components"]["schemas"].update(copy.deepcopy(bodies["$defs"]))
+    _, events = models_json_schema([(model, "serialization") for model in DIFFUSION_SCHEMAS], ref_template=SCHEMAS)
+    # Copies: pydantic returns parts of the models' own definitions, which are changed below.
+    schema["components"]["schemas"].update(copy.deepcopy({**events["$defs"], **bodies["$defs"]}))
     for model in BODIES:
         body = schema["components"]["schemas"][model.__name__]
         _limit_values(body["properties"], limits)

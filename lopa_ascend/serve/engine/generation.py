@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
+from http import HTTPStatus
 
 from lopa_ascend.config import DecodingParams
+from lopa_ascend.serve.api.errors import ApiError
 from lopa_ascend.types import Progress, Update
 
 
@@ -19,8 +21,14 @@ class Choice:
     params: DecodingParams
 
 
+MAX_UNREAD = 1024
+"""Updates that the reader of a ``trace`` may leave unread; other updates are merged."""
+SLOW_READER = f"the stream was ended: its reader left {MAX_UNREAD} events unread"
+
+
 class Generation:
-    """The running choices of one HTTP request. Updates that a slow reader has not read yet are merged.
+    """The running choices of one HTTP request. Updates that a slow reader has not read yet are merged or,
+    with ``trace``, kept up to a limit, beyond which the generation is aborted.
 
     Args:
         request_id: id of the request.
@@ -81,6 +89,9 @@ class Generation:
 
     def post(self, index: int, update: Update, progress: Progress) -> None:
         """Adds what a step did to the choice ``index`` to the unread updates."""
+        if self.trace and len(self._unread) >= MAX_UNREAD:
+            self.abort(ApiError(HTTPStatus.SERVICE_UNAVAILABLE, SLOW_READER, code="slow_reader"))
+            return
         key = (index, update.num_forwards if self.trace else 0)
         if key in self._unread:
             before = self._unread.pop(key)[0]
