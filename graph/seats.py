@@ -74,7 +74,7 @@ class Seats:
             seat=graph.seat,
             prompt_length=len(sequence.request.prompt),
             block_size=params.block_size,
-            max_new_tokens=params.max_new_tokens,
+            max_canvas=params.max_canvas,
             window_start=window_start,
             last_start=graph.window_start,
             last_blocks=graph.window_blocks,
@@ -111,4 +111,4 @@ def max_open_blocks(strategy: D2F) -> int:
     anchor = strategy.branches[-1]
     if anchor.eos:
         return len(anchor.blocks) - 1
-    return -(-strategy.params.max_new_tokens // strategy.params.block_size)
+    return -(-strategy.params.max_canvas // strategy.params.block_size)

@@ -31,8 +31,8 @@ class Request:
 
     @property
     def limit(self) -> int:
-        """The most positions that the sequence can have: prompt and ``max_new_tokens``."""
-        return len(self.prompt) + self.params.max_new_tokens
+        """The most positions that the sequence can have: prompt and canvas."""
+        return len(self.prompt) + self.params.max_canvas
 
 
 @dataclass

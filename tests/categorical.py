@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from lopa_ascend import DecodingParams
 from tests.tiny import write_dream, write_weights
@@ -12,7 +13,13 @@ from tests.tiny import write_dream, write_weights
 PROBABILITIES = (0.3, 0.2, 0.15, 0.12, 0.1, 0.07, 0.04, 0.02)
 """Of the token ids from 10 on. All other ids together have less than one in ten million."""
 FIRST_ID = 10
-SAMPLED_FIELDS = {"temperature": 1.0, "max_new_tokens": 4, "ignore_eos": True, "decoding": "d2f", "tau_conf": 0.0}
+SAMPLED_FIELDS: dict[str, Any] = {
+    "temperature": 1.0,
+    "max_new_tokens": 4,
+    "ignore_eos": True,
+    "decoding": "d2f",
+    "tau_conf": 0.0,
+}
 """With tau_conf 0 every position is filled by its first draw. Above it, probable draws are filled first, and positions
 with others draw again: then tokens do not follow the model's distribution."""
 SAMPLED = DecodingParams(**SAMPLED_FIELDS)

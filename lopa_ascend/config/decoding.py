@@ -64,6 +64,14 @@ class DecodingParams:
             aliases=("max_tokens", "max_completion_tokens"),
         ),
     )
+    whole_last_block: bool = declare(
+        False,
+        Parameter(
+            Boolean(),
+            "compute the last block whole and cut the answer at `max_new_tokens`; otherwise the last block is shorter, "
+            "and its tokens may be others than in a longer answer",
+        ),
+    )
     min_new_tokens: int = declare(
         0,
         Parameter(
@@ -211,6 +219,13 @@ class DecodingParams:
         """Number of lookahead branches: ``num_branches``, which is no longer None once it is checked."""
         assert self.num_branches is not None
         return self.num_branches
+
+    @property
+    def max_canvas(self) -> int:
+        """Most generated positions: ``max_new_tokens``, with ``whole_last_block`` rounded up to whole blocks."""
+        if not self.whole_last_block:
+            return self.max_new_tokens
+        return -(-self.max_new_tokens // self.block_size) * self.block_size
 
     @property
     def eos_token_ids(self) -> tuple[int, ...] | None:

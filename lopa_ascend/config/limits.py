@@ -58,16 +58,17 @@ class Limits:
         room = self.max_model_len - prompt_tokens
         if room < 1:
             raise ParameterError("prompt", f"has {prompt_tokens} tokens; max_model_len is {self.max_model_len}")
-        if params.max_new_tokens > room:
+        if params.max_canvas > room:
+            blocks = f" ({params.max_canvas} in whole blocks)" if params.whole_last_block else ""
             message = (
-                f"{params.max_new_tokens} does not fit: the prompt has {prompt_tokens} tokens and max_model_len is "
-                f"{self.max_model_len}, which leaves {room}"
+                f"{params.max_new_tokens}{blocks} does not fit: the prompt has {prompt_tokens} tokens and "
+                f"max_model_len is {self.max_model_len}, which leaves {room}"
             )
             raise ParameterError("max_new_tokens", message)
         if params.lookaheads > self.max_num_branches:
             message = f"{params.lookaheads} exceeds this server's max_num_branches {self.max_num_branches}"
             raise ParameterError("num_branches", message)
-        first_block = min(params.block_size, params.max_new_tokens)
+        first_block = min(params.block_size, params.max_canvas)
         if prompt_tokens + first_block > self.max_num_batched_tokens:
             message = (
                 f"has {prompt_tokens} tokens; with the first block of {first_block} they exceed max_num_batched_tokens "
@@ -82,10 +83,10 @@ class Limits:
             raise ParameterError("window_attention", message)
         if params.top_k is not None and self.max_top_k is not None and params.top_k > self.max_top_k:
             raise ParameterError("top_k", f"{params.top_k} exceeds this server's limit of {self.max_top_k}")
-        pages = worst_case(prompt_tokens + params.max_new_tokens, self.num_slots(params), prompt_tokens)
+        pages = worst_case(prompt_tokens + params.max_canvas, self.num_slots(params), prompt_tokens)
         if pages > self.num_pages:
             message = (
-                f"{1 + params.lookaheads} branches of {prompt_tokens} + {params.max_new_tokens} positions can need "
+                f"{1 + params.lookaheads} branches of {prompt_tokens} + {params.max_canvas} positions can need "
                 f"{pages} KV pages; there are {self.num_pages}"
             )
             raise ParameterError("num_branches", message)

@@ -45,7 +45,7 @@ class D2F:
         self.prompt = tuple(prompt)
         self.mask = mask
         self.ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
-        self.limit = len(prompt) + params.max_new_tokens
+        self.limit = len(prompt) + params.max_canvas
         self.tau_conf = float32(params.tau_conf)
         self.num_committed = num_committed
         self.num_forwards = 0
@@ -200,17 +200,23 @@ class D2F:
 
     # ---- what is final ---------------------------------------------------------------------------------------------
 
+    def _visible(self) -> list[int]:
+        """Token ids of the positions that the answer may have, masks included."""
+        return self.winner.tokens[: self.params.max_new_tokens]
+
     def final_tokens(self) -> list[int]:
-        """Generated token ids up to the first mask; with ``finish_at_eos`` up to the first that
-        ends the answer. They never change."""
-        tokens = self.winner.tokens
+        """The answer's token ids up to the first mask; with ``finish_at_eos`` up to the first that ends the answer.
+
+        They never change.
+        """
+        tokens = self._visible()
         stop = {self.mask, *self.ends} if self.params.finish_at_eos else {self.mask}
         end = next((i for i, token in enumerate(tokens) if token in stop), len(tokens))
         return tokens[:end]
 
     def end_reached(self) -> int | None:
         """The token id that ends the answer, if no position before it is masked."""
-        for token in self.winner.tokens:
+        for token in self._visible():
             if token in self.ends:
                 return token
             if token == self.mask:
@@ -218,8 +224,9 @@ class D2F:
         return None
 
     def visible_is_final(self) -> bool:
-        """Whether no later step can change the visible text: all positions up to an EOS, or all positions, are
-        filled."""
+        """Whether no later step can change the visible text: all positions up to an EOS, or all that the answer can
+        have, are filled."""
         if self.end_reached() is not None:
             return True
-        return self.winner.end >= self.limit and not self.winner.masks
+        visible = self._visible()
+        return len(visible) == self.params.max_new_tokens and self.mask not in visible

@@ -202,5 +202,5 @@ def prefix_key(request: Request) -> PrefixKey:
     """What the keys and values of the request's prompt depend on."""
     params = request.params
     full = params.window_attention == "full"
-    first_block = min(params.block_size, params.max_new_tokens) if full else 0
+    first_block = min(params.block_size, params.max_canvas) if full else 0
     return PrefixKey(request.prompt, params.window_attention, first_block)

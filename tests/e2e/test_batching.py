@@ -29,7 +29,7 @@ def requests(seed: int, count: int) -> list[tuple[list[int], DecodingParams]]:
     """Prompts of all lengths, with settings of all kinds side by side."""
     rng = random.Random(seed)
     out = []
-    for _ in range(count):
+    for index in range(count):
         prompt = [rng.randrange(4, 200) for _ in range(rng.choice([1, 20, 127, 128, 200]))]
         params = DecodingParams(
             num_branches=rng.choice([0, 1, 3, 5]),
@@ -44,6 +44,7 @@ def requests(seed: int, count: int) -> list[tuple[list[int], DecodingParams]]:
             branch_score=rng.choice(["mean", "tail"]),
             max_active_blocks=rng.choice([None, 2]),
             ignore_eos=rng.random() < 0.3,
+            whole_last_block=index % 3 == 1,
         )
         out.append((prompt, params))
     return out

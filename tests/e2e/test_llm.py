@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -75,6 +77,32 @@ def test_max_new_tokens_is_exact(llm: LLM) -> None:
         output = one(llm, max_new_tokens=n, ignore_eos=True)
         assert len(output.token_ids) == n
         assert output.finish_reason == "length"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_with_whole_last_blocks_a_short_answer_of_d2f_is_a_prefix_of_a_longer_one(llm: LLM, seed: int) -> None:
+    rng = random.Random(seed)
+    fields = {
+        "decoding": "d2f",
+        "block_size": rng.choice([4, 8, 32]),
+        "tau_conf": rng.choice([0.02, 0.05, 0.5]),
+        "tau_add": rng.choice([0.1, 0.5]),
+        "max_active_blocks": rng.choice([None, 2]),
+        "ignore_eos": rng.random() < 0.5,
+    }
+    prompt = [rng.randrange(4, 200) for _ in range(rng.choice([1, 20, 128]))]
+    longest = one(llm, [prompt], max_new_tokens=64, **fields)
+    for length in (1, 5, 8, 13, 21, 40, 63):
+        output = one(llm, [prompt], max_new_tokens=length, whole_last_block=True, **fields)
+        assert output.token_ids == longest.token_ids[:length]
+        assert len(output.token_ids) == min(length, len(longest.token_ids))
+
+
+def test_a_whole_last_block_must_fit_the_model(path) -> None:
+    llm = LLM(path, max_model_len=40)
+    assert len(one(llm, [[5] * 10], max_new_tokens=28, ignore_eos=True).token_ids) == 28
+    with pytest.raises(ParameterError, match=r"max_new_tokens: 28 \(32 in whole blocks\) does not fit"):
+        one(llm, [[5] * 10], max_new_tokens=28, whole_last_block=True)
 
 
 def test_min_new_tokens_holds_eos_back(llm: LLM) -> None:

@@ -120,9 +120,11 @@ def test_fields_without_effect_change_no_parameter():
     assert params(**IGNORED) == params()
     chat = {"messages": [{"role": "user", "content": "x"}]}
     tools = [{"type": "function", "function": {"name": "f"}}]
-    for fields in (IGNORED, {"tools": tools, "tool_choice": "none"}):
+    taken: list[dict[str, Any]] = [IGNORED, {"tools": tools, "tool_choice": "none"}]
+    for fields in taken:
         parse_chat(json.dumps({**chat, **fields}).encode())
-    for fields in ({"tools": tools}, {"tools": 5, "tool_choice": "none"}, {"tools": tools, "tool_choice": "auto"}):
+    wrong: list[dict[str, Any]] = [{"tools": 5, "tool_choice": "none"}, {"tools": tools, "tool_choice": "auto"}]
+    for fields in ({"tools": tools}, *wrong):
         with pytest.raises(ApiError, match="tool"):
             parse_chat(json.dumps({**chat, **fields}).encode())
 
@@ -132,6 +134,8 @@ def test_defaults_step_back_where_a_request_excludes_them():
     assert params(top_p=1).top_p is None
     assert params().max_new_tokens == 256
     assert PLANNER.completion(parsed(prompt=[1] * 400))[0].params.max_new_tokens == 100
+    whole = PLANNER.completion(parsed(prompt=[1] * 400, whole_last_block=True))[0].params
+    assert (whole.max_new_tokens, whole.max_canvas) == (96, 96)
 
 
 def test_seeds_differ_by_answer_from_one_start():

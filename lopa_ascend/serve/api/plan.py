@@ -98,6 +98,9 @@ class Planner:
             defaults.pop("num_branches", None)
         # Where a prompt leaves no room at all, Limits.check refuses the request.
         room = self.limits.max_model_len - prompt_tokens
+        together = {**defaults, **asked}
+        if together.get("whole_last_block"):
+            room -= room % together.get("block_size", DecodingParams.block_size)
         defaults["max_new_tokens"] = max(1, min(defaults["max_new_tokens"], room))
         if "min_new_tokens" in defaults:
             longest = asked.get("max_new_tokens", defaults["max_new_tokens"])
