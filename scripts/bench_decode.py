@@ -39,6 +39,7 @@ import torch
 from safetensors.torch import save_file
 
 from lopa_ascend import LLM, DecodingParams
+from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.probe import PartTimes
 from lopa_ascend.types import GenerationOutput
 
@@ -148,7 +149,9 @@ def report(llm: LLM, m: Measurement, peak: float, expected: dict[str, Any] | Non
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench_decode", description=__doc__, formatter_class=HelpFormatter
+    )
     parser.add_argument(
         "--branches", type=int, nargs="+", default=[0, 4, 8], help="lookahead branches, the paper's k; 0 is D2F"
     )

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from lopa_ascend.config import WINDOW_ATTENTIONS, DecodingParams, EngineConfig
+from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.demo import DEMO_MODEL
 
 TRAFFIC = """\
@@ -92,14 +93,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.bench_parallel",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="{traffic,scaling}")
     sent = commands.add_parser(
         "traffic",
         help="bytes between ranks, against formulas and the published engine",
         description=TRAFFIC,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     sent.set_defaults(report=traffic)
     sent.add_argument("--tp", type=int, default=2, help="ranks that split each forward pass (default: 2)")
@@ -119,7 +120,7 @@ def build_parser() -> argparse.ArgumentParser:
         "scaling",
         help="CPU seconds of 1, 2 and 4 branch-parallel ranks",
         description=SCALING,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     times.set_defaults(report=scaling)
     times.add_argument(

@@ -28,6 +28,7 @@ from pathlib import Path
 import httpx
 from tqdm import tqdm
 
+from lopa_ascend.config.help import HelpFormatter
 from scripts.judge.client import Answer, Ask, ask, chat, connect, questions
 from scripts.judge.report import percentile
 from scripts.judge.server import serving
@@ -161,7 +162,7 @@ def draw(levels: list[Level], sequential: Level | None, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench_serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m scripts.bench_serve", description=__doc__, formatter_class=HelpFormatter
     )
     parser.add_argument("--url", help="a running server (default: one is started here, without prefix cache)")
     parser.add_argument("--requests", type=int, default=96, help="requests for each number of clients (default: 96)")

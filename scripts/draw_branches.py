@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lopa_ascend import LLM, DecodingParams
+from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.demo import HELD_OUT
 from lopa_ascend.types import GenerationOutput, StepRecord
 
@@ -155,7 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.draw_branches",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--branches", type=int, default=3, metavar="K", help="lookahead branches (default: 3)")
     parser.add_argument("--block-size", type=int, default=8, metavar="N", help="positions of a block (default: 8)")

@@ -27,6 +27,7 @@ from pathlib import Path
 # The launch scripts run this file from any folder, by an interpreter in which this project may not be installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from lopa_ascend.config.help import HelpFormatter
 from scripts.checks.launch import LAST_PORT, Finding, Launch, check_arguments
 from scripts.checks.model import check_model
 from scripts.checks.network import check_network
@@ -81,7 +82,7 @@ def parse_args(argv: list[str] | None = None) -> tuple[Launch, bool]:
         prog="python -m scripts.preflight",
         usage="%(prog)s --device {npu,cpu} --tp N --bp N [FLAGS OF A LAUNCH SCRIPT]",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(

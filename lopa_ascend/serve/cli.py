@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
+from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.config.kinds import Boolean, Choice
 from lopa_ascend.parallel.launch import Rendezvous, rank_in_environment
 from lopa_ascend.serve.config import ServeConfig
@@ -45,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
         usage="%(prog)s [--model DIR] [--host ADDRESS] [--port N] [FLAGS]",
         description="Serves a Dream model over an OpenAI-compatible HTTP API.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
