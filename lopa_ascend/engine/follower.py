@@ -60,7 +60,7 @@ def main() -> None:
         logger.exception("rank %s ends", os.environ.get("RANK"))
     finally:
         sys.stderr.flush()
-        os._exit(status)  # taking torch down takes seconds on a busy machine
+        os._exit(status)  # an orderly exit of torch takes seconds on a busy machine
 
 
 if __name__ == "__main__":
