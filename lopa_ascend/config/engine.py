@@ -102,7 +102,7 @@ class EngineConfig:
         ),
     )
     seed: int = declare(
-        0, Setting(Integer(0, INT64_MAX), "seed of the sampling, where a request brings none", group=Group.MODEL)
+        0, Setting(Integer(0, INT64_MAX), "seed of the sampling of requests that set none", group=Group.MODEL)
     )
     threads: int | None = declare(
         None, Setting(Integer(1, 1024), "CPU threads of the engine", group=Group.MODEL, default_text="torch's choice")
@@ -176,7 +176,7 @@ class EngineConfig:
         True,
         Setting(
             Boolean(),
-            "launch a compiled step before the results of the step before it were read; changes no token",
+            "launch a compiled step before the results of the previous one are read; changes no token",
             group=Group.GRAPHS,
         ),
     )
@@ -216,7 +216,7 @@ class EngineConfig:
 
     @property
     def mode(self) -> str:
-        """``graph_mode``, which is no longer None once it is checked."""
+        """``graph_mode``, which is never None after construction."""
         assert self.graph_mode is not None
         return self.graph_mode
 
