@@ -63,7 +63,7 @@ class TextStream:
         undecided = len(self._held) if final else self._find_undecided()
         num_released = undecided
         found = self._find_stop()
-        # One that was found there does not count yet: one that begins earlier, or a longer one, may still be completed.
+        # One found at or after ``undecided`` must wait: one that begins earlier, or a longer one, may be completed.
         if found is not None and found[0] < undecided:
             num_released, self.stopped = found
             self._stop_end = len(self._shown) + num_released + len(self.stopped)
@@ -87,7 +87,7 @@ class TextStream:
         self._held = "".join(chunks)
 
     def _find_stop(self) -> tuple[int, str] | None:
-        """The stop string that counts: where it begins in the held text, and which it is; None if there is none."""
+        """The stop string that begins first in the held text, of several at one place the longest: where, and which."""
         if len(self._lengths) < self._min_tokens:
             return None
         # In the held text, where the first ``min_tokens`` tokens end: a stop string must reach beyond.
