@@ -68,5 +68,5 @@ class StepEncoder:
 
 
 def _ranks(branches: Sequence[BranchRecord]) -> list[int]:
-    """The number of each branch: 0 for the anchor, else its place among the lookahead branches, from 1."""
+    """The rank of each branch: 0 for the anchor, which comes last; lookahead branches count from 1."""
     return [0 if branch.lookahead is None else rank for rank, branch in enumerate(branches, 1)]

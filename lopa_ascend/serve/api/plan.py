@@ -23,14 +23,14 @@ class AskedParameters(NamedTuple):
 
 @dataclass(frozen=True)
 class Planner:
-    """Makes choices of requests."""
+    """Plans a request: what its choices are, and whether the engine can run them."""
 
     prompts: Prompts
     limits: Limits
     decoding: Mapping[str, Any]
-    """The server's decoding parameters, for requests that do not set them."""
+    """The server's defaults, by name of the decoding parameter."""
     seed: int
-    """Seed of the sampling, for requests that bring none."""
+    """Seed of the sampling of requests that set none."""
 
     def completion(self, request: CompletionRequest) -> list[Choice]:
         """``n`` choices for each prompt, one prompt after the other.
@@ -88,17 +88,17 @@ class Planner:
                 params = self._params(asked.values, len(prompt))
                 self.limits.check(len(prompt), params)
                 self.prompts.check_stop(params.stop)
-                choices += [Choice(prompt, self._with_seed_of(params, index)) for index in range(request.n or 1)]
+                choices += [Choice(prompt, self._with_own_seed(params, index)) for index in range(request.n or 1)]
         except ParameterError as error:
             raise _renamed(error, {"prompt": prompt_field, **asked.sent_as}) from None
         return choices
 
     def _params(self, asked: Mapping[str, Any], prompt_tokens: int) -> DecodingParams:
-        """What the request asks for. The server's parameters fill the gaps where they go together with that."""
+        """What the request asks for; for the rest the server's defaults, without those that contradict the request."""
         defaults = {"max_new_tokens": DecodingParams.max_new_tokens, **self.decoding}
-        if "decoding" in asked:
+        if "decoding" in asked:  # the default number of branches is meant for the server's own decoding
             defaults.pop("num_branches", None)
-        if asked.get("temperature") == 0:
+        if asked.get("temperature") == 0:  # greedy decoding refuses both
             defaults.pop("top_p", None)
             defaults.pop("top_k", None)
         # Where a prompt leaves no room at all, Limits.check refuses the request.
@@ -109,8 +109,8 @@ class Planner:
             defaults["min_new_tokens"] = max(0, min(defaults["min_new_tokens"], longest))
         return DecodingParams(**{**defaults, **asked})
 
-    def _with_seed_of(self, params: DecodingParams, index: int) -> DecodingParams:
-        """The parameters for the ``index``-th answer to a prompt: sampled answers need different seeds."""
+    def _with_own_seed(self, params: DecodingParams, index: int) -> DecodingParams:
+        """The parameters of the answer number ``index`` to a prompt: sampled answers need different seeds."""
         if params.temperature == 0 or index == 0:
             return params
         first = self.seed if params.seed is None else params.seed
@@ -142,5 +142,5 @@ def asked_parameters(request: GenerationRequest) -> AskedParameters:
 
 
 def _renamed(error: ParameterError, names: Mapping[str, str]) -> ParameterError:
-    """The error under the name by which the request sent the field."""
+    """The same error, with the name under which the request sent the field."""
     return ParameterError(names.get(error.param, error.param), str(error).removeprefix(f"{error.param}: "))
