@@ -1,4 +1,4 @@
-"""The tables of decoding parameters in docs/decoding.md, made from the declarations in lopa_ascend/config/decoding.py.
+"""Makes the tables of decoding parameters in docs/decoding.md from the declarations in lopa_ascend/config/decoding.py.
 
 python -m scripts.decoding_table            print the tables
 python -m scripts.decoding_table --write    put them into docs/decoding.md

@@ -1,4 +1,4 @@
-"""The public surface as data: flags, fields, names of the Python API, HTTP routes, their schemas, and metrics.
+"""Writes the public surface as data: flags, fields, names of the Python API, HTTP routes, their schemas, and metrics.
 
 tests/unit/test_public_surface.py compares it with tests/data/public_surface.json, so that whoever changes the surface
 changes that file, and a reviewer sees it.
