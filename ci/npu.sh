@@ -20,7 +20,8 @@ for tool in gcc nm readelf; do
     fi
 done
 
-# made_from PART WORDS FILE ...: whether the part was made from these words and files. If not, make it, then call it done.
+# made_from PART WORDS FILE ...: whether PART was made from these words and files. If not, the caller makes it and then
+# calls done_with PART, which records them.
 made_from() {
     wanted=$({ echo "$2" && cat "${@:3}"; } | cksum)
     grep -qsxF "$wanted" "$venv/installed-$1"

@@ -31,12 +31,12 @@ class _Running:
     request_id: str
     output: OutputStream
     updates: deque[Update] = field(default_factory=deque)
-    """Updates that its reader has not seen yet."""
+    """Updates that the reader of the request has not received yet."""
     finished: bool = False
-    """Its reader has seen the output."""
+    """Whether the reader has received the output."""
 
     def advance(self) -> Progress:
-        """The progress after the next update.
+        """Takes the oldest unread update; returns the progress after it.
 
         Raises:
             GenerationError: the engine could not go on with the request.
@@ -131,10 +131,10 @@ class LLM:
         Args:
             prompt: a text or token ids.
             params: how it is decoded.
-            trace: the output has a record of each forward pass.
+            trace: whether the output has a record of each forward pass.
 
         Yields:
-            What is final; the last item has the output.
+            What is final so far; the last item has the output.
 
         Raises:
             ParameterError: see ``tokenize`` and ``check``.
@@ -224,22 +224,24 @@ class LLM:
         params = params or DecodingParams()
         for prompt in prompts:
             self.check(prompt, params)
-        requests = dict(enumerate([self._begin(prompt, params, trace) for prompt in prompts]))
-        outputs: dict[int, GenerationOutput | None] = {}
+        unfinished = dict(enumerate([self._begin(prompt, params, trace) for prompt in prompts]))
+        outputs: dict[int, GenerationOutput] = {}
         try:
             with tqdm(total=len(prompts), desc="prompts", disable=True if quiet else None) as bar:
-                while requests:
+                while unfinished:
                     self._step()
-                    for index, request in list(requests.items()):
+                    for index, request in list(unfinished.items()):
                         while request.updates and not request.finished:
-                            outputs[index] = request.advance().output
+                            output = request.advance().output
+                            if output is not None:
+                                outputs[index] = output
                         if request.finished:
-                            self._end(requests.pop(index))
+                            self._end(unfinished.pop(index))
                             bar.update()
         finally:
-            for request in requests.values():
+            for request in unfinished.values():
                 self._end(request)
-        return [output for _, output in sorted(outputs.items()) if output is not None]
+        return [outputs[index] for index in range(len(prompts))]
 
 
 def _prompts(value: object) -> list[str | Sequence[int]]:

@@ -39,12 +39,15 @@ import torch
 from safetensors.torch import save_file
 
 from lopa_ascend import LLM, DecodingParams
+from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.probe import PartTimes
 from lopa_ascend.types import GenerationOutput
 
 WORKLOAD = Path(__file__).with_name("bench_workload.json")
-PUBLISHED_FLOPS = 2 * 100.1e6 * 17_920 / 19  # a forward, k = 8, full attention
+PUBLISHED_FLOPS = 2 * 100.1e6 * 17_920 / 19
+"""Of the published code in one forward pass with k = 8 and full attention."""
 RECORDED = {0: "d2f", 4: "bf4", 8: "bf8"}
+"""Lookahead branches -> name under which the workload file has the published code's output ids."""
 
 
 def parameters(c: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -68,9 +71,12 @@ def parameters(c: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def spread(name: str, init: dict[str, float]) -> float:
-    """The standard deviation of a parameter's random values."""
+    """The standard deviation of a parameter's random values, which depends on the first of these parts in its name."""
     groups = {"bias": "bias", "embed": "emb", "lm_head": "head", "q_proj": "qk", "k_proj": "qk", "self_attn": "attn"}
-    return init[next((group for key, group in groups.items() if key in name), "mlp")]
+    for part, group in groups.items():
+        if part in name:
+            return init[group]
+    return init["mlp"]
 
 
 def write_model(folder: Path, work: dict[str, Any]) -> None:
@@ -118,6 +124,7 @@ class Measurement:
 
 
 def measure(llm: LLM, prompt: list[int], params: DecodingParams) -> Measurement:
+    """Decodes a prompt, and measures the CPU time of the parts."""
     times = PartTimes()
     llm.engine.runner.set_probe(times)
     start = time.process_time()
@@ -126,36 +133,68 @@ def measure(llm: LLM, prompt: list[int], params: DecodingParams) -> Measurement:
     return Measurement(output, total, times.seconds["forward"], times.seconds["score"])
 
 
-def report(llm: LLM, m: Measurement, peak: float, expected: dict[str, Any] | None) -> str:
-    c, trace = llm.config, m.output.trace
-    assert trace is not None
+def report(llm: LLM, measured: Measurement, peak: float, expected: dict[str, Any] | None) -> str:
+    """The row of the table for one decode.
+
+    Args:
+        llm: the model.
+        measured: the decode.
+        peak: FLOP/s of the GEMM peak.
+        expected: the published code's decode, whose "output_ids" must be the same; None if it was not recorded.
+    """
+    c, output = llm.config, measured.output
+    assert output.trace is not None
     attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
-    layers = 2 * c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size) * m.output.model_tokens
-    head = 2 * c.hidden_size * c.vocab_size * sum(record.head_rows for record in trace)
-    n = m.output.num_forwards
+    mlp = 3 * c.hidden_size * c.intermediate_size
+    layers_flop = 2 * c.num_layers * (attention + mlp) * output.model_tokens
+    head_flop = 2 * c.hidden_size * c.vocab_size * sum(record.head_rows for record in output.trace)
+    forward_speed = layers_flop / measured.forward
+    decode_speed = (layers_flop + head_flop) / measured.total
+    published_speed = PUBLISHED_FLOPS * output.num_forwards / measured.total
+    verdict = ""
+    if expected is not None:
+        verdict = "same ids" if list(output.token_ids) == expected["output_ids"] else "OTHER IDS"
     cells = (
-        f"{n:8d}",
-        f"{m.output.tokens_per_forward:6.2f}",
-        f"{m.output.model_tokens / n:11.1f}",
-        f"{m.total:9.2f}",
-        f"{layers / m.forward / 1e9:8.1f} ({layers / m.forward / peak:4.2f})",
-        f"{(layers + head) / m.total / 1e9:8.1f} ({(layers + head) / m.total / peak:4.2f})",
-        f"{PUBLISHED_FLOPS * n / m.total / peak:9.2f}",
-        f"{1 - (m.forward + m.score) / m.total:7.1%}",
-        "" if expected is None else "same ids" if list(m.output.token_ids) == expected["output_ids"] else "OTHER IDS",
+        f"{output.num_forwards:8d}",
+        f"{output.tokens_per_forward:6.2f}",
+        f"{output.model_tokens / output.num_forwards:11.1f}",
+        f"{measured.total:9.2f}",
+        f"{forward_speed / 1e9:8.1f} ({forward_speed / peak:4.2f})",
+        f"{decode_speed / 1e9:8.1f} ({decode_speed / peak:4.2f})",
+        f"{published_speed / peak:9.2f}",
+        f"{1 - (measured.forward + measured.score) / measured.total:7.1%}",
+        verdict,
     )
     return "  ".join(cells)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--branches", type=int, nargs="+", default=[0, 4, 8], help="lookahead branches, the paper's k; 0 is D2F"
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench_decode", description=__doc__, formatter_class=HelpFormatter
     )
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
-    parser.add_argument("--windows", nargs="+", default=["full", "block_causal"], choices=["full", "block_causal"])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1])
-    parser.add_argument("--model", type=Path, default=Path("build/bench-model"), help="where the random model is kept")
+    parser.add_argument(
+        "--branches",
+        type=int,
+        nargs="+",
+        default=[0, 4, 8],
+        metavar="K",
+        help="lookahead branches, the paper's k; 0 is D2F (default: 0 4 8)",
+    )
+    for name, choices, text in (
+        ("--dtypes", ["float32", "bfloat16"], "number formats of the weights"),
+        ("--windows", ["full", "block_causal"], "window attentions"),
+    ):
+        parser.add_argument(name, nargs="+", default=choices, choices=choices, help=f"{text} (default: both)")
+    parser.add_argument(
+        "--threads", type=int, nargs="+", default=[1], metavar="N", help="numbers of CPU threads (default: 1)"
+    )
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=Path("build/bench-model"),
+        metavar="DIR",
+        help="where the random model is kept (default: build/bench-model)",
+    )
     args = parser.parse_args()
     work = json.loads(WORKLOAD.read_text())
     if not (args.model / "config.json").exists():

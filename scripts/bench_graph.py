@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.backend.compiler import Eager
+from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.demo import HELD_OUT
 from lopa_ascend.graph import setup
 from lopa_ascend.probe import PartTimes
@@ -57,11 +58,13 @@ def measure(name: str, questions: list[str], options: dict[str, Any]) -> list[tu
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench_graph", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m scripts.bench_graph", description=__doc__, formatter_class=HelpFormatter
     )
-    parser.add_argument("--problems", type=int, default=4, help="held-out problems (default: 4)")
-    parser.add_argument("--sequences", type=int, default=1, help="problems that are decoded at a time (default: 1)")
-    parser.add_argument("--window-blocks", type=int, default=4, help="blocks of the largest window (default: 4)")
+    parser.add_argument("--problems", type=int, default=4, metavar="N", help="held-out problems (default: 4)")
+    parser.add_argument("--sequences", type=int, default=1, metavar="N", help="problems decoded at a time (default: 1)")
+    parser.add_argument(
+        "--window-blocks", type=int, default=4, metavar="N", help="blocks of the largest window (default: 4)"
+    )
     arguments = parser.parse_args()
     with HELD_OUT.open(encoding="utf-8") as lines:
         questions = [json.loads(line)["question"] for line, _ in zip(lines, range(arguments.problems), strict=False)]

@@ -15,11 +15,12 @@ import sys
 from pathlib import Path
 
 from lopa_ascend.config import WINDOW_ATTENTIONS, DecodingParams, EngineConfig
+from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.demo import DEMO_MODEL
 
 TRAFFIC = """\
-Ranks decode held-out problems together, as a server does. What a rank sends in each step must equal a formula of
-what the step was about, and stay below an upper bound; the exit status is 1 if it does not. The formulas, in bytes,
+Ranks decode held-out problems together, as a server does. What a rank sends in each step must equal a formula over
+what the step computed, and stay below an upper bound; the exit status is 1 if it does not. The formulas, in bytes,
 where s is the size of a hidden state's number:
 
   layers      2 (layers - 1) tokens x hidden x s, and for the last layer 2 x hidden x s for each row that is needed;
@@ -92,44 +93,60 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.bench_parallel",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="{traffic,scaling}")
     sent = commands.add_parser(
         "traffic",
         help="bytes between ranks, against formulas and the published engine",
         description=TRAFFIC,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     sent.set_defaults(report=traffic)
-    sent.add_argument("--tp", type=int, default=2, help="ranks that split each forward pass (default: 2)")
+    sent.add_argument("--tp", type=int, default=2, metavar="N", help="ranks that split each forward pass (default: 2)")
     sent.add_argument(
-        "--bp", type=int, default=2, help="groups of --tp ranks that take different branches (default: 2)"
+        "--bp", type=int, default=2, metavar="N", help="groups of --tp ranks that take different branches (default: 2)"
     )
-    sent.add_argument("--model", type=Path, default=DEMO_MODEL, help="Dream directory with a chat template")
-    sent.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="(default: float32)")
-    sent.add_argument("--num-branches", type=int, default=3, help="lookahead branches, the paper's k (default: 3)")
+    sent.add_argument(
+        "--model",
+        type=Path,
+        default=DEMO_MODEL,
+        metavar="DIR",
+        help="Dream directory with a chat template (default: the bundled model)",
+    )
+    sent.add_argument(
+        "--dtype",
+        default="float32",
+        choices=["float32", "bfloat16"],
+        help="number format of the weights (default: float32)",
+    )
+    sent.add_argument(
+        "--num-branches", type=int, default=3, metavar="K", help="lookahead branches, the paper's k (default: 3)"
+    )
     sent.add_argument(
         "--window", default="block_causal", choices=WINDOW_ATTENTIONS, help="window attention (default: block_causal)"
     )
-    sent.add_argument("--problems", type=int, default=32, help="held-out problems to decode (default: 32)")
-    sent.add_argument("--max-num-seqs", type=int, default=4, help="problems that are decoded at a time (default: 4)")
-    sent.add_argument("--max-tokens", type=int, default=128, help="tokens of an answer (default: 128)")
+    sent.add_argument("--problems", type=int, default=32, metavar="N", help="held-out problems to decode (default: 32)")
+    sent.add_argument(
+        "--max-num-seqs", type=int, default=4, metavar="N", help="problems decoded at a time (default: 4)"
+    )
+    sent.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens of an answer (default: 128)")
     times = commands.add_parser(
         "scaling",
         help="CPU seconds of 1, 2 and 4 branch-parallel ranks",
         description=SCALING,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     times.set_defaults(report=scaling)
     times.add_argument(
         "--model",
         type=Path,
         default=Path("build/bench-model"),
+        metavar="DIR",
         help="where the random model is kept (default: build/bench-model)",
     )
-    times.add_argument("--max-tokens", type=int, default=128, help="tokens of the decode (default: 128)")
-    times.add_argument("--repetitions", type=int, default=3, help="decodes of each way (default: 3)")
+    times.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens of the decode (default: 128)")
+    times.add_argument("--repetitions", type=int, default=3, metavar="N", help="decodes of each kind (default: 3)")
     times.add_argument("--plot", type=Path, metavar="FILE", help="also write the tables as a picture")
     return parser
 

@@ -45,14 +45,14 @@ class TrafficJob(msgspec.Struct, tag=True):
 
 
 class ScalingJob(msgspec.Struct, tag=True):
-    """Decode a prompt in each way that RankTimes names. Every rank records its RankTimes."""
+    """Make each kind of decode that RankTimes names, of one prompt. Every rank records its RankTimes."""
 
     config: EngineConfig
     prompt: list[int]
     """Token ids."""
     params: DecodingParams
     repetitions: int
-    """Decodes of each way."""
+    """Decodes of each kind."""
     alone: bool
     """Whether ranks also decode alone; if not, they only decode together."""
 
@@ -103,16 +103,16 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank sent in one step, and what the step was about."""
+    """What one rank sent in one step, and what the step computed."""
 
     traffic: list[Traffic]
     """What was sent, by purpose."""
     plans: list[SequencePlan]
-    """Of the sequences of the step."""
+    """The plans of the sequences that took part."""
     tokens: int = 0
     """Tokens that this rank computed."""
     rows: int = 0
-    """How many of them needed a hidden state after the last layer."""
+    """Tokens among them whose hidden state after the last layer was needed."""
     scored: list[tuple[int, int]] = field(default_factory=list)
     """Rows and float32 columns of each message about this rank's part of the vocabulary."""
 
@@ -239,7 +239,7 @@ class RankTimes:
     alone: list[Decode] = field(default_factory=list)
     """On rank 0: a decode by this rank alone, while the others wait."""
     waits: list[Wait] = field(default_factory=list)
-    """On the others: the wait meanwhile."""
+    """On the other ranks: the waits for these decodes."""
     side_by_side: list[Decode] = field(default_factory=list)
     """A decode by this rank alone, while every other rank makes one too."""
     together: list[Decode] = field(default_factory=list)

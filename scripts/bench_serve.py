@@ -28,6 +28,7 @@ from pathlib import Path
 import httpx
 from tqdm import tqdm
 
+from lopa_ascend.config.help import HelpFormatter
 from scripts.judge.client import Answer, Ask, ask, chat, connect, questions
 from scripts.judge.report import percentile
 from scripts.judge.server import serving
@@ -79,10 +80,10 @@ def measure(url: str, requests: list[Ask], clients: int, name: str) -> Level:
     """Sends requests to a server.
 
     Args:
-        url: of the server.
+        url: the server's.
         requests: what to send.
         clients: requests at the same time.
-        name: of the row in the table.
+        name: the name of the row in the table.
 
     Raises:
         RuntimeError: a request failed.
@@ -161,10 +162,14 @@ def draw(levels: list[Level], sequential: Level | None, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench_serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m scripts.bench_serve", description=__doc__, formatter_class=HelpFormatter
     )
-    parser.add_argument("--url", help="a running server (default: one is started here, without prefix cache)")
-    parser.add_argument("--requests", type=int, default=96, help="requests for each number of clients (default: 96)")
+    parser.add_argument(
+        "--url", metavar="URL", help="a running server (default: one is started here, without prefix cache)"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=96, metavar="N", help="requests for each number of clients (default: 96)"
+    )
     levels_text = ", ".join(map(str, LEVELS))
     parser.add_argument(
         "--levels",
@@ -174,8 +179,12 @@ def main() -> None:
         metavar="N",
         help=f"numbers of clients (default: {levels_text})",
     )
-    parser.add_argument("--max-tokens", type=int, default=192, help="tokens of an answer, at most (default: 192)")
-    parser.add_argument("--num-branches", type=int, default=3, help="lookahead branches, the paper's k (default: 3)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=192, metavar="N", help="tokens of an answer, at most (default: 192)"
+    )
+    parser.add_argument(
+        "--num-branches", type=int, default=3, metavar="K", help="lookahead branches, the paper's k (default: 3)"
+    )
     parser.add_argument(
         "--sequential", action="store_true", help="also measure one client on a server with --max-num-seqs 1"
     )

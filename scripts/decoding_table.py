@@ -1,4 +1,4 @@
-"""The tables of decoding parameters in docs/decoding.md, made from the declarations in lopa_ascend/config/decoding.py.
+"""Makes the tables of decoding parameters in docs/decoding.md from the declarations in lopa_ascend/config/decoding.py.
 
 python -m scripts.decoding_table            print the tables
 python -m scripts.decoding_table --write    put them into docs/decoding.md
@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from lopa_ascend.config import DecodingParams
+from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.config.settings import Group, Parameter
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "decoding.md"
@@ -54,7 +55,9 @@ def with_tables(page: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.decoding_table", description=__doc__, formatter_class=HelpFormatter
+    )
     parser.add_argument("--write", action="store_true", help="write docs/decoding.md instead of printing")
     if parser.parse_args().write:
         PAGE.write_text(with_tables(PAGE.read_text("utf-8")), "utf-8")

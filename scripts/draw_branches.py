@@ -3,8 +3,8 @@
     python -m scripts.draw_branches
     python -m scripts.draw_branches --branches 4 --block-size 10 --out build/branches.svg
 
-The bundled model decodes a held-out problem. Of its forward passes the first one is drawn in which a lookahead branch
-wins with two blocks open: every branch with its tokens and masks, its score, and what the winner filled.
+The bundled model decodes a held-out problem. The picture shows the first forward pass with two open blocks that a
+lookahead branch wins: every branch with its tokens and masks, its score, and what the winner filled.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lopa_ascend import LLM, DecodingParams
+from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.demo import HELD_OUT
 from lopa_ascend.types import GenerationOutput, StepRecord
 
@@ -56,7 +57,7 @@ class Row:
 
 
 def interesting(output: GenerationOutput, block_size: int) -> StepRecord | None:
-    """The first pass of the window's first two blocks that a lookahead branch wins."""
+    """The first pass with two blocks in the window that a lookahead branch wins; None if there is none."""
     end = len(output.prompt_token_ids) + 2 * block_size
     for record in output.trace or ():
         anchor = record.branches[-1]
@@ -74,13 +75,13 @@ def rows_of(llm: LLM, output: GenerationOutput, record: StepRecord) -> list[Row]
         for fill in (*earlier.fills, *((won,) if won else ())):
             tokens[fill.position] = fill.token
     rows = []
-    for rank, branch in enumerate(record.branches, 1):
+    for index, branch in enumerate(record.branches):
         lookahead = branch.lookahead
         cells = [_cell(llm, tokens, position) for position in range(first, end)]
         if lookahead is not None:
             cells[lookahead.position - first] = Cell(_text(llm, lookahead.token), "lookahead")
-        name = "anchor" if lookahead is None else f"lookahead {rank}"
-        rows.append(Row(name, cells, f"{branch.score:.3f}", rank - 1 == record.winner))
+        name = "anchor" if lookahead is None else f"lookahead {index + 1}"
+        rows.append(Row(name, cells, f"{branch.score:.3f}", index == record.winner))
     after = list(rows[record.winner].cells)
     for fill in record.fills:
         if fill.position < end:
@@ -124,7 +125,8 @@ def draw(rows: Sequence[Row], block_size: int, caption: str) -> str:
         parts.append(f'<path d="M{left} {top - 4}H{right}" stroke="#555555" stroke-width="2"/>')
     parts.append(_label(lefts[-1] + 10, top - 10, "score"))
     for number, row in enumerate(rows):
-        y = top + (number + (not row.score)) * LINE
+        # An empty line separates the row without a score, the winner after the pass.
+        y = top + (number if row.score else number + 1) * LINE
         weight = "bold" if row.is_winner else "normal"
         parts.append(_label(MARGIN, y + 19, row.name, weight=weight))
         for cell, left, cell_width in zip(row.cells, lefts, widths, strict=False):
@@ -155,11 +157,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.draw_branches",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--branches", type=int, default=3, metavar="K", help="lookahead branches (default: 3)")
     parser.add_argument("--block-size", type=int, default=8, metavar="N", help="positions of a block (default: 8)")
-    parser.add_argument("--out", type=Path, default=OUT, metavar="FILE", help="where to write (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=OUT, metavar="FILE", help="where to write (default: docs/branches.svg)"
+    )
     arguments = parser.parse_args()
     llm = LLM()
     params = DecodingParams(num_branches=arguments.branches, block_size=arguments.block_size, max_new_tokens=64)

@@ -22,9 +22,9 @@ dry_run=
 flags_help() {
     cat <<END
 flags (default):
-  --model DIR          Hugging Face directory of a Dream model (the bundled one)
+  --model DIR          Hugging Face directory of a Dream or of a registered model (the bundled one)
   --lora-path DIR      PEFT LoRA adapter, merged into the weights at start
-  --device npu|cpu     where the model runs ($(default device)); cpu runs the same thing on any machine, on gloo
+  --device npu|cpu     what the model runs on ($(default device)); cpu runs the same on any machine, with gloo
   --tp N               tensor parallel size: ranks that split each forward pass ($(default tp))
   --bp N               branch parallel size: groups of --tp ranks that take different branches ($(default bp))
   --host ADDRESS       address of the HTTP server ($(default host)); 0.0.0.0 serves other machines, so set LOPA_API_KEY too

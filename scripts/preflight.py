@@ -27,6 +27,7 @@ from pathlib import Path
 # The launch scripts run this file from any folder, by an interpreter in which this project may not be installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from lopa_ascend.config.help import HelpFormatter
 from scripts.checks.launch import LAST_PORT, Finding, Launch, check_arguments
 from scripts.checks.model import check_model
 from scripts.checks.network import check_network
@@ -55,15 +56,15 @@ def integer(low: int, high: int) -> Callable[[str], int]:
 FLAGS: dict[str, tuple[Callable[[str], object], str, str]] = {
     "tp": (integer(1, 4096), "N", "tensor parallel size: ranks that split each forward pass"),
     "bp": (integer(1, 4096), "N", "branch parallel size: groups of --tp ranks that take different branches"),
-    "model": (Path, "DIR", "Hugging Face directory of a Dream model (default: the bundled one)"),
+    "model": (Path, "DIR", "Hugging Face directory of a Dream or of a registered model (default: the bundled one)"),
     "lora_path": (Path, "DIR", "PEFT LoRA adapter"),
     "host": (str, "ADDRESS", "address of the HTTP server"),
-    "port": (integer(1, LAST_PORT), "N", "port of the HTTP server; replica i has the i-th after it"),
+    "port": (integer(1, LAST_PORT), "N", "port of the HTTP server; replica i takes this + i"),
     "master_addr": (str, "HOST", "address of node 0"),
     "master_port": (
         integer(1, LAST_PORT),
         "N",
-        "port on which the ranks find each other; replica i has the i-th after it",
+        "port on which the ranks find each other; replica i takes this + i",
     ),
     "interface": (str, "NAME", "this node's interface on the network between the nodes"),
     "timeout": (integer(1, 1091), "SECONDS", "how long a rank may hang before all end; HCCL allows no more than 1091"),
@@ -81,7 +82,7 @@ def parse_args(argv: list[str] | None = None) -> tuple[Launch, bool]:
         prog="python -m scripts.preflight",
         usage="%(prog)s --device {npu,cpu} --tp N --bp N [FLAGS OF A LAUNCH SCRIPT]",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(

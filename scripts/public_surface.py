@@ -1,4 +1,4 @@
-"""The public surface as data: flags, fields, names of the Python API, HTTP routes, their schemas, and metrics.
+"""Writes the public surface as data: flags, fields, names of the Python API, HTTP routes, their schemas, and metrics.
 
 tests/unit/test_public_surface.py compares it with tests/data/public_surface.json, so that whoever changes the surface
 changes that file, and a reviewer sees it.
@@ -25,6 +25,7 @@ from starlette.routing import Route
 
 import lopa_ascend
 from lopa_ascend.config import DecodingParams, EngineConfig, Limits
+from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.serve.app import create_app
 from lopa_ascend.serve.cli import build_parser
 from lopa_ascend.serve.config import ServeConfig
@@ -210,7 +211,9 @@ def _metrics(text: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.public_surface", description=__doc__, formatter_class=HelpFormatter
+    )
     parser.add_argument("--write", action="store_true", help="write tests/data/public_surface.json instead of printing")
     text = as_text(surface()) + "\n"
     if parser.parse_args().write:

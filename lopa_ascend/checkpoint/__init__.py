@@ -19,6 +19,7 @@ from lopa_ascend.checkpoint.read import DTYPES, Checkpoint, ExpectedTensors, mod
 from lopa_ascend.checkpoint.shard import WHOLE, Shard, slice_tensors, whole_slices
 from lopa_ascend.checkpoint.stack import stack_projections, stacked_name
 from lopa_ascend.config import ModelConfig
+from lopa_ascend.config.engine import WEIGHT_DTYPES
 
 __all__ = [
     "DTYPES",
@@ -37,17 +38,15 @@ __all__ = [
     "with_dtype",
 ]
 
-_DTYPE_CHOICES = ("auto", "float32", "bfloat16")
-
 
 def with_dtype(config: ModelConfig, dtype: str) -> ModelConfig:
-    """``config`` with the dtype that its weights are to have: "float32", "bfloat16", or "auto" for that of ``config``.
+    """``config`` with the ``dtype`` that the weights are to have: "float32", "bfloat16", or "auto" to leave it.
 
     Raises:
         ValueError: ``dtype`` is unknown.
     """
-    if dtype not in _DTYPE_CHOICES:
-        raise ValueError(f"dtype: unknown value {dtype!r}; choose one of {', '.join(_DTYPE_CHOICES)}")
+    if dtype not in WEIGHT_DTYPES:
+        raise ValueError(f"dtype: unknown value {dtype!r}; choose one of {', '.join(WEIGHT_DTYPES)}")
     return config if dtype == "auto" else replace(config, dtype=dtype)
 
 
@@ -81,7 +80,8 @@ def load(
 
     Raises:
         CheckpointError: the checkpoint or the adapter cannot be loaded; raised before any weight is read.
-        ValueError: ``dtype`` is unknown, or ``shard.size`` ranks cannot split the model; likewise.
+        ValueError: ``dtype`` is unknown, or ``shard.size`` ranks cannot split the model; raised before any
+            weight is read.
     """
     checkpoint = open_checkpoint(path)
     config = with_dtype(checkpoint.config, dtype)

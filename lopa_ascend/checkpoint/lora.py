@@ -52,8 +52,8 @@ _FIELDS_WITHOUT_EFFECT = {
 }
 """For training, for bookkeeping, or read only if another field is set; they have no part in W + scaling * B @ A."""
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal")
-"""The other ones (pissa, olora, loftq, corda, lora_ga) change the base weights first, so the adapter does not fit the
-weights on disk."""
+"""Ways to initialise A and B that leave the base weights alone. The others (pissa, olora, loftq, corda, lora_ga) change
+the base weights first, so that the adapter does not fit the weights on disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ class _Settings:
                 raise self.error(field, f"is {value!r}; only plain LoRA is supported, expected it unset")
 
     def targets(self, linears: Iterable[str]) -> list[str]:
-        """Those of the model's linear modules that are adapted."""
+        """The linear layers, out of those of the model, that the adapter changes."""
         modules = [module for module in linears if self.is_target(module)]
         if not modules:
             value = self.values.get("target_modules")

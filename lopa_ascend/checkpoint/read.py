@@ -16,7 +16,7 @@ from lopa_ascend.config import DREAM, ConfigError, ModelConfig
 from lopa_ascend.config.files import read_json_object
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""By the name in a config."""
+"""By the name of the dtype in config.json."""
 _DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Name in a safetensors file -> name in a config."""
 _SINGLE_FILE = "model.safetensors"
@@ -56,7 +56,7 @@ class ExpectedTensors:
     shapes: Mapping[str, tuple[int, ...]]
     """Shape of every tensor by its Hugging Face name, in the order in which they are loaded."""
     copies: Mapping[str, str]
-    """By name of a tensor that is the same as another one: the name of that one. A checkpoint may lack such tensors."""
+    """Tied tensors: name -> name of the tensor with the same values. A checkpoint may leave them out."""
     linears: tuple[str, ...]
     """Names of the linear layers, which an adapter may change."""
 
@@ -113,7 +113,8 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Checks the directory of a model without reading a weight.
 
-    The ``dtype`` of its config is that of config.json, or if there is none, the dtype that most bytes are stored in.
+    ``config.dtype`` of the result is what config.json names, or if it names none, the dtype that most bytes are stored
+    in.
 
     Args:
         path: the directory.
@@ -207,8 +208,8 @@ def _choose_dtype(path: Path, raw: Mapping[str, Any], config: ModelConfig, heade
     Args:
         path: the directory, for messages.
         raw: the fields of config.json.
-        config: the same, read; its ``dtype`` has a default.
-        headers: of all tensors that the model needs.
+        config: these fields as a ModelConfig, whose ``dtype`` is a default if config.json names none.
+        headers: the headers of all tensors that the model needs.
 
     Raises:
         CheckpointError: config.json names an unknown dtype.

@@ -28,7 +28,7 @@ _IN_LAYER = {
     "mlp.up_proj.weight": "gate_up.weight",
     "mlp.down_proj.weight": "down.weight",
 }
-"""The same within a layer, behind "model.layers.N." and "layers.N."."""
+"""Within a layer: Hugging Face name after "model.layers.N." -> our name after "layers.N."."""
 
 
 def stacked_name(name: str) -> str:

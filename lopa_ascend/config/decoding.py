@@ -216,7 +216,7 @@ class DecodingParams:
 
     @property
     def lookaheads(self) -> int:
-        """Number of lookahead branches: ``num_branches``, which is no longer None once it is checked."""
+        """Number of lookahead branches: ``num_branches``, which is never None after construction."""
         assert self.num_branches is not None
         return self.num_branches
 
@@ -229,7 +229,7 @@ class DecodingParams:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...] | None:
-        """``eos_token_id``, which is a tuple once it is checked; None for the model's own ids."""
+        """``eos_token_id``, which is never a single id after construction; None: the model's own ids."""
         assert not isinstance(self.eos_token_id, int)
         return self.eos_token_id
 

@@ -183,7 +183,7 @@ class EngineConfig:
         True,
         Setting(
             Boolean(),
-            "launch a compiled step before the results of the step before it were read; changes no token",
+            "launch a compiled step before the results of the previous one are read; changes no token",
             group=Group.GRAPHS,
         ),
     )
@@ -223,7 +223,7 @@ class EngineConfig:
 
     @property
     def mode(self) -> str:
-        """``graph_mode``, which is no longer None once it is checked."""
+        """``graph_mode``, which is never None after construction."""
         assert self.graph_mode is not None
         return self.graph_mode
 

@@ -37,7 +37,7 @@ class Limits:
         return slots_for(1 + params.lookaheads, self.branch_parallel_size)
 
     def maxima(self) -> dict[str, int]:
-        """Decoding parameters that are limited here, and the largest value with which some request fits."""
+        """The largest value that a request can have, for each decoding parameter that this engine limits."""
         longest = self.max_model_len - 1  # a prompt has one token at least
         return {
             "max_new_tokens": longest,
@@ -53,7 +53,7 @@ class Limits:
             params: how the request is decoded.
 
         Raises:
-            ParameterError: the request does not fit; ``param`` names the field and the message the numbers.
+            ParameterError: the request does not fit; ``param`` names the field, and the message has the numbers.
         """
         room = self.max_model_len - prompt_tokens
         if room < 1:

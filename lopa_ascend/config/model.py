@@ -33,7 +33,7 @@ class ModelConfig:
     """Heads of keys and values; each of them serves ``num_heads / num_kv_heads`` query heads."""
     head_dim: int
     max_position_embeddings: int
-    """Most positions of prompt and answer that the model was made for."""
+    """Most positions of prompt and answer together that the model was trained for."""
     rope_theta: float
     """Base of the rotary position embedding."""
     rms_norm_eps: float
@@ -109,22 +109,9 @@ class ModelConfig:
         if not isinstance(rope, dict):
             raise ConfigError(f"{source}: rope_parameters is {rope!r}, expected an object")
         if model_type == DREAM:
-            read.expect("hidden_act", ("silu",), default="silu")
-            read.expect("rope_scaling", (None,), default=None)
-            read.expect("use_sliding_window", (False,), default=False)
-            if rope.get("rope_type", "default") != "default":
-                raise ConfigError(f"{source}: rope_parameters.rope_type is {rope['rope_type']!r}, expected 'default'")
-        hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
-        kv_heads = read.integer("num_key_value_heads", default=heads)
-        if heads % kv_heads:
-            raise ConfigError(
-                f"{source}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
-            )
-        if "head_dim" not in config and hidden % heads:
-            raise ConfigError(f"{source}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-        head_dim = read.integer("head_dim", default=hidden // heads)
-        if head_dim % 2:
-            raise ConfigError(f"{source}: head_dim {head_dim} is odd; rotary embeddings need an even one")
+            _refuse_variants_of_dream(read, rope)
+        hidden = read.integer("hidden_size")
+        heads, kv_heads, head_dim = _heads(read, hidden)
         vocab = read.integer("vocab_size")
         mask = read.token("mask_token_id", vocab)
         return cls(
@@ -146,6 +133,34 @@ class ModelConfig:
             model_type=model_type,
             raw={} if model_type == DREAM else config,
         )
+
+
+def _refuse_variants_of_dream(read: _Reader, rope: Mapping[str, Any]) -> None:
+    """Raises ConfigError if ``config.json`` asks for what the engine's Dream cannot do."""
+    read.expect("hidden_act", ("silu",), default="silu")
+    read.expect("rope_scaling", (None,), default=None)
+    read.expect("use_sliding_window", (False,), default=False)
+    if rope.get("rope_type", "default") != "default":
+        raise ConfigError(f"{read.source}: rope_parameters.rope_type is {rope['rope_type']!r}, expected 'default'")
+
+
+def _heads(read: _Reader, hidden: int) -> tuple[int, int, int]:
+    """The numbers of query heads and of KV heads, and the size of a head.
+
+    Args:
+        read: the fields of ``config.json``.
+        hidden: the hidden size.
+    """
+    source, heads = read.source, read.integer("num_attention_heads")
+    kv_heads = read.integer("num_key_value_heads", default=heads)
+    if heads % kv_heads:
+        raise ConfigError(f"{source}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if "head_dim" not in read.values and hidden % heads:
+        raise ConfigError(f"{source}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    head_dim = read.integer("head_dim", default=hidden // heads)
+    if head_dim % 2:
+        raise ConfigError(f"{source}: head_dim {head_dim} is odd; rotary embeddings need an even one")
+    return heads, kv_heads, head_dim
 
 
 def _eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any], vocab: int, source: str) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ class Group(Enum):
 
     MODEL = ("model", "Which model is served, and where its forward passes run.")
     ENGINE = ("engine", "How much the engine holds in memory and computes at the same time.")
-    RANKS = ("ranks", "Tensor x branch processes for one model: started by the server, or by torchrun and joined.")
+    RANKS = ("ranks", "Several processes for one model, started by the server or by torchrun.")
     GRAPHS = ("compiled steps and NPU", "Decoding steps that are compiled to graphs, and options of an NPU.")
     SERVER = ("server", "Address, limits, timeouts and logs of the HTTP server.")
     TLS = ("TLS", "HTTPS: needs a certificate and its private key.")
@@ -43,7 +43,7 @@ class Group(Enum):
 
 
 class GraphSupport(Enum):
-    """The values of a decoding parameter with which a request can run in compiled steps. With others it runs eager."""
+    """The values of a decoding parameter with which requests run in compiled steps. With others they run eagerly."""
 
     ANY = "any"
     DEFAULT = "the default"
@@ -83,7 +83,7 @@ class Parameter(Setting):
     aliases: tuple[str, ...] = ()
     """Other names in a request, those of OpenAI's and vLLM's clients."""
     off: tuple[float, ...] = ()
-    """Values that mean None in a request: with them clients switch the parameter off."""
+    """Values with which a request switches the parameter off; they are stored as None."""
     graphs: GraphSupport = GraphSupport.ANY
 
 

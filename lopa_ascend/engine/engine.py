@@ -47,8 +47,8 @@ class Engine:
         mesh: this rank's place among others; None: the engine has one rank.
 
     Raises:
-        CheckpointError, ConfigError, ModelError, TokenizerError, ParameterError: this cannot be served; no weights were
-            loaded.
+        CheckpointError, ConfigError, ModelError, TokenizerError, ParameterError: the model cannot be served with this
+            configuration; no weights were loaded.
         GraphError: there is no room for so many graphs. The device may show that only once the weights are loaded.
     """
 
@@ -70,10 +70,10 @@ class Engine:
         self.scheduler = Scheduler(self.limits, pool.allocator, begin, prefix_cache, approximate=approximate)
         self._forward_seconds = 0.0
         self._agreement = Agreement(self.mesh, config.agreement_interval)
-        # Leaves out what may differ between machines.
-        alike = replace(config, model=None, lora=None, threads=None, graph_cache=None)
+        # Without the settings that may differ between machines.
+        shared = replace(config, model=None, lora=None, threads=None, graph_cache=None)
         self.mesh.check_agreement(
-            0, {"its configuration": alike, "its model": self.model_config, "its limits": self.limits}
+            0, {"its configuration": shared, "its model": self.model_config, "its limits": self.limits}
         )
         self.seed = self._choose_seed()
         self._seeds = random.Random(self.seed)
@@ -83,18 +83,18 @@ class Engine:
     # ---- construction ----------------------------------------------------------------------------------------------
 
     def _prepare(self) -> Prepared:
-        """As ``prepare``, on all ranks; none goes on if one cannot."""
-        prepared, trouble = None, None
+        """Calls ``prepare`` on every rank. If it raises on one of them, all ranks raise."""
+        prepared, refusal = None, None
         try:
             prepared = prepare(self.config, self.mesh)
         except (ValueError, OSError) as error:
-            trouble = error
-        self.mesh.raise_together(trouble)
+            refusal = error
+        self.mesh.raise_together(refusal)
         assert prepared is not None
         return prepared
 
     def _make_pool(self, model: Model, prepared: Prepared) -> tuple[KVPool, int]:
-        """The KV pool, with as many pages on every rank, and the bytes of a page."""
+        """The KV pool, which has the same number of pages on every rank, and the bytes of a page."""
         shape, dtype = model.config.kv_shape(model.tp.size), model.head.dtype
         page_bytes = KVPool.page_bytes(shape, dtype)
         own_pages = choose_num_pages(self.config, prepared.max_model_len, page_bytes)
@@ -138,7 +138,7 @@ class Engine:
 
     @property
     def device(self) -> str:
-        """ "cpu" or "npu"."""
+        """The kind of device: "cpu" or "npu"."""
         return self.config.device
 
     # ---- requests --------------------------------------------------------------------------------------------------
@@ -147,11 +147,13 @@ class Engine:
         """Queues a request.
 
         Args:
+            request_id: any text that no unfinished request has as its id.
             prompt: token ids.
-            trace: its updates carry a record of each forward pass.
+            params: how the request is decoded.
+            trace: whether the request's updates carry a record of each forward pass.
 
         Raises:
-            ParameterError: it could never run.
+            ParameterError: the request could never run.
             ValueError: the id is in use.
         """
         if request_id in self.scheduler.running or request_id in self.scheduler.waiting:
@@ -167,7 +169,7 @@ class Engine:
         return replace(params, seed=self._seeds.getrandbits(SEED_BITS))
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request now and frees its pages; no update of it follows. False if there is no such request."""
+        """Ends a request now and frees its pages; it gets no further update. False if there is no such request."""
         sequence = self.scheduler.running.get(request_id)
         if sequence is not None:
             self.runner.release(sequence)
@@ -219,7 +221,7 @@ class Engine:
         """
         self.mesh.close(failure)
 
-    # ---- pieces ----------------------------------------------------------------------------------------------------
+    # ---- updates ---------------------------------------------------------------------------------------------------
 
     def _update(self, result: SequenceResult) -> Update:
         """What a step did to one request. A request that is done, or has failed, leaves the engine."""
@@ -231,6 +233,9 @@ class Engine:
         final = strategy.final_tokens()
         new = slice(sequence.num_reported, len(final))
         sequence.num_reported = len(final)
+        winner = None
+        if record is not None:  # in evaluation order the anchor comes last; readers count it as 0
+            winner = (record.winner + 1) % len(record.branches)
         finish_reason, stop_token_id = None, None
         if result.error is not None:
             finish_reason = "error"
@@ -244,8 +249,7 @@ class Engine:
             num_forwards=strategy.num_forwards,
             num_positions=len(strategy.winner.tokens),
             model_tokens=sequence.model_tokens,
-            # In evaluation order the anchor comes last; readers count it as 0.
-            winner=None if record is None else (record.winner + 1) % len(record.branches),
+            winner=winner,
             cached_tokens=sequence.num_cached,
             finish_reason=finish_reason,
             stop_token_id=stop_token_id,

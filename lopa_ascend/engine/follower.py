@@ -15,6 +15,7 @@ import sys
 import msgspec
 
 from lopa_ascend.config import EngineConfig
+from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.parallel.launch import Rendezvous, exit_rank, exit_when_stdin_closes
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m lopa_ascend.engine.follower",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("config", help="the engine's configuration as JSON, equal on all ranks")
     parser.add_argument("--ends-with-stdin", action="store_true", help="end when stdin closes, as when the parent ends")
@@ -59,7 +60,7 @@ def main() -> None:
         logger.exception("rank %s ends", os.environ.get("RANK"))
     finally:
         sys.stderr.flush()
-        os._exit(status)  # taking torch down takes seconds on a busy machine
+        os._exit(status)  # an orderly exit of torch takes seconds on a busy machine
 
 
 if __name__ == "__main__":

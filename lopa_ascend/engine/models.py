@@ -22,15 +22,15 @@ from lopa_ascend.parallel.collectives import Group
 
 
 class ModelSource(ABC):
-    """A model that can be loaded: everything that can be checked without its weights was."""
+    """A model that is ready to be loaded: it has passed every check that needs no weights."""
 
     config: ModelConfig
-    """The whole model's."""
+    """The configuration of the whole model, not of one rank's part."""
 
     @property
     @abstractmethod
     def identity(self) -> object:
-        """What compiled steps depend on; graphs that outlive the process are kept by its ``repr``."""
+        """What the model's compiled steps depend on. Its ``repr`` is part of the key of graphs kept on disk."""
 
     @abstractmethod
     def load(self, ops: Ops, tp: Group) -> Model:
@@ -38,7 +38,7 @@ class ModelSource(ABC):
 
         Raises:
             CheckpointError: the adapter cannot be loaded; found before any weight is read.
-            ValueError: the configured dtype is unknown; likewise.
+            ValueError: the configured dtype is unknown; found before any weight is read.
         """
 
 

@@ -1,4 +1,4 @@
-"""Everything about an engine that is decided, or refused, before any weight is read; and the sizes that follow."""
+"""Decides or refuses everything about an engine that does not depend on its weights, and then the sizes that do."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Prepared:
     ops: Ops
     """The device's fused ops."""
     num_token_ids: int
-    """Token ids from this one on do not exist in the tokenizer."""
+    """The tokenizer's number of token ids; the embedding may have more rows."""
     max_model_len: int
     """Positions of the longest sequence."""
     max_num_batched_tokens: int
@@ -44,7 +44,8 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
     """Checks a configuration against the device and the model's directory, without reading a weight.
 
     Raises:
-        CheckpointError, ConfigError, ModelError, TokenizerError, ParameterError: this cannot be served.
+        CheckpointError, ConfigError, ModelError, TokenizerError, ParameterError: the model cannot be served with this
+            configuration.
         UnsupportedStackError: the software of the device is missing or too old.
         GraphError: the graph mode has no room for so many graphs.
         OSError: a file cannot be read.

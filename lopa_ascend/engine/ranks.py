@@ -1,8 +1,8 @@
 """Runs several ranks as one engine: rank 0 receives the requests and tells the other ranks; all step together.
 
 Before each step rank 0 broadcasts eight bytes, followed by the commands that have arrived since the last message.
-While there is nothing to do it sends the same message each second, so that no rank waits in a collective for longer
-than the time after which it would give rank 0 up.
+While there is nothing to do it sends such a message every second: a rank that waited longer in a collective would take
+rank 0 for dead.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class LeadingEngine(Engine):
         """Makes a step on every rank, as ``Engine.step`` does on one."""
         self._check()
         with self._lock:
-            # Whatever ends a step early, Ctrl-C too, leaves the ranks in different places.
+            # Until the step is complete: whatever ends it early, Ctrl-C too, leaves the ranks in different places.
             self._failure = "a step was broken off"
             self._send(_Kind.STEP)
             updates = super().step()
@@ -156,7 +156,7 @@ class LeadingEngine(Engine):
             raise RankError(f"this engine has ended: {failure}")
 
     def _can_send(self) -> bool:
-        """Whether no failure is known after which a broadcast would not return."""
+        """Whether the other ranks would take part in a broadcast, as far as is known."""
         return self._failure is None and self.mesh.failure is None
 
     def _send(self, kind: _Kind) -> None:
@@ -199,8 +199,8 @@ def follow(engine: Engine) -> None:
 def start_engine(config: EngineConfig) -> Engine:
     """The engine for `LLM`.
 
-    Of one rank, it runs in this process. Under torchrun this process is one of the ranks; each of them must make the
-    same calls. Otherwise the other ranks are started here, and this process is rank 0.
+    An engine of one rank runs in this process. Under torchrun this process is one of several ranks, which must all make
+    the same calls. Otherwise the other ranks are started here, and this process is rank 0.
 
     Raises:
         RankError: a rank ended while it started.
@@ -221,7 +221,7 @@ def lead(config: EngineConfig, on_failure: Callable[[str], None]) -> Engine:
         on_failure: called in a thread, with a message, when a rank has ended or hangs.
 
     Raises:
-        RankError: the other ranks did not come.
+        RankError: the other ranks did not join.
         Exception: whatever `Engine` raises.
     """
     if config.world_size == 1:

@@ -1,7 +1,7 @@
 """Which requests run, which of them take part in a step, and which pages they use. Plain Python, no torch.
 
 Requests are admitted first come, first served, when the pages are there that they can need at worst: for the prompt and
-``max_new_tokens``, times the slots where their pages differ. So a running request is never put back. Pages that it
+``max_new_tokens``, times the slots where their pages differ. So a running request is never preempted. Pages that it
 turns out not to need become free for others after each commit.
 
 Prompts are computed in steps of their own. After such a step comes at least one decoding step if anything decodes, so
@@ -12,6 +12,7 @@ waited longest go first.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from lopa_ascend.config import Limits
 from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, PageTables, worst_case
@@ -25,8 +26,23 @@ Begin = Callable[[Request, PageTables, int, PrefixEntry | None], Sequence]
 these are the whole prompt."""
 
 
+@dataclass(frozen=True, slots=True)
+class _CachedPrompt:
+    """What the prefix cache has of a request's prompt."""
+
+    entry: PrefixEntry | None = None
+    """Set if the whole prompt is cached."""
+    full_pages: tuple[int, ...] = ()
+    """Pages that the request shares: those that the prompt fills completely, as far as they are cached."""
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """The shared pages, and the partial page with the end of a whole prompt, which the request copies."""
+        return self.entry.pages if self.entry else self.full_pages
+
+
 class Scheduler:
-    """Decides by its arguments and calls alone: the same calls in the same order give the same plans on every rank.
+    """Admits requests, plans steps and frees pages. The same calls in the same order give the same plans on every rank.
 
     Attributes:
         waiting: requests by id, in the order of their arrival.
@@ -63,7 +79,7 @@ class Scheduler:
         self._prefilled_last = False
 
     def add(self, request: Request) -> None:
-        """Queues a request. ``limits`` were checked, and the id is not in use."""
+        """Queues a request, which was checked against ``limits`` and whose id is not in use."""
         self.waiting[request.request_id] = request
 
     def remove(self, request_id: str) -> bool:
@@ -80,44 +96,43 @@ class Scheduler:
         """Starts waiting requests in their order until one does not fit."""
         while self.waiting and len(self.running) < self.limits.max_num_seqs:
             request = next(iter(self.waiting.values()))
-            entry, pages = self._cached(request)
-            if pages and not self._fits(request, entry, pages):
-                entry, pages = None, ()
-            if not pages and not self._fits(request, None, ()):
+            # Pages that a request reuses cannot be evicted, so it may fit only if it reuses none.
+            choices = (self._find_cached(request), _CachedPrompt())
+            cached = next((choice for choice in choices if self._fits(request, choice)), None)
+            if cached is None:
                 return
             del self.waiting[request.request_id]
-            self.running[request.request_id] = self._start(request, entry, entry.full_pages if entry else pages)
+            self.running[request.request_id] = self._start(request, cached)
 
-    def _cached(self, request: Request) -> tuple[PrefixEntry | None, tuple[int, ...]]:
-        """(the entry of an equal prompt, all its pages), or (None, full pages of a prompt that begins alike)."""
+    def _find_cached(self, request: Request) -> _CachedPrompt:
+        """The whole prompt if it is cached; else, with ``approximate``, cached full pages of one that begins alike."""
         if self.prefix_cache is None:
-            return None, ()
+            return _CachedPrompt()
         key = prefix_key(request)
         entry = self.prefix_cache.get(key)
         if entry is not None:
-            return entry, entry.pages
-        return None, self.prefix_cache.longest(key) if self.approximate else ()
+            return _CachedPrompt(entry, entry.full_pages)
+        return _CachedPrompt(full_pages=self.prefix_cache.longest(key) if self.approximate else ())
 
-    def _fits(self, request: Request, entry: PrefixEntry | None, pages: tuple[int, ...]) -> bool:
-        """Whether the request, and all that run, can get every page that they may need.
-
-        Cached ``pages`` that the request uses cannot be evicted meanwhile, the entry's partial page until it is copied.
-        """
-        num_reused = len(entry.full_pages if entry else pages)
-        needed = worst_case(request.limit, self.limits.num_slots(request.params), len(request.prompt)) - num_reused
+    def _fits(self, request: Request, cached: _CachedPrompt) -> bool:
+        """Whether the request, if it reuses the cached pages, and all running ones can get every page they may need."""
+        num_pages = worst_case(request.limit, self.limits.num_slots(request.params), len(request.prompt))
+        needed = num_pages - len(cached.full_pages)
         available = self.allocator.num_free - sum(sequence.num_reserved for sequence in self.running.values())
-        if needed <= available and not pages:
+        if needed <= available and not cached.pages:
             return True
         if self.prefix_cache is None:
             return False
-        pinned = sum(map(self.prefix_cache.is_evictable, pages))
+        # The request's cached pages must stay: the shared ones while it runs, the partial page until it is copied.
+        pinned = sum(map(self.prefix_cache.is_evictable, cached.pages))
         return needed + pinned <= available + self.prefix_cache.num_evictable
 
-    def _start(self, request: Request, entry: PrefixEntry | None, full_pages: tuple[int, ...]) -> Sequence:
-        """The sequence of a request, on the cached ``full_pages`` and a copy of the entry's partial page."""
+    def _start(self, request: Request, cached: _CachedPrompt) -> Sequence:
+        """The sequence of a request, on the cached full pages and a copy of the cached partial page."""
+        entry = cached.entry
         page_tables = PageTables(self.allocator, self.limits.num_slots(request.params))
-        page_tables.adopt(full_pages)
-        num_cached = len(request.prompt) if entry else len(full_pages) * PAGE_SIZE
+        page_tables.adopt(cached.full_pages)
+        num_cached = len(request.prompt) if entry else len(cached.full_pages) * PAGE_SIZE
         if self.prefix_cache is not None:
             self.prefix_queries += len(request.prompt)
             self.prefix_hits += num_cached
@@ -158,8 +173,8 @@ class Scheduler:
         return plan
 
     def _choose(self) -> tuple[bool, list[Sequence]]:
-        """(whether it is a prefill step, who takes part): as many as ``max_num_batched_tokens`` allows, and at least
-        one, whose branches together may exceed it."""
+        """Whether the next step is a prefill step, and the sequences that take part: as many as
+        ``max_num_batched_tokens`` allows, but at least one, whose branches together may exceed it."""
         prefills = [sequence for sequence in self.running.values() if sequence.in_prefill]
         decodes = [sequence for sequence in self.running.values() if not sequence.in_prefill]
         prefill = bool(prefills) and not (self._prefilled_last and decodes)
@@ -175,8 +190,13 @@ class Scheduler:
         return prefill, chosen
 
     def advance(self, sequence: Sequence, record: StepRecord | None) -> None:
-        """Takes note of a step that has updated the sequence: caches a prompt that it computed, and frees the pages
-        that the sequence does not need any more, all of them if it is done. ``record``: None if the step failed."""
+        """Follows a step that has updated the sequence: caches the prompt if the step computed it, and frees the pages
+        that the sequence does not need any more, or all of them if it is done.
+
+        Args:
+            sequence: one that took part in the step.
+            record: what the step did to it; None if the step failed.
+        """
         if record is not None and record.cache_length < len(sequence.request.prompt):
             self._remember(sequence)
         if sequence.demand is None:

@@ -1,4 +1,4 @@
-"""From a request that may run to its sequence."""
+"""Makes the sequence of a request when the scheduler admits it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SequenceFactory:
     runner: Runner
     model: ModelConfig
     num_token_ids: int
-    """Token ids from this one on do not exist."""
+    """Token ids from this one on do not exist in the tokenizer."""
 
     def __call__(
         self, request: Request, page_tables: PageTables, num_cached: int, entry: PrefixEntry | None

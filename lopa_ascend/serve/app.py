@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
 from typing import TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 
@@ -36,6 +37,9 @@ from lopa_ascend.serve.engine.client import EngineClient
 from lopa_ascend.serve.observe.metrics import Metrics
 
 T = TypeVar("T")
+
+Handler = Callable[[Request], Awaitable[Response]]
+Decorator = Callable[[Handler], Handler]
 
 LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 """Origins of web pages that come from this machine."""
@@ -175,33 +179,31 @@ def _add_tokenizer(app: FastAPI, endpoint: Endpoint, client: EngineClient, max_b
 
 
 def _add_generation(app: FastAPI, endpoint: Endpoint, max_body_size: int) -> None:
-    text = {**errors(*GENERATING), 200: {"content": EVENTS}}
-    passes = {**errors(*GENERATING), 200: {"content": DIFFUSION_EVENTS}}
+    def text_route(path: str, body_model: type[BaseModel], answer: type[BaseModel]) -> Decorator:
+        documented = {**errors(*GENERATING), 200: {"content": EVENTS}}
+        return app.post(path, response_model=answer, responses=documented, openapi_extra=body_of(body_model))
 
-    body_schema = body_of(protocol.CompletionRequest)
+    def diffusion_route(path: str, body_model: type[BaseModel]) -> Decorator:
+        documented = {**errors(*GENERATING), 200: {"content": DIFFUSION_EVENTS}}
+        extra = body_of(body_model)
+        return app.post(path, response_class=StreamingResponse, responses=documented, openapi_extra=extra)
 
-    @app.post("/v1/completions", response_model=answers.Completion, responses=text, openapi_extra=body_schema)
+    @text_route("/v1/completions", protocol.CompletionRequest, answers.Completion)
     async def completions(request: Request) -> Response:
         """Text that continues prompts."""
         return await endpoint.answer(request, COMPLETIONS)
 
-    body_schema = body_of(protocol.ChatRequest)
-
-    @app.post("/v1/chat/completions", response_model=answers.ChatCompletion, responses=text, openapi_extra=body_schema)
+    @text_route("/v1/chat/completions", protocol.ChatRequest, answers.ChatCompletion)
     async def chat_completions(request: Request) -> Response:
         """The next message of a conversation."""
         return await endpoint.answer(request, CHAT)
 
-    stream, body_schema = StreamingResponse, body_of(protocol.DiffusionCompletionRequest)
-
-    @app.post("/v1/diffusion/completions", response_class=stream, responses=passes, openapi_extra=body_schema)
+    @diffusion_route("/v1/diffusion/completions", protocol.DiffusionCompletionRequest)
     async def diffusion_completions(request: Request) -> Response:
         """As /v1/completions, with an event for every forward pass. The answer is always streamed."""
         return await endpoint.answer(request, DIFFUSION_COMPLETIONS)
 
-    body_schema = body_of(protocol.DiffusionChatRequest)
-
-    @app.post("/v1/diffusion/chat/completions", response_class=stream, responses=passes, openapi_extra=body_schema)
+    @diffusion_route("/v1/diffusion/chat/completions", protocol.DiffusionChatRequest)
     async def diffusion_chat_completions(request: Request) -> Response:
         """As /v1/chat/completions, with an event for every forward pass. The answer is always streamed."""
         return await endpoint.answer(request, DIFFUSION_CHAT)

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
+from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.config.kinds import Boolean, Choice
 from lopa_ascend.parallel.launch import Rendezvous, rank_in_environment
 from lopa_ascend.serve.config import ServeConfig
@@ -35,7 +36,7 @@ EXAMPLES = """\
 examples:
   python -m lopa_ascend.serve                                  the bundled model on http://127.0.0.1:8000
   python -m lopa_ascend.serve --model Dream-v0-Instruct-7B --lora-path D2F_Dream_Instruct_7B_Lora --dtype bfloat16
-  python -m lopa_ascend.serve --num-branches 7 --tau-conf 0.8  more branches, bolder filling: fewer forward passes
+  python -m lopa_ascend.serve --num-branches 7 --tau-conf 0.8  fewer forward passes, a little less accurate
 """
 
 
@@ -43,9 +44,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m lopa_ascend.serve",
         usage="%(prog)s [--model DIR] [--host ADDRESS] [--port N] [FLAGS]",
-        description="Serves a Dream model over an OpenAI-compatible HTTP API.",
+        description="Serves a diffusion language model over an OpenAI-compatible HTTP API.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -151,7 +152,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _from_yaml(flag: Flag, value: object) -> Any:
-    """The value of a flag from its YAML value. Raises ValueError if it is not of the right kind."""
+    """The value of a flag from its YAML value. Raises ValueError if the YAML value is not of the right kind."""
     if not flag.setting.kind.many:
         return _one_from_yaml(flag, value)
     entries = value if isinstance(value, list) and value else [value]

@@ -78,7 +78,7 @@ class ServeConfig:
         None,
         Setting(
             Number(0.001, DAY, unit="seconds"),
-            "longest time that a request may take; after it the client gets a 504",
+            "longest time that a request may take; then the client gets a 504",
             group=Group.SERVER,
             metavar="SECONDS",
             default_text="no limit",
@@ -88,7 +88,7 @@ class ServeConfig:
         60.0,
         Setting(
             Number(2, DAY, unit="seconds"),
-            "longest silence of the engine, e.g. during one step; after it /health answers 503",
+            "longest silence of the engine, e.g. during one step; then /health answers 503",
             group=Group.SERVER,
             metavar="SECONDS",
         ),
@@ -127,7 +127,7 @@ class ServeConfig:
         ),
     )
     decoding: Mapping[str, Any] = field(default_factory=dict)
-    """The decoding parameters that were given: what a request gets that does not set them itself."""
+    """Decoding parameters by name, as far as they were given: the defaults of requests."""
 
 
 SECRETS = tuple(f.name for f in fields(ServeConfig) if not f.repr)

@@ -15,7 +15,7 @@ from lopa_ascend.config.sizes import exact_size
 from lopa_ascend.serve.config import ServeConfig
 
 GRAPH_DEFAULTS = {f"graph_{name}": name for name in DecodingParams.names() if f"graph_{name}" in EngineConfig.names()}
-"""Engine settings whose defaults are decoding defaults of the server, because most requests will have these values."""
+"""Engine setting -> the decoding parameter that it follows: graphs are compiled for the server's defaults."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Flag:
         text = self.setting.help
         if (default := self._shown_default()) is not None:
             text += f" (default: {default})"
+        # Declarations name other settings in backquotes; here these become flags.
         return re.sub(r"`(\w+)`", lambda match: option(match[1]), text).replace("`", "").replace("%", "%%")
 
     def _shown_default(self) -> str | None:

@@ -55,7 +55,7 @@ class Server(uvicorn.Server):
     """Serves until a signal comes or the engine dies, and then lets running requests end.
 
     Args:
-        settings: settings of uvicorn.
+        settings: configuration of uvicorn.
         client: the engine.
         interrupts: the signals.
         shutdown_timeout: seconds that running requests may go on after a signal.
@@ -253,7 +253,7 @@ def _greeting(client: EngineClient, config: ServeConfig, listener: socket.socket
 
 
 def _ranks_line(engine: EngineConfig, params: DecodingParams) -> str:
-    """How the branches are divided between the ranks; nothing for one rank."""
+    """The mesh of ranks, and how many of the slots for branches stay idle; nothing for one rank."""
     if engine.world_size == 1:
         return ""
     tp, bp = engine.tensor_parallel_size, engine.branch_parallel_size

@@ -29,7 +29,7 @@ class OutputStream:
         self._tokens: list[int] = []
         """Final token ids."""
         self._probs: list[float] = []
-        """For each of them the probability at which it was filled."""
+        """For each token the probability at which it was filled."""
         self._records: list[StepRecord] = []
 
     @property

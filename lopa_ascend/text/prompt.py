@@ -10,7 +10,7 @@ from lopa_ascend.text.tokenizer import Tokenizer
 
 
 class Prompts:
-    """Makes token ids that the model has of texts, conversations and token ids.
+    """Turns texts and conversations into token ids, and refuses ids that the model does not have.
 
     Args:
         tokenizer: None for a model without one; then prompts must be token ids.
@@ -29,7 +29,7 @@ class Prompts:
         """The token ids of a prompt.
 
         Raises:
-            ParameterError: it is empty, holds ids that the model does not have, or is text without a tokenizer.
+            ParameterError: the prompt is empty, holds ids that the model does not have, or is text without a tokenizer.
         """
         ids = self._encode_text(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:

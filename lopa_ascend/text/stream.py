@@ -31,9 +31,9 @@ class TextStream:
         self._shown = ""
         """Text that is safe to show."""
         self._held = ""
-        """Text behind it that is held back."""
+        """The text after ``_shown``, which is held back."""
         self._lengths: list[int] = []
-        """For each token: characters of the whole text that are known after it."""
+        """For each token: characters of the whole text that are decoded once the token is."""
         self._stop_end = 0
         """When stopped: characters of the whole text up to the end of the stop string."""
 
@@ -59,18 +59,16 @@ class TextStream:
         if self.stopped is not None:
             return self._shown
         self._decode_new(token_ids, final)
-        open_from = len(self._held) if final else self._find_open_ending()
-        release = open_from
+        # Later tokens can complete a stop string that begins at ``undecided`` or after it, but none that begins before.
+        undecided = len(self._held) if final else self._find_undecided()
+        num_released = undecided
         found = self._find_stop()
-        if found is not None:
-            start, stop = found
-            release = min(start, open_from)
-            # From ``open_from`` on a longer stop string, or one that begins before, may still be on its way.
-            if start < open_from:
-                self.stopped = stop
-                self._stop_end = len(self._shown) + start + len(stop)
-        self._shown += self._held[:release]
-        self._held = self._held[release:]
+        # One found at or after ``undecided`` must wait: one that begins earlier, or a longer one, may be completed.
+        if found is not None and found[0] < undecided:
+            num_released, self.stopped = found
+            self._stop_end = len(self._shown) + num_released + len(self.stopped)
+        self._shown += self._held[:num_released]
+        self._held = self._held[num_released:]
         return self._shown
 
     def _decode_new(self, token_ids: Sequence[int], final: bool) -> None:
@@ -89,17 +87,17 @@ class TextStream:
         self._held = "".join(chunks)
 
     def _find_stop(self) -> tuple[int, str] | None:
-        """The stop string that counts: where it begins in the held text, and which it is; None if there is none."""
+        """The stop string that begins first in the held text, of several at one place the longest: where, and which."""
         if len(self._lengths) < self._min_tokens:
             return None
-        # A stop string must end behind this place of the held text: behind the first ``min_tokens`` tokens.
+        # In the held text, where the first ``min_tokens`` tokens end: a stop string must reach beyond.
         min_end = self._lengths[self._min_tokens - 1] - len(self._shown) if self._min_tokens else 0
         places = [(self._held.find(stop, max(0, min_end - len(stop) + 1)), stop) for stop in self._stop]
         found = [(start, stop) for start, stop in places if start >= 0]
         return min(found, key=lambda place: (place[0], -len(place[1])), default=None)
 
-    def _find_open_ending(self) -> int:
-        """Where the longest ending of the held text begins that could still become a stop string."""
+    def _find_undecided(self) -> int:
+        """Where the longest ending of the held text begins that is the beginning of a stop string."""
         longest = 0
         for stop in self._stop:
             for size in range(min(len(stop) - 1, len(self._held)), longest, -1):

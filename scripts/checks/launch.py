@@ -25,17 +25,17 @@ class Launch:
     bp: int
     """Branch parallel size: groups of ``tp`` ranks that take different branches."""
     model: Path = DEMO_MODEL
-    """Hugging Face directory of a Dream model."""
+    """Hugging Face directory of a Dream or of a registered model."""
     lora_path: Path | None = None
     """Directory of a PEFT LoRA adapter."""
     host: str = "127.0.0.1"
     """Address of the HTTP server."""
     port: int = 8000
-    """Port of the HTTP server, or of the first replica's."""
+    """Port of the HTTP server; of replica 0 if there are several."""
     master_addr: str = "127.0.0.1"
     """Address of node 0."""
     master_port: int = 29500
-    """Port on which the ranks find each other, or those of the first replica."""
+    """Port on which the ranks find each other; of replica 0 if there are several."""
     interface: str | None = None
     """This node's interface on the network between the nodes."""
     timeout: int = 60

@@ -12,9 +12,9 @@ from lopa_ascend.config import npu_versions
 from scripts.checks.launch import Finding, Launch, fail, note, ok
 
 DISTRIBUTIONS = ("lopa-dist-ascend", "torch", "torch_npu")
-"""What must be installed."""
+"""Names of the distributions that must be installed."""
 LIBRARIES = ("libascendcl.so", "libhccl.so")
-"""What CANN must have."""
+"""Files that CANN must have in its lib64."""
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 ROOT = Path(__file__).resolve().parents[2]
 """This checkout."""

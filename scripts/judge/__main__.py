@@ -27,6 +27,7 @@ import time
 from dataclasses import fields
 from pathlib import Path
 
+from lopa_ascend.config.help import HelpFormatter
 from scripts.judge.report import Options, Report
 
 JUDGES = ("schema", "accuracy", "load", "faults", "kill", "ranks", "soak")
@@ -44,9 +45,7 @@ HELP = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.judge", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog="python -m scripts.judge", description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("names", nargs="*", metavar="JUDGE", help=f"{', '.join(JUDGES)} (default: all)")
     parser.add_argument("--url", help="a running server with the bundled model (default: servers are started here)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="logs and reports (default: a new temporary directory)")

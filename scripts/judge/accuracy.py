@@ -26,7 +26,7 @@ ROUTES = {
     "lopa_demo_remote": ("local-completions", "/v1/completions", "tokenizer_backend=remote"),
     "lopa_demo_chat": ("local-chat-completions", "/v1/chat/completions", "tokenizer_backend=none"),
 }
-"""By task: lm-eval's model class, the route that it asks, and its arguments about what makes token ids of a prompt."""
+"""By task: lm-eval's model class, the route that it uses, and its arguments about the tokenizer."""
 
 
 def judge(options: Options, report: Report) -> None:
@@ -44,7 +44,8 @@ def judge(options: Options, report: Report) -> None:
             if done.returncode == 0:
                 found, texts = _results(options.out / task, task)
                 report.check(f"{what}: accuracy in this process {accuracy}", found == accuracy, found)
-                differ = [pair for pair in zip(texts, (t for t, _ in expected), strict=True) if pair[0] != pair[1]]
+                pairs = [(text, own) for text, (own, _) in zip(texts, expected, strict=True)]
+                differ = [(text, own) for text, own in pairs if text != own]
                 report.check(f"{what}: texts that differ", not differ, f"{len(differ)} of {len(texts)} {differ[:1]}")
         _check_refusal(server, options, report)
 
@@ -80,9 +81,9 @@ def _lm_eval(
 
     Args:
         server: what is evaluated.
-        options: of the judges.
+        options: the judges' options.
         model: lm-eval's model class.
-        route: of the server.
+        route: path on the server.
         task: name of the task.
         tokenizer: arguments about the tokenizer, with "{tokenizer}" for a directory of one.
     """

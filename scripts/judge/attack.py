@@ -25,9 +25,9 @@ class Attack:
     pause: float = 0.0
     """Seconds after each chunk."""
     linger: float | None = None
-    """Seconds after the last chunk, when we hang up; None to wait for the answer."""
+    """Seconds after the last chunk until we hang up; None: we wait for the answer."""
     http: bool = False
-    """Whether this is correct HTTP, so that the API itself must answer."""
+    """Whether the request is correct HTTP, so that the API itself must answer."""
 
 
 Make = Callable[[random.Random], Attack]

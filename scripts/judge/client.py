@@ -45,7 +45,7 @@ class Answer:
     error: dict[str, Any] | None = None
     """The error in the body, or in an event of the stream."""
     done: bool = False
-    """Whether the answer is complete; that of a stream when its end was received."""
+    """Whether the whole answer was received; for a stream, whether its [DONE] was."""
     first: float | None = None
     """Seconds from the request to the first text."""
     seconds: float = 0.0
@@ -80,7 +80,7 @@ async def ask(client: httpx.AsyncClient, request: Ask, leave_after: int | None =
     """Sends a request and reads the answer.
 
     Args:
-        client: of the server.
+        client: an HTTP client of the server.
         request: what to send.
         leave_after: of a stream, the number of events after which we hang up; None to read to the end.
 

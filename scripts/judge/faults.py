@@ -33,10 +33,10 @@ class HostileOutcomes:
     outcomes: dict[str, Counter[int | str]] = field(default_factory=dict)
     """By kind: how often each outcome of ``play``, or an error, came."""
     wrong: dict[str, str] = field(default_factory=dict)
-    """By kind: the first outcome that should not be."""
+    """By kind: the first outcome that is neither a 4xx nor a closed connection."""
 
     def count(self, kind: str, index: int, outcome: int | str) -> None:
-        """Adds the outcome of the request with number ``index``: right are a 4xx, and a closed connection."""
+        """Adds the outcome of the request with number ``index``."""
         self.outcomes.setdefault(kind, Counter())[outcome] += 1
         if not (outcome in (LEFT, CLOSED) or isinstance(outcome, int) and 400 <= outcome < 500):
             self.wrong.setdefault(kind, f"request {index}: {outcome}")

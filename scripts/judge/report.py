@@ -46,7 +46,7 @@ class Report:
 
         Args:
             what: what was checked.
-            passed: whether it is as it should be.
+            passed: whether the check has passed.
             found: what was found.
         """
         print(f"  {'ok    ' if passed else 'FAILED'}  {what}: {found}", flush=True)

@@ -27,9 +27,9 @@ class Server:
     """A running server.
 
     Args:
-        url: of the server.
-        process: its process; None if it was not started here.
-        log: file with its output; None if it was not started here.
+        url: where the server answers.
+        process: the server's process; None if it was not started here.
+        log: file with the server's output; None if it was not started here.
     """
 
     def __init__(self, url: str, process: subprocess.Popen[str] | None = None, log: Path | None = None):
@@ -92,7 +92,7 @@ def serving(url: str | None, log: Path, *flags: str) -> Iterator[Server]:
     Args:
         url: a running server; None to start one.
         log: file for the output of a server that is started.
-        flags: of a server that is started.
+        flags: flags for a server that is started.
     """
     if url is not None:
         yield Server(url)
@@ -118,7 +118,7 @@ def _await_url(process: subprocess.Popen[str], log: Path) -> str:
     """Waits until a server serves, and returns its URL; its output goes to ``log`` from now on.
 
     Raises:
-        RuntimeError: it has ended.
+        RuntimeError: the server has ended.
     """
     assert process.stdout is not None
     lines, settled, urls = process.stdout, threading.Event(), []
@@ -176,6 +176,6 @@ def resident(pid: int) -> int:
     """Bytes of memory that a process holds.
 
     Raises:
-        OSError: it has ended.
+        OSError: the process has ended.
     """
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE

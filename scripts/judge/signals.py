@@ -1,4 +1,4 @@
-"""Kills or stops a process of a server under load, and records what the clients see of it, and when."""
+"""Kills or stops a process of a server under load, and records what its clients get, and when."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Outcome:
         return max((seconds for seconds, _ in self.answers), default=0.0)
 
     def faults(self, notice_time: float = 0.0) -> list[str]:
-        """What is not as it must be.
+        """What has gone wrong, in words.
 
         Args:
             notice_time: seconds that the server may need to notice the failure: none for a process that was killed, the

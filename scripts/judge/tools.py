@@ -19,7 +19,7 @@ def tool_command(name: str) -> list[str]:
     """The command of a tool that is installed for this interpreter.
 
     Raises:
-        SystemExit: it is not installed.
+        SystemExit: the tool is not installed.
     """
     if importlib.util.find_spec(name) is None:
         raise SystemExit(f"{name} is not installed: pip install -e '.[judge]'")

@@ -36,7 +36,7 @@ class Case:
     run: Callable[[], Tensor | Sequence[Tensor]]
     """Computes a tensor on the device, or several."""
     expected: Tensor | Sequence[Tensor]
-    """What they must be."""
+    """What ``run`` must return, within rounding."""
     timed: bool = True
     """Whether ``run`` may be called again and timed."""
 
@@ -117,7 +117,7 @@ def on_device(entries: Entries, ops: Ops) -> Entries:
 BLOCK_LENGTHS = [BLOCK] * 8
 BLOCK_KV_LENGTHS = [160, 192, 224, 256, 512, 545, 577, 640]
 SMALL_POOL = 9
-"""Pages of a pool that are fewer than the pages of these entries together."""
+"""Pages of a pool that has fewer pages than these entries together."""
 ATTENTION: dict[str, tuple[list[int], list[int], int]] = {
     "32 queries each": (BLOCK_LENGTHS, BLOCK_KV_LENGTHS, 40),
     "a prompt, blocks, one query": ([150, BLOCK, BLOCK, 1], [150, 545, 33, 300], 20),
@@ -156,7 +156,7 @@ class Layer:
     """The part of a decoder layer up to attention.
 
     Args:
-        ops: of the device.
+        ops: the device's.
         norm: weight of the norm [HIDDEN].
         qkv: weight of the product for q, k and v [QKV_ROWS, HIDDEN].
         bias: of the same product [QKV_ROWS].

@@ -40,7 +40,7 @@ class Finding:
     """What was found about one case."""
 
     name: str
-    """Of the case."""
+    """Name of the case."""
     verdict: str
     """One of ``VERDICTS``."""
     error: float | None = None
@@ -137,7 +137,7 @@ def latencies(group: Group, device: torch.device, repeats: int) -> dict[int, flo
         for _ in range(WARM_UP + repeats):
             start = time.perf_counter()
             group.all_reduce(x, "self-test")
-            x[0].item()  # waits for it
+            x[0].item()  # waits until the all-reduce is done
             durations.append(time.perf_counter() - start)
         medians[size] = 1e6 * statistics.median(durations[WARM_UP:])
     return medians

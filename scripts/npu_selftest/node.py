@@ -96,6 +96,6 @@ def report_text(report: dict[str, Any], findings: Sequence[Finding]) -> str:
     for group, times in report["all_reduce_us"].items():
         lines.append(f"all-reduce, {group} groups: " + ", ".join(f"{n} B {us:.0f} us" for n, us in times.items()))
     if not report["all_reduce_us"]:
-        lines.append("all-reduce: not measured, for this is one rank; torchrun starts several")
+        lines.append("all-reduce: not measured with one rank; torchrun starts several")
     chosen = report["options"] or "none: see above what was refused or wrong"
     return "\n".join([*lines, f"options for the server: {chosen}"])

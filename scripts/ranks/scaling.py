@@ -21,7 +21,7 @@ PROMPT_LENGTH = 32
 
 @dataclass(frozen=True)
 class Point:
-    """The measurements of one way to decode. A ``part`` is the name of a time in Decode."""
+    """The measurements of one kind of decode. A ``part`` is the name of a time in Decode."""
 
     name: str
     bp: int
@@ -34,14 +34,14 @@ class Point:
         return median(mean(getattr(decode, part) for decode in ranks) for ranks in self.decodes)
 
     def milliseconds(self, part: str) -> float:
-        """The same for one step, in CPU milliseconds."""
+        """CPU milliseconds of a rank for one step."""
         return 1000 * self.seconds(part) / self.decodes[0][0].num_steps
 
     def scaling(self, one: Point, part: str) -> float:
         """CPU time of one rank divided by ``bp`` times that of the busiest rank here; the median of the repetitions.
 
         Args:
-            one: decodes by one rank; of several side by side their mean counts.
+            one: decodes by one rank each; if several were made side by side, their mean counts.
             part: the time to compare.
         """
         ratios = []
@@ -65,7 +65,7 @@ def measure(model: Path, workload: dict[str, Any], max_tokens: int, repetitions:
         model: directory of the random model.
         workload: the contents of bench_workload.json.
         max_tokens: tokens of the decode.
-        repetitions: decodes of each way.
+        repetitions: decodes of each kind.
     """
     generator = torch.Generator().manual_seed(workload["prompt_seed"])
     prompt = torch.randint(0, workload["prompt_vocab"], (PROMPT_LENGTH,), generator=generator).tolist()

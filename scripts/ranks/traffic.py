@@ -1,4 +1,4 @@
-"""Compares what ranks send in each step with formulas of what the step was about."""
+"""Compares what ranks send in each step with formulas over what the step computed."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ DREAM_7B = ModelConfig(
 PURPOSES = ("layers", "embedding", "vocabulary", "branches", "kv", "control", "agreement")
 BRANCH_PARALLEL_PURPOSES = ("branches", "control", "agreement")
 CONTROL_BYTES = 8
-"""Of a control message without anything that arrived from outside."""
+"""Bytes of a control message without new requests or aborts."""
 PREDICTION_BYTES = 12
-"""Of one predicted position: token, probability and confidence."""
+"""Bytes of one predicted position: token, probability and confidence."""
 DIGEST_BYTES = 32
-"""Of one comparison of the ranks' decisions."""
+"""Bytes of one comparison of the ranks' decisions."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Formulas:
 
     model: ModelConfig
     dtype: torch.dtype
-    """Of hidden states, keys and values."""
+    """Number format of hidden states, keys and values."""
     tp: int
     """Tensor parallel size."""
     bp: int
     """Branch parallel size."""
 
     def exact(self, step: Step) -> dict[str, int]:
-        """By purpose. "control" is without what arrived from outside; it and "agreement" follow from their calls."""
+        """Bytes by purpose. "control" is without new requests and aborts; it and "agreement" follow from the calls."""
         config, item_size = self.model, self.dtype.itemsize
         sent = dict.fromkeys(PURPOSES, 0)
         if self.tp > 1:
@@ -84,7 +84,7 @@ class Formulas:
         return 2 * self.model.num_layers * step.tokens * self.model.hidden_size * self.dtype.itemsize
 
     def branches_at_most(self, step: Step) -> int:
-        """Upper bound for "branches", "control" and "agreement" together, without what arrived from outside."""
+        """Upper bound for "branches", "control" and "agreement" together, without new requests and aborts."""
         num_positions = 0
         for plan in step.plans:
             num_active = max(row.end for row in plan.rows) - plan.start - plan.num_new
@@ -98,19 +98,19 @@ class Formulas:
         return 2 * self.model.vocab_size * num_positions if self.bp > 1 else 0
 
 
-def arrived(step: Step) -> bool:
-    """Whether something arrived from outside, so that rank 0 sent more than the fixed control message."""
+def carries_commands(step: Step) -> bool:
+    """Whether rank 0 passed new requests or aborts on, so that it sent more than the fixed control message."""
     control = step.sent("control")
     return control.num_bytes > CONTROL_BYTES * control.calls
 
 
 def faults(formulas: Formulas, steps: Sequence[Step]) -> list[str]:
-    """Lines about the steps whose traffic is not what the formulas say."""
+    """One line for each deviation of the traffic from the formulas."""
     found = []
     for index, step in enumerate(steps):
         exact = formulas.exact(step)
         sent = {purpose: step.sent(purpose).num_bytes for purpose in PURPOSES}
-        if arrived(step):
+        if carries_commands(step):
             sent["control"] = exact["control"]
         for purpose in PURPOSES:
             if sent[purpose] != exact[purpose]:
@@ -136,15 +136,15 @@ def measure(config: EngineConfig, model: Path, params: DecodingParams, num_probl
     """Lets ranks decode held-out problems, and prints what they have sent; returns whether the formulas hold.
 
     Args:
-        config: the engine, of several ranks.
-        model: directory of its model.
-        params: of every request.
+        config: the engine's configuration, with several ranks.
+        model: directory of the model.
+        params: how every request is decoded.
         num_problems: how many problems are decoded.
     """
     requests = [(prompt, params) for prompt in prompts(model, num_problems)]
     ranks: list[list[Step]] = run(TrafficJob(config, requests), list[Step])
     steps = [step for rank in ranks for step in rank]
-    arrivals = [step.sent("control").num_bytes for step in ranks[0] if arrived(step)]
+    arrivals = [step.sent("control").num_bytes for step in ranks[0] if carries_commands(step)]
     tp, bp = config.tensor_parallel_size, config.branch_parallel_size
     print(
         f"tp {tp} x bp {bp}, k = {params.num_branches}, {params.window_attention} windows, {config.dtype}: "

@@ -12,7 +12,7 @@ from lopa_ascend.config import EngineConfig
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.types import SequencePlan
 from scripts.bench_ranks import Step, TrafficJob, run
-from scripts.ranks.traffic import Formulas, arrived, faults, prompts
+from scripts.ranks.traffic import Formulas, carries_commands, faults, prompts
 
 pytestmark = pytest.mark.multirank
 
@@ -41,7 +41,7 @@ def recorded(tp: int, bp: int) -> list[list[Step]]:
     for steps in ranks:
         assert [step.plans for step in steps] == [step.plans for step in ranks[0]]
         assert [step.sent("agreement").calls for step in steps] == [not i % INTERVAL for i in range(1, len(steps) + 1)]
-        assert sum(map(arrived, steps)) == 1
+        assert sum(map(carries_commands, steps)) == 1
         assert any(len(plan.rows) == 1 + LOOKAHEADS for step in steps for plan in step.plans)
     return ranks
 
@@ -66,7 +66,7 @@ def test_every_step_sends_what_the_formulas_say(tp: int, bp: int) -> None:
         bound = sum(branches_bound(plan, bp) for plan in step.plans)
         assert sent["branches"].num_bytes <= bound
         assert sent["branches"].calls <= 1
-        if not arrived(step):
+        if not carries_commands(step):
             assert sent["control"].num_bytes == 8 * sent["control"].calls <= 16  # a heartbeat may come before it
             others = sent["control"].num_bytes + step.sent("agreement").num_bytes
             assert sent["branches"].num_bytes + others <= bound + 256

@@ -172,3 +172,10 @@ def test_help_names_every_flag_once_and_answers_without_torch():
         assert words.count("--" + name.replace("_", "-")) >= 1
     for title in ("model:", "engine:", "server:", "TLS:", "decoding defaults:", "decoding, for research:"):
         assert f"\n{title}\n" in result.stdout
+
+
+def test_help_breaks_no_flag_name(monkeypatch: pytest.MonkeyPatch):
+    for columns in range(60, 120, 5):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = cli.build_parser().format_help().splitlines()
+        assert [line for line in lines if line.endswith("-")] == []

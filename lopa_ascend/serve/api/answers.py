@@ -12,7 +12,7 @@ class PromptTokensDetails(BaseModel):
 
 
 class Usage(BaseModel):
-    """Numbers of tokens of all choices."""
+    """Token counts of all choices together."""
 
     prompt_tokens: int = Field(description="Each prompt counts once, whatever n is.")
     completion_tokens: int = Field(description="Visible tokens.")

@@ -35,8 +35,8 @@ PIECE_TIMEOUT = 30.0
 BODY_TIMEOUT = 300.0
 """Most seconds for a whole body."""
 MAX_READ_FACTOR = 8
-"""A body that is too large is read, without being kept, up to this many times the limit, because clients look for the
-answer only after they have sent everything. Beyond that the connection is closed."""
+"""A body that is too large is read and thrown away up to this many times the limit, because clients look for the answer
+only after they have sent everything. Beyond that the connection is closed."""
 MAX_DEPTH = 16
 """Most levels of nested objects and lists; requests need five."""
 CLOSE = {"Connection": "close"}
@@ -220,7 +220,7 @@ def _is_text(value: str) -> bool:
 
 
 def _drop_from_messages(values: dict[str, Any]) -> None:
-    """Removes the fields of messages that are not supported and null."""
+    """Removes the unsupported fields of messages, which must be null."""
     messages = values.get("messages")
     for index, message in enumerate(messages if isinstance(messages, list) else []):
         if isinstance(message, dict):
@@ -228,15 +228,15 @@ def _drop_from_messages(values: dict[str, Any]) -> None:
 
 
 def _drop_unsupported(values: dict[str, Any], neutral: NeutralValues, prefix: str = "") -> None:
-    """Removes the fields that are not supported, if their values change nothing.
+    """Removes unsupported fields, whose values must be such that they change nothing.
 
     Args:
         values: an object of the body.
-        neutral: the fields, and the values besides null that change nothing.
+        neutral: the unsupported fields, each with the values besides null that change nothing.
         prefix: what stands before the field's name in errors.
 
     Raises:
-        ApiError: a field has another value.
+        ApiError: an unsupported field has another value.
     """
     for name in neutral.keys() & values.keys():
         value = values.pop(name)
@@ -257,7 +257,8 @@ def _validate(model: type[T], values: dict[str, Any]) -> T:
         unknown = [e for e in errors if e["type"] == "extra_forbidden"]
         # A field that may have several types has an error for each; the longest location is the closest match.
         of_first_field = [e for e in errors if e["loc"][0] == errors[0]["loc"][0]]
-        raise _explain(unknown[0] if unknown else max(of_first_field, key=lambda e: len(e["loc"])), model) from None
+        closest = max(of_first_field, key=lambda e: len(e["loc"]))
+        raise _explain(unknown[0] if unknown else closest, model) from None
 
 
 def _explain(error: ErrorDetails, model: type[BaseModel]) -> ApiError:

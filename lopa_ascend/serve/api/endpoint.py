@@ -87,8 +87,8 @@ class Endpoint:
 
     Args:
         client: the engine.
-        planner: makes choices of requests.
-        metrics: told of every request that reached the engine.
+        planner: plans the choices of each request.
+        metrics: counts every request that reached the engine, at its end.
         model: name of the served model.
         config: how the server was started.
     """
@@ -99,7 +99,7 @@ class Endpoint:
         self._client, self._planner, self._metrics = client, planner, metrics
         self._max_body_size, self._log_texts = config.max_body_size, config.enable_log_requests
         self._sent_as: dict[str, set[str]] = {}
-        """The ids of running responses, by the X-Request-Id of their requests."""
+        """X-Request-Id -> ids of the running responses to requests with that id."""
 
     def check_model(self, model: str | None) -> None:
         """Accepts the name of the served model, "default" and None.

@@ -36,7 +36,7 @@ class TokenProb:
 
 
 class TokenProbs:
-    """Makes the ``TokenProb`` of each token of one choice, in order. Remembers the length of the text so far."""
+    """Makes the ``TokenProb`` of each token of one choice, in order; counts the characters of the text so far."""
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer

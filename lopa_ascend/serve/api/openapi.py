@@ -140,7 +140,7 @@ def _refuse_nul(schema: Any) -> None:
 
 
 def _finish_operations(schema: dict[str, Any], with_key: bool) -> None:
-    """Takes FastAPI's 422 out of every route, and adds the key and the 401 where a key is needed."""
+    """Removes FastAPI's 422 from every route; adds the API key and its 401 where a key is needed."""
     if with_key:
         schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     error = {"application/json": {"schema": {"$ref": SCHEMAS.format(model=ErrorBody.__name__)}}}

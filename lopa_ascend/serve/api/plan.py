@@ -23,12 +23,12 @@ class AskedParameters(NamedTuple):
 
 @dataclass(frozen=True)
 class Planner:
-    """Makes choices of requests."""
+    """Plans a request: what its choices are, and whether the engine can run them."""
 
     prompts: Prompts
     limits: Limits
     decoding: Mapping[str, Any]
-    """The server's decoding parameters, for requests that do not set them."""
+    """The server's defaults, by name of the decoding parameter."""
 
     def completion(self, request: CompletionRequest) -> list[Choice]:
         """``n`` choices for each prompt, one prompt after the other.
@@ -86,15 +86,15 @@ class Planner:
                 params = self._params(asked.values, len(prompt))
                 self.limits.check(len(prompt), params)
                 self.prompts.check_stop(params.stop)
-                choices += [Choice(prompt, _with_seed_of(params, index)) for index in range(request.n or 1)]
+                choices += [Choice(prompt, _with_own_seed(params, index)) for index in range(request.n or 1)]
         except ParameterError as error:
             raise _renamed(error, {"prompt": prompt_field, **asked.sent_as}) from None
         return choices
 
     def _params(self, asked: Mapping[str, Any], prompt_tokens: int) -> DecodingParams:
-        """What the request asks for. The server's parameters fill the gaps where they go together with that."""
+        """What the request asks for; for the rest the server's defaults, without those that contradict the request."""
         defaults = {"max_new_tokens": DecodingParams.max_new_tokens, **self.decoding}
-        if "decoding" in asked:
+        if "decoding" in asked:  # the default number of branches is meant for the server's own decoding
             defaults.pop("num_branches", None)
         # Where a prompt leaves no room at all, Limits.check refuses the request.
         room = self.limits.max_model_len - prompt_tokens
@@ -132,11 +132,11 @@ def asked_parameters(request: GenerationRequest) -> AskedParameters:
     return AskedParameters(values, sent_as)
 
 
-def _with_seed_of(params: DecodingParams, index: int) -> DecodingParams:
-    """The parameters for the ``index``-th answer to a prompt, which has the seed ``seed + index``."""
+def _with_own_seed(params: DecodingParams, index: int) -> DecodingParams:
+    """The parameters of the answer number ``index`` to a prompt, which has the seed ``seed + index``."""
     return params if params.seed is None else replace(params, seed=(params.seed + index) % 2**63)
 
 
 def _renamed(error: ParameterError, names: Mapping[str, str]) -> ParameterError:
-    """The error under the name by which the request sent the field."""
+    """The same error, with the name under which the request sent the field."""
     return ParameterError(names.get(error.param, error.param), str(error).removeprefix(f"{error.param}: "))

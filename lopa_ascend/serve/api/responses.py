@@ -1,4 +1,4 @@
-"""The JSON of a response, made of outputs: whole, or as the chunks of a stream."""
+"""Writes outputs as the JSON of a response: whole, or as the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Format:
-    """The form of completions; subclasses differ from it."""
+    """How a route writes its responses; this class itself: completions."""
 
     id_prefix: str
     """Beginning of a response's id."""
@@ -50,7 +50,7 @@ class Format:
 
 
 class ChatFormat(Format):
-    """The form of chat completions."""
+    """How chat completions are written."""
 
     def message(self, text: str) -> Json:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -173,12 +173,12 @@ class Response:
 
 
 class ChunkEncoder:
-    """Makes the chunks of one streamed response. Remembers how much of each choice was sent.
+    """Makes the chunks of one streamed response, each with what is new since the chunk before.
 
     Args:
         response: makes the parts of the response.
         num_choices: number of its choices.
-        options: what the request asks of the stream.
+        options: the request's ``stream_options``.
     """
 
     def __init__(self, response: Response, num_choices: int, options: StreamOptions | None):

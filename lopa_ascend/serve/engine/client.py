@@ -16,7 +16,7 @@ from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.commands import Abort, Generate
 from lopa_ascend.serve.api.errors import ApiError, unavailable
 from lopa_ascend.serve.engine.generation import Choice, Generation
-from lopa_ascend.serve.engine.messages import Ready, Stepped
+from lopa_ascend.serve.engine.messages import Ready, Stepped, update_without_step
 from lopa_ascend.serve.engine.process import EngineFailed, EngineProcess
 from lopa_ascend.text.output import OutputStream
 from lopa_ascend.text.prompt import Prompts
@@ -54,7 +54,7 @@ class _Running:
     """Number of the choice in its generation."""
     output: OutputStream
     last: Update | None = None
-    """Its latest update; None while it waits."""
+    """The latest update of the choice; None while it waits."""
 
 
 class EngineClient:
@@ -63,7 +63,7 @@ class EngineClient:
     Args:
         engine: the engine process.
         ready: what the engine reported when its model was loaded.
-        prompts: makes token ids of texts and conversations; may be used in threads.
+        prompts: turns texts and conversations into token ids; may be used in threads.
         settings: limits and timeouts.
     """
 
@@ -203,7 +203,7 @@ class EngineClient:
             return False
         ended = self._end(generation)
         for choice in ended:
-            last = choice.last or Update(generation.choice_ids[choice.index], (), (), 0, 0, 0, None, 0)
+            last = choice.last or update_without_step(generation.choice_ids[choice.index], "abort")
             update = replace(last, token_ids=(), max_probs=(), finish_reason="abort", winner=None, record=None)
             progress = choice.output.push(update)
             assert progress.output is not None
@@ -280,7 +280,7 @@ class EngineClient:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     async def drain(self, timeout: float) -> None:
-        """Refuses new requests, and returns when all others are answered or ``timeout`` seconds have passed."""
+        """Refuses new requests; returns when all running ones are answered, or after ``timeout`` seconds."""
         self._stopping = True
         idle = asyncio.create_task(self._idle.wait())
         await asyncio.wait({idle}, timeout=timeout)

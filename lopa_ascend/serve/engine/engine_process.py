@@ -18,7 +18,15 @@ import zmq
 from lopa_ascend.config import ParameterError
 from lopa_ascend.engine.commands import Abort, Generate
 from lopa_ascend.parallel.launch import exit_rank, exit_when_stdin_closes
-from lopa_ascend.serve.engine.messages import Failed, FromEngine, Ready, Start, Stepped, ToEngine
+from lopa_ascend.serve.engine.messages import (
+    Failed,
+    FromEngine,
+    Ready,
+    Start,
+    Stepped,
+    ToEngine,
+    update_without_step,
+)
 from lopa_ascend.types import Update
 
 if TYPE_CHECKING:
@@ -77,12 +85,12 @@ def _load(connection: _Connection) -> Engine | None:
 
 
 def _handle(engine: Engine, message: ToEngine) -> Update | None:
-    """Does what a message asks for. If the engine refuses a request, returns the request's last update."""
+    """Does what a message asks for. Returns an update only if the engine refuses a request."""
     if isinstance(message, Generate):
         try:
             engine.add(message.request_id, message.prompt_token_ids, message.params, trace=message.trace)
         except ParameterError as error:
-            return Update(message.request_id, (), (), 0, 0, 0, None, 0, finish_reason="error", error=str(error))
+            return update_without_step(message.request_id, "error", str(error))
     else:
         assert isinstance(message, Abort), message
         engine.abort(message.request_id)
@@ -93,11 +101,12 @@ def _serve(engine: Engine, connection: _Connection) -> None:
     """Handles messages and makes steps until the process ends."""
     while True:
         timeout = 0.0 if engine.has_work() else HEARTBEAT
-        updates = []
+        updates: list[Update] = []
         while connection.has_message(timeout):
             timeout = 0.0
             refused = _handle(engine, connection.receive())
-            updates += [] if refused is None else [refused]
+            if refused is not None:
+                updates.append(refused)
         if engine.has_work():
             updates += engine.step()
         connection.send(Stepped(updates, engine.stats()))

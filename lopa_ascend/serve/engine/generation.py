@@ -33,7 +33,7 @@ class Generation:
     Args:
         request_id: id of the request.
         choices: what it asks for.
-        trace: each forward pass is kept as an update of its own.
+        trace: each forward pass stays an update of its own, and is not merged with others.
         on_abort: called when the generation is aborted; takes its choices out of the engine.
     """
 
@@ -61,7 +61,7 @@ class Generation:
         ``EngineClient.abort`` ended is "abort".
 
         Yields:
-            The index of a choice, what a step did to it, and what of it is final now.
+            The index of a choice, what a step did to the choice, and what of its text is final now.
 
         Raises:
             ApiError: 500 "engine_error", the request failed in the engine; 503 "engine_dead" or "service_unavailable",
@@ -81,7 +81,7 @@ class Generation:
                 raise self._error
 
     def abort(self, error: Exception) -> None:
-        """Ends the generation within one step. The reader of its progress gets the unread updates, then ``error``."""
+        """Ends the generation. The reader of its progress gets the unread updates, and then this exception."""
         if not self.ended:
             self.ended, self._error = True, error
             self._on_abort(self)

@@ -96,7 +96,7 @@ class EngineProcess:
         death = asyncio.create_task(self.wait())
         try:
             await asyncio.wait({receive, death}, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait({receive}, timeout=LAST_MESSAGE_TIMEOUT)  # it may say why it ended
+            await asyncio.wait({receive}, timeout=LAST_MESSAGE_TIMEOUT)  # the last message may say why it ended
             if not receive.done():
                 raise EngineFailed(f"the engine ended while it loaded the model ({self.ending})")
             message = receive.result()
