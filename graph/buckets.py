@@ -1,7 +1,7 @@
 """The shapes that decode steps are compiled for.
 
-A graph's shapes never change, so a step runs in the cheapest bucket that holds it, and rows that count nothing fill the
-rest. Few buckets compile and capture fast; more buckets would need less padding.
+A graph's shapes never change, so a step runs in the cheapest bucket that holds it, and padding rows fill the rest. Few
+buckets compile and capture fast; more buckets would need less padding.
 """
 
 from __future__ import annotations
@@ -9,11 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-PAGE_STEP = 8
-"""From one number of pages to the next larger one: a page table that is too wide costs only its upload."""
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PAGES_FACTOR = 8
+"""Factor from one number of pages to the next larger one. A page table that is too wide costs only its upload."""
 FEWEST_PAGES = 16
+"""Pages of a slot in the smallest bucket."""
 MAX_EOS = 8
 """EOS ids that a request may have in a graph."""
 
@@ -88,8 +92,14 @@ class Bucket(NamedTuple):
 class MaskLimits(NamedTuple):
     """Columns of ``RequestParams.mask_limits``: how many masks a block may hold for another block to be opened.
 
-    A step finds a block's limit at a base column, which the host writes, plus the number of open blocks, which only the
-    device knows.
+    A branch opens a block if none of its blocks holds more masks than its limit. Which limit a block has depends on the
+    number n of open blocks, which only the device knows: the host writes a base column, and the device adds n. With
+    M = ``max_blocks`` the columns are
+
+        0 to M              blocks that are not open: no limit
+        M + 1 to 2 M        open blocks, from the last one backwards
+        2 M + 1 to 3 M + 1  a sequence that may have more than n blocks: no limit
+        3 M + 2             a sequence that may not: -1, which no block meets
     """
 
     max_blocks: int
@@ -100,16 +110,16 @@ class MaskLimits(NamedTuple):
         return 3 * self.max_blocks + 3
 
     def by_distance(self, distance: int) -> int:
-        """Column of the block that is the ``distance``-th from the end, 1 for the last open block."""
+        """Column of the open block that is the ``distance``-th from the end, 1 for the last one."""
         return self.max_blocks + distance
 
-    def base_by_distance(self, block: int) -> int:
-        """Base column for the block before ``block``: with n open blocks it is the (n - block + 1)-th from the end."""
-        return self.by_distance(1 - block)
+    def base_by_distance(self, blocks: Tensor) -> Tensor:
+        """Base columns for the blocks before ``blocks``: of n open blocks, the one before block b is the (n - b + 1)-th
+        from the end."""
+        return self.by_distance(1) - blocks
 
-    def base_by_room(self, max_open: int) -> int:
-        """Base column for a sequence that may have at most ``max_open`` blocks: with so many open blocks it ends in
-        the last column, whose limit no block meets."""
+    def base_by_room(self, max_open: Tensor) -> Tensor:
+        """Base columns for sequences that may have ``max_open`` blocks: with so many open ones the last column."""
         return self.size - 1 - max_open
 
 
@@ -121,7 +131,7 @@ class Buckets:
     """In the order of their cost."""
 
     def choose(self, sequences: int, blocks: int, pages: int) -> Bucket | None:
-        """The cheapest bucket that holds so much; None if there is none."""
+        """The cheapest bucket with at least these sizes; None if there is none."""
         for bucket in self.declared:
             if bucket.sequences >= sequences and bucket.blocks >= blocks and bucket.pages >= pages:
                 return bucket
@@ -132,15 +142,15 @@ def declare(shape: Bucket, max_tokens: int) -> Buckets:
     """The buckets of an engine.
 
     Args:
-        shape: the largest number of each.
-        max_tokens: no bucket but the smallest makes a rank compute more tokens in a step.
+        shape: the largest sizes that any bucket needs.
+        max_tokens: the most tokens that a rank may compute in a step; the smallest bucket exists even if it has more.
     """
     fewest_blocks = min(max(2, -(-shape.branches // shape.block_length)), shape.max_blocks)
     buckets = [
         shape._replace(sequences=sequences, blocks=blocks, pages=pages)
         for sequences in _up_to(1, shape.sequences, factor=2)
         for blocks in _up_to(fewest_blocks, shape.max_blocks, factor=2)
-        for pages in _up_to(FEWEST_PAGES, shape.pages, PAGE_STEP)
+        for pages in _up_to(FEWEST_PAGES, shape.pages, PAGES_FACTOR)
     ]
     smallest = min(bucket.tokens for bucket in buckets)
     affordable = [bucket for bucket in buckets if bucket.tokens <= max(max_tokens, smallest)]

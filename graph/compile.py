@@ -14,10 +14,10 @@ def load_compiler(device: str, mode: str, *, key: str, cache_dir: str | Path | N
     """The compiler of a graph mode.
 
     Args:
-        device: a key of ``GRAPH_MODES``.
+        device: a key of ``GRAPH_MODES_BY_DEVICE``.
         mode: one of the device's graph modes.
         key: what the steps are made of: model and configuration. Steps with equal keys and tensors of equal shapes must
-            be the same. Versions, and the code of this package, are taken into account here.
+            be the same. The code of this package is added here, the versions of libraries by the compiler.
         cache_dir: directory in which compiled steps outlive the process; None: they do not.
 
     Raises:

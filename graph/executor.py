@@ -15,16 +15,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.inputs import unsupported
 from lopa_ascend.graph.launcher import Graphs, Launcher, LaunchItem
-from lopa_ascend.graph.seats import Seats, max_open_blocks, num_blocks
+from lopa_ascend.graph.seats import Seats
 from lopa_ascend.graph.step import DecodeStep
 from lopa_ascend.graph.tensors import StepOutput, input_size, view_output
-from lopa_ascend.kv.pages import pages_for
+from lopa_ascend.graph.window import Window, cells_of, end_of_blocks, graph_of, next_window, num_blocks
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.model.base import Model
 from lopa_ascend.parallel.collectives import ALONE, Group
@@ -36,28 +35,12 @@ from lopa_ascend.types import Demand, GraphStats, SequencePlan, SequenceResult, 
 
 
 @dataclass(frozen=True)
-class Window:
-    """What the next step of a sequence must be able to hold."""
-
-    start: int
-    """First block."""
-    end: int
-    """The block after the last one; there is at least one block."""
-    pages: int
-    """Pages of a slot up to the end."""
-
-    @property
-    def blocks(self) -> int:
-        return self.end - self.start
-
-
-@dataclass(frozen=True)
 class _Launched:
     """One sequence of a launch."""
 
     sequence: Sequence
     window: Window
-    pages: SequenceStep
+    step: SequenceStep
 
 
 @dataclass(frozen=True)
@@ -117,7 +100,7 @@ class GraphExecutor:
             tokens=self._tokens,
             padded_tokens=self._padded_tokens,
             wasted_steps=self._wasted_steps,
-            eager_steps=dict(+self._eager_steps),
+            eager_steps=dict(self._eager_steps),
         )
 
     # ---- sequences -------------------------------------------------------------------------------------------------
@@ -134,8 +117,10 @@ class GraphExecutor:
         self.seats.release(graph_of(sequence))
 
     def demand(self, sequence: Sequence, exact: Demand) -> Demand:
-        """What the next step needs at worst. If it is launched ahead that includes the step after it, which is planned
-        before the first one is read.
+        """What the next step needs at worst.
+
+        A sequence without a step in flight reports nothing in the step that launches its next one ahead. So the demand
+        must also hold for the step after that, which may open one more block.
 
         Args:
             exact: what an eager step would need.
@@ -149,8 +134,8 @@ class GraphExecutor:
         num_computed = shape.slots * window.blocks * shape.block_length
         if not self.graphs.ahead:
             return replace(exact, num_computed=num_computed)
-        last_block = window.end + (graph.in_flight is None)
-        end = _end_of_blocks(sequence, last_block)
+        num_blocks_at_worst = window.end if graph.in_flight is not None else window.end + 1
+        end = end_of_blocks(sequence, num_blocks_at_worst)
         return Demand(
             num_computed=num_computed,
             committed_end=plan.start + plan.num_new,
@@ -178,28 +163,32 @@ class GraphExecutor:
     def _divide(
         self, plan: StepPlan, sequences: Mapping[str, Sequence]
     ) -> tuple[list[list[_Launched]], list[SequenceStep]]:
-        """(sequences for one graph each, sequences for the eager executor). A sequence that no bucket may hold at worst
-        waits until its last step has been read."""
+        """(groups of sequences, each for one graph; sequences for the eager executor).
+
+        A sequence that is left to the eager executor while a step of it is in flight is in neither: it waits until that
+        step has been read.
+        """
         fitting: list[_Launched] = []
         eager: list[SequenceStep] = []
-        for pages in plan.sequences:
-            sequence = sequences[pages.request_id]
+        for step in plan.sequences:
+            sequence = sequences[step.request_id]
             graph = graph_of(sequence)
             reason = "prompt" if plan.prefill else graph.eager_reason
             if reason is None:
                 window = next_window(sequence)
                 if self.graphs.buckets.choose(1, window.blocks, window.pages) is not None:
-                    fitting.append(_Launched(sequence, window, pages))
+                    fitting.append(_Launched(sequence, window, step))
                     continue
                 reason = "graph_window_blocks"
             if graph.in_flight is None:
                 self._unseat(sequence, graph)
-                self._eager_steps[reason] += not plan.prefill
-                eager.append(pages)
+                if not plan.prefill:
+                    self._eager_steps[reason] += 1
+                eager.append(step)
         return self._group(fitting), eager
 
     def _group(self, fitting: list[_Launched]) -> list[list[_Launched]]:
-        """As few groups as a bucket holds each, of windows of similar size."""
+        """Divides sequences into few groups that fit a bucket each, of windows of similar size."""
         groups: list[list[_Launched]] = []
         for item in sorted(fitting, key=lambda item: item.window.blocks, reverse=True):
             if groups and self._bucket([*groups[-1], item]) is not None:
@@ -209,6 +198,7 @@ class GraphExecutor:
         return groups
 
     def _bucket(self, group: list[_Launched]) -> Bucket | None:
+        """The cheapest bucket that holds a group; None if there is none."""
         blocks = max(item.window.blocks for item in group)
         pages = max(item.window.pages for item in group)
         return self.graphs.buckets.choose(len(group), blocks, pages)
@@ -229,8 +219,8 @@ class GraphExecutor:
             assert sequence.plan is not None
             if graph.seat is None:
                 self.seats.take(sequence, graph)
-            view = self.seats.host_view(sequence, graph, item.window.start, item.pages.num_shared)
-            items.append(LaunchItem(view, item.pages.page_tables, [row.end for row in sequence.plan.rows]))
+            view = self.seats.host_view(sequence, graph, item.window.start, item.step.num_shared)
+            items.append(LaunchItem(view, item.step.page_tables, [row.end for row in sequence.plan.rows]))
         self._num_launches += 1
         step = InFlightStep(self._num_launches, bucket, group, self.launchers[bucket].launch(items, self.probe))
         for item in group:
@@ -238,7 +228,7 @@ class GraphExecutor:
             graph.in_flight = step.number
             graph.window_start, graph.window_blocks = item.window.start, bucket.blocks
         self._tokens += bucket.tokens
-        self._padded_tokens += bucket.tokens
+        self._padded_tokens += bucket.tokens  # _count subtracts what branches needed
         return step
 
     # ---- collect ---------------------------------------------------------------------------------------------------
@@ -252,7 +242,7 @@ class GraphExecutor:
                 graph = graph_of(item.sequence)
                 if graph.in_flight == step.number:
                     graph.in_flight = None
-                if sequences.get(item.pages.request_id) is not item.sequence:
+                if sequences.get(item.step.request_id) is not item.sequence:
                     self._wasted_steps += 1
                     continue
                 with self.probe("absorb", step.bucket):
@@ -266,24 +256,19 @@ class GraphExecutor:
         assert plan is not None
         self._count(plan, bucket)
         sequence.round += 1
-        columns = (output.ids, output.max_probs, output.confidences)
-        predictions = Predictions(*(column[row].numpy() for column in columns))
-        rows = []
-        for branch, branch_row in enumerate(plan.rows):
-            cells = _cells(sequence, item.window.start, bucket.block_length, np.array(branch_row.masked, np.int64))
-            rows.append(Predictions(*(column[branch] for column in predictions)).take(cells))
-        if not all(branch.valid for branch in rows):
+        branches = _predictions(item, plan, row, bucket, output)
+        if not all(predictions.valid for predictions in branches):
             sequence.plan = None
             return SequenceResult(sequence.request_id, None, NOT_FINITE)
         num_computed = bucket.tokens // bucket.sequences
-        results = [branch.row_result() for branch in rows]
-        record = sequence.strategy.absorb(plan, results, num_computed, num_computed)
+        results = [predictions.row_result() for predictions in branches]
+        record = sequence.strategy.absorb(plan, results, model_tokens=num_computed, head_rows=num_computed)
         winner = int(output.winners[row]) - row * bucket.branches
         if winner != record.winner or not self._agrees(item, bucket, output.tokens[row]):
             sequence.plan = None
             return SequenceResult(sequence.request_id, record, _disagreement(record))
-        if plan.winner_commits:
-            self.pool.copy_to_slots(item.pages.page_tables, winner, plan.start, plan.start + plan.num_new)
+        if plan.winner_commits:  # on one branch-parallel group, so a branch's slot has the branch's number
+            self.pool.copy_to_slots(item.step.page_tables, winner, plan.start, plan.start + plan.num_new)
         sequence.plan = sequence.strategy.plan()
         return SequenceResult(sequence.request_id, record)
 
@@ -294,51 +279,32 @@ class GraphExecutor:
             tokens: token ids of the window [C].
         """
         sequence, strategy = item.sequence, item.sequence.strategy
-        begin = _end_of_blocks(sequence, item.window.start)
+        begin = end_of_blocks(sequence, item.window.start)
         positions = np.arange(begin, strategy.branches[-1].end)
-        cells = _cells(sequence, item.window.start, bucket.block_length, positions)
+        cells = cells_of(sequence, item.window.start, bucket.block_length, positions)
         decided = strategy.winner.tokens[begin - len(strategy.prompt) :]
         return bool(tokens.numpy()[cells].tolist() == decided)
 
     def _count(self, plan: SequencePlan, bucket: Bucket) -> None:
+        """Counts one sequence of a step that was read."""
         self.num_rows += len(plan.rows)
         self.idle_rows += bucket.branches - len(plan.rows)
         own_rows = plan.rows[self._placement.group :: self._placement.size]
         self._padded_tokens -= sum(len(row.tokens) for row in own_rows)
 
 
-def graph_of(sequence: Sequence) -> GraphSequence:
-    """What ``GraphExecutor.start`` gave a sequence."""
-    assert sequence.graph is not None
-    return sequence.graph
-
-
-def next_window(sequence: Sequence) -> Window:
-    """The smallest safe window of the next step: the open blocks, and one that the step may open. While a step is in
-    flight, it is not known how many blocks that one opens and commits, so both are bounded."""
-    strategy, plan = sequence.strategy, sequence.plan
-    assert plan is not None
-    if graph_of(sequence).in_flight is None:
-        start, num_open = num_blocks(strategy, plan.start), plan.num_open_blocks
-    else:
-        start = num_blocks(strategy, plan.start + plan.num_new)
-        num_open = max(num_blocks(strategy, row.end) for row in plan.rows)
-    end = max(min(num_open + 1, max_open_blocks(strategy)), start + 1)
-    return Window(start, end, pages_for(_end_of_blocks(sequence, end)))
-
-
-def _end_of_blocks(sequence: Sequence, num_blocks: int) -> int:
-    """The position after the first ``num_blocks`` generated blocks."""
-    request = sequence.request
-    return min(len(request.prompt) + num_blocks * request.params.block_size, request.limit)
-
-
-def _cells(sequence: Sequence, window_start: int, block_length: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The cells of some positions, counted from the start of a window."""
-    generated = positions - len(sequence.request.prompt)
-    block, offset = np.divmod(generated, sequence.request.params.block_size)
-    cells: NDArray[np.int64] = (block - window_start) * block_length + offset
-    return cells
+def _predictions(
+    item: _Launched, plan: SequencePlan, row: int, bucket: Bucket, output: StepOutput
+) -> list[Predictions]:
+    """What a step predicted for the masked positions of one sequence, by branch."""
+    columns = (output.ids, output.max_probs, output.confidences)
+    tokens, probs, confidences = (column[row].numpy() for column in columns)  # [B, C] each
+    predictions = []
+    for branch, branch_row in enumerate(plan.rows):
+        masked = np.array(branch_row.masked, np.int64)
+        cells = cells_of(item.sequence, item.window.start, bucket.block_length, masked)
+        predictions.append(Predictions(tokens[branch], probs[branch], confidences[branch]).take(cells))
+    return predictions
 
 
 def _disagreement(record: StepRecord) -> str:

@@ -22,7 +22,7 @@ NO_TOKEN = -1
 
 
 class Kind(NamedTuple):
-    """What all graphs of an engine do alike; requests that ask for other values run eagerly."""
+    """Decoding parameters that are compiled into all graphs of an engine; requests with other values run eagerly."""
 
     window_attention: str = "block_causal"
     confidence: str = "max_prob"
@@ -36,7 +36,7 @@ def unsupported(request: DecodingParams, num_ends: int, shape: Bucket, kind: Kin
     Args:
         num_ends: token ids that end the request.
     """
-    sizes = {
+    sizes = {  # (what the request needs, what the graphs hold)
         "num_branches": (1 + request.lookaheads, shape.branches),
         "block_size": (request.block_size, shape.block_length),
         "eos_token_id": (num_ends, MAX_EOS),
@@ -47,15 +47,17 @@ def unsupported(request: DecodingParams, num_ends: int, shape: Bucket, kind: Kin
             return name
         if support is GraphSupport.COMPILED and value != getattr(kind, name):
             return name
-        if support is GraphSupport.BUCKET and sizes[name][0] > sizes[name][1]:
-            return name
+        if support is GraphSupport.BUCKET:
+            needed, held = sizes[name]
+            if needed > held:
+                return name
     return None
 
 
 class HostView(NamedTuple):
     """What the host knows of a sequence when it launches a step. Blocks are numbered from 0 after the prompt.
 
-    A window must reach the block after the open ones, if there may be one. A host that is a step late counts one more.
+    The window must hold all open blocks, and the next one if the step may open it; see ``window.next_window``.
     """
 
     seat: int
@@ -63,18 +65,18 @@ class HostView(NamedTuple):
     block_size: int = 0
     max_canvas: int = 0
     window_start: int = 0
-    """First block of the window; the blocks before it were final before the last launch."""
+    """First block of the window. The blocks before it were final before the last launch."""
     last_start: int = 0
     """First block of the last launched window."""
     last_blocks: int = 0
     """Blocks of the bucket in which that window was launched."""
     max_open_blocks: int = 0
-    """Blocks that may be open: all of the sequence or, once an EOS is known, those that are open."""
+    """The most blocks that may be open: all of the sequence or, once an EOS is filled, those that are open by then."""
     num_shared_pages: int = 0
-    """The first pages, which are the same in all slots."""
+    """How many of the first pages are the same in all slots."""
 
 
-# ---- of a request --------------------------------------------------------------------------------------------------
+# ---- parameters and state of a request -----------------------------------------------------------------------------
 
 
 def empty_params(num_seats: int, mask: int, shape: Bucket) -> RequestParams:
@@ -100,12 +102,18 @@ def empty_params(num_seats: int, mask: int, shape: Bucket) -> RequestParams:
 def empty_states(num_seats: int, shape: Bucket) -> Tensor:
     """Packed states float32 [num_seats, X] without tokens, blocks and lookahead branches."""
     states = torch.zeros(num_seats, shape.dims["X"], dtype=torch.int32)
-    states[:, -2 * shape.branches : -shape.branches] = -1
+    states[:, -2 * shape.branches : -shape.branches] = -1  # State.lookahead_cells: none
     return states.view(torch.float32)
 
 
 def write_params(
-    params: RequestParams, seat: int, request: DecodingParams, ends: List[int], mask: int, add: int, act: int
+    params: RequestParams,
+    seat: int,
+    request: DecodingParams,
+    ends: List[int],
+    mask: int,
+    filled_to_add: int,
+    filled_to_activate: int,
 ) -> None:
     """Writes a request's parameters into a seat.
 
@@ -113,21 +121,21 @@ def write_params(
         request: graphs support it, see ``unsupported``.
         ends: token ids that end the request.
         mask: token id of the mask.
-        add: filled positions that a whole block must have for another block to be opened.
-        act: filled positions that a whole block must have for the next block to be fully activated.
+        filled_to_add: filled positions that a whole block must have for another block to be opened.
+        filled_to_activate: filled positions that a whole block must have for the next block to be fully activated.
     """
     neither_mask_nor_end = next(token for token in range(len(ends) + 2) if token != mask and token not in ends)
     params.blank[seat, 1] = neither_mask_nor_end
     params.eos[seat] = NO_TOKEN
     params.eos[seat, : len(ends)] = torch.tensor(ends, dtype=torch.int32)
     params.tau_conf[seat] = request.tau_conf
-    params.activation_masks[seat] = request.block_size - act
+    params.activation_masks[seat] = request.block_size - filled_to_activate
     params.min_rank[seat] = math.inf
     params.min_rank[seat, : request.lookaheads] = 0.0
     columns = MaskLimits(params.mask_limits.shape[1] // 3 - 1)
     limits = params.mask_limits[seat, : columns.by_distance(columns.max_blocks + 1)]
     limits[:] = math.inf
-    limits[columns.by_distance(1)] = request.block_size - add
+    limits[columns.by_distance(1)] = request.block_size - filled_to_add
     if request.max_active_blocks is not None:
         limits[columns.by_distance(request.max_active_blocks) :] = 0.0
 
@@ -166,10 +174,10 @@ def packed_state(blank: Tensor, request: DecodingParams, snapshot: Snapshot, sha
     return torch.cat([cells.flatten(), blank, counts, lookahead_cells, lookahead_tokens]).view(torch.float32)
 
 
-# ---- of a step -----------------------------------------------------------------------------------------------------
+# ---- inputs of a launch --------------------------------------------------------------------------------------------
 
 
-class _Window:
+class _WindowCells:
     """The cells of every sequence's window in a step, int64 [S, W, L] unless stated otherwise."""
 
     def __init__(self, views: List[HostView], bucket: Bucket) -> None:
@@ -180,8 +188,9 @@ class _Window:
         self.offset = torch.arange(bucket.block_length)  # [L]
         generated = self.block * self.block_size + self.offset
         self.has_position = (self.offset < self.block_size) & (generated < self.max_canvas)
-        last = torch.minimum(generated, self.max_canvas - 1)
-        self.position = (self.prompt_length + last).clamp_min(0)
+        # A cell without a position gets one inside the sequence, and is written to a padding slot.
+        inside = torch.minimum(generated, self.max_canvas - 1)
+        self.position = (self.prompt_length + inside).clamp_min(0)
 
     def block_ends(self) -> Tensor:
         """The position after each block [S, W]."""
@@ -208,7 +217,7 @@ def write_inputs(
     Returns:
         The ends of the windows' blocks, int64 [S, W]: in a block-causal window the KV lengths of its entries.
     """
-    window = _Window(views, bucket)
+    window = _WindowCells(views, bucket)
     _write_launch(inputs, bucket, window, page_tables, first_padding_slot)
     for target, values in zip(inputs.params, params, strict=True):
         torch.index_select(values, 0, window.seat.flatten(), out=target)
@@ -217,25 +226,26 @@ def write_inputs(
 
 
 def _write_launch(
-    inputs: StepInputs, bucket: Bucket, window: _Window, page_tables: Tensor, first_padding_slot: int
+    inputs: StepInputs, bucket: Bucket, window: _WindowCells, page_tables: Tensor, first_padding_slot: int
 ) -> None:
     dims, limits = bucket.dims, MaskLimits(bucket.max_blocks)
-    # Tokens of the last window stay where the last step has put them; other cells are blank.
+    # A packed state holds the cells of the last window as the last step left them; all other cells are blank.
     last_block = window.block - window.last_start
     in_last_window = (last_block >= 0) & (last_block < window.last_blocks)
-    in_last = last_block * dims["L"] + window.offset
-    in_blank = dims["M"] * dims["L"] + (~window.has_position).long()
-    token_index = window.seat * dims["X"] + torch.where(in_last_window, in_last, in_blank)
-    limit_base = limits.base_by_distance(0) - window.block[..., 0]
-    largest = window.start + bucket.max_blocks + 1
-    limit_base[:, 0] = limits.base_by_room(0) - torch.minimum(window.max_open_blocks, largest).view(-1)
+    cell_column = last_block * dims["L"] + window.offset
+    blank_column = dims["M"] * dims["L"] + (~window.has_position).long()
+    token_index = window.seat * dims["X"] + torch.where(in_last_window, cell_column, blank_column)
+    limit_base = limits.base_by_distance(window.block[..., 0])
+    # More blocks than a window can reach make no difference, and would lead out of the columns.
+    max_open = torch.minimum(window.max_open_blocks, window.start + bucket.max_blocks + 1)
+    limit_base[:, 0] = limits.base_by_room(max_open.view(-1))
     limit_base += torch.arange(bucket.sequences)[:, None] * limits.size
     cells = window.block * dims["L"] + window.offset
     slot_mapping = _slot_mapping(bucket, window, page_tables, first_padding_slot)
     _copy(inputs.launch, (window.seat, token_index, cells, window.block, limit_base, slot_mapping))
 
 
-def _slot_mapping(bucket: Bucket, window: _Window, page_tables: Tensor, first_padding_slot: int) -> Tensor:
+def _slot_mapping(bucket: Bucket, window: _WindowCells, page_tables: Tensor, first_padding_slot: int) -> Tensor:
     """Flat cache positions int64 [S, R, C]. Slot 0 writes the pages that all slots share."""
     position = window.position.flatten(1)[:, None]  # [S, 1, C]
     column = (position // PAGE_SIZE).expand(bucket.shape("S R C"))
@@ -249,7 +259,7 @@ def _slot_mapping(bucket: Bucket, window: _Window, page_tables: Tensor, first_pa
 
 
 def _write_model_inputs(
-    inputs: StepInputs, bucket: Bucket, window: _Window, page_tables: Tensor, first_padding_slot: int
+    inputs: StepInputs, bucket: Bucket, window: _WindowCells, page_tables: Tensor, first_padding_slot: int
 ) -> None:
     positions = window.position.flatten(1)[:, None].expand(bucket.shape("S R C"))
     predicted_by, saved = _seen_hidden_states(bucket, window.block_size)

@@ -25,7 +25,7 @@ class Graphs:
     """What decode steps are compiled for, and how."""
 
     shape: Bucket
-    """The largest number of each of the buckets."""
+    """The largest sizes of all buckets."""
     buckets: Buckets
     kind: Kind
     compiler: Compiler
@@ -36,7 +36,7 @@ class Graphs:
     first_padding_slot: int
     """Padding rows and cells write their keys and values to the cache positions from here on."""
     ahead: bool
-    """A step is launched before the step before it was read."""
+    """Whether a step is launched before the output of the last one is read."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Launcher:
     """The compiled step of one bucket.
 
     Args:
-        memory: int32 on the device, for the inputs of whichever bucket is launched: steps run one after the other.
+        memory: int32 on the device, for the inputs; all launchers share it, because steps run one after the other.
     """
 
     def __init__(self, step: DecodeStep, graphs: Graphs, seats: Seats, memory: Tensor, caches: Caches) -> None:
@@ -69,13 +69,16 @@ class Launcher:
         self._run: Run | None = None
 
     def compile(self) -> None:
-        """Compiles the step, which launches it once with padding rows alone."""
+        """Compiles the step. That launches it once, with padding rows only."""
         kv_lengths = self._write([])
         self._run = self._graphs.compiler.compile(self._step, self.bucket.name, self._tensors, kv_lengths)
 
     def launch(self, items: Sequence[LaunchItem], probe: Probe) -> Callable[[], Tensor]:
-        """Starts one step of some sequences. What it returns waits for the output and gives it, int32 [n] on the
-        host."""
+        """Starts one step of some sequences.
+
+        Returns:
+            A function that waits for the step's output and returns it, int32 [n] on the host.
+        """
         assert self._run is not None
         for group, sent in self._traffic:
             group.ledger.add(sent.purpose, sent.num_bytes, sent.calls)
@@ -105,6 +108,11 @@ class Launcher:
         return self._kv_lengths(items, block_ends)
 
     def _kv_lengths(self, items: Sequence[LaunchItem], block_ends: Tensor) -> list[int]:
+        """The KV length of each attention entry.
+
+        Args:
+            block_ends: the ends of the windows' blocks, int64 [S, W].
+        """
         bucket = self.bucket
         if bucket.full_attention:
             kv_lengths = np.zeros(bucket.shape("S R"), dtype=np.int64)

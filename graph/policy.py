@@ -1,9 +1,9 @@
 """The decode policy as tensor functions of fixed shape, for use inside a compiled step.
 
 ``decode/`` is the definition; this does the same for S sequences at once and reads no value on the host. A step is
-``unpack_state``, ``open_blocks`` (what each branch holds), the forward pass over what ``rank_rows`` gives, ``advance``
-(winner, fills, next branches) and ``pack_state``. ``inputs.py`` is the host's part. Dimensions as in ``tensors.py``;
-they never change inside a bucket.
+``unpack_state``, ``open_blocks`` (what each branch holds), ``rows_of_group`` (what this rank computes), the forward
+pass, ``advance`` (winner, fills, next branches) and ``pack_state``. ``inputs.py`` is the host's part. Dimensions as in
+``tensors.py``; they never change inside a bucket.
 
 Row i of a sequence is branch i in evaluation order: lookahead branches by rank, then the anchor. The rows after the
 anchor are padding copies of it.
@@ -42,9 +42,9 @@ class State(NamedTuple):
     num_lookaheads: Tensor
     """Lookahead branches [S, 1]."""
     lookahead_cells: Tensor
-    """The cell that each branch fills on top of the anchor [S, B]; -1: none."""
+    """The cell that each branch fills in addition to the anchor [S, B]; -1: none."""
     lookahead_tokens: Tensor
-    """The token that it fills it with [S, B]."""
+    """Id of the token that each branch fills this cell with [S, B]."""
 
 
 class Rows(NamedTuple):
@@ -94,7 +94,7 @@ def pack_state(state: State, params: RequestParams, constants: Constants) -> Ten
 
 
 def open_blocks(params: RequestParams, state: State, launch: Launch, constants: Constants, mask: int) -> Rows:
-    """Opens the blocks that branches may open, and says what each branch holds (SPEC section 2, steps a and b).
+    """Opens a block in every branch that may open one, and says what each branch holds (SPEC section 2, steps a and b).
 
     Args:
         mask: token id of the mask.
@@ -120,7 +120,7 @@ def open_blocks(params: RequestParams, state: State, launch: Launch, constants: 
     return Rows(tokens, masked, num_open_blocks, kept_blocks, masks_before)
 
 
-def rank_rows(
+def rows_of_group(
     rows: Rows, launch: Launch, constants: Constants, num_groups: int = 1, group: int = 0
 ) -> tuple[Tensor, Tensor]:
     """(token ids, flat cache positions) int32 [S, R, C] of the branches that one branch-parallel group computes: branch
@@ -151,12 +151,14 @@ def advance(
 
     tokens, masked, num_open_blocks = of_winner(rows.tokens), of_winner(rows.masked), of_winner(rows.num_open_blocks)
     guesses, probs, confidences = (of_winner(x) for x in predicted)
-    # A cell's rank: C where tau_conf accepts it, -1 without a mask. A block fills the cells that reach its threshold.
+    # A cell's rank: -1 without a mask, C where tau_conf accepts it, otherwise how many cells it is ahead of. A block
+    # fills the cells that reach its threshold: C, or if it is fully activated its highest rank.
     rank = torch.where(probs > params.tau_conf[:, None], float(C), _ranks(confidences, constants.later))
     rank = torch.where(masked, rank, -1.0)
     is_activated = of_winner(rows.masks_before) <= params.activation_masks[:, None]
     threshold = torch.where(is_activated, rank.view(S, W, -1).max(-1).values, float(C))
     filled = (rank.view(S, W, -1) >= threshold[..., None]).view(S, C) & masked
+    # Among the masks that are left, the best cells become the lookahead cells of the next branches.
     candidate_rank, candidate = torch.where(filled, -1.0, rank).topk(B)
     is_lookahead = candidate_rank >= params.min_rank
     state = State(
@@ -170,24 +172,29 @@ def advance(
 
 
 def _winners(rows: Rows, predicted: Predicted, constants: Constants) -> Tensor:
-    """The branch with the least mean deficit (1 - confidence), the first one among equals.
+    """The row of the branch with the least mean deficit (1 - confidence) over its masks, the first one among equals;
+    int64 [S].
 
     Means are compared as fractions of integers; float32 holds a cell's deficit exactly down to a confidence of -254.
-    A row without masks has the deficit 0 over 0 cells: every later row loses against it, and no earlier one. Only
-    branch 0 can be without masks, with the score 1, and padding rows come last. Of two branches exactly one loses, so
-    of all at most one does not, whatever integer a NaN becomes.
+    A row without masks has the deficit 0 over 0 cells, so every later row loses to it, and no earlier one. That is
+    right, because only branch 0, which then has the score 1, and the padding rows at the end can be without masks.
+    Of two rows exactly one loses to the other, so at most one row loses to none, whatever integer a NaN becomes.
     """
     deficit = 1.0 / STEP - (predicted.confidences / STEP).round()
     deficit = torch.where(rows.masked, deficit, 0.0)
     sums, counts = deficit.to(torch.int64).sum(-1), rows.masked.sum(-1)
-    mine = sums[:, :, None] * counts[:, None, :]
+    mine = sums[:, :, None] * counts[:, None, :]  # [S, row, other row]
     others = sums[:, None, :] * counts[:, :, None]
     loses = (others < mine + constants.earlier).any(-1)
     return torch.where(loses, 0, constants.row).sum(-1)
 
 
 def _ranks(confidences: Tensor, later: Tensor) -> Tensor:
-    """float32 [S, C]: how many cells each cell is ahead of in the order of (-confidence, position)."""
+    """How many cells each cell is ahead of in the order of (-confidence, position), float32 [S, C].
+
+    Args:
+        later: see ``Constants``.
+    """
     mine, others = confidences[:, :, None], confidences[:, None, :]
     is_ahead = (mine > others) | ((mine == others) & later)
     return is_ahead.sum(-1, dtype=torch.float32)

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from lopa_ascend.backend import Ops
 from lopa_ascend.decode.blocks import threshold_count
-from lopa_ascend.decode.d2f import D2F
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.inputs import HostView, Snapshot, empty_params, empty_states, packed_state, write_params
 from lopa_ascend.graph.tensors import Storage
+from lopa_ascend.graph.window import max_open_blocks, num_blocks
 from lopa_ascend.sequence import GraphSequence, Sequence
 
 
@@ -42,14 +42,14 @@ class Seats:
         return len(self._free)
 
     def take(self, sequence: Sequence, graph: GraphSequence) -> None:
-        """Gives a sequence a seat, as it is before its next step opens blocks."""
+        """Gives a sequence a seat, and writes there its parameters and its state before the next step opens blocks."""
         assert sequence.last_hidden is not None
         request, strategy = sequence.request.params, sequence.strategy
         snapshot = take_snapshot(sequence)
         seat = graph.seat = self._free.pop()
         graph.window_start, graph.window_blocks = snapshot.window_start, self.shape.max_blocks
-        add, act = (threshold_count(tau, request.block_size) for tau in (request.tau_add, request.tau_act))
-        write_params(self.params, seat, request, sorted(strategy.ends), self._mask, add, act)
+        to_add, to_activate = (threshold_count(tau, request.block_size) for tau in (request.tau_add, request.tau_act))
+        write_params(self.params, seat, request, sorted(strategy.ends), self._mask, to_add, to_activate)
         packed = packed_state(self.params.blank[seat], request, snapshot, self.shape)
         on_host = self.ops.host_memory(len(packed)).view(packed.dtype).copy_(packed)
         self.storage.states[seat].copy_(on_host, non_blocking=True)
@@ -62,7 +62,7 @@ class Seats:
             graph.seat = None
 
     def hidden_row(self, graph: GraphSequence, block: int) -> int:
-        """Row of ``storage.hidden`` that predicts the first position of a block, if the last step has saved it."""
+        """Row of ``storage.hidden`` for the state that predicts the first position of a block of the last window."""
         assert graph.seat is not None
         return graph.seat * self._rows_per_seat + block - graph.window_start
 
@@ -88,7 +88,7 @@ class Seats:
 
 
 def take_snapshot(sequence: Sequence) -> Snapshot:
-    """A planned sequence as it was before the plan opened blocks."""
+    """The state of a planned sequence as it was before the plan opened blocks."""
     assert sequence.plan is not None
     strategy, prompt_length = sequence.strategy, len(sequence.request.prompt)
     *others, anchor = strategy.branches
@@ -99,16 +99,3 @@ def take_snapshot(sequence: Sequence) -> Snapshot:
         tokens=anchor.tokens[:num_generated],
         lookaheads=[(fill.position - prompt_length, fill.token) for fill in fills if fill is not None],
     )
-
-
-def num_blocks(strategy: D2F, num_positions: int) -> int:
-    """Generated blocks in the first ``num_positions`` positions, which end with a block or inside the prompt."""
-    return -(-max(0, num_positions - len(strategy.prompt)) // strategy.params.block_size)
-
-
-def max_open_blocks(strategy: D2F) -> int:
-    """Generated blocks that a sequence may have open: no further ones once an EOS has been filled."""
-    anchor = strategy.branches[-1]
-    if anchor.eos:
-        return len(anchor.blocks) - 1
-    return -(-strategy.params.max_canvas // strategy.params.block_size)

@@ -25,13 +25,13 @@ class GraphPlan:
     """The graphs that an engine will have, and the compiler that makes them. Nothing is compiled yet."""
 
     shape: Bucket
-    """The largest number of each of the buckets."""
+    """The largest sizes of all buckets."""
     buckets: Buckets
     compiler: Compiler
 
     @property
     def num_padding_pages(self) -> int:
-        """Pages behind those of the KV pool, for the keys and values of padding rows and cells."""
+        """Pages that the KV pool needs in addition, for the keys and values of padding rows and cells."""
         return pages_for(max(bucket.tokens for bucket in self.buckets.declared))
 
 
@@ -70,7 +70,7 @@ def plan_graphs(config: EngineConfig, identity: object, max_model_len: int, max_
 def build_executor(
     config: EngineConfig, plan: GraphPlan, model: Model, pool: KVPool, num_token_ids: int, bp: Group
 ) -> GraphExecutor:
-    """The planned graphs, compiled, with a progress bar.
+    """Compiles the planned graphs, with a progress bar.
 
     Args:
         num_token_ids: token ids from this one on do not exist.

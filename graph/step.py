@@ -53,7 +53,7 @@ class DecodeStep:
         launch, params, mask = inputs.launch, inputs.params, self.model.config.mask_token_id
         state = policy.unpack_state(storage.states, launch, constants)
         rows = policy.open_blocks(params, state, launch, constants, mask)
-        tokens, slot_mapping = policy.rank_rows(rows, launch, constants, self.bp.size, self.bp.rank)
+        tokens, slot_mapping = policy.rows_of_group(rows, launch, constants, self.bp.size, self.bp.rank)
         forward = self._forward_inputs(inputs, tokens, slot_mapping, kv_lengths)
         hidden = self.model.forward(forward, k_caches, v_caches)
         seen = torch.cat([storage.hidden.index_select(0, inputs.model.before_window), hidden])
@@ -82,8 +82,7 @@ class DecodeStep:
         )
 
     def _saved(self, inputs: StepInputs, constants: Constants, winner: Tensor) -> Tensor:
-        """Which of the seen hidden states are saved, int [S * K]. With full attention they differ by branch, and the
-        winner's are."""
+        """Which of the seen hidden states are saved, int [S * K]: of those that differ by branch, the winner's."""
         saved = inputs.model.saved
         if not self.bucket.full_attention:
             return saved

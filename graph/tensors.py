@@ -51,7 +51,7 @@ def boolean(dims: str) -> Spec:
 
 
 class Launch(NamedTuple):
-    """What the host decides of one step for the decode policy."""
+    """What the host tells the decode policy about one step."""
 
     seats: Annotated[Tensor, int32("S")]
     """Row of each sequence in the packed states; padding rows have seats that are never assigned."""
@@ -62,8 +62,9 @@ class Launch(NamedTuple):
     blocks: Annotated[Tensor, int32("S W")]
     """Number of each block of the window."""
     limit_base: Annotated[Tensor, int32("S*W")]
-    """Base index into the flat ``RequestParams.mask_limits`` for the block before each block of the window; add the
-    number of open blocks. For the window's first block it is the index by which a full sequence opens no block."""
+    """Base column, as an index into the flat ``RequestParams.mask_limits``, for the block before each block of the
+    window; see ``MaskLimits``. The window's first block has none before it there: its base is the one by which a
+    sequence that may have no more blocks opens none."""
     slot_mapping: Annotated[Tensor, int32("S R C")]
     """Flat cache position of each cell in each slot; of padding slots where a cell must not be written."""
 
@@ -87,8 +88,10 @@ class RequestParams(NamedTuple):
 
 
 class ModelInputs(NamedTuple):
-    """What the model needs to know of one step. A step sees hidden states of S + T positions: of the S positions before
-    the windows, and then of all T tokens."""
+    """What the model needs to know about one step.
+
+    A step sees hidden states of S + T positions: first of the S positions before the windows, then of all T tokens.
+    """
 
     positions: Annotated[Tensor, int32("T")]
     """Position of each token in its sequence."""
@@ -117,9 +120,9 @@ class Constants(NamedTuple):
     """Tensors that never change in a bucket."""
 
     branch: Annotated[Tensor, int32("B")]
-    """0, 1, 2, ..."""
+    """Number of each branch, from 0."""
     row: Annotated[Tensor, int64("S B")]
-    """0, 1, 2, ..."""
+    """Number of each branch of each sequence: sequence * B + branch."""
     earlier: Annotated[Tensor, int64("B B")]
     """1 where the column's branch comes before the row's."""
     later: Annotated[Tensor, boolean("C C")]
@@ -159,20 +162,20 @@ class StepOutput(NamedTuple):
     """Left out where they are the probabilities."""
 
 
-Group = TypeVar("Group", Launch, RequestParams, ModelInputs, Constants, StepOutput)
+TensorGroup = TypeVar("TensorGroup", Launch, RequestParams, ModelInputs, Constants, StepOutput)
 Caches = tuple[Sequence[Tensor], Sequence[Tensor]]
 """Keys and values of every layer [pages, 128, kv_heads, head_dim]."""
 
 
 @cache
 def specs(kind: type) -> dict[str, Spec]:
-    """The declarations of a group's tensors by name."""
+    """The declarations of the tensors of a ``TensorGroup`` by name."""
     hints = get_type_hints(kind, include_extras=True)
     return {name: hint.__metadata__[0] for name, hint in hints.items()}
 
 
 def num_elements(kind: type, bucket: Bucket) -> int:
-    """32-bit elements of a group's tensors together."""
+    """32-bit elements of all tensors of a ``TensorGroup``."""
     return sum(math.prod(bucket.shape(spec.dims)) for spec in specs(kind).values())
 
 
@@ -193,7 +196,7 @@ def view_inputs(memory: Tensor, bucket: Bucket) -> StepInputs:
 
 
 def view_output(memory: Tensor, bucket: Bucket) -> StepOutput:
-    """What a step returned, int32 [n]."""
+    """The output of a step in ``memory`` int32 [n], which the step returned."""
     declared = specs(StepOutput)
     if len(memory) == num_elements(StepOutput, bucket):
         return StepOutput(*_views(memory, declared.values(), bucket))
@@ -213,12 +216,12 @@ def _views(memory: Tensor, declared: Iterable[Spec], bucket: Bucket) -> list[Ten
 
 
 def flatten(inputs: StepInputs, constants: Constants, storage: Storage, caches: Caches) -> list[Tensor]:
-    """The arguments of a compiled step. It holds for the shapes of all of them."""
+    """The arguments of a compiled step in one list. A step is compiled for the shapes of all of them."""
     return [*inputs.launch, *inputs.params, *inputs.model, *constants, *storage, *caches[0], *caches[1]]
 
 
 def unflatten(tensors: Sequence[Tensor]) -> tuple[StepInputs, Constants, Storage, Caches]:
-    """The arguments of ``flatten``."""
+    """The inverse of ``flatten``."""
     launch, rest = _take(Launch, tensors)
     params, rest = _take(RequestParams, rest)
     model, rest = _take(ModelInputs, rest)
@@ -229,7 +232,7 @@ def unflatten(tensors: Sequence[Tensor]) -> tuple[StepInputs, Constants, Storage
     return inputs, constants, Storage(states, hidden), (caches[:num_layers], caches[num_layers:])
 
 
-def _take(kind: type[Group], tensors: Sequence[Tensor]) -> tuple[Group, Sequence[Tensor]]:
+def _take(kind: type[TensorGroup], tensors: Sequence[Tensor]) -> tuple[TensorGroup, Sequence[Tensor]]:
     count = len(kind._fields)
     return kind(*tensors[:count]), tensors[count:]
 

@@ -37,7 +37,7 @@ class Request:
 
 @dataclass
 class GraphSequence:
-    """A sequence's place in the memory of compiled steps. Block numbers count generated blocks from 0."""
+    """A sequence's seat and last launch in the graph executor. Block numbers count generated blocks from 0."""
 
     eager_reason: str | None
     """The field of the request that no graph supports; None if graphs can decode the sequence."""
@@ -48,7 +48,7 @@ class GraphSequence:
     window_blocks: int = 0
     """Blocks of the bucket in which that window was launched."""
     in_flight: int | None = None
-    """Number of a launch whose result has not been read yet."""
+    """Number of the launch whose result has not been read yet; None if there is none."""
 
 
 @dataclass(eq=False)

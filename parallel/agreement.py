@@ -1,4 +1,4 @@
-"""Checks now and then that all ranks decide the same, by a running digest of what they have planned and decided."""
+"""Checks at intervals that all ranks decide the same, by a running digest of what they have planned and decided."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Agreement:
         """
         if not self._interval:
             return
-        news = {
+        added = {
             "who takes part": [sequence.request_id for sequence in plan.sequences],
             "the page tables": [sequence.page_tables for sequence in plan.sequences],
             "what was decided": [_decisions(sequence) for sequence in result.sequences],
         }
-        for name, new in news.items():
+        for name, new in added.items():
             self._digests[name] = zlib.crc32(repr(new).encode(), self._digests[name])
         num_steps = plan.index + 1
         if num_steps % self._interval == 0:

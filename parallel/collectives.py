@@ -1,6 +1,6 @@
 """The collectives between ranks. The bytes that they send are counted by purpose.
 
-In a group of one rank the collectives send and count nothing, so callers need no case for it.
+In a group of one rank the collectives send and count nothing, so callers need not treat it as a special case.
 
 ``all_reduce`` and ``all_gather`` can be part of a compiled graph. There they are functional collectives, which do not
 count anything; the launcher of the graph adds the graph's traffic to the ledger.

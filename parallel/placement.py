@@ -18,7 +18,7 @@ from lopa_ascend.types import Demand, RowPlan, SequencePlan, Share
 
 @dataclass(frozen=True)
 class Placement:
-    """The place of one branch-parallel group among all."""
+    """Which branches one branch-parallel group computes, and in which slots."""
 
     size: int = 1
     """Number of groups."""
@@ -88,7 +88,7 @@ class Placement:
 def _base_branch(plan: SequencePlan, branches: Sequence[int]) -> int:
     """The branch that computes the positions which the group's rows share.
 
-    It is the anchor if the group has it, otherwise the branch that equals the anchor for longest.
+    It is the anchor if the group has it, otherwise the branch that equals the anchor up to the latest position.
     """
     anchor = len(plan.rows) - 1
     return anchor if anchor in branches else max(branches, key=lambda branch: plan.rows[branch].compute_from)

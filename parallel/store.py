@@ -45,7 +45,7 @@ class TextStore:
 
         Args:
             key: the text's name.
-            check: called now and then while the text is missing; may raise.
+            check: called between two looks into the store; may raise.
 
         Raises:
             RankError: the ranks have failed, or the text did not come in time.

@@ -86,7 +86,7 @@ def fuse(module: GraphModule, ops: Ops) -> Report:
     changes = {}
     for name, run in passes(ops).items():
         changes[name] = tuple(run(rewriter))
-        rewriter.sweep()  # a node without effect counts as a user
+        rewriter.sweep()  # a node without effect would count as a user of its arguments
     join_reshapes(rewriter)
     module.graph.lint()
     module.recompile()

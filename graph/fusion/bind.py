@@ -53,21 +53,22 @@ def bind_rows(module: GraphModule, ops: Ops) -> None:
     graph, rows = module.graph, _input(module, "rows")
     (output,) = graph.find_nodes(op="output")
     last = graph.find_nodes(op="call_function", target=call_attend)[-1]
-    users = {output: None}
+    on_rows = {output: None}  # the nodes that see the wanted rows only
     after = _dependents(last, output)
     if all(_is_by_row(node, ops) for node in after):
-        users |= after
-    crossing = {source: None for node in users for source in node.all_input_nodes if source not in users}
-    for source in filter(_counts_tokens, crossing):
-        first = next(node for node in graph.nodes if node in users and source in node.all_input_nodes)
+        on_rows |= after
+    sources = {source: None for node in on_rows for source in node.all_input_nodes if source not in on_rows}
+    for source in filter(_has_token_rows, sources):
+        first = next(node for node in graph.nodes if node in on_rows and source in node.all_input_nodes)
         with graph.inserting_before(first):
             taken = graph.call_function(take_rows, (source, rows))
-        source.replace_all_uses_with(taken, delete_user_cb=lambda user: user in users)
+        source.replace_all_uses_with(taken, delete_user_cb=lambda user: user in on_rows)
     graph.lint()
     module.recompile()
 
 
 def _input(module: GraphModule, name: str) -> Node:
+    """Adds an input after the other inputs."""
     with module.graph.inserting_after(module.graph.find_nodes(op="placeholder")[-1]):
         return module.graph.placeholder(name)
 
@@ -84,8 +85,8 @@ def _dependents(node: Node, output: Node) -> dict[Node, None]:
     return found
 
 
-def _counts_tokens(node: Node) -> bool:
-    """Whether the first dimension of a node's result is that of the tokens."""
+def _has_token_rows(node: Node) -> bool:
+    """Whether a node's result has one row for each token."""
     found = node.meta.get("val")
     return isinstance(found, Tensor) and found.dim() > 0 and isinstance(found.shape[0], SymInt)
 
@@ -97,8 +98,8 @@ def _is_by_row(node: Node, ops: Ops) -> bool:
     if target is operator.getitem:
         return method_of(getattr(node.args[0], "target", None), ops) in BY_ROW
     if method_of(target, ops) in BY_ROW:
-        return all(_counts_tokens(x) or x.op == "get_attr" for x in inputs)
-    if not _counts_tokens(node):
+        return all(_has_token_rows(x) or x.op == "get_attr" for x in inputs)
+    if not _has_token_rows(node):
         return False
     if target is aten.reshape.default:
         before, after = static(value(inputs[0]).shape), static(value(node).shape)

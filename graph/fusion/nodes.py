@@ -35,7 +35,7 @@ WRITES: Mapping[str, tuple[int, ...]] = {
 MAY_RETURN_ARGUMENTS = frozenset({"stored", "rope_tables"})
 """Methods of ``Ops`` whose results may lie in the memory of their arguments."""
 
-NONE: frozenset[Node] = frozenset()
+NO_NODES: frozenset[Node] = frozenset()
 
 
 def value(node: Node) -> Tensor:
@@ -141,28 +141,29 @@ class Memory:
         """(roots whose memory the result may share, or none if it has its own; roots that are written)."""
         target = node.target
         if node.op == "placeholder":
-            return NONE, NONE
+            return NO_NODES, NO_NODES
         if node.op == "output" or target is operator.getitem:
-            return self._of(node.args[0]), NONE
+            return self._of(node.args[0]), NO_NODES
         if isinstance(target, OpOverload):
             shared, written = aliases_of(target)
             if not shared and not written:
-                return NONE, NONE
+                return NO_NODES, NO_NODES
             given = arguments(node)
             return self._of([given[i] for i in shared]), self._of([given[i] for i in written])
         method = method_of(target, ops)
         if method is None or node.kwargs:
             everything = self._of([node.args, node.kwargs])
             return everything | {node}, everything
-        returned = self._of(node.args) | {node} if method in MAY_RETURN_ARGUMENTS else NONE
+        returned = self._of(node.args) | {node} if method in MAY_RETURN_ARGUMENTS else NO_NODES
         return returned, self._of([node.args[i] for i in WRITES[method]])
 
     def _of(self, argument: Any) -> frozenset[Node]:
+        """The roots of all nodes in an argument."""
         return self._union(self.roots[node] for node in nodes_in(argument))
 
     @staticmethod
     def _union(sets: Iterable[frozenset[Node]]) -> frozenset[Node]:
-        return NONE.union(*sets)
+        return NO_NODES.union(*sets)
 
     def is_constant(self, node: Any) -> bool:
         """Whether a node reads an attribute of the module that the graph never writes into."""

@@ -18,6 +18,7 @@ from lopa_ascend.graph.fusion.rewriter import Fusion, Refused, Rewriter
 
 X, BIAS, WEIGHT = Some("x"), Some("bias"), Some("weight")
 
+# Ops that may give their argument again, unchanged: see has_no_effect.
 VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
 CASTS = frozenset({aten.to.dtype, torch.ops.prims.convert_element_type.default})
 COPIES = frozenset({aten.clone.default, aten._to_copy.default, *CASTS})
@@ -113,7 +114,9 @@ def count_from_the_end(node: Node, position: int) -> None:
     if len(given) <= position:
         return
     first = given[0][0] if isinstance(given[0], (list, tuple)) else given[0]
-    rank, dims = value(first).dim() + (node.target is aten.unsqueeze.default), given[position]
+    rank, dims = value(first).dim(), given[position]
+    if node.target is aten.unsqueeze.default:
+        rank += 1  # the dimension counts among those of the result
     if isinstance(dims, (list, tuple)):
         given[position] = [dim % rank - rank for dim in dims]
     else:
@@ -121,7 +124,7 @@ def count_from_the_end(node: Node, position: int) -> None:
     node.args = tuple(given)
 
 
-# Rules.
+# The rules: each rewrites one way to write a thing to the normal way.
 
 
 def rewrite_product(rewriter: Rewriter, match: Match) -> Sequence[Node]:

@@ -93,7 +93,8 @@ def summands(rewriter: Rewriter, match: Match) -> tuple[Node, Node]:
         raise Refused("the summands share memory")
     for residual in sorted(pair, key=memory.order.__getitem__):
         if memory.dies_at(residual, total) and 0 not in value(residual).stride():
-            return pair[1 - pair.index(residual)], residual
+            x = pair[1] if residual is pair[0] else pair[0]
+            return x, residual
     raise Refused(f"{pair[0].name} and {pair[1].name} are both still needed, or not the graph's own")
 
 
@@ -117,16 +118,16 @@ def quantised(normed: Call) -> Call:
     """The pattern of round(normed / scale), with scale = amax / 127."""
     wide = Cast(normed)
     keep = Some("keep")
-    size = Call(aten.abs.default, wide)
-    most = Either(
-        Call(aten.amax.default, size, [-1], keep),
-        Call(operator.getitem, Call(aten.max.dim, size, -1, keep), 0),
+    magnitude = Call(aten.abs.default, wide)
+    largest = Either(
+        Call(aten.amax.default, magnitude, [-1], keep),
+        Call(operator.getitem, Call(aten.max.dim, magnitude, -1, keep), 0),
     )
     # A floor this small only prevents the division of a row of zeros by zero.
     floor = Some("floor", lambda found: is_number(found) and found <= torch.finfo(torch.float32).tiny)
     scale = Either(
-        Call(aten.div.Tensor, Cast(most), 127, name="scale"),
-        Call(aten.clamp_min.default, Call(aten.div.Tensor, Cast(most), 127), floor, name="scale"),
+        Call(aten.div.Tensor, Cast(largest), 127, name="scale"),
+        Call(aten.clamp_min.default, Call(aten.div.Tensor, Cast(largest), 127), floor, name="scale"),
     )
     column = Either(scale, Call(aten.unsqueeze.default, scale, -1))
     quotient = Call(aten.div.Tensor, wide, column, name="quotient")

@@ -92,26 +92,26 @@ class Rope:
 
     def _build(self, rewriter: Rewriter, match: Match) -> Sequence[Node]:
         x, cos, sin = match["x"], match["cos"], match["sin"]
-        shown = value(x)
+        x_value = value(x)
         if not isinstance(cos, Node) or not isinstance(sin, Node) or value(cos).shape != value(sin).shape:
             raise Refused("cosines and sines are not of one shape")
-        if {value(node).dtype for node in (x, cos, sin, match[RESULT])} != {shown.dtype}:
+        if {value(node).dtype for node in (x, cos, sin, match[RESULT])} != {x_value.dtype}:
             raise Refused("it is not computed in the dtype of its input")
         in_halves = "rotated" not in match.bound
-        if value(cos).shape[-1] != shown.shape[-1] // (2 if in_halves else 1):
+        if value(cos).shape[-1] != x_value.shape[-1] // (2 if in_halves else 1):
             raise Refused("cosines are not for every pair of a head")
         if not in_halves and not (has_equal_halves(rewriter, cos) and has_equal_halves(rewriter, sin)):
             raise Refused(f"the halves of {cos.name} and {sin.name} are not known to be equal")
         memory = rewriter.memory
         if (memory.roots[cos] | memory.roots[sin]) & memory.written:
             raise Refused("cosines or sines are written into")
-        tokens, heads = token_and_head_dims(shown.shape, value(cos).shape)
-        sizes = [math.prod(shown.shape[i] for i in dims) for dims in (tokens, heads)]
-        order = [*tokens, *heads, shown.dim() - 1]
+        tokens, heads = token_and_head_dims(x_value.shape, value(cos).shape)
+        sizes = [math.prod(x_value.shape[i] for i in dims) for dims in (tokens, heads)]
+        order = [*tokens, *heads, x_value.dim() - 1]
         cos, sin = self._first[cos], self._first[sin]
-        tables = self._tables_of(rewriter, cos, sin, sizes[0], shown.shape[-1] // 2)
+        tables = self._tables_of(rewriter, cos, sin, sizes[0], x_value.shape[-1] // 2)
         heads_last = permuted(rewriter, x, order)
-        flat = reshaped(rewriter, heads_last, [*sizes, shown.shape[-1]])
+        flat = reshaped(rewriter, heads_last, [*sizes, x_value.shape[-1]])
         out = reshaped(rewriter, rewriter.call(rewriter.ops.rope, flat, *tables), value(heads_last).shape)
         back = sorted(range(len(order)), key=order.__getitem__)
         return [permuted(rewriter, out, back)]
@@ -120,9 +120,10 @@ class Rope:
         """The op's tables of ``tokens`` tokens."""
         key = (cos, sin, str(tokens))
         if key not in self._tables:
-            found = rows_of_constant(rewriter, cos), rows_of_constant(rewriter, sin)
-            if found[0] and found[1] and found[0][1] is found[1][1]:
-                self._tables[key] = self._gathered(rewriter, found[0][0], found[1][0], found[0][1], half)
+            cos_rows, sin_rows = rows_of_constant(rewriter, cos), rows_of_constant(rewriter, sin)
+            if cos_rows and sin_rows and cos_rows[1] is sin_rows[1]:
+                (cos_table, indices), (sin_table, _) = cos_rows, sin_rows
+                self._tables[key] = self._gathered(rewriter, cos_table, sin_table, indices, half)
             else:
                 self._tables[key] = self._formed(rewriter, cos, sin, tokens, half)
         return self._tables[key]
@@ -141,8 +142,8 @@ class Rope:
         with rewriter.graph.inserting_before(last.next if last.op == "call_function" else rewriter.first_call()):
             rows = []
             for table in (cos, sin):
-                first = rewriter.call(aten.slice.Tensor, table, -1, 0, half)
-                rows.append(reshaped(rewriter, first, [tokens, half]))
+                first_half = rewriter.call(aten.slice.Tensor, table, -1, 0, half)
+                rows.append(reshaped(rewriter, first_half, [tokens, half]))
             both = rewriter.call(rewriter.ops.rope_tables, *rows, value(cos).dtype)
             first_part, second_part = rewriter.parts(both, 2)
         rewriter.hoist(second_part)

@@ -19,7 +19,7 @@ class Part:
 
     node: Node
     size: int
-    """In the last dimension."""
+    """Size of the last dimension."""
     rope: Node | None
     """The call that rotates it; None if it is not rotated."""
 

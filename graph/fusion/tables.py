@@ -57,19 +57,10 @@ def rows_of_constant(rewriter: Rewriter, node: Node) -> tuple[Tensor, Node] | No
                 return None
             casts.insert(0, value(node).dtype)
         node = source
-    source, indices = (*node.args, None, None)[:2]
-    if node.target is aten.index.Tensor:
-        (indices, *others) = indices  # type: ignore[misc]
-        indices = None if others else indices
-    elif node.target is aten.index_select.default:
-        first, indices = indices, node.args[2]
-        indices = indices if first == 0 else None
-    elif node.target is not aten.embedding.default:
+    constant, indices = _table_and_indices(node)
+    if not isinstance(indices, Node) or value(indices).dim() != 1 or not rewriter.memory.is_constant(constant):
         return None
-    if not isinstance(indices, Node) or value(indices).dim() != 1 or not rewriter.memory.is_constant(source):
-        return None
-    assert isinstance(source, Node)
-    table = rewriter.tensor(source)
+    table = rewriter.tensor(constant)
     if math.prod(table.shape[1:-1]) != 1:
         return None
     table = table.reshape(table.shape[0], table.shape[-1])
@@ -78,12 +69,25 @@ def rows_of_constant(rewriter: Rewriter, node: Node) -> tuple[Tensor, Node] | No
     return table, indices
 
 
+def _table_and_indices(node: Node) -> tuple[Any, Any]:
+    """(table, indices) of a node that takes rows of a table; (None, None) for any other node."""
+    args: tuple[Any, ...] = node.args
+    if node.target is aten.index.Tensor and len(args[1]) == 1:
+        return args[0], args[1][0]
+    if node.target is aten.index_select.default and args[1] == 0:
+        return args[0], args[2]
+    if node.target is aten.embedding.default:
+        return args[0], args[1]
+    return None, None
+
+
 def _without_ones(node: Node) -> list[int]:
+    """The shape of a node's result without the dimensions of size 1."""
     return [size for size in static(value(node).shape) if size != 1]
 
 
 def first_equals(rewriter: Rewriter) -> dict[Node, Node]:
-    """For every node, the first node that surely gives the same: the same op of the same arguments."""
+    """For every node, the first node that surely has the same result: the same op of the same arguments."""
     memory, firsts = rewriter.memory, dict[Node, Node]()
     known: dict[Hashable, Node] = {}
     for node in rewriter.graph.nodes:
@@ -95,6 +99,7 @@ def first_equals(rewriter: Rewriter) -> dict[Node, Node]:
 
 
 def _key(argument: Any, firsts: dict[Node, Node]) -> Hashable:
+    """Equal for two arguments that surely have the same value."""
     if isinstance(argument, (list, tuple)):
         return tuple(_key(part, firsts) for part in argument)
     if isinstance(argument, dict):

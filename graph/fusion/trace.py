@@ -110,7 +110,7 @@ def trace(module: nn.Module, config: ModelConfig, device: torch.device) -> Trace
         warnings.simplefilter("ignore", FutureWarning)  # of torch about itself
         exported = _Exported(twin.to_empty(device=device), config)
         example = tuple(torch.empty(EXAMPLE_TOKENS, dtype=torch.int32, device=device) for _ in range(2))
-        size = torch.export.Dim("num_computed", min=2)
+        size = torch.export.Dim("num_tokens", min=2)
         try:
             program = torch.export.export(exported, example, dynamic_shapes=({0: size}, {0: size}), strict=False)
             program = program.run_decompositions({})  # makes writes into intermediate results new results

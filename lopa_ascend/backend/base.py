@@ -35,8 +35,8 @@ class Entries:
     """For each entry the index of its sequence in the step."""
     prefixes: tuple[int, ...]
     """For each sequence how many of its first positions are the same for all its entries, because they are committed:
-    there, keys and values are equal whichever entry's page table they are read through. Every entry of the sequence
-    attends to at least one position more."""
+    their keys and values are equal, whichever entry's page table they are read through. Every entry of the sequence
+    attends to at least one position after the prefix."""
 
 
 class Ops(Protocol):

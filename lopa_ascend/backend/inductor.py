@@ -54,7 +54,7 @@ class UnguardedGraph:
     """
 
     length_inputs: dict[int, int]
-    """Which KV length an argument of the graph is, by the index of the argument."""
+    """The arguments of the graph that are KV lengths: by index of the argument, the index of the KV length."""
 
     def __init__(self) -> None:
         self.length_inputs = {}

@@ -119,19 +119,19 @@ class Branch:
                 block.activated = True
 
     def settle(self, finished: Set[int]) -> None:
-        """Moves the blocks on after a forward pass: what the pass committed is in the cache, and blocks that are
-        finished are committed by the next one, unless an earlier block is still active.
+        """Advances the states of the blocks after a forward pass: TO_CACHE becomes IN_CACHE, and a finished block
+        becomes TO_CACHE unless an earlier block is still active.
 
         Args:
             finished: starts of the blocks whose last mask was filled. A block that only a lookahead token finished is
                 not among them, and stays active.
         """
-        waiting = False
+        earlier_is_active = False
         for block in self.blocks:
             if block.state is BlockState.TO_CACHE:
                 block.state = BlockState.IN_CACHE
             elif block.state is BlockState.ACTIVE:
-                if not waiting and block.start in finished and not block.masks:
+                if not earlier_is_active and block.start in finished and not block.masks:
                     block.state = BlockState.TO_CACHE
                 else:
-                    waiting = True
+                    earlier_is_active = True

@@ -72,7 +72,7 @@ class D2F:
         anchor = self.branches[-1]
         if not anchor.masks and not anchor.active_blocks():
             return None
-        if self._settled_without_forward():
+        if self._finish_without_forward():
             return None
         committing = [block for block in anchor.blocks if block.state is BlockState.TO_CACHE]
         num_new = committing[-1].end - self.num_committed if committing else 0
@@ -96,13 +96,17 @@ class D2F:
         if last.filled < threshold_count(self.params.tau_add, last.length):
             return
         if self.params.max_active_blocks is not None:
-            unfinished = next((i for i, block in enumerate(branch.blocks) if block.masks), len(branch.blocks))
-            if len(branch.blocks) - unfinished >= self.params.max_active_blocks:
+            first_masked = next((i for i, block in enumerate(branch.blocks) if block.masks), len(branch.blocks))
+            if len(branch.blocks) - first_masked >= self.params.max_active_blocks:
                 return
         branch.open_block(min(self.params.block_size, self.limit - branch.end), self.mask)
 
-    def _settled_without_forward(self) -> bool:
-        """Whether the winner of the next pass, and with it the output, is known without the pass."""
+    def _finish_without_forward(self) -> bool:
+        """Ends the sequence if the winner of its next pass, and with it the output, is known without that pass.
+
+        Returns:
+            Whether the sequence has ended.
+        """
         return False
 
     def _row(self, branch: Branch, full: bool) -> RowPlan:
@@ -118,7 +122,7 @@ class D2F:
             entry_ends = tuple(block.end for block in window)
         return RowPlan(self.num_committed, tokens, compute_from, entry_ends, tuple(branch.masked_positions(self.mask)))
 
-    # ---- after it --------------------------------------------------------------------------------------------------
+    # ---- after a forward pass --------------------------------------------------------------------------------------
 
     def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
         """Picks the winner, fills it, moves its blocks on and grows the next branches from it.
@@ -171,19 +175,19 @@ class D2F:
         return 0, [sum(confidences) / len(confidences) if confidences else 1.0]
 
     def _choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
-        """The fill rule (SPEC section 3): all positions above tau_conf are filled; a fully activated block without any
-        fills its most confident position, the earliest one among equals.
+        """The fill rule (SPEC section 3): all positions above tau_conf are filled. A fully activated block that has no
+        such position fills its most confident one instead, the earliest among equals: a fallback.
 
         Returns:
-            The fills, and how many of them were such fallbacks.
+            The fills, and how many of them are fallbacks.
         """
         chosen: list[Fill] = []
         fallbacks = 0
         for block in branch.active_blocks():
-            here = [fill for fill in predicted if block.start <= fill.position < block.end]
-            accepted = [fill for fill in here if fill.max_prob > self.tau_conf]
-            if not accepted and here and block.activated:
-                accepted = [min(here, key=lambda fill: (-fill.confidence, fill.position))]
+            in_block = [fill for fill in predicted if block.start <= fill.position < block.end]
+            accepted = [fill for fill in in_block if fill.max_prob > self.tau_conf]
+            if not accepted and in_block and block.activated:
+                accepted = [min(in_block, key=lambda fill: (-fill.confidence, fill.position))]
                 fallbacks += 1
             chosen += accepted
         return chosen, fallbacks

@@ -84,8 +84,8 @@ class Lopa(D2F):
             branches.append(branch)
         return [*branches, anchor]
 
-    def _settled_without_forward(self) -> bool:
-        """A lookahead branch without masks scores 1.0 and wins: its tokens are final, so the pass can be saved."""
+    def _finish_without_forward(self) -> bool:
+        """A lookahead branch without masks scores 1.0 and would win the pass with the tokens that it has already."""
         if not self.params.finish_at_eos or self.params.creation_weight:
             return False
         done = next((branch for branch in self.branches if not branch.masks), None)

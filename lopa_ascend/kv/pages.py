@@ -123,15 +123,15 @@ class PageTables:
             table.append(self.allocator.allocate())
 
     def adopt(self, pages: Sequence[int]) -> None:
-        """Begins all slots, which are empty, with full pages that are filled already."""
+        """Shares full pages, already written, as the first pages of all slots. The slots must be empty."""
         for table in self.by_slot:
             assert not table
             table.extend(self.allocator.share(page) for page in pages)
         self.num_shared = len(pages)
 
     def make_room(self, demand: Demand) -> None:
-        """Allocates what a step writes: in every slot up to the committed end, and up to the end of its longest row. A
-        slot without a row shares the full pages of slot 0."""
+        """Allocates the pages that a step writes: each slot must hold what the step commits, and the slot's longest
+        row. A slot without a row shares the full pages of slot 0."""
         committed = demand.committed_end
         self.grow(0, max(committed, demand.slot_ends[0]))
         if not demand.winner_commits:  # all branches write the same, so full pages are shared before they are written
@@ -144,7 +144,7 @@ class PageTables:
             self.grow(slot, max(committed, end))
 
     def share_committed(self, num_committed: int) -> None:
-        """Replaces every slot's pages that the committed positions fill by slot 0's."""
+        """Makes all slots share those pages of slot 0 that committed positions fill."""
         num_full = num_committed // PAGE_SIZE
         for table in self.by_slot[1:]:
             for i in range(self.num_shared, num_full):

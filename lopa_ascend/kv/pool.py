@@ -69,8 +69,8 @@ class KVPool:
         self.copy([copy.source], [copy.target], 0, copy.num_positions)
 
     def copy_to_slots(self, page_tables: Sequence[Sequence[int]], slot: int, begin: int, end: int) -> None:
-        """Copies the sequence positions [begin, end) from one slot to all others. Pages that they fill belong to slot 0
-        and are shared from now on, so the other slots need only the rest."""
+        """Copies the sequence positions [begin, end) from one slot to all others. From now on all slots share the pages
+        of slot 0 that these positions fill, so the other slots get only the positions after those pages."""
         self.copy(page_tables[slot], page_tables[0], begin, end)
         first_private = max(begin, end // PAGE_SIZE * PAGE_SIZE)
         for table in page_tables[1:]:

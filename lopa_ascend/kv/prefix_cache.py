@@ -83,9 +83,11 @@ class PrefixCache:
         return entry
 
     def longest(self, key: PrefixKey) -> tuple[int, ...]:
-        """Full pages of the prompt that shares the most whole pages at its beginning with ``key.tokens``, at least one
-        token of which is left to compute. This is the published approximation: the cached prompt went on differently,
-        so the keys and values are not exactly those of this prompt."""
+        """Pages for the beginning of a prompt that has no entry: those that it shares with the cached prompt that
+        equals it for most whole pages. At least one token of the prompt is left to compute.
+
+        This is the published approximation: keys and values depend on all of a prompt, and the cached prompt continues
+        differently."""
         best: PrefixEntry | None = None
         length = 0
         for entry in self._entries.values():
@@ -147,7 +149,7 @@ class PrefixCache:
 
 
 def _common_pages(a: Sequence[int], b: Sequence[int]) -> int:
-    """Whole pages at the beginning in which both are equal, leaving at least one token of ``b``."""
+    """How many whole pages at the beginning of two prompts are equal, leaving at least one token of ``b``."""
     most = min(len(a), len(b) - 1) // PAGE_SIZE
     for page in range(most):
         span = slice(page * PAGE_SIZE, (page + 1) * PAGE_SIZE)

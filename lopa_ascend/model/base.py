@@ -28,7 +28,8 @@ class ForwardInputs:
     slot_mapping: Tensor
     """Flat cache positions (page * 128 + offset) that are written, int64 or int32 [W]. They are distinct."""
     source: Tensor | None
-    """The token whose keys and values each of them takes, int64 [W]; None: token i goes to ``slot_mapping[i]``."""
+    """For each entry of ``slot_mapping`` the token whose keys and values go there, int64 [W]; None: token i goes to
+    ``slot_mapping[i]``."""
     entries: Entries
     """Who attends to what."""
     rows: Tensor | None
@@ -39,7 +40,7 @@ class Model(Protocol):
     """One rank's part of a model. ``tp`` is the group of ranks that split each forward pass."""
 
     config: ModelConfig
-    """The whole model's, not the rank's part."""
+    """The configuration of the whole model, not of the rank's part."""
     ops: Ops
     tp: Group
     head: Tensor

@@ -83,8 +83,8 @@ def tensors_of(module: nn.Module) -> ExpectedTensors:
 
 @contextmanager
 def _meta_parameters(dtype: torch.dtype) -> Iterator[None]:
-    """Every parameter that is made meanwhile has this dtype, and no memory: to fill all of them at random, as torch's
-    layers do, takes minutes and twice the model's size. Buffers are as the module makes them."""
+    """Gives every parameter that is made inside the ``with`` this dtype and no memory: torch's layers would fill it at
+    random, which takes minutes and twice the model's size. Buffers stay as the module makes them."""
     moved = WeakIdKeyDictionary()  # a parameter in several places stays one
 
     def move(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:

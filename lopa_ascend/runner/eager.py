@@ -19,7 +19,7 @@ from lopa_ascend.model.base import ForwardInputs, Model
 from lopa_ascend.parallel.collectives import ALONE, Group
 from lopa_ascend.parallel.placement import Placement
 from lopa_ascend.probe import Probe, no_probe
-from lopa_ascend.runner.layout import Layout, Part, build_layout
+from lopa_ascend.runner.layout import BEFORE_WINDOW, Layout, Part, build_layout
 from lopa_ascend.runner.scoring import Scorer
 from lopa_ascend.score.prediction import NO_PREDICTIONS, NOT_FINITE, NUM_COLUMNS, Predictions
 from lopa_ascend.sequence import Sequence
@@ -58,32 +58,41 @@ class EagerExecutor:
         self.num_rows = self.idle_rows = 0
 
     @torch.inference_mode()
-    def run(self, sequences: List[Sequence], pages: List[SequenceStep]) -> list[SequenceResult]:
+    def run(self, sequences: List[Sequence], steps: List[SequenceStep]) -> list[SequenceResult]:
         """One forward pass of the sequences' plans, and the decisions that follow. A sequence whose logits are not
-        finite fails; the others do not notice."""
+        finite fails, without an effect on the others.
+
+        Args:
+            steps: for each sequence where its keys and values lie.
+        """
         plans = [planned(sequence) for sequence in sequences]
         shares = [self.placement.share(plan) for plan in plans]
-        forwards = self.forward(sequences, shares, pages)
+        forwards = self.forward(sequences, shares, steps)
         for sequence, plan in zip(sequences, plans, strict=True):
             sequence.round += 1
             self.num_rows += len(plan.rows)
             self.idle_rows += self.placement.num_places(len(plan.rows)) - len(plan.rows)
         results = self.exchange(plans, [forward.predictions for forward in forwards])
-        return [self._advance(*item) for item in zip(sequences, pages, shares, forwards, results, strict=True)]
+        return [self._advance(*item) for item in zip(sequences, steps, shares, forwards, results, strict=True)]
 
     def _advance(
         self,
         sequence: Sequence,
-        pages: SequenceStep,
+        step: SequenceStep,
         share: Share,
         forward: ForwardResult,
         results: list[RowResult] | None,
     ) -> SequenceResult:
+        """Decides, commits and plans the next pass of one sequence.
+
+        Args:
+            results: what ``exchange`` gave for the sequence.
+        """
         if results is None:
             sequence.plan = None
             return SequenceResult(sequence.request_id, None, NOT_FINITE)
         record = sequence.strategy.absorb(share.plan, results, forward.model_tokens, forward.head_rows)
-        self.commit(sequence, share, pages, record.winner, forward)
+        self.commit(sequence, share, step, record.winner, forward)
         sequence.plan = sequence.strategy.plan()
         return SequenceResult(sequence.request_id, record)
 
@@ -131,14 +140,14 @@ class EagerExecutor:
     # ---- forward pass ----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def forward(self, sequences: List[Sequence], shares: List[Share], pages: List[SequenceStep]) -> list[ForwardResult]:
+    def forward(self, sequences: List[Sequence], shares: List[Share], steps: List[SequenceStep]) -> list[ForwardResult]:
         """This rank's part of the forward pass of some sequences, one result each."""
         nothing = ForwardResult(NO_PREDICTIONS, self.model.head.new_empty(0), model_tokens=0, head_rows=0)
         results = [nothing] * len(sequences)
         busy = [index for index, share in enumerate(shares) if share.rows]
         if not busy:
             return results
-        layout = build_layout([(shares[index], pages[index]) for index in busy])
+        layout = build_layout([(shares[index], steps[index]) for index in busy])
         predicting, committing = self._hidden_states([sequences[index] for index in busy], layout)
         scored = self.scorer.score(
             predicting,
@@ -158,10 +167,10 @@ class EagerExecutor:
     def _hidden_states(self, sequences: List[Sequence], layout: Layout) -> tuple[list[Tensor], list[Tensor]]:
         """(hidden states that predict something, those of the last committing positions), [n, hidden] each, by
         sequence."""
-        wanted = []
+        wanted = []  # for each sequence: the predicting tokens, then the last committing ones
         for part in layout.parts:
             tokens = part.predictions.tokens
-            wanted += [tokens[tokens >= 0], part.last_committing]
+            wanted += [tokens[tokens != BEFORE_WINDOW], part.last_committing]
         inputs = ForwardInputs(
             tokens=self._on_device(layout.tokens),
             positions=self._on_device(layout.positions),
@@ -172,14 +181,14 @@ class EagerExecutor:
         )
         with self.probe("forward", inputs):
             hidden = self.model.forward(inputs, self.pool.k, self.pool.v)
-        parts = hidden.split([len(rows) for rows in wanted])
-        predicting = []
-        for sequence, part, rows in zip(sequences, layout.parts, parts[::2], strict=True):
-            if len(rows) < len(part.predictions.tokens):  # ascending, so the position before the window comes first
+        states = hidden.split([len(tokens) for tokens in wanted])
+        predicting, committing = [], list(states[1::2])
+        for sequence, part, rows in zip(sequences, layout.parts, states[::2], strict=True):
+            if len(rows) < len(part.predictions.tokens):  # BEFORE_WINDOW is the first of these tokens
                 assert sequence.last_hidden is not None
                 rows = torch.cat([sequence.last_hidden[None], rows])
             predicting.append(rows)
-        return predicting, list(parts[1::2])
+        return predicting, committing
 
     def _on_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> Tensor:
         return torch.from_numpy(array).to(self.ops.device)
@@ -187,11 +196,9 @@ class EagerExecutor:
     # ---- commit ----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def commit(
-        self, sequence: Sequence, share: Share, pages: SequenceStep, winner: int, forward: ForwardResult
-    ) -> None:
-        """Puts the keys and values that the winner commits into every slot of every group. In block-causal mode they
-        are there already; with full attention this is the second phase."""
+    def commit(self, sequence: Sequence, share: Share, step: SequenceStep, winner: int, forward: ForwardResult) -> None:
+        """Puts the keys and values that the winner commits into every slot of every group. Block-causal windows have
+        them there already, because all branches commit the same; with full attention they are copied and sent."""
         plan = share.plan
         if not plan.num_new:
             return
@@ -203,10 +210,10 @@ class EagerExecutor:
         group, slot = self.placement.home(winner)
         if self.placement.sends_values(plan):
             hidden = forward.committing_hidden[row : row + 1]
-            sequence.last_hidden = self._broadcast(pages.page_tables[slot], begin, end, group, hidden)
+            sequence.last_hidden = self._broadcast(step.page_tables[slot], begin, end, group, hidden)
         else:
             sequence.last_hidden = forward.committing_hidden[row].clone()
-        self.pool.copy_to_slots(pages.page_tables, slot, begin, end)
+        self.pool.copy_to_slots(step.page_tables, slot, begin, end)
 
     def _broadcast(self, page_table: List[int], begin: int, end: int, group: int, hidden: Tensor) -> Tensor:
         """Sends the winner's keys and values of the positions [begin, end), and its hidden state, to all groups.

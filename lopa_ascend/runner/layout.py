@@ -31,7 +31,7 @@ class PredictionRows:
     """Index in the batch of each token whose hidden state is needed, ascending, without repetition;
     ``BEFORE_WINDOW`` comes first if it is needed."""
     positions: Indices
-    """The position that each of them predicts."""
+    """The position that each of ``tokens`` predicts."""
     inverse: Indices
     """For every masked position of every row, in their order: the index in ``tokens``."""
 
@@ -69,7 +69,7 @@ class Layout:
     slot_mapping: Indices
     """Flat cache positions that are written [W]."""
     source: Indices
-    """Index in the batch of the token whose keys and values each of them takes [W]."""
+    """For each written position the index in the batch of the token whose keys and values go there [W]."""
     entries: Entries
     parts: tuple[Part, ...]
     """The sequences, in the order of their tokens."""
@@ -104,7 +104,7 @@ def build_layout(items: Sequence[tuple[Share, SequenceStep]]) -> Layout:
     parts: list[Part] = []
     columns = _EntryColumns()
     num_computed = 0
-    for index, (share, pages) in enumerate(items):
+    for index, (share, step) in enumerate(items):
         spans = _spans(share)
         part = _part(share, spans, num_computed)
         num_computed += part.num_computed
@@ -112,8 +112,8 @@ def build_layout(items: Sequence[tuple[Share, SequenceStep]]) -> Layout:
             row = share.rows[span.row]
             tokens.append(np.array(row.tokens[span.begin - row.start : span.end - row.start], dtype=np.int64))
             positions.append(np.arange(span.begin, span.end))
-            _add_entry(columns, span, pages.page_tables[share.slots[span.row]], index, share.plan.prefix_length)
-        positions_written, source = _writes(share, pages, part.row_tokens)
+            _add_entry(columns, span, step.page_tables[share.slots[span.row]], index, share.plan.prefix_length)
+        positions_written, source = _writes(share, step, part.row_tokens)
         written.append(positions_written)
         sources.append(source)
         parts.append(part)
@@ -122,6 +122,7 @@ def build_layout(items: Sequence[tuple[Share, SequenceStep]]) -> Layout:
         kv_lengths=tuple(columns.kv_lengths),
         page_tables=_page_tables(columns.page_tables, columns.kv_lengths),
         sequences=tuple(columns.sequences),
+        # Two for each sequence; see _add_entry.
         prefixes=tuple(prefix for share, _ in items for prefix in (share.plan.start, share.plan.prefix_length)),
     )
     return Layout(
@@ -137,12 +138,19 @@ def build_layout(items: Sequence[tuple[Share, SequenceStep]]) -> Layout:
 def _add_entry(
     columns: _EntryColumns, span: _Span, page_table: tuple[int, ...], sequence: int, prefix_length: int
 ) -> None:
-    """Appends one entry. A prompt that is computed in this step counts as an entry sequence of its own, so that the
-    first block reads it exactly as it reads a cached prompt."""
+    """Appends one entry.
+
+    In ``Entries`` every sequence is two: number 2 * i is its prompt, if this step computes it, and 2 * i + 1 is what
+    follows the prefix. So the first block reads a prompt exactly as it reads a cached one.
+
+    Args:
+        sequence: the index i of the sequence in the batch.
+    """
+    follows_prefix = span.begin >= prefix_length
     columns.lengths.append(span.end - span.begin)
     columns.kv_lengths.append(span.num_keys)
     columns.page_tables.append(page_table)
-    columns.sequences.append(2 * sequence + (span.begin >= prefix_length))
+    columns.sequences.append(2 * sequence + int(follows_prefix))
 
 
 def _spans(share: Share) -> list[_Span]:
@@ -161,6 +169,7 @@ def _spans(share: Share) -> list[_Span]:
 
 
 def _part(share: Share, spans: Sequence[_Span], first_token: int) -> Part:
+    """One sequence in the batch: the tokens of ``spans``, one after the other, from index ``first_token`` on."""
     row_tokens = [np.full(len(row.tokens), BEFORE_WINDOW, dtype=np.int64) for row in share.rows]
     next_token = first_token
     for span in spans:
@@ -189,9 +198,9 @@ def _predicting_tokens(row: RowPlan, tokens: Indices, positions: Indices) -> Ind
     return np.where(offsets < 0, BEFORE_WINDOW, tokens[np.maximum(offsets, 0)])
 
 
-def _writes(share: Share, pages: SequenceStep, row_tokens: Sequence[Indices]) -> tuple[Indices, Indices]:
-    """(cache positions, index in the batch of the token that each takes). A slot without a row takes the committing
-    positions."""
+def _writes(share: Share, step: SequenceStep, row_tokens: Sequence[Indices]) -> tuple[Indices, Indices]:
+    """(cache positions, for each the index in the batch of the token that it takes). A slot without a row takes the
+    committing positions."""
     plan = share.plan
     committing = row_tokens[-1][: 0 if plan.winner_commits else plan.num_new]
     tokens_of_slot = dict(zip(share.slots, row_tokens, strict=True))
@@ -199,10 +208,10 @@ def _writes(share: Share, pages: SequenceStep, row_tokens: Sequence[Indices]) ->
     for slot in range(share.num_slots):
         tokens = tokens_of_slot.get(slot, committing)
         # Slot 0 writes the pages that all slots share.
-        begin = plan.start if slot == 0 else max(plan.start, pages.num_shared * PAGE_SIZE)
+        begin = plan.start if slot == 0 else max(plan.start, step.num_shared * PAGE_SIZE)
         end = plan.start + len(tokens)
         if begin < end:
-            written.append(slot_mapping(pages.page_tables[slot], begin, end))
+            written.append(slot_mapping(step.page_tables[slot], begin, end))
             source.append(tokens[begin - plan.start :])
     return np.concatenate(written), np.concatenate(source)
 

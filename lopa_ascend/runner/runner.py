@@ -84,7 +84,7 @@ class Runner:
     def _run_eagerly(
         self, steps: tuple[SequenceStep, ...] | list[SequenceStep], sequences: Mapping[str, Sequence]
     ) -> list[SequenceResult]:
-        return self.eager.run([sequences[pages.request_id] for pages in steps], steps)
+        return self.eager.run([sequences[step.request_id] for step in steps], steps)
 
     def _demand(self, sequence: Sequence) -> Demand | None:
         """What the sequence's next step needs; None when the sequence is done or has failed."""

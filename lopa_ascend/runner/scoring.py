@@ -1,4 +1,4 @@
-"""Scores hidden states of several sequences at once: logits in pieces that stay in the cache, then predictions."""
+"""Scores hidden states of several sequences at once: logits in pieces that fit a CPU's cache, then predictions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lopa_ascend.types import Scoring
 HEAD_ROWS = 128
 """Rows of logits that are computed at a time: enough to use each of the head's weights many times."""
 SCORE_ROWS = 16
-"""Rows of logits that are scored at a time: few enough to stay in the cache."""
+"""Rows of logits that are scored at a time: few enough to stay in a CPU's cache."""
 
 Indices = NDArray[np.int64]
 
@@ -34,7 +34,7 @@ class _Batch:
     round: int
     """Part of the sampling noise; 0 for all greedy requests, so that they share a batch."""
     members: list[int]
-    """Their indices."""
+    """Indices of the sequences."""
 
 
 class Scorer:
@@ -44,17 +44,17 @@ class Scorer:
         self.model, self.ops = model, ops
 
     def score(
-        self, hidden: List[Tensor], kinds: List[tuple[Scoring, int]], positions: List[Indices], probe: Probe
+        self, hidden: List[Tensor], scorings: List[tuple[Scoring, int]], positions: List[Indices], probe: Probe
     ) -> list[Predictions]:
         """The predictions of each sequence.
 
         Args:
             hidden: for each sequence the hidden states [n, hidden] that predict its positions.
-            kinds: for each sequence how it is scored, and its round.
+            scorings: for each sequence how it is scored, and its round.
             positions: for each sequence the predicted positions [n].
         """
         out: list[Predictions] = []
-        for batch in _batches(kinds):
+        for batch in _batches(scorings):
             lengths = [len(hidden[index]) for index in batch.members]
             rows = torch.cat([hidden[index] for index in batch.members])
             where = np.concatenate([positions[index] for index in batch.members])
@@ -65,11 +65,12 @@ class Scorer:
         return out
 
     def _score_rows(self, rows: Tensor, positions: Indices, scoring: Scoring, round_: int) -> Predictions:
+        """The predictions of hidden states [n, hidden] for the positions [n]."""
         num_rows = len(rows)
         if not num_rows:
             return NO_PREDICTIONS
         where = torch.from_numpy(positions).to(self.ops.device)
-        if num_rows % SCORE_ROWS == 1:  # torch sums a row that is alone in several threads, in another order
+        if num_rows % SCORE_ROWS == 1:  # torch sums a single row in several threads, so in another order
             rows, where = torch.cat([rows, rows[-1:]]), torch.cat([where, where[-1:]])
         tp = self.model.tp
         limit = None if tp.size == 1 else CANDIDATES
@@ -87,9 +88,9 @@ class Scorer:
         return Predictions(tokens.astype(np.int32), probs, confidences)
 
 
-def _batches(kinds: List[tuple[Scoring, int]]) -> list[_Batch]:
+def _batches(scorings: List[tuple[Scoring, int]]) -> list[_Batch]:
     batches: list[_Batch] = []
-    for index, (scoring, sequence_round) in enumerate(kinds):
+    for index, (scoring, sequence_round) in enumerate(scorings):
         round_ = sequence_round if scoring.temperature else 0
         last = batches[-1] if batches else None
         if last is not None and (last.scoring, last.round) == (scoring, round_):

@@ -3,7 +3,8 @@
 Eager steps score in place instead, which is faster on a CPU, while a compiled step wants few kernels. Tests hold the
 two equal.
 
-The vocabulary may be split between ranks. Then each rank tells a few numbers a row, and every rank merges those of all.
+The vocabulary may be split between ranks. Then each rank sends a few numbers for each row, and every rank merges the
+numbers of all ranks.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ class Scored(NamedTuple):
 
 
 class _ShardStats(NamedTuple):
-    """What one shard of the vocabulary tells of each row, float32 [n] but for ``ids``. Logarithms, because a share
-    itself may vanish beside ids that are never chosen."""
+    """One shard's statistics of n rows of logits, float32 [n] except for ``ids``. Shares are given as logarithms, for a
+    share itself may underflow beside ids that are never chosen."""
 
     best: Tensor
-    """The largest logit that may be chosen."""
+    """The largest logit of an id that may be chosen."""
     log_share: Tensor
     """Logarithm of its share of the shard's softmax."""
     log_total: Tensor
     """Logarithm of the denominator of the shard's softmax."""
     rest: tuple[Tensor, ...]
-    """What the confidence needs besides: for "margin" the logarithm of the largest share of another id, for
+    """What the confidence needs in addition: for "margin" the logarithm of the largest share of another id, for
     "neg_entropy" the sum of p log p."""
     ids: Tensor
     """Token id of the largest logit, int32."""
@@ -52,8 +53,8 @@ class GreedyScore:
     """Scores logits [n, V] of this rank's part of the vocabulary; all ranks get the same predictions.
 
     The mask and ids that do not exist are never chosen, but keep their share of the denominator. Ties go to the lowest
-    id. A row with a logit that is NaN or +inf has the probability NaN, and any token. A logit of -inf counts as a logit
-    as long as another one that may be chosen is finite; for "neg_entropy" the confidence is NaN then.
+    id. A row with a logit that is NaN or +inf has the probability NaN, and any token. A logit of -inf is allowed
+    as long as an id that may be chosen has a finite one, but makes the confidence "neg_entropy" NaN.
 
     Args:
         ids: token ids of this rank's part.
@@ -72,14 +73,15 @@ class GreedyScore:
         self._has_choice = not bool(never_chosen.all())
         self._ids = own.to(device)
         self._never_chosen = torch.zeros(len(ids)).masked_fill(never_chosen, -math.inf).to(device)
-        self._shards = torch.arange(tp.size)[:, None].to(device)
+        self._shard_index = torch.arange(tp.size)[:, None].to(device)  # [shards, 1]
 
     @property
     def num_columns(self) -> int:
-        """How many of the tensors of ``Scored`` are different ones."""
+        """Number of different tensors in ``Scored``: the confidences may be the probabilities."""
         return 2 if self._confidence == "max_prob" else 3
 
     def __call__(self, logits: Tensor) -> Scored:
+        """The predictions for rows of logits [n, V]."""
         shard = self._score_shard(logits)
         if self._tp.size > 1:
             return self._merge(shard)
@@ -99,6 +101,12 @@ class GreedyScore:
         return _ShardStats(best.view(-1), log_share.view(-1), log_total.view(-1), rest, ids)
 
     def _rest(self, log_shares: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+        """``_ShardStats.rest``.
+
+        Args:
+            log_shares: logarithm of the shard's softmax, float32 [n, V].
+            ids: token ids of the largest logits, int32 [n].
+        """
         if self._confidence == "margin":
             others = torch.where(self._ids == ids[:, None], -math.inf, log_shares)
             return (others.max(-1).values,)
@@ -113,13 +121,14 @@ class GreedyScore:
         message = torch.stack([*(column.view(torch.int32) for column in columns), shard.ids])
         *bits, ids = self._tp.all_gather(message, PURPOSE).unbind(1)  # [shards, n] each
         best, log_share, log_total, *rest = (column.view(torch.float32) for column in bits)
-        winner = best.argmax(0).view(1, -1)
+        winning_shard = best.argmax(0).view(1, -1)
+        # By shard, the logarithms of its share of the whole softmax, and of its best token's probability.
         log_weight = torch.log_softmax(log_total, 0)
         log_probs = log_weight + log_share
-        probs = log_probs.gather(0, winner).exp().view(-1)
-        ids = ids.gather(0, winner).view(-1)
+        probs = log_probs.gather(0, winning_shard).exp().view(-1)
+        ids = ids.gather(0, winning_shard).view(-1)
         if self._confidence == "margin":
-            best_elsewhere = torch.where(self._shards == winner, -math.inf, log_probs)
+            best_elsewhere = torch.where(self._shard_index == winning_shard, -math.inf, log_probs)
             other = torch.maximum(log_weight + rest[0], best_elsewhere).max(0).values
             return Scored(ids, probs, probs - other.exp())
         if self._confidence == "neg_entropy":
@@ -130,5 +139,6 @@ class GreedyScore:
         """What this rank sends for ``num_rows`` rows of logits."""
         if self._tp.size == 1:
             return ()
-        num_columns = 2 + self.num_columns
+        num_rest = self.num_columns - 2
+        num_columns = 4 + num_rest  # best, log_share, log_total, ids
         return (Traffic(PURPOSE, 1, 4 * num_columns * num_rows),)

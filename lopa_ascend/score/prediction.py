@@ -48,7 +48,7 @@ class Predictions(NamedTuple):
 
     @property
     def valid(self) -> bool:
-        """Whether all predictions are."""
+        """Whether all predictions are valid."""
         return bool(np.isfinite(self.confidences).all())
 
     def row_result(self) -> RowResult:

@@ -14,7 +14,7 @@ _BLOCK = 256
 def first_argmax(x: Tensor) -> Tensor:
     """The lowest index [R, 1] of each row's largest value of x [R, n].
 
-    It goes by the maxima of blocks, because torch's own argmax is not vectorised on a CPU and takes six times as long.
+    The maxima of blocks are searched first: torch's own argmax is not vectorised on a CPU and takes six times as long.
     """
     size = x.shape[-1]
     if size <= _BLOCK:

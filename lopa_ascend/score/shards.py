@@ -1,4 +1,4 @@
-"""Logits to statistics: what one shard of the vocabulary tells of each row, without a softmax over the vocabulary.
+"""Logits to statistics of one shard of the vocabulary, without a softmax over the whole vocabulary.
 
 The vocabulary may be split between ranks. Each rank makes a few statistics of its own logits, and ``merge.py`` turns
 those of all ranks into predictions, so no rank ever holds a whole row of logits (SPEC section 3).
@@ -64,7 +64,8 @@ def shard_scores(
         positions: the predicted positions int64 [R].
         round_: number of the forward pass.
         first: token id of the first column.
-        limit: the most tokens that a shard offers; C does not depend on n then. None, for a shard that is alone: all.
+        limit: the most tokens that a shard offers, so that C does not depend on n; None for the only shard, which may
+            offer all.
     """
     x = logits.float()
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
@@ -89,6 +90,7 @@ def _offer_one(x: Tensor, high: Tensor, scoring: Scoring, positions: Tensor, rou
     else:
         chosen = first_argmax(x)
     values = x.gather(-1, chosen)
+    # "other" is taken over all ids but the chosen one, so also over those that may not be chosen.
     x.scatter_(-1, chosen, -math.inf)
     for place, logits in banned:
         x[place] = logits
@@ -99,7 +101,7 @@ def _offer_one(x: Tensor, high: Tensor, scoring: Scoring, positions: Tensor, rou
 
 
 def _offer_best(x: Tensor, high: Tensor, scoring: Scoring, positions: Tensor, first: int, limit: int | None) -> Offer:
-    """Offers the K most probable tokens, ties by lowest id, padded with -inf where there are fewer."""
+    """Offers the K most probable tokens, the lowest ids first among equals; -inf stands for tokens that are missing."""
     allowed = x.clone()
     _ban(allowed, scoring, positions, first)
     x.masked_fill_(allowed != -math.inf, -math.inf)  # leaves the ids that are never chosen

@@ -88,4 +88,4 @@ class Progress:
     max_probs: tuple[float, ...] = ()
     """For each token the probability at which it was filled."""
     output: GenerationOutput | None = None
-    """Set on the last one only."""
+    """The finished output; only the last progress of a request has one."""

@@ -25,7 +25,7 @@ class RankReport:
     weights: int
     num_pages: int
     page_bytes: int
-    """Of one page: the KV pool holds ``num_pages`` * ``page_bytes``."""
+    """Size of one page; the KV pool takes ``num_pages`` * ``page_bytes``."""
     num_graphs: int
     graphs: int
     """Memory of the graphs, as far as it is known."""
@@ -35,7 +35,7 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True)
 class GraphStats:
-    """Compiled steps."""
+    """How many steps were compiled and launched, and what they computed."""
 
     num_buckets: int
     """Buckets that were compiled at start or loaded from the graph cache."""

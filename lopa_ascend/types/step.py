@@ -97,7 +97,7 @@ class PageCopy:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What the host decides of one step. Tokens, masks and block states belong to the sequences, not to the plan."""
+    """What the scheduler decides about one step. Tokens, masks and block states are kept by the sequences."""
 
     index: int
     """Number of the step, from 0."""

@@ -177,7 +177,7 @@ def lowered_policy(bucket: Bucket = BUCKET) -> Lowered:
         rows = policy.open_blocks(
             params, policy.unpack_state(storage.states, launch, constants), launch, constants, MASK
         )
-        written = policy.rank_rows(rows, launch, constants)
+        written = policy.rows_of_group(rows, launch, constants)
         state, winner = policy.advance(params, launch, rows, Predicted(ids, probs, probs), constants)
         return *written, policy.pack_state(state, params, constants), winner
 

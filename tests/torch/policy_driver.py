@@ -241,7 +241,7 @@ class Batch:
         positions = given.model.positions.view(self.bucket.sequences, self.bucket.slots, -1)
         for group in range(self.size):
             constants = constants_of(self.bucket, self.first_padding_slot)
-            tokens, at = policy.rank_rows(rows, given.launch, constants, self.size, group)
+            tokens, at = policy.rows_of_group(rows, given.launch, constants, self.size, group)
             assert len(set(at.flatten().tolist())) == at.numel()
             assert int(at.max()) < self.first_padding_slot + at.numel()
             for row in present:

@@ -114,7 +114,7 @@ def kernels(sequences: int) -> Counter[str]:
         state = policy.unpack_state(storage, launch, constants)
         rows = policy.open_blocks(params, state, launch, constants, MASK)
         state, winner = policy.advance(params, launch, rows, predicted, constants)
-        return policy.rank_rows(rows, launch, constants), policy.pack_state(state, params, constants), winner
+        return policy.rows_of_group(rows, launch, constants), policy.pack_state(state, params, constants), winner
 
     traced = make_fx(step, tracing_mode="fake")(storage, given.params, given.launch, predicted, constants_of(bucket, 0))
     ops = [node.target for node in traced.graph.nodes if node.op == "call_function"]

@@ -102,7 +102,7 @@ class CachedCompiler(Compiler):
 
     def _compile(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: list[int]) -> Run:
         method = self._as_method(step, name, tensors)
-        length_inputs: list[int] = []  # of each graph that is compiled
+        length_inputs: list[int] = []  # for each graph that is compiled, how many KV lengths are its inputs
 
         def count_and_rewrite(module: torch.fx.GraphModule, *_: Any) -> None:
             length_inputs.append(count_integer_inputs(module))

@@ -8,9 +8,8 @@ Three things that the kernels need:
 - The positions of a write must be distinct and inside the cache: the kernel does not check them, and writes to wherever
   they point. Padding rows of a bucket are written too, so the caller gives them positions in pages that belong to no
   sequence, another one for each padding row.
-- By its documents, the attention kernel takes caches of no fewer pages than its entries have together, where a page
-  counts once for every entry that has it. If page tables have more places than the cache has pages, several kernels
-  take the entries one group after the other.
+- By its documents, the attention kernel needs a cache with at least as many pages as the page tables of its entries
+  have places. If all page tables together have more, several kernels take the entries one group after the other.
 """
 
 from __future__ import annotations

@@ -1,0 +1,82 @@
+"""The window of a sequence in a compiled step: which generated blocks it must hold, and where positions lie in it.
+
+Blocks are numbered from 0 after the prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lopa_ascend.decode.d2f import D2F
+from lopa_ascend.kv.pages import pages_for
+from lopa_ascend.sequence import GraphSequence, Sequence
+
+
+@dataclass(frozen=True)
+class Window:
+    """The blocks and pages of a sequence that its next step must be able to hold."""
+
+    start: int
+    """First block."""
+    end: int
+    """The block after the last one; there is at least one block."""
+    pages: int
+    """Pages that a slot needs up to the end of the last block."""
+
+    @property
+    def blocks(self) -> int:
+        return self.end - self.start
+
+
+def graph_of(sequence: Sequence) -> GraphSequence:
+    """What ``GraphExecutor.start`` gave a sequence."""
+    assert sequence.graph is not None
+    return sequence.graph
+
+
+def next_window(sequence: Sequence) -> Window:
+    """The smallest safe window of the next step: the open blocks, and one that the step may open.
+
+    While a step is in flight its plan is known, but not its winner: the branch with most blocks counts.
+    """
+    strategy, plan = sequence.strategy, sequence.plan
+    assert plan is not None
+    if graph_of(sequence).in_flight is None:
+        start, num_open = num_blocks(strategy, plan.start), plan.num_open_blocks
+    else:
+        start = num_blocks(strategy, plan.start + plan.num_new)
+        num_open = max(num_blocks(strategy, row.end) for row in plan.rows)
+    end = max(min(num_open + 1, max_open_blocks(strategy)), start + 1)
+    return Window(start, end, pages_for(end_of_blocks(sequence, end)))
+
+
+def end_of_blocks(sequence: Sequence, count: int) -> int:
+    """The position after the first ``count`` generated blocks."""
+    request = sequence.request
+    return min(len(request.prompt) + count * request.params.block_size, request.limit)
+
+
+def cells_of(
+    sequence: Sequence, window_start: int, block_length: int, positions: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """The cells of some positions, counted from the start of a window."""
+    generated = positions - len(sequence.request.prompt)
+    block, offset = np.divmod(generated, sequence.request.params.block_size)
+    cells: NDArray[np.int64] = (block - window_start) * block_length + offset
+    return cells
+
+
+def num_blocks(strategy: D2F, num_positions: int) -> int:
+    """Generated blocks in the first ``num_positions`` positions, which end with a block or inside the prompt."""
+    return -(-max(0, num_positions - len(strategy.prompt)) // strategy.params.block_size)
+
+
+def max_open_blocks(strategy: D2F) -> int:
+    """The most generated blocks that a sequence may have open. Once an EOS has been filled no more are opened."""
+    anchor = strategy.branches[-1]
+    if anchor.eos:
+        return len(anchor.blocks) - 1
+    return -(-strategy.params.max_canvas // strategy.params.block_size)
