@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from lopa_ascend.config.errors import ParameterError
-from lopa_ascend.config.kinds import INT32_MAX, INT64_MAX, Boolean, Choice, Integer, Number, Strings, TokenIds
+from lopa_ascend.config.kinds import (
+    INT32_MAX,
+    INT64_MAX,
+    Boolean,
+    Choice,
+    Integer,
+    Number,
+    Strings,
+    TokenIds,
+    TokenNumbers,
+)
 from lopa_ascend.config.settings import GraphSupport, Group, Parameter, check_settings, declare, settings
 
 DECODINGS = ("lopa", "d2f")
@@ -110,6 +120,15 @@ class DecodingParams:
             off=(0, -1),
         ),
     )
+    min_p: float = declare(
+        0.0,
+        Parameter(
+            Number(0, 1),
+            "sample from the tokens whose probability is at least this share of the largest one; no effect without "
+            "`temperature`",
+            graphs=GraphSupport.DEFAULT,
+        ),
+    )
     seed: int | None = declare(
         None,
         Parameter(
@@ -117,6 +136,40 @@ class DecodingParams:
             "seed of this request's sampling; the same request with the same seed gets the same answer",
             group=None,  # the flag --seed is the engine's, from which requests draw theirs
             default_text="a new one for each answer, which tells it",
+        ),
+    )
+    presence_penalty: float = declare(
+        0.0,
+        Parameter(
+            Number(-2, 2),
+            "subtracted from the logit of every token that the committed part of the answer holds",
+            graphs=GraphSupport.DEFAULT,
+        ),
+    )
+    frequency_penalty: float = declare(
+        0.0,
+        Parameter(
+            Number(-2, 2),
+            "subtracted from a token's logit for each time that the committed part of the answer holds the token",
+            graphs=GraphSupport.DEFAULT,
+        ),
+    )
+    repetition_penalty: float = declare(
+        1.0,
+        Parameter(
+            Number(0, 100, excludes_low=True),
+            "positive logits are divided and negative ones multiplied by this, for tokens of the prompt and of the "
+            "committed part of the answer",
+            graphs=GraphSupport.DEFAULT,
+        ),
+    )
+    logit_bias: tuple[tuple[int, float], ...] = declare(
+        (),
+        Parameter(
+            TokenNumbers(Number(-100, 100)),
+            "numbers that are added to the logits of tokens, by token id",
+            default_text="none",
+            graphs=GraphSupport.DEFAULT,
         ),
     )
     confidence: str = declare(
@@ -211,7 +264,7 @@ class DecodingParams:
             raise ParameterError("min_new_tokens", message)
         if self.temperature < MIN_TEMPERATURE:
             # Nothing is sampled. Equal parameters let equal requests be scored together.
-            for name, value in (("temperature", 0.0), ("top_p", None), ("top_k", None)):
+            for name, value in (("temperature", 0.0), ("top_p", None), ("top_k", None), ("min_p", 0.0)):
                 object.__setattr__(self, name, value)
 
     @property

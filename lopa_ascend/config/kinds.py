@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -218,3 +219,36 @@ class TokenIds(Kind):
 
     def allowed(self) -> str:
         return "one token id or several"
+
+
+@dataclass(frozen=True)
+class TokenNumbers(Kind):
+    """A number for each of some token ids, stored as a tuple of (token id, number), sorted by id.
+
+    A mapping is taken as well. Its keys may be texts, as JSON has no other keys.
+    """
+
+    metavar: ClassVar[str] = "ID:X"
+    many: ClassVar[bool] = True
+    token: ClassVar[Integer] = Integer(0)
+    """One id. The model's vocabulary limits it further."""
+    number: Number
+
+    def checked(self, value: object) -> object:
+        pairs = list(value.items()) if isinstance(value, Mapping) else value
+        if not isinstance(pairs, list | tuple) or not all(isinstance(p, list | tuple) and len(p) == 2 for p in pairs):
+            raise ValueError(f"must map token ids to numbers, got {value!r}")
+        found: dict[object, object] = {}
+        for token, number in pairs:
+            token_id = self.token.checked(self.token.parse(token) if isinstance(token, str) else token)
+            if token_id in found:
+                raise ValueError(f"has two numbers for token id {token_id}")
+            found[token_id] = self.number.checked(number)
+        return tuple(sorted(found.items()))
+
+    def parse(self, text: str) -> tuple[int, float]:
+        token, _, number = text.partition(":")
+        return self.token.parse(token), self.number.parse(number)
+
+    def allowed(self) -> str:
+        return f"token ids with numbers from {self.number.allowed()}"

@@ -90,7 +90,12 @@ class Limits:
                 f"{pages} KV pages; there are {self.num_pages}"
             )
             raise ParameterError("num_branches", message)
-        for name, tokens in (("eos_token_id", params.eos_token_ids), ("stop_token_ids", params.stop_token_ids)):
-            for token in tokens or ():
+        token_ids = {
+            "eos_token_id": params.eos_token_ids or (),
+            "stop_token_ids": params.stop_token_ids,
+            "logit_bias": [token for token, _ in params.logit_bias],
+        }
+        for name, tokens in token_ids.items():
+            for token in tokens:
                 if token >= self.vocab_size:
                     raise ParameterError(name, f"{token} is not below the vocabulary size {self.vocab_size}")

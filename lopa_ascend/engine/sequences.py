@@ -60,5 +60,6 @@ class SequenceFactory:
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
+            min_p=params.min_p,
             seed=seed,
         )

@@ -21,9 +21,10 @@ from lopa_ascend.parallel.placement import Placement
 from lopa_ascend.probe import Probe, no_probe
 from lopa_ascend.runner.layout import BEFORE_WINDOW, Layout, Part, build_layout
 from lopa_ascend.runner.scoring import Scorer
+from lopa_ascend.score.adjust import Adjustment, adjustment_for
 from lopa_ascend.score.prediction import NO_PREDICTIONS, NOT_FINITE, NUM_COLUMNS, Predictions
 from lopa_ascend.sequence import Sequence
-from lopa_ascend.types import RowResult, SequencePlan, SequenceResult, SequenceStep, Share
+from lopa_ascend.types import RowResult, Scoring, SequencePlan, SequenceResult, SequenceStep, Share
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class EagerExecutor:
         predicting, committing = self._hidden_states([sequences[index] for index in busy], layout)
         scored = self.scorer.score(
             predicting,
-            [(sequences[index].scoring, sequences[index].round) for index in busy],
+            [self._scoring(sequences[index]) for index in busy],
             [part.predictions.positions for part in layout.parts],
             self.probe,
         )
@@ -163,6 +164,13 @@ class EagerExecutor:
                 head_rows=len(part.predictions.tokens),
             )
         return results
+
+    def _scoring(self, sequence: Sequence) -> tuple[Scoring, int, Adjustment | None]:
+        """How the next predictions of a sequence are scored, see ``Scorer.score``."""
+        strategy, prompt = sequence.strategy, sequence.request.prompt
+        answer = strategy.winner.tokens[: max(0, strategy.num_committed - len(prompt))]
+        adjustment = adjustment_for(sequence.request.params, prompt, answer, self.ops.device)
+        return sequence.scoring, sequence.round, adjustment
 
     def _hidden_states(self, sequences: List[Sequence], layout: Layout) -> tuple[list[Tensor], list[Tensor]]:
         """(hidden states that predict something, those of the last committing positions), [n, hidden] each, by

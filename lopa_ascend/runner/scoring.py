@@ -13,6 +13,7 @@ from torch import Tensor
 from lopa_ascend.backend import Ops
 from lopa_ascend.model.base import Model
 from lopa_ascend.probe import Probe
+from lopa_ascend.score.adjust import Adjustment
 from lopa_ascend.score.merge import merge_scores
 from lopa_ascend.score.prediction import NO_PREDICTIONS, Predictions
 from lopa_ascend.score.shards import CANDIDATES, shard_scores
@@ -33,6 +34,8 @@ class _Batch:
     scoring: Scoring
     round: int
     """Part of the sampling noise; 0 for all greedy requests, so that they share a batch."""
+    adjustment: Adjustment | None
+    """What is done to the logits first. A sequence that asks for something is alone in its batch."""
     members: list[int]
     """Indices of the sequences."""
 
@@ -44,13 +47,17 @@ class Scorer:
         self.model, self.ops = model, ops
 
     def score(
-        self, hidden: List[Tensor], scorings: List[tuple[Scoring, int]], positions: List[Indices], probe: Probe
+        self,
+        hidden: List[Tensor],
+        scorings: List[tuple[Scoring, int, Adjustment | None]],
+        positions: List[Indices],
+        probe: Probe,
     ) -> list[Predictions]:
         """The predictions of each sequence.
 
         Args:
             hidden: for each sequence the hidden states [n, hidden] that predict its positions.
-            scorings: for each sequence how it is scored, and its round.
+            scorings: for each sequence how it is scored, its round, and what is done to its logits first.
             positions: for each sequence the predicted positions [n].
         """
         out: list[Predictions] = []
@@ -59,14 +66,14 @@ class Scorer:
             rows = torch.cat([hidden[index] for index in batch.members])
             where = np.concatenate([positions[index] for index in batch.members])
             with probe("score", (len(rows), batch.scoring)):
-                scored = self._score_rows(rows, where, batch.scoring, batch.round)
+                scored = self._score_rows(rows, where, batch)
             ends = np.cumsum(lengths)
             out += [scored.take(slice(end - length, end)) for length, end in zip(lengths, ends, strict=True)]
         return out
 
-    def _score_rows(self, rows: Tensor, positions: Indices, scoring: Scoring, round_: int) -> Predictions:
+    def _score_rows(self, rows: Tensor, positions: Indices, batch: _Batch) -> Predictions:
         """The predictions of hidden states [n, hidden] for the positions [n]."""
-        num_rows = len(rows)
+        num_rows, scoring, round_ = len(rows), batch.scoring, batch.round
         if not num_rows:
             return NO_PREDICTIONS
         where = torch.from_numpy(positions).to(self.ops.device)
@@ -78,6 +85,8 @@ class Scorer:
         for chunk, chunk_positions in zip(rows.split(HEAD_ROWS), where.split(HEAD_ROWS), strict=True):
             logits = self.model.logits(chunk).split(SCORE_ROWS)
             for piece, at in zip(logits, chunk_positions.split(SCORE_ROWS), strict=True):
+                if batch.adjustment is not None:
+                    piece = batch.adjustment.apply(piece, self.model.first_token_id)
                 shard = shard_scores(piece, scoring, at, round_, self.model.first_token_id, limit)
                 # A shard that is alone is merged at once, while its statistics are in the cache.
                 stats.append(merge_scores(shard[None], scoring, at, round_) if tp.size == 1 else (shard,))
@@ -88,13 +97,14 @@ class Scorer:
         return Predictions(tokens.astype(np.int32), probs, confidences)
 
 
-def _batches(scorings: List[tuple[Scoring, int]]) -> list[_Batch]:
+def _batches(scorings: List[tuple[Scoring, int, Adjustment | None]]) -> list[_Batch]:
     batches: list[_Batch] = []
-    for index, (scoring, sequence_round) in enumerate(scorings):
+    for index, (scoring, sequence_round, adjustment) in enumerate(scorings):
         round_ = sequence_round if scoring.temperature else 0
         last = batches[-1] if batches else None
-        if last is not None and (last.scoring, last.round) == (scoring, round_):
+        is_alone = adjustment is not None or (last is not None and last.adjustment is not None)
+        if last is not None and not is_alone and (last.scoring, last.round) == (scoring, round_):
             last.members.append(index)
         else:
-            batches.append(_Batch(scoring, round_, [index]))
+            batches.append(_Batch(scoring, round_, adjustment, [index]))
     return batches

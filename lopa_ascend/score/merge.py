@@ -65,12 +65,12 @@ def _sum_over_shards(x: Tensor) -> Tensor:
 def _truncate(
     values: Tensor, ids: Tensor, mass: Tensor | None, scoring: Scoring
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Applies top_k and top_p to the offered tokens.
+    """Applies top_k, then min_p, then top_p to the offered tokens.
 
     Args:
         values: offered logits [R, shards, K].
         ids: their token ids.
-        mass: the statistic [shards, R] that top_p is a share of; None if top_k limits the choice.
+        mass: the statistic [shards, R] that top_p is a share of; None if top_k or min_p limit the choice first.
 
     Returns:
         Logits and token ids [R, kept], best first and ties by lowest id, -inf after the last kept one; and the
@@ -80,6 +80,9 @@ def _truncate(
     best = ranked[:, :1]
     if scoring.top_k is not None:
         ranked[:, scoring.top_k :] = -math.inf
+    if scoring.min_p:
+        threshold = best + scoring.temperature * math.log(scoring.min_p)
+        ranked.masked_fill_(ranked < threshold, -math.inf)
     if scoring.top_p is not None:
         weights = scaled(ranked, best, scoring.temperature).exp_()
         if mass is None:

@@ -21,7 +21,7 @@ from lopa_ascend.score.reductions import finite_max, first_argmax, scaled, softm
 from lopa_ascend.types import Scoring
 
 CANDIDATES = 256
-"""Tokens that each of several shards offers to top_p and top_k."""
+"""Tokens that each of several shards offers to top_p, top_k and min_p."""
 
 Place = tuple[Tensor | slice, Tensor | slice]
 """(rows, columns) of logits."""
@@ -36,18 +36,18 @@ def columns(scoring: Scoring) -> tuple[str, ...]:
     - "total": the sum of exp x, with x = (logit - high) / temperature.
     - "dot", for the confidence "neg_entropy": the sum of x exp x.
     - "other", for "margin": the largest logit but the offered one.
-    - "mass", for top_p without top_k: the sum of exp x over the ids that may be chosen, with x measured from the
-      largest of these.
+    - "mass", for top_p without top_k and min_p: the sum of exp x over the ids that may be chosen, with x measured from
+      the largest of these.
 
-    With top_p or top_k, "total", "dot" and "other" count only the ids that are never chosen; ``merge.py`` adds the
-    offered tokens that are kept.
+    With top_p, top_k or min_p, "total", "dot" and "other" count only the ids that are never chosen; ``merge.py`` adds
+    the offered tokens that are kept.
     """
     names = ["high", "total"]
     if scoring.confidence == "neg_entropy":
         names.append("dot")
     elif scoring.confidence == "margin":
         names.append("other")
-    if scoring.top_p is not None and scoring.top_k is None:
+    if scoring.top_p is not None and scoring.top_k is None and not scoring.min_p:
         names.append("mass")
     return tuple(names)
 
@@ -57,7 +57,7 @@ def shard_scores(
 ) -> Tensor:
     """The statistics of one shard, float32 [R, C].
 
-    A shard offers one token, or for top_p and top_k several.
+    A shard offers one token, or for top_p, top_k and min_p several.
 
     Args:
         logits: [R, n] with n >= 1; may be overwritten.

@@ -34,13 +34,14 @@ class Scoring:
     """0: the most probable token. Above: a token is drawn."""
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float = 0.0
     seed: int = 0
     """Seed of the draws."""
 
     @property
     def truncated(self) -> bool:
-        """Whether top_p or top_k limit the choice."""
-        return self.top_p is not None or self.top_k is not None
+        """Whether top_p, top_k or min_p limit the choice."""
+        return self.top_p is not None or self.top_k is not None or self.min_p > 0
 
 
 @dataclass(frozen=True, slots=True)

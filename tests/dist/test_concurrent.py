@@ -28,7 +28,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"num_branches": 2, "confidence": "margin", "branch_score": "tail"},
     {"num_branches": 3, "confidence": "neg_entropy", "finish_at_eos": False},
     {"num_branches": 3, "window_attention": "full"},
-    {"num_branches": 1, "min_new_tokens": 40},
+    {"num_branches": 1, "min_new_tokens": 40, "repetition_penalty": 1.2, "logit_bias": {"20": 1.5, "700": -3}},
 ]
 
 

@@ -45,6 +45,10 @@ def mixed(seed: int, count: int, window_attention: str, confidence: str):
         "window_attention": window_attention,
         "confidence": confidence,
         "branch_score": "mean",
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "logit_bias": (),
+        "min_p": 0.0,
     }
     rng = random.Random(seed)
     asked = [(p, params if rng.random() < 0.2 else replace(params, **plain)) for p, params in requests(seed, count)]
@@ -107,7 +111,8 @@ def test_requests_of_all_kinds_get_what_the_eager_engine_gives(
     assert stats.graphs.num_steps
     assert 0 < stats.graphs.padded_tokens < stats.graphs.tokens
     assert set(stats.graphs.eager_steps) <= {
-        "temperature", "window_attention", "confidence", "branch_score", "graph_window_blocks",
+        "temperature", "window_attention", "confidence", "branch_score", "graph_window_blocks", "min_p",
+        "presence_penalty", "repetition_penalty", "logit_bias",
     }  # fmt: skip
     assert bool(stats.graphs.wasted_steps) == ahead
 

@@ -172,6 +172,22 @@ def test_a_seed_reproduces_a_sample_and_another_changes_it(llm: LLM) -> None:
     assert one(llm, temperature=1.0, ignore_eos=True, top_k=5, top_p=0.9).token_ids
 
 
+def test_a_bias_forces_and_forbids_tokens(llm: LLM) -> None:
+    plain = one(llm, ignore_eos=True).token_ids
+    assert set(one(llm, ignore_eos=True, logit_bias={17: 100}).token_ids) == {17}
+    assert plain[0] not in one(llm, ignore_eos=True, logit_bias={plain[0]: -100}).token_ids
+
+
+def test_penalties_count_what_is_committed(llm: LLM) -> None:
+    """A biased token fills the first block, until a penalty that grows with its count outweighs the bias."""
+    fields = {"ignore_eos": True, "logit_bias": {17: 20}, "block_size": 8, "tau_add": 1.0, "decoding": "d2f"}
+    assert set(one(llm, **fields).token_ids) == {17}
+    output = one(llm, frequency_penalty=2, **fields)
+    assert set(output.token_ids[:8]) == {17}
+    assert 17 not in output.token_ids[32:]
+    assert one(llm, repetition_penalty=30, **fields).token_ids != one(llm, **fields).token_ids
+
+
 @pytest.mark.parametrize("temperature", [0.0, 3.0])
 def test_ids_behind_the_tokenizer_and_the_mask_are_never_produced(path, tmp_path, temperature: float) -> None:
     """A head that wants nothing but the mask and ids that the tokenizer lacks."""

@@ -48,8 +48,11 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True}, "logprobs"),
     ({"top_logprobs": 1}, "top_logprobs"),
     ({"num_branches": 16}, "num_branches"),
-    ({"presence_penalty": 0.5}, "presence_penalty"),
-    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"100000": 1}}, "logit_bias"),
+    ({"stop_token_ids": [100000]}, "stop_token_ids"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"suffix": "x"}, "suffix"),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -105,6 +106,31 @@ def test_noise_is_gumbel_and_uncorrelated() -> None:
     assert abs(float(noise.var()) - math.pi**2 / 6) < 0.02
     corr = torch.corrcoef(torch.stack([noise[:-1].flatten(), noise[1:].flatten()]))[0, 1]
     assert abs(float(corr)) < 0.01
+
+
+@pytest.mark.parametrize("confidence", ["max_prob", "margin", "neg_entropy"])
+@pytest.mark.parametrize("cuts", [(0, VOCAB), (0, 7, 30, VOCAB)])
+def test_min_p_keeps_the_tokens_near_the_best_and_then_top_p_takes_its_share(confidence: str, cuts) -> None:
+    x, temperature = logits(), 0.7
+    probs = (allowed(x) / temperature).double().softmax(-1)
+    for min_p, top_p in ((0.05, None), (0.3, None), (0.05, 0.6), (1.0, None)):
+        keep = probs >= min_p * probs.amax(-1, keepdim=True) * (1 - 1e-6)
+        if top_p is not None:
+            kept = torch.where(keep, probs, 0.0)
+            ranked, order = (kept / kept.sum(-1, keepdim=True)).sort(-1, descending=True)
+            keep &= torch.zeros_like(keep).scatter(-1, order, ranked.cumsum(-1) - ranked < top_p)
+        seen: list[set[int]] = [set() for _ in x]
+        for seed in range(60):
+            scoring = replace(
+                GREEDY, confidence=confidence, temperature=temperature, min_p=min_p, top_p=top_p, seed=seed
+            )
+            positions = torch.arange(len(x))
+            parts = [shard_scores(x[:, a:b].clone(), scoring, positions, 0, a, VOCAB) for a, b in pairwise(cuts)]
+            for row, token in enumerate(merge_scores(torch.stack(parts), scoring, positions, 0)[0].tolist()):
+                seen[row].add(token)
+        for row, tokens in enumerate(seen):
+            assert tokens <= set(keep[row].nonzero()[:, 0].tolist())
+            assert min_p < 1 or len(tokens) == 1
 
 
 @pytest.mark.parametrize(

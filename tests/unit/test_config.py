@@ -44,6 +44,16 @@ def test_defaults_are_the_papers_gsm8k_row() -> None:
         ("top_p", 0),
         ("top_k", -2),
         ("seed", -1),
+        ("min_p", 1.5),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", -3),
+        ("repetition_penalty", 0),
+        ("logit_bias", {5: 101}),
+        ("logit_bias", {-5: 1}),
+        ("logit_bias", {"five": 1}),
+        ("logit_bias", [(1, 2), ("1", 3)]),
+        ("logit_bias", [5]),
+        ("logit_bias", 5),
         ("confidence", "entropy"),
         ("branch_score", "median"),
         ("tail_fraction", 2),
@@ -93,7 +103,9 @@ def test_every_field_is_declared() -> None:
 def test_graph_support() -> None:
     support = DecodingParams.graph_support()
     of = {kind: {name for name, value in support.items() if value is kind} for kind in GraphSupport}
-    assert of[GraphSupport.DEFAULT] == {"temperature", "branch_score", "creation_weight", "min_new_tokens"}
+    processed = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
+    unusual = {"temperature", "branch_score", "creation_weight", "min_new_tokens"}
+    assert of[GraphSupport.DEFAULT] == processed | unusual
     assert of[GraphSupport.COMPILED] == {"confidence", "window_attention"}
     assert of[GraphSupport.BUCKET] == {"num_branches", "block_size", "eos_token_id"}
 

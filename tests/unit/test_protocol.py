@@ -112,6 +112,10 @@ IGNORED = {
     "priority": 0,
     "presence_penalty": 0.0,
     "repetition_penalty": 1.0,
+    "logit_bias": {},
+    "min_p": 0,
+    "stop_token_ids": [],
+    "length_penalty": 1.0,
 }
 
 

@@ -26,12 +26,7 @@ MAX_N = 128
 # Fields of OpenAI's and vLLM's APIs that this server does not act on, each with the values besides null that change
 # nothing. With these values they are taken, with any other they are refused.
 UNSUPPORTED: NeutralValues = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "min_p": (0,),
-    "logit_bias": ({},),
     "prompt_logprobs": (0,),
     "use_beam_search": (False,),
     "priority": (0,),

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, Field, create_model
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.config.kinds import Boolean, Choice, Integer, Kind, Number, Strings, TokenIds
+from lopa_ascend.config.kinds import Boolean, Choice, Integer, Kind, Number, Strings, TokenIds, TokenNumbers
 from lopa_ascend.config.settings import Parameter
 
 Json = dict[str, Any]
@@ -31,6 +31,7 @@ JSON_TYPES: dict[type[Kind], Any] = {
     Number: float,
     Strings: str | list[str],
     TokenIds: int | list[int],
+    TokenNumbers: dict[str, float],
 }
 """The type of a request's field, by the kind of the decoding parameter."""
 
@@ -64,6 +65,9 @@ def _range(parameter: Parameter) -> Json:
             return {"minLength": 1, "items": {"type": "string", "minLength": 1}}
         case TokenIds():
             return {"minimum": TokenIds.token.low, "items": {"minimum": TokenIds.token.low}}
+        case TokenNumbers(number):
+            values = {"type": "number", "minimum": number.low, "maximum": number.high}
+            return {"propertyNames": {"pattern": "^[0-9]+$"}, "additionalProperties": values}
     return {}
 
 
