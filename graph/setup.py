@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
-
-from tqdm import tqdm
 
 from lopa_ascend.backend.compiler import Compiler
 from lopa_ascend.config import EngineConfig
@@ -17,7 +16,15 @@ from lopa_ascend.kv.pages import PAGE_SIZE, pages_for, slots_for
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.model.base import Model
 from lopa_ascend.parallel.collectives import Group
+from lopa_ascend.progress import progress
 from lopa_ascend.score.greedy import GreedyScore
+
+logger = logging.getLogger(__name__)
+
+CPU_WARNING = (
+    "graph_mode inductor: %d graphs are compiled before the first request, which takes minutes, and on a CPU a step "
+    "computes its whole bucket, so it is slower than in graph_mode eager. It is meant for tests of compiled steps."
+)
 
 
 @dataclass(frozen=True)
@@ -93,7 +100,9 @@ def build_executor(
     )
     executor = GraphExecutor(model, pool, graphs, bp)
     launchers = list(executor.launchers.values())
-    executor.warm_up(tqdm(launchers, desc=f"{plan.compiler.mode} graphs", disable=None))
+    if config.device == "cpu":
+        logger.warning(CPU_WARNING, len(launchers))
+    executor.warm_up(progress(launchers, f"compiling with {plan.compiler.mode}", len(launchers), "graph"))
     return executor
 
 

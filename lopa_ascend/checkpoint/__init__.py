@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from lopa_ascend.checkpoint.files import CheckpointError
 from lopa_ascend.checkpoint.lora import Adapter, merge_adapter, open_adapter
@@ -20,6 +19,7 @@ from lopa_ascend.checkpoint.shard import WHOLE, Shard, slice_tensors, whole_slic
 from lopa_ascend.checkpoint.stack import stack_projections, stacked_name
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.config.engine import WEIGHT_DTYPES
+from lopa_ascend.progress import progress
 
 __all__ = [
     "DTYPES",
@@ -95,8 +95,8 @@ def load(
         tensors = merge_adapter(tensors, open_adapter(lora, config), slices)
     stacked = stack_projections(tensors, slices, DTYPES[config.dtype])
     num_stacked = len({stacked_name(name) for name in checkpoint.files})
-    progress = tqdm(stacked, "loading", num_stacked, unit="tensor", delay=1, disable=None)
-    return config, {name: tensor.to(device) for name, tensor in progress}
+    loading = progress(stacked, "loading", num_stacked, "tensor", delay=1)
+    return config, {name: tensor.to(device) for name, tensor in loading}
 
 
 def load_unsplit(
@@ -121,5 +121,5 @@ def load_unsplit(
     if lora is not None:
         adapter = open_adapter(lora, checkpoint.config, checkpoint.expected)
         tensors = merge_adapter(tensors, adapter, whole_slices(checkpoint.expected))
-    for name, tensor in tqdm(tensors, "loading", len(checkpoint.files), unit="tensor", delay=1, disable=None):
+    for name, tensor in progress(tensors, "loading", len(checkpoint.files), "tensor", delay=1):
         yield name, tensor.to(device=device, dtype=dtypes[name], copy=True)
