@@ -42,7 +42,7 @@ def edit(file: Path, **changes: Any) -> None:
 
 
 def qwen2(path: Path) -> Any:
-    from transformers import Qwen2TokenizerFast  # type: ignore[attr-defined]
+    from transformers import Qwen2TokenizerFast
 
     edit(path / "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
     return Qwen2TokenizerFast.from_pretrained(str(path))
