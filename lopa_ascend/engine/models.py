@@ -12,8 +12,6 @@ from torch import Tensor
 from lopa_ascend import checkpoint
 from lopa_ascend.backend import Ops
 from lopa_ascend.config import EngineConfig, ModelConfig, ParameterError
-from lopa_ascend.graph.fusion.model import fuse_model
-from lopa_ascend.graph.fusion.trace import trace
 from lopa_ascend.model.base import Model
 from lopa_ascend.model.dream import Dream
 from lopa_ascend.model.plain import Build, build_module, tensors_of
@@ -99,6 +97,8 @@ class PlainSource(ModelSource):
     """A model in plain torch: its module, traced, and the checkpoint of its weights."""
 
     def __init__(self, path: Path, config: EngineConfig, model_type: str, build: Build, device: torch.device):
+        from lopa_ascend.graph.fusion.trace import trace  # imports sympy, of which no other model has need
+
         self._options = config
 
         def expect(found: ModelConfig) -> checkpoint.ExpectedTensors:
@@ -115,6 +115,8 @@ class PlainSource(ModelSource):
         return self.config, self._trace.digest
 
     def load(self, ops: Ops, tp: Group) -> Model:
+        from lopa_ascend.graph.fusion.model import fuse_model  # likewise
+
         options = self._options
         dtypes = {name: tensor.dtype for name, tensor in self._module.state_dict().items()}
         found = checkpoint.load_unsplit(self._checkpoint, dtypes, lora=options.lora, device=options.device)
