@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from lopa_ascend.parallel.launch import Rendezvous, free_port
+from tests.dist import forks
+from tests.dist.forks import ENVIRONMENT, ROOT, TIMEOUT
 
-ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-TIMEOUT = 240
+__all__ = ["ENVIRONMENT", "ROOT", "TIMEOUT", "finish", "generate", "start"]
 
 
 def start(world_size: int, *command: str) -> list[subprocess.Popen[str]]:
@@ -46,7 +46,7 @@ def generate(world_size: int, jobs: Sequence[dict[str, Any]], folder: Path) -> l
     """The outputs of each job, the same on all ranks."""
     job, out = folder / "job.json", folder / "out"
     job.write_text(json.dumps(jobs))
-    finish(start(world_size, "-m", "tests.dist.generate", str(job), str(out)))
+    forks.run(world_size, "tests.dist.generate", [str(job), str(out)], folder)
     outputs = [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(world_size)]
     assert all(other == outputs[0] for other in outputs[1:])
     return outputs[0]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist import ranks
+from tests.dist import forks
 from tests.tiny import write_dream
 
 pytestmark = pytest.mark.multirank
@@ -19,7 +19,7 @@ def run(folder: Path, tp: int, bp: int, window: str, *left_out: str) -> dict[str
     sizes = {"tensor_parallel_size": tp, "branch_parallel_size": bp, "agreement_interval": 0}
     job = folder / "job.json"
     job.write_text(json.dumps({"model": str(model), "sizes": sizes, "window": window, "left_out": left_out}))
-    ranks.finish(ranks.start(tp * bp, "-m", "tests.dist.pages", str(job), str(folder / "out")))
+    forks.run(tp * bp, "tests.dist.pages", [str(job), str(folder / "out")], folder)
     seen = [json.loads((folder / f"out.{rank}").read_text()) for rank in range(tp * bp)]
     assert all(reports == seen[0] for reports in seen[1:])
     reports: dict[str, dict[str, int]] = seen[0]
