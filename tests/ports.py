@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 def free_ports(count: int) -> int:
     """The first of so many neighbours that nobody listens on, below those that the system hands out by itself."""
-    for first in range(20000 + os.getpid() % 10000, 32000, count):
+    # Far from the first ones of another process of tests, which may have been started right before or after this one.
+    for first in range(20000 + os.getpid() * 97 % 10000, 32000, count):
         try:
             for port in range(first, first + count):
                 with socket.socket() as probe:

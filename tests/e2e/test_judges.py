@@ -9,11 +9,14 @@ from scripts.judge import faults, kill, soak
 from scripts.judge.report import Options, Report
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("judge", "amount"),
-    [(faults.judge, {"hostile": 400, "good": 24}), (kill.judge, {}), (soak.judge, {"minutes": 0.5})],
-    ids=["faults", "kill", "soak"],
+    [
+        pytest.param(faults.judge, {"hostile": 100, "good": 24}, id="faults"),
+        pytest.param(faults.judge, {"hostile": 400, "good": 24}, id="more-faults", marks=pytest.mark.slow),
+        pytest.param(kill.judge, {}, id="kill", marks=pytest.mark.slow),
+        pytest.param(soak.judge, {"minutes": 0.5}, id="soak", marks=pytest.mark.slow),
+    ],
 )
 def test_judge_is_content(judge, amount: dict[str, Any], tmp_path: Path):
     report = Report()
