@@ -63,7 +63,11 @@ class ServerProcess:
         self.stdout, self.stderr = Lines(self.process.stdout), Lines(self.process.stderr)
         self.greeting = ""
         if wait:
-            self._await_greeting()
+            try:
+                self._await_greeting()
+            except BaseException:
+                self.process.kill()
+                raise
 
     def _await_greeting(self) -> None:
         while (line := self.stdout.next()) is not None:

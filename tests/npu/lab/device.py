@@ -25,6 +25,9 @@ OWN = (
     *("resize_as_", "_to_copy", "to", "record_stream", "is_pinned", "_pin_memory", "_reshape_alias", "is_set_to"),
 )
 """Ops that stay torch_npu's own: they allocate, or change the shape and strides of a tensor."""
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+"""Ops that are computed in float32 and rounded once, as a device does. The CPU's own kernels of narrower types do the
+same, but on processors without such units they take fifty times as long."""
 DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -57,6 +60,13 @@ def on_npu(x: object) -> bool:
     return isinstance(x, Tensor) and x.device.type == "npu"
 
 
+def cpu_result(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs the CPU kernel of an op on tensors of the host; every result of an op comes from here."""
+    if op not in PRODUCTS:
+        return op(*args, **kwargs)
+    return op(*tree_map_only(Tensor, Tensor.float, args), **kwargs).to(args[0].dtype)
+
+
 def compute(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs the CPU kernel of an op on the memory of tensors on ``npu``; its results are tensors on ``npu``."""
     given: list[tuple[Tensor, Tensor]] = []
@@ -81,7 +91,7 @@ def compute(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
         return out
 
     kinds = (Tensor, torch.device)
-    result = op(*tree_map_only(kinds, down, args), **tree_map_only(kinds, down, kwargs))
+    result = cpu_result(op, tree_map_only(kinds, down, args), tree_map_only(kinds, down, kwargs))
     return tree_map_only(Tensor, up, result)
 
 
