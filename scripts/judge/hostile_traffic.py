@@ -63,7 +63,7 @@ def no_http(rng: random.Random) -> Attack:
         b"POST\r\n\r\n",
         b"\r\n\r\n\r\n\r\nx",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /nothing HTTP/9.9\r\n\r\n",
     ]
     return Attack([rng.choice([*lines, b"\x16\x03\x01\x02\x00" + rng.randbytes(512)]) + b"\r\n\r\n"])
 

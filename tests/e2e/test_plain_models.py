@@ -122,7 +122,8 @@ def test_a_golden_case_through_inductor(tmp_path: Path) -> None:
 def test_requests_of_all_kinds_get_what_dream_gives_to_the_last_bit(
     dream: Path, plain: Path, mode: str, dtype: str
 ) -> None:
-    asked = requests(7, 12)
+    for_graphs = DecodingParams(num_branches=3, max_new_tokens=24, block_size=8)
+    asked = [*requests(7, 12), ([5, 6, 7], for_graphs)]
     outputs = []
     for path in (dream, plain):
         config = EngineConfig(
