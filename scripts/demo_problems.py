@@ -3,14 +3,16 @@
     python -m scripts.demo_problems                        prints three problems
     python -m scripts.demo_problems --count 100 --json     a hundred, one JSON object a line
 
-A problem is a start amount and one to three changes (more, fewer, twice as many), with every number from 10 to 99. The
-question is worded by one of twelve story templates, each with its own verbs. The answer restates the amounts, breaks
-each change into tens and ones, and repeats the result. Each sentence of the answer has four phrasings, and the question
-does not say which one is taken: that is the uncertainty that lookahead branches resolve. The phrasings of a sentence
-have equally many tokens, with the numbers at the same places, so filling a later position never forces a length on an
-earlier one.
+A problem is a story of an amount that changes in one to four steps, a relation (parts, comparisons, groups, shares,
+measures, prices), or a plain sum, with numbers from 0 to 999. Every sentence has many wordings, which multiply with
+hundreds of names and objects; scripts/problems/ has them. Some problems stand behind a system prompt or earlier turns,
+go on from an earlier answer, or are typed carelessly; some questions are no problems, and have a short honest answer.
 
-Training and held-out problems are disjoint by construction: a hash of the question's text decides on which side it is.
+The answer states each operation, works it out in links that are easy (24+18=34+8=42), and repeats the result. Each
+sentence of the answer has four phrasings of equally many words, and the question does not say which one is taken: that
+is the uncertainty that lookahead branches resolve.
+
+Training and held-out problems are disjoint by construction: a hash of the question decides on which side it is.
 """
 
 from __future__ import annotations
@@ -24,250 +26,118 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-NAMES = ("Tom", "Anna", "Ben", "Lily", "Max", "Eva", "Sam", "Mia", "Leo", "Zoe", "Dan", "Kim")
+from lopa_ascend.demo import HANDWRITTEN
+from scripts.problems import chats
+from scripts.problems.telling import Told, tell, tell_next
+from scripts.problems.working import answer, kind_of
+
 HELD_OUT_BUCKETS = 64
 """Questions fall into so many buckets, of which one is held out."""
-ANSWER_TOKENS = range(60, 128)
-"""Lengths of answers."""
-TOKEN = re.compile(r" ?[A-Za-z]+|\d| ?[^\sA-Za-z\d]+\n*|\s")
-"""What the tokenizer makes one token of."""
+SYSTEM_SHARE, SECOND_TURN_SHARE, SMALL_TALK_SHARE = 0.14, 0.09, 0.03
+"""Shares of the conversations with a system prompt, with a second turn, and without a problem."""
 
-
-@dataclass(frozen=True)
-class Story:
-    """One wording of a question. Sentences hold {name} of a person, {n} for a number, and {thing}."""
-
-    things: tuple[str, ...]
-    """What may be counted."""
-    start: str
-    """Says the start amount."""
-    more: tuple[str, ...]
-    """Sentences for an addition of {n}."""
-    fewer: tuple[str, ...]
-    """Sentences for a subtraction of {n}."""
-    twice: str
-    """Says that the amount doubles."""
-    ask: str
-    """Asks for the result."""
-
-
-STORIES = (
-    Story(
-        ("apples", "pears", "plums"),
-        "{name} has {n} {thing}.",
-        ("{name} buys {n} more.", "A friend gives {name} {n} more."),
-        ("{name} eats {n}.", "{name} gives away {n}."),
-        "Then {name} gets twice as many.",
-        "How many {thing} does {name} have now?",
-    ),
-    Story(
-        ("books", "comics"),
-        "There are {n} {thing} on the shelf of {name}.",
-        ("{name} puts {n} more on it.",),
-        ("{name} takes {n} from it.", "{name} sells {n}."),
-        "A bigger shelf holds twice as many.",
-        "How many {thing} are on the shelf in the end?",
-    ),
-    Story(
-        ("fish", "frogs"),
-        "{name} counts {n} {thing} in the pond.",
-        ("Then {n} more come.",),
-        ("Then {n} leave.",),
-        "By summer there are twice as many.",
-        "How many {thing} are in the pond now?",
-    ),
-    Story(
-        ("coins", "stamps", "cards"),
-        "{name} collects {thing} and owns {n} of them.",
-        ("{name} finds {n} more.", "{name} wins {n} more."),
-        ("{name} loses {n}.", "{name} trades {n} away."),
-        "Then the collection becomes twice as big.",
-        "How many {thing} does {name} own at last?",
-    ),
-    Story(
-        ("cakes", "cookies"),
-        "The bakery of {name} makes {n} {thing} in the morning.",
-        ("At noon it makes {n} more.",),
-        ("It sells {n}.", "{n} are eaten."),
-        "For a party it needs twice as many.",
-        "How many {thing} does that make?",
-    ),
-    Story(
-        ("dollars",),
-        "{name} saved {n} {thing}.",
-        ("{name} earns {n} more.", "Grandma adds {n}."),
-        ("{name} spends {n}.", "A toy costs {name} {n}."),
-        "After a year {name} has twice as much.",
-        "How many {thing} does {name} have in the end?",
-    ),
-    Story(
-        ("people",),
-        "{name} drives a bus with {n} {thing}.",
-        ("At a stop {n} get on.",),
-        ("At a stop {n} get off.",),
-        "A train takes twice as many.",
-        "How many {thing} ride at the end?",
-    ),
-    Story(
-        ("eggs",),
-        "The hens of {name} lay {n} {thing} on Monday.",
-        ("They lay {n} more on Tuesday.",),
-        ("{name} cooks {n}.", "{n} break."),
-        "In a month there are twice as many.",
-        "How many {thing} are there then?",
-    ),
-    Story(
-        ("points",),
-        "In a game {name} scores {n} {thing}.",
-        ("In the next round {name} scores {n} more.",),
-        ("A mistake costs {n}.",),
-        "A bonus makes it twice as many.",
-        "What is the number of {thing} of {name}?",
-    ),
-    Story(
-        ("flowers", "trees"),
-        "{name} plants {n} {thing} in the garden.",
-        ("In spring {name} plants {n} more.",),
-        ("In winter {n} die.", "The wind breaks {n}."),
-        "The next garden has twice as many.",
-        "How many {thing} is that?",
-    ),
-    Story(
-        ("pages",),
-        "{name} reads {n} {thing} of a book.",
-        ("In the evening {name} reads {n} more.",),
-        ("But {n} of them do not count.",),
-        "In a week {name} reads twice as many.",
-        "How many {thing} are counted?",
-    ),
-    Story(
-        ("boxes", "bags"),
-        "A truck of {name} carries {n} {thing}.",
-        ("It loads {n} more.", "{name} adds {n}."),
-        ("It drops off {n}.", "{name} unloads {n}."),
-        "A ship carries twice as many.",
-        "How many {thing} are carried in the end?",
-    ),
-)
-
-OPENINGS = (
-    "At first we have {n} {thing} here.",
-    "The story begins with {n} {thing} now.",
-    "We start this with {n} {thing} now.",
-    "Let us now take {n} {thing} first.",
-)
-PLAN = "Let us work it out."
-STEPS = {
-    "+": (
-        "Adding {n} gives: {work}.",
-        "Plus {n} makes: {work}.",
-        "Then {n} come: {work}.",
-        "Another {n} join: {work}.",
-    ),
-    "-": (
-        "Taking {n} leaves: {work}.",
-        "Minus {n} makes: {work}.",
-        "Then {n} go: {work}.",
-        "Without {n} remain: {work}.",
-    ),
-    "2": (
-        "Doubling {n} gives: {work}.",
-        "Twice {n} makes: {work}.",
-        "Then {n} again: {work}.",
-        "Another {n} join: {work}.",
-    ),
-}
-RESULTS = ("That makes {n} {thing}.", "We have {n} {thing}.", "There are {n} {thing}.", "This gives {n} {thing}.")
-ENDINGS = (
-    "So the answer is {n} {thing}.",
-    "In the end remain {n} {thing}.",
-    "Therefore {name} now counts {n} {thing}.",
-    "The final count is {n} {thing}.",
-)
+Message = dict[str, str]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A question with its answer."""
+    """A conversation that ends with a question, and the answer to it."""
 
-    question: str
+    messages: list[Message]
+    """With "role" and "content"; the last one is the question."""
     answer: str
-    """Worked out, and ending in "#### N"."""
-    result: int
-    """N."""
+    """Worked out, and ending in "#### N"; or a sentence, where the question is no problem."""
+    result: int | None
+    """N; None where the question is no problem."""
+    kind: str
+    """For tables: "add", "two steps", "sum"... """
+    held_out: bool
+    """Whether the model must not be trained on it."""
 
     @property
-    def held_out(self) -> bool:
-        """Whether the model must not be trained on it."""
-        return zlib.crc32(self.question.encode()) % HELD_OUT_BUCKETS == 0
+    def question(self) -> str:
+        """The last message."""
+        return self.messages[-1]["content"]
 
 
-def worked(a: int, op: str, b: int) -> tuple[str, int]:
-    """The calculation of a + b ("+", "2") or a - b ("-") by tens and ones, and its result.
-
-    >>> worked(37, "+", 45)
-    ('37+40=77, 77+5=82', 82)
-    >>> worked(52, "-", 17)
-    ('52-10=42, 42-7=35', 35)
-    """
-    sign, symbol = (-1, "-") if op == "-" else (1, "+")
-    ones = b % 10
-    middle = a + sign * (b - ones)
-    result = a + sign * b
-    return f"{a}{symbol}{b - ones}={middle}, {middle}{symbol}{ones}={result}", result
+def normalised(question: str) -> str:
+    """What two spellings of a question have in common: its letters, digits and signs, in lower case."""
+    return re.sub(r"[^a-z0-9+*/-]", "", question.lower())
 
 
-def changes(rng: random.Random) -> tuple[int, list[tuple[str, int]]]:
-    """A start amount, and one to three changes whose results stay within 10 to 99.
+def is_held_out(question: str) -> bool:
+    """Whether a question is on the held-out side."""
+    return zlib.crc32(normalised(question).encode()) % HELD_OUT_BUCKETS == 0
 
-    A change is ("+", n), ("-", n) or ("2", n), where the last one doubles the amount n.
-    """
-    start = value = rng.randint(10, 99)
-    num_changes = rng.choice((1, 2, 2, 3, 3))
-    found: list[tuple[str, int]] = []
-    while len(found) < num_changes:
-        op = rng.choice("++--2")
-        n = value if op == "2" else rng.randint(11, 89)
-        result = value - n if op == "-" else value + n
-        if n % 10 and 10 <= result <= 99:
-            found.append((op, n))
-            value = result
-    return start, found
+
+def _handwritten() -> frozenset[str]:
+    """The questions worded by hand, normalised; no problem may be one of them."""
+    lines = HANDWRITTEN.read_text(encoding="utf-8").splitlines()
+    return frozenset(normalised(json.loads(line)["question"]) for line in lines)
+
+
+HANDWRITTEN_QUESTIONS = _handwritten()
+
+
+def plain_problem(rng: random.Random) -> Problem:
+    """A random problem of either side in one clean message."""
+    told = tell(rng)
+    kind = kind_of(told.steps) if told.scene else "sum"
+    messages = [{"role": "user", "content": told.question}]
+    text = answer(rng, told.steps, told.unit)
+    return Problem(messages, text, told.steps[-1].result, kind, is_held_out(told.question))
 
 
 def make_problem(rng: random.Random) -> Problem:
-    """A random problem of either side, with an answer of any length."""
-    story, name = rng.choice(STORIES), rng.choice(NAMES)
-    thing = rng.choice(story.things)
-    start, steps = changes(rng)
-    kinds = {"+": story.more, "-": story.fewer, "2": (story.twice,)}
+    """A random conversation of either side, typed as people type."""
+    chosen = rng.random()
+    messages: list[Message] = []
+    if rng.random() < SYSTEM_SHARE:
+        messages.append({"role": "system", "content": chats.system_prompt(rng)})
+    if chosen < SMALL_TALK_SHARE:
+        question, text = chats.small_talk(rng)
+        messages.append({"role": "user", "content": chats.typed(rng, question)})
+        return Problem(messages, text, None, "no problem", is_held_out(question))
+    told = tell(rng)
+    held_out = is_held_out(told.question)
+    question = told.question
+    if chosen < SMALL_TALK_SHARE + SECOND_TURN_SHARE:
+        messages += _earlier_turn(rng, told)
+        following = tell_next(rng, told) if rng.random() < 0.6 else None
+        told = following or tell(rng)
+        held_out = held_out or (following is None and is_held_out(told.question))
+        question = told.question
+    messages.append({"role": "user", "content": chats.typed(rng, question)})
+    kind = kind_of(told.steps) if told.scene else "sum"
+    return Problem(messages, answer(rng, told.steps, told.unit), told.steps[-1].result, kind, held_out)
 
-    def say(phrasings: tuple[str, ...], n: int, work: str = "") -> str:
-        return rng.choice(phrasings).format(name=name, thing=thing, n=n, work=work)
 
-    question = [story.start.format(name=name, thing=thing, n=start)]
-    answer = [say(OPENINGS, start), PLAN]
-    value = start
-    for op, n in steps:
-        question.append(say(kinds[op], n))
-        work, value = worked(value, op, n)
-        answer += [say(STEPS[op], n, work), say(RESULTS, value)]
-    question.append(story.ask.format(name=name, thing=thing))
-    answer.append(say(ENDINGS, value))
-    return Problem(" ".join(question), " ".join(answer) + f"\n#### {value}", value)
+def _earlier_turn(rng: random.Random, told: Told) -> list[Message]:
+    """A question and its answer, which is worked out, brief, or small talk before them."""
+    text = answer(rng, told.steps, told.unit)
+    if rng.random() < 0.15:
+        result = told.steps[-1].result
+        text = rng.choice((f"{result}", f"The answer is {result}.", f"#### {result}", f"{result} {told.unit}".strip()))
+    turn = [{"role": "user", "content": chats.typed(rng, told.question)}, {"role": "assistant", "content": text}]
+    if rng.random() < 0.08:
+        question, reply = chats.small_talk(rng)
+        turn = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}, *turn]
+    return turn
 
 
-def problems(seed: int, held_out: bool) -> Iterator[Problem]:
-    """An endless stream of problems with answers of 60 to 127 tokens.
+def problems(seed: int, held_out: bool, *, plain: bool = False) -> Iterator[Problem]:
+    """An endless stream of problems.
 
     Args:
         seed: of the stream.
         held_out: which side the problems are from.
+        plain: problems in one clean message each, not whole conversations.
     """
     rng = random.Random(seed)
+    make = plain_problem if plain else make_problem
     while True:
-        problem = make_problem(rng)
-        if problem.held_out == held_out and len(TOKEN.findall(problem.answer)) in ANSWER_TOKENS:
+        problem = make(rng)
+        if problem.held_out == held_out and normalised(problem.question) not in HANDWRITTEN_QUESTIONS:
             yield problem
 
 
@@ -286,13 +156,15 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=3, metavar="N", help="number of problems (default: 3)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the problems (default: 0)")
     parser.add_argument("--held-out", action="store_true", help="held-out problems, not those for training")
-    parser.add_argument("--json", action="store_true", help="one JSON object with question and answer a line")
+    parser.add_argument("--json", action="store_true", help="one JSON object with messages and answer a line")
     args = parser.parse_args()
     for problem in itertools.islice(problems(args.seed, args.held_out), args.count):
         if args.json:
-            print(json.dumps({"question": problem.question, "answer": problem.answer}))
+            print(json.dumps({"messages": problem.messages, "answer": problem.answer, "kind": problem.kind}))
         else:
-            print(f"{problem.question}\n\n{problem.answer}\n")
+            for message in problem.messages:
+                print(f"{message['role']}: {message['content']}")
+            print(f"answer: {problem.answer}\n")
 
 
 if __name__ == "__main__":

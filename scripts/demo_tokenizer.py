@@ -21,12 +21,22 @@ from scripts.demo_problems import problems
 
 CORPUS_SIZE = 20_000
 """Problems that the vocabulary is made from."""
-EOS, USER, ASSISTANT, MASK = "<|endoftext|>", "<|user|>", "<|assistant|>", "<|mask|>"
+VOCABULARY = 2048
+"""Tokens, the special ones included."""
+EOS, SYSTEM, USER, ASSISTANT, MASK = "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|mask|>"
+SPECIALS = (EOS, SYSTEM, USER, ASSISTANT, MASK)
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ '<|endoftext|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+
+
+def load(folder: Path) -> Tokenizer:
+    """The tokenizer that ``build`` wrote."""
+    tokenizer = _untrained(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
+    tokenizer.add_special_tokens(list(SPECIALS))
+    return tokenizer
 
 
 def build(folder: Path, seed: int = 0, corpus_size: int = CORPUS_SIZE) -> Tokenizer:
@@ -40,24 +50,30 @@ def build(folder: Path, seed: int = 0, corpus_size: int = CORPUS_SIZE) -> Tokeni
     tokenizer = _train(seed, corpus_size)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.model.save(str(folder))
-    specials = (EOS, USER, ASSISTANT, MASK)
-    _write_config(folder / "tokenizer_config.json", specials, first_id=tokenizer.get_vocab_size())
-    tokenizer.add_special_tokens(list(specials))
+    _write_config(folder / "tokenizer_config.json", SPECIALS, first_id=tokenizer.get_vocab_size())
+    tokenizer.add_special_tokens(list(SPECIALS))
+    return tokenizer
+
+
+def _untrained(model: models.BPE) -> Tokenizer:
+    """A tokenizer without special tokens around a model."""
+    tokenizer = Tokenizer(model)
+    split_words = pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split_words, to_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
 def _train(seed: int, corpus_size: int) -> Tokenizer:
     """The tokenizer without special tokens."""
-    tokenizer = Tokenizer(models.BPE())
-    split_words = pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated")
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split_words, to_bytes])
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = _untrained(models.BPE())
     chosen = itertools.islice(problems(seed, held_out=False), corpus_size)
     progress = tqdm(chosen, "tokenizer", corpus_size, unit="problem", disable=None, leave=False)
-    corpus = (problem.question + "\n" + problem.answer for problem in progress)
+    corpus = (text for problem in progress for text in (*(m["content"] for m in problem.messages), problem.answer))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=2048, initial_alphabet=alphabet, min_frequency=200, show_progress=False)
+    size = VOCABULARY - len(SPECIALS)
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(corpus, trainer)
     return tokenizer
 
@@ -67,7 +83,7 @@ def _write_config(file: Path, specials: tuple[str, ...], first_id: int) -> None:
     flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
     added = {str(token_id): {"content": token, **flags} for token_id, token in enumerate(specials, first_id)}
     config = {
-        "tokenizer_class": "DreamTokenizer",
+        "tokenizer_class": "Qwen2Tokenizer",
         "added_tokens_decoder": added,
         "eos_token": EOS,
         "pad_token": EOS,

@@ -2,6 +2,8 @@
 
     python -m scripts.eval_demo targets                 the four numbers that the model must reach, on 500 problems
     python -m scripts.eval_demo table --plot demo.png   branches by tau_conf by window attention, on 200 problems
+    python -m scripts.eval_demo kinds                   exact by kind of problem, on 500 problems and 200 worded by hand
+    python -m scripts.eval_demo typed                   exact with a system prompt, in a second turn, without "?" ...
     python -m scripts.eval_demo prefix                  what approximate prefix caching does to answers, on 50 problems
 
 "exact" is the share of answers that end in the right number. TPF is visible tokens divided by forward passes, of all
@@ -13,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import random
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,14 +25,17 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.demo import HELD_OUT
+from lopa_ascend.demo import HANDWRITTEN, HELD_OUT
 from lopa_ascend.types import GenerationOutput
-from scripts.demo_problems import parse_result
+from scripts.demo_problems import Message, is_held_out, parse_result
+from scripts.problems import lexicon
+from scripts.problems.telling import tell, tell_next
+from scripts.problems.working import answer
 
 if TYPE_CHECKING:
     from lopa_ascend import LLM
 
-DEFAULT_LIMITS = {"targets": 500, "table": 200, "prefix": 50}
+DEFAULT_LIMITS = {"targets": 500, "table": 200, "kinds": 500, "typed": 200, "prefix": 50}
 """Problems, by what is measured."""
 ONE_A_STEP = DecodingParams(decoding="d2f", tau_add=1.0, tau_act=1.0, tau_conf=1.0, max_new_tokens=192)
 """Fills one position in each forward pass."""
@@ -37,6 +44,10 @@ BRANCHES = (0, 1, 3, 7)
 TAUS = (0.95, 0.9, 0.8, 0.7)
 """Values of tau_conf."""
 WINDOWS = ("block_causal", "full")
+NEW_NAMES = ("Quentin", "Philippa", "Xiomara", "Thabo", "Ludmila", "Siobhan", "Ngozi", "Rufus", "Henrietta", "Bertram")
+"""Names that no training problem has."""
+SYSTEM_PROMPT = "You are a helpful assistant."
+Conversation = list[Message]
 
 
 @dataclass(frozen=True)
@@ -73,6 +84,11 @@ def share_of_exact(outputs: Sequence[GenerationOutput], problems: Sequence[tuple
     return sum(exact) / len(exact)
 
 
+def asked(question: str) -> Conversation:
+    """A conversation that is one question."""
+    return [{"role": "user", "content": question}]
+
+
 def evaluate(llm: LLM, problems: list[tuple[str, int]], params: DecodingParams, *, quiet: bool = True) -> Outcome:
     """Decodes problems together.
 
@@ -82,8 +98,7 @@ def evaluate(llm: LLM, problems: list[tuple[str, int]], params: DecodingParams, 
         params: of every request.
         quiet: no progress bar.
     """
-    conversations = [[{"role": "user", "content": question}] for question, _ in problems]
-    outputs = llm.chat(conversations, params, quiet=quiet)
+    outputs = llm.chat([asked(question) for question, _ in problems], params, quiet=quiet)
     num_forwards = sum(output.num_forwards for output in outputs)
     num_generated = sum(len(output.token_ids) for output in outputs)
     model_tokens = sum(output.model_tokens for output in outputs)
@@ -120,6 +135,85 @@ def table(llm: LLM, limit: int, plot: Path | None) -> None:
                 print(f"| {window} | {k} | {' | '.join(cells)} |", flush=True)
     if plot:
         draw(outcomes, plot)
+
+
+def kinds(llm: LLM, limit: int) -> None:
+    """Prints exact by kind of problem, held-out and worded by hand."""
+    held_out = [json.loads(line) for line in HELD_OUT.read_text(encoding="utf-8").splitlines()[:limit]]
+    by_hand = [json.loads(line) for line in HANDWRITTEN.read_text(encoding="utf-8").splitlines()[:limit]]
+    rows = [(parse_result(row["answer"]), row) for row in held_out] + [(row["answer"], row) for row in by_hand]
+    exact: dict[int, list[bool]] = {}
+    for num_branches in (0, 7):
+        outputs = llm.chat([asked(row["question"]) for _, row in rows], decoding(num_branches, 0.9))
+        exact[num_branches] = [
+            parse_result(output.text or "") == result for output, (result, _) in zip(outputs, rows, strict=True)
+        ]
+    print("| kind | held-out | d2f | lopa, k = 7 | by hand | d2f | lopa, k = 7 |")
+    print("|---|---|---|---|---|---|---|")
+    names = list(dict.fromkeys(row["kind"] for _, row in rows))
+    for name in [*names, "all"]:
+        cells = [name]
+        for numbers in (range(len(held_out)), range(len(held_out), len(rows))):
+            chosen = [i for i in numbers if name in (rows[i][1]["kind"], "all")]
+            cells.append(str(len(chosen)))
+            for by_problem in exact.values():
+                right = sum(by_problem[i] for i in chosen)
+                cells.append(f"{right / len(chosen):.0%}" if chosen else "")
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def typed(llm: LLM, limit: int) -> None:
+    """Prints exact of held-out problems that are typed in other ways, or stand behind other messages."""
+    rows = [json.loads(line) for line in HELD_OUT.read_text(encoding="utf-8").splitlines()[: limit + 1]]
+    results = [parse_result(row["answer"]) for row in rows[:limit]]
+    questions = [row["question"] for row in rows[:limit]]
+    system = [{"role": "system", "content": SYSTEM_PROMPT}]
+    earlier = [asked(row["question"]) + [{"role": "assistant", "content": row["answer"]}] for row in rows[1:]]
+    changes: dict[str, Callable[[str], str]] = {
+        "plain": lambda question: question,
+        'without "?"': lambda question: question.rstrip("?"),
+        "with a newline at the end": lambda question: question + "\n",
+        "in lower case": str.lower,
+        "with new names": with_new_names,
+    }
+    ways = {name: [asked(change(question)) for question in questions] for name, change in changes.items()}
+    ways["behind a system prompt"] = [system + asked(question) for question in questions]
+    ways["in a second turn"] = [before + asked(question) for before, question in zip(earlier, questions, strict=True)]
+    for name, conversations in ways.items():
+        _print_exact(llm, name, conversations, results)
+    _print_exact(llm, "going on from an answer", *going_on(limit))
+
+
+def _print_exact(llm: LLM, name: str, conversations: list[Conversation], results: list[int | None]) -> None:
+    shares = []
+    for num_branches in (0, 7):
+        outputs = llm.chat(conversations, decoding(num_branches, 0.9))
+        right = sum(parse_result(out.text or "") == result for out, result in zip(outputs, results, strict=True))
+        shares.append(f"{right / len(results):6.1%}")
+    print(f"{name:26s} d2f {shares[0]}  lopa, k = 7 {shares[1]}", flush=True)
+
+
+def with_new_names(question: str) -> str:
+    """A question whose names are others, which no training problem has."""
+    names = [name for name in (*lexicon.WOMEN, *lexicon.MEN) if re.search(rf"\b{name}\b", question)]
+    for name, new_name in zip(names, random.Random(question).sample(NEW_NAMES, len(names)), strict=True):
+        question = re.sub(rf"\b{name}\b", new_name, question)
+    return question
+
+
+def going_on(count: int) -> tuple[list[Conversation], list[int | None]]:
+    """Conversations whose second question goes on from the answer to the first, held-out one; and their results."""
+    rng = random.Random(7)
+    conversations: list[Conversation] = []
+    results: list[int | None] = []
+    while len(conversations) < count:
+        told = tell(rng)
+        following = tell_next(rng, told) if is_held_out(told.question) else None
+        if following:
+            reply = {"role": "assistant", "content": answer(rng, told.steps, told.unit)}
+            conversations.append([*asked(told.question), reply, *asked(following.question)])
+            results.append(following.steps[-1].result)
+    return conversations, results
 
 
 def prefix(model: str | None, limit: int, options: dict[str, Any]) -> None:
@@ -185,6 +279,8 @@ def main() -> None:
         targets(LLM(args.model, **options), limit)
     elif args.what == "table":
         table(LLM(args.model, **options), limit, args.plot)
+    elif args.what in ("kinds", "typed"):
+        (kinds if args.what == "kinds" else typed)(LLM(args.model, **options), limit)
     else:
         prefix(args.model, limit, options)
 

@@ -4,9 +4,9 @@ r"""Trains the bundled model from scratch on a CPU, and writes it as a Dream che
     python -m scripts.train_demo --out build/demo/model --held-out build/demo/heldout.jsonl --ar-steps 50 \
         --diffusion-steps 200                                            a short try elsewhere; some minutes
 
-There are two stages, as in the training of Dream: an autoregressive warm-up, from which the logits are shifted by one
-position, and masked diffusion with D2F's block-wise monotone noise. Most batches are block-causal; the others have full
-attention within the window.
+There are two stages, as in the training of Dream: an autoregressive warm-up on plain problems, from which the logits
+are shifted by one position, and masked diffusion on whole conversations with D2F's block-wise monotone noise. Most
+batches are block-causal; the others have full attention within the window.
 
 Prints the loss, and from time to time the accuracy on problems that were not trained on. The state is saved to --state:
 started again, the same command goes on where the last one stopped. Everything is seeded: with --threads 1 two runs on
@@ -28,12 +28,13 @@ NUM_HELD_OUT = 500
 
 def write_held_out(path: Path, count: int, seed: int) -> None:
     """Writes different held-out problems, one JSON object a line."""
-    answers: dict[str, str] = {}
-    for problem in problems(seed, held_out=True):
-        answers.setdefault(problem.question, problem.answer)
-        if len(answers) == count:
+    chosen: dict[str, dict[str, str]] = {}
+    for problem in problems(seed, held_out=True, plain=True):
+        row = {"question": problem.question, "answer": problem.answer, "kind": problem.kind}
+        chosen.setdefault(problem.question, row)
+        if len(chosen) == count:
             break
-    lines = (json.dumps({"question": question, "answer": answer}) + "\n" for question, answer in answers.items())
+    lines = (json.dumps(row) + "\n" for row in chosen.values())
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(lines))
 
@@ -60,9 +61,9 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     training = parser.add_argument_group("training")
     for name, kind, default, text in (
-        ("--ar-steps", int, 350, "steps of the autoregressive warm-up"),
-        ("--diffusion-steps", int, 6500, "steps of masked diffusion"),
-        ("--batch", int, 24, "problems in a step"),
+        ("--ar-steps", int, 1000, "steps of the autoregressive warm-up"),
+        ("--diffusion-steps", int, 5000, "steps of masked diffusion"),
+        ("--batch", int, 48, "problems in a step"),
         ("--lr", float, 3e-3, "highest learning rate"),
         ("--full-share", float, 0.25, "share of the batches with full attention within the window"),
         ("--seed", int, 0, "seed of weights, problems and noise"),

@@ -6,3 +6,6 @@ DEMO_MODEL = Path(__file__).parent / "model"
 """Hugging Face directory of the bundled model."""
 HELD_OUT = Path(__file__).parent / "heldout.jsonl"
 """The problems: JSON objects with "question" and "answer", one on each line."""
+HANDWRITTEN = Path(__file__).parent / "handwritten.jsonl"
+"""Easy problems worded by hand, from which no training problem is made: JSON objects with "question", "answer" (a
+number) and "kind" (of problem), one on each line."""

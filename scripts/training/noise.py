@@ -6,8 +6,6 @@ import torch
 
 BLOCK = 32
 """Positions of a block."""
-ANSWER = 4 * BLOCK
-"""Positions of an answer."""
 FRONT_LEVEL = 1.1
 """The front block's masked share is drawn from 0 to this, so a tenth of the front blocks are masked completely."""
 FULL_LEVEL = 1.05
@@ -32,9 +30,14 @@ def block_causal(prompt: int, blocks: int) -> torch.Tensor:
     return (block[:, None] >= block[None, :])[None, None]
 
 
-def prefix_causal(prompt: int) -> torch.Tensor:
-    """Attention mask [1, 1, s, s] bool: the prompt sees itself both ways, the answer is causal."""
-    mask = torch.ones(prompt + ANSWER, prompt + ANSWER, dtype=torch.bool).tril()
+def prefix_causal(prompt: int, answer: int) -> torch.Tensor:
+    """Attention mask [1, 1, s, s] bool: the prompt sees itself both ways, the answer is causal.
+
+    Args:
+        prompt: positions of the prompt.
+        answer: positions of the answer.
+    """
+    mask = torch.ones(prompt + answer, prompt + answer, dtype=torch.bool).tril()
     mask[:prompt, :prompt] = True
     return mask[None, None]
 
@@ -43,32 +46,34 @@ def noise(answer: torch.Tensor, eos: int, generator: torch.Generator) -> tuple[t
     """Which positions of answers are masked, and how much each counts in the loss.
 
     Args:
-        answer: token ids [n, ANSWER].
+        answer: token ids [n, a], whole blocks.
         eos: id of the EOS, with which answers are padded.
         generator: of all that is random.
 
     Returns:
-        The masked positions [n, ANSWER] bool, and the weights [n, ANSWER] float32.
+        The masked positions [n, a] bool, and the weights [n, a] float32.
     """
     content = (answer != eos).sum(1) + 1
-    share, ramp_end = ramp_noise(content, generator)
+    length = answer.shape[1]
+    share, ramp_end = ramp_noise(content, length, generator)
     is_blockwise = torch.rand(len(answer), 1, generator=generator) < BLOCKWISE_SHARE
-    share = torch.where(is_blockwise, blockwise_noise(content, generator), share)
-    is_far = ~is_blockwise & (torch.arange(ANSWER) > ramp_end + FAR_BEHIND_RAMP)
+    share = torch.where(is_blockwise, blockwise_noise(content, length // BLOCK, generator), share)
+    is_far = ~is_blockwise & (torch.arange(length) > ramp_end + FAR_BEHIND_RAMP)
     masked = torch.rand(share.shape, generator=generator) < share
     return masked, torch.where(is_far, FAR_WEIGHT, 1.0)
 
 
-def blockwise_noise(content: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """The masked share of each position [n, ANSWER] in D2F's monotone noise.
+def blockwise_noise(content: torch.Tensor, blocks: int, generator: torch.Generator) -> torch.Tensor:
+    """The masked share of each position [n, a] in D2F's monotone noise.
 
     Blocks before a random front block are clean; from there on the share rises from block to block.
 
     Args:
         content: tokens up to the first EOS [n].
+        blocks: of the answers.
         generator: of all that is random.
     """
-    n, blocks = content.shape[0], ANSWER // BLOCK
+    n = content.shape[0]
     num_content_blocks = (content // BLOCK + 1).clamp(max=blocks)
     front = (torch.rand(n, generator=generator) * num_content_blocks).long()
     share = torch.zeros(n, blocks)
@@ -81,18 +86,19 @@ def blockwise_noise(content: torch.Tensor, generator: torch.Generator) -> torch.
     return share.repeat_interleave(BLOCK, dim=1)
 
 
-def ramp_noise(content: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """The masked share of each position [n, ANSWER], which rises from 0 to 1, and where the rise ends [n, 1].
+def ramp_noise(content: torch.Tensor, length: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """The masked share of each position [n, length], which rises from 0 to 1, and where the rise ends [n, 1].
 
     Decoding meets such states: positions are filled from the left, with gaps. The ramp is between a step, as in
     autoregressive decoding, and two blocks wide; its centre is random.
 
     Args:
         content: tokens up to the first EOS [n].
+        length: positions of an answer.
         generator: of all that is random.
     """
     n = content.shape[0]
     centre = torch.rand(n, generator=generator) * (content + 1)
     width = 1 + 2 * BLOCK * torch.rand(n, generator=generator) ** 2
-    share = (torch.arange(ANSWER) - centre[:, None]) / width[:, None] + 0.5
+    share = (torch.arange(length) - centre[:, None]) / width[:, None] + 0.5
     return share.clamp(0, 1), (centre + width / 2)[:, None]

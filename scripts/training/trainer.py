@@ -14,55 +14,25 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
 from tqdm import tqdm
 from transformers import Qwen2Config, Qwen2Model
 
 from lopa_ascend import LLM
 from scripts.demo_problems import problems
-from scripts.demo_tokenizer import ASSISTANT, EOS, MASK, USER, build
+from scripts.demo_tokenizer import EOS, MASK, VOCABULARY, build, load
 from scripts.eval_demo import decoding, evaluate
+from scripts.training.batches import Batches, Tokens
 from scripts.training.muon import Muon
-from scripts.training.noise import ANSWER, BLOCK, block_causal, noise, prefix_causal
+from scripts.training.noise import BLOCK, block_causal, noise, prefix_causal
 
 GEOMETRY: dict[str, Any] = {
-    "vocab_size": 768, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6,
+    "vocab_size": VOCABULARY, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "rope_theta": 10000.0,
     "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "attention_dropout": 0.0,
 }  # fmt: skip
-WARM_UP_STEPS = 100
+WARM_UP_STEPS = 40
 EVALUATION_SEED = 12345
 """Of problems on the training side that no batch is drawn from."""
-
-
-class Problems:
-    """Endless batches of problems whose prompts have equal length.
-
-    Args:
-        tokenizer: of prompts and answers.
-        seed: of the problems.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, seed: int):
-        self.tokenizer = tokenizer
-        self.source = problems(seed, held_out=False)
-        self.eos = tokenizer.get_vocab()[EOS]
-        self.waiting: dict[int, list[tuple[list[int], list[int]]]] = {}
-        """By length of the prompt: token ids of prompts and answers that do not fill a batch yet."""
-
-    def next(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids of n prompts [n, p] and of their answers [n, ANSWER], which are padded with EOS."""
-        for problem in self.source:
-            prompt = self.tokenizer.encode(USER + problem.question + ASSISTANT).ids
-            answer = self.tokenizer.encode(problem.answer).ids
-            padded_answer = answer + [self.eos] * (ANSWER - len(answer))
-            same_length = self.waiting.setdefault(len(prompt), [])
-            same_length.append((prompt, padded_answer))
-            if len(same_length) == n:
-                del self.waiting[len(prompt)]
-                prompts, answers = zip(*same_length, strict=True)
-                return torch.tensor(prompts), torch.tensor(answers)
-        raise AssertionError("problems() never ends")
 
 
 @dataclass
@@ -71,8 +41,8 @@ class Batch:
 
     ids: torch.Tensor
     """Token ids of prompt and noisy answer [n, s]."""
-    mask: torch.Tensor | None
-    """Attention mask [1, 1, s, s] bool; None for full attention."""
+    mask: torch.Tensor
+    """Attention mask [n, 1, s, s] bool."""
     prompt: int
     """Positions of the prompt."""
     wanted: torch.Tensor
@@ -92,16 +62,16 @@ class Trainer:
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
-        self.tokenizer = build(args.out)
+        self.tokenizer = load(args.out) if args.state.exists() else build(args.out)
         vocab = self.tokenizer.get_vocab()
         self.eos, self.mask = vocab[EOS], vocab[MASK]
         torch.manual_seed(args.seed)
         self.model = Qwen2Model(Qwen2Config(**GEOMETRY))
         self.optimizers = self._initialise()
-        self.batches = Problems(self.tokenizer, args.seed + 1)
-        self.generator = torch.Generator().manual_seed(args.seed + 2)
         self.step = 0
         """Steps that were made."""
+        self.batches = self._new_batches(plain=True)
+        self.generator = torch.Generator().manual_seed(args.seed + 2)
         self.num_steps: int = args.ar_steps + args.diffusion_steps
 
     def _initialise(self) -> list[torch.optim.Optimizer]:
@@ -117,6 +87,10 @@ class Trainer:
             Muon(matrices, self.args.lr),
             torch.optim.AdamW(rest, lr=self.args.lr, betas=(0.9, 0.95), weight_decay=0.0),
         ]
+
+    def _new_batches(self, plain: bool) -> Batches:
+        """Batches of problems that no earlier step had."""
+        return Batches(self.tokenizer, self.args.seed + 1 + self.step, plain=plain)
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
@@ -156,25 +130,30 @@ class Trainer:
 
     def ar_batch(self) -> Batch:
         """A batch of the autoregressive warm-up: every position up to the first EOS is predicted."""
-        prompt, answer = self.batches.next(self.args.batch)
-        num_prompt = prompt.shape[1]
-        wanted = torch.arange(ANSWER) <= answer.ne(self.eos).sum(1, keepdim=True)
-        ids = torch.cat([prompt, answer], 1)
-        return Batch(ids, prefix_causal(num_prompt), num_prompt, wanted, answer, torch.ones(answer.shape))
+        tokens = self.batches.next(self.args.batch)
+        prompt, answer = tokens.prompt, tokens.answer
+        wanted = torch.arange(answer.shape[1]) <= answer.ne(self.eos).sum(1, keepdim=True)
+        mask = without_padding(prefix_causal(prompt.shape[1], answer.shape[1]), tokens)
+        return Batch(torch.cat([prompt, answer], 1), mask, prompt.shape[1], wanted, answer, torch.ones(answer.shape))
 
     def diffusion_batch(self) -> Batch:
         """A batch of masked diffusion: block-causal, or with full attention and a random number of blocks."""
-        prompt, answer = self.batches.next(self.args.batch)
-        num_prompt = prompt.shape[1]
+        if self.batches.plain:
+            self.batches = self._new_batches(plain=False)
+        tokens = self.batches.next(self.args.batch)
+        prompt, answer = tokens.prompt, tokens.answer
+        num_prompt, num_blocks = prompt.shape[1], answer.shape[1] // BLOCK
         masked, weight = noise(answer, self.eos, self.generator)
         noisy = torch.where(masked, self.mask, answer)
-        num_blocks, mask = ANSWER // BLOCK, None
         if torch.rand((), generator=self.generator) < self.args.full_share:
             num_blocks = 1 + int(torch.randint(num_blocks, (), generator=self.generator))
+            length = num_prompt + num_blocks * BLOCK
+            mask = torch.ones(1, 1, length, length, dtype=torch.bool)
         else:
             mask = block_causal(num_prompt, num_blocks)
         end = num_blocks * BLOCK
         ids = torch.cat([prompt, noisy[:, :end]], 1)
+        mask = without_padding(mask, tokens)
         return Batch(ids, mask, num_prompt, masked[:, :end], answer[:, :end], weight[:, :end])
 
     def loss(self, batch: Batch) -> torch.Tensor:
@@ -198,8 +177,9 @@ class Trainer:
     def evaluate(self) -> str:
         """Exact answers of D2F on 40 problems of the training side that no batch is drawn from, in words."""
         self.export()
-        chosen = itertools.islice(problems(EVALUATION_SEED, held_out=False), 40)
-        outcome = evaluate(LLM(self.args.out), [(p.question, p.result) for p in chosen], decoding(0, 0.9))
+        chosen = itertools.islice(problems(EVALUATION_SEED, held_out=False, plain=True), 40)
+        asked = [(problem.question, problem.result) for problem in chosen if problem.result is not None]
+        outcome = evaluate(LLM(self.args.out), asked, decoding(0, 0.9))
         return f"d2f exact {outcome.accuracy:.0%}, tokens per forward {outcome.tpf:.2f}"
 
     def resume(self) -> None:
@@ -212,7 +192,7 @@ class Trainer:
             optimizer.load_state_dict(saved)
         self.generator.set_state(state["generator"])
         self.step = state["step"]
-        self.batches = Problems(self.tokenizer, self.args.seed + 1 + self.step)
+        self.batches = self._new_batches(plain=self.step < self.args.ar_steps)
         print(f"resumed at step {self.step}")
 
     def save(self) -> None:
@@ -250,3 +230,9 @@ class Trainer:
         }
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def without_padding(mask: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    """An attention mask [n, 1, s, s] in which only padding sees padding, from one [1, 1, s, s] for all."""
+    is_padding = torch.arange(mask.shape[-1]) < tokens.padding[:, None]
+    return (mask & ~is_padding[:, None, None, :]) | torch.eye(mask.shape[-1], dtype=torch.bool)

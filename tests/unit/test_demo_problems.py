@@ -4,31 +4,160 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import re
 from pathlib import Path
 
-from scripts.demo_problems import STORIES, parse_result, problems
+import pytest
 
-HELD_OUT = Path(__file__).parents[2] / "lopa_ascend" / "demo" / "heldout.jsonl"
+from scripts.demo_problems import Problem, is_held_out, normalised, parse_result, problems
+from scripts.demo_tokenizer import ASSISTANT, EOS, SYSTEM, USER, build, load
+from scripts.problems import chats
+from scripts.problems.language import Actor, Scene, conjugate, words
+from scripts.problems.relations import RELATIONS
+from scripts.problems.stories import SECTIONS
+from scripts.problems.working import Step, draw_numbers, steps_of, work
+from scripts.training.batches import Batches
+from scripts.training.noise import BLOCK, block_causal
+from scripts.training.trainer import without_padding
+
+DEMO = Path(__file__).parents[2] / "lopa_ascend" / "demo"
+OPERATORS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}
+
+
+def some(seed: int, count: int, *, held_out: bool = False, plain: bool = False) -> list[Problem]:
+    return list(itertools.islice(problems(seed, held_out, plain=plain), count))
+
+
+def value(term: str) -> int:
+    """The value of "12", "12+3" or "60+15+4"."""
+    numbers, operators = re.findall(r"\d+", term), re.findall(r"[-+*/]", term)
+    total = int(numbers[0])
+    for operator, number in zip(operators, numbers[1:], strict=True):
+        total = OPERATORS[operator](total, int(number))
+    return total
 
 
 def test_every_calculation_is_right() -> None:
-    operators = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
-    for problem in itertools.islice(problems(5, held_out=False), 500):
-        calculations = re.findall(r"(\d+)([-+*])(\d+)=(\d+)", problem.answer)
-        assert calculations
-        for a, operator, b, result in calculations:
-            assert operators[operator](int(a), int(b)) == int(result)
-        assert parse_result(problem.answer) == problem.result
-        assert all(1 <= int(n) <= 99 for n in re.findall(r"\d+", problem.question))
+    for problem in some(5, 2000):
+        if problem.result is None:
+            assert "####" not in problem.answer
+            continue
+        *lines, ending, result = re.split(r"(?<=\.)\s", problem.answer)
+        for line in lines:
+            chain = line.rpartition(": ")[2].rstrip(".").split("=")
+            assert len(chain) >= 2
+            assert len({value(term) for term in chain}) == 1, problem.answer
+        assert value(lines[-1].rpartition("=")[2].rstrip(".")) == problem.result
+        assert re.search(rf"\b{problem.result}\b", ending)
+        assert result == f"#### {problem.result}"
+        assert 0 <= problem.result <= 999
+
+
+def test_an_answer_takes_its_numbers_from_the_conversation() -> None:
+    told = {word: n for n, word in enumerate(map(words, range(100)))}
+    for problem in some(6, 1000, plain=True):
+        question = problem.question.lower()
+        numbers = {int(n) for n in re.findall(r"\d+", question)}
+        numbers |= {told[word] for word in re.findall(r"[a-z]+(?:-[a-z]+)?", question) if word in told}
+        numbers |= {2, 3, 4, 7, 12, 24}  # half, a third, a quarter, days, months and dozens, hours
+        for left, right in re.findall(r": (\d+)[-+*/](\d+)=", problem.answer):
+            assert int(right) in numbers or f"={right}." in problem.answer
+            assert int(left) in numbers or f"={left}." in problem.answer
+
+
+def test_no_template_leaves_a_slot_or_a_choice() -> None:
+    for problem in some(7, 3000):
+        for message in problem.messages:
+            assert not re.search(r"[\[\]{}<>|]", message["content"]), message
+        assert not re.search(r"  | [.,?]", problem.answer)
 
 
 def test_held_out_questions_are_never_trained_on() -> None:
-    held_out = {json.loads(line)["question"] for line in HELD_OUT.read_text().splitlines()}
-    assert len(held_out) == 500
-    assert not held_out & {p.question for p in itertools.islice(problems(1, held_out=False), 3000)}
-    assert all(not p.held_out for p in itertools.islice(problems(2, held_out=False), 300))
-    assert len(STORIES) >= 8
+    held_out = {normalised(p.question) for p in some(1, 500, held_out=True, plain=True)}
+    assert len(held_out) > 450
+    assert not held_out & {normalised(p.question) for p in some(2, 5000)}
+    assert all(is_held_out(p.question) for p in some(3, 100, held_out=True, plain=True))
+    assert is_held_out("What is 12 + 30?") == is_held_out("what is 12 +30")
+
+
+def test_questions_worded_by_hand_are_never_trained_on() -> None:
+    rows = [json.loads(line) for line in (DEMO / "handwritten.jsonl").read_text().splitlines()]
+    assert len(rows) == 200
+    by_hand = {normalised(row["question"]) for row in rows}
+    assert len(by_hand) == 200
+    assert all(0 <= row["answer"] <= 999 and row["kind"] for row in rows)
+    assert not by_hand & {normalised(p.question) for p in some(4, 5000)}
+
+
+def test_problems_are_varied() -> None:
+    found = some(8, 3000)
+    kinds = {problem.kind for problem in found}
+    assert kinds >= {"add", "subtract", "times", "share", "half", "two steps", "three steps", "four steps", "sum"}
+    roles = ["".join(message["role"][0] for message in problem.messages) for problem in found]
+    assert {"u", "su", "uau", "suau"} <= set(roles)
+    assert len({problem.question for problem in found}) > 2800
+    assert any(problem.question.endswith("\n") for problem in found)
+    assert any(problem.question == problem.question.lower() for problem in found)
+    assert {problem.answer for problem in found if problem.result is None} == {chats.HELLO_ANSWER, chats.BEYOND_ANSWER}
+
+
+def test_the_same_seed_gives_the_same_problems() -> None:
+    assert some(9, 50) == some(9, 50)
+    assert some(9, 50) != some(10, 50)
+
+
+@pytest.mark.parametrize(
+    ("step", "chain"),
+    [
+        (Step(24, "+", 18), "24+18=34+8=42"),
+        (Step(3, "+", 327), "3+327=330"),
+        (Step(215, "+", 335), "215+335=515+35=545+5=550"),
+        (Step(230, "+", 315), "230+315=515+30=545"),
+        (Step(500, "-", 289), "500-289=300-89=220-9=211"),
+        (Step(7, "*", 8), "7*8=56"),
+        (Step(125, "*", 3), "125*3=300+60+15=360+15=370+5=375"),
+        (Step(12, "*", 20), "12*20=200+40=240"),
+        (Step(84, "/", 2), "84/2=40+2=42"),
+        (Step(56, "/", 7), "56/7=8"),
+    ],
+)
+def test_work(step: Step, chain: str) -> None:
+    assert work(step) == chain
+
+
+def test_steps_follow_the_order_of_operations() -> None:
+    assert steps_of("k-n*m", {"k": 50, "n": 3, "m": 9}) == [Step(3, "*", 9), Step(50, "-", 27)]
+    assert steps_of("n-m", {"n": 3, "m": 9}) is None
+    assert steps_of("n/m", {"n": 10, "m": 3}) is None
+    assert steps_of("n*m", {"n": 40, "m": 30}) is None
+
+
+def test_every_relation_has_numbers_and_asks() -> None:
+    rng = random.Random(0)
+    for relation in RELATIONS:
+        numbers, steps = draw_numbers(rng, relation.expression)
+        assert steps
+        assert all(f"{{{name}}}" in relation.template for name in numbers), relation
+        assert "?" in relation.template
+
+
+def test_every_story_template_has_its_number() -> None:
+    for title, lines in SECTIONS.items():
+        if title.endswith(("start", "more", "fewer")):
+            assert all("{n}" in line for line in lines), title
+
+
+def test_verbs_pronouns_and_numbers() -> None:
+    assert [conjugate("carry", person, past) for person, past in (("f", False), ("1", False), ("m", True))] == [
+        "carries", "carry", "carried",
+    ]  # fmt: skip
+    assert [conjugate("be", person, False) for person in "1fp"] == ["am", "is", "are"]
+    assert [words(n) for n in (0, 13, 40, 87)] == ["zero", "thirteen", "forty", "eighty-seven"]
+    scene = Scene(random.Random(0), False, 0.0, {"A": Actor("Ann", "f"), "B": Actor("", "1")}, {"o": "eggs"})
+    assert scene.say("{A} <have> {n} {o} , {B} <have@B> {m}", n=5, m=6) == "Ann has 5 eggs, I have 6"
+    scene.names_only = True
+    assert scene.say("{A} [<go>|<go>] with {A's} eggs") == "Ann goes with Ann's eggs"
 
 
 def test_parse_result() -> None:
@@ -36,3 +165,48 @@ def test_parse_result() -> None:
     assert parse_result("#### 1 and #### 2") == 2
     assert parse_result("####") is None
     assert parse_result("no number") is None
+
+
+def test_the_tokenizer_spells_any_word_and_digits_alone(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = build(tmp_path, corpus_size=300)
+    text = f"{SYSTEM}Be nice.{USER}Zyx\n has 345  ü's!{ASSISTANT}"
+    encoding = tokenizer.encode(text)
+    assert tokenizer.decode(encoding.ids, skip_special_tokens=False) == text
+    assert [token for token in encoding.tokens if token.strip("Ġ").isdigit()] == ["3", "4", "5"]
+    assert load(tmp_path).encode(text).ids == encoding.ids
+    auto = AutoTokenizer.from_pretrained(tmp_path)
+    messages = [{"role": "system", "content": "Be nice."}, {"role": "user", "content": "Zyx\n has 345  ü's!"}]
+    assert auto.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) == encoding.ids
+    assert auto.eos_token == EOS
+
+
+def test_training_sees_the_chat_template_and_words_in_pieces(tmp_path: Path) -> None:
+    tokenizer = build(tmp_path, corpus_size=300)
+    batches = Batches(tokenizer, seed=1, plain=False)
+    whole = 0
+    for problem in some(11, 200):
+        messages = "".join(
+            f"<|{message['role']}|>{message['content']}" + (EOS if message["role"] == "assistant" else "")
+            for message in problem.messages
+        )
+        ids = batches.prompt(problem)
+        assert tokenizer.decode(ids, skip_special_tokens=False) == messages + ASSISTANT
+        whole += ids == tokenizer.encode(messages + ASSISTANT).ids
+    assert 100 < whole < 195
+
+
+def test_a_batch_is_padded_left_of_prompts_and_right_of_answers(tmp_path: Path) -> None:
+    tokenizer = build(tmp_path, corpus_size=300)
+    eos = tokenizer.get_vocab()[EOS]
+    tokens = Batches(tokenizer, seed=1, plain=False).next(8)
+    assert tokens.answer.shape[1] % BLOCK == 0
+    for prompt, padding, answer in zip(tokens.prompt, tokens.padding, tokens.answer, strict=True):
+        assert (prompt[:padding] == eos).all()
+        assert int(prompt[padding]) in {tokenizer.get_vocab()[SYSTEM], tokenizer.get_vocab()[USER]}
+        assert answer[-1] == eos
+    mask = without_padding(block_causal(tokens.prompt.shape[1], tokens.answer.shape[1] // BLOCK), tokens)
+    for row, padding in zip(mask[:, 0], tokens.padding, strict=True):
+        assert not row[padding:, :padding].any()
+        assert row.any(1).all()

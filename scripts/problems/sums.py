@@ -1,0 +1,42 @@
+"""Sums in symbols or words, without a story."""
+
+from __future__ import annotations
+
+import random
+
+from scripts.problems.language import words
+from scripts.problems.wordings import read
+from scripts.problems.working import Step, draw_numbers
+
+SUMS = read("sums")
+"""By section of sums.txt."""
+SYMBOLS = {
+    "+": ("+", " + ", " plus ", " + "), "-": ("-", " - ", " minus ", " - "),
+    "*": ("*", " * ", " times ", " x ", "x", " multiplied by "), "/": ("/", " / ", " divided by ", " : ", "÷", " ÷ "),
+}  # fmt: skip
+LONGER = ("n+m+k", "n-m+k", "n+m-k", "n-m-k", "n*m+k", "n*m-k", "n+m*k", "n-m*k", "n+m+k+j", "n+m-k+j")
+
+
+def make_sum(rng: random.Random) -> tuple[str, list[Step]]:
+    """A question, and the steps of its answer."""
+    if rng.random() < 0.25:
+        expression = rng.choice(LONGER)
+    else:
+        expression = rng.choice(("n+m", "n+m", "n+m", "n-m", "n-m", "n-m", "n*m", "n*m", "n/m", "n/m", "n/2", "n*2"))
+    numbers, steps = draw_numbers(rng, expression)
+    in_words = rng.random() < 0.06
+    said = {name: words(n) if in_words and n < 100 else str(n) for name, n in numbers.items()}
+    if f"phrases {expression}" in SUMS and rng.random() < (1 if "2" in expression else 0.3):
+        if rng.random() < 0.4:
+            return rng.choice(SUMS[f"commands {expression}"]).format(**said), steps
+        text = rng.choice(SUMS[f"phrases {expression}"]).format(**said)
+    else:
+        style = rng.uniform(0.4, 0.8) if in_words else rng.random()  # words need spaces between them
+        said |= {op: _symbol(rng, op, style) for op in SYMBOLS}
+        text = "".join(said.get(char, char) for char in expression)
+    return rng.choice(SUMS["frames"]).format(e=text), steps
+
+
+def _symbol(rng: random.Random, op: str, style: float) -> str:
+    """An operator: closed up, with spaces, or in other ways."""
+    return SYMBOLS[op][int(style * 2.5)] if style < 0.8 else rng.choice(SYMBOLS[op])

@@ -1,0 +1,217 @@
+"""Tells problems: a question in words, the steps of its answer, and what the result counts."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+
+from scripts.problems import stories
+from scripts.problems.chats import CHATS
+from scripts.problems.language import Scene, capitalise, random_scene
+from scripts.problems.lexicon import WORDS
+from scripts.problems.relations import RELATIONS
+from scripts.problems.stories import SECTIONS, STORIES, Story
+from scripts.problems.sums import make_sum
+from scripts.problems.working import LARGEST, Step, draw_number, draw_numbers, draw_small
+
+SIGNS = {"dollars": "$", "euros": "€", "pounds": "£"}
+
+
+@dataclass
+class Told:
+    """A question and how it is solved."""
+
+    question: str
+    steps: list[Step]
+    unit: str
+    """What the result counts; "" for nothing."""
+    scene: Scene | None = None
+    """Who and what it is about, for a next question; None for a sum."""
+
+
+def tell(rng: random.Random) -> Told:
+    """A random problem."""
+    chosen = rng.random()
+    if chosen < 0.16:
+        question, steps = make_sum(rng)
+        return Told(question, steps, "")
+    return tell_story(rng) if chosen < 0.58 else tell_relation(rng)
+
+
+def tell_relation(rng: random.Random) -> Told:
+    """A problem in which nothing changes."""
+    relation = rng.choice(RELATIONS)
+    scene = random_scene(rng)
+    scene.names_only = "{B}" in relation.template
+    others = "".join(name for name in "nmkj" if f"{{{name}}}" in relation.template)
+    numbers, steps = draw_numbers(rng, relation.expression, others)
+    sentences = scene.say(relation.template, **numbers)
+    if rng.random() < 0.05:
+        sentences = _with_filler(rng, scene, sentences)
+    unit = scene.say(relation.unit)
+    return Told(with_sign(rng, capitalise(sentences), scene.slots["coin"]), steps, unit, scene)
+
+
+def with_sign(rng: random.Random, text: str, coin: str) -> str:
+    """A text in which now and then "$5" stands for "5 dollars", as well with euros and pounds."""
+    if coin not in SIGNS or rng.random() < 0.6:
+        return text
+    return re.sub(rf"(\d+) {coin}\b", rf"{SIGNS[coin]}\1", text)
+
+
+def _with_filler(rng: random.Random, scene: Scene, text: str) -> str:
+    """A text with a sentence somewhere that does not matter."""
+    sentences = text.split(". ")
+    sentences.insert(rng.randrange(len(sentences)), scene.say(rng.choice(SECTIONS["fillers"])).rstrip("."))
+    return ". ".join(sentences).replace("!. ", "! ")
+
+
+class Teller:
+    """Tells a story of an amount that changes.
+
+    Args:
+        rng: of everything.
+        story: the kind of story.
+    """
+
+    def __init__(self, rng: random.Random, story: Story):
+        self.rng = rng
+        self.story = story
+        self.scene = random_scene(rng, story.nouns)
+        if story is stories.MONEY:
+            coin = rng.choice(WORDS["money"])
+            self.scene.slots |= {"o": coin, "o1": coin.removesuffix("s")}
+        self.steps: list[Step] = []
+        self.parts: list[tuple[str, bool]] = []
+        """Sentences without their capital, and whether each begins with "{A} <verb>"."""
+        self.value = 0
+
+    def add(self, templates: list[str], **numbers: int) -> None:
+        """Tells one of the templates."""
+        template = self.rng.choice(templates)
+        may_drop = template.startswith("{A} <") and bool(self.parts) and self.parts[-1][1] and self.rng.random() < 0.25
+        text = self.scene.say(template.removeprefix("{A} ") if may_drop else template, **numbers)
+        if may_drop:
+            before = self.parts.pop()[0].rstrip(".")
+            text = f"{before}{self.rng.choice((' and', ' and', ' and then', ', then'))} {text}"
+        self.parts.append((text, template.startswith("{A} <") and template.count(".") == 1))
+
+    def step(self, op: str, right: int, left: int | None = None) -> None:
+        """Makes a step of the answer, from the present amount or from ``left``."""
+        self.steps.append(Step(self.value if left is None else left, op, right))
+        self.value = self.steps[-1].result
+
+    def begin(self) -> None:
+        """Tells what there is at first."""
+        chosen = self.rng.random()
+        is_owned = self.story in (stories.OWNED, stories.SHOP)
+        if is_owned and chosen < 0.16:
+            numbers, steps = draw_numbers(self.rng, "n*m")
+            self.add(SECTIONS["start groups"], **numbers)
+        elif is_owned and chosen < 0.24:
+            numbers, steps = draw_numbers(self.rng, "n+m")
+            self.add(SECTIONS["start pairs"], **numbers)
+        else:
+            self.value = draw_number(self.rng)
+            self.add(self.story.start, n=self.value)
+            return
+        self.steps = steps
+        self.value = steps[-1].result
+
+    def change(self) -> bool:
+        """Tells that something comes or goes; returns False if the numbers did not fit."""
+        is_more = self.rng.random() < (0.5 if self.value < 500 else 0.25)
+        if self.value < 4:
+            is_more = True
+        in_groups = self.story is stories.OWNED and self.rng.random() < 0.12
+        room = LARGEST - self.value if is_more else self.value
+        if in_groups:
+            numbers, steps = draw_numbers(self.rng, "n*m")
+            if steps[-1].result > room:
+                return False
+            before = self.value
+            self.add(SECTIONS["more groups"] if is_more else SECTIONS["fewer groups"], **numbers)
+            self.steps += steps
+            self.step("+" if is_more else "-", steps[-1].result, before)
+            return True
+        if self.rng.random() < 0.03 and self.value * 2 <= LARGEST:
+            self.add(SECTIONS["doubles"])
+            self.step("*", 2)
+            return True
+        n = draw_number(self.rng)
+        if n > room:
+            n = self.rng.randint(1, max(1, room))
+        if n > room or n < 1:
+            return False
+        self.add(self.story.more if is_more else self.story.fewer, n=n)
+        self.step("+" if is_more else "-", n)
+        return True
+
+    def end(self) -> str:
+        """Tells how the story ends and returns the question, without its capital."""
+        divisors = [d for d in range(2, 13) if self.value % d == 0 and self.value > d]
+        may_share = self.story in (stories.OWNED, stories.SHOP) and len(self.steps) < 4
+        if may_share and divisors and self.rng.random() < 0.16:
+            n = self.rng.choice(divisors)
+            is_half = self.value % 2 == 0 and self.rng.random() < 0.4
+            template = self.rng.choice(SECTIONS["halves"] if is_half else SECTIONS["shares"])
+            self.step("/", 2 if is_half else n)
+            return self.scene.say(template, n=n)
+        has_left = any(step.op == "-" for step in self.steps) and self.rng.random() < 0.75
+        template = self.rng.choice(self.story.ask_left if has_left else self.story.ask)
+        return self.scene.say(template)
+
+    def text(self, question: str) -> str:
+        """All of it."""
+        rng = self.rng
+        parts = [part for part, _ in self.parts]
+        if len(parts) <= 2 and rng.random() < 0.06 and question.endswith("?") and all(p.count(".") == 1 for p in parts):
+            return capitalise(f"{question[:-1]} if {' and '.join(part.rstrip('.') for part in parts)}?")
+        if rng.random() < 0.07:
+            parts.insert(rng.randint(0, len(parts)), self.scene.say(rng.choice(SECTIONS["fillers"])))
+        text = parts[0]
+        for part in parts[1:]:
+            if rng.random() < 0.1 and text.endswith("."):
+                text = f"{text[:-1]}{rng.choice((', then', ' and', ', and', ', and then', ', but then', ';'))} {part}"
+            else:
+                text = f"{text} {part}"
+        return capitalise(f"{text} {question}")
+
+
+def tell_story(rng: random.Random) -> Told:
+    """A problem from a story with one to four steps."""
+    teller = Teller(rng, rng.choice(STORIES))
+    teller.begin()
+    num_changes = rng.choice((1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 4))
+    while len(teller.steps) < num_changes:
+        teller.change()
+    text = teller.text(teller.end())
+    if teller.story is stories.MONEY:
+        text = with_sign(rng, text, teller.scene.slots["o"])
+    return Told(text, teller.steps, teller.scene.slots["o"], teller.scene)
+
+
+def tell_next(rng: random.Random, told: Told) -> Told | None:
+    """A question that goes on from another one's result; None if none fits."""
+    result = told.steps[-1].result
+    scene = told.scene or random_scene(rng)
+    chosen = rng.random()
+    if chosen < 0.42:
+        templates, step = CHATS["more"], Step(result, "+", draw_number(rng))
+    elif chosen < 0.8:
+        n = draw_number(rng)
+        templates, step = CHATS["fewer"], Step(result, "-", n if n <= result else rng.randint(1, max(1, result)))
+    elif chosen < 0.86:
+        templates, step = CHATS["half"], Step(result, "/", 2)
+    elif chosen < 0.9:
+        templates, step = CHATS["double"], Step(result, "*", 2)
+    elif chosen < 0.95:
+        templates, step = CHATS["share"], Step(result, "/", draw_small(rng))
+    else:
+        templates, step = CHATS["times"], Step(result, "*", draw_small(rng))
+    if not step.is_easy or step.left == 0:
+        return None
+    if told.scene is None:
+        templates = [template for template in templates if "{A}" not in template and "{o}" not in template] or templates
+    return Told(capitalise(scene.say(rng.choice(templates), n=step.right)), [step], told.unit, scene)
