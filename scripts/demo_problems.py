@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from lopa_ascend.demo import HANDWRITTEN
 from scripts.problems import chats
-from scripts.problems.telling import Told, tell, tell_next
+from scripts.problems.telling import Narrative, tell, tell_next
 from scripts.problems.working import answer, kind_of
 
 HELD_OUT_BUCKETS = 64
@@ -112,7 +112,7 @@ def make_problem(rng: random.Random) -> Problem:
     return Problem(messages, answer(rng, told.steps, told.unit), told.steps[-1].result, kind, held_out)
 
 
-def _earlier_turn(rng: random.Random, told: Told) -> list[Message]:
+def _earlier_turn(rng: random.Random, told: Narrative) -> list[Message]:
     """A question and its answer, which is worked out, brief, or small talk before them."""
     text = answer(rng, told.steps, told.unit)
     if rng.random() < 0.15:

@@ -142,6 +142,8 @@ def kinds(llm: LLM, limit: int) -> None:
     held_out = [json.loads(line) for line in HELD_OUT.read_text(encoding="utf-8").splitlines()[:limit]]
     by_hand = [json.loads(line) for line in HANDWRITTEN.read_text(encoding="utf-8").splitlines()[:limit]]
     rows = [(parse_result(row["answer"]), row) for row in held_out] + [(row["answer"], row) for row in by_hand]
+    # Held-out problems that are older than the kinds have none.
+    kind_of_row = [row.get("kind", "no kind") for _, row in rows]
     exact: dict[int, list[bool]] = {}
     for num_branches in (0, 7):
         outputs = llm.chat([asked(row["question"]) for _, row in rows], decoding(num_branches, 0.9))
@@ -150,11 +152,11 @@ def kinds(llm: LLM, limit: int) -> None:
         ]
     print("| kind | held-out | d2f | lopa, k = 7 | by hand | d2f | lopa, k = 7 |")
     print("|---|---|---|---|---|---|---|")
-    names = list(dict.fromkeys(row["kind"] for _, row in rows))
+    names = list(dict.fromkeys(kind_of_row))
     for name in [*names, "all"]:
         cells = [name]
         for numbers in (range(len(held_out)), range(len(held_out), len(rows))):
-            chosen = [i for i in numbers if name in (rows[i][1]["kind"], "all")]
+            chosen = [i for i in numbers if name in (kind_of_row[i], "all")]
             cells.append(str(len(chosen)))
             for by_problem in exact.values():
                 right = sum(by_problem[i] for i in chosen)

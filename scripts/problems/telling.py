@@ -19,7 +19,7 @@ SIGNS = {"dollars": "$", "euros": "€", "pounds": "£"}
 
 
 @dataclass
-class Told:
+class Narrative:
     """A question and how it is solved."""
 
     question: str
@@ -30,16 +30,16 @@ class Told:
     """Who and what it is about, for a next question; None for a sum."""
 
 
-def tell(rng: random.Random) -> Told:
+def tell(rng: random.Random) -> Narrative:
     """A random problem."""
     chosen = rng.random()
     if chosen < 0.16:
         question, steps = make_sum(rng)
-        return Told(question, steps, "")
+        return Narrative(question, steps, "")
     return tell_story(rng) if chosen < 0.58 else tell_relation(rng)
 
 
-def tell_relation(rng: random.Random) -> Told:
+def tell_relation(rng: random.Random) -> Narrative:
     """A problem in which nothing changes."""
     relation = rng.choice(RELATIONS)
     scene = random_scene(rng)
@@ -50,7 +50,7 @@ def tell_relation(rng: random.Random) -> Told:
     if rng.random() < 0.05:
         sentences = _with_filler(rng, scene, sentences)
     unit = scene.say(relation.unit)
-    return Told(with_sign(rng, capitalise(sentences), scene.slots["coin"]), steps, unit, scene)
+    return Narrative(with_sign(rng, capitalise(sentences), scene.slots["coin"]), steps, unit, scene)
 
 
 def with_sign(rng: random.Random, text: str, coin: str) -> str:
@@ -179,7 +179,7 @@ class Teller:
         return capitalise(f"{text} {question}")
 
 
-def tell_story(rng: random.Random) -> Told:
+def tell_story(rng: random.Random) -> Narrative:
     """A problem from a story with one to four steps."""
     teller = Teller(rng, rng.choice(STORIES))
     teller.begin()
@@ -189,10 +189,10 @@ def tell_story(rng: random.Random) -> Told:
     text = teller.text(teller.end())
     if teller.story is stories.MONEY:
         text = with_sign(rng, text, teller.scene.slots["o"])
-    return Told(text, teller.steps, teller.scene.slots["o"], teller.scene)
+    return Narrative(text, teller.steps, teller.scene.slots["o"], teller.scene)
 
 
-def tell_next(rng: random.Random, told: Told) -> Told | None:
+def tell_next(rng: random.Random, told: Narrative) -> Narrative | None:
     """A question that goes on from another one's result; None if none fits."""
     result = told.steps[-1].result
     scene = told.scene or random_scene(rng)
@@ -214,4 +214,4 @@ def tell_next(rng: random.Random, told: Told) -> Told | None:
         return None
     if told.scene is None:
         templates = [template for template in templates if "{A}" not in template and "{o}" not in template] or templates
-    return Told(capitalise(scene.say(rng.choice(templates), n=step.right)), [step], told.unit, scene)
+    return Narrative(capitalise(scene.say(rng.choice(templates), n=step.right)), [step], told.unit, scene)

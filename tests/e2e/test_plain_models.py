@@ -94,6 +94,7 @@ def test_golden_cases_in_compiled_steps(kind: tuple[str, str, str], tmp_path: Pa
     assert stats.num_steps > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("plain_registered")
 def test_a_golden_case_through_inductor(tmp_path: Path) -> None:
     trace = golden.read("d2f_causal_b4_eos")

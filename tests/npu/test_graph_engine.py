@@ -158,6 +158,7 @@ def test_kept_graphs_are_taken_for_a_pool_of_the_same_size_alone(tmp_path: Path)
     assert eager[0] != eager[1]
 
 
+@pytest.mark.slow
 def test_kept_graphs_of_a_plain_model_hold_for_its_forward_alone(tmp_path: Path) -> None:
     """Whatever its weights are; the class that computes it is no part of this project's code."""
 

@@ -54,6 +54,7 @@ def sample() -> Sample:
     return Sample()
 
 
+@pytest.mark.slow
 def test_100_steps_of_two_buckets_compile_two_graphs(sample: Sample) -> None:
     compiler = load_compiler("cpu", "inductor", key="sample")
     graphs = counters["stats"]["unique_graphs"]
