@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # All checks, with the tools on PATH, or those of .venv where it exists: ci/check.sh [--fast | --slow]
-# --fast runs the unit tests alone, --slow also the tests marked slow, which are judges of the
-# server and long compilations. mypy runs beside
-# the tests. Every stage runs whatever the ones before it said; the exit status is 1 if any failed.
+# --fast runs the unit tests alone, --slow also the tests marked slow, which are judges of the server and long compilations.
+# mypy runs beside the tests. Every stage runs whatever the ones before it said; the exit status is 1 if any failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 # Of two processes, each runs one file of tests after another; the files begin in the order of testpaths.
@@ -10,7 +9,7 @@ tests=(-n 2 --dist loadfile --no-loadscope-reorder)
 case "${*:-}" in
     "") tests+=(-m "not slow") ;;
     --slow) ;;
-    --fast) tests=(tests/unit) ;;
+    --fast) tests+=(tests/unit) ;;
     *) echo "usage: ci/check.sh [--fast | --slow]" >&2 && exit 2 ;;
 esac
 if [[ -z ${VIRTUAL_ENV:-} && -x .venv/bin/python ]]; then
