@@ -22,8 +22,8 @@ from lopa_ascend.score.greedy import GreedyScore
 logger = logging.getLogger(__name__)
 
 CPU_WARNING = (
-    "graph_mode inductor: %d graphs are compiled before the first request, which takes minutes, and on a CPU a step "
-    "computes its whole bucket, so it is slower than in graph_mode eager. It is meant for tests of compiled steps."
+    "graph_mode inductor is meant for tests of compiled steps: on a CPU it has not been faster than graph_mode eager. "
+    "Before the first request %d graphs are compiled, which can take minutes."
 )
 
 

@@ -82,7 +82,7 @@ class DecodeStep:
         )
 
     def _saved(self, inputs: StepInputs, constants: Constants, winner: Tensor) -> Tensor:
-        """Which of the seen hidden states are saved, int [S * K]: of those that differ by branch, the winner's."""
+        """Rows of the hidden states that are saved, int [S * K]. Where hidden states differ by branch, the winner's."""
         saved = inputs.model.saved
         if not self.bucket.full_attention:
             return saved

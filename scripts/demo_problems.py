@@ -26,10 +26,11 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.demo import HANDWRITTEN
 from scripts.problems import chats
 from scripts.problems.telling import Narrative, tell, tell_next
-from scripts.problems.working import answer, kind_of
+from scripts.problems.working import answer
 
 HELD_OUT_BUCKETS = 64
 """Questions fall into so many buckets, of which one is held out."""
@@ -81,11 +82,10 @@ HANDWRITTEN_QUESTIONS = _handwritten()
 
 def plain_problem(rng: random.Random) -> Problem:
     """A random problem of either side in one clean message."""
-    told = tell(rng)
-    kind = kind_of(told.steps) if told.scene else "sum"
-    messages = [{"role": "user", "content": told.question}]
-    text = answer(rng, told.steps, told.unit)
-    return Problem(messages, text, told.steps[-1].result, kind, is_held_out(told.question))
+    narrative = tell(rng)
+    messages = [{"role": "user", "content": narrative.question}]
+    text = answer(rng, narrative.steps, narrative.unit)
+    return Problem(messages, text, narrative.steps[-1].result, narrative.kind, is_held_out(narrative.question))
 
 
 def make_problem(rng: random.Random) -> Problem:
@@ -98,27 +98,30 @@ def make_problem(rng: random.Random) -> Problem:
         question, text = chats.small_talk(rng)
         messages.append({"role": "user", "content": chats.typed(rng, question)})
         return Problem(messages, text, None, "no problem", is_held_out(question))
-    told = tell(rng)
-    held_out = is_held_out(told.question)
-    question = told.question
+    narrative = tell(rng)
+    held_out = is_held_out(narrative.question)
+    question = narrative.question
     if chosen < SMALL_TALK_SHARE + SECOND_TURN_SHARE:
-        messages += _earlier_turn(rng, told)
-        following = tell_next(rng, told) if rng.random() < 0.6 else None
-        told = following or tell(rng)
-        held_out = held_out or (following is None and is_held_out(told.question))
-        question = told.question
+        messages += _earlier_turn(rng, narrative)
+        following = tell_next(rng, narrative) if rng.random() < 0.6 else None
+        narrative = following or tell(rng)
+        held_out = held_out or (following is None and is_held_out(narrative.question))
+        question = narrative.question
     messages.append({"role": "user", "content": chats.typed(rng, question)})
-    kind = kind_of(told.steps) if told.scene else "sum"
-    return Problem(messages, answer(rng, told.steps, told.unit), told.steps[-1].result, kind, held_out)
+    return Problem(
+        messages, answer(rng, narrative.steps, narrative.unit), narrative.steps[-1].result, narrative.kind, held_out
+    )
 
 
-def _earlier_turn(rng: random.Random, told: Narrative) -> list[Message]:
+def _earlier_turn(rng: random.Random, narrative: Narrative) -> list[Message]:
     """A question and its answer, which is worked out, brief, or small talk before them."""
-    text = answer(rng, told.steps, told.unit)
+    text = answer(rng, narrative.steps, narrative.unit)
     if rng.random() < 0.15:
-        result = told.steps[-1].result
-        text = rng.choice((f"{result}", f"The answer is {result}.", f"#### {result}", f"{result} {told.unit}".strip()))
-    turn = [{"role": "user", "content": chats.typed(rng, told.question)}, {"role": "assistant", "content": text}]
+        result = narrative.steps[-1].result
+        text = rng.choice(
+            (f"{result}", f"The answer is {result}.", f"#### {result}", f"{result} {narrative.unit}".strip())
+        )
+    turn = [{"role": "user", "content": chats.typed(rng, narrative.question)}, {"role": "assistant", "content": text}]
     if rng.random() < 0.08:
         question, reply = chats.small_talk(rng)
         turn = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}, *turn]
@@ -151,7 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.demo_problems",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--count", type=int, default=3, metavar="N", help="number of problems (default: 3)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the problems (default: 0)")

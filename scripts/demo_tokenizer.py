@@ -16,6 +16,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 
+from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.text.tokenizer_files import WORD_PATTERN
 from scripts.demo_problems import problems
 
@@ -100,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.demo_tokenizer",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("folder", type=Path, help="where the files go")
     parser.add_argument("--seed", type=int, default=0, help="seed of the problems (default: 0)")

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from lopa_ascend.config import DecodingParams
+from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.demo import HANDWRITTEN, HELD_OUT
 from lopa_ascend.types import GenerationOutput
 from scripts.demo_problems import Message, is_held_out, parse_result
@@ -209,11 +210,11 @@ def going_on(count: int) -> tuple[list[Conversation], list[int | None]]:
     conversations: list[Conversation] = []
     results: list[int | None] = []
     while len(conversations) < count:
-        told = tell(rng)
-        following = tell_next(rng, told) if is_held_out(told.question) else None
+        narrative = tell(rng)
+        following = tell_next(rng, narrative) if is_held_out(narrative.question) else None
         if following:
-            reply = {"role": "assistant", "content": answer(rng, told.steps, told.unit)}
-            conversations.append([*asked(told.question), reply, *asked(following.question)])
+            reply = {"role": "assistant", "content": answer(rng, narrative.steps, narrative.unit)}
+            conversations.append([*asked(narrative.question), reply, *asked(following.question)])
             results.append(following.steps[-1].result)
     return conversations, results
 
@@ -259,7 +260,7 @@ def draw(outcomes: dict[tuple[str, int, float], Outcome], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.eval_demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m scripts.eval_demo", description=__doc__, formatter_class=HelpFormatter
     )
     parser.add_argument("what", choices=DEFAULT_LIMITS, help="what to measure")
     parser.add_argument("--model", metavar="DIR", help="another model directory (default: the bundled model)")
@@ -281,8 +282,10 @@ def main() -> None:
         targets(LLM(args.model, **options), limit)
     elif args.what == "table":
         table(LLM(args.model, **options), limit, args.plot)
-    elif args.what in ("kinds", "typed"):
-        (kinds if args.what == "kinds" else typed)(LLM(args.model, **options), limit)
+    elif args.what == "kinds":
+        kinds(LLM(args.model, **options), limit)
+    elif args.what == "typed":
+        typed(LLM(args.model, **options), limit)
     else:
         prefix(args.model, limit, options)
 

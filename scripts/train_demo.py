@@ -20,6 +20,7 @@ import argparse
 import json
 from pathlib import Path
 
+from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.demo import DEMO_MODEL, HELD_OUT
 from scripts.demo_problems import problems
 
@@ -41,7 +42,7 @@ def write_held_out(path: Path, count: int, seed: int) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.train_demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m scripts.train_demo", description=__doc__, formatter_class=HelpFormatter
     )
     files = parser.add_argument_group("files")
     files.add_argument(

@@ -36,8 +36,11 @@ def has_equal_halves(rewriter: Rewriter, node: Node) -> bool:
     size, rank = value(source).shape[-1], value(source).dim()
     if target in SCALED and isinstance(node.args[1], Node):
         return False
-    if target is aten.index.Tensor and len(node.args[1]) == rank:  # type: ignore[arg-type]
-        return False
+    if target is aten.index.Tensor:
+        indices = node.args[1]
+        assert isinstance(indices, (list, tuple))
+        if len(indices) == rank:  # the last dimension is indexed too
+            return False
     if target is aten.index_select.default and node.args[1] in (-1, rank - 1):
         return False
     known = target in ELEMENTWISE | SCALED | MOVED | TAKEN

@@ -135,7 +135,7 @@ class DecodingParams:
             Integer(0, INT64_MAX),
             "seed of this request's sampling; the same request with the same seed gets the same answer",
             group=None,  # the flag --seed is the engine's, from which requests draw theirs
-            default_text="a new one for each answer, which tells it",
+            default_text="a new one for each answer, which contains it",
         ),
     )
     presence_penalty: float = declare(

@@ -29,7 +29,7 @@ from lopa_ascend.sequence import Request
 from lopa_ascend.types import EngineStats, RankReport, SequenceResult, Update
 
 SEED_BITS = 53
-"""Of the seeds that are drawn: as many as every JSON client can send back."""
+"""Bits of a seed that is drawn: few enough that every JSON client can send the seed back unchanged."""
 
 
 class Engine:
@@ -110,6 +110,7 @@ class Engine:
         return Runner(EagerExecutor(model, pool, prepared.ops, bp), graphs)
 
     def _choose_seed(self) -> int:
+        """The configured seed, or else one that rank 0 draws for all ranks."""
         seed = secrets.randbits(SEED_BITS) if self.config.seed is None else self.config.seed
         return int(self.mesh.world.broadcast(torch.tensor([seed]), 0, "start"))
 
@@ -159,14 +160,9 @@ class Engine:
         if request_id in self.scheduler.running or request_id in self.scheduler.waiting:
             raise ValueError(f"request id {request_id!r} is in use")
         self.limits.check(len(prompt), params)
-        params = self.with_seed(params)
+        if params.temperature and params.seed is None:
+            params = replace(params, seed=self._seeds.getrandbits(SEED_BITS))
         self.scheduler.add(Request(request_id, tuple(prompt), params, trace))
-
-    def with_seed(self, params: DecodingParams) -> DecodingParams:
-        """The parameters with a new seed if they need one and have none."""
-        if params.temperature == 0 or params.seed is not None:
-            return params
-        return replace(params, seed=self._seeds.getrandbits(SEED_BITS))
 
     def abort(self, request_id: str) -> bool:
         """Ends a request now and frees its pages; it gets no further update. False if there is no such request."""

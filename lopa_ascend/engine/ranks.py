@@ -108,9 +108,9 @@ class LeadingEngine(Engine):
         """Queues a request on every rank, as ``Engine.add`` does on one."""
         self._check()
         with self._lock:
-            params = self.with_seed(params)
             super().add(request_id, prompt, params, trace=trace)
-            self._outbox.append(Generate(request_id, list(prompt), params, trace))
+            drawn = self.scheduler.waiting[request_id].params  # with the seed that this rank may have drawn
+            self._outbox.append(Generate(request_id, list(prompt), drawn, trace))
 
     def abort(self, request_id: str) -> bool:
         """Ends a request on every rank, as ``Engine.abort`` does on one."""

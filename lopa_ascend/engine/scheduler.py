@@ -1,7 +1,7 @@
 """Which requests run, which of them take part in a step, and which pages they use. Plain Python, no torch.
 
 Requests are admitted first come, first served, when the pages are there that they can need at worst: for the prompt and
-``max_new_tokens``, times the slots where their pages differ. So a running request is never preempted. Pages that it
+the whole canvas, times the slots where their pages differ. So a running request is never preempted. Pages that it
 turns out not to need become free for others after each commit.
 
 Prompts are computed in steps of their own. After such a step comes at least one decoding step if anything decodes, so
@@ -33,7 +33,7 @@ class _CachedPrompt:
     entry: PrefixEntry | None = None
     """Set if the whole prompt is cached."""
     full_pages: tuple[int, ...] = ()
-    """Pages that the request shares: those that the prompt fills completely, as far as they are cached."""
+    """Cached pages that the prompt fills completely; the request shares these pages."""
 
     @property
     def pages(self) -> tuple[int, ...]:

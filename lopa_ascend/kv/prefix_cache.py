@@ -83,8 +83,8 @@ class PrefixCache:
         return entry
 
     def longest(self, key: PrefixKey) -> tuple[int, ...]:
-        """Pages for the beginning of a prompt that has no entry: those that it shares with the cached prompt that
-        equals it for most whole pages. At least one token of the prompt is left to compute.
+        """The pages that a prompt without an entry can reuse: the whole pages that it has in common with the cached
+        prompt that begins like it for longest. At least one token of the prompt is left to compute.
 
         This is the published approximation: keys and values depend on all of a prompt, and the cached prompt continues
         differently."""

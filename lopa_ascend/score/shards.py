@@ -90,7 +90,7 @@ def _offer_one(x: Tensor, high: Tensor, scoring: Scoring, positions: Tensor, rou
     else:
         chosen = first_argmax(x)
     values = x.gather(-1, chosen)
-    # "other" is taken over all ids but the chosen one, so also over those that may not be chosen.
+    # "other" is the largest logit of all ids but the chosen one; ids that may not be chosen count too.
     x.scatter_(-1, chosen, -math.inf)
     for place, logits in banned:
         x[place] = logits

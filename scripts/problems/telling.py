@@ -13,7 +13,7 @@ from scripts.problems.lexicon import WORDS
 from scripts.problems.relations import RELATIONS
 from scripts.problems.stories import SECTIONS, STORIES, Story
 from scripts.problems.sums import make_sum
-from scripts.problems.working import LARGEST, Step, draw_number, draw_numbers, draw_small
+from scripts.problems.working import LARGEST, Step, draw_number, draw_numbers, draw_small, kind_of
 
 SIGNS = {"dollars": "$", "euros": "€", "pounds": "£"}
 
@@ -27,7 +27,12 @@ class Narrative:
     unit: str
     """What the result counts; "" for nothing."""
     scene: Scene | None = None
-    """Who and what it is about, for a next question; None for a sum."""
+    """Who and what it is about, for a next question; None for a plain sum."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of problem, for tables."""
+        return kind_of(self.steps) if self.scene else "plain sum"
 
 
 def tell(rng: random.Random) -> Narrative:
@@ -119,8 +124,8 @@ class Teller:
         self.steps = steps
         self.value = steps[-1].result
 
-    def change(self) -> bool:
-        """Tells that something comes or goes; returns False if the numbers did not fit."""
+    def change(self) -> None:
+        """Tells that something comes or goes; tells nothing if the numbers that were drawn do not fit."""
         is_more = self.rng.random() < (0.5 if self.value < 500 else 0.25)
         if self.value < 4:
             is_more = True
@@ -129,24 +134,23 @@ class Teller:
         if in_groups:
             numbers, steps = draw_numbers(self.rng, "n*m")
             if steps[-1].result > room:
-                return False
+                return
             before = self.value
             self.add(SECTIONS["more groups"] if is_more else SECTIONS["fewer groups"], **numbers)
             self.steps += steps
             self.step("+" if is_more else "-", steps[-1].result, before)
-            return True
+            return
         if self.rng.random() < 0.03 and self.value * 2 <= LARGEST:
             self.add(SECTIONS["doubles"])
             self.step("*", 2)
-            return True
+            return
         n = draw_number(self.rng)
         if n > room:
             n = self.rng.randint(1, max(1, room))
         if n > room or n < 1:
-            return False
+            return
         self.add(self.story.more if is_more else self.story.fewer, n=n)
         self.step("+" if is_more else "-", n)
-        return True
 
     def end(self) -> str:
         """Tells how the story ends and returns the question, without its capital."""
@@ -192,10 +196,10 @@ def tell_story(rng: random.Random) -> Narrative:
     return Narrative(text, teller.steps, teller.scene.slots["o"], teller.scene)
 
 
-def tell_next(rng: random.Random, told: Narrative) -> Narrative | None:
+def tell_next(rng: random.Random, narrative: Narrative) -> Narrative | None:
     """A question that goes on from another one's result; None if none fits."""
-    result = told.steps[-1].result
-    scene = told.scene or random_scene(rng)
+    result = narrative.steps[-1].result
+    scene = narrative.scene or random_scene(rng)
     chosen = rng.random()
     if chosen < 0.42:
         templates, step = CHATS["more"], Step(result, "+", draw_number(rng))
@@ -212,6 +216,6 @@ def tell_next(rng: random.Random, told: Narrative) -> Narrative | None:
         templates, step = CHATS["times"], Step(result, "*", draw_small(rng))
     if not step.is_easy or step.left == 0:
         return None
-    if told.scene is None:
+    if narrative.scene is None:
         templates = [template for template in templates if "{A}" not in template and "{o}" not in template] or templates
-    return Narrative(capitalise(scene.say(rng.choice(templates), n=step.right)), [step], told.unit, scene)
+    return Narrative(capitalise(scene.say(rng.choice(templates), n=step.right)), [step], narrative.unit, scene)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ def test_the_log_and_the_servers_seed(path: Path) -> None:
         with running(*arguments) as process:
             texts = [process.http.post("/v1/completions", json=ASKED).json()["choices"][0]["text"] for _ in range(2)]
             in_effect = process.http.get("/server_info").json()["backend"]["seed"]
-            process.stop(15)
+            process.stop(signal.SIGTERM)
         lines = [json.loads(line) for line in process.stderr.seen if line.startswith('{"event": "finished"')]
         return texts, in_effect, [seed for line in lines for seed in line["seeds"]]
 

@@ -181,7 +181,7 @@ def test_an_architecture_that_is_not_dream_computes_what_its_module_does(path: P
 
         def __init__(self) -> None:
             self.__dict__.update(model.__dict__)
-            self.graph = lambda tokens, positions, attend, rows: module(tokens, positions, attend)  # type: ignore
+            self.graph = lambda tokens, positions, attend, rows: module(tokens, positions, attend)  # type: ignore[assignment]
 
     for num_tokens in (1, 2, 130):
         for ours, theirs in zip(hidden_states(model, num_tokens), hidden_states(AsItIs(), num_tokens), strict=True):

@@ -14,7 +14,7 @@ PARAMS = [
     DecodingParams(presence_penalty=0.7),
     DecodingParams(frequency_penalty=-0.4),
     DecodingParams(repetition_penalty=1.5),
-    DecodingParams(logit_bias={4: 3.5, 7: -100, 19: 100}),  # type: ignore[arg-type]
+    DecodingParams(logit_bias=((4, 3.5), (7, -100), (19, 100))),
     DecodingParams(presence_penalty=-1, frequency_penalty=0.3, repetition_penalty=0.5, logit_bias=((4, 2), (9, 1))),
 ]
 

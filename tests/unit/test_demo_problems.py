@@ -93,7 +93,7 @@ def test_questions_worded_by_hand_are_never_trained_on() -> None:
 def test_problems_are_varied() -> None:
     found = some(8, 3000)
     kinds = {problem.kind for problem in found}
-    assert kinds >= {"add", "subtract", "times", "share", "half", "two steps", "three steps", "four steps", "sum"}
+    assert kinds >= {"add", "subtract", "times", "share", "half", "two steps", "three steps", "four steps", "plain sum"}
     roles = ["".join(message["role"][0] for message in problem.messages) for problem in found]
     assert {"u", "su", "uau", "suau"} <= set(roles)
     assert len({problem.question for problem in found}) > 2800

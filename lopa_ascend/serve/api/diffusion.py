@@ -43,7 +43,9 @@ class DiffusionStart(BaseModel):
     created: int
     model: str
     prompt_tokens: int
-    max_new_tokens: int = Field(description="Most positions that the canvas can have.")
+    max_new_tokens: int = Field(
+        description="Most tokens of the answer. With whole_last_block the canvas may be longer."
+    )
     block_size: int = Field(description="Positions by which the canvas grows.")
 
 
@@ -95,7 +97,7 @@ class StepEncoder:
     def __init__(self, response: Response, choice: Choice, tokenizer: Tokenizer | None):
         self._response, self._choice, self._tokenizer = response, choice, tokenizer
         self._num_prompt = len(choice.prompt_token_ids)
-        self._told: set[int] = set()
+        self._sent: set[int] = set()
         """Positions of the canvas whose tokens were sent."""
 
     def opening(self) -> list[Json]:
@@ -120,7 +122,7 @@ class StepEncoder:
     def _step(self, record: StepRecord) -> Json:
         winner = record.branches[record.winner]
         fills = [*([] if winner.lookahead is None else [winner.lookahead]), *record.fills]
-        self._told.update(fill.position - self._num_prompt for fill in fills)
+        self._sent.update(fill.position - self._num_prompt for fill in fills)
         *lookaheads, anchor = record.branches
         return {
             "object": "diffusion.step",
@@ -134,11 +136,11 @@ class StepEncoder:
         }
 
     def _done(self, output: GenerationOutput, text: str) -> Json:
-        # A lookahead branch without masks wins without another pass, so no diffusion.step has told its last token.
+        # A lookahead branch without masks wins without another pass, so its last token was in no diffusion.step.
         fills = [
             self._filled(position, token, prob)
             for position, (token, prob) in enumerate(zip(output.token_ids, output.max_probs, strict=True))
-            if position not in self._told
+            if position not in self._sent
         ]
         return {
             "object": "diffusion.done",

@@ -92,7 +92,8 @@ class Planner:
         return choices
 
     def _params(self, asked: Mapping[str, Any], prompt_tokens: int) -> DecodingParams:
-        """What the request asks for; for the rest the server's defaults, without those that contradict the request."""
+        """The request's own parameters, and the server's defaults for all others unless a default contradicts
+        the request."""
         defaults = {"max_new_tokens": DecodingParams.max_new_tokens, **self.decoding}
         if "decoding" in asked:  # the default number of branches is meant for the server's own decoding
             defaults.pop("num_branches", None)

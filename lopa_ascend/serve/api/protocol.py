@@ -94,7 +94,7 @@ class IgnoredFields(Body):
     service_tier: str | None = Field(None, description=WITHOUT_EFFECT)
     reasoning_effort: str | None = Field(None, description=WITHOUT_EFFECT)
     verbosity: str | None = Field(None, description=WITHOUT_EFFECT)
-    cache_salt: str | None = Field(None, description=WITHOUT_EFFECT)
+    cache_salt: str | None = Field(None, description=f"{WITHOUT_EFFECT} All requests share one prefix cache.")
     request_id: str | None = Field(None, description=f"{WITHOUT_EFFECT} Send the header X-Request-Id.")
     safety_identifier: str | None = Field(None, description=WITHOUT_EFFECT)
     prompt_cache_key: str | None = Field(None, description=WITHOUT_EFFECT)

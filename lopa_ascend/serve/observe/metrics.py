@@ -1,4 +1,4 @@
-"""The metrics of /metrics: "vllm:" for those that vLLM's dashboards and benchmarks read, "lopa:" for our own.
+"""The metrics of /metrics. Names that begin with "vllm:" are vLLM's, which its dashboards read; "lopa:" marks our own.
 
 ``inter_token_latency`` is the time between two updates of a request that made tokens visible. One update can bring many
 tokens; the time per token is ``request_time_per_output_token``.
