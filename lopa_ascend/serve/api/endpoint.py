@@ -22,6 +22,8 @@ from lopa_ascend.serve.api.access import log_line, request_id
 from lopa_ascend.serve.api.diffusion import StepResponse
 from lopa_ascend.serve.api.errors import ApiError, unavailable
 from lopa_ascend.serve.api.events import Encoder
+from lopa_ascend.serve.api.openai_responses import ResponseWriter
+from lopa_ascend.serve.api.openai_responses_body import ResponseRequest
 from lopa_ascend.serve.api.plan import Planner
 from lopa_ascend.serve.api.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from lopa_ascend.serve.api.schema import Json
@@ -95,8 +97,14 @@ def _chat(
     return kind(responses.CHAT, model, choices, details, planner.prompts.tokenizer)
 
 
+def _response(_: Planner, model: str, request: ResponseRequest, choices: list[Choice]) -> Writer:
+    (choice,) = choices
+    return ResponseWriter(model, request, choice)
+
+
 COMPLETIONS = Route(body.parse_completion, Planner.completion, _completion)
 CHAT = Route(body.parse_chat, Planner.chat, _chat)
+RESPONSES = Route(body.parse_response, Planner.response, _response)
 DIFFUSION_COMPLETIONS = Route(
     body.parse_diffusion_completion, Planner.completion, partial(_completion, kind=StepResponse), diffusion=True
 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from lopa_ascend.config import DecodingParams, Limits, ParameterError
+from lopa_ascend.serve.api.openai_responses_body import ResponseRequest
 from lopa_ascend.serve.api.protocol import MAX_CHOICES, ChatRequest, CompletionRequest, GenerationRequest
 from lopa_ascend.serve.engine.client import Choice
 from lopa_ascend.text.prompt import Prompts
@@ -59,11 +60,16 @@ class Planner:
             raise ParameterError("top_logprobs", message)
         if request.top_logprobs and not request.logprobs:
             raise ParameterError("top_logprobs", "needs logprobs: true")
-        try:
-            prompt = self.prompts.encode_chat([message.as_template_input() for message in request.messages])
-        except ParameterError as error:
-            raise _renamed(error, {"prompt": "messages"}) from None
-        return self._choices(request, [prompt], "messages")
+        messages = [message.as_template_input() for message in request.messages]
+        return self._conversation(request, messages, "messages")
+
+    def response(self, request: ResponseRequest) -> list[Choice]:
+        """The one choice for the conversation.
+
+        Raises:
+            ParameterError: a field is wrong, or does not fit the model.
+        """
+        return self._conversation(request, request.as_template_input(), "input")
 
     def echoed(self, request: CompletionRequest) -> list[str]:
         """The text of each prompt if the request asks for an echo, else nothing."""
@@ -74,6 +80,14 @@ class Planner:
             prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=False)
             for prompt in request.prompt
         ]
+
+    def _conversation(self, request: GenerationRequest, messages: list[dict[str, str]], field: str) -> list[Choice]:
+        """The choices for a conversation, which came in the field ``field``."""
+        try:
+            prompt = self.prompts.encode_chat(messages)
+        except ParameterError as error:
+            raise _renamed(error, {"prompt": field, "messages": field}) from None
+        return self._choices(request, [prompt], field)
 
     def _choices(self, request: GenerationRequest, prompts: list[list[int]], prompt_field: str) -> list[Choice]:
         """The choices for several prompts, which came in the field ``prompt_field``."""
