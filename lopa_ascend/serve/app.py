@@ -64,7 +64,7 @@ def create_app(client: EngineClient, config: ServeConfig) -> FastAPI:
     model = config.served_model_name or client.ready.model_name
     metrics = Metrics(client, model)
     client.observers.append(metrics.observe_step)
-    planner = Planner(client.prompts, client.ready.limits, config.decoding)
+    planner = Planner(client.prompts, client.ready.limits, config.decoding, config.stream_block_size)
     endpoint = Endpoint(client, planner, metrics, model, config)
     _add_state(app, endpoint, client, config, metrics)
     _add_models(app, endpoint, client.ready.limits.max_model_len, model)

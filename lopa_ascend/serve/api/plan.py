@@ -30,6 +30,8 @@ class Planner:
     limits: Limits
     decoding: Mapping[str, Any]
     """The server's defaults, by name of the decoding parameter."""
+    stream_block_size: int | None = None
+    """The default ``block_size`` of requests that set ``stream``; None: that of all requests."""
 
     def completion(self, request: CompletionRequest) -> list[Choice]:
         """``n`` choices for each prompt, one prompt after the other.
@@ -93,11 +95,11 @@ class Planner:
         """The choices for several prompts, which came in the field ``prompt_field``."""
         if request.stream_options is not None and not request.stream:
             raise ParameterError("stream_options", "needs stream: true")
-        asked = asked_parameters(request)
+        asked, defaults = asked_parameters(request), self._defaults(request)
         choices = []
         try:
             for prompt in prompts:
-                params = self._params(asked.values, len(prompt))
+                params = self._params(defaults, asked.values, len(prompt))
                 self.limits.check(len(prompt), params)
                 self.prompts.check_stop(params.stop)
                 choices += [Choice(prompt, _with_own_seed(params, index)) for index in range(request.n or 1)]
@@ -105,10 +107,14 @@ class Planner:
             raise _renamed(error, {"prompt": prompt_field, **asked.sent_as}) from None
         return choices
 
-    def _params(self, asked: Mapping[str, Any], prompt_tokens: int) -> DecodingParams:
-        """The request's own parameters, and the server's defaults for all others unless a default contradicts
-        the request."""
-        defaults = {"max_new_tokens": DecodingParams.max_new_tokens, **self.decoding}
+    def _defaults(self, request: GenerationRequest) -> dict[str, Any]:
+        """The server's defaults for such a request. Bodies of diffusion streams have no ``stream``."""
+        streamed = {"block_size": self.stream_block_size} if request.stream and self.stream_block_size else {}
+        return {"max_new_tokens": DecodingParams.max_new_tokens, **self.decoding, **streamed}
+
+    def _params(self, defaults: Mapping[str, Any], asked: Mapping[str, Any], prompt_tokens: int) -> DecodingParams:
+        """The request's own parameters, and the defaults for all others unless a default contradicts the request."""
+        defaults = dict(defaults)
         if "decoding" in asked:  # the default number of branches is meant for the server's own decoding
             defaults.pop("num_branches", None)
         # Where a prompt leaves no room at all, Limits.check refuses the request.
