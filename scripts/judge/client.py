@@ -13,7 +13,7 @@ import httpx
 
 from lopa_ascend.demo import HELD_OUT
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,8 @@ from lopa_ascend.types import GenerationOutput, Progress, Update
 
 STATUS = {"stop": "completed", "length": "incomplete", "abort": "cancelled"}
 """The status of a response, by its finish reason."""
-ITEM_STATUS = {"in_progress": "in_progress", "completed": "completed"}
-"""The status of the message, by that of its response; that of any other is incomplete."""
-LAST_EVENT = {"completed": "response.completed", "failed": "response.failed"}
-"""Type of the last event, by the status of the response; for any other it is response.incomplete."""
+ITEM_STATUSES = ("in_progress", "completed")
+"""Statuses of a response that its message has too; otherwise the message is incomplete."""
 
 # ---- the answer, as /openapi.json documents it -----------------------------------------------------------------------
 
@@ -166,9 +164,9 @@ class ResponseWriter:
 
     def message(self, status: str, content: Sequence[Json]) -> Json:
         """The message, when the response has this status."""
-        status = ITEM_STATUS.get(status, "incomplete")
         head = {"id": self.item_id, "type": "message", "role": "assistant"}
-        return {**head, "status": status, "content": list(content)}
+        own_status = status if status in ITEM_STATUSES else "incomplete"
+        return {**head, "status": own_status, "content": list(content)}
 
     def unfinished(self, status: str, output: Sequence[Json] = (), error: Json | None = None) -> Json:
         """The response while it is in progress, or when it has failed."""
@@ -251,11 +249,12 @@ class ResponseEncoder(Encoder):
         """The last events, with what the response holds: of its text, part and message, and of itself."""
         (message,) = response["output"]
         (part,) = message["content"]
+        last = "response.completed" if response["status"] == "completed" else "response.incomplete"
         return [
             self._of_part("response.output_text.done", text=part["text"], logprobs=[]),
             self._of_part("response.content_part.done", part=part),
             self._of_item("response.output_item.done", item=message),
-            self._event(LAST_EVENT.get(response["status"], "response.incomplete"), response=response),
+            self._event(last, response=response),
         ]
 
     def _of_part(self, kind: str, **values: Any) -> Json:
