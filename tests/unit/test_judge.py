@@ -5,12 +5,16 @@ import json
 import random
 
 import httpx
+import pytest
 
+from lopa_ascend.serve.api.body import parse_completion
+from lopa_ascend.serve.api.errors import ApiError
 from scripts.bench_serve import Level
 from scripts.bench_stream import table
 from scripts.judge import faults, soak
 from scripts.judge.attack import CLOSED, KINDS, LEFT, Attack, head, play
 from scripts.judge.client import COMPLETIONS, Answer, Ask, ask, chat
+from scripts.judge.hostile_bodies import UNSUPPORTED
 from scripts.judge.report import Report, percentile
 
 
@@ -120,6 +124,12 @@ def test_row_of_a_load_table():
     answers = [Answer(tokens=10, first=0.1, seconds=0.5), Answer(tokens=30, first=0.2, seconds=1.5)]
     level = Level("2", 2, answers, seconds=2.0, pings=[0.001] * 99 + [0.5])
     assert level.row() == "| 2 | 1.00 | 20 | 100 | 200 | 500 | 1500 | 1.0 |"
+
+
+@pytest.mark.parametrize("field", UNSUPPORTED)
+def test_features_that_attacks_call_unsupported_are_refused(field: str):
+    with pytest.raises(ApiError):
+        parse_completion(json.dumps({"prompt": "hi", field: UNSUPPORTED[field]}).encode())
 
 
 def test_the_table_of_streams():
