@@ -96,6 +96,7 @@ class Limits:
             "eos_token_id": params.eos_token_ids or (),
             "stop_token_ids": params.stop_token_ids,
             "logit_bias": [token for token, _ in params.logit_bias],
+            "bad_words": [token for word in params.bad_words if not isinstance(word, str) for token in word],
         }
         for name, tokens in token_ids.items():
             for token in tokens:

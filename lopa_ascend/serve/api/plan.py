@@ -41,9 +41,9 @@ class Planner:
         """
         if len(request.prompt) * (request.n or 1) > MAX_CHOICES:
             raise ParameterError("prompt", f"prompts times n must be at most {MAX_CHOICES}")
-        if request.logprobs is not None and not 0 <= request.logprobs <= 1:
-            message = f"must be 0 or 1, because probabilities of other tokens are not kept; got {request.logprobs}"
-            raise ParameterError("logprobs", message)
+        if getattr(request, "top_logprobs", None) is not None:
+            message = "is a field of chat completions; here logprobs is the number of tokens to list"
+            raise ParameterError("top_logprobs", message)
         if request.echo and request.logprobs is not None:
             raise ParameterError("echo", "cannot be combined with logprobs: prompts have no log probabilities")
         if request.echo and self.prompts.tokenizer is None:
@@ -57,9 +57,6 @@ class Planner:
         Raises:
             ParameterError: a field is wrong, or does not fit the model.
         """
-        if request.top_logprobs is not None and not 0 <= request.top_logprobs <= 1:
-            message = f"must be 0 or 1, because probabilities of other tokens are not kept; got {request.top_logprobs}"
-            raise ParameterError("top_logprobs", message)
         if request.top_logprobs and not request.logprobs:
             raise ParameterError("top_logprobs", "needs logprobs: true")
         messages = [message.as_template_input() for message in request.messages]
@@ -96,12 +93,14 @@ class Planner:
         if request.stream_options is not None and not request.stream:
             raise ParameterError("stream_options", "needs stream: true")
         asked, defaults = asked_parameters(request), self._defaults(request)
+        if isinstance(request, CompletionRequest) and request.logprobs is not None:
+            asked.values["top_logprobs"], asked.sent_as["top_logprobs"] = request.logprobs, "logprobs"
         choices = []
         try:
             for prompt in prompts:
                 params = self._params(defaults, asked.values, len(prompt))
                 self.limits.check(len(prompt), params)
-                self.prompts.check_stop(params.stop)
+                params = self.prompts.for_engine(params)
                 choices += [Choice(prompt, _with_own_seed(params, index)) for index in range(request.n or 1)]
         except ParameterError as error:
             raise _renamed(error, {"prompt": prompt_field, **asked.sent_as}) from None
