@@ -1,0 +1,195 @@
+"""Changes the code in small ways, one at a time, and counts the changes that no test notices.
+
+    python -m scripts.mutants                            every target, 60 mutants of each; hours on two cores
+    python -m scripts.mutants scheduler --mutants 0      all mutants of one target
+
+A target is some modules and the tests that are to hold them. cosmic-ray (pip install -e '.[mutation]') makes the mutants:
+another operator, number, comparison, a condition negated, a loop left out. The tests run in a copy of the last commit,
+once for each mutant. Prints a Markdown table as in docs/testing.md; the mutants that survived are in --out as diffs: each
+is a test that is missing, or a change without an effect.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import random
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from lopa_ascend.config.help import HelpFormatter
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT = 10.0
+"""A mutant is killed after so many times the duration of the unchanged tests."""
+HEADER = "| target | mutants | killed | survived | score |\n|---|---|---|---|---|"
+WITHOUT_EFFECT = re.compile(r"core/ReplaceBinaryOperator_BitOr_\w+|core/ReplaceUnaryOperator_Not_\w+Delete")
+"""Operators of cosmic-ray that are left out: "|" stands in type annotations, which nothing evaluates."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Modules, and the tests that are to hold them."""
+
+    modules: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+TARGETS = {
+    "decode": Target(
+        ("lopa_ascend/decode/blocks.py", "lopa_ascend/decode/d2f.py", "lopa_ascend/decode/lopa.py")
+        + ("lopa_ascend/decode/bad_words.py",),
+        ("tests/unit/test_blocks.py", "tests/unit/test_lopa.py", "tests/unit/test_bad_words.py")
+        + ("tests/e2e/test_golden.py",),
+    ),
+    "scheduler": Target(
+        ("lopa_ascend/engine/scheduler.py", "lopa_ascend/engine/turns.py"),
+        ("tests/unit/test_scheduler.py", "tests/unit/test_turns.py"),
+    ),
+    "pages": Target(
+        ("lopa_ascend/kv/pages.py", "lopa_ascend/kv/prefix_cache.py"),
+        ("tests/unit/test_pages.py", "tests/unit/test_scheduler.py"),
+    ),
+    "placement": Target(("parallel/placement.py",), ("tests/unit/test_placement.py",)),
+    "policy": Target(("graph/policy.py",), ("tests/unit/test_policy.py", "tests/torch/test_policy_tensors.py")),
+    "graphs": Target(("graph/executor.py", "graph/window.py", "graph/seats.py"), ("tests/e2e/test_graph.py",)),
+}
+
+
+@dataclass
+class Score:
+    """What became of the mutants of a target."""
+
+    killed: int = 0
+    survived: int = 0
+
+    @property
+    def share(self) -> float:
+        """Share of the mutants that tests noticed."""
+        return self.killed / max(1, self.killed + self.survived)
+
+
+def copy_of_last_commit(folder: Path) -> None:
+    """Writes the files of the last commit; changes that are not committed stay out."""
+    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, capture_output=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        tar.extractall(folder, filter="data")
+
+
+def run(target: Target, folder: Path, count: int, seed: int, survivors: Path) -> Score:
+    """Tests mutants of a target in a copy of the project.
+
+    Args:
+        target: what is changed, and the tests.
+        folder: the copy.
+        count: mutants, chosen at random; 0 for all.
+        seed: of the choice.
+        survivors: file for the diffs of those that no test noticed.
+
+    Raises:
+        RuntimeError: the tests fail without any change.
+    """
+    from cosmic_ray.work_db import WorkDB, use_db  # of the extra "mutation"
+    from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
+
+    tests = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *target.tests]
+    seconds = _duration(tests, folder)
+    config, session = folder / "mutants.toml", folder / "mutants.sqlite"
+    session.unlink(missing_ok=True)
+    config.write_text(
+        "[cosmic-ray]\n"
+        f"module-path = {json.dumps(list(target.modules))}\n"
+        f"timeout = {TIMEOUT * seconds:.1f}\n"
+        f"test-command = {json.dumps(' '.join(tests))}\n"
+        "excluded-modules = []\n\n"
+        "[cosmic-ray.distributor]\nname = 'local'\n"
+    )
+    subprocess.run([sys.executable, "-m", "cosmic_ray.cli", "init", config, session], cwd=folder, check=True)
+    with use_db(str(session), WorkDB.Mode.open) as db:
+        items = list(db.work_items)
+        usable = [item for item in items if not any(WITHOUT_EFFECT.fullmatch(m.operator_name) for m in item.mutations)]
+        if count:
+            usable = random.Random(seed).sample(usable, min(count, len(usable)))
+        chosen = {item.job_id for item in usable}
+        for item in items:
+            if item.job_id not in chosen:
+                db.set_result(item.job_id, WorkResult(worker_outcome=WorkerOutcome.SKIPPED))
+    command = [sys.executable, "-m", "cosmic_ray.cli", "exec", config, session]
+    process = subprocess.Popen(command, cwd=folder)
+    score, diffs = Score(), []
+    with use_db(str(session), WorkDB.Mode.open) as db, tqdm(total=len(chosen), disable=None, leave=False) as bar:
+        done = 0
+        while process.poll() is None or done < len(chosen):
+            results = [(job, result) for job, result in db.completed_work_items if job.job_id in chosen]
+            bar.update(len(results) - done)
+            done = len(results)
+            if process.poll() is not None:
+                break
+            _wait(process)
+        for _, result in [(job, result) for job, result in db.completed_work_items if job.job_id in chosen]:
+            if result.test_outcome is TestOutcome.SURVIVED:
+                score.survived += 1
+                diffs.append(result.diff or "")
+            else:
+                score.killed += 1
+    survivors.write_text("\n\n".join(diffs))
+    return score
+
+
+def _wait(process: subprocess.Popen[bytes]) -> None:
+    """Waits some seconds, or until a process has ended."""
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        pass
+
+
+def _duration(tests: list[str], folder: Path) -> float:
+    """Seconds that the unchanged tests take."""
+    import time
+
+    start = time.monotonic()
+    done = subprocess.run(tests, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the tests fail without a change:\n{done.stdout[-3000:]}")
+    return time.monotonic() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.mutants", description=__doc__, formatter_class=HelpFormatter
+    )
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"{', '.join(TARGETS)} (default: all)")
+    parser.add_argument("--mutants", type=int, default=60, metavar="N", help="of each target; 0: all (default: 60)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the choice of mutants (default: 0)")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "mutants", metavar="DIR", help="for the diffs")
+    args = parser.parse_args()
+    if unknown := [name for name in args.targets if name not in TARGETS]:
+        parser.error(f"unknown target {unknown[0]!r}; there are {', '.join(TARGETS)}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    print(HEADER)
+    total = Score()
+    for name in args.targets or TARGETS:
+        with tempfile.TemporaryDirectory() as directory:
+            folder = Path(directory)
+            copy_of_last_commit(folder)
+            score = run(TARGETS[name], folder, args.mutants, args.seed, args.out / f"{name}.diff")
+        total.killed, total.survived = total.killed + score.killed, total.survived + score.survived
+        print(_row(name, score), flush=True)
+    print(_row("all", total))
+
+
+def _row(name: str, score: Score) -> str:
+    return f"| {name} | {score.killed + score.survived} | {score.killed} | {score.survived} | {score.share:.0%} |"
+
+
+if __name__ == "__main__":
+    main()
