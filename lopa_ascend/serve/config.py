@@ -74,6 +74,16 @@ class ServeConfig:
     max_body_size: int = declare(
         8 * 2**20, Setting(Bytes(0), "largest body of a request, in bytes or e.g. 512KiB", group=Group.SERVER)
     )
+    stream_block_size: int | None = declare(
+        None,
+        Setting(
+            Integer(1, 4096),
+            "`block_size` of streamed requests that set none, but not of diffusion streams: smaller blocks give finer "
+            "pieces of text, sooner, and more forward passes",
+            group=Group.SERVER,
+            default_text="`block_size`",
+        ),
+    )
     request_timeout: float | None = declare(
         None,
         Setting(

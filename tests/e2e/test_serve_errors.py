@@ -44,7 +44,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"stream": 1}, "stream"),
     ({"echo": True, "logprobs": 0}, "echo"),
     ({"echo": 1}, "echo"),
-    ({"logprobs": 2}, "logprobs"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"bad_words": [""]}, "bad_words"),
+    ({"bad_words": [[100000]]}, "bad_words"),
+    ({"bad_words": "x"}, "bad_words"),
     ({"logprobs": True}, "logprobs"),
     ({"top_logprobs": 1}, "top_logprobs"),
     ({"num_branches": 16}, "num_branches"),
@@ -79,7 +82,7 @@ BAD_BODIES = [
 ]
 CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 1}, "logprobs"),
-    ({"logprobs": True, "top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"top_logprobs": 1}, "top_logprobs"),
     ({"tools": [{}]}, "tools"),
     ({"echo": True}, "echo"),
@@ -125,7 +128,9 @@ def test_mistakes_name_the_field(server: ServerProcess):
     assert complete(server.openai, "a", max_tokens=16).choices[0].text == before
 
 
-@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/abort_request"])
+@pytest.mark.parametrize(
+    "route", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/abort_request"]
+)
 def test_bodies_that_are_no_json(server: ServerProcess, route: str):
     for raw in BAD_BODIES:
         refused(server.http.post(route, content=raw, headers=JSON_TYPE))
@@ -208,6 +213,6 @@ def test_api_description(server: ServerProcess):
     for reference in set(text.split('"#/components/schemas/')[1:]):
         assert reference.partition('"')[0] in schemas
     statuses = {"200", "400", "404", "408", "413", "500", "503", "504"}
-    for route in ("/v1/completions", "/v1/chat/completions", "/v1/diffusion/completions"):
+    for route in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/diffusion/completions"):
         assert statuses == description["paths"][route]["post"]["responses"].keys()
     assert server.http.get("/docs").status_code == 200

@@ -5,11 +5,16 @@ import json
 import random
 
 import httpx
+import pytest
 
+from lopa_ascend.serve.api.body import parse_completion
+from lopa_ascend.serve.api.errors import ApiError
 from scripts.bench_serve import Level
+from scripts.bench_stream import table
 from scripts.judge import faults, soak
 from scripts.judge.attack import CLOSED, KINDS, LEFT, Attack, head, play
 from scripts.judge.client import COMPLETIONS, Answer, Ask, ask, chat
+from scripts.judge.hostile_bodies import UNSUPPORTED
 from scripts.judge.report import Report, percentile
 
 
@@ -119,3 +124,22 @@ def test_row_of_a_load_table():
     answers = [Answer(tokens=10, first=0.1, seconds=0.5), Answer(tokens=30, first=0.2, seconds=1.5)]
     level = Level("2", 2, answers, seconds=2.0, pings=[0.001] * 99 + [0.5])
     assert level.row() == "| 2 | 1.00 | 20 | 100 | 200 | 500 | 1500 | 1.0 |"
+
+
+@pytest.mark.parametrize("field", UNSUPPORTED)
+def test_features_that_attacks_call_unsupported_are_refused(field: str):
+    with pytest.raises(ApiError):
+        parse_completion(json.dumps({"prompt": "hi", field: UNSUPPORTED[field]}).encode())
+
+
+def test_the_table_of_streams():
+    def answer(first: float, seconds: float, pieces: int, text: str) -> Answer:
+        return Answer(texts={0: text}, tokens=20, forwards=4, pieces=pieces, first=first, seconds=seconds)
+
+    coarse = [answer(1.0, 2.0, 1, "#### 7"), answer(3.0, 4.0, 2, "#### 7")]
+    fine = [answer(0.5, 3.0, 5, "#### 7"), answer(0.5, 3.0, 6, "#### 8")]
+    rows = table({32: coarse, 8: fine}, [7, 7]).splitlines()
+    assert rows[2:] == [
+        "| 8 | 5.5 | 17% | 0.25 | 1.00 | 5.0 | 50.0% |",
+        "| 32 | 1.5 | 67% | 1.00 | 1.00 | 5.0 | 100.0% |",
+    ]

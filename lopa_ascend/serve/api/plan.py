@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from lopa_ascend.config import DecodingParams, Limits, ParameterError
+from lopa_ascend.serve.api.openai_responses_body import ResponseRequest
 from lopa_ascend.serve.api.protocol import MAX_CHOICES, ChatRequest, CompletionRequest, GenerationRequest
 from lopa_ascend.serve.engine.client import Choice
 from lopa_ascend.text.prompt import Prompts
@@ -29,6 +30,8 @@ class Planner:
     limits: Limits
     decoding: Mapping[str, Any]
     """The server's defaults, by name of the decoding parameter."""
+    stream_block_size: int | None = None
+    """The default ``block_size`` of requests that set ``stream``; None: that of all requests."""
 
     def completion(self, request: CompletionRequest) -> list[Choice]:
         """``n`` choices for each prompt, one prompt after the other.
@@ -38,9 +41,9 @@ class Planner:
         """
         if len(request.prompt) * (request.n or 1) > MAX_CHOICES:
             raise ParameterError("prompt", f"prompts times n must be at most {MAX_CHOICES}")
-        if request.logprobs is not None and not 0 <= request.logprobs <= 1:
-            message = f"must be 0 or 1, because probabilities of other tokens are not kept; got {request.logprobs}"
-            raise ParameterError("logprobs", message)
+        if getattr(request, "top_logprobs", None) is not None:
+            message = "is a field of chat completions; here logprobs is the number of tokens to list"
+            raise ParameterError("top_logprobs", message)
         if request.echo and request.logprobs is not None:
             raise ParameterError("echo", "cannot be combined with logprobs: prompts have no log probabilities")
         if request.echo and self.prompts.tokenizer is None:
@@ -54,16 +57,18 @@ class Planner:
         Raises:
             ParameterError: a field is wrong, or does not fit the model.
         """
-        if request.top_logprobs is not None and not 0 <= request.top_logprobs <= 1:
-            message = f"must be 0 or 1, because probabilities of other tokens are not kept; got {request.top_logprobs}"
-            raise ParameterError("top_logprobs", message)
         if request.top_logprobs and not request.logprobs:
             raise ParameterError("top_logprobs", "needs logprobs: true")
-        try:
-            prompt = self.prompts.encode_chat([message.as_template_input() for message in request.messages])
-        except ParameterError as error:
-            raise _renamed(error, {"prompt": "messages"}) from None
-        return self._choices(request, [prompt], "messages")
+        messages = [message.as_template_input() for message in request.messages]
+        return self._conversation(request, messages, "messages")
+
+    def response(self, request: ResponseRequest) -> list[Choice]:
+        """The one choice for the conversation.
+
+        Raises:
+            ParameterError: a field is wrong, or does not fit the model.
+        """
+        return self._conversation(request, request.as_template_input(), "input")
 
     def echoed(self, request: CompletionRequest) -> list[str]:
         """The text of each prompt if the request asks for an echo, else nothing."""
@@ -75,26 +80,40 @@ class Planner:
             for prompt in request.prompt
         ]
 
+    def _conversation(self, request: GenerationRequest, messages: list[dict[str, str]], field: str) -> list[Choice]:
+        """The choices for a conversation, which came in the field ``field``."""
+        try:
+            prompt = self.prompts.encode_chat(messages)
+        except ParameterError as error:
+            raise _renamed(error, {"prompt": field, "messages": field}) from None
+        return self._choices(request, [prompt], field)
+
     def _choices(self, request: GenerationRequest, prompts: list[list[int]], prompt_field: str) -> list[Choice]:
         """The choices for several prompts, which came in the field ``prompt_field``."""
         if request.stream_options is not None and not request.stream:
             raise ParameterError("stream_options", "needs stream: true")
-        asked = asked_parameters(request)
+        asked, defaults = asked_parameters(request), self._defaults(request)
+        if isinstance(request, CompletionRequest) and request.logprobs is not None:
+            asked.values["top_logprobs"], asked.sent_as["top_logprobs"] = request.logprobs, "logprobs"
         choices = []
         try:
             for prompt in prompts:
-                params = self._params(asked.values, len(prompt))
+                params = self._params(defaults, asked.values, len(prompt))
                 self.limits.check(len(prompt), params)
-                self.prompts.check_stop(params.stop)
+                params = self.prompts.for_engine(params)
                 choices += [Choice(prompt, _with_own_seed(params, index)) for index in range(request.n or 1)]
         except ParameterError as error:
             raise _renamed(error, {"prompt": prompt_field, **asked.sent_as}) from None
         return choices
 
-    def _params(self, asked: Mapping[str, Any], prompt_tokens: int) -> DecodingParams:
-        """The request's own parameters, and the server's defaults for all others unless a default contradicts
-        the request."""
-        defaults = {"max_new_tokens": DecodingParams.max_new_tokens, **self.decoding}
+    def _defaults(self, request: GenerationRequest) -> dict[str, Any]:
+        """The server's defaults for such a request. Bodies of diffusion streams have no ``stream``."""
+        streamed = {"block_size": self.stream_block_size} if request.stream and self.stream_block_size else {}
+        return {"max_new_tokens": DecodingParams.max_new_tokens, **self.decoding, **streamed}
+
+    def _params(self, defaults: Mapping[str, Any], asked: Mapping[str, Any], prompt_tokens: int) -> DecodingParams:
+        """The request's own parameters, and the defaults for all others unless a default contradicts the request."""
+        defaults = dict(defaults)
         if "decoding" in asked:  # the default number of branches is meant for the server's own decoding
             defaults.pop("num_branches", None)
         # Where a prompt leaves no room at all, Limits.check refuses the request.

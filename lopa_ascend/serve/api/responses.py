@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lopa_ascend.serve.api.events import Encoder
 from lopa_ascend.serve.api.logprobs import TokenProb, TokenProbs, chat_logprobs, completion_logprobs
 from lopa_ascend.serve.api.protocol import StreamOptions
+from lopa_ascend.serve.api.schema import Json
 from lopa_ascend.serve.engine.client import Choice
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.types import GenerationOutput, Progress, Update
-
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ class Details:
     with_ids: bool = False
     """Token ids beside the text."""
     logprobs: int | None = None
-    """None: no log probabilities; 0: those of the tokens; 1: also a list of the most probable tokens, which has the
-    token itself."""
+    """None: no log probabilities; 0: those of the tokens; more: also lists of so many most probable tokens."""
     echoed: Sequence[str] = ()
     """Texts of the prompts, which the answers begin with; empty without echo."""
+    stream_options: StreamOptions | None = None
 
 
 class Response:
@@ -101,12 +101,16 @@ class Response:
     def __init__(
         self, form: Format, model: str, choices: Sequence[Choice], details: Details, tokenizer: Tokenizer | None = None
     ):
-        self.form, self.details, self.tokenizer = form, details, tokenizer
+        self.form, self.choices, self.details, self.tokenizer = form, choices, details, tokenizer
         self.id = f"{form.id_prefix}-{uuid.uuid4().hex}"
         # The same in every part.
         self.head = {"id": self.id, "created": int(time.time()), "model": model}
         # Each prompt counts once, however many answers it gets.
         self.prompt_tokens = sum(len(choice.prompt_token_ids) for choice in choices[:: details.n])
+
+    def encoder(self) -> Encoder:
+        """Makes the chunks of the response if it is streamed."""
+        return ChunkEncoder(self, len(self.choices), self.details.stream_options)
 
     def prefix(self, index: int) -> str:
         """The beginning of a choice's text: its prompt with echo, else nothing."""
@@ -166,13 +170,13 @@ class Response:
         return {**self.head, "object": self.form.whole, "choices": choices, **self.totals(outputs)}
 
     def _whole_choice(self, index: int, output: GenerationOutput) -> Json:
-        tokens = TokenProbs(self.tokenizer).push(output.token_ids, output.max_probs)
+        tokens = TokenProbs(self.tokenizer).push(output.token_ids, output.max_probs, output.alternatives)
         content = self.form.message(self.prefix(index) + (output.text or ""))
         logprobs = self.logprobs(tokens)
         return self.choice(index, content, logprobs=logprobs, token_ids=output.token_ids, output=output)
 
 
-class ChunkEncoder:
+class ChunkEncoder(Encoder):
     """Makes the chunks of one streamed response, each with what is new since the chunk before.
 
     Args:
@@ -204,7 +208,7 @@ class ChunkEncoder:
         before, self._latest[index] = self._latest[index], progress
         text, known = progress.text[len(before.text) :], len(before.token_ids)
         token_ids = progress.token_ids[known:]
-        tokens = self._probs[index].push(token_ids, progress.max_probs[known:])
+        tokens = self._probs[index].push(token_ids, progress.max_probs[known:], progress.alternatives[known:])
         details, chunks = self._response.details, []
         if text or (token_ids and (details.with_ids or details.logprobs is not None)):
             delta, logprobs = self._response.form.delta(text), self._response.logprobs(tokens)
