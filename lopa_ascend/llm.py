@@ -16,7 +16,7 @@ from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.ranks import start_engine
 from lopa_ascend.text.output import OutputStream
 from lopa_ascend.text.prompt import Prompts
-from lopa_ascend.text.tokenizer_files import load_tokenizer
+from lopa_ascend.text.tokenizer_files import load_template, load_tokenizer
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
 
@@ -74,6 +74,7 @@ class LLM:
                 raise ParameterError(name, f"unknown option; choose from {', '.join(names)}")
         lora = options.pop("lora", None)
         path = None if model is None else str(model)
+        load_template(DEMO_MODEL if model is None else model)  # refused here, a broken one costs no loading
         self.engine = start_engine(EngineConfig(model=path, lora=None if lora is None else str(lora), **options))
         self.config = self.engine.model_config
         self.tokenizer = load_tokenizer(DEMO_MODEL if model is None else model, self.config.vocab_size)

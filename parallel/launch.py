@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -81,6 +82,27 @@ class Rendezvous:
                 f"were started; {_sizes_that_fit(self.world_size, tp)}",
             )
 
+    def check_host(self) -> None:
+        """Refuses a name that means the loopback interface on rank 0, where ranks on other machines do not find it.
+
+        Many systems give their own name such an address. Rank 0 listens on the address of ``host`` alone.
+
+        Raises:
+            ParameterError: ``host`` is such a name, and not all ranks run on this machine.
+        """
+        if self.local or self.rank or self.host in (LOCALHOST, "::1", "localhost"):
+            return
+        try:
+            address = str(socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][4][0])
+        except OSError:
+            return  # listening there will say so
+        if ip_address(address).is_loopback:
+            raise ParameterError(
+                "tensor_parallel_size",
+                f"MASTER_ADDR is {self.host}, which is {address} on this machine; name an address that the other "
+                "machines reach, by --master-addr or torchrun's --local-addr",
+            )
+
     def environment(self) -> dict[str, str]:
         """The environment variables that tell a process that it is this rank."""
         return {
@@ -107,6 +129,25 @@ def rank_in_environment() -> int | None:
         ParameterError: RANK and WORLD_SIZE are set, but another variable is missing or malformed.
     """
     return Rendezvous.from_environment().rank if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else None
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at one address of this machine, and at no other.
+
+    Args:
+        host: the address, or a name that has one.
+        port: 0 for any that is free.
+
+    Raises:
+        OSError: this machine does not have the address, or the port is in use.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family)
+    except OSError as error:
+        reason = str(error.strerror).partition(" (while")[0]  # the rest repeats the address
+        message = f"the ranks cannot meet at {host} port {port} ({reason}); MASTER_ADDR must be an address of "
+        raise OSError(error.errno, f"{message}the machine of rank 0, and MASTER_PORT a free port of it") from error
 
 
 def free_port() -> int:

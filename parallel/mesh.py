@@ -23,7 +23,7 @@ from lopa_ascend.backend import collective_backend, open_device
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.parallel.collectives import Group, Ledger, RankError
 from lopa_ascend.parallel.launch import LOOPBACK, Rendezvous
-from lopa_ascend.parallel.store import START_TIMEOUT, TextStore
+from lopa_ascend.parallel.store import START_TIMEOUT, TextStore, serve_store
 from lopa_ascend.parallel.watch import ProcessWatch
 from lopa_ascend.types import Traffic
 
@@ -96,11 +96,14 @@ class Mesh:
             check: called on rank 0 while it waits; may raise.
 
         Raises:
-            ParameterError: not as many ranks were started as ``config`` asks for, or this machine has fewer devices.
+            OSError: rank 0 cannot listen where the ranks are to meet.
+            ParameterError: not as many ranks were started as ``config`` asks for, this machine has fewer devices, or
+                ranks on other machines could not find rank 0.
             RankError: the other ranks did not come.
             UnsupportedStackError: the software of the device is missing or too old.
         """
         rendezvous.check_world_size(config)
+        rendezvous.check_host()
         mesh = cls()
         mesh.rank, mesh.size = rendezvous.rank, rendezvous.world_size
         mesh._timeout = timedelta(seconds=config.distributed_timeout_seconds)
@@ -127,7 +130,10 @@ class Mesh:
             shared = self._text_store(dist.distributed_c10d._get_default_store())
         else:
             if store is None:
-                store, _, _ = next(connect_to_store("env://", timeout=START_TIMEOUT))
+                if self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+                    store = serve_store(rendezvous.host, rendezvous.port)
+                else:  # torchrun serves it, or rank 0
+                    store, _, _ = next(connect_to_store("env://", timeout=START_TIMEOUT))
             meeting = self._text_store(store).below("lopa")
             shared = meeting.below(meeting.name_start(check))
             dist.init_process_group(
@@ -153,8 +159,7 @@ class Mesh:
 
         timeout = self._timeout.total_seconds()
         if self.rank == 0:
-            host = rendezvous.host if rendezvous.local else ""  # "": every interface
-            self._watch = ProcessWatch.listen(self.size, timeout, failed, host)
+            self._watch = ProcessWatch.listen(self.size, timeout, failed, rendezvous.host)
             self._texts.write("watch", f"{self._watch.port} {self._watch.token}")
         else:
             port, token = self._texts.read("watch").split()

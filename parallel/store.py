@@ -7,14 +7,33 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from lopa_ascend.parallel.collectives import RankError
+from lopa_ascend.parallel.launch import listen
 
 START_TIMEOUT = timedelta(minutes=30)
 """Time for all ranks to meet, and again for all to load: one of them may read its weights from a slower disk."""
 POLL_INTERVAL = 0.02
 """Seconds between two looks into the store."""
+
+
+def serve_store(host: str, port: int) -> TCPStore:
+    """A store of this process, through which ranks find each other.
+
+    Nothing in its protocol asks who somebody is, and by itself it would listen on every interface of the machine.
+
+    Args:
+        host: the only address on which it listens.
+        port: 0 for any that is free; ``port`` of the result says which.
+
+    Raises:
+        OSError: it cannot listen there.
+    """
+    listener = listen(host, port)
+    own_port: int = listener.getsockname()[1]
+    own_socket = listener.detach()  # the store closes it
+    return TCPStore(host, own_port, None, True, START_TIMEOUT, wait_for_workers=False, master_listen_fd=own_socket)
 
 
 class TextStore:

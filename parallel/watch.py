@@ -29,6 +29,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+from lopa_ascend.parallel.launch import listen
+
 BEAT_INTERVAL = 1.0
 """Seconds between two beats."""
 GREETING_TIMEOUT = 5.0
@@ -127,7 +129,7 @@ class ProcessWatch:
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     @classmethod
-    def listen(cls, size: int, timeout: float, on_failure: Callable[[str], object], host: str = "") -> ProcessWatch:
+    def listen(cls, size: int, timeout: float, on_failure: Callable[[str], object], host: str) -> ProcessWatch:
         """Starts the watch of rank 0, without waiting for the others: a rank is watched once it has joined.
 
         Until all ranks have joined it listens on a free port; ``port`` and ``token`` are what they need to join.
@@ -136,9 +138,12 @@ class ProcessWatch:
             size: number of ranks.
             timeout: seconds of silence, to within a beat, after which a rank counts as hanging.
             on_failure: called with a message that names the rank that has ended or hangs.
-            host: address to listen on; "" for all interfaces.
+            host: the only address to listen on.
+
+        Raises:
+            OSError: this machine does not have the address.
         """
-        listener = socket.create_server((host, 0))
+        listener = listen(host, 0)
         listener.setblocking(False)
         watch = cls(listener.getsockname()[1], secrets.token_hex(16), timeout, on_failure)
         watch._listener, watch._missing_ranks = listener, set(range(1, size))

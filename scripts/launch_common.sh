@@ -174,7 +174,7 @@ npu_environment() {
 # make_command PORT MASTER_PORT [TORCHRUN_FLAG ...]: sets `command`, which starts the `ranks` of one server on this node.
 make_command() {
     command=(
-        "$python" -m torch.distributed.run "${@:3}" --master-port "$2" --nproc-per-node "$ranks"
+        "$python" -m lopa_ascend.parallel.torchrun "${@:3}" --master-port "$2" --nproc-per-node "$ranks"
         --max-restarts "${flag[max-restarts]}" -m lopa_ascend.serve --device "${flag[device]}"
         --tensor-parallel-size "${flag[tp]}" --branch-parallel-size "${flag[bp]}"
         --distributed-timeout-seconds "${flag[timeout]}" --host "${flag[host]}" --port "$1"

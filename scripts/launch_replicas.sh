@@ -47,7 +47,7 @@ scheme=http host=${flag[host]} pids=() stopped="" status=0
 [[ $host != *:* ]] || host="[$host]"
 
 # A signal ends the replicas, and then this script. Replicas that start meanwhile are ended after the loop.
-trap 'stopped=1 status=143 && end_all' TERM INT HUP
+trap 'stopped=1 && end_all' TERM INT HUP
 for ((replica = 0; replica < flag[replicas]; replica++)); do
     prepare "$replica"
     if [[ -n $dry_run ]]; then

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -11,29 +12,61 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._inductor import utils
 from torch._inductor.compile_fx import compile_fx
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from lopa_ascend.backend.compiler import Compiler, GraphError, Run, Step, dynamic_kv_lengths
+from lopa_ascend.backend.graph_cache import GraphCache, check_private, private_files
+from lopa_ascend.config import ParameterError
+
+logger = logging.getLogger(__name__)
 
 _numbers = count()
+_clear_caches = getattr(utils, "clear_caches", None) or utils.clear_inductor_caches
+"""Makes inductor forget what it has loaded from its directory; torch 2.6 has the other name."""
 
 
 class Inductor(Compiler):
     """Fuses the operations between matrix products and attention, which stay as they are.
 
     Args:
-        cache_dir: directory of inductor's own cache, for the whole process; None: inductor's default. It keeps compiled
-            code; steps are traced again in every process.
+        directory: that of inductor's own cache, for the whole process; None: inductor's default, or a temporary
+            one if others may write there. It keeps compiled code; steps are traced again in every process.
+
+    Raises:
+        ParameterError: others may write to ``directory``.
     """
 
     mode = "inductor"
 
-    def __init__(self, cache_dir: Path | None):
+    def __init__(self, directory: Path | None):
         super().__init__()
-        if cache_dir is not None:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_dir)
+        self._cache = _default_cache() if directory is None else GraphCache(directory)
+        self._is_named = directory is not None
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self._cache.path)
+
+    def freeze(self) -> None:
+        super().freeze()
+        if self._is_named:
+            self._cache.seal()
 
     def _compile(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: list[int]) -> Run:
+        with private_files():
+            try:
+                return self._compile_cached(step, name, tensors, kv_lengths)
+            except GraphError:
+                raise
+            # What is damaged may raise anything. If the cache was not the reason, the same is raised again.
+            except Exception as error:
+                if not self._cache.is_kept:
+                    raise
+                self._cache.abandon(error)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self._cache.path)
+        _clear_caches()
+        return self._compile_cached(step, name, tensors, kv_lengths)
+
+    def _compile_cached(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: list[int]) -> Run:
         graph = UnguardedGraph()
         run = _as_new_function(step, name, tensors)
         sources = dynamic_kv_lengths(len(kv_lengths))
@@ -44,6 +77,17 @@ class Inductor(Compiler):
             num_inputs = len(graph.length_inputs)
             raise GraphError(f"bucket {name}: of {len(kv_lengths)} KV lengths, [{num_inputs}] are inputs of its graph")
         return graph.run
+
+
+def _default_cache() -> GraphCache:
+    """Inductor's default directory, whose name in /tmp anybody can foresee."""
+    directory = Path(cache_dir()).resolve()
+    try:
+        check_private(directory)
+    except (ParameterError, OSError) as error:
+        logger.warning("inductor's cache is not used: %s", error)
+        return GraphCache(None)
+    return GraphCache(directory)
 
 
 class UnguardedGraph:

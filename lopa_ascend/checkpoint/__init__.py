@@ -17,6 +17,7 @@ from lopa_ascend.checkpoint.lora import Adapter, merge_adapter, open_adapter
 from lopa_ascend.checkpoint.read import DTYPES, Checkpoint, ExpectedTensors, model_type, open_checkpoint
 from lopa_ascend.checkpoint.shard import WHOLE, Shard, slice_tensors, whole_slices
 from lopa_ascend.checkpoint.stack import stack_projections, stacked_name
+from lopa_ascend.checkpoint.values import check_finite, checked_copies
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.config.engine import WEIGHT_DTYPES
 from lopa_ascend.progress import progress
@@ -79,7 +80,8 @@ def load(
         - norms: whole.
 
     Raises:
-        CheckpointError: the checkpoint or the adapter cannot be loaded; raised before any weight is read.
+        CheckpointError: the checkpoint or the adapter cannot be loaded. Raised before any weight is read, except where
+            weights are no finite numbers, or a tied head differs from the embedding.
         ValueError: ``dtype`` is unknown, or ``shard.size`` ranks cannot split the model; raised before any
             weight is read.
     """
@@ -93,9 +95,11 @@ def load(
     tensors = slice_tensors(checkpoint.tensors(), slices)
     if lora is not None:
         tensors = merge_adapter(tensors, open_adapter(lora, config), slices)
-    stacked = stack_projections(tensors, slices, DTYPES[config.dtype])
+    stacked = stack_projections(
+        tensors, slices, DTYPES[config.dtype], lambda name, tensor: check_finite(checkpoint.files[name], name, tensor)
+    )
     num_stacked = len({stacked_name(name) for name in checkpoint.files})
-    loading = progress(stacked, "loading", num_stacked, "tensor", delay=1)
+    loading = progress(checked_copies(stacked, checkpoint, slices), "loading", num_stacked, "tensor", delay=1)
     return config, {name: tensor.to(device) for name, tensor in loading}
 
 
@@ -115,11 +119,13 @@ def load_unsplit(
         device: where the tensors go. They share no memory with the checkpoint's files.
 
     Raises:
-        CheckpointError: the adapter cannot be loaded; raised before any weight is read.
+        CheckpointError: as of ``load``.
     """
-    tensors = checkpoint.tensors()
+    tensors, slices = checkpoint.tensors(), whole_slices(checkpoint.expected)
     if lora is not None:
-        adapter = open_adapter(lora, checkpoint.config, checkpoint.expected)
-        tensors = merge_adapter(tensors, adapter, whole_slices(checkpoint.expected))
+        tensors = merge_adapter(tensors, open_adapter(lora, checkpoint.config, checkpoint.expected), slices)
+    tensors = checked_copies(tensors, checkpoint, slices)
     for name, tensor in progress(tensors, "loading", len(checkpoint.files), "tensor", delay=1):
-        yield name, tensor.to(device=device, dtype=dtypes[name], copy=True)
+        own = tensor.to(dtype=dtypes[name], copy=True)
+        check_finite(checkpoint.files[name], name, own)
+        yield name, own.to(device)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+
+from lopa_ascend.config.files import check_regular, parse_json_object, shown
 
 ITEM_SIZES = {"F32": 4, "BF16": 2, "F16": 2}
 """Bytes of one value, by the safetensors name of its dtype: the dtypes that are supported."""
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _LENGTH_FIELD = 8
 """Bytes at the beginning of a safetensors file that hold the length of its header."""
-_MAX_HEADER = 100_000_000
-"""Bytes of the largest header that the safetensors library reads."""
+_MAX_HEADER = 4 * 2**20
+"""Bytes of the largest header that is read; a tensor takes some 120. Whoever maps a tensor reads the header again."""
+_MAX_NAME = 256
+"""Characters of the longest name of a tensor."""
 
 
 class CheckpointError(ValueError):
@@ -40,14 +44,19 @@ class Header:
 
 
 def check_directory(path: Path) -> None:
-    """Refuses a path that is not a directory.
+    """Refuses a path that is not a directory, or one that this user may not read.
 
     Raises:
-        CheckpointError: it is a file, or does not exist.
+        CheckpointError: it is a file, does not exist, or cannot be read.
     """
-    if not path.is_dir():
-        found = "a file" if path.exists() else "missing"
+    try:
+        found = None if path.is_dir() else "a file" if path.exists() else "missing"
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    if found is not None:
         raise CheckpointError(f"{path}: expected a directory in the Hugging Face layout, but it is {found}")
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise CheckpointError(f"{path}: cannot be read by this user")
 
 
 def no_weights_error(path: Path, expected: str) -> CheckpointError:
@@ -74,29 +83,44 @@ def read_headers(file: Path) -> dict[str, Header]:
     """
     raw, data_size = _read_raw_header(file)
     try:
-        entries = json.loads(raw)
+        entries = parse_json_object(raw)
+    except TypeError as error:
+        raise CheckpointError(f"{file}: is not safetensors: its header is not a JSON object") from error
     except ValueError as error:
         raise CheckpointError(f"{file}: is not safetensors: its header is not JSON: {error}") from error
-    if not isinstance(entries, dict):
-        raise CheckpointError(f"{file}: is not safetensors: its header is not a JSON object")
-    entries.pop("__metadata__", None)
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{file}: __metadata__ is {shown(metadata)}, expected an object of texts")
     headers: dict[str, Header] = {}
     spans: dict[str, tuple[int, int]] = {}
     for name, entry in entries.items():
+        check_name(file, name)
         headers[name], spans[name] = _parse_entry(file, name, entry)
     _check_layout(file, data_size, spans)
     return headers
 
 
+def check_name(file: Path, name: str) -> None:
+    """Refuses a tensor's name that messages could not show as it is.
+
+    Raises:
+        CheckpointError: it is too long, or holds control characters.
+    """
+    if len(name) > _MAX_NAME or not name.isprintable():
+        raise CheckpointError(f"{file}: a tensor has the name {shown(name)}, expected {_MAX_NAME} printable characters")
+
+
 def _read_raw_header(file: Path) -> tuple[bytes, int]:
     """The JSON text of a safetensors file's header, and the bytes of data that follow it."""
     try:
-        file_size = file.stat().st_size
+        file_size = check_regular(file, CheckpointError).st_size
         with file.open("rb") as stream:
             length_field = stream.read(_LENGTH_FIELD)
             length = struct.unpack("<Q", length_field)[0] if len(length_field) == _LENGTH_FIELD else 0
-            if length > min(_MAX_HEADER, file_size - _LENGTH_FIELD):
+            if length > file_size - _LENGTH_FIELD:
                 raise CheckpointError(f"{file}: is truncated or not safetensors: {file_size} bytes, header of {length}")
+            if length > _MAX_HEADER:
+                raise CheckpointError(f"{file}: has a header of {length} bytes, expected at most {_MAX_HEADER}")
             return stream.read(length), file_size - _LENGTH_FIELD - length
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
@@ -105,20 +129,32 @@ def _read_raw_header(file: Path) -> tuple[bytes, int]:
 def _parse_entry(file: Path, name: str, entry: object) -> tuple[Header, tuple[int, int]]:
     """One entry of a header, and the bytes [begin, end) that its tensor takes of the data."""
     match entry:
-        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]}:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]}:
             pass
         case _:
-            raise CheckpointError(f"{file}: tensor {name}: expected dtype, shape and data_offsets, found {entry!r}")
-    if not all(type(size) is int and size >= 0 for size in shape):
-        raise CheckpointError(f"{file}: tensor {name}: shape {shape!r} is not a list of sizes")
+            raise CheckpointError(
+                f"{file}: tensor {name}: expected dtype, shape and data_offsets, found {shown(entry)}"
+            )
+    if not _are_sizes(shape):
+        raise CheckpointError(f"{file}: tensor {name}: shape {shown(shape)} is not a list of sizes")
+    if not _are_sizes([begin, end]):
+        raise CheckpointError(f"{file}: tensor {name}: data_offsets {shown([begin, end])} are not two positions")
     if dtype not in ITEM_SIZES:
-        raise CheckpointError(f"{file}: tensor {name}: unsupported dtype {dtype}; expected {' or '.join(ITEM_SIZES)}")
+        raise CheckpointError(
+            f"{file}: tensor {name}: unsupported dtype {shown(dtype)[1:-1]}; expected {' or '.join(ITEM_SIZES)}"
+        )
     header = Header(file, dtype, tuple(shape))
     if end - begin != header.num_bytes:
         raise CheckpointError(
-            f"{file}: tensor {name}: {dtype} {shape!r} takes {header.num_bytes} bytes, data_offsets give {end - begin}"
+            f"{file}: tensor {name}: {dtype} {shown(shape)} takes {header.num_bytes} bytes, "
+            f"data_offsets give {end - begin}"
         )
     return header, (begin, end)
+
+
+def _are_sizes(values: list[object]) -> bool:
+    """Whether all are integers of 64 bits, which True and False are not. More than 8 of them are no shape."""
+    return len(values) <= 8 and all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 
 def _check_layout(file: Path, data_size: int, spans: dict[str, tuple[int, int]]) -> None:

@@ -9,11 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from lopa_ascend.checkpoint.files import CheckpointError, Header, check_directory, no_weights_error, read_headers
+from lopa_ascend.checkpoint.files import (
+    CheckpointError,
+    Header,
+    check_directory,
+    check_name,
+    no_weights_error,
+    read_headers,
+)
 from lopa_ascend.config import DREAM, ConfigError, ModelConfig
-from lopa_ascend.config.files import read_json_object
+from lopa_ascend.config.files import read_json_object, shown
+from lopa_ascend.config.model import eos_ids
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """By the name of the dtype in config.json."""
@@ -74,9 +82,15 @@ def map_tensor(file: Path, name: str) -> torch.Tensor:
 
     Parts that were used count as memory of this process. Every call maps the file anew, so that this memory is freed
     with the tensor.
+
+    Raises:
+        CheckpointError: the file has changed since it was checked.
     """
-    with safe_open(str(file), framework="pt") as handle:
-        tensor: torch.Tensor = handle.get_tensor(name)
+    try:
+        with safe_open(str(file), framework="pt") as handle:
+            tensor: torch.Tensor = handle.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: tensor {name}: cannot be read ({error})") from error
     return tensor
 
 
@@ -89,6 +103,10 @@ class Checkpoint:
     expected: ExpectedTensors
     files: Mapping[str, Path]
     """By Hugging Face name of a tensor, in the order of ``expected.shapes``: the file that holds it."""
+    copies: Mapping[str, Path]
+    """By name of a tied tensor that was stored although it has the values of another: the file that holds it."""
+    doubts: tuple[str, ...]
+    """What may be a mistake in the files, for warnings."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Hugging Face names and tensors, in the order of ``files``, one at a time; see `map_tensor`."""
@@ -130,13 +148,28 @@ def open_checkpoint(
     generation = read_json_object(path / "generation_config.json", CheckpointError, optional=True)
     try:
         config = ModelConfig.from_json(raw, generation, str(path / "config.json"), model_type)
+        doubts = _doubts(path, raw, generation, config)
     except ConfigError as error:
         raise CheckpointError(str(error)) from error
     headers, source = _find_tensors(path)
     expected = expect(config)
     _check_tensors(model_type, expected, headers, source)
     config = replace(config, dtype=_choose_dtype(path, raw, config, [headers[name] for name in expected.shapes]))
-    return Checkpoint(path, config, expected, {name: headers[name].file for name in expected.shapes})
+    files = {name: headers[name].file for name in expected.shapes}
+    copies = {name: headers[name].file for name in expected.copies if name in headers}
+    return Checkpoint(path, config, expected, files, copies, doubts)
+
+
+def _doubts(path: Path, raw: dict[str, Any], generation: dict[str, Any], config: ModelConfig) -> tuple[str, ...]:
+    """Whether the two configurations have no token in common that ends an answer.
+
+    This is no error: fine-tuned models often have a ``config.json`` that was left as it was.
+    """
+    in_config = eos_ids(raw, config.vocab_size, str(path / "config.json"))
+    if not in_config or generation.get("eos_token_id") is None or {*in_config} & {*config.eos_token_ids}:
+        return ()
+    file, used = path / "generation_config.json", shown(generation["eos_token_id"])
+    return (f"{file}: eos_token_id is {used}, and {shown(raw['eos_token_id'])} in config.json; the former is used",)
 
 
 def _find_tensors(path: Path) -> tuple[dict[str, Header], Path]:
@@ -157,11 +190,12 @@ def _read_indexed_files(path: Path) -> dict[str, Header]:
     index = path / _INDEX
     weight_map = read_json_object(index, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise CheckpointError(f"{index}: weight_map is {weight_map!r}, expected tensor names with file names")
+        raise CheckpointError(f"{index}: weight_map is {shown(weight_map)}, expected tensor names with file names")
     headers_by_file: dict[str, dict[str, Header]] = {}
     for name, file in weight_map.items():
+        check_name(index, name)
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-            raise CheckpointError(f"{index}: tensor {name}: {file!r} is not the name of a .safetensors file")
+            raise CheckpointError(f"{index}: tensor {name}: {shown(file)} is not the name of a .safetensors file")
         if file not in headers_by_file:
             if not (path / file).exists():
                 raise CheckpointError(f"{index}: tensor {name}: names the shard {file}, which does not exist")
@@ -221,5 +255,7 @@ def _choose_dtype(path: Path, raw: Mapping[str, Any], config: ModelConfig, heade
         return max(num_bytes, key=lambda name: num_bytes[name])
     if config.dtype not in DTYPES:
         field = "torch_dtype" if raw.get("torch_dtype") else "dtype"
-        raise CheckpointError(f"{path / 'config.json'}: {field} is {config.dtype!r}, expected {' or '.join(DTYPES)}")
+        raise CheckpointError(
+            f"{path / 'config.json'}: {field} is {shown(config.dtype)}, expected {' or '.join(DTYPES)}"
+        )
     return config.dtype

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -40,7 +40,10 @@ def stacked_name(name: str) -> str:
 
 
 def stack_projections(
-    tensors: Iterable[tuple[str, torch.Tensor]], slices: TensorSlices, dtype: torch.dtype
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    slices: TensorSlices,
+    dtype: torch.dtype,
+    check: Callable[[str, torch.Tensor], None] = lambda name, tensor: None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Stacks tensors that belong together along their rows, and casts them.
 
@@ -48,6 +51,7 @@ def stack_projections(
         tensors: names and tensors of this rank in layer order; each may be a view of its file.
         slices: the rows and columns of this rank. Rows that a tensor lacks at the end of its slice become zero.
         dtype: what the results are cast to.
+        check: called with the Hugging Face name and the cast values of each tensor; may raise.
 
     Yields:
         Our names and tensors, each as soon as its last part has come, in memory of its own. At any time only one of
@@ -63,6 +67,7 @@ def stack_projections(
             incomplete[target] = torch.empty((num_rows, *part.shape[1:]), dtype=dtype)
         rows = incomplete[target][parts.pop(name)]
         rows[: len(part)] = part
+        check(name, rows[: len(part)])
         rows[len(part) :] = 0  # beyond the vocabulary
         if not parts:
             yield target, incomplete.pop(target)

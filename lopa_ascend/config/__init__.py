@@ -13,8 +13,9 @@ from lopa_ascend.config.decoding import (
 )
 from lopa_ascend.config.engine import ATTENTION_LAYOUTS, GRAPH_MODES_BY_DEVICE, EngineConfig
 from lopa_ascend.config.errors import ParameterError
+from lopa_ascend.config.fields import ConfigError
 from lopa_ascend.config.limits import Limits
-from lopa_ascend.config.model import DREAM, ConfigError, ModelConfig
+from lopa_ascend.config.model import DREAM, ModelConfig
 from lopa_ascend.config.settings import GraphSupport
 
 __all__ = [

@@ -1,49 +1,148 @@
-"""Reads the text and JSON files of a model directory, with errors that name the file and what was expected."""
+"""Reads the text and JSON files of a model directory, with errors that name the file and what was expected.
+
+A directory may come from anywhere, so nothing in it can make reading long: only regular files of limited size are
+opened, JSON is nested to a limited depth, and messages show at most the beginning of a value.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import reprlib
+import stat
 from pathlib import Path
 from typing import Any
 
+MAX_FILE = 4 * 2**20
+"""Bytes of the largest file that is read, unless the caller says otherwise. Configurations have some kilobytes."""
+MAX_VOCABULARY = 32 * 2**20
+"""Bytes of the largest file of a vocabulary. The largest byte-level ones in use have 28 million."""
+MAX_DEPTH = 64
+"""Objects and lists in one another, at most."""
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+"""Half of a character, as JSON writes it. In pairs they are text, alone they are not."""
 
-def read_text(file: Path, error_class: type[ValueError]) -> str:
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 120, 120
+_SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = 8
+
+
+def shown(value: object) -> str:
+    """A value of a file as messages show it: its ``repr``, shortened if it is long."""
+    return _SHORT.repr(value)
+
+
+def check_regular(file: Path, error_class: type[ValueError]) -> os.stat_result:
+    """Refuses what is no regular file: opening a named pipe, for example, would wait for somebody to write to it.
+
+    Raises:
+        error_class: it is no regular file.
+        OSError: it does not exist, or cannot be looked at.
+    """
+    status = file.stat()
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe, socket or device"
+        raise error_class(f"{file}: is {kind}, expected a file")
+    return status
+
+
+def _read_bytes(file: Path, error_class: type[ValueError], max_bytes: int) -> bytes:
+    size = check_regular(file, error_class).st_size
+    if size > max_bytes:
+        raise error_class(f"{file}: has {size} bytes, expected at most {max_bytes}")
+    return file.read_bytes()
+
+
+def read_text(file: Path, error_class: type[ValueError], *, max_bytes: int = MAX_FILE) -> str:
     """The text of a UTF-8 file.
 
     Args:
         file: what to read.
         error_class: the caller's error for files that cannot be used.
+        max_bytes: size of the largest file that is read.
 
     Raises:
-        error_class: the file cannot be read, or is not UTF-8.
+        error_class: the file cannot be read, is too large, or is not UTF-8.
     """
     try:
-        return file.read_text(encoding="utf-8")
+        return _read_bytes(file, error_class, max_bytes).decode("utf-8")
     except OSError as error:
         raise error_class(f"{file}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise error_class(f"{file}: is not UTF-8 text ({error})") from error
 
 
-def read_json_object(file: Path, error_class: type[ValueError], *, optional: bool = False) -> dict[str, Any]:
+def read_json_object(
+    file: Path, error_class: type[ValueError], *, optional: bool = False, max_bytes: int = MAX_FILE
+) -> dict[str, Any]:
     """The JSON object in a file.
 
     Args:
         file: what to read.
         error_class: the caller's error for files that cannot be used.
         optional: a file that does not exist counts as an empty object.
+        max_bytes: size of the largest file that is read.
 
     Raises:
-        error_class: the file cannot be read, is not JSON, or holds something else than an object.
+        error_class: the file cannot be read, is too large, is not JSON, or holds something else than an object.
     """
     if optional and not file.exists():
         return {}
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        raw = _read_bytes(file, error_class, max_bytes)
     except OSError as error:
         raise error_class(f"{file}: cannot be read ({error.strerror}), expected a JSON object") from error
-    except ValueError as error:  # not UTF-8, or not JSON
+    try:
+        return parse_json_object(raw)
+    except TypeError as error:
+        raise error_class(f"{file}: {error}") from error
+    except ValueError as error:
         raise error_class(f"{file}: is not valid JSON ({error}), expected a JSON object") from error
+
+
+def parse_json_object(raw: bytes) -> dict[str, Any]:
+    """The JSON object in UTF-8 text.
+
+    Raises:
+        ValueError: it is not UTF-8 or not JSON, has a name twice in an object, or is nested too deeply.
+        TypeError: it is something else than an object.
+    """
+    too_deep = f"more than {MAX_DEPTH} objects and lists in one another"
+    try:
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError(too_deep) from None
     if not isinstance(value, dict):
-        raise error_class(f"{file}: expected a JSON object, found {type(value).__name__}")
+        raise TypeError(f"expected a JSON object, found {type(value).__name__}")
+    if _depth(value) > MAX_DEPTH:
+        raise ValueError(too_deep)
+    if _SURROGATE.search(raw):
+        json.dumps(value, ensure_ascii=False).encode()  # raises UnicodeEncodeError for half a character
     return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, whose names must differ: readers do not agree on which of two equal ones counts."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"the name {shown(name)} occurs twice in an object")
+            seen.add(name)
+    return values
+
+
+def _depth(value: object) -> int:
+    """How many objects and lists are in one another, as far as ``MAX_DEPTH`` + 1."""
+    level, depth = [value], 0
+    while level and depth <= MAX_DEPTH:
+        depth += 1
+        level = [
+            item
+            for container in level
+            for item in (container.values() if isinstance(container, dict) else container)  # type: ignore[attr-defined]
+            if isinstance(item, dict | list)
+        ]
+    return depth

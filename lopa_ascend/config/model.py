@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from lopa_ascend.config.dream import refuse_variants
+from lopa_ascend.config.fields import ConfigError, Fields
+from lopa_ascend.config.files import shown
 from lopa_ascend.types import KVShape
 
 DREAM = "Dream"
 """The ``model_type`` of the architecture that is written in fused ops."""
-
-
-class ConfigError(ValueError):
-    """A model configuration that this engine cannot run. The message names file and field, and what was expected."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,117 +102,121 @@ class ModelConfig:
             ConfigError: a field is missing or malformed, or asks for something that this engine cannot do.
         """
         config = {name: value for name, value in config.items() if value is not None}
-        read = _Reader(config, source)
-        read.expect("model_type", (model_type,))
+        fields = Fields(config, source)
+        fields.expect("model_type", (model_type,))
         rope = config.get("rope_parameters", {})
         if not isinstance(rope, dict):
-            raise ConfigError(f"{source}: rope_parameters is {rope!r}, expected an object")
+            raise ConfigError(f"{source}: rope_parameters is {shown(rope)}, expected an object")
+        hidden = fields.integer("hidden_size", 2**20)
+        heads, kv_heads, head_dim = _heads(fields, hidden)
+        vocab = fields.integer("vocab_size", 2**24)
+        num_layers = fields.integer("num_hidden_layers", 1024)
         if model_type == DREAM:
-            _refuse_variants_of_dream(read, rope)
-        hidden = read.integer("hidden_size")
-        heads, kv_heads, head_dim = _heads(read, hidden)
-        vocab = read.integer("vocab_size")
-        mask = read.token("mask_token_id", vocab)
+            refuse_variants(fields, rope, num_layers)
+        mask, eos = _special_ids(fields, generation, str(Path(source).with_name("generation_config.json")), vocab)
         return cls(
             vocab_size=vocab,
             hidden_size=hidden,
-            intermediate_size=read.integer("intermediate_size"),
-            num_layers=read.integer("num_hidden_layers"),
+            intermediate_size=fields.integer("intermediate_size", 2**22),
+            num_layers=num_layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            max_position_embeddings=read.integer("max_position_embeddings"),
-            rope_theta=read.positive("rope_theta", rope.get("rope_theta", 10000.0)),
-            rms_norm_eps=read.positive("rms_norm_eps", 1e-6),
-            tie_word_embeddings=read.flag("tie_word_embeddings", False),
-            attention_bias=read.flag("attention_bias", True),
+            max_position_embeddings=fields.integer("max_position_embeddings", 2**22),
+            rope_theta=_rope_theta(fields, rope),
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6, at_most=1.0),
+            tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+            attention_bias=fields.flag("attention_bias", True),
             mask_token_id=mask,
-            eos_token_ids=_eos_ids(config, generation, vocab, source),
-            dtype=str(config.get("torch_dtype", config.get("dtype", "float32"))),
+            eos_token_ids=eos,
+            dtype=_dtype(fields),
             model_type=model_type,
             raw={} if model_type == DREAM else config,
         )
 
 
-def _refuse_variants_of_dream(read: _Reader, rope: Mapping[str, Any]) -> None:
-    """Raises ConfigError if ``config.json`` asks for what the engine's Dream cannot do."""
-    read.expect("hidden_act", ("silu",), default="silu")
-    read.expect("rope_scaling", (None,), default=None)
-    read.expect("use_sliding_window", (False,), default=False)
-    if rope.get("rope_type", "default") != "default":
-        raise ConfigError(f"{read.source}: rope_parameters.rope_type is {rope['rope_type']!r}, expected 'default'")
-
-
-def _heads(read: _Reader, hidden: int) -> tuple[int, int, int]:
+def _heads(fields: Fields, hidden: int) -> tuple[int, int, int]:
     """The numbers of query heads and of KV heads, and the size of a head.
 
     Args:
-        read: the fields of ``config.json``.
+        fields: of ``config.json``.
         hidden: the hidden size.
     """
-    source, heads = read.source, read.integer("num_attention_heads")
-    kv_heads = read.integer("num_key_value_heads", default=heads)
+    source, heads = fields.source, fields.integer("num_attention_heads", 2**14)
+    kv_heads = fields.integer("num_key_value_heads", 2**14, default=heads)
     if heads % kv_heads:
         raise ConfigError(f"{source}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    if "head_dim" not in read.values and hidden % heads:
+    if "head_dim" not in fields.values and hidden % heads:
         raise ConfigError(f"{source}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-    head_dim = read.integer("head_dim", default=hidden // heads)
+    head_dim = fields.integer("head_dim", 2**14, default=hidden // heads)
     if head_dim % 2:
         raise ConfigError(f"{source}: head_dim {head_dim} is odd; rotary embeddings need an even one")
     return heads, kv_heads, head_dim
 
 
-def _eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any], vocab: int, source: str) -> tuple[int, ...]:
-    """The EOS ids that ``generation_config.json`` names, or else those of ``config.json``."""
-    value = generation.get("eos_token_id")
-    if value is None:
-        value = config.get("eos_token_id", [])
-    else:
-        source = source.replace("config.json", "generation_config.json")
-    ids = value if isinstance(value, list) else [value]
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
-            raise ConfigError(f"{source}: eos_token_id {token!r} is not an id below vocab_size {vocab}")
-    return tuple(ids)
+def _rope_theta(fields: Fields, rope: Mapping[str, Any]) -> float:
+    """The base of the rotary embedding, from ``rope_parameters`` (transformers 5) or the field of its own."""
+    default = 10000.0
+    if "rope_theta" in rope:
+        default = Fields(rope, f"{fields.source}: rope_parameters").number("rope_theta", default, at_least=1.0)
+    theta = fields.number("rope_theta", default, at_least=1.0)
+    if "rope_theta" in rope and theta != default:
+        raise ConfigError(
+            f"{fields.source}: rope_theta is {theta:g}, but rope_parameters.rope_theta is {default:g}; expected the "
+            "same number"
+        )
+    return theta
 
 
-class _Reader:
-    """Typed access to a JSON object. Errors name the file, the field and what was expected.
+def _dtype(fields: Fields) -> str:
+    """The number format that ``config.json`` names; that of a model whose file names none is found elsewhere."""
+    old, new = fields.values.get("torch_dtype"), fields.values.get("dtype")
+    if old is not None and new is not None and old != new:
+        raise ConfigError(f"{fields.source}: torch_dtype is {shown(old)}, but dtype is {shown(new)}; expected the same")
+    return str(old if old is not None else new if new is not None else "float32")
+
+
+def _special_ids(
+    fields: Fields, generation: Mapping[str, Any], generation_source: str, vocab: int
+) -> tuple[int, tuple[int, ...]]:
+    """The id of the mask token and the ids of the tokens that end an answer.
+
+    ``generation_config.json`` has the last word on the latter, as in transformers.
 
     Args:
-        values: the object.
-        source: path of its file.
+        fields: of ``config.json``.
+        generation: content of ``generation_config.json``.
+        generation_source: its path, for messages.
+        vocab: every id must be below.
     """
+    mask = fields.token("mask_token_id", vocab)
+    other = generation.get("mask_token_id")
+    if other is not None and (type(other) is not int or other != mask):
+        raise ConfigError(f"{generation_source}: mask_token_id is {shown(other)}, expected {mask} as in config.json")
+    eos, source = eos_ids(fields.values, vocab, fields.source), fields.source
+    if generation.get("eos_token_id") is not None:
+        eos, source = eos_ids(generation, vocab, generation_source), generation_source
+    if mask in eos:
+        raise ConfigError(
+            f"{source}: eos_token_id is {mask}, expected another id than mask_token_id: a mask would end every answer"
+        )
+    return mask, eos
 
-    def __init__(self, values: Mapping[str, Any], source: str):
-        self.values, self.source = values, source
 
-    def expect(self, name: str, allowed: tuple[object, ...], default: object = None) -> None:
-        """Raises ConfigError if the field has another value than the allowed ones."""
-        value = self.values.get(name, default)
-        if value not in allowed:
-            raise ConfigError(f"{self.source}: {name} is {value!r}, expected {' or '.join(map(repr, allowed))}")
+def eos_ids(values: Mapping[str, Any], vocab: int, source: str) -> tuple[int, ...]:
+    """The ids in the field ``eos_token_id`` of a file, which may be one id, a list, or missing.
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        value = self.values.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{self.source}: {name} is {value!r}, expected a positive integer")
-        return value
+    Args:
+        values: content of the file.
+        vocab: every id must be below.
+        source: its path, for messages.
 
-    def positive(self, name: str, default: float) -> float:
-        value = self.values.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ConfigError(f"{self.source}: {name} is {value!r}, expected a positive number")
-        return float(value)
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.values.get(name, default)
-        if not isinstance(value, bool):
-            raise ConfigError(f"{self.source}: {name} is {value!r}, expected true or false")
-        return value
-
-    def token(self, name: str, vocab: int) -> int:
-        value = self.values.get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab:
-            raise ConfigError(f"{self.source}: {name} is {value!r}, expected a token id below vocab_size {vocab}")
-        return value
+    Raises:
+        ConfigError: the field holds something else than ids below ``vocab``.
+    """
+    value = values.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+            raise ConfigError(f"{source}: eos_token_id {shown(token)} is not an id below vocab_size {vocab}")
+    return tuple(ids)

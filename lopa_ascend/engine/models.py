@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from lopa_ascend.model.dream import Dream
 from lopa_ascend.model.plain import Build, build_module, tensors_of
 from lopa_ascend.model.registry import find_model
 from lopa_ascend.parallel.collectives import Group
+
+logger = logging.getLogger(__name__)
 
 
 class ModelSource(ABC):
@@ -70,12 +73,19 @@ def open_model(path: Path, config: EngineConfig, device: torch.device) -> ModelS
     return PlainSource(path, config, str(model_type), build, device)
 
 
+def _warn(found: checkpoint.Checkpoint) -> None:
+    for doubt in found.doubts:
+        logger.warning("%s", doubt)
+
+
 class DreamSource(ModelSource):
     """A Dream, which is written in fused ops."""
 
     def __init__(self, path: Path, config: EngineConfig):
         self._path, self._options = path, config
-        self.config = checkpoint.open_checkpoint(path).config
+        found = checkpoint.open_checkpoint(path)
+        self.config = found.config
+        _warn(found)
 
     @property
     def identity(self) -> object:
@@ -106,6 +116,7 @@ class PlainSource(ModelSource):
             return tensors_of(build_module(build, replace(found, dtype="float32")))
 
         self._checkpoint = checkpoint.open_checkpoint(path, model_type, expect)
+        _warn(self._checkpoint)
         self.config = checkpoint.with_dtype(self._checkpoint.config, config.dtype)
         self._module = build_module(build, self.config)
         self._trace = trace(self._module, self.config, device)

@@ -14,7 +14,8 @@ from lopa_ascend.graph.setup import GraphPlan, plan_graphs
 from lopa_ascend.kv.pages import pages_for, slots_for
 from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.score.shards import CANDIDATES
-from lopa_ascend.text.tokenizer_files import load_tokenizer
+from lopa_ascend.text.special_ids import check_special_ids
+from lopa_ascend.text.tokenizer_files import load_vocabulary
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,9 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
     model_source = open_model(path, config, ops.device)
     model = model_source.config
     _check_split(config, model)
-    tokenizer = load_tokenizer(path, model.vocab_size)
+    tokenizer = load_vocabulary(path, model.vocab_size)
+    if tokenizer is not None:
+        check_special_ids(tokenizer, path, model.mask_token_id, model.eos_token_ids)
     num_token_ids = tokenizer.num_token_ids if tokenizer else model.vocab_size
     max_model_len = _max_model_len(config, model)
     max_num_batched_tokens = config.max_num_batched_tokens or max(4096, max_model_len)

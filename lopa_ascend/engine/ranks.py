@@ -18,7 +18,6 @@ from types import TracebackType
 
 import msgspec
 import torch
-from torch._C._distributed_c10d import TCPStore
 
 from lopa_ascend.config import DecodingParams, EngineConfig
 from lopa_ascend.engine.commands import Abort, Command, Generate
@@ -34,6 +33,7 @@ from lopa_ascend.parallel.launch import (
     share_cores,
 )
 from lopa_ascend.parallel.mesh import Mesh
+from lopa_ascend.parallel.store import serve_store
 from lopa_ascend.types import Update
 
 HEARTBEAT = 1.0
@@ -237,7 +237,7 @@ def start_local_ranks(config: EngineConfig) -> Engine:
         Exception: whatever `Engine` raises.
     """
     config = share_cores(config)
-    store = TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
+    store = serve_store(LOCALHOST, 0)
     rendezvous = Rendezvous.on_this_machine(0, config.world_size, store.port)
     with _Followers(config, store.port) as followers:
         mesh = Mesh.join(config, rendezvous, _ignore_failure, store, followers.check)

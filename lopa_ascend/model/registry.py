@@ -11,6 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
 from lopa_ascend.config import DREAM
+from lopa_ascend.config.files import shown
 
 if TYPE_CHECKING:
     from lopa_ascend.model.plain import Build
@@ -54,7 +55,7 @@ def find_model(model_type: object) -> Build | None:
     point = _installed().get(name)
     if point is None:
         raise ValueError(
-            f"model_type is {model_type!r}, expected one of {', '.join(known_models())}; register another with "
+            f"model_type is {shown(model_type)}, expected one of {', '.join(known_models())}; register another with "
             f"lopa_ascend.register_model or, for servers and several ranks, by an entry point of the group {GROUP}"
         )
     try:

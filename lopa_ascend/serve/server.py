@@ -18,12 +18,15 @@ from pathlib import Path
 import uvicorn
 
 from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
+from lopa_ascend.config.files import read_text
 from lopa_ascend.config.sizes import format_size
-from lopa_ascend.demo import HELD_OUT
+from lopa_ascend.demo import DEMO_MODEL, HELD_OUT
 from lopa_ascend.kv.pages import slots_for
 from lopa_ascend.serve.app import create_app
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.engine.client import ClientSettings, EngineClient, EngineFailed
+from lopa_ascend.text.template import check_template
+from lopa_ascend.text.tokenizer_files import load_template
 from lopa_ascend.types import RankReport
 
 LAST_EVENTS_TIME = 1.0
@@ -202,9 +205,12 @@ def _client_settings(config: ServeConfig) -> ClientSettings:
     template = None
     if config.chat_template is not None:
         try:
-            template = Path(config.chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--chat-template {config.chat_template}: cannot be read: {error}") from error
+            template = read_text(Path(config.chat_template), ValueError)
+        except ValueError as error:
+            raise ValueError(f"--chat-template {error}") from error
+        check_template(template, f"--chat-template {config.chat_template}")
+    else:
+        load_template(config.engine.model or DEMO_MODEL)  # refused here, a broken one costs no loading
     return ClientSettings(
         max_num_queued_reqs=config.max_num_queued_reqs,
         request_timeout=config.request_timeout,

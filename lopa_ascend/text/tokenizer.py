@@ -27,18 +27,23 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTES = _byte_alphabet()
 
 
+class TokenizerError(ValueError):
+    """Tokenizer files that cannot be used; the message names the file and what was expected."""
+
+
 class Tokenizer:
     """A byte-level BPE tokenizer; ``load_tokenizer`` makes one from a model's files.
 
     Args:
         backend: the tokenizer of the `tokenizers` library.
         special: named special tokens, such as "eos_token", that the chat template may use.
-        chat_template: Jinja template that renders a conversation; None if the model has none.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, special: dict[str, str], chat_template: str | None):
+    chat_template: str | None = None
+    """Jinja template that renders a conversation; None if the model has none. Set it before the first ``chat``."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, special: dict[str, str]):
         self.special = special
-        self.chat_template = chat_template
         self.num_token_ids: int = 1 + max(backend.get_vocab(with_added_tokens=True).values())
         """Token ids that exist: one more than the largest."""
         self._backend = backend
@@ -65,6 +70,15 @@ class Tokenizer:
     def is_special(self, token: int) -> bool:
         """Whether a token id is that of a special token."""
         return token in self._added and bool(self._added[token].special)
+
+    def is_added(self, token: int) -> bool:
+        """Whether a token id is that of a token outside the BPE vocabulary, special or not."""
+        return token in self._added
+
+    def id_of(self, content: str) -> int | None:
+        """The id of a token; None if there is none with this text."""
+        token: int | None = self._backend.token_to_id(content)
+        return token
 
     def piece(self, token: int) -> bytes:
         """The bytes of one token. The bytes of a sequence are those of its tokens one after the other."""

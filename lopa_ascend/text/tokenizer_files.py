@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from lopa_ascend.config.files import read_json_object, read_text
-from lopa_ascend.text.tokenizer import Tokenizer
+from lopa_ascend.config.files import MAX_VOCABULARY, read_json_object, read_text, shown
+from lopa_ascend.text.template import check_template, read_template
+from lopa_ascend.text.tokenizer import Tokenizer, TokenizerError
 
 WORD_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -21,20 +23,49 @@ _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _CONFIG = "tokenizer_config.json"
 
 
-class TokenizerError(ValueError):
-    """Tokenizer files that cannot be used; the message names the file and what was expected."""
-
-
 def load_tokenizer(path: str | Path, vocab_size: int, chat_template: str | None = None) -> Tokenizer | None:
-    """The tokenizer of a model directory; None if there are no tokenizer files.
-
-    Reads tokenizer.json, or else vocab.json and merges.txt. Special tokens and the chat template come from
-    tokenizer_config.json, special_tokens_map.json, added_tokens.json and chat_template.jinja, as far as they exist.
+    """The tokenizer of a model directory, with its chat template; None if there are no tokenizer files.
 
     Args:
         path: the model directory.
         vocab_size: rows of the model's embedding; every token id must be below.
-        chat_template: replaces the template of the directory.
+        chat_template: replaces the template of the directory, which is not looked at then.
+
+    Raises:
+        TokenizerError: a file is missing or malformed, the tokenizer has more ids than the model, or the chat template
+            is no template.
+    """
+    tokenizer = load_vocabulary(path, vocab_size)
+    if tokenizer is not None:
+        tokenizer.chat_template = load_template(path, chat_template)
+    return tokenizer
+
+
+def load_template(path: str | Path, chat_template: str | None = None) -> str | None:
+    """The chat template of a model directory, or the one that replaces it; None if there is none.
+
+    Raises:
+        TokenizerError: a file is malformed, or the template is no template.
+    """
+    if chat_template is not None:
+        check_template(chat_template, "chat_template")
+        return chat_template
+    file = Path(path) / _CONFIG
+    template, source = read_template(Path(path), file, read_json_object(file, TokenizerError, optional=True))
+    if template is not None:
+        check_template(template, source)
+    return template
+
+
+def load_vocabulary(path: str | Path, vocab_size: int) -> Tokenizer | None:
+    """The tokenizer of a model directory, without a chat template; None if there are no tokenizer files.
+
+    Reads tokenizer.json, or else vocab.json and merges.txt. Special tokens come from tokenizer_config.json,
+    special_tokens_map.json and added_tokens.json, as far as they exist.
+
+    Args:
+        path: the model directory.
+        vocab_size: rows of the model's embedding; every token id must be below.
 
     Raises:
         TokenizerError: a file is missing or malformed, or the tokenizer has more ids than the model.
@@ -48,11 +79,11 @@ def load_tokenizer(path: str | Path, vocab_size: int, chat_template: str | None 
         backend = _read_tokenizer_json(source)
     else:
         source = path / "vocab.json"
-        backend = _read_bpe(path, add_prefix_space=config.get("add_prefix_space") or False)
+        backend = _read_bpe(path, add_prefix_space=_flag(path / _CONFIG, config, "add_prefix_space"))
     _add_declared_tokens(path, backend, config)
     named, others = _special_tokens(path, config)
     _mark_as_special(backend, [*named.values(), *others])
-    tokenizer = Tokenizer(backend, named, chat_template or _chat_template(path, config))
+    tokenizer = Tokenizer(backend, named)
     if tokenizer.num_token_ids > vocab_size:
         raise TokenizerError(
             f"{source}: has ids up to {tokenizer.num_token_ids - 1}, expected less than vocab_size {vocab_size}"
@@ -64,19 +95,39 @@ def load_tokenizer(path: str | Path, vocab_size: int, chat_template: str | None 
 
 
 def _read_tokenizer_json(file: Path) -> tokenizers.Tokenizer:
-    decoder = read_json_object(file, TokenizerError).get("decoder")
+    values = read_json_object(file, TokenizerError, max_bytes=MAX_VOCABULARY)
+    decoder = values.get("decoder")
     if not isinstance(decoder, dict) or decoder.get("type") != "ByteLevel":
         raise TokenizerError(
-            f"{file}: decoder is {decoder!r}, expected type ByteLevel: only byte-level BPE is supported"
+            f"{file}: decoder is {shown(decoder)}, expected type ByteLevel: only byte-level BPE is supported"
         )
+    model = values.get("model")
+    if isinstance(model, dict) and isinstance(model.get("vocab"), dict):
+        _check_ids(file, model["vocab"])
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
-    # The library raises nothing narrower.
-    except Exception as error:
-        raise TokenizerError(f"{file}: is not a tokenizer that this version of tokenizers reads: {error}") from error
+    # The library raises nothing narrower, and what its Rust code did not foresee is not even an Exception.
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        found = str(error)[:300]  # it may quote the file
+        raise TokenizerError(f"{file}: is not a tokenizer that this version of tokenizers reads: {found}") from error
     backend.no_truncation()
     backend.no_padding()
     return backend
+
+
+def _check_ids(file: Path, vocab: dict[str, Any]) -> None:
+    """Refuses a vocabulary in which an id is no id, or that of two tokens."""
+    by_id: dict[int, str] = {}
+    for token, token_id in vocab.items():
+        if type(token_id) is not int or not 0 <= token_id < 2**32:
+            raise TokenizerError(f"{file}: token {shown(token)} has the id {shown(token_id)}, expected a number")
+        if by_id.setdefault(token_id, token) != token:
+            raise TokenizerError(
+                f"{file}: token {shown(token)} has the id {token_id}, which is that of {shown(by_id[token_id])}; "
+                "expected an id of its own"
+            )
 
 
 def _read_bpe(path: Path, add_prefix_space: bool) -> tokenizers.Tokenizer:
@@ -84,10 +135,8 @@ def _read_bpe(path: Path, add_prefix_space: bool) -> tokenizers.Tokenizer:
     for file in (path / "vocab.json", path / "merges.txt"):
         if not file.exists():
             raise TokenizerError(f"{file}: is missing, expected beside the other one of vocab.json and merges.txt")
-    vocab = read_json_object(path / "vocab.json", TokenizerError)
-    for token, token_id in vocab.items():
-        if type(token_id) is not int or not 0 <= token_id < 2**32:
-            raise TokenizerError(f"{path / 'vocab.json'}: token {token!r} has the id {token_id!r}, expected a number")
+    vocab = read_json_object(path / "vocab.json", TokenizerError, max_bytes=MAX_VOCABULARY)
+    _check_ids(path / "vocab.json", vocab)
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=_read_merges(path / "merges.txt", vocab)))
     backend.normalizer = normalizers.NFC()
     split_words = pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated", invert=False)
@@ -100,14 +149,14 @@ def _read_bpe(path: Path, add_prefix_space: bool) -> tokenizers.Tokenizer:
 def _read_merges(file: Path, vocab: dict[str, int]) -> list[tuple[str, str]]:
     """The pairs of tokens that BPE merges, in order of precedence."""
     merges = []
-    for number, line in enumerate(read_text(file, TokenizerError).split("\n"), 1):
+    for number, line in enumerate(read_text(file, TokenizerError, max_bytes=MAX_VOCABULARY).split("\n"), 1):
         line = line.rstrip("\r")
         if not line or line.startswith("#version"):
             continue
         parts = line.split(" ")
         if len(parts) != 2 or not {*parts, "".join(parts)} <= vocab.keys():
             raise TokenizerError(
-                f"{file}: line {number}: {line!r} is not two tokens of vocab.json that merge into a third"
+                f"{file}: line {number}: {shown(line)} is not two tokens of vocab.json that merge into a third"
             )
         merges.append((parts[0], parts[1]))
     return merges
@@ -119,23 +168,36 @@ def _read_merges(file: Path, vocab: dict[str, int]) -> list[tuple[str, str]]:
 def _add_declared_tokens(path: Path, backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
     """Adds the tokens that added_tokens.json and tokenizer_config.json declare, at the ids that they declare."""
     declared: dict[int, tuple[Path, AddedToken]] = {}
+
+    def add(file: Path, token_id: int, token: AddedToken) -> None:
+        other_file, other = declared.get(token_id, (file, token))
+        if other.content != token.content:
+            raise TokenizerError(
+                f"{file}: token {shown(token.content)} is declared as id {token_id}, which is that of "
+                f"{shown(other.content)} in {other_file.name}; expected an id of its own"
+            )
+        declared[token_id] = file, token
+
     file = path / "added_tokens.json"
     for content, token_id in read_json_object(file, TokenizerError, optional=True).items():
-        declared[_parse_token_id(file, token_id)] = file, AddedToken(content)
+        add(file, _parse_token_id(file, token_id), AddedToken(content))
     file = path / _CONFIG
     decoder = config.get("added_tokens_decoder") or {}
     if not isinstance(decoder, dict):
-        raise TokenizerError(f"{file}: added_tokens_decoder is {decoder!r}, expected an object")
+        raise TokenizerError(f"{file}: added_tokens_decoder is {shown(decoder)}, expected an object")
     for token_id, value in decoder.items():
-        content = _token_text(file, f"added_tokens_decoder[{token_id}]", value)
-        flags = {flag: value[flag] for flag in _TOKEN_FLAGS if flag in value} if isinstance(value, dict) else {}
-        declared[_parse_token_id(file, token_id)] = file, AddedToken(content, **flags)
+        field = f"added_tokens_decoder[{shown(token_id)[1:-1]}]"
+        content = _token_text(file, field, value)
+        flags = {}
+        if isinstance(value, dict):
+            flags = {flag: _flag(file, value, flag, field) for flag in _TOKEN_FLAGS if flag in value}
+        add(file, _parse_token_id(file, token_id), AddedToken(content, **flags))
     for token_id, (file, token) in sorted(declared.items()):
         backend.add_tokens([token])
         found = backend.token_to_id(token.content)
         if found != token_id:
             raise TokenizerError(
-                f"{file}: token {token.content!r} is declared as id {token_id}, but it becomes {found}"
+                f"{file}: token {shown(token.content)} is declared as id {token_id}, but it becomes {found}"
             )
 
 
@@ -152,7 +214,7 @@ def _special_tokens(path: Path, config: dict[str, Any]) -> tuple[dict[str, str],
         for field in ("additional_special_tokens", "extra_special_tokens"):
             extra = values.get(field) or []
             if not isinstance(extra, dict | list):
-                raise TokenizerError(f"{file}: {field} is {extra!r}, expected a list of tokens")
+                raise TokenizerError(f"{file}: {field} is {shown(extra)}, expected a list of tokens")
             tokens = extra.values() if isinstance(extra, dict) else extra
             others += [_token_text(file, field, token) for token in tokens]
     return named, others
@@ -168,30 +230,28 @@ def _token_text(file: Path, field: str, value: object) -> str:
     """The text of a token that is given as a string, or as an object with "content"."""
     text = value.get("content") if isinstance(value, dict) else value
     if not isinstance(text, str) or not text:
-        raise TokenizerError(f"{file}: {field} is {value!r}, expected a token")
+        raise TokenizerError(f"{file}: {field} is {shown(value)}, expected a token")
     return text
 
 
+def _flag(file: Path, values: dict[str, Any], name: str, within: str = "") -> bool:
+    """A field that is true or false; false if it is missing or null.
+
+    Args:
+        file: for messages.
+        values: the object with the field.
+        name: the field.
+        within: the object's own name, for messages.
+    """
+    value = values.get(name)
+    if value is not None and not isinstance(value, bool):
+        field = f"{within}.{name}" if within else name
+        raise TokenizerError(f"{file}: {field} is {shown(value)}, expected true or false")
+    return bool(value)
+
+
 def _parse_token_id(file: Path, value: object) -> int:
-    if isinstance(value, str) and value.isascii() and value.isdigit():
-        return int(value)
-    if type(value) is int:
-        return value
-    raise TokenizerError(f"{file}: {value!r} is not a token id")
-
-
-# ---- the chat template -----------------------------------------------------------------------------------------------
-
-
-def _chat_template(path: Path, config: dict[str, Any]) -> str | None:
-    """The template in chat_template.jinja, or else the (default) one in tokenizer_config.json."""
-    file = path / "chat_template.jinja"
-    if file.exists():
-        return read_text(file, TokenizerError)
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = by_name.get("default")
-    if template is not None and not isinstance(template, str):
-        raise TokenizerError(f"{path / _CONFIG}: chat_template is {template!r}, expected a string")
-    return template
+    token_id = int(value) if isinstance(value, str) and re.fullmatch("[0-9]{1,10}", value) else value
+    if type(token_id) is not int or not 0 <= token_id < 2**32:
+        raise TokenizerError(f"{file}: {shown(value)} is not a token id")
+    return token_id

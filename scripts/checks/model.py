@@ -25,7 +25,7 @@ def _check_files(launch: Launch) -> Iterator[Finding]:
     names = {"model.safetensors"}
     if index.exists():
         weight_map = read_json_object(index, ConfigError).get("weight_map")
-        if not isinstance(weight_map, dict):
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise ConfigError(f"{index}: has no weight_map")
         names = set(weight_map.values())
     files = [launch.model / name for name in sorted(names)]

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.listeners import check_loopback_alone
 from tests.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +24,9 @@ pytestmark = pytest.mark.multirank
 class Launched:
     """Processes that launch scripts have started, all of them known by a mark in their environment."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.stderr: list[Path] = []
         self.port = free_ports(2)
         self.url = f"http://127.0.0.1:{self.port}"
         self.scripts: list[subprocess.Popen[bytes]] = []
@@ -34,7 +37,9 @@ class Launched:
         command += ["--port", str(self.port), "--master-port", str(self.port + 1), *flags]
         name, _, value = self._mark.partition("=")
         environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", name: value}
-        self.scripts.append(subprocess.Popen(command, env=environment, cwd=ROOT))
+        self.stderr.append(self._folder / f"stderr.{len(self.stderr)}")
+        with self.stderr[-1].open("w") as stderr:
+            self.scripts.append(subprocess.Popen(command, env=environment, cwd=ROOT, stderr=stderr))
 
     def processes(self) -> dict[int, str]:
         """Command lines of all that still run."""
@@ -61,6 +66,7 @@ class Launched:
         deadline = time.monotonic() + seconds
         while self.is_healthy() is not wanted:
             assert time.monotonic() < deadline, f"/health did not become {wanted} in {seconds} s"
+            assert [script.poll() for script in self.scripts] == [None] * len(self.scripts), self.said()
             time.sleep(0.05)
 
     def answer(self) -> str:
@@ -70,16 +76,20 @@ class Launched:
         return text
 
     def end(self) -> None:
-        """As an operator does it, who stops the script on every node."""
+        """As an operator does it, who stops the script on every node: that is no error."""
         for script in self.scripts:
             script.send_signal(signal.SIGTERM)
-        for script in self.scripts:
-            script.wait(timeout=30)
+        assert [script.wait(timeout=30) for script in self.scripts] == [0] * len(self.scripts)
+        assert "Traceback" not in self.said(), self.said()
+
+    def said(self) -> str:
+        """What the scripts and all that they have started have written to stderr."""
+        return "".join(file.read_text() for file in self.stderr)
 
 
 @pytest.fixture
-def launched() -> Iterator[Launched]:
-    servers = Launched()
+def launched(tmp_path: Path) -> Iterator[Launched]:
+    servers = Launched(tmp_path)
     try:
         yield servers
     finally:
@@ -92,6 +102,7 @@ def launched() -> Iterator[Launched]:
 def test_one_node_answers_comes_back_and_ends(launched: Launched):
     launched.launch("node")
     launched.await_health(True, 120)
+    check_loopback_alone(launched.processes(), at_least=6)  # HTTP, torchrun's store, gloo of four ranks
     text = launched.answer()
     assert "47" in text
     os.kill(launched.rank(), signal.SIGKILL)

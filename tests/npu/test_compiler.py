@@ -5,6 +5,7 @@ A step that ``ge`` compiles runs as torchair's FX graph after its passes; what G
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,8 +20,10 @@ from torch_npu import npu
 
 from lopa_ascend.backend import Entries
 from lopa_ascend.backend.compiler import Compiler, GraphError
+from lopa_ascend.backend.graph_cache import DIGESTS
 from lopa_ascend.backend.npu.compiler import KV_LENGTHS
 from lopa_ascend.backend.npu.ops import NpuOps
+from lopa_ascend.config import ParameterError
 from lopa_ascend.graph.compile import load_compiler
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.base import ForwardInputs
@@ -174,6 +177,43 @@ def test_the_cache_outlives_a_compiler(sample: Sample, mode: str, tmp_path: Path
         bucket.fill(1)
         result, _ = bucket.expected([100, 300])
         assert torch.equal(bucket.run([100, 300]).cpu(), result)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_damaged_entry_is_compiled_anew(
+    sample: Sample, mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether the digests tell of the damage, or they are missing, as after a start that was broken off."""
+
+    def counts(*, seal: bool) -> tuple[int, int]:
+        compiler = load_compiler("npu", mode, key="damage", cache_dir=tmp_path)
+        bucket = sample.compiled(compiler, 2)
+        bucket.fill(1)
+        result, _ = bucket.expected([100, 300])
+        assert torch.equal(bucket.run([100, 300]).cpu(), result)
+        if seal:
+            compiler.freeze()
+        return compiler.num_loaded, compiler.num_compilations
+
+    def damage() -> None:
+        (file,) = tmp_path.rglob("compiled_module")
+        os.truncate(file, file.stat().st_size // 2)
+
+    assert counts(seal=True) == (0, 1)
+    damage()
+    assert counts(seal=False) == (0, 1)
+    assert f"graph_cache: {next(tmp_path.rglob('compiled_module'))} is damaged, and is compiled anew" in caplog.text
+    (tmp_path / DIGESTS).unlink()
+    damage()
+    assert counts(seal=True) == (0, 1)
+    assert "compiled_module is damaged (UnpicklingError), and is compiled anew" in caplog.text
+    assert counts(seal=True) == (1, 0)
+
+
+def test_a_cache_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(ParameterError, match="graph_cache: .* holds code that runs at the next start"):
+        load_compiler("npu", "npugraph_ex", key="sample", cache_dir=tmp_path)
 
 
 def test_ops_that_return_what_they_are_given_pass_where_torch_is_strict(sample: Sample) -> None:

@@ -108,9 +108,10 @@ def test_eos_ids_come_from_generation_config(tmp_path: Path) -> None:
     assert open_checkpoint(tmp_path).config.eos_token_ids == ()
 
 
-def test_tied_head_in_the_file_is_ignored(tmp_path: Path) -> None:
+def test_tied_head_in_the_file_must_equal_the_embedding(tmp_path: Path) -> None:
     write_dream(tmp_path, tie=True)
-    edit_tensors(tmp_path / SINGLE, lm_head__weight=torch.zeros(320, 32))
+    embedding = load_file(tmp_path / SINGLE)["model.embed_tokens.weight"]
+    edit_tensors(tmp_path / SINGLE, lm_head__weight=embedding)
     assert "lm_head.weight" not in dict(open_checkpoint(tmp_path).tensors())
     assert "head.weight" not in load(tmp_path, lora=None, dtype="auto", device="cpu")[1]
     edit_tensors(tmp_path / SINGLE, lm_head__weight=torch.zeros(319, 32))

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lopa_ascend.text.tokenizer import Tokenizer
-from lopa_ascend.text.tokenizer_files import TokenizerError, load_tokenizer
+from lopa_ascend.text.tokenizer import Tokenizer, TokenizerError
+from lopa_ascend.text.tokenizer_files import load_tokenizer
 from tests.tiny import CHAT_TEMPLATE, SPECIAL, VOCAB_SIZE, tiny_tokenizer, write_tokenizer
 
 TEXTS = [
@@ -240,8 +240,18 @@ def test_chat_errors(messages: list[dict[str, Any]], words: str) -> None:
 
 
 def test_broken_template(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="the chat template refuses the messages"):
-        some(write_tokenizer(tmp_path, chat_template="{% if %}")).chat([{"role": "user", "content": "hello"}])
+    source = r"tokenizer_config\.json: chat_template: line 1: Expected an expression"
+    with pytest.raises(TokenizerError, match=source):
+        load_tokenizer(write_tokenizer(tmp_path, chat_template="{% if %}"), VOCAB_SIZE)
+    assert load_tokenizer(tmp_path, VOCAB_SIZE, CHAT_TEMPLATE).chat_template == CHAT_TEMPLATE
+    with pytest.raises(TokenizerError, match="^chat_template: line 1: Expected an expression"):
+        load_tokenizer(tmp_path, VOCAB_SIZE, "{% if %}")
+
+
+def test_template_with_the_tags_of_transformers(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
+    tokenizer = some(write_tokenizer(tmp_path, chat_template=template))
+    assert tokenizer.decode(tokenizer.chat([{"role": "user", "content": "hello"}])) == "hello"
 
 
 def test_template_sources(tmp_path: Path) -> None:

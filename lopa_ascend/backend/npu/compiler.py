@@ -9,15 +9,16 @@ the graph.
 from __future__ import annotations
 
 import gc
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import FunctionType, MethodType
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 import torch_npu
 from torch import Tensor
 from torch._functorch import config as functorch_config
@@ -32,6 +33,7 @@ from npugraph_ex.inference._cache_compiler import CompiledModel as NpuGraphExMod
 from torchair.inference._cache_compiler import CompiledModel as GeModel
 
 from lopa_ascend.backend.compiler import Compiler, GraphError, Run, Step, dynamic_kv_lengths
+from lopa_ascend.backend.graph_cache import GraphCache, private_files
 
 MAX_GRAPHS = 64
 """npugraph_ex's own limit: a graph takes streams and events of the device, which has some two thousand."""
@@ -40,6 +42,7 @@ OUT_OF_STREAMS = "207008"
 KV_LENGTHS = "actual_seq_lengths_kv"
 """The argument of the attention kernel that holds the KV lengths of its entries."""
 _numbers = count()
+logger = logging.getLogger(__name__)
 
 
 def load_npu_compiler(mode: str, key: str, cache_dir: Path | None) -> Compiler:
@@ -78,6 +81,9 @@ class CachedCompiler(Compiler):
         key: what a step is made of: the model, the configuration, the code of this project. The shapes of its tensors,
             and the versions of torch, torch_npu and CANN, are added here.
         cache_dir: directory of the files; None: a temporary one, which is deleted with the compiler.
+
+    Raises:
+        ParameterError: others may write to ``cache_dir``.
     """
 
     cache_compile: ClassVar[Callable[..., Run]]
@@ -89,8 +95,7 @@ class CachedCompiler(Compiler):
 
     def __init__(self, key: str, cache_dir: Path | None):
         super().__init__()
-        self._temporary = TemporaryDirectory() if cache_dir is None else None
-        self._cache_dir = str(cache_dir) if self._temporary is None else self._temporary.name
+        self._cache = GraphCache(cache_dir)
         self._key = f"{key}; torch {torch.__version__}, torch_npu {torch_npu.__version__}, CANN {get_cann_version()}"
 
     @abstractmethod
@@ -100,7 +105,29 @@ class CachedCompiler(Compiler):
     def _rewrite(self, module: torch.fx.GraphModule) -> None:
         """Changes a graph after the package has fused its ops. By default it stays as it is."""
 
+    def freeze(self) -> None:
+        super().freeze()
+        self._cache.seal()
+
     def _compile(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: list[int]) -> Run:
+        num_loaded, num_compilations = self.num_loaded, self.num_compilations
+        with private_files():
+            try:
+                return self._compile_cached(step, name, tensors, kv_lengths)
+            except GraphError:
+                raise
+            # What is damaged may raise anything. If the cache was not the reason, the same is raised again.
+            except Exception as error:
+                if not self._cache.is_kept:
+                    raise
+                if dist.is_initialized() and dist.get_world_size() > 1:
+                    # Another launch here would be one more than on the other ranks: their collectives would wait.
+                    raise GraphError(f"graph_cache: {self._cache.path} cannot be used ({error}); delete it") from error
+                self._cache.abandon(error)
+        self.num_loaded, self.num_compilations = num_loaded, num_compilations
+        return self._compile_cached(step, name, tensors, kv_lengths)
+
+    def _compile_cached(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: list[int]) -> Run:
         method = self._as_method(step, name, tensors)
         length_inputs: list[int] = []  # for each graph that is compiled, how many KV lengths are its inputs
 
@@ -110,12 +137,13 @@ class CachedCompiler(Compiler):
 
         config = self._config()
         config.post_grad_custom_post_pass = count_and_rewrite
-        options = {"config": config, "cache_dir": self._cache_dir, **self.options}
+        options = {"config": config, "cache_dir": str(self._cache.path), **self.options}
         file = Path(self.cached_model.get_cache_bin(method, **options))
         # npugraph_ex makes `.out` variants of torch_npu's ops whose schemas do not say that they return an argument.
         # torch's check would warn of it, and fails where the environment has CI set.
         with torch.no_grad(), functorch_config.patch(check_custom_op_aliasing=False):
-            if file.exists():
+            is_whole = self._is_whole(file)
+            if is_whole:
                 self.num_loaded += 1
             else:
                 sources = dynamic_kv_lengths(len(kv_lengths))
@@ -128,10 +156,25 @@ class CachedCompiler(Compiler):
                         f"bucket {name}: of {len(kv_lengths)} KV lengths, {length_inputs} are inputs of its graph"
                     )
                 if not file.exists():
-                    raise GraphError(f"bucket {name}: graph mode {self.mode} could not write it to {self._cache_dir}")
+                    raise GraphError(f"bucket {name}: graph mode {self.mode} could not write it to {self._cache.path}")
             run = type(self).cache_compile(method, **options)
             run(kv_lengths)
+            if is_whole:
+                # As often as where it is compiled: the ranks must launch collectives alike often, wherever damage is.
+                run(kv_lengths)
         return run
+
+    def _is_whole(self, file: Path) -> bool:
+        """Whether a bucket is in its file. A file that cannot be loaded, left by a start that broke off, is removed."""
+        if not file.exists():
+            return False
+        try:
+            self.cached_model.load(str(file))
+        except Exception as error:  # noqa: BLE001  # a damaged pickle may raise anything
+            logger.warning("graph_cache: %s is damaged (%s), and is compiled anew", file, type(error).__name__)
+            file.unlink()
+            return False
+        return True
 
     def _as_method(self, step: Step, name: str, tensors: Sequence[Tensor]) -> MethodType:
         """``BucketModule.run`` with a code object that no other bucket of this process has.

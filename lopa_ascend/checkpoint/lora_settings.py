@@ -1,0 +1,199 @@
+"""The settings of a PEFT LoRA adapter: which modules it changes, by which ranks and factors."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import regex
+
+from lopa_ascend.checkpoint.files import CheckpointError
+from lopa_ascend.config.files import shown
+
+MAX_FIELD = 200
+"""Characters of the longest name of a field that messages show whole."""
+MAX_ALPHA = 1e9
+"""Largest alpha, which is 16 or so."""
+MAX_PATTERN = 10_000
+"""Characters of the longest regular expression."""
+MATCH_TIME = 0.5
+"""Seconds of processor time for all matches of an adapter's regular expressions with names of modules. They take
+milliseconds, unless an expression tries exponentially many ways to match."""
+_SUPPORTED_FIELDS = {
+    "alpha_pattern",
+    "bias",
+    "exclude_modules",
+    "init_lora_weights",
+    "lora_alpha",
+    "peft_type",
+    "r",
+    "rank_pattern",
+    "target_modules",
+    "use_rslora",
+}
+_FIELDS_WITHOUT_EFFECT = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "corda_config",
+    "eva_config",
+    "inference_mode",
+    "loftq_config",
+    "lora_dropout",
+    "lora_ga_config",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "task_type",
+}
+"""For training, for bookkeeping, or read only if another field is set; they have no part in W + scaling * B @ A."""
+_PLAIN_INITS = ("gaussian", "eva", "orthogonal")
+"""Ways to initialise A and B that leave the base weights alone. The others (pissa, olora, loftq, corda, lora_ga) change
+the base weights first, so that the adapter does not fit the weights on disk."""
+
+
+def _is_unset(value: object) -> bool:
+    """Whether the value of a field means that the feature is not used."""
+    # 0 is a layer number in layers_to_transform, so it counts as set.
+    return value is None or value is False or value in ([], {}, "")
+
+
+class AdapterSettings:
+    """The fields of adapter_config.json, with patterns as PEFT understands them. Errors name the file and the field."""
+
+    def __init__(self, file: Path, values: dict[str, Any]):
+        self.file, self.values = file, values
+        self._patterns: dict[str, regex.Pattern[str]] = {}
+        """Compiled, by the text of the regular expression."""
+        self._match_time_left = MATCH_TIME
+        self._names: dict[str, frozenset[str]] = {}
+        """By field, the names in its list."""
+        self.default_rank = self._parse_rank("r", values.get("r"))
+        self.default_alpha = self._parse_alpha("lora_alpha", values.get("lora_alpha"))
+
+    def error(self, field: str, message: str) -> CheckpointError:
+        """An error about a field."""
+        name = field if len(field) <= MAX_FIELD and field.isprintable() else shown(field)
+        return CheckpointError(f"{self.file}: {name}: {message}")
+
+    def refuse_features(self) -> None:
+        """Raises CheckpointError if the adapter needs more than W + scaling * B @ A."""
+        values = self.values
+        if values.get("peft_type") != "LORA":
+            raise self.error("peft_type", f"is {shown(values.get('peft_type'))}, expected 'LORA'")
+        if values.get("bias", "none") != "none":
+            raise self.error("bias", f"is {shown(values['bias'])}, expected 'none'")
+        if not isinstance(values.get("use_rslora", False), bool):
+            raise self.error("use_rslora", f"is {shown(values['use_rslora'])}, expected true or false")
+        init = values.get("init_lora_weights", True)
+        if not isinstance(init, bool) and init not in _PLAIN_INITS:
+            raise self.error(
+                "init_lora_weights",
+                f"{shown(init)} changes the base weights, so the adapter does not fit them as stored; expected true "
+                "or false (which PEFT writes when save_pretrained is given path_initial_model_for_weight_conversion)",
+            )
+        for field, value in values.items():
+            if field not in _SUPPORTED_FIELDS | _FIELDS_WITHOUT_EFFECT and not _is_unset(value):
+                raise self.error(field, f"is {shown(value)}; only plain LoRA is supported, expected it unset")
+
+    def targets(self, linears: Iterable[str]) -> list[str]:
+        """The linear layers, out of those of the model, that the adapter changes."""
+        modules = [module for module in linears if self.is_target(module)]
+        if not modules:
+            value = self.values.get("target_modules")
+            raise self.error("target_modules", f"{shown(value)} matches no linear layer of this model")
+        return modules
+
+    def rank(self, module: str) -> int:
+        """The rank r of a module's A and B."""
+        pattern = self._find_pattern("rank_pattern", module)
+        if pattern is None:
+            return self.default_rank
+        return self._parse_rank(f"rank_pattern[{shown(pattern)}]", self.values["rank_pattern"][pattern])
+
+    def scaling(self, module: str) -> float:
+        """The factor of a module's B @ A."""
+        pattern = self._find_pattern("alpha_pattern", module)
+        alpha = self.default_alpha
+        if pattern is not None:
+            alpha = self._parse_alpha(f"alpha_pattern[{shown(pattern)}]", self.values["alpha_pattern"][pattern])
+        rank = self.rank(module)
+        return alpha / math.sqrt(rank) if self.values.get("use_rslora") else alpha / rank
+
+    def is_target(self, module: str) -> bool:
+        """Whether the adapter changes a linear layer of this name."""
+        if self._names_module("exclude_modules", module):
+            return False
+        target = self.values.get("target_modules")
+        if isinstance(target, str) and target.lower() == "all-linear":
+            return module != "lm_head"
+        return self._names_module("target_modules", module)
+
+    def _names_module(self, field: str, module: str) -> bool:
+        """Whether a field names a module: a string is a regular expression for the whole name of the module; a list
+        holds whole names, or ends of names that begin behind a dot."""
+        value = self.values.get(field)
+        if _is_unset(value):
+            return False
+        if isinstance(value, str):
+            return self._fully_matches(field, value, module)
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise self.error(field, f"is {shown(value)}, expected a list of module names or a regular expression")
+        if field not in self._names:
+            self._names[field] = frozenset(value)
+        parts = module.split(".")
+        return any(".".join(parts[start:]) in self._names[field] for start in range(len(parts)))
+
+    def _find_pattern(self, field: str, module: str) -> str | None:
+        """The first pattern in a field that matches the whole name of a module, or its end behind a dot."""
+        patterns = self.values.get(field) or {}
+        if not isinstance(patterns, dict):
+            raise self.error(field, f"is {shown(patterns)}, expected an object")
+        # PEFT's own wording of the regex, so that odd patterns (alternatives, anchors) mean the same here.
+        return next((key for key in patterns if self._fully_matches(field, rf"(.*\.)?({key})$", module)), None)
+
+    def _fully_matches(self, field: str, pattern: str, module: str) -> bool:
+        """Whether a regular expression in a field matches a whole name."""
+        compiled = self._patterns.get(pattern)
+        if compiled is None:
+            compiled = self._patterns[pattern] = self._compile(field, pattern)
+        begin = time.process_time()
+        try:
+            found = compiled.fullmatch(module, timeout=max(self._match_time_left, 0.001)) is not None
+        except TimeoutError:
+            raise self._slow(field, pattern) from None
+        self._match_time_left -= time.process_time() - begin
+        if self._match_time_left < 0:
+            raise self._slow(field, pattern)
+        return found
+
+    def _compile(self, field: str, pattern: str) -> regex.Pattern[str]:
+        if len(pattern) > MAX_PATTERN:
+            raise self.error(field, f"{shown(pattern)} has {len(pattern)} characters, expected at most {MAX_PATTERN}")
+        try:
+            return regex.compile(pattern)
+        except (regex.error, RecursionError, OverflowError, ValueError) as error:
+            raise self.error(field, f"{shown(pattern)} is not a regular expression: {error}") from error
+
+    def _slow(self, field: str, pattern: str) -> CheckpointError:
+        return self.error(
+            field,
+            f"{shown(pattern)} takes more than {MATCH_TIME:g} s to compare with the names of the model's layers, "
+            "expected a regular expression without repetitions in one another, or a list of names",
+        )
+
+    def _parse_rank(self, field: str, value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(field, f"is {shown(value)}, expected a positive integer")
+        return value
+
+    def _parse_alpha(self, field: str, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_ALPHA:
+            raise self.error(field, f"is {shown(value)}, expected a number")
+        if value == 0:
+            raise self.error(field, "is 0, expected another number: with 0 the adapter changes nothing")
+        return value

@@ -1,0 +1,51 @@
+"""Whether the token ids that a model's configuration names are what the tokenizer says they are."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from lopa_ascend.config.files import shown
+from lopa_ascend.text.tokenizer import Tokenizer, TokenizerError
+
+logger = logging.getLogger(__name__)
+
+
+def check_special_ids(tokenizer: Tokenizer, path: Path, mask_token_id: int, eos_token_ids: Sequence[int]) -> None:
+    """Refuses a mask that is an ordinary token, and warns of what may be meant but rarely is.
+
+    A mask without a token is right: some models have more rows of the embedding than the tokenizer has ids.
+
+    Args:
+        tokenizer: the model's.
+        path: the model directory, for messages.
+        mask_token_id: as ``config.json`` names it.
+        eos_token_ids: the ids that end an answer.
+
+    Raises:
+        TokenizerError: the mask is a token of the BPE vocabulary.
+    """
+    text = tokenizer.piece(mask_token_id).decode(errors="replace")
+    if text and not tokenizer.is_special(mask_token_id):
+        if not tokenizer.is_added(mask_token_id):
+            raise TokenizerError(
+                f"{path / 'config.json'}: mask_token_id is {mask_token_id}, which is the ordinary token "
+                f"{shown(text)} of the tokenizer, expected the id of a special token"
+            )
+        logger.warning("%s: the mask %s (id %d) is not marked as special", path, shown(text), mask_token_id)
+    named = tokenizer.special.get("mask_token")
+    if named is not None and tokenizer.id_of(named) != mask_token_id:
+        logger.warning(
+            "%s: mask_token_id is %d in config.json, but mask_token %s of the tokenizer is %s; the former is used",
+            path,
+            mask_token_id,
+            shown(named),
+            tokenizer.id_of(named),
+        )
+    for token in eos_token_ids:
+        piece = tokenizer.piece(token).decode(errors="replace")
+        if piece and not tokenizer.is_added(token) and not tokenizer.is_special(token):
+            logger.warning(
+                "%s: eos_token_id %d is the ordinary token %s, which ends answers", path, token, shown(piece)
+            )

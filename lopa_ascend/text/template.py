@@ -1,0 +1,78 @@
+"""Chat templates: where a model directory has one, and whether it is one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from lopa_ascend.config.files import read_text, shown
+from lopa_ascend.text.tokenizer import TokenizerError
+
+
+class _GenerationTag(Extension):
+    """The tag that transformers adds to Jinja: ``{% generation %}`` around what a model has said."""
+
+    tags = {"generation"}  # as Jinja declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+_ENVIRONMENT = ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+)
+"""Parses what transformers parses."""
+
+
+def read_template(path: Path, config_file: Path, config: dict[str, Any]) -> tuple[str | None, str]:
+    """The template in chat_template.jinja, or else the (default) one in tokenizer_config.json; None if there is none.
+
+    Args:
+        path: the model directory.
+        config_file: path of tokenizer_config.json.
+        config: its content.
+
+    Returns:
+        The template, and where it was found, for messages.
+
+    Raises:
+        TokenizerError: it is no text.
+    """
+    file = path / "chat_template.jinja"
+    if file.exists():
+        return read_text(file, TokenizerError), str(file)
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        by_name = {}
+        for entry in template:
+            if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+                raise TokenizerError(f"{config_file}: chat_template holds {shown(entry)}, expected name and template")
+            by_name[entry["name"]] = entry.get("template")
+        template = by_name.get("default")
+    if template is not None and not isinstance(template, str):
+        raise TokenizerError(f"{config_file}: chat_template is {shown(template)}, expected a string")
+    return template, f"{config_file}: chat_template"
+
+
+def check_template(template: str, source: str) -> None:
+    """Refuses what is no Jinja template. Nothing of it runs.
+
+    Args:
+        template: the text.
+        source: where it comes from, for messages.
+
+    Raises:
+        TokenizerError: its syntax is wrong.
+    """
+    try:
+        _ENVIRONMENT.parse(template)
+    except TemplateSyntaxError as error:
+        raise TokenizerError(f"{source}: line {error.lineno}: {error.message}, expected a Jinja template") from error
+    except RecursionError as error:
+        raise TokenizerError(f"{source}: is nested too deeply, expected a Jinja template") from error

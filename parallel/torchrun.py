@@ -1,0 +1,114 @@
+"""torchrun for the launch scripts: `python -m lopa_ascend.parallel.torchrun`, with the flags of torchrun.
+
+It differs from torchrun in two things. The store through which the ranks find each other listens on ``--master-addr``
+alone; that of torchrun listens on every interface, and lets everybody read and write. And a signal that ends it is no
+error: after SIGTERM or SIGINT the exit status is 0, and there is no traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+BACKEND = "lopa"
+"""Name of the rendezvous in torch's registry."""
+NODES_TIMEOUT = 600
+"""Seconds in which all nodes must have come, as with torchrun."""
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""What ends a launch; torchrun's own handlers replace ours once it has started ranks."""
+
+
+def _exit_at_once(*_: object) -> None:
+    os._exit(0)  # no rank has been started yet, and an exception would be raised inside an import
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs ranks as torchrun does with these arguments; returns the exit status."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, parse_args
+
+    flags: Any = parse_args([*arguments])
+    if flags.standalone or flags.rdzv_endpoint or flags.rdzv_backend != "static":
+        raise ValueError("the ranks meet at --master-addr and --master-port; other rendezvous are not supported")
+    if flags.master_port is None:
+        raise ValueError("--master-port is missing")
+    _register()
+    flags.rdzv_backend, flags.rdzv_conf = BACKEND, f"rank={flags.node_rank}"
+    host = f"[{flags.master_addr}]" if ":" in flags.master_addr else flags.master_addr
+    flags.rdzv_endpoint, flags.node_rank = f"{host}:{flags.master_port}", 0
+    config, command, command_arguments = config_from_args(flags)
+    try:
+        elastic_launch(config, command)(*command_arguments)
+    except SignalException as signalled:
+        _end_ranks()
+        return 0 if signalled.sigval in _SIGNALS else 128 + signalled.sigval
+    except ChildFailedError as failure:
+        sys.stderr.write(f"{failure}\n")
+        return 1
+    return 0
+
+
+def _end_ranks() -> None:
+    """Ends ranks that still run: torchrun forgets one that it is just starting when a signal comes."""
+    own = os.getpid()
+    for file in Path(f"/proc/{own}/task").glob("*/children"):
+        for pid in map(int, file.read_text().split()):
+            with suppress(OSError):  # it has ended
+                if b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{pid}/environ").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _register() -> None:
+    """Makes ``BACKEND`` known to torch: its static rendezvous, with a store that listens on one address."""
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousHandler,
+        RendezvousInfo,
+        RendezvousParameters,
+        rendezvous_handler_registry,
+    )
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    from lopa_ascend.parallel.store import serve_store
+
+    class BoundRendezvous(StaticTCPRendezvous):
+        """Nodes that are known beforehand, of which node 0 serves the store."""
+
+        def get_backend(self) -> str:
+            return BACKEND
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            if self.rank == 0 and not self._store:
+                self._store = serve_store(self.master_addr, self.master_port)
+            return super().next_rendezvous()
+
+    def create(parameters: RendezvousParameters) -> RendezvousHandler:
+        host, port = parse_rendezvous_endpoint(parameters.endpoint, -1)
+        rank, nodes = int(parameters.config["rank"]), parameters.max_nodes
+        return BoundRendezvous(host, port, rank, nodes, parameters.run_id, NODES_TIMEOUT)
+
+    rendezvous_handler_registry.register(BACKEND, create)
+
+
+def main() -> None:
+    for number in _SIGNALS:
+        signal.signal(number, _exit_at_once)
+    try:
+        status = run(sys.argv[1:])
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()
