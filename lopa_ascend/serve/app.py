@@ -61,13 +61,15 @@ def create_app(client: EngineClient, config: ServeConfig) -> FastAPI:
     model = config.served_model_name or client.ready.model_name
     metrics = Metrics(client, model)
     client.observers.append(metrics.observe_step)
-    planner = Planner(client.prompts, client.ready.limits, config.decoding)
+    planner = Planner(
+        client.prompts, client.ready.limits, config.decoding, config.max_stop_strings, config.max_stop_characters
+    )
     endpoint = Endpoint(client, planner, metrics, model, config)
     _add_state(app, endpoint, client, config, metrics)
     _add_models(app, endpoint, client.ready.limits.max_model_len, model)
     _add_tokenizer(app, endpoint, client, config.max_body_size)
     _add_generation(app, endpoint, config.max_body_size)
-    document(app, client.ready.limits, with_key=config.api_key is not None)
+    document(app, client.ready.limits, config)
     return app
 
 

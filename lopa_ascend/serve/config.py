@@ -74,6 +74,13 @@ class ServeConfig:
     max_body_size: int = declare(
         8 * 2**20, Setting(Bytes(0), "largest body of a request, in bytes or e.g. 512KiB", group=Group.SERVER)
     )
+    max_stop_strings: int = declare(
+        64, Setting(Integer(0, 2**31 - 1), "most stop strings of a request", group=Group.SERVER)
+    )
+    max_stop_characters: int = declare(
+        4096,
+        Setting(Integer(0, 2**31 - 1), "most characters of all stop strings of a request together", group=Group.SERVER),
+    )
     request_timeout: float | None = declare(
         None,
         Setting(

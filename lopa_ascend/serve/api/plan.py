@@ -11,6 +11,10 @@ from lopa_ascend.serve.api.protocol import MAX_CHOICES, ChatRequest, CompletionR
 from lopa_ascend.serve.engine.client import Choice
 from lopa_ascend.text.prompt import Prompts
 
+MAX_TOKEN_IDS = 2**16
+"""Most token ids in eos_token_id, stop_token_ids or logit_bias, each counted once for every choice of the request, as
+every choice has its own copy in the engine."""
+
 
 class AskedParameters(NamedTuple):
     """The decoding parameters that a request sets itself."""
@@ -29,6 +33,10 @@ class Planner:
     limits: Limits
     decoding: Mapping[str, Any]
     """The server's defaults, by name of the decoding parameter."""
+    max_stop_strings: int
+    """Most stop strings of a request."""
+    max_stop_characters: int
+    """Most characters of all stop strings of a request together."""
 
     def completion(self, request: CompletionRequest) -> list[Choice]:
         """``n`` choices for each prompt, one prompt after the other.
@@ -80,16 +88,42 @@ class Planner:
         if request.stream_options is not None and not request.stream:
             raise ParameterError("stream_options", "needs stream: true")
         asked = asked_parameters(request)
-        choices = []
+        choices, params_by_length = [], dict[int, DecodingParams]()
         try:
+            self._check_sizes(asked.values, len(prompts) * (request.n or 1))
             for prompt in prompts:
-                params = self._params(asked.values, len(prompt))
-                self.limits.check(len(prompt), params)
-                self.prompts.check_stop(params.stop)
+                if (params := params_by_length.get(len(prompt))) is None:
+                    params = params_by_length[len(prompt)] = self._params(asked.values, len(prompt))
+                    self.limits.check(len(prompt), params)
+                    self.prompts.check_stop(params.stop)
                 choices += [Choice(prompt, _with_own_seed(params, index)) for index in range(request.n or 1)]
         except ParameterError as error:
             raise _renamed(error, {"prompt": prompt_field, **asked.sent_as}) from None
         return choices
+
+    def _check_sizes(self, asked: dict[str, Any], num_choices: int) -> None:
+        """Refuses lists that are too long. Token ids in ``asked`` that come several times are reduced to one.
+
+        Raises:
+            ParameterError: there are too many stop strings or token ids.
+        """
+        stop = asked.get("stop") or ()
+        stops = [stop] if isinstance(stop, str) else stop
+        if len(stops) > self.max_stop_strings:
+            raise ParameterError("stop", f"has {len(stops)} strings; this server takes {self.max_stop_strings}")
+        if (characters := sum(map(len, stops))) > self.max_stop_characters:
+            message = f"has {characters} characters together; this server takes {self.max_stop_characters}"
+            raise ParameterError("stop", message)
+        for name in ("eos_token_id", "stop_token_ids", "logit_bias"):
+            values = asked.get(name)
+            if isinstance(values, list):
+                values = asked[name] = tuple(dict.fromkeys(values))
+            if isinstance(values, tuple | dict) and len(values) * num_choices > MAX_TOKEN_IDS:
+                message = (
+                    f"has {len(values)} token ids; a request with {num_choices} choices may have "
+                    f"{MAX_TOKEN_IDS // num_choices}"
+                )
+                raise ParameterError(name, message)
 
     def _params(self, asked: Mapping[str, Any], prompt_tokens: int) -> DecodingParams:
         """The request's own parameters, and the server's defaults for all others unless a default contradicts
