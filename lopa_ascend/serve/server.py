@@ -16,6 +16,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 import uvicorn
+from fastapi import FastAPI
 
 from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
 from lopa_ascend.config.sizes import format_size
@@ -24,6 +25,7 @@ from lopa_ascend.kv.pages import slots_for
 from lopa_ascend.serve.app import create_app
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.engine.client import ClientSettings, EngineClient, EngineFailed
+from lopa_ascend.serve.http_connection import HttpConnection
 from lopa_ascend.types import RankReport
 
 LAST_EVENTS_TIME = 1.0
@@ -152,8 +154,10 @@ async def _serve(config: ServeConfig, settings: ClientSettings, listener: socket
     except (EngineFailed, ValueError, OSError) as error:
         return _refused(error)
     try:
-        server = Server(_uvicorn(config, client), client, interrupts, config.shutdown_timeout, greeting)
+        app = create_app(client, config)
+        server = Server(_uvicorn(config, app), client, interrupts, config.shutdown_timeout, greeting)
         await server.serve(sockets=[listener])
+        await app.state.workers.close()
         return server.status
     finally:
         await client.close()
@@ -213,13 +217,12 @@ def _client_settings(config: ServeConfig) -> ClientSettings:
     )
 
 
-def _uvicorn(config: ServeConfig, client: EngineClient) -> uvicorn.Config:
+def _uvicorn(config: ServeConfig, app: FastAPI) -> uvicorn.Config:
     return uvicorn.Config(
-        create_app(client, config),
+        app,
         lifespan="off",
         ws="none",
-        # Always the same parser, whatever is installed: parsers differ in how they treat malformed requests.
-        http="h11",
+        http=HttpConnection,
         loop="asyncio",
         root_path=config.root_path,
         log_level=config.uvicorn_log_level,

@@ -84,16 +84,22 @@ def tokenize(prompts: Prompts, request: TokenizeRequest, max_model_len: int) -> 
     return Tokens(count=len(ids), max_model_len=max_model_len, tokens=ids, token_strs=strings)
 
 
-def detokenize(prompts: Prompts, request: DetokenizeRequest, vocab_size: int) -> Text:
+def detokenize(prompts: Prompts, request: DetokenizeRequest, vocab_size: int, max_size: int) -> Text:
     """The text of token ids.
 
+    Args:
+        vocab_size: rows of the model's embedding.
+        max_size: most bytes of the text.
+
     Raises:
-        ParameterError: there is no tokenizer, or no such token id.
+        ParameterError: there is no tokenizer, no such token id, or the text is too long.
     """
     tokenizer = _tokenizer(prompts, "tokens")
     for token in request.tokens:
         if not 0 <= token < vocab_size:
             raise ParameterError("tokens", f"token id {token} is not an integer from 0 to {vocab_size - 1}")
+    if (size := sum(len(tokenizer.piece(token)) for token in request.tokens)) > max_size:
+        raise ParameterError("tokens", f"are a text of {size} bytes; this server makes at most {max_size}")
     return Text(prompt=tokenizer.decode(request.tokens, skip_special_tokens=False))
 
 

@@ -42,9 +42,9 @@ BODIES: tuple[type[BaseModel], ...] = (
     DetokenizeRequest,
     AbortRequest,
 )
-READING = (400, 408, 413)
+READING = (400, 408, 413, 503)
 """Statuses of errors with the body of any request."""
-GENERATING = (*READING, 404, 500, 503, 504)
+GENERATING = (*READING, 404, 500, 504)
 """Statuses of errors of a request for text."""
 
 

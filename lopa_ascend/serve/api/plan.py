@@ -53,6 +53,9 @@ class Planner:
             raise ParameterError("echo", "cannot be combined with logprobs: prompts have no log probabilities")
         if request.echo and self.prompts.tokenizer is None:
             raise ParameterError("echo", "needs a tokenizer, and the model has no tokenizer files")
+        for prompt in request.prompt:
+            if not isinstance(prompt, str) and len(prompt) >= (longest := self.limits.max_model_len):
+                raise ParameterError("prompt", f"has {len(prompt)} tokens; max_model_len is {longest}")
         prompts = [self.prompts.encode(prompt) for prompt in request.prompt]
         return self._choices(request, prompts, "prompt")
 

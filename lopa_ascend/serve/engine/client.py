@@ -310,4 +310,4 @@ def _prompts(config: EngineConfig, settings: ClientSettings, ready: Ready) -> Pr
     tokenizer = load_tokenizer(config.model or DEMO_MODEL, limits.vocab_size, settings.chat_template)
     if settings.chat_template is not None and tokenizer is None:
         raise ParameterError("chat_template", f"{ready.model_name} has no tokenizer files")
-    return Prompts(tokenizer, limits.vocab_size, limits.mask_token_id, ready.model_name)
+    return Prompts(tokenizer, limits.vocab_size, limits.mask_token_id, ready.model_name, limits.max_model_len)
