@@ -169,7 +169,6 @@ def _add_models(app: FastAPI, endpoint: Endpoint, max_model_len: int, model: str
 def _add_tokenizer(app: FastAPI, endpoint: Endpoint, client: EngineClient, intake: Intake) -> None:
     prompts, limits = client.prompts, client.ready.limits
     statuses = (*READING, 404)
-    max_body_size = intake.max_body_size
 
     def tokens(raw: bytes) -> Response:
         asked = body.parse_tokenize(raw)
@@ -179,7 +178,7 @@ def _add_tokenizer(app: FastAPI, endpoint: Endpoint, client: EngineClient, intak
     def text(raw: bytes) -> Response:
         asked = body.parse_detokenize(raw)
         endpoint.check_model(asked.model)
-        return _json(info.detokenize(prompts, asked, limits.vocab_size, max_body_size))
+        return _json(info.detokenize(prompts, asked, limits))
 
     @app.post(
         "/tokenize",

@@ -30,6 +30,8 @@ from lopa_ascend.types import RankReport
 
 LAST_EVENTS_TIME = 1.0
 """Seconds that clients have to read their last events after their requests were ended."""
+SWITCH_INTERVAL = 0.001
+"""Seconds after which a thread that parses a large body lets the event loop run."""
 SHUTDOWN_TIME = 3.0
 """Seconds after which a shutdown stops waiting, e.g. for a thread that tokenizes a very long prompt."""
 DEAD_ENGINE_TIME = 3.0
@@ -140,6 +142,7 @@ def serve(config: ServeConfig) -> int:
 
 
 async def _serve(config: ServeConfig, settings: ClientSettings, listener: socket.socket) -> int:
+    sys.setswitchinterval(SWITCH_INTERVAL)
     interrupts = Interrupts()
     starting = asyncio.create_task(_start(config, settings, listener))
     interrupted = asyncio.create_task(interrupts.first.wait())

@@ -53,11 +53,17 @@ class Planner:
             raise ParameterError("echo", "cannot be combined with logprobs: prompts have no log probabilities")
         if request.echo and self.prompts.tokenizer is None:
             raise ParameterError("echo", "needs a tokenizer, and the model has no tokenizer files")
-        for prompt in request.prompt:
-            if not isinstance(prompt, str) and len(prompt) >= (longest := self.limits.max_model_len):
-                raise ParameterError("prompt", f"has {len(prompt)} tokens; max_model_len is {longest}")
-        prompts = [self.prompts.encode(prompt) for prompt in request.prompt]
-        return self._choices(request, prompts, "prompt")
+        return self._choices(request, [self._encode(prompt) for prompt in request.prompt], "prompt")
+
+    def _encode(self, prompt: str | list[int]) -> list[int]:
+        """The token ids of a prompt, which is refused at once if it is too long: there may be a thousand of them."""
+        ids = prompt
+        if isinstance(prompt, str) or len(prompt) < self.limits.max_model_len:
+            ids = self.prompts.encode(prompt)
+        if len(ids) >= self.limits.max_model_len:
+            raise ParameterError("prompt", f"has {len(ids)} tokens; max_model_len is {self.limits.max_model_len}")
+        assert isinstance(ids, list)
+        return ids
 
     def chat(self, request: ChatRequest) -> list[Choice]:
         """``n`` choices for the conversation.
