@@ -90,8 +90,8 @@ RANGES: dict[str, list[float]] = {
     "max_active_blocks": [0, -1],
 }
 UNSUPPORTED: dict[str, Any] = {
-    "logit_bias": {"50": 100},
-    "frequency_penalty": 0.5,
+    "length_penalty": 1.5,
+    "prompt_logprobs": 1,
     "best_of": 7,
     "suffix": "end",
     "use_beam_search": True,
