@@ -115,10 +115,10 @@ class LLM:
         """Refuses a request that this model could never run.
 
         Raises:
-            ParameterError: the request does not fit, or has stop strings although there is no tokenizer.
+            ParameterError: the request does not fit, or has stop strings or bad words although there is no tokenizer.
         """
         self.engine.limits.check(len(prompt_token_ids), params)
-        self.prompts.check_stop(params.stop)
+        self.prompts.for_engine(params)
 
     def stream(
         self, prompt: str | Sequence[int], params: DecodingParams | None = None, *, trace: bool = False
@@ -154,7 +154,7 @@ class LLM:
 
     def _begin(self, prompt: Sequence[int], params: DecodingParams, trace: bool) -> _Running:
         running = _Running(f"request-{next(self._ids)}", OutputStream(prompt, params, self.tokenizer))
-        self.engine.add(running.request_id, prompt, params, trace=trace)
+        self.engine.add(running.request_id, prompt, self.prompts.for_engine(params), trace=trace)
         self._running[running.request_id] = running
         return running
 

@@ -6,13 +6,13 @@ a running request is in its sequence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.d2f import D2F
 from lopa_ascend.kv.pages import PageTables, worst_case
-from lopa_ascend.types import Demand, Scoring, SequencePlan
+from lopa_ascend.types import Alternatives, Demand, Scoring, SequencePlan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,6 +74,9 @@ class Sequence:
     """Forward passes so far, counted for the sampling noise."""
     last_step: int = -1
     """Index of the last step that the sequence took part in."""
+    alternatives: dict[int, Alternatives] = field(default_factory=dict)
+    """For filled positions, and for those that a lookahead branch fills: the most probable tokens, if the request asks
+    for ``top_logprobs``."""
     num_reported: int = 0
     """Final tokens that updates have reported."""
     model_tokens: int = 0

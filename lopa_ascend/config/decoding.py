@@ -15,6 +15,7 @@ from lopa_ascend.config.kinds import (
     Strings,
     TokenIds,
     TokenNumbers,
+    Words,
 )
 from lopa_ascend.config.settings import GraphSupport, Group, Parameter, check_settings, declare, settings
 
@@ -169,6 +170,24 @@ class DecodingParams:
             TokenNumbers(Number(-100, 100)),
             "numbers that are added to the logits of tokens, by token id",
             default_text="none",
+            graphs=GraphSupport.DEFAULT,
+        ),
+    )
+    bad_words: tuple[str | tuple[int, ...], ...] = declare(
+        (),
+        Parameter(
+            Words(max_count=256, max_length=64),
+            "words that the answer does not contain, as texts or as lists of token ids",
+            default_text="none",
+            graphs=GraphSupport.DEFAULT,
+        ),
+    )
+    top_logprobs: int = declare(
+        0,
+        Parameter(
+            Integer(0, 20),
+            "most probable tokens that are recorded for a position when it is filled",
+            group=None,  # each request that shows them asks for them
             graphs=GraphSupport.DEFAULT,
         ),
     )

@@ -81,6 +81,15 @@ class EngineConfig:
             default_text="`max_model_len`, but at least 4096",
         ),
     )
+    max_prefill_tokens: int = declare(
+        1024,
+        Setting(
+            Integer(1, INT64_MAX),
+            "most tokens of prompts computed in one step, unless a single prompt has more; a lower value lets running "
+            "requests wait less for the prompts of others",
+            group=Group.ENGINE,
+        ),
+    )
     max_num_branches: int = declare(
         15, Setting(Integer(0, 255), "most lookahead branches that a request may ask for", group=Group.ENGINE)
     )

@@ -224,6 +224,36 @@ class TokenIds(Kind):
 
 
 @dataclass(frozen=True)
+class Words(Kind):
+    """Any number of words: non-empty strings, or lists of token ids, which are stored as tuples."""
+
+    metavar: ClassVar[str] = "TEXT"
+    many: ClassVar[bool] = True
+    token: ClassVar[Integer] = Integer(0)
+    """One id. The model's vocabulary limits it further."""
+    max_count: int
+    max_length: int
+    """Most token ids of a word, and most characters of a string."""
+
+    def checked(self, value: object) -> object:
+        words = (value,) if isinstance(value, str) else value
+        if not isinstance(words, list | tuple) or len(words) > self.max_count:
+            raise ValueError(f"must be {self.allowed()}, got {value!r:.100}")
+        return tuple(self._checked_word(word) for word in words)
+
+    def _checked_word(self, word: object) -> object:
+        if not isinstance(word, str | list | tuple) or not 0 < len(word) <= self.max_length:
+            raise ValueError(f"must be {self.allowed()}, got {word!r:.100}")
+        return word if isinstance(word, str) else tuple(self.token.checked(token) for token in word)
+
+    def parse(self, text: str) -> str:
+        return text
+
+    def allowed(self) -> str:
+        return f"at most {self.max_count} texts or lists of token ids, each of at most {self.max_length}"
+
+
+@dataclass(frozen=True)
 class TokenNumbers(Kind):
     """A number for each of some token ids, stored as a tuple of (token id, number), sorted by id.
 

@@ -24,6 +24,8 @@ class Limits:
     """Requests that run at the same time."""
     max_num_batched_tokens: int
     """Most tokens computed in one step."""
+    max_prefill_tokens: int
+    """Most tokens of prompts computed in one step, unless a single prompt has more."""
     max_num_branches: int
     """Most lookahead branches of a request."""
     max_top_k: int | None = None
@@ -94,6 +96,7 @@ class Limits:
             "eos_token_id": params.eos_token_ids or (),
             "stop_token_ids": params.stop_token_ids,
             "logit_bias": [token for token, _ in params.logit_bias],
+            "bad_words": [token for word in params.bad_words if not isinstance(word, str) for token in word],
         }
         for name, tokens in token_ids.items():
             for token in tokens:

@@ -25,8 +25,8 @@ from lopa_ascend.parallel.agreement import Agreement
 from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.runner.eager import EagerExecutor
 from lopa_ascend.runner.runner import Runner
-from lopa_ascend.sequence import Request
-from lopa_ascend.types import EngineStats, RankReport, SequenceResult, Update
+from lopa_ascend.sequence import Request, Sequence
+from lopa_ascend.types import Alternatives, EngineStats, RankReport, SequenceResult, Update
 
 SEED_BITS = 53
 """Bits of a seed that is drawn: few enough that every JSON client can send the seed back unchanged."""
@@ -252,4 +252,13 @@ class Engine:
             error=result.error,
             seed=sequence.request.params.seed if sequence.request.params.temperature else None,
             record=record if sequence.request.trace else None,
+            alternatives=_alternatives(sequence, range(new.start, new.stop)),
         )
+
+
+def _alternatives(sequence: Sequence, places: range) -> tuple[Alternatives, ...]:
+    """The most probable tokens of some places of the answer, if the request asked for them."""
+    if not sequence.request.params.top_logprobs:
+        return ()
+    first = len(sequence.request.prompt)
+    return tuple(sequence.alternatives.get(first + place, ()) for place in places)

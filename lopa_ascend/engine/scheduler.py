@@ -4,9 +4,8 @@ Requests are admitted first come, first served, when the pages are there that th
 the whole canvas, times the slots where their pages differ. So a running request is never preempted. Pages that it
 turns out not to need become free for others after each commit.
 
-Prompts are computed in steps of their own. After such a step comes at least one decoding step if anything decodes, so
-arrivals delay running requests by at most every other step. When a step cannot hold all running requests, those that
-waited longest go first.
+Prompts are computed in steps of their own, which take turns with decoding steps as ``turns.py`` decides. When a step
+cannot hold all running requests, those that waited longest go first.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lopa_ascend.config import Limits
+from lopa_ascend.engine.turns import Prompt, Turns
 from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, PageTables, worst_case
 from lopa_ascend.kv.prefix_cache import PrefixCache, PrefixEntry, PrefixKey
 from lopa_ascend.sequence import Request, Sequence
@@ -76,7 +76,7 @@ class Scheduler:
         self.prefix_hits = 0
         self._begin = begin
         self._copies: list[PageCopy] = []
-        self._prefilled_last = False
+        self._turns = Turns(min(limits.max_prefill_tokens, limits.max_num_batched_tokens))
 
     def add(self, request: Request) -> None:
         """Queues a request, which was checked against ``limits`` and whose id is not in use."""
@@ -169,25 +169,25 @@ class Scheduler:
         self._copies.clear()
         self.num_steps += 1
         self.num_prefill_steps += prefill
-        self._prefilled_last = prefill
         return plan
 
     def _choose(self) -> tuple[bool, list[Sequence]]:
-        """Whether the next step is a prefill step, and the sequences that take part: as many as
+        """Whether the next step is a prefill step, and the sequences that take part. A decoding step has as many as
         ``max_num_batched_tokens`` allows, but at least one, whose branches together may exceed it."""
         prefills = [sequence for sequence in self.running.values() if sequence.in_prefill]
         decodes = [sequence for sequence in self.running.values() if not sequence.in_prefill]
-        prefill = bool(prefills) and not (self._prefilled_last and decodes)
-        candidates = prefills if prefill else sorted(decodes, key=lambda sequence: sequence.last_step)
+        prompts = [Prompt(sequence.request_id, _num_computed(sequence)) for sequence in prefills]
+        chosen_ids = self._turns.choose(prompts, bool(decodes))
+        if chosen_ids:
+            return True, [self.running[request_id] for request_id in chosen_ids]
         chosen: list[Sequence] = []
         num_computed = 0
-        for sequence in candidates:
-            assert sequence.demand is not None
-            num_computed += sequence.demand.num_computed
+        for sequence in sorted(decodes, key=lambda sequence: sequence.last_step):
+            num_computed += _num_computed(sequence)
             if chosen and num_computed > self.limits.max_num_batched_tokens:
                 break
             chosen.append(sequence)
-        return prefill, chosen
+        return False, chosen
 
     def advance(self, sequence: Sequence, record: StepRecord | None) -> None:
         """Follows a step that has updated the sequence: caches the prompt if the step computed it, and frees the pages
@@ -216,6 +216,12 @@ class Scheduler:
         if num_partial:
             self._copies.append(PageCopy(table[len(pages) - 1], pages[-1], num_partial))
         self.prefix_cache.insert(key, pages, sequence.last_hidden)
+
+
+def _num_computed(sequence: Sequence) -> int:
+    """Tokens that the next step computes for a sequence."""
+    assert sequence.demand is not None
+    return sequence.demand.num_computed
 
 
 def prefix_key(request: Request) -> PrefixKey:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lopa_ascend.backend import Ops
@@ -19,12 +20,14 @@ from lopa_ascend.model.base import ForwardInputs, Model
 from lopa_ascend.parallel.collectives import ALONE, Group
 from lopa_ascend.parallel.placement import Placement
 from lopa_ascend.probe import Probe, no_probe
+from lopa_ascend.runner.alternatives import note_alternatives
+from lopa_ascend.runner.bans import bans_for
 from lopa_ascend.runner.layout import BEFORE_WINDOW, Layout, Part, build_layout
-from lopa_ascend.runner.scoring import Scorer
-from lopa_ascend.score.adjust import Adjustment, adjustment_for
+from lopa_ascend.runner.scoring import Job, Scorer
+from lopa_ascend.score.adjust import adjustment_for
 from lopa_ascend.score.prediction import NO_PREDICTIONS, NOT_FINITE, NUM_COLUMNS, Predictions
 from lopa_ascend.sequence import Sequence
-from lopa_ascend.types import RowResult, Scoring, SequencePlan, SequenceResult, SequenceStep, Share
+from lopa_ascend.types import RowResult, SequencePlan, SequenceResult, SequenceStep, Share
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,9 @@ class ForwardResult:
     branch, otherwise [1, hidden]; [0] if nothing commits."""
     model_tokens: int
     head_rows: int
+    job: Job | None = None
+    """What was predicted, for every masked position as in ``predictions``; None unless the request asks for
+    ``top_logprobs``."""
 
 
 class EagerExecutor:
@@ -93,6 +99,8 @@ class EagerExecutor:
             sequence.plan = None
             return SequenceResult(sequence.request_id, None, NOT_FINITE)
         record = sequence.strategy.absorb(share.plan, results, forward.model_tokens, forward.head_rows)
+        if sequence.request.params.top_logprobs:
+            note_alternatives(sequence, share.plan, record, forward.job, self.placement, self.model, self.bp)
         self.commit(sequence, share, step, record.winner, forward)
         sequence.plan = sequence.strategy.plan()
         return SequenceResult(sequence.request_id, record)
@@ -150,27 +158,35 @@ class EagerExecutor:
             return results
         layout = build_layout([(shares[index], steps[index]) for index in busy])
         predicting, committing = self._hidden_states([sequences[index] for index in busy], layout)
-        scored = self.scorer.score(
-            predicting,
-            [self._scoring(sequences[index]) for index in busy],
-            [part.predictions.positions for part in layout.parts],
-            self.probe,
-        )
-        for index, part, predictions, hidden in zip(busy, layout.parts, scored, committing, strict=True):
+        jobs = [
+            self._job(sequences[index], part, hidden)
+            for index, part, hidden in zip(busy, layout.parts, predicting, strict=True)
+        ]
+        scored = self.scorer.score(jobs, self.probe)
+        for index, part, job, predictions, hidden in zip(busy, layout.parts, jobs, scored, committing, strict=True):
+            order = _order_by_branch(part)
+            keeps_job = sequences[index].request.params.top_logprobs > 0
             results[index] = ForwardResult(
-                predictions=_by_branch(part, predictions),
+                predictions=predictions.take(order),
                 committing_hidden=hidden,
                 model_tokens=part.num_computed,
                 head_rows=len(part.predictions.tokens),
+                job=replace(job, hidden=job.hidden[order], positions=job.positions[order]) if keeps_job else None,
             )
         return results
 
-    def _scoring(self, sequence: Sequence) -> tuple[Scoring, int, Adjustment | None]:
-        """How the next predictions of a sequence are scored, see ``Scorer.score``."""
+    def _job(self, sequence: Sequence, part: Part, hidden: Tensor) -> Job:
+        """What is predicted for a sequence from the hidden states [n, hidden]."""
         strategy, prompt = sequence.strategy, sequence.request.prompt
         answer = strategy.winner.tokens[: max(0, strategy.num_committed - len(prompt))]
-        adjustment = adjustment_for(sequence.request.params, prompt, answer, self.ops.device)
-        return sequence.scoring, sequence.round, adjustment
+        return Job(
+            hidden=hidden,
+            positions=part.predictions.positions,
+            scoring=sequence.scoring,
+            round=sequence.round,
+            adjustment=adjustment_for(sequence.request.params, prompt, answer, self.ops.device),
+            bans=bans_for(sequence, part, self.ops.device),
+        )
 
     def _hidden_states(self, sequences: List[Sequence], layout: Layout) -> tuple[list[Tensor], list[Tensor]]:
         """(hidden states that predict something, those of the last committing positions), [n, hidden] each, by
@@ -251,10 +267,10 @@ def planned(sequence: Sequence) -> SequencePlan:
     return sequence.plan
 
 
-def _by_branch(part: Part, predictions: Predictions) -> Predictions:
-    """The predictions of a sequence's ``PredictionRows``, for every masked position of its rows in branch order."""
+def _order_by_branch(part: Part) -> NDArray[np.int64]:
+    """For every masked position of a sequence's rows, in branch order: the index in its ``PredictionRows``."""
     share = part.share
     ends = np.cumsum([len(row.masked) for row in share.rows])
     by_row = np.split(part.predictions.inverse, ends[:-1])
     order = sorted(range(len(by_row)), key=share.branches.__getitem__)
-    return predictions.take(np.concatenate([by_row[row] for row in order]))
+    return np.concatenate([by_row[row] for row in order])

@@ -32,6 +32,8 @@ class PredictionRows:
     ``BEFORE_WINDOW`` comes first if it is needed."""
     positions: Indices
     """The position that each of ``tokens`` predicts."""
+    rows: Indices
+    """For each of ``tokens`` a row of the share that it predicts the position for."""
     inverse: Indices
     """For every masked position of every row, in their order: the index in ``tokens``."""
 
@@ -189,7 +191,8 @@ def _prediction_rows(share: Share, row_tokens: Sequence[Indices]) -> PredictionR
         for row, tokens, positions in zip(share.rows, row_tokens, predicted, strict=True)
     ]
     tokens, first, inverse = np.unique(np.concatenate(predicting), return_index=True, return_inverse=True)
-    return PredictionRows(tokens, np.concatenate(predicted)[first], inverse)
+    rows = np.repeat(np.arange(len(predicted)), [len(positions) for positions in predicted])
+    return PredictionRows(tokens, np.concatenate(predicted)[first], rows[first], inverse)
 
 
 def _predicting_tokens(row: RowPlan, tokens: Indices, positions: Indices) -> Indices:

@@ -16,7 +16,7 @@ from lopa_ascend.probe import Probe
 from lopa_ascend.score.adjust import Adjustment
 from lopa_ascend.score.merge import merge_scores
 from lopa_ascend.score.prediction import NO_PREDICTIONS, Predictions
-from lopa_ascend.score.shards import CANDIDATES, shard_scores
+from lopa_ascend.score.shards import CANDIDATES, Bans, shard_scores
 from lopa_ascend.types import Scoring
 
 HEAD_ROWS = 128
@@ -27,17 +27,31 @@ SCORE_ROWS = 16
 Indices = NDArray[np.int64]
 
 
+@dataclass(frozen=True)
+class Job:
+    """What one sequence wants predicted, at n positions."""
+
+    hidden: Tensor
+    """The hidden states that predict the positions [n, hidden]."""
+    positions: Indices
+    """The predicted positions [n]."""
+    scoring: Scoring
+    round: int
+    """Number of the forward pass: part of the sampling noise."""
+    adjustment: Adjustment | None = None
+    """What is done to the logits first."""
+    bans: Bans | None = None
+
+
 @dataclass
 class _Batch:
-    """Neighbouring sequences that are scored alike."""
+    """Neighbouring jobs that are scored alike."""
 
     scoring: Scoring
     round: int
-    """Part of the sampling noise; 0 for all greedy requests, so that they share a batch."""
-    adjustment: Adjustment | None
-    """What is done to the logits first. A sequence that asks for something is alone in its batch."""
-    members: list[int]
-    """Indices of the sequences."""
+    """0 for all greedy requests, so that they share a batch."""
+    jobs: list[Job]
+    """A job with an adjustment or bans is alone in its batch."""
 
 
 class Scorer:
@@ -48,23 +62,15 @@ class Scorer:
 
     def score(
         self,
-        hidden: List[Tensor],
-        scorings: List[tuple[Scoring, int, Adjustment | None]],
-        positions: List[Indices],
+        jobs: List[Job],
         probe: Probe,
     ) -> list[Predictions]:
-        """The predictions of each sequence.
-
-        Args:
-            hidden: for each sequence the hidden states [n, hidden] that predict its positions.
-            scorings: for each sequence how it is scored, its round, and what is done to its logits first.
-            positions: for each sequence the predicted positions [n].
-        """
+        """The predictions of each job."""
         out: list[Predictions] = []
-        for batch in _batches(scorings):
-            lengths = [len(hidden[index]) for index in batch.members]
-            rows = torch.cat([hidden[index] for index in batch.members])
-            where = np.concatenate([positions[index] for index in batch.members])
+        for batch in _batches(jobs):
+            lengths = [len(job.hidden) for job in batch.jobs]
+            rows = torch.cat([job.hidden for job in batch.jobs])
+            where = np.concatenate([job.positions for job in batch.jobs])
             with probe("score", (len(rows), batch.scoring)):
                 scored = self._score_rows(rows, where, batch)
             ends = np.cumsum(lengths)
@@ -79,15 +85,16 @@ class Scorer:
         where = torch.from_numpy(positions).to(self.ops.device)
         if num_rows % SCORE_ROWS == 1:  # torch sums a single row in several threads, so in another order
             rows, where = torch.cat([rows, rows[-1:]]), torch.cat([where, where[-1:]])
-        tp = self.model.tp
+        tp, only = self.model.tp, batch.jobs[0]
         limit = None if tp.size == 1 else CANDIDATES
-        stats = []
+        stats: list[tuple[Tensor, ...]] = []
         for chunk, chunk_positions in zip(rows.split(HEAD_ROWS), where.split(HEAD_ROWS), strict=True):
             logits = self.model.logits(chunk).split(SCORE_ROWS)
             for piece, at in zip(logits, chunk_positions.split(SCORE_ROWS), strict=True):
-                if batch.adjustment is not None:
-                    piece = batch.adjustment.apply(piece, self.model.first_token_id)
-                shard = shard_scores(piece, scoring, at, round_, self.model.first_token_id, limit)
+                if only.adjustment is not None:
+                    piece = only.adjustment.apply(piece, self.model.first_token_id)
+                bans = None if only.bans is None else only.bans.within(SCORE_ROWS * len(stats), len(piece))
+                shard = shard_scores(piece, scoring, at, round_, self.model.first_token_id, limit, bans)
                 # A shard that is alone is merged at once, while its statistics are in the cache.
                 stats.append(merge_scores(shard[None], scoring, at, round_) if tp.size == 1 else (shard,))
         columns = [torch.cat(column) for column in zip(*stats, strict=True)]
@@ -97,14 +104,16 @@ class Scorer:
         return Predictions(tokens.astype(np.int32), probs, confidences)
 
 
-def _batches(scorings: List[tuple[Scoring, int, Adjustment | None]]) -> list[_Batch]:
+def _batches(jobs: List[Job]) -> list[_Batch]:
     batches: list[_Batch] = []
-    for index, (scoring, sequence_round, adjustment) in enumerate(scorings):
-        round_ = sequence_round if scoring.temperature else 0
-        last = batches[-1] if batches else None
-        is_alone = adjustment is not None or (last is not None and last.adjustment is not None)
-        if last is not None and not is_alone and (last.scoring, last.round) == (scoring, round_):
-            last.members.append(index)
+    last_is_alone = True
+    for job in jobs:
+        round_ = job.round if job.scoring.temperature else 0
+        is_alone = job.adjustment is not None or job.bans is not None
+        joins = not is_alone and not last_is_alone and (batches[-1].scoring, batches[-1].round) == (job.scoring, round_)
+        if joins:
+            batches[-1].jobs.append(job)
         else:
-            batches.append(_Batch(scoring, round_, adjustment, [index]))
+            batches.append(_Batch(job.scoring, round_, [job]))
+        last_is_alone = is_alone
     return batches

@@ -11,6 +11,7 @@ published code. Ties go to the lowest token id. At a temperature the token is dr
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,20 @@ Place = tuple[Tensor | slice, Tensor | slice]
 """(rows, columns) of logits."""
 Offer = tuple[dict[str, Tensor], Tensor, Tensor]
 """(statistics by name [R, 1], offered logits [R, K], their token ids [R, K])."""
+
+
+class Bans(NamedTuple):
+    """Tokens that may not be chosen in single rows, as pairs."""
+
+    rows: Tensor
+    """Indices of rows, int64 [n]."""
+    ids: Tensor
+    """Token ids, int64 [n]."""
+
+    def within(self, first_row: int, num_rows: int) -> Bans:
+        """The bans of some rows, which count from 0 then."""
+        is_there = (self.rows >= first_row) & (self.rows < first_row + num_rows)
+        return Bans(self.rows[is_there] - first_row, self.ids[is_there])
 
 
 def columns(scoring: Scoring) -> tuple[str, ...]:
@@ -53,7 +68,13 @@ def columns(scoring: Scoring) -> tuple[str, ...]:
 
 
 def shard_scores(
-    logits: Tensor, scoring: Scoring, positions: Tensor, round_: int, first: int = 0, limit: int | None = None
+    logits: Tensor,
+    scoring: Scoring,
+    positions: Tensor,
+    round_: int,
+    first: int = 0,
+    limit: int | None = None,
+    bans: Bans | None = None,
 ) -> Tensor:
     """The statistics of one shard, float32 [R, C].
 
@@ -66,23 +87,26 @@ def shard_scores(
         first: token id of the first column.
         limit: the most tokens that a shard offers, so that C does not depend on n; None for the only shard, which may
             offer all.
+        bans: tokens that may not be chosen in some rows; they keep their share of the denominator.
     """
     x = logits.float()
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     # NaN and +inf show in the maximum by themselves, -inf does not.
     high = high.masked_fill(~low.isfinite(), math.nan)
     if scoring.truncated:
-        stats, values, ids = _offer_best(x, high, scoring, positions, first, limit)
+        stats, values, ids = _offer_best(x, high, scoring, positions, first, limit, bans)
     else:
-        stats, values, ids = _offer_one(x, high, scoring, positions, round_, first)
+        stats, values, ids = _offer_one(x, high, scoring, positions, round_, first, bans)
     stats["high"] = high
     # Ids travel as numbers, not as bits: float32 is exact up to 2^24, and devices may flush bits that look denormal.
     return torch.cat([*(stats[name] for name in columns(scoring)), values, ids.float()], -1)
 
 
-def _offer_one(x: Tensor, high: Tensor, scoring: Scoring, positions: Tensor, round_: int, first: int) -> Offer:
+def _offer_one(
+    x: Tensor, high: Tensor, scoring: Scoring, positions: Tensor, round_: int, first: int, bans: Bans | None
+) -> Offer:
     """Offers the most probable token or, at a temperature, the drawn one: K is 1."""
-    banned = _ban(x, scoring, positions, first)
+    banned = _ban(x, scoring, positions, first, bans)
     if scoring.temperature:
         ids = torch.arange(first, first + x.shape[-1], device=x.device)
         noise = gumbel_noise(scoring.seed, positions, round_, ids)
@@ -100,10 +124,18 @@ def _offer_one(x: Tensor, high: Tensor, scoring: Scoring, positions: Tensor, rou
     return stats | softmax_sums(x, high, scoring), values, chosen + first
 
 
-def _offer_best(x: Tensor, high: Tensor, scoring: Scoring, positions: Tensor, first: int, limit: int | None) -> Offer:
+def _offer_best(
+    x: Tensor,
+    high: Tensor,
+    scoring: Scoring,
+    positions: Tensor,
+    first: int,
+    limit: int | None,
+    bans: Bans | None,
+) -> Offer:
     """Offers the K most probable tokens, the lowest ids first among equals; -inf stands for tokens that are missing."""
     allowed = x.clone()
-    _ban(allowed, scoring, positions, first)
+    _ban(allowed, scoring, positions, first, bans)
     x.masked_fill_(allowed != -math.inf, -math.inf)  # leaves the ids that are never chosen
     stats = {"other": x.amax(-1, keepdim=True)} if scoring.confidence == "margin" else {}
     stats |= softmax_sums(x, high, scoring)
@@ -122,7 +154,7 @@ def _offer_best(x: Tensor, high: Tensor, scoring: Scoring, positions: Tensor, fi
     return stats, pad(allowed, missing, value=-math.inf), pad(ids + first, missing)
 
 
-def _ban(x: Tensor, scoring: Scoring, positions: Tensor, first: int) -> list[tuple[Place, Tensor]]:
+def _ban(x: Tensor, scoring: Scoring, positions: Tensor, first: int, bans: Bans | None) -> list[tuple[Place, Tensor]]:
     """Sets the logits of ids that may not be chosen to -inf.
 
     Returns:
@@ -137,6 +169,9 @@ def _ban(x: Tensor, scoring: Scoring, positions: Tensor, first: int) -> list[tup
     is_early = positions < scoring.min_position
     if scoring.eos and bool(is_early.any()):
         places.append((is_early.nonzero(), _eos_columns(x, scoring, first)))
+    if bans is not None:
+        is_here = (bans.ids >= first) & (bans.ids < first + size)
+        places.append((bans.rows[is_here], bans.ids[is_here] - first))
     banned = [(place, x[place].clone()) for place in places]
     for place in places:
         x[place] = -math.inf

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.text.stream import TextStream
 from lopa_ascend.text.tokenizer import Tokenizer
-from lopa_ascend.types import GenerationOutput, Progress, StepRecord, Update
+from lopa_ascend.types import Alternatives, GenerationOutput, Progress, StepRecord, Update
 
 
 class OutputStream:
@@ -30,6 +30,8 @@ class OutputStream:
         """Final token ids."""
         self._probs: list[float] = []
         """For each token the probability at which it was filled."""
+        self._alternatives: list[Alternatives] = []
+        """For each token, if the request asked for ``top_logprobs``."""
         self._records: list[StepRecord] = []
 
     @property
@@ -41,6 +43,7 @@ class OutputStream:
         """What may be shown after an update; its ``output`` is set when nothing more will come."""
         self._tokens += update.token_ids
         self._probs += update.max_probs
+        self._alternatives += update.alternatives
         if update.record is not None:
             self._records.append(update.record)
         finished = update.finish_reason is not None
@@ -51,7 +54,8 @@ class OutputStream:
             num_shown = self._text.num_shown
         if finished or self.stopped:
             return self._finish(update, text)
-        return Progress(tuple(self._tokens[:num_shown]), text, tuple(self._probs[:num_shown]))
+        probs, alternatives = tuple(self._probs[:num_shown]), tuple(self._alternatives[:num_shown])
+        return Progress(tuple(self._tokens[:num_shown]), text, probs, alternatives)
 
     def _finish(self, update: Update, text: str) -> Progress:
         """The last progress of the request, with its output."""
@@ -62,6 +66,7 @@ class OutputStream:
             num_shown = self._text.num_text_tokens
             stop_reason = self._text.stopped
         tokens, probs = tuple(self._tokens[:num_shown]), tuple(self._probs[:num_shown])
+        alternatives = tuple(self._alternatives[:num_shown])
         output = GenerationOutput(
             prompt_token_ids=self._prompt,
             token_ids=tokens,
@@ -75,5 +80,6 @@ class OutputStream:
             cached_tokens=update.cached_tokens,
             seed=update.seed,
             trace=tuple(self._records) if self._records else None,
+            alternatives=alternatives,
         )
-        return Progress(tokens, text, probs, output)
+        return Progress(tokens, text, probs, alternatives, output)

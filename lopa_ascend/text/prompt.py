@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from lopa_ascend.config import ParameterError
+from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.text.tokenizer import Tokenizer
 
 
@@ -89,11 +90,28 @@ class Prompts:
             raise ParameterError("messages", str(error)) from error
         return self.encode(ids)
 
-    def check_stop(self, stop: Sequence[str]) -> None:
-        """Refuses stop strings for a model without a tokenizer.
+    def for_engine(self, params: DecodingParams) -> DecodingParams:
+        """The parameters of a request with its ``bad_words`` as token ids; the engine knows no text.
+
+        A text stands for its tokens alone and for those after a space, which may differ.
 
         Raises:
-            ParameterError: there are stop strings, and no tokenizer.
+            ParameterError: there are stop strings or texts in ``bad_words``, and no tokenizer.
         """
-        if stop and self.tokenizer is None:
-            raise ParameterError("stop", f"needs a tokenizer, and {self._model_name} has no tokenizer files")
+        has_text = {"stop": bool(params.stop), "bad_words": any(isinstance(word, str) for word in params.bad_words)}
+        for name, needs_tokenizer in has_text.items():
+            if needs_tokenizer and self.tokenizer is None:
+                raise ParameterError(name, f"needs a tokenizer, and {self._model_name} has no tokenizer files")
+        if not has_text["bad_words"]:
+            return params
+        words: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words:
+            for ids in self._forms(word) if isinstance(word, str) else [word]:
+                words[ids] = None
+        return replace(params, bad_words=tuple(words))
+
+    def _forms(self, word: str) -> list[tuple[int, ...]]:
+        """The token ids of a text at the beginning of an answer, and after a space."""
+        assert self.tokenizer is not None
+        bare = word.lstrip(" ")
+        return [ids for text in (bare, f" {bare}") if (ids := tuple(self.tokenizer.encode(text)))]

@@ -1,7 +1,7 @@
 """The nouns that every room shares: plain data, without torch and without imports of ours."""
 
 from lopa_ascend.types.decode import BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord
-from lopa_ascend.types.output import GenerationOutput, Progress, Update
+from lopa_ascend.types.output import Alternatives, GenerationOutput, Progress, Update
 from lopa_ascend.types.stats import EngineStats, GraphStats, RankReport, Traffic
 from lopa_ascend.types.step import (
     Demand,
@@ -16,6 +16,7 @@ from lopa_ascend.types.step import (
 )
 
 __all__ = [
+    "Alternatives",
     "BranchRecord",
     "Demand",
     "EngineStats",

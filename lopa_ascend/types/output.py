@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from lopa_ascend.types.decode import StepRecord
 
+Alternatives = tuple[tuple[int, float], ...]
+"""The most probable tokens of a position when it was filled, best first: (token id, probability)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Update:
@@ -36,6 +39,8 @@ class Update:
     """Set if the request asked for a trace."""
     seed: int | None = None
     """Seed of the sampling; None without sampling."""
+    alternatives: tuple[Alternatives, ...] = ()
+    """For each of ``token_ids``, if the request asked for ``top_logprobs``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,8 @@ class GenerationOutput:
     """Seed of the sampling, for repeating it; None without sampling."""
     trace: tuple[StepRecord, ...] | None = field(default=None, repr=False)
     """One record for each forward pass, if a trace was asked for."""
+    alternatives: tuple[Alternatives, ...] = field(default=(), repr=False)
+    """For each token, if the request asked for ``top_logprobs``."""
 
     @property
     def tokens_per_forward(self) -> float:
@@ -87,5 +94,7 @@ class Progress:
     """Without an incomplete UTF-8 sequence at the end, and without an ending that could begin a stop string."""
     max_probs: tuple[float, ...] = ()
     """For each token the probability at which it was filled."""
+    alternatives: tuple[Alternatives, ...] = ()
+    """For each token, if the request asked for ``top_logprobs``."""
     output: GenerationOutput | None = None
     """The finished output; only the last progress of a request has one."""

@@ -30,6 +30,7 @@ def shown(output: GenerationOutput) -> dict[str, Any]:
         "fills": [[(fill.position, fill.token) for fill in record.fills] for record in output.trace or ()],
         "cached": output.cached_tokens,
         "seed": output.seed,
+        "alternatives": output.alternatives,
     }
 
 

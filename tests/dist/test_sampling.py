@@ -1,15 +1,18 @@
-"""Sampling on ranks that split each forward pass: seeds that all ranks agree on, and the model's distribution."""
+"""On ranks that split each forward pass: seeds that all ranks agree on, the model's distribution, the most probable
+tokens, and words that are banned."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lopa_ascend import LLM
+from lopa_ascend import LLM, DecodingParams
 from tests.categorical import SAMPLED, SAMPLED_FIELDS, assert_follows_the_distribution, write_categorical
 from tests.dist import ranks
-from tests.tiny import VOCAB_SIZE
+from tests.tiny import VOCAB_SIZE, write_dream
 
 pytestmark = pytest.mark.multirank
 
@@ -29,3 +32,23 @@ def test_ranks_draw_the_same_seeds_and_sample_the_distribution(tmp_path: Path) -
     alone = LLM(model, seed=1).generate([PROMPT] * 8, SAMPLED, quiet=True)
     assert [list(output.token_ids) for output in alone] == [output["tokens"] for output in seeded[:8]]
     assert len({output["seed"] for output in unseeded}) == 8
+
+
+def test_most_probable_tokens_and_bad_words_are_the_same_on_ranks(tmp_path: Path) -> None:
+    model, prompt = str(write_dream(tmp_path / "model")), [1, 2, 3, 4]
+    fields: dict[str, Any] = {"max_new_tokens": 24, "block_size": 8, "tau_conf": 0.2, "ignore_eos": True}
+    with LLM(model) as llm:
+        plain = llm.generate(prompt, DecodingParams(**fields), quiet=True)[0].token_ids
+        bad = [list(pair) for pair in sorted(set(pairwise(plain)))[:5]]
+        fields |= {"top_logprobs": 4, "bad_words": bad}
+        alone = llm.generate(prompt, DecodingParams(**fields), quiet=True)[0]
+    assert not {tuple(word) for word in bad} & set(pairwise(alone.token_ids))
+    jobs = [
+        {"model": model, "options": {name: 2}, "requests": [{"prompt": prompt, "params": fields}]}
+        for name in ("tensor_parallel_size", "branch_parallel_size")
+    ]
+    for [output] in ranks.generate(2, jobs, tmp_path):
+        assert output["tokens"] == list(alone.token_ids)
+        for found, expected in zip(output["alternatives"], alone.alternatives, strict=True):
+            assert [token for token, _ in found] == [token for token, _ in expected]
+            assert [prob for _, prob in found] == pytest.approx([prob for _, prob in expected], abs=1e-5)

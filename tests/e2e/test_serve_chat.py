@@ -30,14 +30,16 @@ def test_several_streams(client: Any):
 
 def test_logprobs(client: Any):
     asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 16, "extra_body": {"ignore_eos": True}}
-    choice = client.chat.completions.create(**asked, logprobs=True, top_logprobs=1).choices[0]
+    choice = client.chat.completions.create(**asked, logprobs=True, top_logprobs=3).choices[0]
     items = choice.logprobs.content
     assert len(items) == 16
     visible = b"".join(bytes(item.bytes) for item in items if not item.token.startswith("<|"))
     assert visible.decode(errors="replace") == choice.message.content
     for item in items:
-        (top,) = item.top_logprobs
-        assert (top.token, top.logprob, top.bytes) == (item.token, item.logprob, item.bytes)
+        best, *others = item.top_logprobs
+        assert (best.token, best.logprob, best.bytes) == (item.token, item.logprob, item.bytes)
+        assert len(others) == 2
+        assert best.logprob >= others[0].logprob >= others[1].logprob
     parts = [part.choices[0] for part in client.chat.completions.create(**asked, logprobs=True, stream=True)]
     shown = [item for part in parts if part.logprobs for item in part.logprobs.content]
     assert [item.logprob for item in shown] == [item.logprob for item in items]

@@ -45,7 +45,10 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"stream": 1}, "stream"),
     ({"echo": True, "logprobs": 0}, "echo"),
     ({"echo": 1}, "echo"),
-    ({"logprobs": 2}, "logprobs"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"bad_words": [""]}, "bad_words"),
+    ({"bad_words": [[100000]]}, "bad_words"),
+    ({"bad_words": "x"}, "bad_words"),
     ({"logprobs": True}, "logprobs"),
     ({"top_logprobs": 1}, "top_logprobs"),
     ({"num_branches": 16}, "num_branches"),
@@ -80,7 +83,7 @@ BAD_BODIES = [
 ]
 CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 1}, "logprobs"),
-    ({"logprobs": True, "top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"top_logprobs": 1}, "top_logprobs"),
     ({"tools": [{}]}, "tools"),
     ({"echo": True}, "echo"),

@@ -43,7 +43,17 @@ def test_layers_are_as_designed():
 
 
 def test_policy_contract_names_every_pure_module():
-    names = ("types", "config", "decode", "kv.pages", "kv.prefix_cache", "engine.scheduler", "sequence", "text")
+    names = (
+        "types",
+        "config",
+        "decode",
+        "kv.pages",
+        "kv.prefix_cache",
+        "engine.scheduler",
+        "engine.turns",
+        "sequence",
+        "text",
+    )
     assert [f"lopa_ascend.{name}" for name in names] == PURE
     assert {"torch", "torch_npu"} <= set(CONTRACTS["policy is pure"]["forbidden_modules"])
 

@@ -27,6 +27,7 @@ def limits(**changes: int) -> Limits:
         "num_pages": 40,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 700,
+        "max_prefill_tokens": 700,
         "max_num_branches": 7,
     }
     return Limits(**{**values, **changes})

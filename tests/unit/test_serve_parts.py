@@ -127,7 +127,7 @@ def test_our_own_failures_are_answered_and_logged(caplog: pytest.LogCaptureFixtu
 
 def step(number: int, tokens: int, output: GenerationOutput | None = None) -> tuple[Update, Progress]:
     update = Update("r-0", (), (), number, 40, 50 * number, 0, 2)
-    return update, Progress((7,) * tokens, "", (0.5,) * tokens, output)
+    return update, Progress((7,) * tokens, "", (0.5,) * tokens, output=output)
 
 
 def test_times_of_a_request():

@@ -32,7 +32,9 @@ class CompletionLogprobs(BaseModel):
 
     tokens: list[str] = Field(description="Text of the token alone.")
     token_logprobs: list[float] = Field(description="Log probability of the token.")
-    top_logprobs: list[dict[str, float]] | None = Field(description="With logprobs 1: the token itself.")
+    top_logprobs: list[dict[str, float]] | None = Field(
+        description="By position the most probable tokens, and the token itself."
+    )
     text_offset: list[int] = Field(description="Where the token begins in the choice's text, in characters.")
 
 

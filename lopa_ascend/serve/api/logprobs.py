@@ -1,7 +1,7 @@
 """Log probabilities of tokens, in the forms of OpenAI's completions and chat completions.
 
-The log probability of a token is that of the forward pass which filled its position. Probabilities of other tokens are
-not kept, so a list of the most probable tokens holds the token itself.
+The log probability of a token, and the list of the most probable tokens, are those of the forward pass which filled its
+position.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import codecs
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lopa_ascend.text.tokenizer import Tokenizer
+from lopa_ascend.types import Alternatives
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON does not have. Other servers send the same number."""
@@ -29,6 +30,8 @@ class TokenProb:
     logprob: float
     offset: int
     """Where the token begins in the choice's text, in characters."""
+    top: tuple[TokenProb, ...] = ()
+    """The most probable tokens of the position, best first."""
 
     def chat(self) -> dict[str, Any]:
         """The token in the form of chat completions."""
@@ -43,18 +46,27 @@ class TokenProbs:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0
 
-    def push(self, token_ids: Sequence[int], probs: Sequence[float]) -> list[TokenProb]:
-        """Takes the next tokens and the probabilities at which they were filled."""
-        return [self._next(token, prob) for token, prob in zip(token_ids, probs, strict=True)]
+    def push(
+        self, token_ids: Sequence[int], probs: Sequence[float], alternatives: Sequence[Alternatives] = ()
+    ) -> list[TokenProb]:
+        """Takes the next tokens, the probabilities at which they were filled, and, if the request asked for them, the
+        most probable tokens of their positions."""
+        lists = alternatives or [()] * len(token_ids)
+        return [self._next(*item) for item in zip(token_ids, probs, lists, strict=True)]
 
-    def _next(self, token: int, prob: float) -> TokenProb:
-        logprob = max(math.log(prob), LOWEST) if prob > 0 else LOWEST
+    def _next(self, token: int, prob: float, alternatives: Alternatives) -> TokenProb:
         offset = self._offset
+        # The token itself has one probability, wherever it is shown.
+        top = [self._token(other, prob if other == token else other_prob, offset) for other, other_prob in alternatives]
+        if self._tokenizer is not None and not self._tokenizer.is_special(token):
+            self._offset += len(self._decoder.decode(self._tokenizer.piece(token)))
+        return replace(self._token(token, prob, offset), top=tuple(top))
+
+    def _token(self, token: int, prob: float, offset: int) -> TokenProb:
+        logprob = max(math.log(prob), LOWEST) if prob > 0 else LOWEST
         if self._tokenizer is None:
             return TokenProb(f"token_id:{token}", None, logprob, offset)
         piece = self._tokenizer.piece(token)
-        if not self._tokenizer.is_special(token):
-            self._offset += len(self._decoder.decode(piece))
         return TokenProb(piece.decode(errors="replace"), piece, logprob, offset)
 
 
@@ -63,12 +75,20 @@ def completion_logprobs(tokens: Sequence[TokenProb], with_top: bool) -> dict[str
     return {
         "tokens": [item.token for item in tokens],
         "token_logprobs": [item.logprob for item in tokens],
-        "top_logprobs": [{item.token: item.logprob} for item in tokens] if with_top else None,
+        "top_logprobs": [_by_text(item) for item in tokens] if with_top else None,
         "text_offset": [item.offset for item in tokens],
     }
 
 
 def chat_logprobs(tokens: Sequence[TokenProb], with_top: bool) -> dict[str, Any]:
     """``logprobs`` of a choice of chat completions; ``with_top``: with the list of the most probable tokens."""
-    content = [{**item.chat(), "top_logprobs": [item.chat()] if with_top else []} for item in tokens]
+    content = [{**item.chat(), "top_logprobs": [top.chat() for top in item.top] if with_top else []} for item in tokens]
     return {"content": content, "refusal": None}
+
+
+def _by_text(item: TokenProb) -> dict[str, float]:
+    """The most probable tokens and the token itself, as completions list them: by text, which two tokens may share."""
+    out: dict[str, float] = {}
+    for top in item.top:
+        out.setdefault(top.token, top.logprob)
+    return {**out, item.token: item.logprob}

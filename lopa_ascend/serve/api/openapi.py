@@ -114,7 +114,7 @@ def _limit_values(properties: dict[str, Any], limits: Limits) -> None:
     for name, maximum in limits.maxima().items():
         for field in properties.keys() & {name, *parameters[name].aliases}:
             properties[field]["maximum"] = maximum
-    for field in properties.keys() & {"prompt", "tokens", "eos_token_id"}:
+    for field in properties.keys() & {"prompt", "tokens", "eos_token_id", "bad_words"}:
         _limit_token_ids(properties[field], limits.vocab_size - 1)
 
 

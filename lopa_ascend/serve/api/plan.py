@@ -46,9 +46,9 @@ class Planner:
         """
         if len(request.prompt) * (request.n or 1) > MAX_CHOICES:
             raise ParameterError("prompt", f"prompts times n must be at most {MAX_CHOICES}")
-        if request.logprobs is not None and not 0 <= request.logprobs <= 1:
-            message = f"must be 0 or 1, because probabilities of other tokens are not kept; got {request.logprobs}"
-            raise ParameterError("logprobs", message)
+        if getattr(request, "top_logprobs", None) is not None:
+            message = "is a field of chat completions; here logprobs is the number of tokens to list"
+            raise ParameterError("top_logprobs", message)
         if request.echo and request.logprobs is not None:
             raise ParameterError("echo", "cannot be combined with logprobs: prompts have no log probabilities")
         if request.echo and self.prompts.tokenizer is None:
@@ -71,9 +71,6 @@ class Planner:
         Raises:
             ParameterError: a field is wrong, or does not fit the model.
         """
-        if request.top_logprobs is not None and not 0 <= request.top_logprobs <= 1:
-            message = f"must be 0 or 1, because probabilities of other tokens are not kept; got {request.top_logprobs}"
-            raise ParameterError("top_logprobs", message)
         if request.top_logprobs and not request.logprobs:
             raise ParameterError("top_logprobs", "needs logprobs: true")
         try:
@@ -97,14 +94,16 @@ class Planner:
         if request.stream_options is not None and not request.stream:
             raise ParameterError("stream_options", "needs stream: true")
         asked = asked_parameters(request)
+        if isinstance(request, CompletionRequest) and request.logprobs is not None:
+            asked.values["top_logprobs"], asked.sent_as["top_logprobs"] = request.logprobs, "logprobs"
         choices, params_by_length = [], dict[int, DecodingParams]()
         try:
             self._check_sizes(asked.values, len(prompts) * (request.n or 1))
             for prompt in prompts:
                 if (params := params_by_length.get(len(prompt))) is None:
-                    params = params_by_length[len(prompt)] = self._params(asked.values, len(prompt))
+                    params = self._params(asked.values, len(prompt))
                     self.limits.check(len(prompt), params)
-                    self.prompts.check_stop(params.stop)
+                    params = params_by_length[len(prompt)] = self.prompts.for_engine(params)
                 choices += [Choice(prompt, _with_own_seed(params, index)) for index in range(request.n or 1)]
         except ParameterError as error:
             raise _renamed(error, {"prompt": prompt_field, **asked.sent_as}) from None

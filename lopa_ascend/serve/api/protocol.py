@@ -149,9 +149,9 @@ class CompletionRequest(GenerationRequest):
     )
     logprobs: int | None = Field(
         None,
-        json_schema_extra={"anyOf": [{"type": "integer", "minimum": 0, "maximum": 1}, {"enum": [None, False]}]},
-        description=f"0 or 1: adds the log probability of each token, which is {LOGPROB}. With 1, top_logprobs lists "
-        "the token again: probabilities of other tokens are not kept. Prompts have no log probabilities.",
+        json_schema_extra={"anyOf": [{"type": "integer", "minimum": 0, "maximum": 20}, {"enum": [None, False]}]},
+        description=f"0 to 20: adds the log probability of each token, which is {LOGPROB}, and lists of so many most "
+        "probable tokens. Prompts have no log probabilities.",
     )
 
 
@@ -208,9 +208,8 @@ class ChatRequest(GenerationRequest):
     )
     top_logprobs: int | None = Field(
         None,
-        json_schema_extra={"minimum": 0, "maximum": 1},
-        description="0 or 1. With 1 the token is listed again: probabilities of other tokens are not kept. Needs "
-        "logprobs: true.",
+        json_schema_extra={"minimum": 0, "maximum": 20},
+        description="0 to 20: lists so many most probable tokens of each position. Needs logprobs: true.",
     )
 
 

@@ -81,8 +81,7 @@ class Details:
     with_ids: bool = False
     """Token ids beside the text."""
     logprobs: int | None = None
-    """None: no log probabilities; 0: those of the tokens; 1: also a list of the most probable tokens, which has the
-    token itself."""
+    """None: no log probabilities; 0: those of the tokens; more: also lists of so many most probable tokens."""
     echoed: Sequence[str] = ()
     """Texts of the prompts, which the answers begin with; empty without echo."""
 
@@ -166,7 +165,7 @@ class Response:
         return {**self.head, "object": self.form.whole, "choices": choices, **self.totals(outputs)}
 
     def _whole_choice(self, index: int, output: GenerationOutput) -> Json:
-        tokens = TokenProbs(self.tokenizer).push(output.token_ids, output.max_probs)
+        tokens = TokenProbs(self.tokenizer).push(output.token_ids, output.max_probs, output.alternatives)
         content = self.form.message(self.prefix(index) + (output.text or ""))
         logprobs = self.logprobs(tokens)
         return self.choice(index, content, logprobs=logprobs, token_ids=output.token_ids, output=output)
@@ -204,7 +203,7 @@ class ChunkEncoder:
         before, self._latest[index] = self._latest[index], progress
         text, known = progress.text[len(before.text) :], len(before.token_ids)
         token_ids = progress.token_ids[known:]
-        tokens = self._probs[index].push(token_ids, progress.max_probs[known:])
+        tokens = self._probs[index].push(token_ids, progress.max_probs[known:], progress.alternatives[known:])
         details, chunks = self._response.details, []
         if text or (token_ids and (details.with_ids or details.logprobs is not None)):
             delta, logprobs = self._response.form.delta(text), self._response.logprobs(tokens)

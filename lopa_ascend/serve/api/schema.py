@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, Field, create_model
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.config.kinds import Boolean, Choice, Integer, Kind, Number, Strings, TokenIds, TokenNumbers
+from lopa_ascend.config.kinds import Boolean, Choice, Integer, Kind, Number, Strings, TokenIds, TokenNumbers, Words
 from lopa_ascend.config.settings import Parameter
 
 Json = dict[str, Any]
@@ -32,6 +32,7 @@ JSON_TYPES: dict[type[Kind], Any] = {
     Strings: str | Annotated[list[str], Field(fail_fast=True)],
     TokenIds: int | Annotated[list[int], Field(fail_fast=True)],
     TokenNumbers: dict[str, float],
+    Words: Annotated[list[str | list[int]], Field(fail_fast=True)],
 }
 """The type of a request's field, by the kind of the decoding parameter."""
 
@@ -65,6 +66,10 @@ def _range(parameter: Parameter) -> Json:
             return {"minLength": 1, "items": {"type": "string", "minLength": 1}}
         case TokenIds():
             return {"minimum": TokenIds.token.low, "items": {"minimum": TokenIds.token.low}}
+        case Words(max_count, max_length):
+            text = {"type": "string", "minLength": 1, "maxLength": max_length}
+            ids = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1, "maxItems": max_length}
+            return {"maxItems": max_count, "items": {"anyOf": [text, ids]}}
         case TokenNumbers(number):
             values = {"type": "number", "minimum": number.low, "maximum": number.high}
             return {"propertyNames": {"pattern": "^[0-9]+$"}, "additionalProperties": values}

@@ -205,7 +205,8 @@ class EngineClient:
         ended = self._end(generation)
         for choice in ended:
             last = choice.last or update_without_step(generation.choice_ids[choice.index], "abort")
-            update = replace(last, token_ids=(), max_probs=(), finish_reason="abort", winner=None, record=None)
+            last = replace(last, token_ids=(), max_probs=(), alternatives=(), winner=None, record=None)
+            update = replace(last, finish_reason="abort")
             progress = choice.output.push(update)
             assert progress.output is not None
             output = replace(progress.output, finish_reason="abort", stop_reason=None)

@@ -95,9 +95,13 @@ class Generation:
         key = (index, update.num_forwards if self.trace else 0)
         if key in self._unread:
             before = self._unread.pop(key)[0]
-            token_ids, max_probs = before.token_ids + update.token_ids, before.max_probs + update.max_probs
-            record = update.record or before.record
-            update = replace(update, token_ids=token_ids, max_probs=max_probs, record=record)
+            update = replace(
+                update,
+                token_ids=before.token_ids + update.token_ids,
+                max_probs=before.max_probs + update.max_probs,
+                alternatives=before.alternatives + update.alternatives,
+                record=update.record or before.record,
+            )
         self._unread[key] = update, progress
         self._unfinished -= progress.output is not None
         self.ended = self.ended or self._unfinished == 0

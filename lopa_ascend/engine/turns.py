@@ -1,0 +1,106 @@
+"""Prefill steps and decoding steps take turns, so that long prompts do not stall requests that decode or are short.
+
+A prompt attends to itself in both directions, so it cannot be computed in pieces. Three rules bound how long others
+wait for it:
+
+- A prefill step computes at most ``max_prefill_tokens`` tokens, or one prompt that is longer.
+- Then come decoding steps, if anything decodes: one for each ``TOKENS_PER_DECODING_STEP`` tokens that prefill steps
+  computed. Between them prompts may be computed that are shorter than this.
+- Shorter prompts go first, but none of them overtakes a prompt that was overtaken ``MAX_OVERTAKEN`` times.
+
+The rules count tokens and steps, not seconds, so every rank takes the same decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+TOKENS_PER_DECODING_STEP = 128
+"""Tokens of prompts that are computed for each decoding step while requests decode."""
+MAX_OVERTAKEN = 8
+"""Prefill steps in which shorter prompts that came later may go before a prompt."""
+
+
+class Prompt(NamedTuple):
+    """A running request whose prompt is not computed yet."""
+
+    request_id: str
+    num_tokens: int
+    """Tokens that the prefill step computes for the request: its prompt and its first block."""
+
+
+class Turns:
+    """Chooses the prompts of each step.
+
+    Attributes:
+        owed: tokens of prompts for which decoding steps are still to come.
+
+    Args:
+        max_prefill_tokens: most tokens of a prefill step, unless a single prompt has more.
+    """
+
+    def __init__(self, max_prefill_tokens: int) -> None:
+        self.max_prefill_tokens = max_prefill_tokens
+        self.owed = 0
+        self._prefilled_last = False
+        self._overtaken: Mapping[str, int] = {}
+        """By request id: prefill steps in which a later prompt went first."""
+
+    def choose(self, prompts: Iterable[Prompt], decoding: bool) -> list[str]:
+        """Notes that a step is made, and chooses its prompts.
+
+        Args:
+            prompts: what waits to be computed, in the order of arrival.
+            decoding: whether any request decodes.
+
+        Returns:
+            Ids of the requests whose prompts the step computes; none if it is a decoding step.
+        """
+        waiting = list(prompts)
+        chosen = self._chosen(waiting, decoding)
+        self._prefilled_last = bool(chosen)
+        if chosen:
+            self.owed += sum(prompt.num_tokens for prompt in chosen)
+            self._count_overtaken(waiting, chosen)
+        else:
+            self.owed = max(0, self.owed - TOKENS_PER_DECODING_STEP)
+        return [prompt.request_id for prompt in chosen]
+
+    def _chosen(self, waiting: list[Prompt], decoding: bool) -> list[Prompt]:
+        if not decoding:
+            self.owed = 0
+        elif self._prefilled_last:
+            return []
+        # False sorts before True, and equal prompts keep their order.
+        in_order = sorted(waiting, key=lambda prompt: (not self._is_overdue(prompt), prompt.num_tokens))
+        if self.owed:
+            may_go = in_order and not self._is_overdue(in_order[0])
+            return _fitting(in_order, TOKENS_PER_DECODING_STEP) if may_go else []
+        return _fitting(in_order, self.max_prefill_tokens) or in_order[:1]
+
+    def _is_overdue(self, prompt: Prompt) -> bool:
+        """Whether no other prompt may go before this one any more."""
+        return self._overtaken.get(prompt.request_id, 0) >= MAX_OVERTAKEN
+
+    def _count_overtaken(self, waiting: list[Prompt], chosen: list[Prompt]) -> None:
+        """Counts the step for the prompts that were not chosen although a later one was."""
+        ids = {prompt.request_id for prompt in chosen}
+        last = max(index for index, prompt in enumerate(waiting) if prompt.request_id in ids)
+        before = self._overtaken
+        self._overtaken = {
+            prompt.request_id: before.get(prompt.request_id, 0) + (index < last)
+            for index, prompt in enumerate(waiting)
+            if prompt.request_id not in ids
+        }
+
+
+def _fitting(prompts: list[Prompt], budget: int) -> list[Prompt]:
+    """The first prompts whose tokens together are within the budget."""
+    chosen: list[Prompt] = []
+    for prompt in prompts:
+        budget -= prompt.num_tokens
+        if budget < 0:
+            break
+        chosen.append(prompt)
+    return chosen

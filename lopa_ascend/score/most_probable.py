@@ -1,0 +1,54 @@
+"""The most probable tokens of some positions, for requests that ask for them beside the tokens that are filled in."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lopa_ascend.parallel.collectives import Group
+from lopa_ascend.types import Scoring
+
+
+class MostProbable(NamedTuple):
+    """The most probable tokens of R positions, best first, ties by lowest id."""
+
+    ids: Tensor
+    """Token ids int64 [R, count]."""
+    probs: Tensor
+    """Their probabilities float32 [R, count]; 0 where there are fewer tokens."""
+
+
+def most_probable(logits: Tensor, scoring: Scoring, count: int, first: int, tp: Group) -> MostProbable:
+    """The most probable tokens of all shards of the vocabulary, on every rank of ``tp``.
+
+    The probabilities are those at the request's temperature, before top_k, top_p and min_p. The mask and ids that do
+    not exist are not listed, but keep their share.
+
+    Args:
+        logits: of this rank's shard [R, n].
+        count: tokens for each position.
+        first: token id of the first column.
+    """
+    x = logits.float()
+    if scoring.temperature:
+        x = x / scoring.temperature
+    log_total = x.logsumexp(-1, keepdim=True)
+    ids = torch.arange(first, first + x.shape[1], device=x.device)
+    is_listed = (ids != scoring.mask) & (ids < scoring.num_token_ids)
+    # A stable sort, because topk may take any of equal values.
+    best, order = x.masked_fill(~is_listed, -math.inf).sort(dim=-1, descending=True, stable=True)
+    missing = (0, max(count - x.shape[1], 0))
+    best = pad(best[:, :count], missing, value=-math.inf)
+    best_ids = pad(ids[order[:, :count]], missing)
+    # Token ids are exact in float32 up to 2^24.
+    gathered = tp.all_gather(
+        torch.cat([log_total, best, best_ids.float()], -1), "vocabulary"
+    )  # [shards, R, 1 + 2 count]
+    log_totals, values, all_ids = gathered.transpose(0, 1).split([1, count, count], -1)  # [R, shards, ...] each
+    ranked, order = values.flatten(1).sort(dim=-1, descending=True, stable=True)
+    probs = (ranked[:, :count] - log_totals[..., 0].logsumexp(-1, keepdim=True)).exp()
+    return MostProbable(all_ids.flatten(1).gather(1, order[:, :count]).long(), probs)
