@@ -6,14 +6,14 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Generic, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from lopa_ascend.config import DecodingParams
@@ -160,7 +160,8 @@ class Endpoint:
             return EventStream(run, responses.ChunkEncoder(response, len(choices), asked.stream_options))
         async with run.until_disconnect(request.receive):
             outputs = await run.outputs()
-        return JSONResponse(response.whole(outputs))
+        # In a thread: answers of many choices, with log probabilities, are megabytes.
+        return Response(await asyncio.to_thread(encoded, response, outputs), media_type="application/json")
 
     def _plan(self, raw: bytes, route: Route[T]) -> tuple[T, list[Choice], responses.Details]:
         """The request in a body, its choices, and what its answer holds. Raises as ``answer`` does."""
@@ -172,6 +173,17 @@ class Endpoint:
         self._metrics.observe_end(run.timeline, run.reason_without_output)
         numbers = run.timeline.summary(time.monotonic(), run.reason_without_output)
         log_line(event="finished", id=run.generation.request_id, request_id=sent_as, **numbers)
+
+
+def encoded(response: responses.Response, outputs: Sequence[GenerationOutput]) -> bytes:
+    """A whole response as JSON. Each choice is encoded by itself, because encoding keeps other threads waiting."""
+    whole = response.whole(outputs)
+    choices = ",".join(_json(choice) for choice in whole.pop("choices"))
+    return f'{_json(whole)[:-1]},"choices":[{choices}]}}'.encode()
+
+
+def _json(value: responses.Json) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 async def _finish(generation: Generation) -> None:
