@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -219,3 +222,23 @@ def test_several_streams_run_side_by_side(path: str) -> None:
     first.close()
     *_, last = second
     assert last.output.token_ids == llm.generate("the answer", params, quiet=True)[0].token_ids
+
+
+def test_no_step_writes_a_cache_position_twice_and_every_branch_has_its_rank(path: str) -> None:
+    """Two writes to one position would race on a device; on one rank no row is ever idle."""
+    written: list[list[int]] = []
+
+    @contextmanager
+    def note(part: str, work: Any) -> Iterator[None]:
+        if part == "forward":
+            written.append(work.slot_mapping.tolist())
+        yield
+
+    engine = Engine(EngineConfig(model=path))
+    engine.runner.set_probe(note)
+    outputs = run(engine, requests(3, 12))
+    assert len(written) > 10
+    assert all(len(set(slots)) == len(slots) for slots in written)
+    stats = engine.stats()
+    assert stats.num_rows == sum(len(record.branches) for output in outputs for record in output.trace or ())
+    assert stats.idle_rows == 0

@@ -13,11 +13,13 @@ from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.backend.compiler import Eager
 from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.engine.engine import Engine
+from lopa_ascend.graph import executor as graph_executor
 from lopa_ascend.graph import setup
+from lopa_ascend.graph.tensors import view_output
 from lopa_ascend.types import Update
 from tests import golden
 from tests.e2e.test_batching import requests, run
-from tests.tiny import write_dream
+from tests.tiny import VOCAB_SIZE, write_dream
 
 EOS = 3
 OPTIONS = {"graph_mode": "inductor", "dtype": "float32", "graph_num_branches": 5}
@@ -171,6 +173,73 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(path: str, mo
     assert "not finite" in str(ended["bad"].error)
     assert ended["good"].error is None
     assert tokens == list(alone.token_ids)
+
+
+@pytest.mark.parametrize("falsified", ["winner", "token"])
+def test_a_device_that_decides_otherwise_is_noticed(path: str, falsified: str, monkeypatch) -> None:
+    """The host works out every decision of the device again; here it reads another one than the device sent."""
+    params = DecodingParams(max_new_tokens=32, ignore_eos=True, block_size=8, tau_conf=1.0, tau_act=0.1)
+    alone = run(engine(path), [([5, 6, 7], params)])[0]
+    launches = 0
+
+    def falsify(message, bucket):
+        nonlocal launches
+        launches += 1
+        output = original(message, bucket)
+        if launches != 3:
+            return output
+        bad = next(row for row, item in enumerate(seen[-1].items) if item.step.request_id == "bad")
+        if falsified == "winner":
+            return output._replace(winners=changed(output.winners, bad))
+        filled = (output.tokens[bad] != VOCAB_SIZE - 1).nonzero()[0]  # a token, not a mask
+        return output._replace(tokens=changed(output.tokens, (bad, int(filled))))
+
+    def changed(x: torch.Tensor, where: Any) -> torch.Tensor:
+        x = x.clone()
+        x[where] ^= 1
+        return x
+
+    seen: list[Any] = []
+    served = engine(path)
+    graphs = served.runner.graphs
+    assert graphs is not None
+    collect = type(graphs).collect
+
+    def collect_and_note(self, steps, sequences):
+        results = []
+        for step in steps:
+            seen.append(step)
+            results += collect(self, [step], sequences)
+        return results
+
+    original = view_output
+    with monkeypatch.context() as patch:
+        patch.setattr(graph_executor, "view_output", falsify)
+        patch.setattr(type(graphs), "collect", collect_and_note)
+        served.add("bad", [9, 9, 9, 9], params)
+        served.add("good", [5, 6, 7], params)
+        ended: dict[str, Update] = {}
+        tokens: list[int] = []
+        while served.has_work():
+            for update in served.step():
+                tokens += update.token_ids if update.request_id == "good" else ()
+                if update.finish_reason:
+                    ended[update.request_id] = update
+    assert "the device decided otherwise" in str(ended["bad"].error)
+    assert ended["good"].error is None
+    assert tokens == list(alone.token_ids)
+    assert served.stats().pages_in_use == 0
+
+
+@pytest.mark.parametrize("prompt", [50, 60, 64, 190])
+def test_pages_are_there_for_the_block_that_a_step_in_flight_may_open(path: str, prompt: int) -> None:
+    """A step that is launched ahead may open a block that the host does not know of, on a page of its own."""
+    fields: dict[str, Any] = {"tau_add": 0.0, "tau_conf": 0.3, "max_new_tokens": 200, "ignore_eos": True}
+    rng = random.Random(prompt)
+    asked = [([rng.randrange(4, 300) for _ in range(prompt)], DecodingParams(num_branches=k, **fields)) for k in (0, 3)]
+    eager = run(engine(path, graph_mode="eager"), asked)
+    ahead = run(engine(path, graph_window_blocks=8), asked)
+    assert [shown(output) for output in ahead] == [shown(output) for output in eager]
 
 
 def test_full_windows_and_branch_parallelism_do_not_go_together_in_graph_mode(path: str) -> None:

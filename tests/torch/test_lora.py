@@ -88,6 +88,23 @@ def test_equals_peft(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
         assert torch.equal(tensor, raw[name]) == (name not in adapter.deltas), name
 
 
+def test_the_product_is_computed_in_float32(tmp_path: Path) -> None:
+    """In bfloat16 the product of the factors, and its sum with the weight, would be rounded on the way."""
+    model = write_dream(tmp_path / "model", dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    adapter = write_adapter(tmp_path / "adapter")
+    factors = {n: torch.randn(x.shape, generator=generator).bfloat16() for n, x in load_file(adapter / WEIGHTS).items()}
+    save_file(factors, str(adapter / WEIGHTS))
+    checkpoint = open_checkpoint(model)
+    merged = merge_whole(checkpoint, open_adapter(adapter, checkpoint.config))
+    name = "model.layers.0.self_attn.q_proj.weight"
+    weight, a, b = dict(checkpoint.tensors())[name].double(), factors[Q_A].double(), factors[Q_B].double()
+    exact = weight + 2 * b @ a
+    in_bfloat16 = (weight.bfloat16() + (2 * factors[Q_B] @ factors[Q_A])).double()
+    assert torch.equal(merged[name], exact.bfloat16())
+    assert not torch.equal(in_bfloat16, exact.bfloat16().double())
+
+
 def test_all_linear_in_the_file(tmp_path: Path) -> None:
     model = write_dream(tmp_path / "model")
     expected = write_with_peft(model, tmp_path / "adapter", torch.float32, r=2, target_modules="all-linear")

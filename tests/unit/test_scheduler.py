@@ -279,6 +279,17 @@ def test_a_whole_prompt_is_reused_and_a_beginning_only_when_asked_for() -> None:
     assert len(cache.longest(PrefixKey((0,) * 256, "block_causal", 0))) == 1
 
 
+def test_a_cached_prompt_is_reused_only_if_its_own_pages_can_stay() -> None:
+    """A prompt of a full and a partial page, cached in 2 of n pages; again with two slots, which need 3 pages, or 2
+    beside the cached full page. The cached partial page must stay until it is copied, so 4 pages are enough to reuse
+    it, and 3 to compute it again."""
+    arriving = [Arrival(0, 130, 0, 1, 1, False, None), Arrival(20, 130, 0, 1, 2, False, None)]
+    for num_pages, hits in ((3, 0), (4, 130)):
+        run = paper(0, num_pages=num_pages)
+        assert run.drive(arriving) == ["r0", "r1"]
+        assert run.scheduler.prefix_hits == hits
+
+
 def test_the_oldest_entry_goes_first() -> None:
     allocator = PageAllocator(4)
     cache = PrefixCache(allocator)

@@ -1,0 +1,95 @@
+"""Scoring of hidden states: a row's result depends on no other row, and noise on the number of the pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from lopa_ascend.backend.cpu import CpuOps
+from lopa_ascend.model.base import Model
+from lopa_ascend.parallel.collectives import ALONE
+from lopa_ascend.probe import no_probe
+from lopa_ascend.runner.scoring import HEAD_ROWS, Job, Scorer
+from lopa_ascend.score.noise import gumbel_noise
+from lopa_ascend.types import Scoring
+
+VOCAB = 152_064
+"""Of Dream: so many logits that torch sums a row in several threads."""
+GREEDY = Scoring("neg_entropy", 5, VOCAB)
+SAMPLED = Scoring("max_prob", 5, VOCAB, temperature=1.0, seed=3)
+
+
+class Logits:
+    """A model whose hidden state [1] is the number of a row of logits."""
+
+    tp, first_token_id = ALONE, 0
+
+    def __init__(self, num_rows: int) -> None:
+        self.table = torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(0))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.table[hidden[:, 0].long()]
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def score(model: Logits, jobs: list[Job]) -> list[Any]:
+    return Scorer(cast(Model, model), CpuOps()).score(jobs, no_probe)
+
+
+def job(rows: list[int], scoring: Scoring, round_: int = 0) -> Job:
+    return Job(torch.tensor(rows, dtype=torch.float32)[:, None], np.array(rows) + 100, scoring, round_)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("scoring", [GREEDY, SAMPLED])
+def test_a_row_alone_and_at_the_end_of_a_group_has_the_bits_that_it_has_among_others(scoring: Scoring) -> None:
+    model = Logits(18)
+    together = score(model, [job(list(range(18)), scoring)])[0]
+    for rows in ([0], [3], list(range(17)), list(range(1, 18))):
+        (found,) = score(model, [job(rows, scoring)])
+        for column, whole in zip(found, together, strict=True):
+            assert column.tobytes() == whole[rows].tobytes()
+
+
+def test_sequences_that_are_scored_alike_share_a_batch_and_get_their_own_rows() -> None:
+    model = Logits(HEAD_ROWS + 20)
+    jobs = [job([5, 6], GREEDY, 1), job(list(range(HEAD_ROWS + 3)), GREEDY, 2), job([9], SAMPLED, 3)]
+    jobs += [job([9], SAMPLED, 4), job([], GREEDY)]
+    together = score(model, jobs)
+    for alone, found in zip(jobs, together, strict=True):
+        (expected,) = score(model, [alone])
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(found, expected, strict=True))
+
+
+def test_a_sampled_position_draws_anew_in_every_pass() -> None:
+    rows = list(range(12))
+    passes = score(Logits(12), [job(rows, SAMPLED, round_) for round_ in range(4)])
+    draws = {tuple(found.tokens.tolist()) for found in passes}
+    assert len(draws) == 4
+    greedy = score(Logits(12), [job(rows, GREEDY, round_) for round_ in range(2)])
+    assert greedy[0].tokens.tolist() == greedy[1].tokens.tolist()
+
+
+def test_noise_of_other_passes_positions_seeds_and_tokens_is_not_related() -> None:
+    ids, positions = torch.arange(1000), torch.arange(50)
+    base = gumbel_noise(1, positions, 0, ids)
+    others = {
+        "round": gumbel_noise(1, positions, 1, ids),
+        "seed": gumbel_noise(2, positions, 0, ids),
+        "position": gumbel_noise(1, positions + 50, 0, ids),
+        "token": gumbel_noise(1, positions, 0, ids + 1000),
+    }
+    for name, noise in others.items():
+        correlation = float(torch.corrcoef(torch.stack([base.flatten(), noise.flatten()]))[0, 1])
+        assert abs(correlation) < 0.03, name
