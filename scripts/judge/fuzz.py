@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
+from hypothesis import HealthCheck, Phase, Verbosity, assume, given, seed, settings
 from hypothesis import strategies as st
 
 from scripts.judge.client import CHAT, COMPLETIONS, connect
@@ -25,6 +25,8 @@ BATCH = 20
 """Examples between two looks at the clock."""
 MAX_WORK = 64
 """Most tokens that one example may have generated: the engine's time is shared fairly, but it is not endless."""
+MAX_BODY = 16 * 2**20
+"""Bytes of the largest body: twice what the server takes. It cuts off what is much larger."""
 ANSWER_TIMEOUT = 120.0
 """Seconds in which every request must be answered."""
 GREAT = st.sampled_from([0, 1, 1, 2, 3, 17, 100, 100, 1_000, 1_000, 20_000, 300_000])
@@ -180,14 +182,17 @@ def _test(url: str, outcomes: Outcomes, end: float, number: int) -> Callable[[],
         database=None,
         phases=(Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
         verbosity=Verbosity.quiet,
     )
     @given(example=examples())
     def test(example: Example) -> None:
         if time.monotonic() > end:
             return
+        body = json.dumps(example.body()).encode()
+        assume(len(body) <= MAX_BODY)
         start = time.monotonic()
-        statuses = asyncio.run(_send(url, example))
+        statuses = asyncio.run(_send(url, example, body))
         outcomes.slowest = max(outcomes.slowest, (time.monotonic() - start, str(example)))
         outcomes.statuses.update(statuses)
         wrong = [status for status in statuses if status[0] not in "24" and status != "503 queue_full"]
@@ -196,10 +201,9 @@ def _test(url: str, outcomes: Outcomes, end: float, number: int) -> Callable[[],
     return test
 
 
-async def _send(url: str, example: Example) -> list[str]:
+async def _send(url: str, example: Example, body: bytes) -> list[str]:
     """The status of each of the requests, of a refusal with its code."""
     async with connect(url, ANSWER_TIMEOUT) as client:
-        body = json.dumps(example.body()).encode()
         return await asyncio.gather(*(_status(client, example.route, body) for _ in range(example.copies)))
 
 

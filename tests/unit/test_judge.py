@@ -155,7 +155,7 @@ def test_what_is_fuzzed_is_limited_and_can_be_sent(example: fuzz.Example):
 
 
 def test_fuzz_finds_and_shrinks_a_wrong_answer(monkeypatch: pytest.MonkeyPatch):
-    async def send(url: str, example: fuzz.Example) -> list[str]:
+    async def send(url: str, example: fuzz.Example, body: bytes) -> list[str]:
         return ["500 internal_error" if example.route == "/tokenize" and "prompt" in example.fields else "200"]
 
     monkeypatch.setattr(fuzz, "_send", send)
