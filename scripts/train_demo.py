@@ -6,7 +6,8 @@ r"""Trains the bundled model from scratch on a CPU, and writes it as a Dream che
 
 There are two stages, as in the training of Dream: an autoregressive warm-up on plain problems, from which the logits
 are shifted by one position, and masked diffusion on whole conversations with D2F's block-wise monotone noise. Most
-batches are block-causal; the others have full attention within the window.
+diffusion batches are block-causal; the others have full attention within the window. Autoregressive batches go on
+between them, because they teach arithmetic faster: each of their positions can be predicted.
 
 Prints the loss, and from time to time the accuracy on problems that were not trained on. The state is saved to --state:
 started again, the same command goes on where the last one stopped. Everything is seeded: with --threads 1 two runs on
@@ -66,7 +67,8 @@ def build_parser() -> argparse.ArgumentParser:
         ("--diffusion-steps", int, 5000, "steps of masked diffusion"),
         ("--batch", int, 48, "problems in a step"),
         ("--lr", float, 3e-3, "highest learning rate"),
-        ("--full-share", float, 0.25, "share of the batches with full attention within the window"),
+        ("--ar-share", float, 0.5, "share of the batches after the warm-up that are autoregressive too"),
+        ("--full-share", float, 0.25, "share of the diffusion batches with full attention within the window"),
         ("--seed", int, 0, "seed of weights, problems and noise"),
         ("--threads", int, 2, "threads of torch"),
     ):

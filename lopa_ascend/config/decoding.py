@@ -72,7 +72,7 @@ class DecodingParams:
         Parameter(
             Integer(1),
             "most tokens to generate; together with the prompt they must fit into `max_model_len`",
-            aliases=("max_tokens", "max_completion_tokens"),
+            aliases=("max_tokens", "max_completion_tokens", "max_output_tokens"),
         ),
     )
     whole_last_block: bool = declare(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi_offline import FastAPIOffline
@@ -16,16 +17,19 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response, Strea
 import lopa_ascend
 from lopa_ascend.serve.api import answers, body, info, protocol
 from lopa_ascend.serve.api.access import Access, set_up_request_log
-from lopa_ascend.serve.api.endpoint import CHAT, COMPLETIONS, DIFFUSION_CHAT, DIFFUSION_COMPLETIONS, Endpoint
+from lopa_ascend.serve.api.endpoint import CHAT, COMPLETIONS, DIFFUSION_CHAT, DIFFUSION_COMPLETIONS, RESPONSES, Endpoint
 from lopa_ascend.serve.api.errors import ApiError, install_handlers, unavailable
 from lopa_ascend.serve.api.home import home_page
 from lopa_ascend.serve.api.intake import Intake
+from lopa_ascend.serve.api.openai_responses import ResponseObject
+from lopa_ascend.serve.api.openai_responses_body import ResponseRequest
 from lopa_ascend.serve.api.openapi import (
     DIFFUSION_EVENTS,
     EVENTS,
     GENERATING,
     PLAIN_TEXT,
     READING,
+    RESPONSE_EVENTS,
     body_of,
     document,
     errors,
@@ -63,7 +67,12 @@ def create_app(client: EngineClient, config: ServeConfig) -> FastAPI:
     metrics = Metrics(client, model, intake)
     client.observers.append(metrics.observe_step)
     planner = Planner(
-        client.prompts, client.ready.limits, config.decoding, config.max_stop_strings, config.max_stop_characters
+        client.prompts,
+        client.ready.limits,
+        config.decoding,
+        config.max_stop_strings,
+        config.max_stop_characters,
+        config.stream_block_size,
     )
     endpoint = Endpoint(client, planner, intake, metrics, model, config)
     _add_state(app, endpoint, client, config, metrics, workers)
@@ -209,8 +218,10 @@ def _add_tokenizer(app: FastAPI, endpoint: Endpoint, client: EngineClient, intak
 
 
 def _add_generation(app: FastAPI, endpoint: Endpoint) -> None:
-    def text_route(path: str, body_model: type[BaseModel], answer: type[BaseModel]) -> Decorator:
-        documented = {**errors(*GENERATING), 200: {"content": EVENTS}}
+    def text_route(
+        path: str, body_model: type[BaseModel], answer: type[BaseModel], events: dict[str, Any] = EVENTS
+    ) -> Decorator:
+        documented = {**errors(*GENERATING), 200: {"content": events}}
         return app.post(path, response_model=answer, responses=documented, openapi_extra=body_of(body_model))
 
     def diffusion_route(path: str, body_model: type[BaseModel]) -> Decorator:
@@ -227,6 +238,11 @@ def _add_generation(app: FastAPI, endpoint: Endpoint) -> None:
     async def chat_completions(request: Request) -> Response:
         """The next message of a conversation."""
         return await endpoint.answer(request, CHAT)
+
+    @text_route("/v1/responses", ResponseRequest, ResponseObject, RESPONSE_EVENTS)
+    async def create_response(request: Request) -> Response:
+        """The next message of a conversation, in OpenAI's Responses API. Nothing is kept."""
+        return await endpoint.answer(request, RESPONSES)
 
     @diffusion_route("/v1/diffusion/completions", protocol.DiffusionCompletionRequest)
     async def diffusion_completions(request: Request) -> Response:

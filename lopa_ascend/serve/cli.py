@@ -95,6 +95,7 @@ def _serve_config(given: Mapping[str, Any]) -> ServeConfig:
         raise ParameterError("num_branches", message)
     if rank_in_environment() is not None:
         Rendezvous.from_environment().check_world_size(engine)
+    _check_stream_blocks(given, engine)
     _check_secrets_and_tls(given)
     return ServeConfig(engine=engine, decoding=decoding, **_fields(given, SERVE_FLAGS))
 
@@ -106,6 +107,14 @@ def _fields(given: Mapping[str, Any], flags: Mapping[str, Flag]) -> dict[str, An
         for name, flag in flags.items()
         if name in given
     }
+
+
+def _check_stream_blocks(given: Mapping[str, Any], engine: EngineConfig) -> None:
+    """Refuses blocks of streams for which no graph has room: every streamed request would run in eager steps."""
+    size = given.get("stream_block_size")
+    if size is not None and engine.mode != "eager" and size > engine.graph_block_size:
+        message = f"is {size}, which exceeds --graph-block-size {engine.graph_block_size}"
+        raise ParameterError("stream_block_size", message)
 
 
 def _check_secrets_and_tls(given: Mapping[str, Any]) -> None:

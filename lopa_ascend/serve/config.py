@@ -98,6 +98,16 @@ class ServeConfig:
         4096,
         Setting(Integer(0, 2**31 - 1), "most characters of all stop strings of a request together", group=Group.SERVER),
     )
+    stream_block_size: int | None = declare(
+        None,
+        Setting(
+            Integer(1, 4096),
+            "`block_size` of streamed requests that set none, but not of diffusion streams: smaller blocks give finer "
+            "pieces of text, sooner, and more forward passes",
+            group=Group.SERVER,
+            default_text="`block_size`",
+        ),
+    )
     request_timeout: float | None = declare(
         None,
         Setting(

@@ -13,7 +13,7 @@ import httpx
 
 from lopa_ascend.demo import HELD_OUT
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,10 @@ class Answer:
     """By index of the choice."""
     tokens: int | None = None
     """Completion tokens by the answer's usage."""
+    forwards: int | None = None
+    """Forward passes of all choices, by the answer's own count."""
+    pieces: int = 0
+    """Events of a stream that had text."""
     error: dict[str, Any] | None = None
     """The error in the body, or in an event of the stream."""
     done: bool = False
@@ -115,10 +119,12 @@ def _take(answer: Answer, body: dict[str, Any], seconds: float) -> None:
     """Adds to the answer what a whole body or one event says; it came after ``seconds``."""
     answer.error = body.get("error", answer.error)
     answer.tokens = (body.get("usage") or {}).get("completion_tokens", answer.tokens)
+    answer.forwards = (body.get("lopa") or {}).get("num_forwards", answer.forwards)
     for choice in body.get("choices", ()):
         message = choice.get("message") or choice.get("delta") or choice
         text, index = message.get("content", message.get("text")) or "", choice["index"]
         answer.texts[index] = answer.texts.get(index, "") + text
+        answer.pieces += bool(text)
         if text and answer.first is None:
             answer.first = seconds
         if choice["finish_reason"] is not None:

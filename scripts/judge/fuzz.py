@@ -63,7 +63,7 @@ class Example:
         prompt, n = body.get("prompt"), body.get("n", 1)
         several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
         choices = (len(prompt) if several and prompt else 1) * n
-        return self.copies * choices * int(body["max_tokens"]) if "max_tokens" in body else 0
+        return self.copies * choices * int(body.get("max_tokens", body.get("max_output_tokens", 0)))
 
 
 @dataclass
@@ -124,6 +124,10 @@ BODIES: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     ),
     CHAT: st.fixed_dictionaries(
         {"messages": MESSAGES, "max_tokens": st.integers(0, 4)}, optional={**COMMON, "logprobs": st.booleans()}
+    ),
+    "/v1/responses": st.fixed_dictionaries(
+        {"input": TEXTS | _repeated(TEXTS) | MESSAGES | ODD, "max_output_tokens": st.integers(0, 4)},
+        optional={"instructions": _repeated(TEXTS), "temperature": NUMBERS, "stream": st.booleans(), "unknown": ODD},
     ),
     "/tokenize": st.fixed_dictionaries({}, optional={"prompt": PROMPTS, "messages": MESSAGES, "unknown": ODD}),
     "/detokenize": st.fixed_dictionaries({"tokens": _lists(TOKENS)}),

@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 from scripts.judge.attack import Attack, completion, kind, post, raw
-from scripts.judge.client import CHAT
+from scripts.judge.client import CHAT, RESPONSES
 
 # ---- bodies that are not JSON, or not an object ----------------------------------------------------------------------
 
@@ -90,8 +90,8 @@ RANGES: dict[str, list[float]] = {
     "max_active_blocks": [0, -1],
 }
 UNSUPPORTED: dict[str, Any] = {
-    "length_penalty": 1.5,
     "prompt_logprobs": 1,
+    "length_penalty": 2.0,
     "best_of": 7,
     "suffix": "end",
     "use_beam_search": True,
@@ -207,6 +207,20 @@ def wrong_messages(rng: random.Random) -> Attack:
     ]
     messages: list[Any] = [[], None, "hi", {}, [[]], [None], [{}], *([{**user, **item}] for item in wrong)]
     return post(CHAT, messages=rng.choice(messages), max_tokens=4)
+
+
+@kind()
+def wrong_input_of_a_response(rng: random.Random) -> Attack:
+    items: list[Any] = [
+        {"role": "user", "content": rng.choice(WRONG_TYPES[:4])},
+        {"role": "user", "content": [{"type": "input_image", "image_url": "http://localhost/x.png"}]},
+        {"role": "user", "content": [{"type": ["input_text"], "text": "hi"}]},
+        {"type": "function_call_output", "call_id": "c", "output": "x"},
+        {"type": "item_reference", "id": "msg_1"},
+        {"type": {}, "role": "user", "content": "hi"},
+        rng.choice([5, None, "hi", []]),
+    ]
+    return post(RESPONSES, input=rng.choice([5, [], {}, [rng.choice(items)] * 3]), max_output_tokens=4)
 
 
 @kind()

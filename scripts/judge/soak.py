@@ -59,12 +59,13 @@ class Soak:
 
 def judge(options: Options, report: Report) -> None:
     with serving(options.url, options.out / "soak.log", *FLAGS) as server:
+        print(f"    memory below is that of {_settings(server)}", flush=True)
         soak = asyncio.run(_send_load(server, options))
         warm_up = warm_up_seconds(options.minutes)
         for process, name in ((1, "HTTP process"), (2, "engine process")):
             growth, last = soak.growth(process, warm_up), soak.memory[-1][process] / MIB
             what = f"growth of the {name} after {warm_up / 60:.1f} minutes, below {MAX_GROWTH:.0%}"
-            report.check(what, growth < MAX_GROWTH, f"{growth:+.2%} to {last:.0f} MiB")
+            report.check(what, growth < MAX_GROWTH, f"{growth:+.2%} to {last:.0f} MiB resident")
         what = "5xx but 503 for a full queue, broken answers, or texts that changed"
         report.check(what, not soak.faults, soak.faults[:5] or f"none in {dict(soak.outcomes)}")
         report.check(
@@ -73,6 +74,12 @@ def judge(options: Options, report: Report) -> None:
         report.check("pages in use afterwards", (pages := server.await_no_pages()) == 0, pages)
         report.check("/health afterwards", (status := httpx.get(f"{server.url}/health").status_code) == 200, status)
         report.check("tracebacks in the server's log", not server.tracebacks(), server.tracebacks())
+
+
+def _settings(server: Server) -> str:
+    """What a memory figure has to name: model, number format, device and flags."""
+    info = httpx.get(f"{server.url}/server_info").json()
+    return f"the model {info['model']} in {info['backend']['dtype']} on {info['backend']['device']}, {' '.join(FLAGS)}"
 
 
 def warm_up_seconds(minutes: float) -> float:

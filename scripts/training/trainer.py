@@ -115,7 +115,12 @@ class Trainer:
 
     def train_step(self) -> float:
         """Makes one step; returns the loss, NaN if nothing was masked."""
-        batch = self.ar_batch() if self.step < self.args.ar_steps else self.diffusion_batch()
+        is_ar = self.step < self.args.ar_steps
+        if not is_ar:
+            if self.batches.plain:
+                self.batches = self._new_batches(plain=False)
+            is_ar = bool(torch.rand((), generator=self.generator) < self.args.ar_share)
+        batch = self.ar_batch() if is_ar else self.diffusion_batch()
         if not batch.wanted.any():
             return math.nan
         loss = self.loss(batch)
@@ -129,7 +134,7 @@ class Trainer:
         return float(loss.detach())
 
     def ar_batch(self) -> Batch:
-        """A batch of the autoregressive warm-up: every position up to the first EOS is predicted."""
+        """An autoregressive batch: every position up to the first EOS is predicted."""
         tokens = self.batches.next(self.args.batch)
         prompt, answer = tokens.prompt, tokens.answer
         wanted = torch.arange(answer.shape[1]) <= answer.ne(self.eos).sum(1, keepdim=True)
@@ -138,8 +143,6 @@ class Trainer:
 
     def diffusion_batch(self) -> Batch:
         """A batch of masked diffusion: block-causal, or with full attention and a random number of blocks."""
-        if self.batches.plain:
-            self.batches = self._new_batches(plain=False)
         tokens = self.batches.next(self.args.batch)
         prompt, answer = tokens.prompt, tokens.answer
         num_prompt, num_blocks = prompt.shape[1], answer.shape[1] // BLOCK

@@ -129,7 +129,9 @@ def test_mistakes_name_the_field(server: ServerProcess):
     assert complete(server.openai, "a", max_tokens=16).choices[0].text == before
 
 
-@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/abort_request"])
+@pytest.mark.parametrize(
+    "route", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/abort_request"]
+)
 def test_bodies_that_are_no_json(server: ServerProcess, route: str):
     for raw in BAD_BODIES:
         refused(server.http.post(route, content=raw, headers=JSON_TYPE))
@@ -247,6 +249,6 @@ def test_api_description(server: ServerProcess):
     for reference in set(text.split('"#/components/schemas/')[1:]):
         assert reference.partition('"')[0] in schemas
     statuses = {"200", "400", "404", "408", "413", "500", "503", "504"}
-    for route in ("/v1/completions", "/v1/chat/completions", "/v1/diffusion/completions"):
+    for route in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/diffusion/completions"):
         assert statuses == description["paths"][route]["post"]["responses"].keys()
     assert server.http.get("/docs").status_code == 200

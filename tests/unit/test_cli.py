@@ -87,6 +87,7 @@ def test_every_setting_has_one_flag():
         ("--ssl-certfile c", "--ssl-keyfile"),
         ("--ssl-ca-certs c", "--ssl-certfile"),
         ("--uvicorn-log-level loud", "trace"),
+        ("--stream-block-size 0", "1 to 4096"),
     ],
 )
 def test_wrong_values_name_their_flag(capsys: pytest.CaptureFixture[str], argv: str, expected: str):
@@ -102,6 +103,16 @@ def test_more_branches_than_allowed_name_both_flags(capsys: pytest.CaptureFixtur
         assert "--max-num-branches 2" in message
     assert parse_args(["--max-num-branches", "2", "--num-branches", "2"]).engine.max_num_branches == 2
     assert parse_args(["--max-num-branches", "0", "--decoding", "d2f"]).engine.max_num_branches == 0
+
+
+def test_graphs_must_have_room_for_the_blocks_of_streams(capsys: pytest.CaptureFixture[str]):
+    compiled = ["--graph-mode", "inductor", "--stream-block-size"]
+    message = refusal(capsys, *compiled, "64")
+    assert "--stream-block-size" in message
+    assert "--graph-block-size 32" in message
+    assert parse_args([*compiled, "8"]).stream_block_size == 8
+    assert parse_args([*compiled, "64", "--graph-block-size", "64"]).engine.graph_block_size == 64
+    assert parse_args(["--stream-block-size", "64"]).stream_block_size == 64  # eager steps take any block
 
 
 def test_config_file_and_command_line(tmp_path: Path):

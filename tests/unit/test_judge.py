@@ -9,10 +9,14 @@ import httpx
 import pytest
 from hypothesis import given
 
+from lopa_ascend.serve.api.body import parse_completion
+from lopa_ascend.serve.api.errors import ApiError
 from scripts.bench_serve import Level
+from scripts.bench_stream import table
 from scripts.judge import faults, fuzz, soak
 from scripts.judge.attack import CLOSED, FULL, KINDS, LEFT, Attack, head, play
 from scripts.judge.client import COMPLETIONS, Answer, Ask, ask, chat
+from scripts.judge.hostile_bodies import UNSUPPORTED
 from scripts.judge.hostile_costs import COSTLY
 from scripts.judge.probe import Quiet, Sample
 from scripts.judge.report import Options, Report, percentile
@@ -165,3 +169,22 @@ def test_fuzz_finds_and_shrinks_a_wrong_answer(monkeypatch: pytest.MonkeyPatch):
     assert fault.startswith("500 internal_error for Example(route='/tokenize', fields={'prompt': ")
     assert fault.count(":") < 8
     assert outcomes.statuses["200"] > 0
+
+
+@pytest.mark.parametrize("field", UNSUPPORTED)
+def test_features_that_attacks_call_unsupported_are_refused(field: str):
+    with pytest.raises(ApiError):
+        parse_completion(json.dumps({"prompt": "hi", field: UNSUPPORTED[field]}).encode())
+
+
+def test_the_table_of_streams():
+    def answer(first: float, seconds: float, pieces: int, text: str) -> Answer:
+        return Answer(texts={0: text}, tokens=20, forwards=4, pieces=pieces, first=first, seconds=seconds)
+
+    coarse = [answer(1.0, 2.0, 1, "#### 7"), answer(3.0, 4.0, 2, "#### 7")]
+    fine = [answer(0.5, 3.0, 5, "#### 7"), answer(0.5, 3.0, 6, "#### 8")]
+    rows = table({32: coarse, 8: fine}, [7, 7]).splitlines()
+    assert rows[2:] == [
+        "| 8 | 5.5 | 17% | 0.25 | 1.00 | 5.0 | 50.0% |",
+        "| 32 | 1.5 | 67% | 1.00 | 1.00 | 5.0 | 100.0% |",
+    ]

@@ -1,5 +1,6 @@
 """Bodies of requests: what the schemas promise is what ``DecodingParams`` takes, and nothing is silently ignored."""
 
+import dataclasses
 import json
 from dataclasses import replace
 from typing import Any
@@ -143,6 +144,18 @@ def test_defaults_step_back_where_a_request_excludes_them():
     assert PLANNER.completion(parsed(prompt=[1] * 400))[0].params.max_new_tokens == 100
     whole = PLANNER.completion(parsed(prompt=[1] * 400, whole_last_block=True))[0].params
     assert (whole.max_new_tokens, whole.max_canvas) == (96, 96)
+
+
+def test_streams_have_a_default_block_size_of_their_own():
+    planner = dataclasses.replace(PLANNER, decoding={"block_size": 16}, stream_block_size=4)
+
+    def block_size(**fields: Any) -> int:
+        return planner.completion(parsed(**fields))[0].params.block_size
+
+    assert (block_size(), block_size(stream=False), block_size(stream=True)) == (16, 16, 4)
+    assert block_size(stream=True, block_size=64) == 64
+    diffusion = parse_diffusion_completion(b'{"prompt": [1], "stream": true}')
+    assert planner.completion(diffusion)[0].params.block_size == 16
 
 
 def test_seeds_differ_by_answer_from_one_start():

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from lopa_ascend.serve.api.errors import ApiError
+from lopa_ascend.serve.api.openai_responses_body import UNSUPPORTED_RESPONSE, ResponseRequest
 from lopa_ascend.serve.api.protocol import (
     UNSUPPORTED_CHAT,
     UNSUPPORTED_COMPLETION,
@@ -51,6 +52,13 @@ def parse_chat(raw: bytes) -> ChatRequest:
     return _chat(ChatRequest, raw, UNSUPPORTED_CHAT)
 
 
+def parse_response(raw: bytes) -> ResponseRequest:
+    values = _load(raw)
+    _drop_tools_without_choice(values)
+    _drop_unsupported(values, UNSUPPORTED_RESPONSE)
+    return _validate(ResponseRequest, values)
+
+
 def parse_diffusion_completion(raw: bytes) -> CompletionRequest:
     return _completion(DiffusionCompletionRequest, raw, {**UNSUPPORTED_COMPLETION, **UNSUPPORTED_DIFFUSION})
 
@@ -84,8 +92,7 @@ def _completion(model: type[T], raw: bytes, unsupported: NeutralValues) -> T:
 
 def _chat(model: type[T], raw: bytes, unsupported: NeutralValues) -> T:
     values = _load(raw)
-    if values.get("tool_choice") == "none" and isinstance(values.get("tools"), list):
-        del values["tools"]  # no tool may be called, so the list changes nothing
+    _drop_tools_without_choice(values)
     _drop_unsupported(values, unsupported)
     _drop_from_messages(values)
     return _validate(model, values)
@@ -185,6 +192,12 @@ def _is_text(value: str) -> bool:
 
 
 # ---- fields ----------------------------------------------------------------------------------------------------------
+
+
+def _drop_tools_without_choice(values: dict[str, Any]) -> None:
+    """Removes the list of tools if no tool may be called: then the list changes nothing."""
+    if values.get("tool_choice") == "none" and isinstance(values.get("tools"), list):
+        del values["tools"]
 
 
 def _drop_from_messages(values: dict[str, Any]) -> None:

@@ -10,7 +10,9 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from lopa_ascend.serve.api.answers import LopaStats, Usage
-from lopa_ascend.serve.api.responses import Json, Response
+from lopa_ascend.serve.api.events import Encoder
+from lopa_ascend.serve.api.responses import Response
+from lopa_ascend.serve.api.schema import Json
 from lopa_ascend.serve.engine.client import Choice
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.types import BranchRecord, Fill, GenerationOutput, Progress, StepRecord, Update
@@ -85,7 +87,15 @@ class DiffusionDone(BaseModel):
 # ---- making them -----------------------------------------------------------------------------------------------------
 
 
-class StepEncoder:
+class StepResponse(Response):
+    """A response that shows every forward pass."""
+
+    def encoder(self) -> Encoder:
+        """Makes the events of the only choice."""
+        return StepEncoder(self, self.choices[0], self.tokenizer)
+
+
+class StepEncoder(Encoder):
     """Makes the events of one diffusion stream.
 
     Args:

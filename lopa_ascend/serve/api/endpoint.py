@@ -9,8 +9,9 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
@@ -19,11 +20,15 @@ from starlette.types import Receive, Scope, Send
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.serve.api import body, responses
 from lopa_ascend.serve.api.access import log_line, request_id
-from lopa_ascend.serve.api.diffusion import StepEncoder
+from lopa_ascend.serve.api.diffusion import StepResponse
 from lopa_ascend.serve.api.errors import ApiError, unavailable
+from lopa_ascend.serve.api.events import Encoder
 from lopa_ascend.serve.api.intake import Intake
+from lopa_ascend.serve.api.openai_responses import ResponseWriter
+from lopa_ascend.serve.api.openai_responses_body import ResponseRequest
 from lopa_ascend.serve.api.plan import Planner
 from lopa_ascend.serve.api.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from lopa_ascend.serve.api.schema import Json
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.engine.client import Choice, EngineClient, Generation
 from lopa_ascend.serve.observe.metrics import Metrics
@@ -33,17 +38,17 @@ from lopa_ascend.types import GenerationOutput, Progress, Update
 T = TypeVar("T", bound=GenerationRequest)
 
 
-class Encoder(Protocol):
-    """Makes the events of a stream."""
+class Writer(Protocol):
+    """Writes the answer to one request."""
 
-    def opening(self) -> list[responses.Json]:
-        """Events before the first update."""
+    id: str
+    """Id of the answer."""
 
-    def progress(self, index: int, update: Update, progress: Progress) -> list[responses.Json]:
-        """Events for one update of the choice ``index``."""
+    def whole(self, outputs: Sequence[GenerationOutput]) -> Json:
+        """The answer, from the output of each choice, if it is not streamed."""
 
-    def closing(self) -> list[responses.Json]:
-        """Events after the last update."""
+    def encoder(self) -> Encoder:
+        """Makes the events of the answer if it is streamed."""
 
 
 @dataclass(frozen=True)
@@ -54,33 +59,58 @@ class Route(Generic[T]):
     """The request from its body."""
     plan: Callable[[Planner, T], list[Choice]]
     """The choices that the request asks for."""
-    form: responses.Format
-    details: Callable[[Planner, T], responses.Details]
-    """What the request asks its answer to hold."""
+    writer: Callable[[Planner, str, T, list[Choice]], Writer]
+    """Writes the answer, given the name of the served model, the request and its choices."""
     diffusion: bool = False
     """The answer is a stream of forward passes."""
 
 
-def _completion_details(planner: Planner, request: CompletionRequest) -> responses.Details:
-    return responses.Details(
+def _completion(
+    planner: Planner,
+    model: str,
+    request: CompletionRequest,
+    choices: list[Choice],
+    kind: type[responses.Response] = responses.Response,
+) -> Writer:
+    tokenizer = planner.prompts.tokenizer
+    details = responses.Details(
         n=request.n or 1,
-        with_ids=bool(request.return_token_ids) or planner.prompts.tokenizer is None,
+        with_ids=bool(request.return_token_ids) or tokenizer is None,
         logprobs=request.logprobs,
         echoed=planner.echoed(request),
+        stream_options=request.stream_options,
     )
+    return kind(responses.COMPLETION, model, choices, details, tokenizer)
 
 
-def _chat_details(planner: Planner, request: ChatRequest) -> responses.Details:
-    logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    return responses.Details(n=request.n or 1, with_ids=bool(request.return_token_ids), logprobs=logprobs)
+def _chat(
+    planner: Planner,
+    model: str,
+    request: ChatRequest,
+    choices: list[Choice],
+    kind: type[responses.Response] = responses.Response,
+) -> Writer:
+    details = responses.Details(
+        n=request.n or 1,
+        with_ids=bool(request.return_token_ids),
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        stream_options=request.stream_options,
+    )
+    return kind(responses.CHAT, model, choices, details, planner.prompts.tokenizer)
 
 
-COMPLETIONS = Route(body.parse_completion, Planner.completion, responses.COMPLETION, _completion_details)
-CHAT = Route(body.parse_chat, Planner.chat, responses.CHAT, _chat_details)
+def _response(_: Planner, model: str, request: ResponseRequest, choices: list[Choice]) -> Writer:
+    (choice,) = choices
+    return ResponseWriter(model, request, choice)
+
+
+COMPLETIONS = Route(body.parse_completion, Planner.completion, _completion)
+CHAT = Route(body.parse_chat, Planner.chat, _chat)
+RESPONSES = Route(body.parse_response, Planner.response, _response)
 DIFFUSION_COMPLETIONS = Route(
-    body.parse_diffusion_completion, Planner.completion, responses.COMPLETION, _completion_details, diffusion=True
+    body.parse_diffusion_completion, Planner.completion, partial(_completion, kind=StepResponse), diffusion=True
 )
-DIFFUSION_CHAT = Route(body.parse_diffusion_chat, Planner.chat, responses.CHAT, _chat_details, diffusion=True)
+DIFFUSION_CHAT = Route(body.parse_diffusion_chat, Planner.chat, partial(_chat, kind=StepResponse), diffusion=True)
 
 
 class Endpoint:
@@ -146,28 +176,25 @@ class Endpoint:
             ClientDisconnect: the client closed the connection.
         """
         arrived = time.monotonic()
-        asked, choices, details = await self._intake.take(request, lambda raw: self._plan(raw, route))
-        tokenizer = self._planner.prompts.tokenizer
-        response = responses.Response(route.form, self.model, choices, details, tokenizer)
+        asked, choices, writer = await self._intake.take(request, lambda raw: self._plan(raw, route))
         if self._log_texts:
-            log_line(event="received", id=response.id, body=asked.model_dump(exclude_none=True))
-        generation = self._client.submit(response.id, choices, trace=route.diffusion)
+            log_line(event="received", id=writer.id, body=asked.model_dump(exclude_none=True))
+        generation = self._client.submit(writer.id, choices, trace=route.diffusion)
         sent_as = request_id(request.scope)
         run = Run(self._client, generation, arrived, lambda run: self._end(run, sent_as))
-        if route.diffusion:
-            return EventStream(run, StepEncoder(response, choices[0], tokenizer))
-        if asked.stream:
-            return EventStream(run, responses.ChunkEncoder(response, len(choices), asked.stream_options))
+        if route.diffusion or asked.stream:
+            return EventStream(run, writer.encoder())
         async with run.until_disconnect(request.receive):
             outputs = await run.outputs()
         # In a thread: answers of many choices, with log probabilities, are megabytes.
-        return Response(await asyncio.to_thread(encoded, response, outputs), media_type="application/json")
+        return Response(await asyncio.to_thread(encoded, writer, outputs), media_type="application/json")
 
-    def _plan(self, raw: bytes, route: Route[T]) -> tuple[T, list[Choice], responses.Details]:
-        """The request in a body, its choices, and what its answer holds. Raises as ``answer`` does."""
+    def _plan(self, raw: bytes, route: Route[T]) -> tuple[T, list[Choice], Writer]:
+        """The request in a body, its choices, and what writes its answer. Raises as ``answer`` does."""
         asked = route.parse(raw)
         self.check_model(asked.model)
-        return asked, route.plan(self._planner, asked), route.details(self._planner, asked)
+        choices = route.plan(self._planner, asked)
+        return asked, choices, route.writer(self._planner, self.model, asked, choices)
 
     def _end(self, run: Run, sent_as: str) -> None:
         self._metrics.observe_end(run.timeline, run.reason_without_output)
@@ -175,14 +202,17 @@ class Endpoint:
         log_line(event="finished", id=run.generation.request_id, request_id=sent_as, **numbers)
 
 
-def encoded(response: responses.Response, outputs: Sequence[GenerationOutput]) -> bytes:
-    """A whole response as JSON. Each choice is encoded by itself, because encoding keeps other threads waiting."""
-    whole = response.whole(outputs)
-    choices = ",".join(_json(choice) for choice in whole.pop("choices"))
-    return f'{_json(whole)[:-1]},"choices":[{choices}]}}'.encode()
+def encoded(writer: Writer, outputs: Sequence[GenerationOutput]) -> bytes:
+    """A whole answer as JSON. Each choice is encoded by itself, because encoding keeps other threads waiting."""
+    fields = [f"{_json(name)}:{_json_field(value)}" for name, value in writer.whole(outputs).items()]
+    return f"{{{','.join(fields)}}}".encode()
 
 
-def _json(value: responses.Json) -> str:
+def _json_field(value: Any) -> str:
+    return f"[{','.join(map(_json, value))}]" if isinstance(value, list) else _json(value)
+
+
+def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
@@ -266,21 +296,18 @@ class EventStream(StreamingResponse):
 
     @staticmethod
     async def _events(run: Run, encoder: Encoder) -> AsyncIterator[str]:
-        for chunk in encoder.opening():
-            yield _event(chunk)
+        for event in encoder.opening():
+            yield encoder.frame(event)
         try:
             async for index, update, progress in run.progress():
-                for chunk in encoder.progress(index, update, progress):
-                    yield _event(chunk)
-            for chunk in encoder.closing():
-                yield _event(chunk)
+                for event in encoder.progress(index, update, progress):
+                    yield encoder.frame(event)
+            for event in encoder.closing():
+                yield encoder.frame(event)
         except ClientDisconnect:
             return
         except ApiError as error:
-            yield _event(error.body())
-        yield "data: [DONE]\n\n"
-
-
-def _event(value: responses.Json) -> str:
-    # ASCII only, because many clients take U+2028 and U+0085 for ends of lines.
-    return f"data: {json.dumps(value)}\n\n"
+            for event in encoder.failure(error):
+                yield encoder.frame(event)
+        if encoder.end:
+            yield encoder.end

@@ -18,6 +18,7 @@ from lopa_ascend.config import DecodingParams, Limits
 from lopa_ascend.serve.api.access import OPEN_ROUTES
 from lopa_ascend.serve.api.diffusion import DiffusionDone, DiffusionStart, DiffusionStep
 from lopa_ascend.serve.api.errors import ErrorBody
+from lopa_ascend.serve.api.openai_responses_body import ResponseRequest
 from lopa_ascend.serve.api.protocol import (
     AbortRequest,
     ChatRequest,
@@ -36,6 +37,7 @@ DIFFUSION_SCHEMAS: tuple[type[BaseModel], ...] = (DiffusionStart, DiffusionStep,
 BODIES: tuple[type[BaseModel], ...] = (
     CompletionRequest,
     ChatRequest,
+    ResponseRequest,
     DiffusionCompletionRequest,
     DiffusionChatRequest,
     TokenizeRequest,
@@ -56,6 +58,13 @@ def _events(description: str) -> dict[str, Any]:
 
 
 EVENTS = _events("With stream: true. Each event holds one chunk as JSON; the last event is [DONE].")
+RESPONSE_EVENTS = _events(
+    "With stream: true. Each event is named by its type and holds JSON with a sequence_number: response.created, "
+    "response.in_progress, response.output_item.added, response.content_part.added, a response.output_text.delta for "
+    "every piece of text, response.output_text.done, response.content_part.done, response.output_item.done, and last "
+    "response.completed or response.incomplete with the whole response. If the request fails, an error event and "
+    "response.failed come instead of what is left."
+)
 DIFFUSION_EVENTS = _events(
     "JSON: a diffusion.start (schema DiffusionStart), a diffusion.step for each forward pass (DiffusionStep), then "
     "diffusion.done (DiffusionDone); the last event is [DONE]. If the request fails, an event with an error comes "

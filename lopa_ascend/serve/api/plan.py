@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from lopa_ascend.config import DecodingParams, Limits, ParameterError
+from lopa_ascend.serve.api.openai_responses_body import ResponseRequest
 from lopa_ascend.serve.api.protocol import MAX_CHOICES, ChatRequest, CompletionRequest, GenerationRequest
 from lopa_ascend.serve.engine.client import Choice
 from lopa_ascend.text.prompt import Prompts
@@ -37,6 +38,8 @@ class Planner:
     """Most stop strings of a request."""
     max_stop_characters: int
     """Most characters of all stop strings of a request together."""
+    stream_block_size: int | None = None
+    """The default ``block_size`` of requests that set ``stream``; None: that of all requests."""
 
     def completion(self, request: CompletionRequest) -> list[Choice]:
         """``n`` choices for each prompt, one prompt after the other.
@@ -73,11 +76,16 @@ class Planner:
         """
         if request.top_logprobs and not request.logprobs:
             raise ParameterError("top_logprobs", "needs logprobs: true")
-        try:
-            prompt = self.prompts.encode_chat([message.as_template_input() for message in request.messages])
-        except ParameterError as error:
-            raise _renamed(error, {"prompt": "messages"}) from None
-        return self._choices(request, [prompt], "messages")
+        messages = [message.as_template_input() for message in request.messages]
+        return self._conversation(request, messages, "messages")
+
+    def response(self, request: ResponseRequest) -> list[Choice]:
+        """The one choice for the conversation.
+
+        Raises:
+            ParameterError: a field is wrong, or does not fit the model.
+        """
+        return self._conversation(request, request.as_template_input(), "input")
 
     def echoed(self, request: CompletionRequest) -> list[str]:
         """The text of each prompt if the request asks for an echo, else nothing."""
@@ -89,11 +97,19 @@ class Planner:
             for prompt in request.prompt
         ]
 
+    def _conversation(self, request: GenerationRequest, messages: list[dict[str, str]], field: str) -> list[Choice]:
+        """The choices for a conversation, which came in the field ``field``."""
+        try:
+            prompt = self.prompts.encode_chat(messages)
+        except ParameterError as error:
+            raise _renamed(error, {"prompt": field, "messages": field}) from None
+        return self._choices(request, [prompt], field)
+
     def _choices(self, request: GenerationRequest, prompts: list[list[int]], prompt_field: str) -> list[Choice]:
         """The choices for several prompts, which came in the field ``prompt_field``."""
         if request.stream_options is not None and not request.stream:
             raise ParameterError("stream_options", "needs stream: true")
-        asked = asked_parameters(request)
+        asked, defaults = asked_parameters(request), self._defaults(request)
         if isinstance(request, CompletionRequest) and request.logprobs is not None:
             asked.values["top_logprobs"], asked.sent_as["top_logprobs"] = request.logprobs, "logprobs"
         choices, params_by_length = [], dict[int, DecodingParams]()
@@ -101,7 +117,7 @@ class Planner:
             self._check_sizes(asked.values, len(prompts) * (request.n or 1))
             for prompt in prompts:
                 if (params := params_by_length.get(len(prompt))) is None:
-                    params = self._params(asked.values, len(prompt))
+                    params = self._params(defaults, asked.values, len(prompt))
                     self.limits.check(len(prompt), params)
                     params = params_by_length[len(prompt)] = self.prompts.for_engine(params)
                 choices += [Choice(prompt, _with_own_seed(params, index)) for index in range(request.n or 1)]
@@ -133,10 +149,14 @@ class Planner:
                 )
                 raise ParameterError(name, message)
 
-    def _params(self, asked: Mapping[str, Any], prompt_tokens: int) -> DecodingParams:
-        """The request's own parameters, and the server's defaults for all others unless a default contradicts
-        the request."""
-        defaults = {"max_new_tokens": DecodingParams.max_new_tokens, **self.decoding}
+    def _defaults(self, request: GenerationRequest) -> dict[str, Any]:
+        """The server's defaults for such a request. Bodies of diffusion streams have no ``stream``."""
+        streamed = {"block_size": self.stream_block_size} if request.stream and self.stream_block_size else {}
+        return {"max_new_tokens": DecodingParams.max_new_tokens, **self.decoding, **streamed}
+
+    def _params(self, defaults: Mapping[str, Any], asked: Mapping[str, Any], prompt_tokens: int) -> DecodingParams:
+        """The request's own parameters, and the defaults for all others unless a default contradicts the request."""
+        defaults = dict(defaults)
         if "decoding" in asked:  # the default number of branches is meant for the server's own decoding
             defaults.pop("num_branches", None)
         # Where a prompt leaves no room at all, Limits.check refuses the request.

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lopa_ascend.serve.api.events import Encoder
 from lopa_ascend.serve.api.logprobs import TokenProb, TokenProbs, chat_logprobs, completion_logprobs
 from lopa_ascend.serve.api.protocol import StreamOptions
+from lopa_ascend.serve.api.schema import Json
 from lopa_ascend.serve.engine.client import Choice
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.types import GenerationOutput, Progress, Update
-
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ class Details:
     """None: no log probabilities; 0: those of the tokens; more: also lists of so many most probable tokens."""
     echoed: Sequence[str] = ()
     """Texts of the prompts, which the answers begin with; empty without echo."""
+    stream_options: StreamOptions | None = None
 
 
 class Response:
@@ -100,12 +101,16 @@ class Response:
     def __init__(
         self, form: Format, model: str, choices: Sequence[Choice], details: Details, tokenizer: Tokenizer | None = None
     ):
-        self.form, self.details, self.tokenizer = form, details, tokenizer
+        self.form, self.choices, self.details, self.tokenizer = form, choices, details, tokenizer
         self.id = f"{form.id_prefix}-{uuid.uuid4().hex}"
         # The same in every part.
         self.head = {"id": self.id, "created": int(time.time()), "model": model}
         # Each prompt counts once, however many answers it gets.
         self.prompt_tokens = sum(len(choice.prompt_token_ids) for choice in choices[:: details.n])
+
+    def encoder(self) -> Encoder:
+        """Makes the chunks of the response if it is streamed."""
+        return ChunkEncoder(self, len(self.choices), self.details.stream_options)
 
     def prefix(self, index: int) -> str:
         """The beginning of a choice's text: its prompt with echo, else nothing."""
@@ -171,7 +176,7 @@ class Response:
         return self.choice(index, content, logprobs=logprobs, token_ids=output.token_ids, output=output)
 
 
-class ChunkEncoder:
+class ChunkEncoder(Encoder):
     """Makes the chunks of one streamed response, each with what is new since the chunk before.
 
     Args:
