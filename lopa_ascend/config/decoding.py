@@ -189,6 +189,7 @@ class DecodingParams:
             "most probable tokens that are recorded for a position when it is filled",
             group=None,  # each request that shows them asks for them
             graphs=GraphSupport.DEFAULT,
+            own_field=True,
         ),
     )
     confidence: str = declare(

@@ -85,6 +85,8 @@ class Parameter(Setting):
     off: tuple[float, ...] = ()
     """Values with which a request switches the parameter off; they are stored as None."""
     graphs: GraphSupport = GraphSupport.ANY
+    own_field: bool = False
+    """Routes whose requests may set the parameter have a field of their own for it."""
 
 
 def declare(default: T, setting: Setting) -> T:

@@ -6,6 +6,7 @@
 
   schema     schemathesis finds no fault with the server's own /openapi.json
   accuracy   lm-eval over HTTP finds the accuracy that the engine has without a server
+  clients    LangChain, LlamaIndex, litellm and evalplus work unchanged
   load       guidellm's concurrent clients get all their tokens
   faults     hostile requests are refused, and disturb no other request
   starve     requests that cost much delay no other client
@@ -15,7 +16,7 @@
   soak       minutes of mixed load leave memory, pages and answers as they were
 
 Prints a line for each verdict, "ok" or FAILED with what was found; the exit status is 1 if one is FAILED. schema,
-accuracy and load need public tools: pip install -e '.[judge]', or ./ci/judges.sh, which installs them first.
+accuracy, clients and load need public tools: pip install -e '.[judge]', or ./ci/judges.sh, which installs them first.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from pathlib import Path
 from lopa_ascend.config.help import HelpFormatter
 from scripts.judge.report import Options, Report
 
-JUDGES = ("schema", "accuracy", "load", "faults", "starve", "fuzz", "kill", "ranks", "soak")
+JUDGES = ("schema", "accuracy", "clients", "load", "faults", "starve", "fuzz", "kill", "ranks", "soak")
 """Modules of this package, each with a function ``judge(options, report)``."""
 HELP = {
     "examples": "schema: examples for each endpoint",

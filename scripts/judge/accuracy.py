@@ -16,6 +16,8 @@ from scripts.judge.report import Options, Report
 from scripts.judge.server import ROOT, Server, serving
 from scripts.judge.tools import offline_environment, tool_command, write_tokenizer
 
+CONVERSATIONS = ("lopa_demo_template", "lopa_demo_chat")
+"""Tasks whose questions become messages: lm-eval applies the server's chat template to them, or the server does."""
 TASKS = Path(__file__).parent / "tasks"
 MAX_NEW_TOKENS = 192
 """As in the tasks' ``max_gen_toks``."""
@@ -24,6 +26,7 @@ CLIENTS = 16
 ROUTES = {
     "lopa_demo_text": ("local-completions", "/v1/completions", "tokenizer_backend=huggingface,tokenizer={tokenizer}"),
     "lopa_demo_remote": ("local-completions", "/v1/completions", "tokenizer_backend=remote"),
+    "lopa_demo_template": ("local-completions", "/v1/completions", "tokenizer_backend=remote"),
     "lopa_demo_chat": ("local-chat-completions", "/v1/chat/completions", "tokenizer_backend=none"),
 }
 """By task: lm-eval's model class, the route that it uses, and its arguments about the tokenizer."""
@@ -98,7 +101,7 @@ def _lm_eval(
     command = [*tool_command("lm_eval"), "run", "--model", model, "--include_path", str(TASKS), "--tasks", task]
     command += ["--model_args", ",".join(f"{name}={value}" for name, value in arguments.items()) + f",{tokenizer}"]
     command += ["--limit", str(options.problems), "--log_samples", "--output_path", str(options.out / task)]
-    command += ["--apply_chat_template"] if "chat" in model else []
+    command += ["--apply_chat_template"] if task in CONVERSATIONS else []
     environment = offline_environment(options.out / "huggingface")
     # The tasks name the problems relative to the project.
     return subprocess.run(

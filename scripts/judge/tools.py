@@ -21,9 +21,18 @@ def tool_command(name: str) -> list[str]:
     Raises:
         SystemExit: the tool is not installed.
     """
-    if importlib.util.find_spec(name) is None:
-        raise SystemExit(f"{name} is not installed: pip install -e '.[judge]'")
+    require(name)
     return [sys.executable, "-m", MODULES[name]]
+
+
+def require(module: str) -> None:
+    """Ends the judges if a tool is not installed for this interpreter.
+
+    Raises:
+        SystemExit: there is no such module.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise SystemExit(f"{module} is not installed: pip install -e '.[judge]'")
 
 
 def offline_environment(home: Path) -> dict[str, str]:

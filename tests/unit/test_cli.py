@@ -56,7 +56,7 @@ def test_flags_reach_their_fields():
 
 
 def test_every_setting_has_one_flag():
-    assert set(DecodingParams.names()) - {"seed"} == DECODING_FLAGS.keys()
+    assert set(DecodingParams.names()) - {"seed", "top_logprobs"} == DECODING_FLAGS.keys()
     settings = {f.name for f in fields(ServeConfig)} - {"engine", "decoding"}
     engine = {"lora_path" if f.name == "lora" else f.name for f in fields(EngineConfig)}
     assert settings | engine | DECODING_FLAGS.keys() == FLAGS.keys()

@@ -104,6 +104,7 @@ def test_graph_support() -> None:
     support = DecodingParams.graph_support()
     of = {kind: {name for name, value in support.items() if value is kind} for kind in GraphSupport}
     processed = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
+    processed |= {"bad_words", "top_logprobs"}
     unusual = {"temperature", "branch_score", "creation_weight", "min_new_tokens"}
     assert of[GraphSupport.DEFAULT] == processed | unusual
     assert of[GraphSupport.COMPILED] == {"confidence", "window_attention"}

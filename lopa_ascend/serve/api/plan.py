@@ -49,9 +49,6 @@ class Planner:
         """
         if len(request.prompt) * (request.n or 1) > MAX_CHOICES:
             raise ParameterError("prompt", f"prompts times n must be at most {MAX_CHOICES}")
-        if getattr(request, "top_logprobs", None) is not None:
-            message = "is a field of chat completions; here logprobs is the number of tokens to list"
-            raise ParameterError("top_logprobs", message)
         if request.echo and request.logprobs is not None:
             raise ParameterError("echo", "cannot be combined with logprobs: prompts have no log probabilities")
         if request.echo and self.prompts.tokenizer is None:
@@ -181,7 +178,7 @@ def asked_parameters(request: GenerationRequest) -> AskedParameters:
     sent_as: dict[str, str] = {}
     for name, parameter in DecodingParams.parameters().items():
         for field in (name, *parameter.aliases):
-            value = getattr(request, field)
+            value = getattr(request, field, None)  # not every route has a field for every parameter
             if value is None:
                 continue
             if name not in values:

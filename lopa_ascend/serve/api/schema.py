@@ -38,13 +38,16 @@ JSON_TYPES: dict[type[Kind], Any] = {
 
 
 def with_decoding_parameters(model: type[B]) -> type[B]:
-    """A class decorator that adds a field for every decoding parameter and for each of its aliases.
+    """A class decorator that adds a field for every decoding parameter and for each of its aliases, but none for
+    parameters with ``own_field``.
 
     ``DecodingParams`` declares the fields, so type checkers do not see them on the model. Read them with ``getattr``,
     by the names in ``DecodingParams.parameters``.
     """
     fields: dict[str, Any] = {}
     for name, parameter in DecodingParams.parameters().items():
+        if parameter.own_field:
+            continue
         texts = {name: _description(name, parameter)} | dict.fromkeys(parameter.aliases, f"The same as {name}.")
         for field, text in texts.items():
             value = Field(None, description=text, json_schema_extra=_range(parameter))
