@@ -3,15 +3,16 @@
     python -m scripts.mutants                            every target, 60 mutants of each; hours on two cores
     python -m scripts.mutants scheduler --mutants 0      all mutants of one target
 
-A target is some modules and the tests that are to hold them. cosmic-ray (pip install -e '.[mutation]') makes the mutants:
-another operator, number, comparison, a condition negated, a loop left out. The tests run in a copy of the last commit,
-once for each mutant. Prints a Markdown table as in docs/testing.md; the mutants that survived are in --out as diffs: each
-is a test that is missing, or a change without an effect.
+A target is some modules and the tests that hold them. cosmic-ray makes the mutants (pip install -e '.[mutation]'):
+another operator, number or comparison, a condition negated, a loop left out. The tests run once for each
+mutant, in a copy of the last commit. Prints a Markdown table as in CONTRIBUTING.md; the mutants that survived are in
+--out as diffs: each is a test that is missing, or a change without an effect.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import random
@@ -20,8 +21,10 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -97,22 +100,34 @@ def run(target: Target, folder: Path, count: int, seed: int, survivors: Path) ->
     Raises:
         RuntimeError: the tests fail without any change.
     """
-    from cosmic_ray.work_db import WorkDB, use_db  # of the extra "mutation"
-    from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
-
     tests = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *target.tests]
-    seconds = _duration(tests, folder)
     config, session = folder / "mutants.toml", folder / "mutants.sqlite"
-    session.unlink(missing_ok=True)
     config.write_text(
         "[cosmic-ray]\n"
         f"module-path = {json.dumps(list(target.modules))}\n"
-        f"timeout = {TIMEOUT * seconds:.1f}\n"
+        f"timeout = {TIMEOUT * _duration(tests, folder):.1f}\n"
         f"test-command = {json.dumps(' '.join(tests))}\n"
         "excluded-modules = []\n\n"
         "[cosmic-ray.distributor]\nname = 'local'\n"
     )
-    subprocess.run([sys.executable, "-m", "cosmic_ray.cli", "init", config, session], cwd=folder, check=True)
+    cosmic_ray = [sys.executable, "-m", "cosmic_ray.cli"]
+    files = [str(config), str(session)]
+    subprocess.run([*cosmic_ray, "init", *files], cwd=folder, check=True)
+    chosen = _choose(session, count, seed)
+    process = subprocess.Popen([*cosmic_ray, "exec", *files], cwd=folder)
+    with tqdm(total=len(chosen), disable=None, leave=False) as bar:
+        while process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)
+            bar.update(len(_results(session, chosen)) - bar.n)
+    return _score(_results(session, chosen), survivors)
+
+
+def _choose(session: Path, count: int, seed: int) -> set[str]:
+    """The job ids of the mutants that are tested; the others are marked as skipped."""
+    from cosmic_ray.work_db import WorkDB, use_db  # of the extra "mutation"
+    from cosmic_ray.work_item import WorkerOutcome, WorkResult
+
     with use_db(str(session), WorkDB.Mode.open) as db:
         items = list(db.work_items)
         usable = [item for item in items if not any(WITHOUT_EFFECT.fullmatch(m.operator_name) for m in item.mutations)]
@@ -122,40 +137,28 @@ def run(target: Target, folder: Path, count: int, seed: int, survivors: Path) ->
         for item in items:
             if item.job_id not in chosen:
                 db.set_result(item.job_id, WorkResult(worker_outcome=WorkerOutcome.SKIPPED))
-    command = [sys.executable, "-m", "cosmic_ray.cli", "exec", config, session]
-    process = subprocess.Popen(command, cwd=folder)
-    score, diffs = Score(), []
-    with use_db(str(session), WorkDB.Mode.open) as db, tqdm(total=len(chosen), disable=None, leave=False) as bar:
-        done = 0
-        while process.poll() is None or done < len(chosen):
-            results = [(job, result) for job, result in db.completed_work_items if job.job_id in chosen]
-            bar.update(len(results) - done)
-            done = len(results)
-            if process.poll() is not None:
-                break
-            _wait(process)
-        for _, result in [(job, result) for job, result in db.completed_work_items if job.job_id in chosen]:
-            if result.test_outcome is TestOutcome.SURVIVED:
-                score.survived += 1
-                diffs.append(result.diff or "")
-            else:
-                score.killed += 1
-    survivors.write_text("\n\n".join(diffs))
-    return score
+    return chosen
 
 
-def _wait(process: subprocess.Popen[bytes]) -> None:
-    """Waits some seconds, or until a process has ended."""
-    try:
-        process.wait(5)
-    except subprocess.TimeoutExpired:
-        pass
+def _results(session: Path, chosen: set[str]) -> list[Any]:
+    """cosmic-ray's results of the chosen mutants, as far as there are any."""
+    from cosmic_ray.work_db import WorkDB, use_db
+
+    with use_db(str(session), WorkDB.Mode.open) as db:
+        return [result for job_id, result in db.results if job_id in chosen]
+
+
+def _score(results: list[Any], survivors: Path) -> Score:
+    """Counts the results, and writes the diffs of the mutants that no test noticed."""
+    from cosmic_ray.work_item import TestOutcome
+
+    survived = [result.diff or "" for result in results if result.test_outcome is TestOutcome.SURVIVED]
+    survivors.write_text("\n\n".join(survived))
+    return Score(len(results) - len(survived), len(survived))
 
 
 def _duration(tests: list[str], folder: Path) -> float:
     """Seconds that the unchanged tests take."""
-    import time
-
     start = time.monotonic()
     done = subprocess.run(tests, cwd=folder, capture_output=True, text=True)
     if done.returncode:

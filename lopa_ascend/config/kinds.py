@@ -203,7 +203,7 @@ class Strings(Kind):
 
 @dataclass(frozen=True)
 class TokenIds(Kind):
-    """Any number of token ids. One id alone is taken as well, and stored as a tuple of one."""
+    """Any number of token ids, stored as a tuple with each id once. One id alone is taken as well."""
 
     metavar: ClassVar[str] = "N"
     many: ClassVar[bool] = True
@@ -212,7 +212,9 @@ class TokenIds(Kind):
 
     def checked(self, value: object) -> object:
         ids = value if isinstance(value, list | tuple) else (value,)
-        return tuple(self.token.checked(item) for item in ids)
+        unique = tuple(dict.fromkeys(self.token.checked(item) for item in ids))
+        # The same object where nothing changes, so that the choices of a request share one.
+        return ids if isinstance(ids, tuple) and len(ids) == len(unique) else unique
 
     def parse(self, text: str) -> int:
         return self.token.parse(text)

@@ -45,6 +45,8 @@ class D2F:
         self.prompt = tuple(prompt)
         self.mask = mask
         self.ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
+        self._cuts = self.ends | {mask} if params.finish_at_eos else frozenset({mask})
+        """Token ids before which the final tokens end."""
         self.limit = len(prompt) + params.max_canvas
         self.tau_conf = float32(params.tau_conf)
         self.num_committed = num_committed
@@ -214,8 +216,7 @@ class D2F:
         They never change.
         """
         tokens = self._visible()
-        stop = {self.mask, *self.ends} if self.params.finish_at_eos else {self.mask}
-        end = next((i for i, token in enumerate(tokens) if token in stop), len(tokens))
+        end = next((i for i, token in enumerate(tokens) if token in self._cuts), len(tokens))
         return tokens[:end]
 
     def end_reached(self) -> int | None:

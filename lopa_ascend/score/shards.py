@@ -166,10 +166,9 @@ def _ban(x: Tensor, scoring: Scoring, positions: Tensor, first: int, bans: Bans 
         places.append((every_row, slice(scoring.mask - first, scoring.mask - first + 1)))
     if scoring.num_token_ids < first + size:
         places.append((every_row, slice(max(scoring.num_token_ids - first, 0), None)))
-    eos = [token - first for token in scoring.eos if 0 <= token - first < size]
     is_early = positions < scoring.min_position
-    if eos and bool(is_early.any()):
-        places.append((is_early.nonzero(), torch.tensor(eos, device=x.device)))
+    if scoring.eos and bool(is_early.any()):
+        places.append((is_early.nonzero(), _eos_columns(x, scoring, first)))
     if bans is not None:
         is_here = (bans.ids >= first) & (bans.ids < first + size)
         places.append((bans.rows[is_here], bans.ids[is_here] - first))
@@ -177,3 +176,14 @@ def _ban(x: Tensor, scoring: Scoring, positions: Tensor, first: int, bans: Bans 
     for place in places:
         x[place] = -math.inf
     return banned
+
+
+def _eos_columns(x: Tensor, scoring: Scoring, first: int) -> Tensor:
+    """The columns int64 [n] of the EOS ids in a shard. They are found once, because a request may name many ids."""
+    size = x.shape[-1]
+    columns = scoring.eos_columns.get((first, size))
+    if columns is None:
+        inside = [token - first for token in scoring.eos if 0 <= token - first < size]
+        columns = scoring.eos_columns[first, size] = torch.tensor(inside, dtype=torch.int64, device=x.device)
+    assert isinstance(columns, Tensor)
+    return columns

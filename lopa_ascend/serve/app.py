@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi_offline import FastAPIOffline
@@ -21,6 +20,7 @@ from lopa_ascend.serve.api.access import Access, set_up_request_log
 from lopa_ascend.serve.api.endpoint import CHAT, COMPLETIONS, DIFFUSION_CHAT, DIFFUSION_COMPLETIONS, RESPONSES, Endpoint
 from lopa_ascend.serve.api.errors import ApiError, install_handlers, unavailable
 from lopa_ascend.serve.api.home import home_page
+from lopa_ascend.serve.api.intake import Intake
 from lopa_ascend.serve.api.openai_responses import ResponseObject
 from lopa_ascend.serve.api.openai_responses_body import ResponseRequest
 from lopa_ascend.serve.api.openapi import (
@@ -35,11 +35,10 @@ from lopa_ascend.serve.api.openapi import (
     errors,
 )
 from lopa_ascend.serve.api.plan import Planner
+from lopa_ascend.serve.api.workers import Workers
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.engine.client import EngineClient
 from lopa_ascend.serve.observe.metrics import Metrics
-
-T = TypeVar("T")
 
 Handler = Callable[[Request], Awaitable[Response]]
 Decorator = Callable[[Handler], Handler]
@@ -62,15 +61,26 @@ def create_app(client: EngineClient, config: ServeConfig) -> FastAPI:
     _allow_origins(app, config.allowed_origins)
     set_up_request_log()
     model = config.served_model_name or client.ready.model_name
-    metrics = Metrics(client, model)
+    workers = Workers(config.max_queued_large_bodies)
+    app.state.workers = workers
+    intake = Intake(config.max_body_size, config.max_total_body_size, workers)
+    metrics = Metrics(client, model, intake)
     client.observers.append(metrics.observe_step)
-    planner = Planner(client.prompts, client.ready.limits, config.decoding, config.stream_block_size)
-    endpoint = Endpoint(client, planner, metrics, model, config)
-    _add_state(app, endpoint, client, config, metrics)
+    planner = Planner(
+        client.prompts,
+        client.ready.limits,
+        config.decoding,
+        config.max_stop_strings,
+        config.max_stop_characters,
+        config.stream_block_size,
+    )
+    endpoint = Endpoint(client, planner, intake, metrics, model, config)
+    _add_state(app, endpoint, client, config, metrics, workers)
     _add_models(app, endpoint, client.ready.limits.max_model_len, model)
-    _add_tokenizer(app, endpoint, client, config.max_body_size)
-    _add_generation(app, endpoint, config.max_body_size)
-    document(app, client.ready.limits, with_key=config.api_key is not None)
+    _add_tokenizer(app, endpoint, client, intake)
+    _add_generation(app, endpoint)
+    _add_abort(app, client, intake)
+    document(app, client.ready.limits, config)
     return app
 
 
@@ -89,14 +99,24 @@ def _allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
     )
 
 
-def _add_state(app: FastAPI, endpoint: Endpoint, client: EngineClient, config: ServeConfig, metrics: Metrics) -> None:
+def _add_state(
+    app: FastAPI,
+    endpoint: Endpoint,
+    client: EngineClient,
+    config: ServeConfig,
+    metrics: Metrics,
+    workers: Workers,
+) -> None:
     model = endpoint.model
+
+    def problem() -> str | None:
+        return client.health() or workers.problem(config.watchdog_timeout)
 
     @app.get("/health", responses=errors(503))
     async def health() -> answers.Status:
-        """200 while the engine makes progress."""
-        if (problem := client.health()) is not None:
-            raise unavailable(problem)
+        """200 while the engine makes progress and requests are read."""
+        if (found := problem()) is not None:
+            raise unavailable(found)
         return answers.Status()
 
     @app.get("/health_generate", responses=errors(500, 503))
@@ -108,8 +128,8 @@ def _add_state(app: FastAPI, endpoint: Endpoint, client: EngineClient, config: S
     @app.get("/ready", responses=errors(503))
     async def ready() -> answers.Status:
         """200 while a new request would be accepted."""
-        if (problem := client.health()) is not None:
-            raise unavailable(problem)
+        if (found := problem()) is not None:
+            raise unavailable(found)
         if client.num_running + client.num_waiting >= client.max_choices:
             raise unavailable("the queue is full", code="queue_full")
         return answers.Status()
@@ -117,7 +137,7 @@ def _add_state(app: FastAPI, endpoint: Endpoint, client: EngineClient, config: S
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def home(request: Request) -> str:
         """A page for people: which model is served, in which state, and where to go on."""
-        return home_page(model, client.health(), request.scope.get("root_path", ""))
+        return home_page(model, problem(), request.scope.get("root_path", ""))
 
     @app.get("/version")
     async def version() -> answers.Version:
@@ -155,23 +175,39 @@ def _add_models(app: FastAPI, endpoint: Endpoint, max_model_len: int, model: str
         return card
 
 
-def _add_tokenizer(app: FastAPI, endpoint: Endpoint, client: EngineClient, max_body_size: int) -> None:
+def _add_tokenizer(app: FastAPI, endpoint: Endpoint, client: EngineClient, intake: Intake) -> None:
     prompts, limits = client.prompts, client.ready.limits
     statuses = (*READING, 404)
 
-    @app.post("/tokenize", responses=errors(*statuses), openapi_extra=body_of(protocol.TokenizeRequest))
-    async def tokenize(request: Request) -> answers.Tokens:
-        """Token ids of a prompt or of a conversation."""
-        asked = await _read(request, body.parse_tokenize, max_body_size)
+    def tokens(raw: bytes) -> Response:
+        asked = body.parse_tokenize(raw)
         endpoint.check_model(asked.model)
-        return await asyncio.to_thread(info.tokenize, prompts, asked, limits.max_model_len)
+        return _json(info.tokenize(prompts, asked, limits.max_model_len))
 
-    @app.post("/detokenize", responses=errors(*statuses), openapi_extra=body_of(protocol.DetokenizeRequest))
-    async def detokenize(request: Request) -> answers.Text:
-        """Text of token ids."""
-        asked = await _read(request, body.parse_detokenize, max_body_size)
+    def text(raw: bytes) -> Response:
+        asked = body.parse_detokenize(raw)
         endpoint.check_model(asked.model)
-        return await asyncio.to_thread(info.detokenize, prompts, asked, limits.vocab_size)
+        return _json(info.detokenize(prompts, asked, limits))
+
+    @app.post(
+        "/tokenize",
+        response_model=answers.Tokens,
+        responses=errors(*statuses),
+        openapi_extra=body_of(protocol.TokenizeRequest),
+    )
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a prompt or of a conversation."""
+        return await intake.take(request, tokens)
+
+    @app.post(
+        "/detokenize",
+        response_model=answers.Text,
+        responses=errors(*statuses),
+        openapi_extra=body_of(protocol.DetokenizeRequest),
+    )
+    async def detokenize(request: Request) -> Response:
+        """Text of token ids."""
+        return await intake.take(request, text)
 
     @app.get("/tokenizer_info", responses=errors(404))
     async def tokenizer_info() -> answers.TokenizerInfo:
@@ -181,7 +217,7 @@ def _add_tokenizer(app: FastAPI, endpoint: Endpoint, client: EngineClient, max_b
         return info.tokenizer_info(prompts.tokenizer, limits.max_model_len)
 
 
-def _add_generation(app: FastAPI, endpoint: Endpoint, max_body_size: int) -> None:
+def _add_generation(app: FastAPI, endpoint: Endpoint) -> None:
     def text_route(
         path: str, body_model: type[BaseModel], answer: type[BaseModel], events: dict[str, Any] = EVENTS
     ) -> Decorator:
@@ -218,16 +254,21 @@ def _add_generation(app: FastAPI, endpoint: Endpoint, max_body_size: int) -> Non
         """As /v1/chat/completions, with an event for every forward pass. The answer is always streamed."""
         return await endpoint.answer(request, DIFFUSION_CHAT)
 
+
+def _add_abort(app: FastAPI, client: EngineClient, intake: Intake) -> None:
     @app.post("/abort_request", responses=errors(*READING, 404), openapi_extra=body_of(protocol.AbortRequest))
     async def abort_request(request: Request) -> answers.Aborted:
-        """Ends a running request. Its unfinished choices get the finish reason "abort"."""
-        asked = await _read(request, body.parse_abort, max_body_size)
-        if not endpoint.abort(asked.request_id):
-            message = f"no request {asked.request_id!r} is running"
+        """Ends a running request, which is named by the id of its response.
+
+        Its unfinished choices get the finish reason "abort".
+        """
+        asked = await intake.take(request, body.parse_abort)
+        if not client.abort(asked.request_id):
+            message = f"no request with a response {asked.request_id!r} is running"
             raise ApiError(HTTPStatus.NOT_FOUND, message, param="request_id", code="request_not_found")
         return answers.Aborted(request_id=asked.request_id)
 
 
-async def _read(request: Request, parse: Callable[[bytes], T], max_body_size: int) -> T:
-    """The body of a request, parsed in a thread because a large one takes long."""
-    return await asyncio.to_thread(parse, await body.read_body(request, max_body_size))
+def _json(answer: BaseModel) -> Response:
+    """An answer as bytes, made in the thread that calls this: long ones take as long as their making."""
+    return Response(answer.model_dump_json(), media_type="application/json")

@@ -74,6 +74,30 @@ class ServeConfig:
     max_body_size: int = declare(
         8 * 2**20, Setting(Bytes(0), "largest body of a request, in bytes or e.g. 512KiB", group=Group.SERVER)
     )
+    max_total_body_size: int = declare(
+        64 * 2**20,
+        Setting(
+            Bytes(0),
+            "most bytes of all bodies above 64 KiB that are being received or read; further ones get a 503 with "
+            "Retry-After",
+            group=Group.SERVER,
+        ),
+    )
+    max_queued_large_bodies: int = declare(
+        16,
+        Setting(
+            Integer(0, 2**31 - 1),
+            "bodies above 64 KiB that may wait to be parsed and tokenized; further ones get a 503 with Retry-After",
+            group=Group.SERVER,
+        ),
+    )
+    max_stop_strings: int = declare(
+        64, Setting(Integer(0, 2**31 - 1), "most stop strings of a request", group=Group.SERVER)
+    )
+    max_stop_characters: int = declare(
+        4096,
+        Setting(Integer(0, 2**31 - 1), "most characters of all stop strings of a request together", group=Group.SERVER),
+    )
     stream_block_size: int | None = declare(
         None,
         Setting(

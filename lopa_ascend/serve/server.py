@@ -16,6 +16,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 import uvicorn
+from fastapi import FastAPI
 
 from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
 from lopa_ascend.config.files import read_text
@@ -25,12 +26,15 @@ from lopa_ascend.kv.pages import slots_for
 from lopa_ascend.serve.app import create_app
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.engine.client import ClientSettings, EngineClient, EngineFailed
+from lopa_ascend.serve.http_connection import HttpConnection
 from lopa_ascend.text.template import check_template
 from lopa_ascend.text.tokenizer_files import load_template
 from lopa_ascend.types import RankReport
 
 LAST_EVENTS_TIME = 1.0
 """Seconds that clients have to read their last events after their requests were ended."""
+SWITCH_INTERVAL = 0.001
+"""Seconds after which a thread that parses a large body lets the event loop run."""
 SHUTDOWN_TIME = 3.0
 """Seconds after which a shutdown stops waiting, e.g. for a thread that tokenizes a very long prompt."""
 DEAD_ENGINE_TIME = 3.0
@@ -141,6 +145,7 @@ def serve(config: ServeConfig) -> int:
 
 
 async def _serve(config: ServeConfig, settings: ClientSettings, listener: socket.socket) -> int:
+    sys.setswitchinterval(SWITCH_INTERVAL)
     interrupts = Interrupts()
     starting = asyncio.create_task(_start(config, settings, listener))
     interrupted = asyncio.create_task(interrupts.first.wait())
@@ -155,8 +160,10 @@ async def _serve(config: ServeConfig, settings: ClientSettings, listener: socket
     except (EngineFailed, ValueError, OSError) as error:
         return _refused(error)
     try:
-        server = Server(_uvicorn(config, client), client, interrupts, config.shutdown_timeout, greeting)
+        app = create_app(client, config)
+        server = Server(_uvicorn(config, app), client, interrupts, config.shutdown_timeout, greeting)
         await server.serve(sockets=[listener])
+        await app.state.workers.close()
         return server.status
     finally:
         await client.close()
@@ -219,13 +226,12 @@ def _client_settings(config: ServeConfig) -> ClientSettings:
     )
 
 
-def _uvicorn(config: ServeConfig, client: EngineClient) -> uvicorn.Config:
+def _uvicorn(config: ServeConfig, app: FastAPI) -> uvicorn.Config:
     return uvicorn.Config(
-        create_app(client, config),
+        app,
         lifespan="off",
         ws="none",
-        # Always the same parser, whatever is installed: parsers differ in how they treat malformed requests.
-        http="h11",
+        http=HttpConnection,
         loop="asyncio",
         root_path=config.root_path,
         log_level=config.uvicorn_log_level,

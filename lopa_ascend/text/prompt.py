@@ -18,10 +18,20 @@ class Prompts:
         vocab_size: rows of the model's embedding; every token id must be below.
         mask_token_id: id of the mask, which no prompt may hold.
         model_name: for messages.
+        max_model_len: most tokens of a prompt. Texts and conversations that cannot have so few are refused before
+            they are tokenized; None: no text is.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, mask_token_id: int, model_name: str):
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        mask_token_id: int,
+        model_name: str,
+        max_model_len: int | None = None,
+    ):
         self.tokenizer = tokenizer
+        self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._mask_token_id = mask_token_id
         self._model_name = model_name
@@ -30,7 +40,8 @@ class Prompts:
         """The token ids of a prompt.
 
         Raises:
-            ParameterError: the prompt is empty, holds ids that the model does not have, or is text without a tokenizer.
+            ParameterError: the prompt is empty, holds ids that the model does not have, is text without a tokenizer, or
+                far too long.
         """
         ids = self._encode_text(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
@@ -45,21 +56,36 @@ class Prompts:
     def _encode_text(self, text: str) -> list[int]:
         if self.tokenizer is None:
             raise ParameterError("prompt", f"{self._model_name} has no tokenizer files; give token ids")
+        self._check_characters("prompt", text, self.tokenizer)
         try:
             return self.tokenizer.encode(text)
         except UnicodeEncodeError as error:
             raise ParameterError("prompt", f"is not text: {error.reason} at character {error.start}") from error
 
+    def _check_characters(self, param: str, text: str, tokenizer: Tokenizer) -> None:
+        """Refuses a text that is too long whatever its tokens are: tokenizing megabytes takes seconds."""
+        if self._max_model_len is None or len(text) <= (longest := tokenizer.max_characters(self._max_model_len)):
+            return
+        message = f"has {len(text)} characters; {self._max_model_len} tokens, which is max_model_len, have {longest}"
+        raise ParameterError(param, f"{message} at most")
+
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The token ids of a conversation, made by the chat template.
 
         Raises:
-            ParameterError: there is no template, or it refuses the messages.
+            ParameterError: there is no template, it refuses the messages, or they are far too long.
         """
         if self.tokenizer is None:
             raise ParameterError("messages", f"{self._model_name} has no tokenizer files, so no chat template")
+        if self._max_model_len is not None and len(messages) > self._max_model_len:
+            message = f"has {len(messages)} messages, each of a token at least; max_model_len is {self._max_model_len}"
+            raise ParameterError("messages", message)
         try:
-            ids = self.tokenizer.chat([dict(message) for message in messages])
+            text = self.tokenizer.render([dict(message) for message in messages])
+            self._check_characters("messages", text, self.tokenizer)
+            ids = self.tokenizer.encode(text)
+        except ParameterError:
+            raise
         except ValueError as error:
             raise ParameterError("messages", str(error)) from error
         return self.encode(ids)

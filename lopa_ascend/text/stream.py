@@ -6,6 +6,7 @@ import codecs
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
+from lopa_ascend.text.stops import stop_automaton
 from lopa_ascend.text.tokenizer import Tokenizer
 
 
@@ -14,8 +15,8 @@ class TextStream:
 
     Two endings are held back until more tokens decide about them: an incomplete UTF-8 sequence, and text that could
     begin a stop string. The text ends before the stop string that begins first, or of several at one place before the
-    longest; where the pushes cut the tokens makes no difference. All work is linear in the tokens: no token is decoded
-    twice.
+    longest; where the pushes cut the tokens makes no difference. No token is decoded twice, and each character is
+    compared with the stop strings once, however many they are.
 
     Args:
         tokenizer: gives the bytes of each token.
@@ -26,7 +27,14 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), min_tokens: int = 0):
         self.stopped: str | None = None
         """The stop string that ended the text."""
-        self._tokenizer, self._stop, self._min_tokens = tokenizer, stop, min_tokens
+        self._tokenizer, self._min_tokens = tokenizer, min_tokens
+        self._stops = stop_automaton(stop) if stop else None
+        self._state = 0
+        """State of the automaton after the characters that were compared with the stop strings."""
+        self._num_compared = 0
+        """Characters of the whole text that were compared with the stop strings."""
+        self._found: tuple[int, str] | None = None
+        """The stop string found so far that begins first, of several at one place the longest: where, and which."""
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._shown = ""
         """Text that is safe to show."""
@@ -59,14 +67,16 @@ class TextStream:
         if self.stopped is not None:
             return self._shown
         self._decode_new(token_ids, final)
-        # Later tokens can complete a stop string that begins at ``undecided`` or after it, but none that begins before.
-        undecided = len(self._held) if final else self._find_undecided()
-        num_released = undecided
-        found = self._find_stop()
-        # One found at or after ``undecided`` must wait: one that begins earlier, or a longer one, may be completed.
-        if found is not None and found[0] < undecided:
-            num_released, self.stopped = found
-            self._stop_end = len(self._shown) + num_released + len(self.stopped)
+        is_decided = self._compare() or final
+        end = len(self._shown) + len(self._held)
+        if not final and self._stops is not None:
+            end -= self._stops.pending(self._state)
+        if self._found is not None:
+            end = min(end, self._found[0])
+            if is_decided:
+                self.stopped = self._found[1]
+                self._stop_end = end + len(self.stopped)
+        num_released = end - len(self._shown)
         self._shown += self._held[:num_released]
         self._held = self._held[num_released:]
         return self._shown
@@ -86,22 +96,26 @@ class TextStream:
                 self._lengths[-1] += len(chunks[-1])
         self._held = "".join(chunks)
 
-    def _find_stop(self) -> tuple[int, str] | None:
-        """The stop string that begins first in the held text, of several at one place the longest: where, and which."""
-        if len(self._lengths) < self._min_tokens:
-            return None
-        # In the held text, where the first ``min_tokens`` tokens end: a stop string must reach beyond.
-        min_end = self._lengths[self._min_tokens - 1] - len(self._shown) if self._min_tokens else 0
-        places = [(self._held.find(stop, max(0, min_end - len(stop) + 1)), stop) for stop in self._stop]
-        found = [(start, stop) for start, stop in places if start >= 0]
-        return min(found, key=lambda place: (place[0], -len(place[1])), default=None)
+    def _compare(self) -> bool:
+        """Compares new characters of the text with the stop strings.
 
-    def _find_undecided(self) -> int:
-        """Where the longest ending of the held text begins that is the beginning of a stop string."""
-        longest = 0
-        for stop in self._stop:
-            for size in range(min(len(stop) - 1, len(self._held)), longest, -1):
-                if self._held.endswith(stop[:size]):
-                    longest = size
-                    break
-        return len(self._held) - longest
+        Returns:
+            Whether the text ends: one is found, and none that begins earlier, or there and is longer, can follow.
+        """
+        if self._stops is None:
+            return False
+        if len(self._lengths) < self._min_tokens:
+            min_end = len(self._shown) + len(self._held)
+        else:  # where the first ``min_tokens`` tokens end: a stop string must reach beyond
+            min_end = self._lengths[self._min_tokens - 1] if self._min_tokens else 0
+        for character in self._held[self._num_compared - len(self._shown) :]:
+            self._state = self._stops.step(self._state, character)
+            self._num_compared += 1
+            stop = self._stops.found(self._state)
+            if stop is not None and self._num_compared > min_end:
+                start = self._num_compared - len(stop)
+                if self._found is None or start <= self._found[0]:
+                    self._found = start, stop
+            if self._found is not None and self._num_compared - self._stops.pending(self._state) > self._found[0]:
+                return True
+        return False

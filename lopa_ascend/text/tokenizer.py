@@ -13,6 +13,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, models
 
+from lopa_ascend.text.time_limit import TookTooLongError, time_limit
+
 
 def _byte_alphabet() -> dict[str, int]:
     """The byte that each character of a byte-level vocabulary stands for.
@@ -25,6 +27,15 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTES = _byte_alphabet()
+NFC_FACTOR = 4
+"""Most characters that Unicode normalisation, which some tokenizers begin with, makes one of."""
+TEMPLATE_TIMEOUT = 10.0
+"""Most seconds in which a chat template renders a conversation. Loops in loops can take for ever."""
+
+
+def _token_bytes(token: str) -> bytes:
+    """The bytes of a token that the vocabulary writes in the byte alphabet; of another token those of its text."""
+    return bytes(_BYTES[character] for character in token) if _BYTES.keys() >= set(token) else token.encode()
 
 
 class TokenizerError(ValueError):
@@ -46,6 +57,8 @@ class Tokenizer:
         self.special = special
         self.num_token_ids: int = 1 + max(backend.get_vocab(with_added_tokens=True).values())
         """Token ids that exist: one more than the largest."""
+        self.max_token_bytes = max(len(_token_bytes(token)) for token in backend.get_vocab(with_added_tokens=True))
+        """Bytes of the longest token."""
         self._backend = backend
         self._added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
         """By token id: the tokens outside the BPE vocabulary."""
@@ -85,19 +98,25 @@ class Tokenizer:
         piece = self._pieces.get(token)
         if piece is None:
             content = self._backend.id_to_token(token) or ""
-            is_plain_text = token in self._added or not _BYTES.keys() >= set(content)
-            piece = content.encode() if is_plain_text else bytes(_BYTES[character] for character in content)
-            self._pieces[token] = piece
+            piece = self._pieces[token] = content.encode() if token in self._added else _token_bytes(content)
         return piece
 
-    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """The token ids of a conversation, up to where the assistant's answer begins.
+    def max_characters(self, num_tokens: int) -> int:
+        """Characters of the longest text that ``num_tokens`` tokens can stand for.
+
+        Whitespace that a special token swallows counts as text, too.
+        """
+        return num_tokens * self.max_token_bytes * NFC_FACTOR
+
+    def render(self, messages: list[dict[str, Any]]) -> str:
+        """The text that the chat template makes of a conversation, up to where the assistant's answer begins.
 
         Args:
             messages: dictionaries with "role" and "content".
 
         Raises:
-            ValueError: there are no messages, there is no chat template, or the template refuses the messages.
+            ValueError: there are no messages, there is no chat template, or the template refuses the messages or takes
+                longer than ``TEMPLATE_TIMEOUT``.
         """
         if self.chat_template is None:
             raise ValueError("this model has no chat template")
@@ -105,12 +124,17 @@ class Tokenizer:
             raise ValueError("there are no messages")
         from jinja2 import TemplateError
 
+        renderer = self._renderer  # imported outside the time limit
         try:
-            text = self._renderer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        # Templates concatenate strings, so content that is null or a list raises TypeError.
-        except (TemplateError, TypeError) as error:
+            with time_limit(TEMPLATE_TIMEOUT):
+                text = renderer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TookTooLongError:
+            raise ValueError(f"the chat template takes longer than {TEMPLATE_TIMEOUT:g} s for the messages") from None
+        # Templates concatenate strings, so content that is null or a list raises TypeError; the sandbox refuses long
+        # ranges by OverflowError.
+        except (TemplateError, TypeError, ArithmeticError, LookupError, RecursionError) as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
-        return self.encode(str(text))
+        return str(text)
 
     @cached_property
     def _renderer(self) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from lopa_ascend.types.decode import RowPlan, SequencePlan, StepRecord
 
@@ -37,6 +37,8 @@ class Scoring:
     min_p: float = 0.0
     seed: int = 0
     """Seed of the draws."""
+    eos_columns: dict[tuple[int, int], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """The columns of ``eos`` in a shard, by the shard's first token id and size; ``score.shards`` fills it once."""
 
     @property
     def truncated(self) -> bool:

@@ -9,6 +9,8 @@
   clients    LangChain, LlamaIndex, litellm and evalplus work unchanged
   load       guidellm's concurrent clients get all their tokens
   faults     hostile requests are refused, and disturb no other request
+  starve     requests that cost much delay no other client
+  fuzz       random requests, odd and large, delay no other client
   kill       when the engine is killed, every client gets an error, and the server ends
   ranks      the same when a rank is killed or stopped
   soak       minutes of mixed load leave memory, pages and answers as they were
@@ -31,7 +33,7 @@ from pathlib import Path
 from lopa_ascend.config.help import HelpFormatter
 from scripts.judge.report import Options, Report
 
-JUDGES = ("schema", "accuracy", "clients", "load", "faults", "kill", "ranks", "soak")
+JUDGES = ("schema", "accuracy", "clients", "load", "faults", "starve", "fuzz", "kill", "ranks", "soak")
 """Modules of this package, each with a function ``judge(options, report)``."""
 HELP = {
     "examples": "schema: examples for each endpoint",
@@ -40,6 +42,7 @@ HELP = {
     "clients": "load: concurrent clients",
     "hostile": "faults: hostile requests",
     "good": "faults: good requests beside them",
+    "fuzz_seconds": "fuzz: duration in seconds",
     "minutes": "soak: duration",
     "seed": "seed of everything that is random",
 }
@@ -54,7 +57,11 @@ def build_parser() -> argparse.ArgumentParser:
     for name, text in HELP.items():
         default = defaults[name]
         parser.add_argument(
-            f"--{name}", type=type(default), default=default, metavar="N", help=f"{text} (default: {default})"
+            f"--{name.replace('_', '-')}",
+            type=type(default),
+            default=default,
+            metavar="N",
+            help=f"{text} (default: {default})",
         )
     return parser
 

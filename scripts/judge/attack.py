@@ -13,8 +13,9 @@ from scripts.judge.client import COMPLETIONS
 
 ANSWER_TIMEOUT = 120.0
 """Seconds in which every request must be answered or cut off."""
-LEFT, CLOSED = "we left", "closed"
-"""Outcomes other than a status code: we hung up, or the server closed the connection."""
+LEFT, CLOSED, FULL = "we left", "closed", "queue full"
+"""Outcomes other than a status code: we hung up, the server closed the connection, or it had no room for the request
+and said when to come again."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def kind(weight: int = 10) -> Callable[[Make], Make]:
 
 
 async def play(host: str, port: int, attack: Attack) -> int | str:
-    """Makes an attack on a server; returns the status code of the answer, or LEFT or CLOSED.
+    """Makes an attack on a server; returns the status code of the answer, or LEFT, CLOSED or FULL.
 
     Raises:
         TimeoutError: there was neither an answer nor an end within ``ANSWER_TIMEOUT`` seconds.
@@ -80,7 +81,7 @@ async def _send(writer: asyncio.StreamWriter, attack: Attack) -> None:
 
 
 async def _status(reader: asyncio.StreamReader, http: bool) -> int | str:
-    """The status code of the answer, or CLOSED. With ``http``, an answer must be JSON with an error message."""
+    """The status code of the answer, or CLOSED or FULL. With ``http``, an answer must be JSON with an error message."""
     first = await reader.readline()
     if not first:
         return CLOSED
@@ -88,9 +89,11 @@ async def _status(reader: asyncio.StreamReader, http: bool) -> int | str:
     if http:
         head = (await reader.readuntil(b"\r\n\r\n")).lower()
         length = int(head.partition(b"content-length:")[2].split(b"\r\n")[0])
-        message = json.loads(await reader.readexactly(length))["error"]["message"]
-        if not message:
+        error = json.loads(await reader.readexactly(length))["error"]
+        if not error["message"]:
             raise ValueError(f"status {status} without a message")
+        if (status, error.get("code")) == (503, "queue_full") and b"retry-after:" in head:
+            return FULL
     return status
 
 

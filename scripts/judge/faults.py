@@ -12,13 +12,13 @@ from urllib.parse import urlsplit
 import httpx
 from tqdm import tqdm
 
-from scripts.judge import hostile_bodies, hostile_traffic
-from scripts.judge.attack import CLOSED, KINDS, LEFT, play
+from scripts.judge import hostile_bodies, hostile_costs, hostile_traffic
+from scripts.judge.attack import CLOSED, FULL, KINDS, LEFT, play
 from scripts.judge.client import COMPLETIONS, Ask, ask, chat, connect, questions
 from scripts.judge.report import Options, Report
 from scripts.judge.server import serving
 
-MODULES = (hostile_bodies, hostile_traffic)
+MODULES = (hostile_bodies, hostile_costs, hostile_traffic)
 """Importing these modules fills ``KINDS``."""
 ATTACKERS = 64
 """Hostile connections at the same time."""
@@ -33,12 +33,12 @@ class HostileOutcomes:
     outcomes: dict[str, Counter[int | str]] = field(default_factory=dict)
     """By kind: how often each outcome of ``play``, or an error, came."""
     wrong: dict[str, str] = field(default_factory=dict)
-    """By kind: the first outcome that is neither a 4xx nor a closed connection."""
+    """By kind: the first outcome that is neither a 4xx nor one of LEFT, CLOSED and FULL."""
 
     def count(self, kind: str, index: int, outcome: int | str) -> None:
         """Adds the outcome of the request with number ``index``."""
         self.outcomes.setdefault(kind, Counter())[outcome] += 1
-        if not (outcome in (LEFT, CLOSED) or isinstance(outcome, int) and 400 <= outcome < 500):
+        if not (outcome in (LEFT, CLOSED, FULL) or isinstance(outcome, int) and 400 <= outcome < 500):
             self.wrong.setdefault(kind, f"request {index}: {outcome}")
 
 
@@ -49,7 +49,7 @@ def judge(options: Options, report: Report) -> None:
         total = Counter(outcome for counts in hostile.outcomes.values() for outcome in counts.elements())
         for kind, counts in sorted(hostile.outcomes.items()):
             print(f"    {kind:28s} {', '.join(f'{outcome}: {n}' for outcome, n in sorted(counts.items(), key=str))}")
-        what = f"{total.total()} hostile requests of {len(hostile.outcomes)} kinds get a 4xx or a closed connection"
+        what = f"{total.total()} hostile requests of {len(hostile.outcomes)} kinds are refused or cut off"
         report.check(what, not hostile.wrong, hostile.wrong or dict(total))
         bad = [answer for answer in alone if not answer.startswith("200 done")]
         report.check(f"{len(good)} good requests alone", not bad, bad[:3] or "all answered")

@@ -28,6 +28,8 @@ class Options:
     """faults: hostile requests."""
     good: int = 200
     """faults: good requests beside them."""
+    fuzz_seconds: float = 120.0
+    """fuzz: duration."""
     minutes: float = 20.0
     """soak: duration."""
     seed: int = 1

@@ -179,3 +179,13 @@ def resident(pid: int) -> int:
         OSError: the process has ended.
     """
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
+
+
+def peak_resident(pid: int) -> int:
+    """Most bytes of memory that a process has held so far.
+
+    Raises:
+        OSError: the process has ended.
+    """
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 2**10

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from scripts.judge import faults, kill, soak
+from scripts.judge import faults, fuzz, kill, soak, starve
 from scripts.judge.report import Options, Report
 
 
@@ -14,6 +14,9 @@ from scripts.judge.report import Options, Report
     [
         pytest.param(faults.judge, {"hostile": 100, "good": 24}, id="faults"),
         pytest.param(faults.judge, {"hostile": 400, "good": 24}, id="more-faults", marks=pytest.mark.slow),
+        pytest.param(fuzz.judge, {"fuzz_seconds": 5.0}, id="fuzz"),
+        pytest.param(fuzz.judge, {"fuzz_seconds": 120.0}, id="more-fuzz", marks=pytest.mark.slow),
+        pytest.param(starve.judge, {}, id="starve", marks=pytest.mark.slow),
         pytest.param(kill.judge, {}, id="kill", marks=pytest.mark.slow),
         pytest.param(soak.judge, {"minutes": 0.5}, id="soak", marks=pytest.mark.slow),
     ],

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import time
 from typing import Any
 
 import openai
@@ -170,6 +171,41 @@ def test_large_bodies(model_dir: Any):
             assert answer_bytes.startswith(b"HTTP/1.1 413 ")
             assert b"connection: close" in answer_bytes.lower()
         assert server.http.get("/health").status_code == 200
+
+
+def test_a_request_with_two_lengths_ends_its_connection(server: ServerProcess):
+    host, port = server.url.removeprefix("http://").split(":")
+    hidden = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+    for head in (b"GET /version", b"POST /v1/completions"):
+        lengths = b" HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(head + lengths + hidden)
+            answer = b"".join(iter(lambda: connection.recv(65536), b""))
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert answer.count(b"HTTP/1.1") == 1
+        assert b"connection: close" in answer.lower()
+
+
+def test_stop_strings_and_texts_without_end_are_refused(server: ServerProcess):
+    bodies: list[tuple[dict[str, Any], str]] = [
+        ({"stop": [f"stop{number}" for number in range(50_000)], "n": 32}, "stop"),
+        ({"stop": "x" * 5000}, "stop"),
+        ({"stop_token_ids": list(range(100_000))}, "stop_token_ids"),
+        ({"prompt": "x" * 10**6}, "prompt"),
+        ({"prompt": [5] * 10**6}, "prompt"),
+    ]
+    for body, param in bodies:
+        start = time.monotonic()
+        assert refused(server.http.post("/v1/completions", json={"prompt": "x", **body}))["param"] == param
+        assert time.monotonic() - start < 10
+    assert refused(server.http.post("/tokenize", json={"prompt": "x" * 10**6}))["param"] == "prompt"
+    ids = server.http.post("/tokenize", json={"prompt": "<|im_start|>"}).json()["tokens"]
+    assert refused(server.http.post("/detokenize", json={"tokens": ids * 10**6}))["param"] == "tokens"
+    many = {"prompt": "x", "max_tokens": 8, "min_tokens": 4, "stop_token_ids": [7] * 10**6}
+    assert server.http.post("/v1/completions", json=many).status_code == 200
+    metrics = server.http.get("/metrics").text
+    assert 'lopa:bodies_waiting{engine="0",model_name="tiny",size="large"} 0.0' in metrics
+    assert 'lopa:body_bytes{engine="0",model_name="tiny"} 0.0' in metrics
 
 
 def test_engine_failure_ends_one_request_only(poisoned_server: ServerProcess):

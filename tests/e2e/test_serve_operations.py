@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -129,17 +128,17 @@ def test_abort_of_a_stream_by_its_id(server: ServerProcess):
     refused(server.http.post("/abort_request", json={"request_id": first["id"]}), 404)
 
 
-def test_abort_by_the_clients_own_id(server: ServerProcess):
-    url, headers = f"{server.url}/v1/completions", {"X-Request-Id": "abort-me"}
-    with ThreadPoolExecutor(2) as pool:
-        answers = [pool.submit(httpx.post, url, json=ENDLESS, headers=headers, timeout=60) for _ in range(2)]
-        while not all(answer.done() for answer in answers):
-            status = server.http.post("/abort_request", json={"request_id": "abort-me"}).status_code
-            assert status in (200, 404)
-    for answer in answers:
-        (choice,) = answer.result().json()["choices"]
-        assert choice["finish_reason"] == "abort"
-    refused(server.http.post("/abort_request", json={"request_id": "abort-me"}), 404)
+def test_an_id_that_a_client_chose_ends_no_request(server: ServerProcess):
+    url, headers, body = f"{server.url}/v1/completions", {"X-Request-Id": "shared"}, {**ENDLESS, "stream": True}
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as answer:
+        assert answer.headers["x-request-id"] == "shared"
+        lines = answer.iter_lines()
+        first = json.loads(next(lines).removeprefix("data: "))
+        error = refused(server.http.post("/abort_request", json={"request_id": "shared"}), 404)
+        assert (error["param"], error["code"]) == ("request_id", "request_not_found")
+        state = samples(server)
+        assert state["vllm:num_requests_running"] + state["vllm:num_requests_waiting"] == 1
+        assert server.http.post("/abort_request", json={"request_id": first["id"]}).json()["aborted"]
 
 
 def test_request_ids(server: ServerProcess):

@@ -166,3 +166,12 @@ def test_top_k_of_one_cannot_draw_what_may_not_be_chosen() -> None:
     x[:, MASK] = 30.0
     token, *_ = run(x, replace(GREEDY, temperature=1.0, top_k=1))
     assert torch.equal(token, allowed(x).argmax(-1))
+
+
+def test_early_eos_ids_are_looked_up_once_for_each_shard() -> None:
+    x, scoring = torch.randn(2, 8), replace(GREEDY, eos=(3, 12), min_position=12)
+    for _ in range(3):
+        for first in (0, 8):
+            shard_scores(x.clone(), scoring, torch.tensor([1, 2]), 0, first)
+    assert {key: columns.tolist() for key, columns in scoring.eos_columns.items()} == {(0, 8): [3], (8, 8): [4]}
+    assert replace(scoring, eos=(1,)).eos_columns == {}

@@ -3,19 +3,23 @@
 import asyncio
 import json
 import random
+from pathlib import Path
 
 import httpx
 import pytest
+from hypothesis import given
 
 from lopa_ascend.serve.api.body import parse_completion
 from lopa_ascend.serve.api.errors import ApiError
 from scripts.bench_serve import Level
 from scripts.bench_stream import table
-from scripts.judge import faults, soak
-from scripts.judge.attack import CLOSED, KINDS, LEFT, Attack, head, play
+from scripts.judge import faults, fuzz, soak
+from scripts.judge.attack import CLOSED, FULL, KINDS, LEFT, Attack, head, play
 from scripts.judge.client import COMPLETIONS, Answer, Ask, ask, chat
 from scripts.judge.hostile_bodies import UNSUPPORTED
-from scripts.judge.report import Report, percentile
+from scripts.judge.hostile_costs import COSTLY
+from scripts.judge.probe import Quiet, Sample
+from scripts.judge.report import Options, Report, percentile
 
 
 async def answered(reply: bytes, *attacks: Attack) -> list[int | str]:
@@ -42,7 +46,7 @@ def test_outcomes_of_attacks():
 
 def test_only_refusals_and_ends_are_right():
     hostile = faults.HostileOutcomes()
-    for outcome in (400, 413, 499, LEFT, CLOSED):
+    for outcome in (400, 413, 499, LEFT, CLOSED, FULL):
         hostile.count("fine", 0, outcome)
     assert not hostile.wrong
     for outcome in (200, 500, 503, "TimeoutError: "):
@@ -56,8 +60,8 @@ def test_every_kind_takes_part_and_is_reproducible():
     assert len(KINDS) >= 20
     assert set(faults._plan(1, 10)) == set(KINDS)
     assert len(faults._plan(1, 5000)) == 5000
-    for make, _ in KINDS.values():
-        for seed in range(20):
+    for name, (make, _) in KINDS.items():
+        for seed in range(2 if name in COSTLY else 20):
             first, second = make(random.Random(seed)), make(random.Random(seed))
             assert list(first.chunks) == list(second.chunks)
 
@@ -124,6 +128,47 @@ def test_row_of_a_load_table():
     answers = [Answer(tokens=10, first=0.1, seconds=0.5), Answer(tokens=30, first=0.2, seconds=1.5)]
     level = Level("2", 2, answers, seconds=2.0, pings=[0.001] * 99 + [0.5])
     assert level.row() == "| 2 | 1.00 | 20 | 100 | 200 | 500 | 1500 | 1.0 |"
+
+
+def test_probes_that_are_slow_or_differ_are_faults():
+    quiet = Quiet({"version": {"200 v"}, "completion": {"200 text"}}, {"version": 0.01, "completion": 0.2})
+    assert (quiet.allowed("version"), quiet.allowed("completion")) == (1.1, 3.0)
+    fine = [Sample("version", 1.0, 1.05, "200 v"), Sample("completion", 2.0, 2.9, "200 text")]
+    assert quiet.faults(fine) == []
+    for sample in (
+        Sample("version", 1.0, 1.2, "200 v"),
+        Sample("completion", 1.0, 3.1, "200 text"),
+        Sample("completion", 1.0, 0.1, "200 other"),
+    ):
+        assert len(quiet.faults([*fine, sample])) == 1
+
+
+def test_a_full_queue_is_no_fault_if_it_says_when_to_come_again():
+    body = json.dumps({"error": {"message": "no", "code": "queue_full"}}).encode()
+    asked = Attack([head(COMPLETIONS, 0)], http=True)
+    for more, outcome in ((b"Retry-After: 1\r\n", FULL), (b"", 503)):
+        answer = b"HTTP/1.1 503 No\r\n%sContent-Length: %d\r\n\r\n" % (more, len(body)) + body
+        assert asyncio.run(answered(answer, asked)) == [outcome]
+
+
+@given(fuzz.examples())
+def test_what_is_fuzzed_is_limited_and_can_be_sent(example: fuzz.Example):
+    assert example.work() <= fuzz.MAX_WORK
+    assert 1 <= example.copies <= 6
+    assert example.route in fuzz.BODIES
+
+
+def test_fuzz_finds_and_shrinks_a_wrong_answer(monkeypatch: pytest.MonkeyPatch):
+    async def send(url: str, example: fuzz.Example, body: bytes) -> list[str]:
+        return ["500 internal_error" if example.route == "/tokenize" and "prompt" in example.fields else "200"]
+
+    monkeypatch.setattr(fuzz, "_send", send)
+    outcomes = fuzz.Outcomes()
+    fault = fuzz._fuzz("http://nowhere", Options(out=Path(), fuzz_seconds=20.0), outcomes)
+    assert fault is not None
+    assert fault.startswith("500 internal_error for Example(route='/tokenize', fields={'prompt': ")
+    assert fault.count(":") < 8
+    assert outcomes.statuses["200"] > 0
 
 
 @pytest.mark.parametrize("field", UNSUPPORTED)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from lopa_ascend.serve.api.body import (
     parse_tokenize,
 )
 from lopa_ascend.serve.api.errors import ApiError
-from lopa_ascend.serve.api.plan import Planner
+from lopa_ascend.serve.api.plan import MAX_TOKEN_IDS, Planner
 from lopa_ascend.serve.api.protocol import (
     UNSUPPORTED_CHAT,
     UNSUPPORTED_COMPLETION,
@@ -26,6 +27,7 @@ from lopa_ascend.serve.api.protocol import (
     IgnoredFields,
 )
 from lopa_ascend.text.prompt import Prompts
+from tests.tiny import tiny_tokenizer
 
 MODELS: Any = [(CompletionRequest, "validation"), (ChatRequest, "validation")]
 SCHEMAS = models_json_schema(MODELS)[1]["$defs"]
@@ -39,7 +41,7 @@ LIMITS = Limits(
     max_prefill_tokens=600,
     max_num_branches=15,
 )
-PLANNER = Planner(Prompts(None, 100, 99, "m"), LIMITS, {"tau_conf": 0.5, "top_p": 0.9, "temperature": 1.0})
+PLANNER = Planner(Prompts(None, 100, 99, "m"), LIMITS, {"tau_conf": 0.5, "top_p": 0.9, "temperature": 1.0}, 4, 20)
 NEEDED: dict[str, dict[str, Any]] = {
     "top_p": {"temperature": 1.0},
     "top_k": {"temperature": 1.0},
@@ -182,3 +184,33 @@ def test_diffusion_and_tokenize_bodies():
     assert parse_tokenize(b'{"prompt": "x", "add_special_tokens": true}').prompt == "x"
     with pytest.raises(ApiError, match="did you mean 'request_id'"):
         parse_abort(b'{"requestid": "x"}')
+
+
+def test_stop_strings_are_limited_in_number_and_length():
+    planner = replace(PLANNER, prompts=Prompts(tiny_tokenizer(), 100, 99, "m"))
+    (choice,) = planner.completion(parsed(stop=["a" * 17, "b", "c", "d"]))
+    assert choice.params.stop == ("a" * 17, "b", "c", "d")
+    for stop in (["a"] * 5, "a" * 21, ["a" * 20, "b"]):
+        with pytest.raises(ParameterError, match="this server takes") as wrong:
+            params(stop=stop)
+        assert wrong.value.param == "stop"
+
+
+def test_token_ids_count_once_and_for_each_choice():
+    many = list(range(90)) * 20_000
+    for name in ("eos_token_id", "stop_token_ids"):
+        assert getattr(params(**{name: many}), name) == tuple(range(90))
+        for fields in ({name: list(range(MAX_TOKEN_IDS + 1))}, {name: list(range(600)), "n": 128}):
+            with pytest.raises(ParameterError, match="a request with") as wrong:
+                params(**fields)
+            assert wrong.value.param == name
+    with pytest.raises(ParameterError, match="a request with") as wrong:
+        params(logit_bias={str(token): 1 for token in range(600)}, n=128)
+    assert wrong.value.param == "logit_bias"
+    first, second = PLANNER.completion(parsed(stop_token_ids=many, n=2, seed=1, temperature=1.0))
+    assert first.params.stop_token_ids is second.params.stop_token_ids
+
+
+def test_prompts_of_different_lengths_get_the_room_that_each_leaves():
+    first, second = PLANNER.completion(parsed(prompt=[[1] * 400, [1] * 450]))
+    assert (first.params.max_new_tokens, second.params.max_new_tokens) == (100, 50)

@@ -1,6 +1,9 @@
 """Chunks of a stream against the whole response, for every text and every way of cutting it into updates."""
 
+import asyncio
+import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lopa_ascend.config import DecodingParams
+from lopa_ascend.serve.api.endpoint import encoded
 from lopa_ascend.serve.api.logprobs import LOWEST, TokenProbs
 from lopa_ascend.serve.api.protocol import StreamOptions
 from lopa_ascend.serve.api.responses import CHAT, COMPLETION, ChunkEncoder, Details, Format, Response
@@ -16,7 +20,7 @@ from lopa_ascend.serve.engine.client import Choice
 from lopa_ascend.text.output import OutputStream
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.text.tokenizer_files import load_tokenizer
-from lopa_ascend.types import Progress, Update
+from lopa_ascend.types import GenerationOutput, Progress, Update
 from tests.tiny import VOCAB_SIZE, write_tokenizer
 
 TEXTS = ["größer als 5 €?", "日本語のテキスト", "🙂🙃 emoji é", "line\nbreak \u2028 \x85", "hello hello", " the answer"]
@@ -152,3 +156,25 @@ def test_usage_counts_a_prompt_once(tokenizer: Tokenizer):
     assert (whole["usage"]["prompt_tokens"], whole["usage"]["completion_tokens"]) == (12, 12)
     assert whole["lopa"] == {"num_forwards": 8, "tokens_per_forward": 1.5}
     assert [choice["text"][0] for choice in whole["choices"]] == ["A", "A", "B", "B"]
+
+
+def test_a_long_answer_is_encoded_beside_the_event_loop():
+    """Other requests are answered while one with many choices becomes JSON."""
+    choices = [Choice([1, 2], DecodingParams())] * 16
+    response = Response(COMPLETION, "m", choices, Details(n=16, logprobs=1))
+    output = GenerationOutput((1, 2), (7,) * 800, "é" * 800, "length", None, 1, 800, 800, (0.5,) * 800)
+
+    async def run() -> tuple[bytes, float, float]:
+        gaps, start = [0.0], time.monotonic()
+        encoding = asyncio.create_task(asyncio.to_thread(encoded, response, [output] * 16))
+        while not encoding.done():
+            before = time.monotonic()
+            await asyncio.sleep(0.001)
+            gaps.append(time.monotonic() - before)
+        return await encoding, max(gaps), time.monotonic() - start
+
+    body, worst, whole = asyncio.run(run())
+    assert worst < whole / 2
+    answer = json.loads(body)
+    assert answer == json.loads(json.dumps(response.whole([output] * 16)))
+    assert len(answer["choices"]) == 16

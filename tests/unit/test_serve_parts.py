@@ -10,9 +10,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.serve.api import body
+from lopa_ascend.serve.api import intake
 from lopa_ascend.serve.api.access import Access
 from lopa_ascend.serve.api.errors import ApiError
+from lopa_ascend.serve.api.intake import Intake
+from lopa_ascend.serve.api.workers import Workers
 from lopa_ascend.serve.engine.generation import MAX_UNREAD, Choice, Generation
 from lopa_ascend.serve.observe.timeline import Timeline
 from lopa_ascend.types import GenerationOutput, Progress, Update
@@ -30,6 +32,16 @@ def scope(path: str = "/v1/models", *headers: tuple[bytes, bytes], root_path: st
     }
 
 
+async def take(receive: Any, *headers: tuple[bytes, bytes], limit: int = 10) -> bytes:
+    workers = Workers(0)
+    taking = Intake(limit, 10**6, workers)
+    try:
+        return await taking.take(Request(scope("/", JSON_TYPE, *headers), receive), bytes)
+    finally:
+        assert taking.memory.used == 0
+        await workers.close()
+
+
 async def read(pieces: list[bytes], *headers: tuple[bytes, bytes], limit: int = 10, hang: bool = False) -> bytes:
     async def receive() -> dict[str, Any]:
         if pieces:
@@ -38,7 +50,7 @@ async def read(pieces: list[bytes], *headers: tuple[bytes, bytes], limit: int = 
             await asyncio.Event().wait()
         return {"type": "http.request", "body": b"", "more_body": False}
 
-    return await body.read_body(Request(scope("/", JSON_TYPE, *headers), receive), limit)
+    return await take(receive, *headers, limit=limit)
 
 
 def status(*arguments: Any, **keywords: Any) -> tuple[int, dict[str, str]]:
@@ -60,10 +72,10 @@ def test_body_sizes():
 
 
 def test_clients_that_stop_sending(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(body, "PIECE_TIMEOUT", 0.05)
+    monkeypatch.setattr(intake, "PIECE_TIMEOUT", 0.05)
     assert status([b"{"], hang=True) == (408, {"Connection": "close"})
-    monkeypatch.setattr(body, "PIECE_TIMEOUT", 30.0)
-    monkeypatch.setattr(body, "BODY_TIMEOUT", 0.05)
+    monkeypatch.setattr(intake, "PIECE_TIMEOUT", 30.0)
+    monkeypatch.setattr(intake, "BODY_TIMEOUT", 0.05)
     assert status([b"{"], hang=True)[0] == 408
 
 
@@ -72,7 +84,7 @@ def test_client_that_leaves():
         return {"type": "http.disconnect"}
 
     with pytest.raises(ClientDisconnect):
-        asyncio.run(body.read_body(Request(scope("/", JSON_TYPE), receive), 10))
+        asyncio.run(take(receive))
 
 
 async def answer(app: Any, request: dict[str, Any]) -> tuple[int, dict[bytes, bytes], bytes]:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from lopa_ascend.text.stops import StopAutomaton, stop_automaton
 from lopa_ascend.text.stream import TextStream
 from tests.tiny import SPECIAL, VOCAB_SIZE, tiny_tokenizer
 
@@ -147,3 +148,34 @@ def test_no_token_is_decoded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     for size in range(500):
         stream.push([5] * size)
     assert seen == 499
+
+
+@pytest.mark.parametrize("count", [1, 3000])
+def test_each_character_is_compared_once_however_many_stop_strings(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    stops = tuple(f"zz{number}" for number in range(count))
+    automaton, compared = stop_automaton(stops), 0
+    step = StopAutomaton.step
+
+    def counted(self: StopAutomaton, state: int, character: str) -> int:
+        nonlocal compared
+        compared += 1
+        return step(self, state, character)
+
+    monkeypatch.setattr(StopAutomaton, "step", counted)
+    ids = [byte_ids()[byte] for byte in b"a zebra " * 50]
+    streams = [TextStream(tiny_tokenizer(), stops) for _ in range(8)]
+    for stream in streams:
+        for size in range(0, len(ids), 3):
+            stream.push(ids[:size])
+        assert stream.finish(ids) == "a zebra " * 50
+    assert compared == 8 * len(ids)
+    assert stop_automaton(stops) is automaton
+
+
+def test_automaton_finds_the_longest_stop_string_and_what_may_follow() -> None:
+    automaton = StopAutomaton(["he", "she", "hers", "his"])
+    seen, state = [], StopAutomaton.START
+    for character in "ushers":
+        state = automaton.step(state, character)
+        seen.append((automaton.found(state), automaton.pending(state)))
+    assert seen == [(None, 0), (None, 1), (None, 2), ("she", 2), (None, 3), ("hers", 1)]

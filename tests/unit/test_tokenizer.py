@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from lopa_ascend.config import ParameterError
+from lopa_ascend.text.prompt import Prompts
+from lopa_ascend.text.time_limit import TookTooLongError, time_limit
 from lopa_ascend.text.tokenizer import Tokenizer, TokenizerError
 from lopa_ascend.text.tokenizer_files import load_tokenizer
 from tests.tiny import CHAT_TEMPLATE, SPECIAL, VOCAB_SIZE, tiny_tokenizer, write_tokenizer
@@ -65,8 +70,8 @@ def test_chat_equals_transformers(tmp_path: Path) -> None:
     ours, theirs = some(write_tokenizer(tmp_path)), qwen2(tmp_path)
     messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello <|im_end|> \U0001f600"}]
     text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert ours.chat(messages) == theirs.encode(text, add_special_tokens=False)
-    assert ours.decode(ours.chat(messages), skip_special_tokens=False) == text
+    assert ours.render(messages) == text
+    assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
     assert text.endswith("<|im_start|>assistant\n")
 
 
@@ -82,7 +87,7 @@ def test_tokenizer_json_is_the_same(tmp_path: Path) -> None:
         assert other.encode(text) == ours.encode(text)
         assert other.decode(other.encode(text)) == ours.decode(ours.encode(text))
     messages = [{"role": "user", "content": "hello"}]
-    assert other.chat(messages) == ours.chat(messages)
+    assert other.render(messages) == ours.render(messages)
 
 
 def test_truncation_and_padding_in_tokenizer_json_are_ignored(tmp_path: Path) -> None:
@@ -222,7 +227,7 @@ def test_no_chat_template(tmp_path: Path) -> None:
     tokenizer = some(write_tokenizer(tmp_path, chat_template=None))
     assert tokenizer.chat_template is None
     with pytest.raises(ValueError, match="no chat template"):
-        tokenizer.chat([{"role": "user", "content": "hello"}])
+        tokenizer.render([{"role": "user", "content": "hello"}])
 
 
 @pytest.mark.parametrize(
@@ -236,7 +241,7 @@ def test_no_chat_template(tmp_path: Path) -> None:
 )
 def test_chat_errors(messages: list[dict[str, Any]], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        tiny_tokenizer().chat(messages)
+        tiny_tokenizer().render(messages)
 
 
 def test_broken_template(tmp_path: Path) -> None:
@@ -251,14 +256,74 @@ def test_broken_template(tmp_path: Path) -> None:
 def test_template_with_the_tags_of_transformers(tmp_path: Path) -> None:
     template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
     tokenizer = some(write_tokenizer(tmp_path, chat_template=template))
-    assert tokenizer.decode(tokenizer.chat([{"role": "user", "content": "hello"}])) == "hello"
+    assert tokenizer.render([{"role": "user", "content": "hello"}]) == "hello"
 
 
 def test_template_sources(tmp_path: Path) -> None:
     named = [{"name": "tools", "template": "x"}, {"name": "default", "template": CHAT_TEMPLATE}]
     messages = [{"role": "user", "content": "hello"}]
     write_tokenizer(tmp_path, chat_template=named)
-    assert some(tmp_path).chat(messages) == tiny_tokenizer().chat(messages)
+    assert some(tmp_path).render(messages) == tiny_tokenizer().render(messages)
     (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}")
-    assert some(tmp_path).chat(messages) == [VOCAB_SIZE - len(SPECIAL)]
+    assert some(tmp_path).render(messages) == SPECIAL[0]
     assert some(write_tokenizer(tmp_path / "b", chat_template=named[:1])).chat_template is None
+
+
+@given(st.text())
+@example("e\u0301" * 50)
+@example("\u1100\u1161\u11a8" * 50)
+@example("\u03b1\u0313\u0300\u0345" * 50)
+def test_no_text_has_more_characters_than_its_tokens_can_stand_for(text: str):
+    tokenizer = tiny_tokenizer()
+    assert len(text) <= tokenizer.max_characters(len(tokenizer.encode(text)))
+
+
+def test_a_text_that_is_far_too_long_is_not_tokenized(monkeypatch: pytest.MonkeyPatch):
+    tokenizer = tiny_tokenizer()
+    prompts = Prompts(tokenizer, VOCAB_SIZE, VOCAB_SIZE - 1, "m", max_model_len=3)
+    longest = tokenizer.max_characters(3)
+    assert longest == 3 * 4 * len("<|endoftext|>")
+    assert len(prompts.encode("a" * longest)) == longest
+    with pytest.raises(ParameterError, match="messages: has 4 messages"):
+        prompts.encode_chat([{"role": "user", "content": ""}] * 4)
+    monkeypatch.setattr(tokenizer, "encode", None)
+    with pytest.raises(ParameterError, match=f"prompt: has {longest + 1} characters"):
+        prompts.encode("a" * (longest + 1))
+    with pytest.raises(ParameterError, match="messages: has .* characters"):
+        prompts.encode_chat([{"role": "user", "content": "a" * longest}])
+
+
+def test_a_chat_template_that_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    template = "{% if messages[0].content == 'x' %}" + endless + "{% endif %}fine"
+    tokenizer = some(write_tokenizer(tmp_path, chat_template=template))
+    assert tokenizer.render([{"role": "user", "content": "y"}]) == "fine"
+    monkeypatch.setattr("lopa_ascend.text.tokenizer.TEMPLATE_TIMEOUT", 0.3)
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(2):  # the thread goes on to work
+            with pytest.raises(ValueError, match="takes longer than 0.3 s"):
+                pool.submit(tokenizer.render, [{"role": "user", "content": "x"}]).result(20)
+            assert pool.submit(tokenizer.render, [{"role": "user", "content": "y"}]).result(20) == "fine"
+
+
+def test_a_chat_template_has_no_longer_range(tmp_path: Path):
+    tokenizer = some(write_tokenizer(tmp_path, chat_template="{% for a in range(10 ** 10) %}{% endfor %}"))
+    with pytest.raises(ValueError, match="Range too big"):
+        tokenizer.render([{"role": "user", "content": "x"}])
+
+
+def test_the_time_limit_strikes_inside_its_context_alone():
+    outcomes = set()
+    for milliseconds in range(40):
+        try:
+            with time_limit(0.02):
+                deadline = time.monotonic() + milliseconds / 1000
+                while time.monotonic() < deadline:
+                    pass
+        except TookTooLongError:
+            outcomes.add("ended")
+        else:
+            outcomes.add("in time")
+    for _ in range(10_000):
+        pass
+    assert outcomes == {"ended", "in time"}

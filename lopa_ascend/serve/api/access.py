@@ -16,7 +16,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lopa_ascend.serve.api.errors import ApiError
+from lopa_ascend.serve.api.errors import CLOSE, ApiError
 
 logger = logging.getLogger("uvicorn.error")
 request_logger = logging.getLogger("lopa_ascend.requests")
@@ -74,8 +74,9 @@ class Access:
                 MutableHeaders(scope=message)["x-request-id"] = own_id
             await send(message)
 
-        if not self._is_allowed(scope, headers):
-            await _unauthorized()(scope, receive, send_with_id)
+        refusal = _unsafe_length(headers) or (None if self._is_allowed(scope, headers) else _unauthorized())
+        if refusal is not None:
+            await refusal(scope, receive, send_with_id)
             return
         try:
             await self._app(scope, receive, send_with_id)
@@ -97,3 +98,11 @@ def _unauthorized() -> ASGIApp:
     message = "the API key is missing or wrong; send it in the header Authorization: Bearer KEY"
     headers = {"WWW-Authenticate": "Bearer"}
     return ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key", headers=headers).response()
+
+
+def _unsafe_length(headers: Headers) -> ASGIApp | None:
+    """The refusal of a request whose end a proxy may see elsewhere, so that the rest would be another request."""
+    if "content-length" not in headers or "transfer-encoding" not in headers:
+        return None
+    message = "a request cannot have both Content-Length and Transfer-Encoding"
+    return ApiError(HTTPStatus.BAD_REQUEST, message, code="invalid_headers", headers=CLOSE).response()

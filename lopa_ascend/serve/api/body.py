@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import json
 import math
+import re
 from http import HTTPStatus
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
-from starlette.requests import Request
 
 from lopa_ascend.serve.api.errors import ApiError
 from lopa_ascend.serve.api.openai_responses_body import UNSUPPORTED_RESPONSE, ResponseRequest
@@ -31,71 +30,15 @@ from lopa_ascend.serve.api.protocol import (
 )
 from lopa_ascend.serve.api.schema import NeutralValues
 
-PIECE_TIMEOUT = 30.0
-"""Most seconds between two pieces of a body."""
-BODY_TIMEOUT = 300.0
-"""Most seconds for a whole body."""
-MAX_READ_FACTOR = 8
-"""A body that is too large is read and thrown away up to this many times the limit, because clients look for the answer
-only after they have sent everything. Beyond that the connection is closed."""
 MAX_DEPTH = 16
 """Most levels of nested objects and lists; requests need five."""
-CLOSE = {"Connection": "close"}
-"""Headers that end the connection."""
+MAX_PARTS = 100_000
+"""Most objects, lists and names of fields in a body. Requests need a few for each message; millions would hold the
+interpreter's lock for seconds."""
+MAX_SHOWN = 100
+"""Most characters or items of a client's value that a message is made from."""
 
 T = TypeVar("T", bound=BaseModel)
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body of a request.
-
-    Args:
-        request: the request.
-        limit: most bytes that the body may have.
-
-    Raises:
-        ApiError: 400, the content type is not JSON; 408, the client is too slow; 413, the body is too large.
-        ClientDisconnect: the client closed the connection.
-    """
-    content_type = request.headers.get("content-type", "")
-    content_length = request.headers.get("content-length", "0")
-    size = int(content_length) if content_length.isdecimal() else 0
-    if size > MAX_READ_FACTOR * limit:
-        raise _too_large(size, limit)
-    body = await _read(request, limit)
-    if content_type.partition(";")[0].strip().lower() != "application/json":
-        message = f"the content type is {content_type!r}; send Content-Type: application/json"
-        raise ApiError(HTTPStatus.BAD_REQUEST, message, code="invalid_content_type")
-    return body
-
-
-async def _read(request: Request, limit: int) -> bytes:
-    body, size = bytearray(), 0
-    pieces = aiter(request.stream())
-    now = asyncio.get_running_loop().time
-    deadline = now() + BODY_TIMEOUT
-    while True:
-        try:
-            piece = await asyncio.wait_for(anext(pieces), min(PIECE_TIMEOUT, deadline - now()))
-        except StopAsyncIteration:
-            break
-        except asyncio.TimeoutError:
-            message = f"the body did not arrive in time; {size} bytes did"
-            raise ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="body_timeout", headers=CLOSE) from None
-        size += len(piece)
-        if size > MAX_READ_FACTOR * limit:
-            break
-        if size <= limit:
-            body += piece
-    if size > limit:
-        raise _too_large(size, limit)
-    return bytes(body)
-
-
-def _too_large(size: int, limit: int) -> ApiError:
-    message = f"the body has {size} bytes or more; this server takes at most {limit}"
-    headers = CLOSE if size > MAX_READ_FACTOR * limit else None
-    return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="request_too_large", headers=headers)
 
 
 # ---- one function for each kind of body ------------------------------------------------------------------------------
@@ -180,7 +123,32 @@ def _object_of_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
+_PART_OR_STRING = re.compile(rb'[\[{:"]')
+_ESCAPE_OR_END = re.compile(rb'\\.|"', re.DOTALL)
+
+
+def _check_parts(raw: bytes) -> None:
+    """Refuses a body of more than ``MAX_PARTS`` parts before anything is made of it."""
+    if sum(map(raw.count, (b"[", b"{", b":"))) <= MAX_PARTS:
+        return
+    count, place = 0, 0
+    while (part := _PART_OR_STRING.search(raw, place)) is not None:
+        place = part.end()
+        if part[0] != b'"':
+            count += 1
+            if count > MAX_PARTS:
+                raise _bad(f"the body has more than {MAX_PARTS} objects, lists and names", code="invalid_json")
+            continue
+        while (end := _ESCAPE_OR_END.search(raw, place)) is not None:
+            place = end.end()
+            if end[0] == b'"':
+                break
+        else:
+            return  # a string without an end, which the parser refuses
+
+
 def _load(raw: bytes) -> dict[str, Any]:
+    _check_parts(raw)
     try:
         text = raw.decode("utf-8")
         values = json.loads(
@@ -286,4 +254,9 @@ def _explain(error: ErrorDetails, model: type[BaseModel]) -> ApiError:
     if error["type"] == "missing":
         return _bad(f"{param} is missing", param, code="missing_parameter")
     message = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    return _bad(f"{param}: {message}, got {error['input']!r:.100}", param)
+    return _bad(f"{param}: {message}, got {_shown(error['input']):.100}", param)
+
+
+def _shown(value: object) -> str:
+    """The beginning of a value as text. That of a whole value can take seconds."""
+    return repr(value[:MAX_SHOWN]) if isinstance(value, str | list) else repr(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -10,10 +11,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from lopa_ascend.config import DecodingParams
@@ -22,6 +23,7 @@ from lopa_ascend.serve.api.access import log_line, request_id
 from lopa_ascend.serve.api.diffusion import StepResponse
 from lopa_ascend.serve.api.errors import ApiError, unavailable
 from lopa_ascend.serve.api.events import Encoder
+from lopa_ascend.serve.api.intake import Intake
 from lopa_ascend.serve.api.openai_responses import ResponseWriter
 from lopa_ascend.serve.api.openai_responses_body import ResponseRequest
 from lopa_ascend.serve.api.plan import Planner
@@ -117,18 +119,25 @@ class Endpoint:
     Args:
         client: the engine.
         planner: plans the choices of each request.
+        intake: reads the bodies of requests, and has threads plan them.
         metrics: counts every request that reached the engine, at its end.
         model: name of the served model.
         config: how the server was started.
     """
 
-    def __init__(self, client: EngineClient, planner: Planner, metrics: Metrics, model: str, config: ServeConfig):
+    def __init__(
+        self,
+        client: EngineClient,
+        planner: Planner,
+        intake: Intake,
+        metrics: Metrics,
+        model: str,
+        config: ServeConfig,
+    ):
         self.model = model
         """Name of the served model."""
         self._client, self._planner, self._metrics = client, planner, metrics
-        self._max_body_size, self._log_texts = config.max_body_size, config.enable_log_requests
-        self._sent_as: dict[str, set[str]] = {}
-        """X-Request-Id -> ids of the running responses to requests with that id."""
+        self._intake, self._log_texts = intake, config.enable_log_requests
 
     def check_model(self, model: str | None) -> None:
         """Accepts the name of the served model, "default" and None.
@@ -139,18 +148,6 @@ class Endpoint:
         if model not in (None, "default", self.model):
             message = f"the model {model!r} does not exist; this server has {self.model!r}"
             raise ApiError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
-
-    def abort(self, some_id: str) -> bool:
-        """Ends running requests.
-
-        Args:
-            some_id: id of a response, or an X-Request-Id, which several requests may have.
-
-        Returns:
-            Whether a request was running.
-        """
-        ended = [self._client.abort(response_id) for response_id in (some_id, *self._sent_as.get(some_id, ()))]
-        return any(ended)
 
     async def generate_a_token(self, timeout: float) -> None:
         """Lets the engine generate one token, as proof that it works.
@@ -179,34 +176,44 @@ class Endpoint:
             ClientDisconnect: the client closed the connection.
         """
         arrived = time.monotonic()
-        raw = await body.read_body(request, self._max_body_size)
-        # In threads: a large body takes seconds to parse and to tokenize, and /health must not wait for it.
-        asked = await asyncio.to_thread(route.parse, raw)
-        self.check_model(asked.model)
-        choices = await asyncio.to_thread(route.plan, self._planner, asked)
-        writer = route.writer(self._planner, self.model, asked, choices)
+        asked, choices, writer = await self._intake.take(request, lambda raw: self._plan(raw, route))
         if self._log_texts:
             log_line(event="received", id=writer.id, body=asked.model_dump(exclude_none=True))
         generation = self._client.submit(writer.id, choices, trace=route.diffusion)
-        run = self._begin(generation, request_id(request.scope), arrived)
+        sent_as = request_id(request.scope)
+        run = Run(self._client, generation, arrived, lambda run: self._end(run, sent_as))
         if route.diffusion or asked.stream:
             return EventStream(run, writer.encoder())
         async with run.until_disconnect(request.receive):
             outputs = await run.outputs()
-        return JSONResponse(writer.whole(outputs))
+        # In a thread: answers of many choices, with log probabilities, are megabytes.
+        return Response(await asyncio.to_thread(encoded, writer, outputs), media_type="application/json")
 
-    def _begin(self, generation: Generation, sent_as: str, arrived: float) -> Run:
-        self._sent_as.setdefault(sent_as, set()).add(generation.request_id)
-        return Run(self._client, generation, arrived, lambda run: self._end(run, sent_as))
+    def _plan(self, raw: bytes, route: Route[T]) -> tuple[T, list[Choice], Writer]:
+        """The request in a body, its choices, and what writes its answer. Raises as ``answer`` does."""
+        asked = route.parse(raw)
+        self.check_model(asked.model)
+        choices = route.plan(self._planner, asked)
+        return asked, choices, route.writer(self._planner, self.model, asked, choices)
 
     def _end(self, run: Run, sent_as: str) -> None:
-        response_ids = self._sent_as[sent_as]
-        response_ids.discard(run.generation.request_id)
-        if not response_ids:
-            del self._sent_as[sent_as]
         self._metrics.observe_end(run.timeline, run.reason_without_output)
         numbers = run.timeline.summary(time.monotonic(), run.reason_without_output)
         log_line(event="finished", id=run.generation.request_id, request_id=sent_as, **numbers)
+
+
+def encoded(writer: Writer, outputs: Sequence[GenerationOutput]) -> bytes:
+    """A whole answer as JSON. Each choice is encoded by itself, because encoding keeps other threads waiting."""
+    fields = [f"{_json(name)}:{_json_field(value)}" for name, value in writer.whole(outputs).items()]
+    return f"{{{','.join(fields)}}}".encode()
+
+
+def _json_field(value: Any) -> str:
+    return f"[{','.join(map(_json, value))}]" if isinstance(value, list) else _json(value)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 async def _finish(generation: Generation) -> None:

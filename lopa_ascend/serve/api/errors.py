@@ -21,6 +21,9 @@ CLIENT_CLOSED_REQUEST = 499
 RETRY_AFTER = 1
 """Seconds after which a client that got a 503 may send its request again."""
 
+CLOSE = {"Connection": "close"}
+"""Headers that end the connection."""
+
 TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.NOT_FOUND: "not_found_error",

@@ -8,7 +8,7 @@ import platform
 from typing import Any
 
 import lopa_ascend
-from lopa_ascend.config import DecodingParams, ParameterError
+from lopa_ascend.config import DecodingParams, Limits, ParameterError
 from lopa_ascend.serve.api.answers import ServerInfo, Text, TokenizerInfo, Tokens
 from lopa_ascend.serve.api.protocol import DetokenizeRequest, TokenizeRequest
 from lopa_ascend.serve.config import SECRETS, ServeConfig
@@ -19,6 +19,8 @@ from lopa_ascend.text.tokenizer import Tokenizer
 KV_UPDATE = {"block_causal": "single-phase", "full": "two-phase"}
 """How committed keys and values get into all slots, by window attention. Single-phase: every slot gets them in the step
 itself. Two-phase: the winner's are copied to the other slots after the step."""
+MAX_TOKENS = 2**16
+"""Most token ids that are made a text of at once, unless the model takes more."""
 PACKAGES = ("torch", "torch_npu", "transformers", "tokenizers", "fastapi", "uvicorn", "pyzmq")
 """Packages whose versions are shown."""
 
@@ -84,16 +86,18 @@ def tokenize(prompts: Prompts, request: TokenizeRequest, max_model_len: int) -> 
     return Tokens(count=len(ids), max_model_len=max_model_len, tokens=ids, token_strs=strings)
 
 
-def detokenize(prompts: Prompts, request: DetokenizeRequest, vocab_size: int) -> Text:
+def detokenize(prompts: Prompts, request: DetokenizeRequest, limits: Limits) -> Text:
     """The text of token ids.
 
     Raises:
-        ParameterError: there is no tokenizer, or no such token id.
+        ParameterError: there is no tokenizer, no such token id, or there are too many.
     """
     tokenizer = _tokenizer(prompts, "tokens")
+    if (count := len(request.tokens)) > (most := max(MAX_TOKENS, limits.max_model_len)):
+        raise ParameterError("tokens", f"has {count} token ids; this server takes at most {most}")
     for token in request.tokens:
-        if not 0 <= token < vocab_size:
-            raise ParameterError("tokens", f"token id {token} is not an integer from 0 to {vocab_size - 1}")
+        if not 0 <= token < limits.vocab_size:
+            raise ParameterError("tokens", f"token id {token} is not an integer from 0 to {limits.vocab_size - 1}")
     return Text(prompt=tokenizer.decode(request.tokens, skip_special_tokens=False))
 
 

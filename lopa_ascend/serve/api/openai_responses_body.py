@@ -105,7 +105,7 @@ def _check_input(value: object) -> object:
 
 
 Item = Annotated[InputMessage, BeforeValidator(_check_item)]
-Items = Annotated[list[Item], Field(min_length=1)]
+Items = Annotated[list[Item], Field(min_length=1, fail_fast=True)]
 
 # ---- fields that allow little ----------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from lopa_ascend.serve.api.protocol import (
     DiffusionCompletionRequest,
     TokenizeRequest,
 )
+from lopa_ascend.serve.config import ServeConfig
 
 TEXT_WITHOUT_NUL = r"^[^\u0000]*$"
 SCHEMAS = "#/components/schemas/{model}"
@@ -43,9 +44,9 @@ BODIES: tuple[type[BaseModel], ...] = (
     DetokenizeRequest,
     AbortRequest,
 )
-READING = (400, 408, 413)
+READING = (400, 408, 413, 503)
 """Statuses of errors with the body of any request."""
-GENERATING = (*READING, 404, 500, 503, 504)
+GENERATING = (*READING, 404, 500, 504)
 """Statuses of errors of a request for text."""
 
 
@@ -83,26 +84,26 @@ def body_of(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def document(app: FastAPI, limits: Limits, *, with_key: bool) -> None:
+def document(app: FastAPI, limits: Limits, config: ServeConfig) -> None:
     """Makes ``app.openapi`` return the complete document.
 
     Args:
         app: the application with all its routes.
         limits: what the served model can take.
-        with_key: requests need an API key.
+        config: how the server was started.
     """
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            _add_bodies(app.openapi_schema, limits)
-            _finish_operations(app.openapi_schema, with_key)
+            _add_bodies(app.openapi_schema, limits, config)
+            _finish_operations(app.openapi_schema, with_key=config.api_key is not None)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _add_bodies(schema: dict[str, Any], limits: Limits) -> None:
+def _add_bodies(schema: dict[str, Any], limits: Limits, config: ServeConfig) -> None:
     _, bodies = models_json_schema([(model, "validation") for model in BODIES], ref_template=SCHEMAS)
     _, events = models_json_schema([(model, "serialization") for model in DIFFUSION_SCHEMAS], ref_template=SCHEMAS)
     # Copies: pydantic returns parts of the models' own definitions, which are changed below.
@@ -110,6 +111,8 @@ def _add_bodies(schema: dict[str, Any], limits: Limits) -> None:
     for model in BODIES:
         body = schema["components"]["schemas"][model.__name__]
         _limit_values(body["properties"], limits)
+        if (stop := body["properties"].get("stop")) is not None:
+            stop |= {"maxItems": config.max_stop_strings, "maxLength": config.max_stop_characters}
     for name in bodies["$defs"]:
         _refuse_nul(schema["components"]["schemas"][name])
 

@@ -12,6 +12,10 @@ from lopa_ascend.serve.api.protocol import MAX_CHOICES, ChatRequest, CompletionR
 from lopa_ascend.serve.engine.client import Choice
 from lopa_ascend.text.prompt import Prompts
 
+MAX_TOKEN_IDS = 2**16
+"""Most token ids in eos_token_id, stop_token_ids or logit_bias, each counted once for every choice of the request, as
+every choice has its own copy in the engine."""
+
 
 class AskedParameters(NamedTuple):
     """The decoding parameters that a request sets itself."""
@@ -30,6 +34,10 @@ class Planner:
     limits: Limits
     decoding: Mapping[str, Any]
     """The server's defaults, by name of the decoding parameter."""
+    max_stop_strings: int
+    """Most stop strings of a request."""
+    max_stop_characters: int
+    """Most characters of all stop strings of a request together."""
     stream_block_size: int | None = None
     """The default ``block_size`` of requests that set ``stream``; None: that of all requests."""
 
@@ -45,8 +53,17 @@ class Planner:
             raise ParameterError("echo", "cannot be combined with logprobs: prompts have no log probabilities")
         if request.echo and self.prompts.tokenizer is None:
             raise ParameterError("echo", "needs a tokenizer, and the model has no tokenizer files")
-        prompts = [self.prompts.encode(prompt) for prompt in request.prompt]
-        return self._choices(request, prompts, "prompt")
+        return self._choices(request, [self._encode(prompt) for prompt in request.prompt], "prompt")
+
+    def _encode(self, prompt: str | list[int]) -> list[int]:
+        """The token ids of a prompt, which is refused at once if it is too long: there may be a thousand of them."""
+        ids = prompt
+        if isinstance(prompt, str) or len(prompt) < self.limits.max_model_len:
+            ids = self.prompts.encode(prompt)
+        if len(ids) >= self.limits.max_model_len:
+            raise ParameterError("prompt", f"has {len(ids)} tokens; max_model_len is {self.limits.max_model_len}")
+        assert isinstance(ids, list)
+        return ids
 
     def chat(self, request: ChatRequest) -> list[Choice]:
         """``n`` choices for the conversation.
@@ -92,16 +109,42 @@ class Planner:
         asked, defaults = asked_parameters(request), self._defaults(request)
         if isinstance(request, CompletionRequest) and request.logprobs is not None:
             asked.values["top_logprobs"], asked.sent_as["top_logprobs"] = request.logprobs, "logprobs"
-        choices = []
+        choices, params_by_length = [], dict[int, DecodingParams]()
         try:
+            self._check_sizes(asked.values, len(prompts) * (request.n or 1))
             for prompt in prompts:
-                params = self._params(defaults, asked.values, len(prompt))
-                self.limits.check(len(prompt), params)
-                params = self.prompts.for_engine(params)
+                if (params := params_by_length.get(len(prompt))) is None:
+                    params = self._params(defaults, asked.values, len(prompt))
+                    self.limits.check(len(prompt), params)
+                    params = params_by_length[len(prompt)] = self.prompts.for_engine(params)
                 choices += [Choice(prompt, _with_own_seed(params, index)) for index in range(request.n or 1)]
         except ParameterError as error:
             raise _renamed(error, {"prompt": prompt_field, **asked.sent_as}) from None
         return choices
+
+    def _check_sizes(self, asked: dict[str, Any], num_choices: int) -> None:
+        """Refuses lists that are too long. Token ids in ``asked`` that come several times are reduced to one.
+
+        Raises:
+            ParameterError: there are too many stop strings or token ids.
+        """
+        stop = asked.get("stop") or ()
+        stops = [stop] if isinstance(stop, str) else stop
+        if len(stops) > self.max_stop_strings:
+            raise ParameterError("stop", f"has {len(stops)} strings; this server takes {self.max_stop_strings}")
+        if (characters := sum(map(len, stops))) > self.max_stop_characters:
+            message = f"has {characters} characters together; this server takes {self.max_stop_characters}"
+            raise ParameterError("stop", message)
+        for name in ("eos_token_id", "stop_token_ids", "logit_bias"):
+            values = asked.get(name)
+            if isinstance(values, list):
+                values = asked[name] = tuple(dict.fromkeys(values))
+            if isinstance(values, tuple | dict) and len(values) * num_choices > MAX_TOKEN_IDS:
+                message = (
+                    f"has {len(values)} token ids; a request with {num_choices} choices may have "
+                    f"{MAX_TOKEN_IDS // num_choices}"
+                )
+                raise ParameterError(name, message)
 
     def _defaults(self, request: GenerationRequest) -> dict[str, Any]:
         """The server's defaults for such a request. Bodies of diffusion streams have no ``stream``."""

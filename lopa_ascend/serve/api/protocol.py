@@ -202,7 +202,7 @@ class Message(Body):
 class ChatRequest(GenerationRequest):
     model_config = ConfigDict(json_schema_extra=documenting(UNSUPPORTED_CHAT))
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
     logprobs: bool | None = Field(
         None, description=f"Adds the log probability of each token, which is {LOGPROB}. Default: false."
     )
@@ -247,7 +247,7 @@ class TokenizeRequest(Body):
 
     model: str | None = Field(None, description="Name of the served model; may be left out.")
     prompt: str | None = Field(None, description="A text. Special tokens in it are recognised.")
-    messages: list[Message] | None = Field(
+    messages: Annotated[list[Message], Field(fail_fast=True)] | None = Field(
         None, min_length=1, description="A conversation: the chat template makes a prompt of it."
     )
     add_special_tokens: bool | None = Field(
@@ -258,8 +258,10 @@ class TokenizeRequest(Body):
 
 class DetokenizeRequest(Body):
     model: str | None = Field(None, description="Name of the served model; may be left out.")
-    tokens: list[int] = Field(description="Token ids.", json_schema_extra={"items": {"type": "integer", "minimum": 0}})
+    tokens: Annotated[list[int], Field(fail_fast=True)] = Field(
+        description="Token ids.", json_schema_extra={"items": {"type": "integer", "minimum": 0}}
+    )
 
 
 class AbortRequest(Body):
-    request_id: str = Field(description="The id of a response, or the X-Request-Id of its request.")
+    request_id: str = Field(description="The id of a response, as every event of a stream has it.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field, create_model
 
@@ -29,10 +29,10 @@ JSON_TYPES: dict[type[Kind], Any] = {
     Choice: str,
     Integer: int,
     Number: float,
-    Strings: str | list[str],
-    TokenIds: int | list[int],
+    Strings: str | Annotated[list[str], Field(fail_fast=True)],
+    TokenIds: int | Annotated[list[int], Field(fail_fast=True)],
     TokenNumbers: dict[str, float],
-    Words: list[str | list[int]],
+    Words: Annotated[list[str | list[int]], Field(fail_fast=True)],
 }
 """The type of a request's field, by the kind of the decoding parameter."""
 

@@ -177,7 +177,8 @@ class EngineClient:
             choice = generation.choices[index]
             output = OutputStream(choice.prompt_token_ids, choice.params, self.prompts.tokenizer)
             self._choices[choice_id] = _Running(generation, index, output)
-            self._engine.send(Generate(choice_id, choice.prompt_token_ids, choice.params, generation.trace))
+            params = replace(choice.params, stop=()) if choice.params.stop else choice.params
+            self._engine.send(Generate(choice_id, choice.prompt_token_ids, params, generation.trace))
         if (limit := self.settings.request_timeout) is not None:
             late = ApiError(HTTPStatus.GATEWAY_TIMEOUT, f"the request took longer than {limit:g} s", code="timeout")
             self._timers[generation.request_id] = self._loop.call_later(limit, generation.abort, late)
@@ -310,4 +311,4 @@ def _prompts(config: EngineConfig, settings: ClientSettings, ready: Ready) -> Pr
     tokenizer = load_tokenizer(config.model or DEMO_MODEL, limits.vocab_size, settings.chat_template)
     if settings.chat_template is not None and tokenizer is None:
         raise ParameterError("chat_template", f"{ready.model_name} has no tokenizer files")
-    return Prompts(tokenizer, limits.vocab_size, limits.mask_token_id, ready.model_name)
+    return Prompts(tokenizer, limits.vocab_size, limits.mask_token_id, ready.model_name, limits.max_model_len)

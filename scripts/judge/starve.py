@@ -1,0 +1,65 @@
+"""Judge: while a client sends what costs the server most, others are answered as quickly and with the same text."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from urllib.parse import urlsplit
+
+from scripts.judge.attack import CLOSED, FULL, KINDS, LEFT, play
+from scripts.judge.hostile_costs import COSTLY
+from scripts.judge.probe import NAMES, probing
+from scripts.judge.report import Options, Report
+from scripts.judge.server import peak_resident, serving
+
+QUIET = 5.0
+"""Seconds of the measurement without other clients."""
+MIB = 2**20
+MAX_GROWTH = 256
+"""MiB by which the attacks may let the HTTP process grow: bodies, one of them in its parsed form, and some more."""
+
+
+def judge(options: Options, report: Report) -> None:
+    with serving(options.url, options.out / "starve.log") as server, probing(server.url) as probe:
+        quiet = probe.quiet(QUIET)
+        print(f"    quiet medians {quiet.medians}", flush=True)
+        report.check("quiet answers", all(len(quiet.answers[name]) == 1 for name in NAMES), quiet.answers)
+        before = peak_resident(server.pid) if server.process else 0
+        for kind, count in COSTLY.items():
+            start = time.monotonic()
+            outcomes = asyncio.run(_attack(server.url, kind, count, options.seed))
+            seen = [sample for name in NAMES for sample in probe.since(start, name)]
+            worst = {name: max((s.seconds for s in probe.since(start, name)), default=0.0) for name in NAMES}
+            slowest = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in worst.items())
+            faults = quiet.faults(seen)
+            wrong = [o for o in outcomes if not (o in (LEFT, CLOSED, FULL) or isinstance(o, int) and 400 <= o < 500)]
+            what = f"{count} x {kind} in {time.monotonic() - start:.1f} s: the slowest probes"
+            report.check(what, not faults, f"{slowest}; {faults[:3]}" if faults else slowest)
+            report.check(f"{kind}: outcomes", not wrong, dict(outcomes))
+        if server.process:
+            grown = (peak_resident(server.pid) - before) / MIB
+            what = f"growth of the HTTP process at its peak, below {MAX_GROWTH} MiB"
+            report.check(what, grown < MAX_GROWTH, f"{grown:+.0f} MiB to {(before / MIB + grown):.0f} MiB")
+        report.check("pages in use afterwards", (pages := server.await_no_pages()) == 0, pages)
+        report.check("tracebacks in the server's log", not server.tracebacks(), server.tracebacks())
+
+
+async def _attack(url: str, kind: str, count: int, seed: int) -> Counter[int | str]:
+    """The outcomes of ``count`` attacks at the same time, once all probes that run have had time to suffer."""
+    host, port = urlsplit(url).hostname, urlsplit(url).port
+    assert host is not None
+    assert port is not None
+    make = KINDS[kind][0]
+    attacks = [make(random.Random(f"{seed} {index}")) for index in range(count)]
+
+    async def one(index: int) -> int | str:
+        try:
+            return await play(host, port, attacks[index])
+        except (TimeoutError, ValueError, LookupError, OSError) as error:
+            return f"{type(error).__name__}: {error}"
+
+    outcomes = await asyncio.gather(*map(one, range(count)))
+    await asyncio.sleep(0.5)
+    return Counter(outcomes)

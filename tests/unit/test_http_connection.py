@@ -1,0 +1,85 @@
+"""Clients that do not finish the head of a request."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+import uvicorn
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+
+from lopa_ascend.serve import http_connection
+from lopa_ascend.serve.http_connection import HttpConnection
+
+TIMEOUT = 0.3
+HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n"
+
+Client = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@pytest.fixture(autouse=True)
+def _short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_connection, "HEAD_TIMEOUT", TIMEOUT)
+
+
+def against_a_server(client: Client) -> None:
+    """Connects the client to a server that answers a request with its body."""
+
+    async def echo(scope, receive, send):
+        body = await Request(scope, receive).body()
+        await PlainTextResponse(body)(scope, receive, send)
+
+    async def run() -> None:
+        config = uvicorn.Config(echo, port=0, lifespan="off", http=HttpConnection, log_level="error")
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        reader, writer = await asyncio.open_connection(*server.servers[0].sockets[0].getsockname())
+        try:
+            await asyncio.wait_for(client(reader, writer), 10)
+        finally:
+            writer.close()
+            server.should_exit = True
+            await serving
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("sent", "answer"), [(b"", b""), (b"POST / HT", b"HTTP/1.1 408"), (HEAD, b"HTTP/1.1 408")])
+def test_a_head_that_is_not_finished_ends_the_connection(sent: bytes, answer: bytes):
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        start = asyncio.get_running_loop().time()
+        writer.write(sent)
+        assert (await reader.read())[: len(answer) or None] == answer
+        assert asyncio.get_running_loop().time() - start >= 0.9 * TIMEOUT
+
+    against_a_server(client)
+
+
+def test_a_head_that_trickles_in_ends_the_connection():
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        reading = asyncio.create_task(reader.read())
+        for byte in HEAD:
+            writer.write(bytes([byte]))
+            await asyncio.sleep(TIMEOUT / 5)
+            if reading.done():
+                break
+        assert reading.result().startswith(b"HTTP/1.1 408")
+
+    against_a_server(client)
+
+
+def test_the_second_head_has_a_limit_too_and_bodies_have_none_here():
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + b"\r\n1")
+        await asyncio.sleep(2 * TIMEOUT)
+        writer.write(b"2")
+        assert (await reader.readuntil(b"12")).startswith(b"HTTP/1.1 200")
+        await asyncio.sleep(2 * TIMEOUT)  # an idle connection is kept longer
+        writer.write(HEAD + b"\r\n34")
+        assert (await reader.readuntil(b"34")).startswith(b"HTTP/1.1 200")
+        writer.write(HEAD)
+        assert (await reader.read()).startswith(b"HTTP/1.1 408")
+
+    against_a_server(client)
