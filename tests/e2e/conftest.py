@@ -20,7 +20,7 @@ from tests.tiny import SPECIAL, VOCAB_SIZE, write_dream, write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 POISON = 5
-"""The token id whose embedding is NaN in ``poisoned_server``'s model."""
+"""The token id that makes logits infinite in ``poisoned_server``'s model."""
 
 
 class Lines:
@@ -128,9 +128,26 @@ def poisoned_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "poisoned"
     write_dream(path)
     weights = load_file(path / "model.safetensors")
-    weights["model.embed_tokens.weight"][POISON] = torch.nan
+    _poison(weights)
     save_file(weights, path / "model.safetensors")
     return path
+
+
+def _poison(weights: dict[str, torch.Tensor]) -> None:
+    """Sets finite weights with which one feature of the hidden state is 0 unless ``POISON`` is in the prompt. The first
+    layer spreads the feature to all later positions, and the LM head multiplies it by more than a float32 can hold."""
+    feature = 3
+    weights["model.embed_tokens.weight"][:, feature] = 0
+    weights["model.embed_tokens.weight"][POISON, feature] = 1
+    for layer in (0, 1):
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            weights[f"model.layers.{layer}.{name}.weight"][feature] = 0
+    first = "model.layers.0.self_attn"
+    weights[f"{first}.v_proj.weight"][0] = 0
+    weights[f"{first}.v_proj.bias"][0] = 0
+    weights[f"{first}.v_proj.weight"][0, feature] = 1
+    weights[f"{first}.o_proj.weight"][feature, 0] = 1e6
+    weights["lm_head.weight"][0, feature] = 3e38
 
 
 @pytest.fixture(scope="session")
