@@ -5,7 +5,7 @@
 
 A target is some modules and the tests that hold them. cosmic-ray makes the mutants (pip install -e '.[mutation]'):
 another operator, number or comparison, a condition negated, a loop left out. The tests run once for each
-mutant, in a copy of the last commit. Prints a Markdown table as in CONTRIBUTING.md; the mutants that survived are in
+mutant, in a copy of the last commit. Prints a Markdown table; the mutants that survived are in
 --out as diffs: each is a test that is missing, or a change without an effect.
 """
 
