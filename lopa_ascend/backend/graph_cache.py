@@ -34,13 +34,15 @@ class GraphCache:
 
     Args:
         directory: it is made if it does not exist; None: a temporary one, which is deleted with this object.
+        is_shared: other programs of this user write there too, so no digests are kept.
 
     Raises:
         ParameterError: others could have written, or can write, what would run; or it is no directory that this user
             can write to.
     """
 
-    def __init__(self, directory: Path | None):
+    def __init__(self, directory: Path | None, *, is_shared: bool = False):
+        self._is_shared = is_shared
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         if directory is None:
             self._use_temporary()
@@ -80,7 +82,7 @@ class GraphCache:
 
     def seal(self) -> None:
         """Notes the digests of all files, by which the next start recognises damage."""
-        if not self.is_kept:
+        if not self.is_kept or self._is_shared:
             return
         try:
             digests = {str(file.relative_to(self.path)): _digest(file) for file in self._files()}

@@ -16,8 +16,9 @@ from torch._inductor import utils
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from lopa_ascend.backend.compiler import Compiler, GraphError, Run, Step, dynamic_kv_lengths
-from lopa_ascend.backend.graph_cache import GraphCache, check_private, private_files
+from lopa_ascend.backend.caching import CachingCompiler
+from lopa_ascend.backend.compiler import GraphError, Run, Step, dynamic_kv_lengths
+from lopa_ascend.backend.graph_cache import GraphCache, check_private
 from lopa_ascend.config import ParameterError
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ _clear_caches = getattr(utils, "clear_caches", None) or utils.clear_inductor_cac
 """Makes inductor forget what it has loaded from its directory; torch 2.6 has the other name."""
 
 
-class Inductor(Compiler):
+class Inductor(CachingCompiler):
     """Fuses the operations between matrix products and attention, which stay as they are.
 
     Args:
@@ -41,30 +42,17 @@ class Inductor(Compiler):
     mode = "inductor"
 
     def __init__(self, directory: Path | None):
-        super().__init__()
-        self._cache = _default_cache() if directory is None else GraphCache(directory)
-        self._is_named = directory is not None
+        super().__init__(_default_cache() if directory is None else GraphCache(directory))
+        self._point_to_cache()
+
+    def _point_to_cache(self) -> None:
+        """Tells inductor which directory to use."""
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self._cache.path)
 
-    def freeze(self) -> None:
-        super().freeze()
-        if self._is_named:
-            self._cache.seal()
-
-    def _compile(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: list[int]) -> Run:
-        with private_files():
-            try:
-                return self._compile_cached(step, name, tensors, kv_lengths)
-            except GraphError:
-                raise
-            # What is damaged may raise anything. If the cache was not the reason, the same is raised again.
-            except Exception as error:
-                if not self._cache.is_kept:
-                    raise
-                self._cache.abandon(error)
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self._cache.path)
+    def _abandon_cache(self, error: Exception) -> None:
+        super()._abandon_cache(error)
+        self._point_to_cache()
         _clear_caches()
-        return self._compile_cached(step, name, tensors, kv_lengths)
 
     def _compile_cached(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: list[int]) -> Run:
         graph = UnguardedGraph()
@@ -87,7 +75,7 @@ def _default_cache() -> GraphCache:
     except (ParameterError, OSError) as error:
         logger.warning("inductor's cache is not used: %s", error)
         return GraphCache(None)
-    return GraphCache(directory)
+    return GraphCache(directory, is_shared=True)
 
 
 class UnguardedGraph:

@@ -32,8 +32,9 @@ import torchair
 from npugraph_ex.inference._cache_compiler import CompiledModel as NpuGraphExModel
 from torchair.inference._cache_compiler import CompiledModel as GeModel
 
+from lopa_ascend.backend.caching import CachingCompiler
 from lopa_ascend.backend.compiler import Compiler, GraphError, Run, Step, dynamic_kv_lengths
-from lopa_ascend.backend.graph_cache import GraphCache, private_files
+from lopa_ascend.backend.graph_cache import GraphCache
 
 MAX_GRAPHS = 64
 """npugraph_ex's own limit: a graph takes streams and events of the device, which has some two thousand."""
@@ -50,10 +51,10 @@ def load_npu_compiler(mode: str, key: str, cache_dir: Path | None) -> Compiler:
 
     Args:
         mode: "npugraph_ex" or "ge".
-        key: see ``CachedCompiler``.
-        cache_dir: see ``CachedCompiler``.
+        key: see ``PackageCompiler``.
+        cache_dir: see ``PackageCompiler``.
     """
-    compilers: dict[str, type[CachedCompiler]] = {"npugraph_ex": NpuGraphEx, "ge": Ge}
+    compilers: dict[str, type[PackageCompiler]] = {"npugraph_ex": NpuGraphEx, "ge": Ge}
     return compilers[mode](key, cache_dir)
 
 
@@ -74,7 +75,7 @@ class BucketModule(torch.nn.Module):
         return self.step(self.tensors, kv_lengths)
 
 
-class CachedCompiler(Compiler):
+class PackageCompiler(CachingCompiler):
     """Compiles through the persistent cache of a package, which has one file for each bucket and rank.
 
     Args:
@@ -94,8 +95,7 @@ class CachedCompiler(Compiler):
     """Further arguments of ``cache_compile``."""
 
     def __init__(self, key: str, cache_dir: Path | None):
-        super().__init__()
-        self._cache = GraphCache(cache_dir)
+        super().__init__(GraphCache(cache_dir))
         self._key = f"{key}; torch {torch.__version__}, torch_npu {torch_npu.__version__}, CANN {get_cann_version()}"
 
     @abstractmethod
@@ -105,27 +105,11 @@ class CachedCompiler(Compiler):
     def _rewrite(self, module: torch.fx.GraphModule) -> None:
         """Changes a graph after the package has fused its ops. By default it stays as it is."""
 
-    def freeze(self) -> None:
-        super().freeze()
-        self._cache.seal()
-
-    def _compile(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: list[int]) -> Run:
-        num_loaded, num_compilations = self.num_loaded, self.num_compilations
-        with private_files():
-            try:
-                return self._compile_cached(step, name, tensors, kv_lengths)
-            except GraphError:
-                raise
-            # What is damaged may raise anything. If the cache was not the reason, the same is raised again.
-            except Exception as error:
-                if not self._cache.is_kept:
-                    raise
-                if dist.is_initialized() and dist.get_world_size() > 1:
-                    # Another launch here would be one more than on the other ranks: their collectives would wait.
-                    raise GraphError(f"graph_cache: {self._cache.path} cannot be used ({error}); delete it") from error
-                self._cache.abandon(error)
-        self.num_loaded, self.num_compilations = num_loaded, num_compilations
-        return self._compile_cached(step, name, tensors, kv_lengths)
+    def _abandon_cache(self, error: Exception) -> None:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            # Another launch here would be one more than on the other ranks: their collectives would wait.
+            raise GraphError(f"graph_cache: {self._cache.path} cannot be used ({error}); delete it") from error
+        super()._abandon_cache(error)
 
     def _compile_cached(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: list[int]) -> Run:
         method = self._as_method(step, name, tensors)
@@ -215,7 +199,7 @@ def restore_in_place_writes(module: torch.fx.GraphModule) -> None:
             graph.erase_node(copy)
 
 
-class Ge(CachedCompiler):
+class Ge(PackageCompiler):
     """torchair's mode max-autotune: GE fuses and schedules the whole step, and takes KV lengths from the host."""
 
     mode = "ge"
@@ -227,7 +211,7 @@ class Ge(CachedCompiler):
         return torchair.CompilerConfig()
 
 
-class NpuGraphEx(CachedCompiler):
+class NpuGraphEx(PackageCompiler):
     """npugraph_ex's passes over a step, and an ACL graph that is captured of the result.
 
     The capture is this class's own: npugraph_ex would capture every graph on another stream, and graphs on different
