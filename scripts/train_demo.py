@@ -6,8 +6,9 @@ r"""Trains the bundled model from scratch on a CPU, and writes it as a Dream che
 
 There are two stages, as in the training of Dream: an autoregressive warm-up on plain problems, from which the logits
 are shifted by one position, and masked diffusion on whole conversations with D2F's block-wise monotone noise. Most
-diffusion batches are block-causal; the others have full attention within the window. Autoregressive batches go on
-between them, because they teach arithmetic faster: each of their positions can be predicted.
+diffusion batches are block-causal, with several answers behind each prompt: two with different noise, and one to
+predict autoregressively, which teaches arithmetic faster, because each of its positions can be predicted. The other
+batches have full attention within the window.
 
 Prints the loss, and from time to time the accuracy on problems that were not trained on. The state is saved to --state:
 started again, the same command goes on where the last one stopped. Everything is seeded: with --threads 1 two runs on
@@ -67,8 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("--diffusion-steps", int, 5000, "steps of masked diffusion"),
         ("--batch", int, 48, "problems in a step"),
         ("--lr", float, 3e-3, "highest learning rate"),
-        ("--ar-share", float, 0.5, "share of the batches after the warm-up that are autoregressive too"),
-        ("--full-share", float, 0.25, "share of the diffusion batches with full attention within the window"),
+        ("--full-share", float, 0.2, "share of the batches after the warm-up with full attention within the window"),
         ("--seed", int, 0, "seed of weights, problems and noise"),
         ("--threads", int, 2, "threads of torch"),
     ):
@@ -88,12 +88,14 @@ def main() -> None:
     import torch  # takes seconds
 
     from lopa_ascend.backend.cpu import keep_freed_memory
+    from scripts.demo_tokenizer import build, load
     from scripts.training.trainer import Trainer
 
     torch.set_num_threads(args.threads)
     keep_freed_memory()  # without it a quarter of the time went into page faults
     write_held_out(args.held_out, NUM_HELD_OUT, seed=args.seed + 99)
-    Trainer(args).run()
+    tokenizer = load(args.out) if args.state.exists() else build(args.out)
+    Trainer(args, tokenizer).run()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from scripts.training.noise import BLOCK
 
 MAX_PROMPT, MAX_ANSWER = 192, 4 * BLOCK - 1
 """Tokens; longer problems are left out."""
-POOL = 16
+POOL = 64
 """Batches that are cut from one pool, sorted by length."""
 SPELLED_SHARE, CUT_SHARE = 0.15, 0.1
 """Share of messages with words in smaller pieces than usual, and of the places within words that are cut in them: the

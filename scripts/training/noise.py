@@ -18,27 +18,29 @@ FAR_WEIGHT = 0.2
 """Their weight in the loss."""
 
 
-def block_causal(prompt: int, blocks: int) -> torch.Tensor:
-    """Attention mask [1, 1, s, s] bool: the prompt sees itself; a block sees the prompt, earlier blocks and itself.
+def block_causal(length: int) -> torch.Tensor:
+    """Which positions of an answer see which [length, length] bool: those of their block and of earlier ones."""
+    block = torch.arange(length) // BLOCK
+    return block[:, None] >= block[None, :]
+
+
+def causal(length: int) -> torch.Tensor:
+    """Which positions of an answer see which [length, length] bool: themselves and earlier ones."""
+    return torch.ones(length, length, dtype=torch.bool).tril()
+
+
+def after_prompt(prompt: int, *answers: torch.Tensor) -> torch.Tensor:
+    """Attention mask [1, 1, s, s] bool of a prompt with several answers behind it, each as if it stood there alone.
+
+    The prompt sees itself; an answer sees the prompt and itself.
 
     Args:
         prompt: positions of the prompt.
-        blocks: blocks of the answer.
+        answers: which positions of each answer see which [a, a] bool.
     """
-    answer_blocks = torch.arange(blocks).repeat_interleave(BLOCK) + 1
-    block = torch.cat([torch.zeros(prompt, dtype=torch.long), answer_blocks])
-    return (block[:, None] >= block[None, :])[None, None]
-
-
-def prefix_causal(prompt: int, answer: int) -> torch.Tensor:
-    """Attention mask [1, 1, s, s] bool: the prompt sees itself both ways, the answer is causal.
-
-    Args:
-        prompt: positions of the prompt.
-        answer: positions of the answer.
-    """
-    mask = torch.ones(prompt + answer, prompt + answer, dtype=torch.bool).tril()
-    mask[:prompt, :prompt] = True
+    mask = torch.block_diag(torch.ones(prompt, prompt), *answers).bool()
+    mask[:, :prompt] = True
+    mask[:prompt, prompt:] = False
     return mask[None, None]
 
 

@@ -14,16 +14,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 from tqdm import tqdm
 from transformers import Qwen2Config, Qwen2Model
 
 from lopa_ascend import LLM
 from scripts.demo_problems import problems
-from scripts.demo_tokenizer import EOS, MASK, VOCABULARY, build, load
+from scripts.demo_tokenizer import EOS, MASK, VOCABULARY
 from scripts.eval_demo import decoding, evaluate
 from scripts.training.batches import Batches, Tokens
 from scripts.training.muon import Muon
-from scripts.training.noise import BLOCK, block_causal, noise, prefix_causal
+from scripts.training.noise import BLOCK, after_prompt, block_causal, causal, noise
 
 GEOMETRY: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6,
@@ -31,26 +32,26 @@ GEOMETRY: dict[str, Any] = {
     "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "attention_dropout": 0.0,
 }  # fmt: skip
 WARM_UP_STEPS = 40
+NOISY_COPIES = 2
+"""Answers with different noise that a batch has behind each prompt; a prompt costs as much as an answer."""
 EVALUATION_SEED = 12345
 """Of problems on the training side that no batch is drawn from."""
 
 
 @dataclass
-class Batch:
-    """What one training step learns from; s positions of prompt and answer, of which a belong to the answer."""
+class Answer:
+    """What the model sees of a batch's answers, and what it learns from them; a positions an answer."""
 
     ids: torch.Tensor
-    """Token ids of prompt and noisy answer [n, s]."""
-    mask: torch.Tensor
-    """Attention mask [n, 1, s, s] bool."""
-    prompt: int
-    """Positions of the prompt."""
+    """Token ids that the model sees [n, a]."""
+    truth: torch.Tensor
+    """Token ids without noise [n, a]."""
     wanted: torch.Tensor
-    """Positions of the answer to predict [n, a] bool."""
-    answer: torch.Tensor
-    """Token ids of the answer without noise [n, a]."""
+    """Positions to predict [n, a] bool."""
     weight: torch.Tensor
     """Weight of each position in the loss [n, a]."""
+    mask: torch.Tensor
+    """Which positions of the answer see which [a, a] bool."""
 
 
 class Trainer:
@@ -58,11 +59,12 @@ class Trainer:
 
     Args:
         args: the arguments of scripts.train_demo.
+        tokenizer: that lies beside the checkpoint.
     """
 
-    def __init__(self, args: argparse.Namespace):
+    def __init__(self, args: argparse.Namespace, tokenizer: Tokenizer):
         self.args = args
-        self.tokenizer = load(args.out) if args.state.exists() else build(args.out)
+        self.tokenizer = tokenizer
         vocab = self.tokenizer.get_vocab()
         self.eos, self.mask = vocab[EOS], vocab[MASK]
         torch.manual_seed(args.seed)
@@ -115,15 +117,19 @@ class Trainer:
 
     def train_step(self) -> float:
         """Makes one step; returns the loss, NaN if nothing was masked."""
-        is_ar = self.step < self.args.ar_steps
-        if not is_ar:
-            if self.batches.plain:
-                self.batches = self._new_batches(plain=False)
-            is_ar = bool(torch.rand((), generator=self.generator) < self.args.ar_share)
-        batch = self.ar_batch() if is_ar else self.diffusion_batch()
-        if not batch.wanted.any():
+        is_plain = self.step < self.args.ar_steps
+        if self.batches.plain and not is_plain:
+            self.batches = self._new_batches(plain=False)
+        tokens = self.batches.next(self.args.batch)
+        if is_plain:
+            loss = self.loss(tokens, [self.clean(tokens)])
+        elif torch.rand((), generator=self.generator) < self.args.full_share:
+            loss = self.loss(tokens, [self.noisy(tokens, is_full=True)], is_full=True)
+        else:
+            copies = [self.noisy(tokens) for _ in range(NOISY_COPIES)]
+            loss = self.loss(tokens, [self.clean(tokens), *copies])
+        if math.isnan(loss.item()):
             return math.nan
-        loss = self.loss(batch)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -133,46 +139,58 @@ class Trainer:
             optimizer.step()
         return float(loss.detach())
 
-    def ar_batch(self) -> Batch:
-        """An autoregressive batch: every position up to the first EOS is predicted."""
-        tokens = self.batches.next(self.args.batch)
-        prompt, answer = tokens.prompt, tokens.answer
-        wanted = torch.arange(answer.shape[1]) <= answer.ne(self.eos).sum(1, keepdim=True)
-        mask = without_padding(prefix_causal(prompt.shape[1], answer.shape[1]), tokens)
-        return Batch(torch.cat([prompt, answer], 1), mask, prompt.shape[1], wanted, answer, torch.ones(answer.shape))
+    def clean(self, tokens: Tokens) -> Answer:
+        """Answers to predict autoregressively: every position up to the first EOS."""
+        ids = tokens.answer
+        length = ids.shape[1]
+        wanted = torch.arange(length) <= ids.ne(self.eos).sum(1, keepdim=True)
+        return Answer(ids, ids, wanted, torch.ones(ids.shape), causal(length))
 
-    def diffusion_batch(self) -> Batch:
-        """A batch of masked diffusion: block-causal, or with full attention and a random number of blocks."""
-        tokens = self.batches.next(self.args.batch)
-        prompt, answer = tokens.prompt, tokens.answer
-        num_prompt, num_blocks = prompt.shape[1], answer.shape[1] // BLOCK
-        masked, weight = noise(answer, self.eos, self.generator)
-        noisy = torch.where(masked, self.mask, answer)
-        if torch.rand((), generator=self.generator) < self.args.full_share:
-            num_blocks = 1 + int(torch.randint(num_blocks, (), generator=self.generator))
-            length = num_prompt + num_blocks * BLOCK
-            mask = torch.ones(1, 1, length, length, dtype=torch.bool)
-        else:
-            mask = block_causal(num_prompt, num_blocks)
-        end = num_blocks * BLOCK
-        ids = torch.cat([prompt, noisy[:, :end]], 1)
-        mask = without_padding(mask, tokens)
-        return Batch(ids, mask, num_prompt, masked[:, :end], answer[:, :end], weight[:, :end])
+    def noisy(self, tokens: Tokens, *, is_full: bool = False) -> Answer:
+        """Answers of masked diffusion: block-causal, or with full attention and a random number of blocks."""
+        truth = tokens.answer
+        masked, weight = noise(truth, self.eos, self.generator)
+        ids = torch.where(masked, self.mask, truth)
+        length = truth.shape[1]
+        if not is_full:
+            return Answer(ids, truth, masked, weight, block_causal(length))
+        end = BLOCK * (1 + int(torch.randint(length // BLOCK, (), generator=self.generator)))
+        mask = torch.ones(end, end, dtype=torch.bool)
+        return Answer(ids[:, :end], truth[:, :end], masked[:, :end], weight[:, :end], mask)
 
-    def loss(self, batch: Batch) -> torch.Tensor:
-        """Weighted mean cross entropy of the wanted positions; the hidden state of position q - 1 predicts q."""
-        row, column = batch.wanted.nonzero(as_tuple=True)
-        attention_mask = {"full_attention": batch.mask}
-        hidden = self.model(batch.ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-        logits = F.linear(hidden[row, batch.prompt + column - 1], self.model.embed_tokens.weight)
-        losses = F.cross_entropy(logits, batch.answer[batch.wanted], reduction="none")
-        weight = batch.weight[batch.wanted]
-        return (losses * weight).sum() / weight.sum()
+    def loss(self, tokens: Tokens, answers: list[Answer], *, is_full: bool = False) -> torch.Tensor:
+        """Weighted mean cross entropy of the wanted positions; the hidden state of a position predicts the next one.
+
+        Args:
+            tokens: prompts, and how they are padded.
+            answers: answers behind each prompt, all of a positions, each as if it stood there alone.
+            is_full: the prompt sees the answer, of which there is one.
+        """
+        prompt, length = tokens.prompt.shape[1], answers[0].ids.shape[1]
+        answer_positions = torch.arange(prompt, prompt + length)
+        position_ids = torch.cat([torch.arange(prompt), answer_positions.repeat(len(answers))])
+        mask = after_prompt(prompt, *(answer.mask for answer in answers))
+        if is_full:
+            mask = torch.ones_like(mask)
+        hidden = self.model(
+            torch.cat([tokens.prompt, *(answer.ids for answer in answers)], 1),
+            attention_mask={"full_attention": without_padding(mask, tokens)},
+            position_ids=position_ids[None],
+            use_cache=False,
+        ).last_hidden_state
+        predictor = torch.arange(prompt - 1, prompt - 1 + length * len(answers))
+        predictor[::length] = prompt - 1
+        wanted = torch.cat([answer.wanted for answer in answers], 1)
+        truth = torch.cat([answer.truth for answer in answers], 1)[wanted]
+        weight = torch.cat([answer.weight for answer in answers], 1)[wanted]
+        row, column = wanted.nonzero(as_tuple=True)
+        logits = F.linear(hidden[row, predictor[column]], self.model.embed_tokens.weight)
+        return (F.cross_entropy(logits, truth, reduction="none") * weight).sum() / weight.sum()
 
     def rate(self) -> float:
-        """The learning rate as a share of ``lr``: a warm-up, then a linear decay to zero over the last third."""
+        """The learning rate as a share of ``lr``: a warm-up, then a linear decay to zero over the last fifth."""
         warm_up = (self.step + 1) / WARM_UP_STEPS
-        decay = 3 * (self.num_steps - self.step) / self.num_steps
+        decay = 5 * (self.num_steps - self.step) / self.num_steps
         return min(1.0, warm_up, max(0.0, decay))
 
     # ---- evaluation and files --------------------------------------------------------------------------------------
