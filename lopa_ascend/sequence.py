@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lopa_ascend.config import DecodingParams
+from lopa_ascend.decode.bad_words import BadWords
 from lopa_ascend.decode.d2f import D2F
 from lopa_ascend.kv.pages import PageTables, worst_case
 from lopa_ascend.types import Alternatives, Demand, Scoring, SequencePlan
@@ -64,6 +65,8 @@ class Sequence:
     """Positions of the prompt whose keys and values came from the prefix cache."""
     last_hidden: Tensor | None = None
     """Normed hidden state [hidden] of the last committed position, which predicts the first position of the window."""
+    bad_words: BadWords | None = None
+    """What the answer may not contain; None if the request bans nothing."""
     plan: SequencePlan | None = None
     """The next forward pass; None when the sequence is done."""
     demand: Demand | None = None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.decode import begin
+from lopa_ascend.decode.bad_words import BadWords
 from lopa_ascend.kv.pages import PageTables
 from lopa_ascend.kv.prefix_cache import PrefixEntry
 from lopa_ascend.runner.runner import Runner
@@ -37,11 +38,18 @@ class SequenceFactory:
             strategy=begin(request.prompt, request.params, self.model.mask_token_id, frozenset(eos), num_cached),
             scoring=self._scoring(request, eos),
             page_tables=page_tables,
+            bad_words=self._bad_words(request),
             num_cached=num_cached,
             last_hidden=None if entry is None else entry.last_hidden,
         )
         self.runner.start(sequence)
         return sequence
+
+    def _bad_words(self, request: Request) -> BadWords | None:
+        words = request.params.bad_words
+        assert not any(isinstance(word, str) for word in words), "the engine knows no text"
+        token_ids = [word for word in words if not isinstance(word, str)]
+        return BadWords(token_ids, self.model.mask_token_id) if token_ids else None
 
     def _scoring(self, request: Request, eos: tuple[int, ...]) -> Scoring:
         # Fields without effect keep their defaults, so that more requests are scored together.

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 
-from lopa_ascend.decode.bad_words import Word, banned_tokens
 from lopa_ascend.runner.layout import Part
 from lopa_ascend.score.shards import Bans
 from lopa_ascend.sequence import Sequence
 
 
 def bans_for(sequence: Sequence, part: Part, device: torch.device) -> Bans | None:
-    """What may not be chosen at the positions that a sequence predicts; None if its request bans nothing."""
-    words = _words(sequence)
-    if not words:
-        return None
-    first = len(sequence.request.prompt)
-    answers = [_answer(sequence, row.start - first, row.tokens) for row in part.share.rows]
-    rows, ids = [], []
+    """What may not be chosen at the positions that a sequence predicts; None if nothing is banned there."""
     predictions = part.predictions
-    for index, (position, row) in enumerate(zip(predictions.positions, predictions.rows, strict=True)):
-        banned = banned_tokens(words, answers[row], int(position) - first, sequence.scoring.mask)
-        rows += [index] * len(banned)
-        ids += banned
-    as_tensor = [torch.tensor(column, dtype=torch.long, device=device) for column in (rows, ids)]
-    return Bans(*as_tensor)
-
-
-def _words(sequence: Sequence) -> list[Word]:
-    words = sequence.request.params.bad_words
-    assert not any(isinstance(word, str) for word in words), "the engine knows no text"
-    return [word for word in words if not isinstance(word, str)]
+    if sequence.bad_words is None or not len(predictions.positions):
+        return None
+    prompt_length = len(sequence.request.prompt)
+    places = (predictions.positions - prompt_length).tolist()
+    first = min(places)
+    banned_by_row = [
+        sequence.bad_words.banned_tokens(_answer(sequence, row.start - prompt_length, row.tokens), first)
+        for row in part.share.rows
+    ]
+    banned = [banned_by_row[row][place - first] for place, row in zip(places, predictions.rows, strict=True)]
+    rows = torch.arange(len(banned)).repeat_interleave(torch.tensor([len(ids) for ids in banned]))
+    ids = torch.tensor(list(chain.from_iterable(banned)), dtype=torch.long)
+    return Bans(rows.to(device), ids.to(device))
 
 
 def _answer(sequence: Sequence, start: int, tokens: tuple[int, ...]) -> list[int]:

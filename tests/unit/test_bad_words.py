@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lopa_ascend.decode.bad_words import banned_tokens
+from lopa_ascend.decode.bad_words import BadWords
 
 MASK, NUM_TOKENS = 9, 4
 words = st.lists(st.lists(st.integers(0, NUM_TOKENS - 2), min_size=1, max_size=3), min_size=1, max_size=4)
@@ -22,17 +22,35 @@ def test_no_order_of_fills_and_no_number_of_them_at_once_makes_a_word(
     answer = [MASK] * 8
     while order:
         places, order = order[: (count := data.draw(st.integers(1, len(order))))], order[count:]
-        bans = {place: banned_tokens(bad, answer, place, MASK) for place in places}
+        banned = BadWords(bad, MASK).banned_tokens(answer, first := min(places))
         for place in places:
-            allowed = [token for token in range(NUM_TOKENS) if token not in bans[place]]
+            allowed = [token for token in range(NUM_TOKENS) if token not in banned[place - first]]
             answer[place] = data.draw(st.sampled_from(allowed))
         assert not any(contains(answer, word) for word in bad)
 
 
 def test_the_last_token_is_free_where_another_token_stands_before_it() -> None:
-    word = [1, 2, 3]
-    assert banned_tokens([word], [1, 2, MASK], 2, MASK) == [3]
-    assert banned_tokens([word], [MASK, 2, MASK], 2, MASK) == [3]
-    assert banned_tokens([word], [1, 1, MASK], 2, MASK) == []
-    assert banned_tokens([word], [2, MASK, MASK], 1, MASK) == [], "the answer is too short for the word"
-    assert banned_tokens([[3]], [MASK], 0, MASK) == [3]
+    words = BadWords([[1, 2, 3]], MASK)
+    assert words.banned_tokens([1, 2, MASK], 2) == [[3]]
+    assert words.banned_tokens([MASK, 2, MASK], 2) == [[3]]
+    assert words.banned_tokens([1, 1, MASK], 2) == [[]]
+    assert words.banned_tokens([1, MASK, MASK], 1) == [[], [3]], "a word of three cannot end at place 1"
+    assert BadWords([[3]], MASK).banned_tokens([MASK], 0) == [[3]]
+
+
+@given(words, st.lists(st.sampled_from([*range(NUM_TOKENS), MASK]), min_size=1, max_size=8), st.data())
+def test_a_token_is_banned_where_it_could_end_a_word(
+    bad: list[list[int]], answer: list[int], data: st.DataObject
+) -> None:
+    first = data.draw(st.integers(0, len(answer) - 1))
+    wanted = []
+    for place in range(first, len(answer)):
+        before = {len(word): answer[max(0, place - len(word) + 1) : place] for word in bad}
+        fits = [
+            word
+            for word in bad
+            if len(before[len(word)]) == len(word) - 1
+            and all(held in (token, MASK) for token, held in zip(word, before[len(word)], strict=False))
+        ]
+        wanted.append(sorted({word[-1] for word in fits}))
+    assert BadWords(bad, MASK).banned_tokens(answer, first) == wanted
