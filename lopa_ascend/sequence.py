@@ -78,8 +78,8 @@ class Sequence:
     last_step: int = -1
     """Index of the last step that the sequence took part in."""
     alternatives: dict[int, Alternatives] = field(default_factory=dict)
-    """For filled positions, and for those that a lookahead branch fills: the most probable tokens, if the request asks
-    for ``top_logprobs``."""
+    """The most probable tokens by position, for positions that are filled in at least one branch. Empty unless the
+    request asks for ``top_logprobs``."""
     num_reported: int = 0
     """Final tokens that updates have reported."""
     model_tokens: int = 0

@@ -1,8 +1,9 @@
 """The directory in which compiled steps outlive the process.
 
 What lies there is code: compiled libraries, Python sources and pickles, which run when they are loaded. So a directory
-is used only if nobody but this user, and root, could have put anything into it or can do so now. What is damaged is
-removed, and compiled anew; and when the directory cannot be used, as on a full disk, a temporary one takes its place.
+is used only if nobody but this user and root could have written to it, and nobody else can write to it now. A damaged
+file is deleted, and its step is compiled anew. If the directory cannot be used, for example because the disk is full, a
+temporary directory takes its place.
 """
 
 from __future__ import annotations
@@ -165,6 +166,6 @@ def _check_owner(directory: Path, path: Path, status: os.stat_result) -> None:
 def _refusal(directory: Path, path: Path, problem: str, remedy: str) -> ParameterError:
     return ParameterError(
         "graph_cache",
-        f"{directory} holds code that runs at the next start, and {problem} {path}; expected that only this user can "
-        f"write there ({remedy} {path}, after you have made sure that nobody has)",
+        f"{directory} must be writable by this user alone, because the code in it runs at the next start, but "
+        f"{problem} {path}. Make sure that nobody has changed it, then: {remedy} {path}",
     )

@@ -16,7 +16,8 @@ _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _LENGTH_FIELD = 8
 """Bytes at the beginning of a safetensors file that hold the length of its header."""
 _MAX_HEADER = 4 * 2**20
-"""Bytes of the largest header that is read; a tensor takes some 120. Whoever maps a tensor reads the header again."""
+"""Bytes of the largest header that is read. A tensor takes some 120 of them. The header is read again for each tensor
+that is mapped."""
 _MAX_NAME = 256
 """Characters of the longest name of a tensor."""
 
@@ -107,7 +108,9 @@ def check_name(file: Path, name: str) -> None:
         CheckpointError: it is too long, or holds control characters.
     """
     if len(name) > _MAX_NAME or not name.isprintable():
-        raise CheckpointError(f"{file}: a tensor has the name {shown(name)}, expected {_MAX_NAME} printable characters")
+        raise CheckpointError(
+            f"{file}: a tensor has the name {shown(name)}, expected at most {_MAX_NAME} printable characters"
+        )
 
 
 def _read_raw_header(file: Path) -> tuple[bytes, int]:

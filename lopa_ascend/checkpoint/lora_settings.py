@@ -193,7 +193,7 @@ class AdapterSettings:
 
     def _parse_alpha(self, field: str, value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_ALPHA:
-            raise self.error(field, f"is {shown(value)}, expected a number")
+            raise self.error(field, f"is {shown(value)}, expected a number from {-MAX_ALPHA:g} to {MAX_ALPHA:g}")
         if value == 0:
             raise self.error(field, "is 0, expected another number: with 0 the adapter changes nothing")
         return value

@@ -182,8 +182,8 @@ class EngineConfig:
         None,
         Setting(
             Text(),
-            "directory where compiled graphs are kept for the next start, which runs what lies there: nobody else may "
-            "write to it",
+            "directory where compiled graphs are kept for the next start. The code in it runs then, so nobody else may "
+            "be able to write to it",
             group=Group.GRAPHS,
             metavar="DIR",
             default_text="they are not kept",

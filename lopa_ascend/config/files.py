@@ -11,6 +11,7 @@ import os
 import re
 import reprlib
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +140,12 @@ def _depth(value: object) -> int:
     level, depth = [value], 0
     while level and depth <= MAX_DEPTH:
         depth += 1
-        level = [
-            item
-            for container in level
-            for item in (container.values() if isinstance(container, dict) else container)  # type: ignore[attr-defined]
-            if isinstance(item, dict | list)
-        ]
+        level = [item for container in level for item in _items(container) if isinstance(item, dict | list)]
     return depth
+
+
+def _items(container: object) -> Iterable[object]:
+    """What an object or a list holds."""
+    if isinstance(container, dict):
+        return container.values()
+    return container if isinstance(container, list) else ()

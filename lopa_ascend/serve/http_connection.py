@@ -21,6 +21,7 @@ class HttpConnection(H11Protocol):
     _head_timer: asyncio.TimerHandle | None = None
     """Runs while the head of a request is awaited."""
 
+    # uvicorn narrows the transport's type, as no other kind reaches it.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._watch_head()

@@ -51,7 +51,7 @@ class Tokenizer:
     """
 
     chat_template: str | None = None
-    """Jinja template that renders a conversation; None if the model has none. Set it before the first ``chat``."""
+    """Jinja template that renders a conversation; None if the model has none. Set it before the first ``render``."""
 
     def __init__(self, backend: tokenizers.Tokenizer, special: dict[str, str]):
         self.special = special

@@ -1,4 +1,4 @@
-"""What stands around a problem: system prompts, earlier turns, greetings, and how people type."""
+"""Whole conversations for training: system prompts, earlier turns and greetings around a problem, and typing errors."""
 
 from __future__ import annotations
 

@@ -55,15 +55,15 @@ def replaced(make: Callable[[Path], object]) -> Callable[[Path], object]:
 
 
 OPEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "directory of all": (mode(0o777), "others may write to {}; expected that only this user can write there"),
-    "directory of a group": (mode(0o775), "others may write to {};"),
-    "sticky directory": (mode(0o1777), "others may write to {};"),
-    "directory above": (lambda path: path.parent.chmod(0o777), "others may write to {parent};"),
-    "folder in it": (planted(lambda file: file.parent.chmod(0o777)), "others may write to {}/folder;"),
-    "file of all": (planted(mode(0o666)), "others may write to {}/folder/file;"),
-    "file of a group": (planted(mode(0o660)), "others may write to {}/folder/file;"),
-    "pipe": (replaced(os.mkfifo), "is neither a file nor a directory: {}/folder/file;"),
-    "link": (replaced(lambda file: file.symlink_to("/dev/null")), "is neither a file nor a directory: {}/folder/file;"),
+    "directory of all": (mode(0o777), "others may write to {}."),
+    "directory of a group": (mode(0o775), "others may write to {}."),
+    "sticky directory": (mode(0o1777), "others may write to {}."),
+    "directory above": (lambda path: path.parent.chmod(0o777), "others may write to {parent}."),
+    "folder in it": (planted(lambda file: file.parent.chmod(0o777)), "others may write to {}/folder."),
+    "file of all": (planted(mode(0o666)), "others may write to {}/folder/file."),
+    "file of a group": (planted(mode(0o660)), "others may write to {}/folder/file."),
+    "pipe": (replaced(os.mkfifo), "is neither a file nor a directory: {}/folder/file."),
+    "link": (replaced(lambda file: file.symlink_to("/dev/null")), "is neither a file nor a directory: {}/folder/file."),
 }
 
 
@@ -83,8 +83,10 @@ def test_what_others_may_write_is_refused(folder: Path, case: str) -> None:
     change(folder)
     with pytest.raises(ParameterError) as caught:
         GraphCache(folder)
-    message = f"graph_cache: {folder} holds code that runs at the next start, and "
-    assert str(caught.value).startswith(message + words.format(folder, parent=folder.parent))
+    message = (
+        f"graph_cache: {folder} must be writable by this user alone, because the code in it runs at the next start"
+    )
+    assert str(caught.value).startswith(f"{message}, but {words.format(folder, parent=folder.parent)}")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to somebody else")
@@ -92,7 +94,7 @@ def test_what_others_may_write_is_refused(folder: Path, case: str) -> None:
 def test_what_others_own_is_refused(folder: Path, name: str) -> None:
     (folder / "file").write_bytes(b"")
     os.chown(folder / name, 12345, 0)
-    with pytest.raises(ParameterError, match=r"and user 12345 owns .*\(choose a directory of your own"):
+    with pytest.raises(ParameterError, match=r"but user 12345 owns .*: choose a directory of your own"):
         GraphCache(folder)
 
 
@@ -104,7 +106,7 @@ def test_a_planted_pickle_does_not_run(folder: Path, tmp_path: Path) -> None:
     folder.chmod(0o777)
     (folder / "fxgraph").mkdir()
     (folder / "fxgraph/entry").write_bytes(pickle.dumps(Planted()))
-    with pytest.raises(ParameterError, match="graph_cache: .* holds code that runs at the next start"):
+    with pytest.raises(ParameterError, match="graph_cache: .* must be writable by this user alone"):
         LLM(str(write_dream(tmp_path / "model")), graph_mode="inductor", graph_cache=str(folder), max_model_len=64)
     assert not (tmp_path / "ran").exists()
 
