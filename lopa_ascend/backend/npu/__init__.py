@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from lopa_ascend.backend.npu.versions import check_installed
 from lopa_ascend.config import ParameterError
+from lopa_ascend.config.npu_environment import check_environment
 
 if TYPE_CHECKING:
     from lopa_ascend.backend.npu.ops import NpuOps
@@ -22,10 +23,11 @@ def load_npu_ops(graph_mode: str, *, attention_layout: str = "TND", debug: bool 
 
     Raises:
         ParameterError: this process's NPU does not exist.
-        UnsupportedStackError: the installed versions cannot run the graph mode.
+        UnsupportedStackError: the installed versions, or environment variables, keep the graph mode from running.
         ValueError: the attention layout is unknown.
     """
     check_installed(graph_mode)
+    check_environment(os.environ, graph_mode)
     open_npu()
     from lopa_ascend.backend.npu.ops import NpuOps
 
