@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch_npu
+from torch_npu import npu
 
 from lopa_ascend import LLM
 from lopa_ascend.backend.npu import load_npu_ops
@@ -57,3 +59,11 @@ def test_an_engine_is_refused_variables_that_break_captures_before_it_looks_for_
         LLM(tmp_path, device="npu")
     with pytest.raises(ValueError, match=str(tmp_path)):
         LLM(tmp_path, device="npu", graph_mode="eager")
+
+
+def test_kernels_are_not_compiled_at_run_time_and_tensors_keep_the_nd_format() -> None:
+    npu.config.allow_internal_format = True
+    load_npu_ops("eager")
+    assert npu.is_jit_compile_false()
+    options = [torch_npu._C._npu_getOption(name) for name in ("jitCompile", "ALLOW_INTERNAL_FORMAT")]
+    assert options == [b"disable", b"disable"]

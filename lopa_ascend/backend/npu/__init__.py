@@ -37,6 +37,9 @@ def load_npu_ops(graph_mode: str, *, attention_layout: str = "TND", debug: bool 
 def open_npu() -> None:
     """Makes NPU number LOCAL_RANK of the environment, or 0, the current one of this thread.
 
+    Kernels are then taken as they are installed, instead of being compiled for each new shape, and tensors keep the
+    ND format, which is what the ops of this project take.
+
     Raises:
         ParameterError: this process's NPU does not exist.
         UnsupportedStackError: torch_npu or CANN is missing or too old.
@@ -48,6 +51,8 @@ def open_npu() -> None:
     if index >= count:
         raise ParameterError("device", f"npu {index} is this rank's (LOCAL_RANK); there are {count} on this machine")
     npu.set_device(index)
+    npu.set_compile_mode(jit_compile=False)
+    npu.config.allow_internal_format = False
 
 
 def free_npu_memory() -> int:
