@@ -5,6 +5,8 @@
     python -m scripts.plan --dies 16 --requests 64 --json           the same for 64 requests, as JSON
     python -m scripts.plan --dies 16 --plot planner.png             tokens/s against (tp, bp) as a picture
     python -m scripts.plan --validate                               the rows S1 to S18 of the paper, as one JSON line
+    python -m scripts.plan --measure-cpu cpu.json                   measure this CPU; then --device cpu.json
+    python -m scripts.plan --validate-cpu                           predicted and measured steps of three models here
     python -m scripts.plan --device h200 --constants                the constants of a device with their sources
 
 A prediction is a floor of a step's time, so an upper bound of tokens/s: docs/planner.md says what it counts, where
@@ -72,6 +74,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="with --dies: also write the picture")
     parser.add_argument("--constants", action="store_true", help="print the constants of --device with their sources")
     parser.add_argument("--validate", action="store_true", help="print the paper's rows beside predictions")
+    parser.add_argument(
+        "--measure-cpu", type=Path, metavar="FILE", help="write a description of this CPU (about a minute)"
+    )
+    parser.add_argument(
+        "--validate-cpu",
+        action="store_true",
+        help="measure this CPU, and steps of three random models on it, beside predictions, as one JSON line (minutes)",
+    )
     return parser
 
 
@@ -153,6 +163,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.validate:
         print(json.dumps({"rows": validate()}))
+        return
+    if args.measure_cpu or args.validate_cpu:
+        from scripts.planner import cpu  # imports torch, which the rest does not need
+
+        if args.measure_cpu:
+            args.measure_cpu.write_text(json.dumps(cpu.measure_cpu(), indent=2) + "\n")
+        if args.validate_cpu:
+            print(json.dumps(cpu.validate_cpu()))
         return
     try:
         if args.constants:
