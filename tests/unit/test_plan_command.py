@@ -13,7 +13,6 @@ from scripts.planner.devices import DeviceError, load_device, parse_device
 from scripts.planner.models import load_model
 from scripts.planner.validate import read_paper, validate
 
-
 # ---- data and models -------------------------------------------------------------------------------------------------
 
 
