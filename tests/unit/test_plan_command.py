@@ -102,7 +102,7 @@ def test_the_constants_are_printed_with_their_sources(capsys: pytest.CaptureFixt
     command.main(["--device", "h200", "--constants"])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 + len(devices.CONSTANTS)
-    assert "| memory_bandwidth | 4.8e+12 B/s | NVIDIA data sheet |" in lines
+    assert "| memory_bandwidth | 4.8e+12 B/s | NVIDIA data sheet, by secondary sources |" in lines
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
