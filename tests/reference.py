@@ -102,7 +102,6 @@ class Reference:
             }[self.p.confidence]
             two = allowed.softmax(-1).topk(2).values
             self.near(float(two[0] - two[1]))
-            self.near(top - self.p.tau_conf)
             out[q] = (token, top, conf)
         return out
 
@@ -179,7 +178,7 @@ class Reference:
             if block["state"] != "active":
                 continue
             here = [q for q in predicted if block["start"] <= q < block["end"]]
-            take = [q for q in here if predicted[q][1] > self.p.tau_conf]
+            take = self.accepted(here, predicted)
             if not take and here and block["full"]:
                 ranked = sorted(here, key=lambda q: -predicted[q][2])
                 take = ranked[:1]
@@ -190,6 +189,33 @@ class Reference:
             branch["x"][q] = token
             branch["eos"] |= token in self.eos
         return fills
+
+    def accepted(self, here: list[int], predicted: dict) -> list[int]:
+        """The positions of one block that the acceptance rule lets through: the most that are allowed together."""
+        p = self.p
+        if p.acceptance == "threshold":
+            for q in here:
+                self.near(predicted[q][1] - p.tau_conf)
+            return [q for q in here if predicted[q][1] > p.tau_conf]
+        by_entropy = p.acceptance == "entropy_bound"
+        ranked = sorted(here, key=lambda q: -predicted[q][2 if by_entropy else 1])
+        most = 0
+        for n in range(1, len(ranked) + 1):
+            c = [predicted[q][1] for q in ranked[:n]]
+            if p.acceptance == "factor":
+                room = p.acceptance_factor - (n + 1) * (1 - c[-1])
+            elif by_entropy:
+                entropies = [-predicted[q][2] for q in ranked[:n]]
+                room = p.acceptance_gamma - (sum(entropies) - max(entropies))
+            else:
+                room = max(0.0, sum(c) - (n - 1)) - (1 - c[-1]) - p.acceptance_delta
+            if n > 1 or not by_entropy:  # one position alone is 0 from the largest entropy, exactly
+                self.near(room)
+            if room > 0 or (by_entropy and room >= 0):
+                most = n
+        if 0 < most < len(ranked):
+            self.near(predicted[ranked[most - 1]][1] - predicted[ranked[most]][1])
+        return sorted(ranked[:most])
 
     def spawn(self, winner: dict, predicted: dict, fills: list[tuple[int, int]]) -> list[dict]:
         filled = {q for q, _ in fills}

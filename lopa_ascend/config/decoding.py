@@ -20,6 +20,7 @@ from lopa_ascend.config.kinds import (
 from lopa_ascend.config.settings import GraphSupport, Group, Parameter, check_settings, declare, settings
 
 DECODINGS = ("lopa", "d2f")
+ACCEPTANCES = ("threshold", "factor", "entropy_bound", "frechet")
 CONFIDENCES = ("max_prob", "margin", "neg_entropy")
 BRANCH_SCORES = ("mean", "tail", "window")
 WINDOW_ATTENTIONS = ("block_causal", "full")
@@ -202,6 +203,30 @@ class DecodingParams:
             graphs=GraphSupport.COMPILED,
         ),
     )
+    acceptance: str = declare(
+        "threshold",
+        Parameter(
+            Choice(ACCEPTANCES),
+            'which positions of a block are filled together: "threshold": all above `tau_conf`; the other rules fill '
+            "the most probable positions, as many as a bound of their own allows, and do not use `tau_conf`",
+            group=Group.RESEARCH,
+            graphs=GraphSupport.DEFAULT,
+        ),
+    )
+    acceptance_factor: float = declare(
+        1.0, Parameter(Number(0, 1000), 'bound of `acceptance` "factor"; higher is faster', group=Group.RESEARCH)
+    )
+    acceptance_gamma: float = declare(
+        0.1,
+        Parameter(
+            Number(0, 1000),
+            'bound of `acceptance` "entropy_bound", in nats; higher is faster; needs `confidence` "neg_entropy"',
+            group=Group.RESEARCH,
+        ),
+    )
+    acceptance_delta: float = declare(
+        0.25, Parameter(Number(0, 1), 'bound of `acceptance` "frechet"; lower is faster', group=Group.RESEARCH)
+    )
     branch_score: str = declare(
         "mean",
         Parameter(
@@ -282,6 +307,11 @@ class DecodingParams:
         if self.min_new_tokens > self.max_new_tokens:
             message = f"{self.min_new_tokens} exceeds max_new_tokens {self.max_new_tokens}"
             raise ParameterError("min_new_tokens", message)
+        if self.acceptance == "entropy_bound" and self.confidence != "neg_entropy":
+            message = (
+                f'"entropy_bound" needs confidence "neg_entropy", which gives the entropies; got "{self.confidence}"'
+            )
+            raise ParameterError("acceptance", message)
         if self.temperature < MIN_TEMPERATURE:
             # Nothing is sampled. Equal parameters let equal requests be scored together.
             for name, value in (("temperature", 0.0), ("top_p", None), ("top_k", None), ("min_p", 0.0)):

@@ -110,7 +110,7 @@ class StepRecord:
     fills: tuple[Fill, ...]
     """What was filled after the pass. A winning branch's own token is in ``branches[winner].lookahead``."""
     fallbacks: int
-    """How many of the fills were below tau_conf: the one position that a fully activated block has to fill."""
+    """How many of the fills were not accepted: the one position that a fully activated block has to fill."""
     model_tokens: int
     """Tokens that this rank computed for the request."""
     head_rows: int
