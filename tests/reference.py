@@ -144,10 +144,7 @@ class Reference:
                 predicted = self.predict(logits, branch["x"])
                 seen.append((self.score(branch, predicted), logits, cache, predicted))
             scores = [s[0] for s in seen]
-            winner = scores.index(max(scores))
-            for i, other in enumerate(scores):
-                if i != winner:
-                    self.near(scores[winner] - other)
+            winner = self.choose_winner(branches, [s[3] for s in seen], scores)
             _, logits, cache, predicted = seen[winner]
             chosen = branches[winner]
             fills = self.fill(chosen, predicted)
@@ -158,6 +155,13 @@ class Reference:
                 self.last = logits[commit - 1]
                 self.length = keep
             branches = self.spawn(chosen, predicted, fills)
+
+    def choose_winner(self, branches: list[dict], predicted: list[dict], scores: list[float]) -> int:
+        winner = scores.index(max(scores))
+        for i, other in enumerate(scores):
+            if i != winner:
+                self.near(scores[winner] - other)
+        return winner
 
     def open_and_activate(self, branch: dict) -> None:
         p, blocks = self.p, branch["blocks"]
@@ -173,6 +177,13 @@ class Reference:
                 block["full"] = True
 
     def fill(self, branch: dict, predicted: dict) -> list[tuple[int, int]]:
+        fills = self.choice(branch, predicted)
+        for q, token in fills:
+            branch["x"][q] = token
+            branch["eos"] |= token in self.eos
+        return fills
+
+    def choice(self, branch: dict, predicted: dict) -> list[tuple[int, int]]:
         fills = []
         for block in branch["blocks"]:
             if block["state"] != "active":
@@ -185,9 +196,6 @@ class Reference:
                 if len(ranked) > 1:
                     self.near(predicted[ranked[0]][2] - predicted[ranked[1]][2])
             fills += [(q, predicted[q][0]) for q in take]
-        for q, token in fills:
-            branch["x"][q] = token
-            branch["eos"] |= token in self.eos
         return fills
 
     def accepted(self, here: list[int], predicted: dict) -> list[int]:
@@ -229,6 +237,7 @@ class Reference:
             branch["x"][q] = predicted[q][0]
             branch["eos"] |= predicted[q][0] in self.eos
             branch["creation"] = predicted[q][2]
+            branch["draft"] = (q, predicted[q][0])
             branches.append(branch)
         winner["creation"] = 1.0
         branches.append(winner)

@@ -22,6 +22,7 @@ from lopa_ascend.config.settings import GraphSupport, Group, Parameter, check_se
 DECODINGS = ("lopa", "d2f")
 ACCEPTANCES = ("threshold", "factor", "entropy_bound", "frechet")
 CONFIDENCES = ("max_prob", "margin", "neg_entropy")
+BRANCH_ACCEPTANCES = ("published", "verified", "exact")
 BRANCH_SCORES = ("mean", "tail", "window")
 WINDOW_ATTENTIONS = ("block_causal", "full")
 MIN_TEMPERATURE = 0.01
@@ -227,6 +228,17 @@ class DecodingParams:
     acceptance_delta: float = declare(
         0.25, Parameter(Number(0, 1), 'bound of `acceptance` "frechet"; lower is faster', group=Group.RESEARCH)
     )
+    branch_acceptance: str = declare(
+        "published",
+        Parameter(
+            Choice(BRANCH_ACCEPTANCES),
+            'which branch wins: "published": that with the highest score; "verified": that which fills most, of those '
+            'whose lookahead token "d2f" would fill now; "exact": that which "d2f" would have next, so that the answer '
+            'is that of "d2f"',
+            group=Group.RESEARCH,
+            graphs=GraphSupport.DEFAULT,
+        ),
+    )
     branch_score: str = declare(
         "mean",
         Parameter(
@@ -316,6 +328,9 @@ class DecodingParams:
             # Nothing is sampled. Equal parameters let equal requests be scored together.
             for name, value in (("temperature", 0.0), ("top_p", None), ("top_k", None), ("min_p", 0.0)):
                 object.__setattr__(self, name, value)
+        if self.branch_acceptance == "exact" and self.temperature:
+            # A draw depends on the number of its forward pass, which is another one than d2f's.
+            raise ParameterError("branch_acceptance", f'"exact" needs temperature 0, got {self.temperature}')
 
     @property
     def lookaheads(self) -> int:

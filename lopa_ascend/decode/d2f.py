@@ -10,6 +10,12 @@ from lopa_ascend.decode.blocks import Block, BlockState, Branch, threshold_count
 from lopa_ascend.types import BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord
 
 
+def predictions(row: RowPlan, result: RowResult) -> list[Fill]:
+    """What one row would put into its masked positions."""
+    columns = zip(row.masked, result.tokens, result.max_probs, result.confidences, strict=True)
+    return [Fill(*column) for column in columns]
+
+
 class D2F:
     """One sequence under D2F.
 
@@ -130,18 +136,13 @@ class D2F:
             model_tokens: see ``StepRecord``.
             head_rows: see ``StepRecord``.
         """
-        winner, scores = self._select(results)
-        branch, row, result = self.branches[winner], plan.rows[winner], results[winner]
+        winner, scores = self._select(plan, results)
+        branch, row = self.branches[winner], plan.rows[winner]
         records = tuple(
             BranchRecord(b.lookahead, r.end, len(r.masked), score)
             for b, r, score in zip(self.branches, plan.rows, scores, strict=True)
         )
-        predicted = [
-            Fill(position, token, max_prob, confidence)
-            for position, token, max_prob, confidence in zip(
-                row.masked, result.tokens, result.max_probs, result.confidences, strict=True
-            )
-        ]
+        predicted = predictions(row, results[winner])
         fills, fallbacks = self._choose(branch, predicted)
         for fill in fills:
             branch.fill(fill, self.ends)
@@ -167,8 +168,8 @@ class D2F:
         self.num_forwards += 1
         return record
 
-    def _select(self, results: Sequence[RowResult]) -> tuple[int, list[float]]:
-        """(index of the winner, the branch scores)."""
+    def _select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, list[float]]:
+        """(index of the winner, the branch scores). The arguments are those of ``absorb``."""
         confidences = results[0].confidences
         return 0, [sum(confidences) / len(confidences) if confidences else 1.0]
 
