@@ -15,5 +15,5 @@ setup(
     packages=sorted({*inside, *OUTSIDE}),
     package_dir=OUTSIDE,
     include_package_data=False,  # exactly what the next line says, whatever an sdist's file list holds
-    package_data={"lopa_ascend": ["py.typed", "demo/*.jsonl", "demo/model/*"]},
+    package_data={"lopa_ascend": ["py.typed", "demo/*.jsonl", "demo/model/*", "config/presets.json"]},
 )

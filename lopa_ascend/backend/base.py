@@ -8,7 +8,7 @@ one float dtype, that of the model, and lie on ``Ops.device``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,6 +66,17 @@ class Ops(Protocol):
 
         Returns:
             [T, out].
+        """
+        ...
+
+    def settle(self, weights: Iterable[Tensor]) -> str:
+        """Decides at start how ``linear`` computes, so that no row depends on the others.
+
+        Args:
+            weights: one for each linear layer that will be computed, as ``stored`` returned them.
+
+        Returns:
+            What is known of the independence of rows on this device, in words.
         """
         ...
 

@@ -16,6 +16,7 @@ from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.fields import ConfigError
 from lopa_ascend.config.limits import Limits
 from lopa_ascend.config.model import DREAM, ModelConfig
+from lopa_ascend.config.presets import Preset, find_preset, presets
 from lopa_ascend.config.settings import GraphSupport
 
 __all__ = [
@@ -34,4 +35,7 @@ __all__ = [
     "Limits",
     "ModelConfig",
     "ParameterError",
+    "Preset",
+    "find_preset",
+    "presets",
 ]

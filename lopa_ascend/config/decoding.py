@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.kinds import (
@@ -17,6 +18,7 @@ from lopa_ascend.config.kinds import (
     TokenNumbers,
     Words,
 )
+from lopa_ascend.config.presets import find_preset
 from lopa_ascend.config.settings import GraphSupport, Group, Parameter, check_settings, declare, settings
 
 DECODINGS = ("lopa", "d2f")
@@ -350,6 +352,23 @@ class DecodingParams:
         """``eos_token_id``, which is never a single id after construction; None: the model's own ids."""
         assert not isinstance(self.eos_token_id, int)
         return self.eos_token_id
+
+    @classmethod
+    def preset(cls, name: str, **options: Any) -> DecodingParams:
+        """The parameters of a published evaluation, such as "S13" of the LoPA paper; see docs/decoding.md.
+
+        Args:
+            name: of the preset.
+            options: parameters in place of the preset's.
+
+        Raises:
+            ParameterError: there is no such preset, or an option is not allowed.
+        """
+        found = find_preset(name)
+        for option in options:
+            if option not in cls.names():
+                raise ParameterError(option, f"unknown option; choose from {', '.join(cls.names())}")
+        return cls(**found.merged(options))
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

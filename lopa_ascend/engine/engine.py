@@ -60,6 +60,8 @@ class Engine:
         prepared = self._prepare()
         model = prepared.model_source.load(prepared.ops, self.mesh.tp)
         self.model_config = model.config
+        matrices = [weight for weight in (*model.weights.values(), model.head) if weight.dim() == 2]
+        self._linear = prepared.ops.settle(matrices)
         pool, page_bytes = self._make_pool(model, prepared)
         self.kv_cache_memory = pool.num_pages * page_bytes
         self.limits = request_limits(config, prepared, self.model_config, pool.num_pages)
@@ -128,6 +130,7 @@ class Engine:
             num_graphs=graphs.num_buckets if graphs else 0,
             graphs=graphs.memory if graphs else 0,
             free=free_memory(config.device, config.world_size),
+            linear=self._linear,
         )
         reports = self.mesh.all_gather_text("memory", msgspec.json.encode(own).decode())
         return tuple(msgspec.json.decode(text, type=RankReport) for text in reports)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,6 +18,7 @@ import yaml
 from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.config.kinds import Boolean, Choice
+from lopa_ascend.config.presets import LIST, find_preset, presets_text
 from lopa_ascend.parallel.launch import Rendezvous, rank_in_environment
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.flags import (
@@ -36,6 +38,7 @@ EXAMPLES = """\
 examples:
   python -m lopa_ascend.serve                                  the bundled model on http://127.0.0.1:8000
   python -m lopa_ascend.serve --model Dream-v0-Instruct-7B --lora-path D2F_Dream_Instruct_7B_Lora --dtype bfloat16
+  python -m lopa_ascend.serve --preset S13 --tau-conf 0.8      the decoding of a row of the LoPA paper, but one value
   python -m lopa_ascend.serve --num-branches 7 --tau-conf 0.8  fewer forward passes, a little less accurate
 """
 
@@ -61,7 +64,8 @@ def build_parser() -> argparse.ArgumentParser:
 def parse_args(argv: Sequence[str] | None = None) -> ServeConfig:
     """The configuration that a command line asks for.
 
-    A wrong value ends the process with status 2 and a message that names the flag.
+    A wrong value ends the process with status 2 and a message that names the flag. "--preset list" prints all presets
+    and ends the process with status 0.
 
     Args:
         argv: the arguments; None: those of this process.
@@ -71,6 +75,9 @@ def parse_args(argv: Sequence[str] | None = None) -> ServeConfig:
     try:
         if (file := given.pop("config", None)) is not None:
             given = {**_read_config(Path(file)), **given}
+        if given.get("preset") == LIST:
+            sys.stdout.write(presets_text())
+            parser.exit()
         if API_KEY in os.environ:
             given.setdefault("api_key", os.environ[API_KEY])
         return _serve_config(given)
@@ -85,12 +92,15 @@ def _serve_config(given: Mapping[str, Any]) -> ServeConfig:
         ParameterError: a value is not allowed, or two values do not go together; ``param`` is the name of the flag.
     """
     decoding = _fields(given, DECODING_FLAGS)
+    if "preset" in given:
+        decoding = find_preset(given["preset"]).merged(decoding)
     params = DecodingParams(**decoding)
     # Graphs are compiled for what most requests will ask for, unless a flag says otherwise.
     graph_defaults = {setting: getattr(params, name) for setting, name in GRAPH_DEFAULTS.items()}
     engine = EngineConfig(**{**graph_defaults, **_fields(given, ENGINE_FLAGS)})
     if params.lookaheads > engine.max_num_branches:
-        by_default = "" if "num_branches" in given else " by default"
+        by_default = f" by preset {given['preset']}" if "preset" in given else " by default"
+        by_default = "" if "num_branches" in given else by_default
         message = f"is {params.lookaheads}{by_default}, which exceeds --max-num-branches {engine.max_num_branches}"
         raise ParameterError("num_branches", message)
     if rank_in_environment() is not None:

@@ -46,6 +46,16 @@ class ServeConfig:
             Integer(0, 2**31 - 1), "requests that may wait; further ones get a 503 with Retry-After", group=Group.ENGINE
         ),
     )
+    preset: str | None = declare(
+        None,
+        Setting(
+            Text(),
+            "defaults for requests from a published evaluation, e.g. S13 of the LoPA paper, which the flags below "
+            "override; list: print all presets. It chooses neither a model nor ranks",
+            group=Group.DECODING,
+            metavar="NAME",
+        ),
+    )
     host: str = declare("127.0.0.1", Setting(Text(), "address to listen on", group=Group.SERVER, metavar="ADDRESS"))
     port: int = declare(8000, Setting(Integer(0, 65535), "port to listen on; 0: a free one", group=Group.SERVER))
     api_key: str | None = declare(

@@ -20,6 +20,7 @@ from fastapi import FastAPI
 
 from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
 from lopa_ascend.config.files import read_text
+from lopa_ascend.config.presets import find_preset
 from lopa_ascend.config.sizes import format_size
 from lopa_ascend.demo import DEMO_MODEL, HELD_OUT
 from lopa_ascend.kv.pages import slots_for
@@ -258,10 +259,20 @@ def _greeting(client: EngineClient, config: ServeConfig, listener: socket.socket
         f"{ready.dtype} on {ready.device}\n"
         f"{_ranks_line(config.engine, params)}"
         f"{_memory_lines(config.engine, ready.ranks)}"
+        f"{_preset_line(config, ready.dtype)}"
         f"decoding  {shown}\n"
         f"serving   {url}  (API documentation: {url}/docs)\n\n"
         f"curl {url}{route}{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}\n\n"
     )
+
+
+def _preset_line(config: ServeConfig, dtype: str) -> str:
+    """What the published row of the preset ran on, beside what runs here; nothing without a preset."""
+    if config.preset is None:
+        return ""
+    engine, launch = config.engine, find_preset(config.preset).launch
+    here = f"{engine.device}, {dtype}, tp {engine.tensor_parallel_size} x bp {engine.branch_parallel_size}"
+    return f"preset    {config.preset}: published with {launch}; here {here}\n"
 
 
 def _ranks_line(engine: EngineConfig, params: DecodingParams) -> str:

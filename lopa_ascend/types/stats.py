@@ -31,6 +31,8 @@ class RankReport:
     """Memory of the graphs, as far as it is known."""
     free: int
     """What could still be allocated."""
+    linear: str
+    """Whether rows of linear layers are independent of one another on this rank, in words."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +17,7 @@ from torch import Tensor
 from lopa_ascend.backend.base import Entries
 from lopa_ascend.backend.cpu import compiled
 from lopa_ascend.backend.cpu.attention import plan_attention, planned_attention
-
-MIN_ROWS = 16
-"""With fewer rows MKL takes kernels that sum in another order, and a row would depend on how many there are."""
-WIDENED_ROWS = 1024
-"""Rows of a weight that are converted to float32 at a time."""
+from lopa_ascend.backend.cpu.products import Products
 
 
 def keep_freed_memory() -> None:
@@ -43,24 +39,6 @@ def emulated_dtypes() -> frozenset[torch.dtype]:
     return frozenset({torch.float16} if has_bfloat16 else {torch.float16, torch.bfloat16})
 
 
-def widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A linear layer computed in float32 and rounded once; the weight is converted in parts that stay in the cache.
-
-    Args:
-        x: [T, in], of any float dtype.
-        weight: [out, in], of the dtype of x.
-        bias: [out], of the dtype of x.
-
-    Returns:
-        [T, out], of the dtype of x.
-    """
-    wide, out = x.float(), x.new_empty(x.shape[0], weight.shape[0])
-    for begin in range(0, weight.shape[0], WIDENED_ROWS):
-        rows = slice(begin, begin + WIDENED_ROWS)
-        out[:, rows] = F.linear(wide, weight[rows].float(), None if bias is None else bias[rows].float())
-    return out
-
-
 class CpuOps:
     """``Ops`` on a CPU."""
 
@@ -68,19 +46,17 @@ class CpuOps:
         keep_freed_memory()
         self.gathered_bytes = 0
         self.device = torch.device("cpu")
-        self._emulated = emulated_dtypes()
+        self._products = Products(emulated_dtypes(), F.linear)
         self._number = compiled.register(self)
 
     def stored(self, weight: Tensor) -> Tensor:
         return weight
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        rows = x.shape[0]
-        if rows < MIN_ROWS:
-            x = F.pad(x, (0, 0, 0, MIN_ROWS - rows))
-        if weight.dtype in self._emulated:
-            return widened_linear(x, weight, bias)[:rows]
-        return F.linear(x, weight, bias)[:rows]
+        return self._products(x, weight, bias)
+
+    def settle(self, weights: Iterable[Tensor]) -> str:
+        return self._products.settle(weights)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)

@@ -1,0 +1,121 @@
+"""Products of activations with weights, in which no row depends on how many rows are multiplied at once.
+
+A matrix library picks its kernel, and with it the order of its sums, by the number of rows. So the same row can get
+other bits alone than among others. With float32 and at least ``MIN_ROWS`` rows that was not seen; oneDNN's bfloat16
+kernels for AMX do it. Therefore each weight is tried at start. Where rows differ, the library is always given the same
+number of rows: kernels are then always the same, at the price of rows of padding.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+MIN_ROWS = 16
+"""With fewer rows MKL takes kernels that sum in another order, and a row would depend on how many there are."""
+ROW_COUNTS = (16, 17, 23, 32, 33, 47, 64, 100, 128, 200, 256, 300, 512, 700, 1000)
+"""Numbers of rows that are compared with ``MOST_ROWS``."""
+MOST_ROWS = 1024
+MOST_OUTPUTS = 16384
+"""Outputs of a weight that are tried. With all outputs of a large vocabulary a start would take a minute longer."""
+PIECES = (64, 128, 256, 512)
+"""Numbers of rows to compute at a time, the preferred ones first. A small one pads small steps less."""
+WIDENED_ROWS = 1024
+"""Rows of a weight that are converted to float32 at a time, so that they stay in the cache."""
+
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""The library's ``linear(x, weight, bias)``."""
+Kind = tuple[torch.Size, torch.dtype]
+"""(shape of a weight, dtype): what the library picks a kernel by, besides the number of rows."""
+
+
+class Products:
+    """The linear layers of one process.
+
+    Args:
+        emulated: dtypes that are multiplied in float32.
+        multiply: the library's linear layer.
+    """
+
+    def __init__(self, emulated: Iterable[torch.dtype], multiply: Multiply):
+        self._emulated = frozenset(emulated)
+        self._multiply = multiply
+        self._rows_at_a_time: dict[Kind, int | None] = {}
+        """By kind of weight the number of rows of every call. 0: any number from ``MIN_ROWS``; None: any, because no
+        number makes rows independent."""
+
+    def settle(self, weights: Iterable[Tensor]) -> str:
+        """Tries how rows depend on one another for weights [out, in], and decides how each kind is computed.
+
+        Returns:
+            The finding, in words.
+        """
+        for weight in weights:
+            is_emulated = weight.dtype in self._emulated
+            for part in weight.split(WIDENED_ROWS) if is_emulated else (weight,):
+                kind = part.shape, torch.float32 if is_emulated else part.dtype
+                if kind not in self._rows_at_a_time:
+                    self._rows_at_a_time[kind] = self._find_rows(part[:MOST_OUTPUTS].to(kind[1]))
+        dependent = [kind for kind, rows in self._rows_at_a_time.items() if rows is None]
+        if dependent:
+            shapes = ", ".join(f"{list(shape)} in {dtype}" for shape, dtype in sorted(dependent, key=str))
+            found = f"rows depend on one another in their last bits, with weights {shapes}"
+            logger.warning("%s: a request's tokens may depend on the requests beside it", found)
+            return found
+        pieces = sorted({rows for rows in self._rows_at_a_time.values() if rows})
+        if pieces:
+            return f"rows are independent, because {' or '.join(map(str, pieces))} are computed at a time"
+        return "rows are independent"
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x [T, in] times the transpose of weight [out, in], plus bias [out] -> [T, out]."""
+        if weight.dtype not in self._emulated:
+            return self._product(x, weight, bias)
+        wide, out = x.float(), x.new_empty(x.shape[0], weight.shape[0])
+        first = 0
+        for part in weight.split(WIDENED_ROWS):
+            columns = slice(first, first := first + len(part))
+            out[:, columns] = self._product(wide, part.float(), None if bias is None else bias[columns].float())
+        return out
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        at_a_time = self._rows_at_a_time.get((weight.shape, weight.dtype))
+        if at_a_time:
+            return self.in_pieces(x, weight, bias, at_a_time)
+        padded = F.pad(x, (0, 0, 0, MIN_ROWS - len(x))) if len(x) < MIN_ROWS else x
+        return self._multiply(padded, weight, bias)[: len(x)]
+
+    def in_pieces(self, x: Tensor, weight: Tensor, bias: Tensor | None, at_a_time: int) -> Tensor:
+        """The product with so many rows in every call of the library, the last of which has rows of padding."""
+        padded = F.pad(x, (0, 0, 0, -len(x) % at_a_time))
+        pieces = [self._multiply(piece, weight, bias) for piece in padded.split(at_a_time)]
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[: len(x)]
+
+    # ---- trying ----------------------------------------------------------------------------------------------------
+
+    def _find_rows(self, weight: Tensor) -> int | None:
+        """How many rows to compute at a time so that rows are independent; 0 for any number, None if none was found."""
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(MOST_ROWS, weight.shape[1], generator=generator).to(weight.dtype)
+        whole = self._multiply(x, weight, None)
+        if all(self._same_rows(x, whole, weight, count) for count in ROW_COUNTS):
+            return 0
+        for at_a_time in PIECES:
+            whole = self.in_pieces(x, weight, None, at_a_time)
+            # The first rows are computed at the same places anyway: what is tried is rows at other places.
+            shifted = (x[shift:] for shift in (1, MIN_ROWS, at_a_time // 2 + 1))
+            if all(torch.equal(self.in_pieces(rows, weight, None, at_a_time), whole[-len(rows) :]) for rows in shifted):
+                return at_a_time
+        return None
+
+    def _same_rows(self, x: Tensor, whole: Tensor, weight: Tensor, count: int) -> bool:
+        """Whether some rows have the bits alone that they have among all, where they lie at other places."""
+        first = (len(x) - count) // 2 + 1
+        rows = slice(first, first + count)
+        return torch.equal(self._multiply(x[rows], weight, None), whole[rows])

@@ -1,0 +1,164 @@
+"""Settings of published evaluations by name, such as S13: decoding parameters, prompt format, and the launch they had.
+
+All of them stand in presets.json, each decoding parameter with where it comes from: "paper", "script" (the published
+code), or "inferred", which nothing published says.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from lopa_ascend.config.errors import ParameterError
+
+FILE = Path(__file__).with_name("presets.json")
+LIST = "list"
+"""What --preset takes in place of a name, to print all presets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptFormat:
+    """How an evaluation makes prompts for a model."""
+
+    name: str
+    model: str
+    """Checkpoint and adapter."""
+    add_bos: bool
+    """A BOS token stands in front of the prompt."""
+    chat_template: bool
+    fewshot_as_multiturn: bool
+    """The examples are turns of the conversation."""
+    system: str | None
+    """The system message; None: the template's own, or none."""
+    user: str
+    """What the problem becomes in the user's message, with {prompt} for the problem."""
+    answer_prefix: str
+    """Text with which the assistant's turn begins; the model goes on from it."""
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What a published row ran on. A preset says it, and does not set it."""
+
+    hardware: str
+    precision: str
+    """bf16 or w8a8."""
+    tensor_parallel_size: int
+    branch_parallel_size: int
+
+    def __str__(self) -> str:
+        return f"{self.hardware}, {self.precision}, tp {self.tensor_parallel_size} x bp {self.branch_parallel_size}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """The settings of one published evaluation."""
+
+    name: str
+    title: str
+    decoding: Mapping[str, Any]
+    """Decoding parameters by name."""
+    certainty: Mapping[str, str]
+    """Where each decoding parameter comes from."""
+    launch: Launch
+    tasks: Mapping[str, int]
+    """Task of lm-eval or evalplus -> examples in the prompt."""
+    prompts: tuple[PromptFormat, ...]
+    """Formats, one for each model that was evaluated."""
+    postprocessing: str
+    """What becomes of answers before they are scored."""
+    source: str
+
+    def merged(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The preset's decoding parameters with explicit ones in their place.
+
+        A number of branches belongs to the preset's ``decoding``: with another one it is left out.
+        """
+        own = dict(self.decoding)
+        if options.get("decoding", own["decoding"]) != own["decoding"]:
+            del own["num_branches"]
+        return {**own, **options}
+
+
+@cache
+def presets() -> Mapping[str, Preset]:
+    """All presets by name, in the order of the papers' tables."""
+    content = json.loads(FILE.read_text("utf-8"))
+    formats = {name: PromptFormat(name=name, **fields) for name, fields in content["prompts"].items()}
+    found = {}
+    for name, own in content["presets"].items():
+        fields = {**content["groups"][own["group"]], **own}
+        decoding = {**content["groups"][own["group"]]["decoding"], **own["decoding"]}
+        found[name] = Preset(
+            name=name,
+            title=fields["title"],
+            decoding={parameter: value for parameter, (value, _) in decoding.items()},
+            certainty={parameter: certainty for parameter, (_, certainty) in decoding.items()},
+            launch=Launch(**fields["launch"]),
+            tasks=fields["tasks"],
+            prompts=tuple(formats[prompt] for prompt in fields["prompts"]),
+            postprocessing=content["postprocessing"][fields["postprocessing"]],
+            source=fields["source"],
+        )
+    return found
+
+
+def find_preset(name: object) -> Preset:
+    """A preset by its name.
+
+    Raises:
+        ParameterError: there is none of this name; the message lists all.
+    """
+    found = presets().get(name) if isinstance(name, str) else None
+    if found is None:
+        raise ParameterError("preset", f"unknown value {name!r}; choose one of {', '.join(presets())}")
+    return found
+
+
+def presets_text() -> str:
+    """All presets with their values and sources, for people. What neighbours have in common is there once."""
+    blocks = []
+    for common, members in groupby(presets().values(), _common_text):
+        blocks.append("\n".join([common, *(f"  {preset.name}\n{_flags_text(preset)}" for preset in members), ""]))
+    return "\n".join(blocks)
+
+
+def _flags_text(preset: Preset) -> str:
+    """The decoding parameters as flags."""
+    flags = []
+    for name, value in preset.decoding.items():
+        flag = name.replace("_", "-")
+        # A non-breaking space keeps a flag and its value on one line.
+        flags.append(f"--no-{flag}" if value is False else f"--{flag}" if value is True else f"--{flag}\xa0{value}")
+    indent = " " * 6
+    text = textwrap.fill(" ".join(flags), 112, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    return text.replace("\xa0", " ")
+
+
+def _common_text(preset: Preset) -> str:
+    """Everything but the values of the decoding parameters."""
+    tasks = ", ".join(f"{task} ({shots}-shot)" for task, shots in preset.tasks.items())
+    lines = [
+        preset.title,
+        f"  source  {preset.source}",
+        f"  ran on  {preset.launch}",
+        f"  tasks   {tasks}; answers are {preset.postprocessing}",
+    ]
+    for prompt in preset.prompts:
+        parts = ["BOS" if prompt.add_bos else "no BOS", "chat template" if prompt.chat_template else "no template"]
+        parts += ["examples as turns"] if prompt.fewshot_as_multiturn else []
+        parts += [f"system {prompt.system!r}"] if prompt.system else []
+        parts += [f"user {prompt.user!r}"] if prompt.user != "{prompt}" else []
+        parts += [f"answer begins with {prompt.answer_prefix!r}"] if prompt.answer_prefix else []
+        lines.append(f"  prompt  {prompt.name} ({prompt.model}): {', '.join(parts)}")
+    for certainty in dict.fromkeys(preset.certainty.values()):
+        names = ", ".join(sorted(name for name, value in preset.certainty.items() if value == certainty))
+        lines.append(f"  from    {names} ({certainty})")
+    return "\n".join(lines)

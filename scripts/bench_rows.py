@@ -1,0 +1,69 @@
+"""Prices linear layers whose rows are independent of one another, on this processor.
+
+    python -m scripts.bench_rows                                      float32, 768 inputs, 4,096 outputs
+    python -m scripts.bench_rows --dtype bfloat16 --threads 2
+
+Prints what is found on this processor (see ``lopa_ascend.backend.cpu.products``), and a Markdown table: milliseconds of
+CPU time of the layer by number of rows, with all rows in one call of the matrix library, and with a fixed number of
+rows in each call. Every figure is the smallest of some calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+
+from lopa_ascend.config.help import HelpFormatter
+
+ROWS = (1, 16, 33, 64, 100, 128, 300, 512, 1024)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench_rows", description=__doc__, formatter_class=HelpFormatter
+    )
+    parser.add_argument("--inputs", type=int, default=768, metavar="N", help="inputs of the layer (default: 768)")
+    parser.add_argument("--outputs", type=int, default=4096, metavar="N", help="outputs of the layer (default: 4096)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of the weight")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of torch (default: 1)")
+    parser.add_argument("--calls", type=int, default=7, metavar="N", help="calls a figure (default: 7)")
+    return parser
+
+
+def milliseconds(call: Callable[[], object], calls: int) -> float:
+    """CPU time of the fastest of some calls."""
+    times = []
+    for _ in range(calls):
+        start = time.process_time()
+        call()
+        times.append(time.process_time() - start)
+    return 1000 * min(times)
+
+
+def main() -> None:
+    args = build_parser().parse_args()
+    import torch  # takes seconds
+    import torch.nn.functional as F
+
+    from lopa_ascend.backend.cpu.ops import emulated_dtypes
+    from lopa_ascend.backend.cpu.products import PIECES, Products
+
+    torch.set_num_threads(args.threads)
+    dtype = getattr(torch, args.dtype)
+    weight = torch.randn(args.outputs, args.inputs).to(dtype)
+    products, library = Products(emulated_dtypes(), F.linear), Products((), F.linear)
+    print(f"{products.settle([weight])}\n")
+    print("| rows | all in one call |" + "".join(f" {piece} a call |" for piece in PIECES))
+    print("|" + "---|" * (2 + len(PIECES)))
+    for rows in ROWS:
+        x = torch.randn(rows, args.inputs).to(dtype)
+        figures = [milliseconds(partial(library, x, weight, None), args.calls)]
+        for piece in PIECES:
+            figures.append(milliseconds(partial(library.in_pieces, x, weight, None, piece), args.calls))
+        print(f"| {rows} |" + "".join(f" {figure:.2f} |" for figure in figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Predicts how fast a decoding step can be on a device, what bounds it, and how best to use some dies.
+
+    python -m scripts.plan --tp 4 --bp 4 --k 3 --precision w8a8     one plan for Dream-7B on 910C dies
+    python -m scripts.plan --dies 16                                the best (tp, bp, k) for one request
+    python -m scripts.plan --dies 16 --requests 64 --json           the same for 64 requests, as JSON
+    python -m scripts.plan --dies 16 --plot planner.png             tokens/s against (tp, bp) as a picture
+    python -m scripts.plan --validate                               the rows S1 to S18 of the paper, as one JSON line
+    python -m scripts.plan --measure-cpu cpu.json                   measure this CPU; then --device cpu.json
+    python -m scripts.plan --validate-cpu                           predicted and measured steps of three models here
+    python -m scripts.plan --device h200 --constants                the constants of a device with their sources
+
+A prediction is a floor of a step's time, so an upper bound of tokens/s: docs/planner.md says what it counts, where
+each constant comes from, and how far the paper's rows are from it. Tokens per forward pass (TPF) are an input.
+Collectives are counted twice, with optimistic and with pessimistic fixed costs, because no measured table of them is
+public.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lopa_ascend.config import ConfigError, ModelConfig
+from lopa_ascend.config.help import HelpFormatter
+from scripts.planner.devices import Device, DeviceError, constants_table, known_devices, load_device
+from scripts.planner.models import known_models, load_model
+from scripts.planner.search import DEFAULT_TPF, Plan, all_plans, best_plan, plan, tokens_per_forward
+from scripts.planner.step import COLLECTIVES, PRECISIONS, Workload
+from scripts.planner.validate import validate
+
+TERMS = ("weights", "kv", "flops", "launches", "host", "collectives", "device", "step")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m scripts.plan", description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument(
+        "--model",
+        default="Dream-7B",
+        metavar="MODEL",
+        help=f"{' or '.join(known_models())}, or a directory with a config.json (default: Dream-7B)",
+    )
+    parser.add_argument(
+        "--device",
+        default="910c",
+        metavar="DEVICE",
+        help=f"{' or '.join(known_devices())}, or a JSON file like scripts/planner/devices.json (default: 910c)",
+    )
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of the weights (default: bf16)")
+    for name, default, least, text in (
+        ("tp", None, 1, "tensor parallel size"),
+        ("bp", None, 1, "branch parallel size"),
+        ("k", None, 0, "lookahead branches beside the anchor"),
+        ("window", 128, 1, "positions of a branch that one pass computes"),
+        ("context", 1024, 0, "cached positions in front of the window"),
+        ("requests", 1, 1, "requests at the same time, of all replicas"),
+        ("dies", None, 1, "find the best (tp, bp, k) on at most so many dies; more make replicas"),
+    ):
+        shown = "" if default is None else f" (default: {default})"
+        parser.add_argument(f"--{name}", type=_integer(least), default=default, metavar="N", help=text + shown)
+    parser.add_argument(
+        "--tpf",
+        nargs="+",
+        type=_tokens_per_forward,
+        metavar="X",
+        help="tokens per forward pass: one number for the given --k, or pairs K:X between which it is interpolated "
+        "(default: " + " ".join(f"{k}:{tpf}" for k, tpf in DEFAULT_TPF.items()) + ", D2F-Dream on GSM8K in the paper)",
+    )
+    parser.add_argument(
+        "--collectives", choices=COLLECTIVES, default="optimistic", help="which ones choose the best plan"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="with --dies: also write the picture")
+    parser.add_argument("--constants", action="store_true", help="print the constants of --device with their sources")
+    parser.add_argument("--validate", action="store_true", help="print the paper's rows beside predictions")
+    parser.add_argument(
+        "--measure-cpu", type=Path, metavar="FILE", help="write a description of this CPU (about a minute)"
+    )
+    parser.add_argument(
+        "--validate-cpu",
+        action="store_true",
+        help="measure this CPU, and steps of three random models on it, beside predictions, as one JSON line (minutes)",
+    )
+    return parser
+
+
+def _integer(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be an integer of at least {least}, got {text!r}")
+        return int(text)
+
+    return parse
+
+
+def _tokens_per_forward(text: str) -> tuple[int | None, float]:
+    """The pair (k, TPF) of a text such as 3:6.5; k is None where the text is one number."""
+    before, colon, after = text.rpartition(":")
+    try:
+        pair = (int(before) if colon else None, float(after))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number or K:NUMBER, got {text!r}") from None
+    if not 0 < pair[1] < 1e6 or (pair[0] or 0) < 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text!r}")
+    return pair
+
+
+def _known_tpf(args: argparse.Namespace) -> dict[int, float]:
+    """TPF by k, from --tpf.
+
+    Raises:
+        ValueError: one number without --k, or together with pairs.
+    """
+    if args.tpf is None:
+        return dict(DEFAULT_TPF)
+    single = [tpf for k, tpf in args.tpf if k is None]
+    if not single:
+        return dict(args.tpf)
+    if len(args.tpf) > 1:
+        raise ValueError("--tpf takes one number, or pairs K:X")
+    if args.k is None:
+        raise ValueError("--tpf with one number needs --k; give pairs K:X to compare numbers of branches")
+    return {args.k: single[0]}
+
+
+def _plans(args: argparse.Namespace, model: ModelConfig, device: Device) -> list[Plan]:
+    """The plans that the command line asks for, the best one first.
+
+    Raises:
+        ValueError: the flags do not go together, or nothing fits.
+    """
+    known = _known_tpf(args)
+    work = Workload(precision=args.precision, window=args.window, context=args.context, requests=args.requests)
+    given = {name: getattr(args, name) for name in ("tp", "bp", "k") if getattr(args, name) is not None}
+    if args.dies is not None and not given.keys() & {"tp", "bp"}:
+        if args.k is not None:
+            known = {args.k: tokens_per_forward(known, args.k)}
+        best = best_plan(model, device, work, known, args.dies, args.collectives)
+        return [best, *all_plans(model, device, work, known, args.dies)]
+    if args.plot:
+        raise ValueError("--plot needs --dies, without --tp and --bp")
+    fields = {"tp": 1, "bp": 1, "k": 3, **given}
+    chosen = Workload(**{**vars(work), **fields})
+    return [plan(model, device, chosen, tokens_per_forward(known, chosen.k), args.dies)]
+
+
+def _print_table(best: Plan) -> None:
+    found = best.as_json()
+    print(
+        f"tp {found['tp']} x bp {found['bp']}, k = {found['k']}, {found['replicas']} replica(s), TPF {found['tpf']}\n"
+    )
+    print("| collectives | " + " | ".join(f"{term}, ms" for term in TERMS) + " | bound by | tokens/s, at most |")
+    print("|---" * (len(TERMS) + 3) + "|")
+    for case in COLLECTIVES:
+        row = found[case]
+        cells = [f"{row[f'{term}_ms']:.2f}" for term in TERMS]
+        print(f"| {case} | {' | '.join(cells)} | {row['bound_by']} | {row['tokens_per_second']:.0f} |")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.validate:
+        print(json.dumps({"rows": validate()}))
+        return
+    if args.measure_cpu or args.validate_cpu:
+        from scripts.planner import cpu  # imports torch, which the rest does not need
+
+        if args.measure_cpu:
+            args.measure_cpu.write_text(json.dumps(cpu.measure_cpu(), indent=2) + "\n")
+        if args.validate_cpu:
+            print(json.dumps(cpu.validate_cpu()))
+        return
+    try:
+        if args.constants:
+            print(constants_table(args.device))
+            return
+        model, device = load_model(args.model), load_device(args.device)
+        plans = _plans(args, model, device)
+    except (ConfigError, DeviceError, ValueError) as error:
+        parser.error(str(error))
+    if args.json:
+        print(
+            json.dumps({"model": args.model, "device": args.device, "precision": args.precision, **plans[0].as_json()})
+        )
+    else:
+        _print_table(plans[0])
+    if args.plot:
+        from scripts.planner.draw import draw
+
+        requests = f"{args.requests} request{'s' if args.requests > 1 else ''}"
+        title = f"{args.model}, {args.precision}, {requests}, at most {args.dies} of {args.device}"
+        draw(plans[1:], title, args.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""The geometry of a model: a built-in one by name, or a directory's config.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lopa_ascend.config import DREAM, ConfigError, ModelConfig
+from lopa_ascend.config.files import read_json_object
+
+FILE = Path(__file__).with_name("geometries.json")
+
+
+def known_models() -> tuple[str, ...]:
+    """Names of the built-in geometries."""
+    return tuple(read_json_object(FILE, ConfigError))
+
+
+def load_model(name: str) -> ModelConfig:
+    """The configuration of a built-in geometry, or of a Hugging Face directory, of which config.json alone is read.
+
+    Raises:
+        ConfigError: there is neither such a geometry nor such a directory, or its config.json cannot be used.
+    """
+    built_in = read_json_object(FILE, ConfigError)
+    if name in built_in:
+        return ModelConfig.from_json(built_in[name]["config"], {}, f"{FILE.name}: {name}")
+    file = Path(name) / "config.json"
+    if not file.exists():
+        raise ConfigError(f"unknown model {name!r}; choose one of {', '.join(built_in)}, or give a directory")
+    values = read_json_object(file, ConfigError)
+    model_type = values.get("model_type")
+    return ModelConfig.from_json(values, {}, str(file), model_type if isinstance(model_type, str) else DREAM)

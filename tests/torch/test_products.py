@@ -1,0 +1,121 @@
+"""Rows of linear layers do not depend on one another, whatever the matrix library does with other numbers of rows."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lopa_ascend import LLM, DecodingParams
+from lopa_ascend.backend.cpu.ops import emulated_dtypes
+from lopa_ascend.backend.cpu.products import Multiply, Products
+from tests.tiny import write_dream
+
+WIDTHS = [(768, 2304), (768, 4096), (2048, 768), (3584, 512), (192, 512)]
+"""(inputs, outputs)."""
+plain_linear = F.linear
+
+
+def in_halves(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear layer whose sums have another order than torch's."""
+    half = x.shape[1] // 2
+    total = plain_linear(x[:, :half], weight[:, :half]) + plain_linear(x[:, half:], weight[:, half:])
+    return total if bias is None else total + bias
+
+
+def by_row_count(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A library that sums in another order with 33 to 300 rows, as oneDNN does in bfloat16 on AMX."""
+    return in_halves(x, weight, bias) if 33 <= len(x) <= 300 else plain_linear(x, weight, bias)
+
+
+def by_large_count(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A library that sums in another order from 65 rows on, and in a third one at the end of 128 rows or fewer."""
+    if len(x) <= 128:
+        return torch.cat([plain_linear(x[:-3], weight, bias), in_halves(x[-3:], weight, bias)])
+    return plain_linear(x, weight, bias)
+
+
+def by_place(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A library that sums in another order in the last row of any call."""
+    return torch.cat([plain_linear(x[:-1], weight, bias), in_halves(x[-1:], weight, bias)])
+
+
+def operands(k: int, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(k + n)
+    sizes = ((700, k), (n, k), (n,))
+    x, weight, bias = (torch.randn(size, generator=generator).to(dtype) for size in sizes)
+    return x, weight, bias
+
+
+def differing_rows(products: Products, x: Tensor, weight: Tensor, bias: Tensor) -> list[tuple[int, int]]:
+    """(first row, number of rows) of the parts of x whose product alone is not their product among all."""
+    rng = random.Random(0)
+    whole = products(x, weight, bias)
+    counts = [1, 2, 5, 15, 16, 17, 31, 33, 64, 65, 100, 127, 129, 255, 257, 300, 511, 699]
+    parts = [(rng.randrange(len(x) - count), count) for count in counts]
+    return [
+        (first, count)
+        for first, count in parts
+        if not torch.equal(products(x[first : first + count], weight, bias), whole[first : first + count])
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_rows_are_independent_on_this_processor(widths: tuple[int, int], dtype: torch.dtype) -> None:
+    x, weight, bias = operands(*widths, dtype)
+    products = Products(emulated_dtypes(), F.linear)
+    assert products.settle([weight]).startswith("rows are independent")
+    assert differing_rows(products, x, weight, bias) == []
+
+
+@pytest.mark.parametrize(("multiply", "rows"), [(by_row_count, 64), (by_large_count, 256)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_library_that_goes_by_the_number_of_rows_is_given_the_same_number(
+    multiply: Multiply, rows: int, dtype: torch.dtype
+) -> None:
+    x, weight, bias = operands(192, 512, dtype)
+    products = Products([torch.bfloat16], multiply)
+    assert differing_rows(products, x, weight, bias), "without settling, rows depend on one another"
+    assert products.settle([weight]) == f"rows are independent, because {rows} are computed at a time"
+    assert differing_rows(products, x, weight, bias) == []
+    expected = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(products(x, weight, bias).double(), expected, rtol=2**-7, atol=1e-1)
+
+
+def test_rows_that_depend_on_one_another_anyway_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    x, weight, bias = operands(192, 512, torch.float32)
+    products = Products([], by_place)
+    found = products.settle([weight, weight[:100]])
+    assert found == (
+        "rows depend on one another in their last bits, with weights [100, 192] in torch.float32, "
+        "[512, 192] in torch.float32"
+    )
+    assert caplog.messages == [f"{found}: a request's tokens may depend on the requests beside it"]
+    torch.testing.assert_close(products(x, weight, bias), x @ weight.T + bias, rtol=1e-4, atol=1e-4)
+
+
+def test_a_request_is_the_same_alone_and_among_others_on_such_a_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(F, "linear", by_row_count)
+    write_dream(tmp_path, hidden=64, heads=4, kv_heads=2)
+    prompts: list[Any] = [[5 + i for i in range(count)] for count in (3, 40, 70)]
+    params = DecodingParams(num_branches=3, max_new_tokens=64, tau_conf=0.3, ignore_eos=True)
+
+    def answers(llm: LLM, *groups: list[Any]) -> list[tuple[Any, ...]]:
+        outputs = [output for group in groups for output in llm.generate(group, params, quiet=True)]
+        return [(output.token_ids, output.max_probs) for output in outputs]
+
+    llm = LLM(tmp_path, enable_prefix_caching=False)
+    (rank,) = llm.engine.ranks
+    assert rank.linear == "rows are independent, because 64 are computed at a time"
+    assert answers(llm, prompts) == answers(llm, *([prompt] for prompt in prompts))
+    monkeypatch.setattr(Products, "settle", lambda *_: "unsettled")
+    unsettled = LLM(tmp_path, enable_prefix_caching=False)
+    assert answers(unsettled, prompts) != answers(unsettled, *([prompt] for prompt in prompts))

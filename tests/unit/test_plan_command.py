@@ -1,0 +1,154 @@
+"""The planner's data, the paper's rows beside predictions, and the command."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lopa_ascend.config import ConfigError
+from lopa_ascend.demo import DEMO_MODEL
+from scripts import plan as command
+from scripts.planner import devices
+from scripts.planner.devices import DeviceError, load_device, parse_device
+from scripts.planner.models import load_model
+from scripts.planner.validate import read_paper, validate
+
+# ---- data and models -------------------------------------------------------------------------------------------------
+
+
+def test_devices_are_described_whole_and_with_sources():
+    assert devices.known_devices() == ("910c", "h200")
+    for name in devices.known_devices():
+        assert load_device(name).memory_efficiency < 1
+    with pytest.raises(DeviceError, match="910c, h200"):
+        load_device("910d")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"bf16_flops": [1.0, "FLOP/s"]}, "bf16_flops"),
+        ({"bf16_flops": [1.0, "FLOP/s", ""]}, "source"),
+        ({"bf16_flops": [0, "FLOP/s", "s"]}, "above 0"),
+        ({"bf16_flops": [True, "FLOP/s", "s"]}, "above 0"),
+        ({"memory_efficiency": [1.5, "", "s"]}, "at most 1"),
+        ({"collective_s": [-1, "s", "s"]}, "at least 0"),
+        ({"speed": [1, "", "s"]}, "unknown constant 'speed'"),
+    ],
+)
+def test_broken_descriptions_name_the_constant(change: dict[str, object], expected: str):
+    constants = json.loads(devices.FILE.read_text())["910c"]["constants"]
+    assert parse_device({"constants": constants}, "file") == load_device("910c")
+    with pytest.raises(DeviceError, match=expected):
+        parse_device({"constants": constants | change}, "file")
+
+
+def test_a_device_may_come_from_a_file(tmp_path: Path):
+    description = json.loads(devices.FILE.read_text())["h200"]
+    description["constants"]["memory_bandwidth"][0] = 1e12
+    (tmp_path / "d.json").write_text(json.dumps(description))
+    assert load_device(str(tmp_path / "d.json")).memory_bandwidth == 1e12
+
+
+def test_models_are_names_or_directories():
+    assert load_model(str(DEMO_MODEL)).hidden_size == 192
+    assert load_model("DiffuCoder-7B").num_layers == 28
+    with pytest.raises(ConfigError, match="Dream-7B"):
+        load_model("Dream-8B")
+
+
+# ---- the paper's rows ------------------------------------------------------------------------------------------------
+
+
+def test_validate_has_a_row_for_each_of_the_papers(capsys: pytest.CaptureFixture[str]):
+    command.main(["--validate"])
+    output = capsys.readouterr().out
+    assert output.count("\n") == 1
+    rows = json.loads(output)["rows"]
+    keys = [(row["setting"], row["model"], row["task"]) for row in rows]
+    assert len(set(keys)) == len(keys) == 18 * 2 * 2
+    assert {key[0] for key in keys} == {f"S{n}" for n in range(1, 19)}
+    for row in rows:
+        assert row["predicted_over_published"] == pytest.approx(row["predicted"] / row["published"], rel=1e-3)
+        assert row["predicted_pessimistic"] <= row["predicted"] <= row["predicted_optimistic"]
+        assert row["tpf_source"]
+    published = {key: row["published"] for key, row in zip(keys, rows, strict=True)}
+    assert published["S13", "D2F-Dream-Base", "MBPP"] == 615.74
+    assert published["S12", "D2F-Dream-Instruct", "GSM8K"] == 609.90
+
+
+def test_a_rows_own_speed_is_not_what_it_is_predicted_from(monkeypatch: pytest.MonkeyPatch):
+    before = {(row["setting"], row["model"], row["task"]): row for row in validate()}
+    paper = read_paper()
+    changed = next(row for row in paper["rows"] if row["setting"] == "S14")
+    changed["avg_tps"] *= 2
+    monkeypatch.setattr("scripts.planner.validate.read_paper", lambda: paper)
+    for row in validate():
+        if row["setting"] == "S14":
+            assert row["predicted"] == before[row["setting"], row["model"], row["task"]]["predicted"]
+
+
+def test_tokens_per_forward_of_table_3_are_taken_as_they_are():
+    rows = {(row["setting"], row["model"], row["task"]): row for row in validate()}
+    assert rows["S18", "D2F-Dream-Base", "MBPP"]["tpf"] == 11.92
+    assert rows["S12", "D2F-Dream-Instruct", "GSM8K"]["tpf_source"] == "Table 3"
+    assert rows["S6", "D2F-Dream-Base", "MBPP"]["tpf"] == 11.92
+    # 11.92 x 415.19 / 678.26, the tokens/s of S1 and S6
+    assert rows["S13", "D2F-Dream-Base", "MBPP"]["tpf"] == pytest.approx(7.297, abs=1e-3)
+    assert rows["S7", "D2F-Dream-Base", "MBPP"]["tpf_source"] == "estimated: TPF of S12 x tokens/s of S13 / S18"
+
+
+def test_the_constants_are_printed_with_their_sources(capsys: pytest.CaptureFixture[str]):
+    command.main(["--device", "h200", "--constants"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + len(devices.CONSTANTS)
+    assert "| memory_bandwidth | 4.8e+12 B/s | NVIDIA data sheet, by secondary sources |" in lines
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_one_plan_as_json_and_as_a_table(capsys: pytest.CaptureFixture[str]):
+    arguments = "--tp 4 --bp 4 --k 3 --precision w8a8 --tpf 11.92".split()
+    command.main([*arguments, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["tp"], found["bp"], found["k"], found["tpf"]) == (4, 4, 3, 11.92)
+    speed = found["optimistic"]["tokens_per_second"]
+    assert speed == pytest.approx(11.92 / found["optimistic"]["step_ms"] * 1000, rel=1e-3)
+    command.main(arguments)
+    table = capsys.readouterr().out
+    assert f"| {speed:.0f} |" in table
+    assert "bound by" in table
+
+
+def test_the_best_plan_and_its_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    pytest.importorskip("matplotlib").use("agg")
+    file = tmp_path / "plan.png"
+    command.main(["--dies", "4", "--json", "--plot", str(file)])
+    found = json.loads(capsys.readouterr().out)
+    assert found["dies"] <= 4
+    assert file.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("--tp 3", "1, 2, 4"),
+        ("--tp 0", "at least 1"),
+        ("--k 20", "0:3.1, 14:10.1"),
+        ("--tpf 5", "--k"),
+        ("--tpf 5 3:6 --k 3", "one number"),
+        ("--tpf x", "K:NUMBER"),
+        ("--tpf -1", "above 0"),
+        ("--dies 16 --tp 4 --bp 8", "32 dies"),
+        ("--plot x.png", "--dies"),
+        ("--device a100", "910c"),
+        ("--model Dream-8B", "Dream-7B"),
+        ("--context 3000000 --dies 1", "fits on no"),
+    ],
+)
+def test_wrong_command_lines_are_refused(capsys: pytest.CaptureFixture[str], argv: str, expected: str):
+    with pytest.raises(SystemExit) as stop:
+        command.main(argv.split())
+    assert stop.value.code == 2
+    assert expected in capsys.readouterr().err

@@ -1,0 +1,160 @@
+"""Presets: the values of the papers' tables, what overrides them, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lopa_ascend.config import DecodingParams, ParameterError, find_preset, presets
+from lopa_ascend.config.presets import FILE, presets_text
+from lopa_ascend.serve.cli import parse_args
+from lopa_ascend.serve.server import _preset_line
+
+TAUS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+"""tau_act and tau_conf of Table 6, in the order of the settings of a group."""
+TABLE_5 = {
+    # preset: task, examples, block_size, tau_add, tau_act, tau_conf, num_branches
+    "dream-gsm8k": ("gsm8k", 4, 32, 0.1, 0.95, 0.90, 14),
+    "dream-math": ("minerva_math", 4, 16, 0.1, 0.95, 0.90, 7),
+    "dream-humaneval": ("humaneval", 0, 32, 0.3, 0.95, 0.95, 7),
+    "dream-mbpp": ("mbpp", 3, 32, 0.3, 0.95, 0.95, 7),
+    "diffucoder-humaneval-plus": ("humaneval_plus", 0, 32, 0.3, 0.95, 0.95, 6),
+    "diffucoder-mbpp-plus": ("mbpp_plus", 0, 32, 0.3, 0.95, 0.90, 14),
+}
+
+
+def test_every_row_of_table_6_is_a_preset():
+    for number in range(1, 19):
+        preset, params = find_preset(f"S{number}"), DecodingParams.preset(f"S{number}")
+        assert (params.block_size, params.tau_add, params.max_new_tokens) == (32, 0.1, 512)
+        assert params.tau_act == params.tau_conf == TAUS[(number - 1) % 6]
+        launch = preset.launch
+        group = (launch.precision, launch.tensor_parallel_size, launch.branch_parallel_size)
+        assert group == (("bf16", 1, 4), ("bf16", 1, 8), ("w8a8", 4, 4))[(number - 1) // 6]
+        assert params.num_branches == launch.branch_parallel_size - 1
+        assert params.confidence == "neg_entropy"
+        assert params.window_attention == ("block_causal" if number > 12 else "full")
+        assert preset.tasks == {"mbpp": 3, "gsm8k": 4}
+        base, instruct = preset.prompts
+        assert (base.add_bos, base.chat_template) == (True, False)
+        assert (instruct.add_bos, instruct.chat_template, instruct.fewshot_as_multiturn) == (False, True, True)
+
+
+@pytest.mark.parametrize("name", TABLE_5)
+def test_every_row_of_table_5_is_a_preset(name: str):
+    task, shots, *expected = TABLE_5[name]
+    params = DecodingParams.preset(name)
+    found = [params.block_size, params.tau_add, params.tau_act, params.tau_conf, params.num_branches]
+    assert found == expected
+    assert find_preset(name).tasks == {task: shots}
+    assert params.confidence == ("max_prob" if "diffucoder" in name else "neg_entropy")
+
+
+def test_diffucoders_prompt_begins_the_answer_with_a_fence():
+    (prompt,) = find_preset("diffucoder-mbpp-plus").prompts
+    assert prompt.answer_prefix == "```python\n"
+    assert "{prompt}" in prompt.user
+    assert prompt.system is not None
+
+
+def test_d2fs_own_evaluation():
+    params = DecodingParams.preset("d2f-mbpp")
+    assert (params.decoding, params.num_branches, params.block_size, params.max_new_tokens) == ("d2f", 0, 48, 240)
+    assert find_preset("d2f-gsm8k").tasks == {"gsm8k_cot": 8}
+
+
+def test_presets_are_complete():
+    content = json.loads(FILE.read_text())
+    assert set(content["presets"]) == set(presets())
+    assert {own["group"] for own in content["presets"].values()} == set(content["groups"])
+    used = {prompt.name for preset in presets().values() for prompt in preset.prompts}
+    assert used == set(content["prompts"])
+    for preset in presets().values():
+        assert preset.decoding.keys() == preset.certainty.keys() <= set(DecodingParams.names())
+        assert {"tau_add", "tau_act", "tau_conf", "block_size", "num_branches", "confidence"} <= preset.decoding.keys()
+        assert all(text.startswith(("paper", "script", "inferred")) for text in preset.certainty.values())
+        assert preset.tasks
+        assert preset.source
+
+
+def test_options_override_a_preset():
+    params = DecodingParams.preset("S13", tau_conf=0.8, num_branches=7)
+    assert (params.tau_conf, params.tau_act, params.num_branches) == (0.8, 0.95, 7)
+    assert DecodingParams.preset("S13") == DecodingParams(**find_preset("S13").decoding)
+
+
+def test_the_branches_of_a_preset_belong_to_its_decoding():
+    baseline = DecodingParams.preset("S13", decoding="d2f")
+    assert (baseline.num_branches, baseline.tau_act, baseline.block_size) == (0, 0.95, 32)
+    assert DecodingParams.preset("S13", decoding="lopa").num_branches == 3
+    assert DecodingParams.preset("d2f-gsm8k", decoding="lopa").num_branches == 3  # the engine's default
+    with pytest.raises(ParameterError, match="num_branches"):
+        DecodingParams.preset("S13", decoding="d2f", num_branches=3)
+
+
+@pytest.mark.parametrize("name", ["S0", "S19", "s13", "", "list"])
+def test_unknown_names_are_refused_with_the_list(name: str):
+    with pytest.raises(ParameterError, match="S1, S2, .*, d2f-humaneval") as refusal:
+        DecodingParams.preset(name)
+    assert refusal.value.param == "preset"
+
+
+def test_wrong_options_are_refused():
+    with pytest.raises(ParameterError, match="tau_confidence: unknown option"):
+        DecodingParams.preset("S13", tau_confidence=0.8)
+    with pytest.raises(ParameterError, match="tau_conf"):
+        DecodingParams.preset("S13", tau_conf=2)
+
+
+def test_the_list_has_every_preset_with_its_source():
+    lines = presets_text().splitlines()
+    for name, preset in presets().items():
+        assert f"  {name}" in lines
+        assert f"  source  {preset.source}" in lines
+    assert max(len(line) for line in lines if line.startswith("      ")) <= 112
+
+
+# ---- the server ------------------------------------------------------------------------------------------------------
+
+
+def test_a_servers_preset_sets_its_decoding_defaults_alone():
+    config = parse_args(["--preset", "S13"])
+    assert config.preset == "S13"
+    assert DecodingParams(**config.decoding) == DecodingParams.preset("S13")
+    assert (config.engine.tensor_parallel_size, config.engine.branch_parallel_size) == (1, 1)
+    assert (config.engine.model, config.engine.dtype) == (None, "auto")
+    # Graphs are compiled for the defaults, whoever has set them.
+    assert (config.engine.graph_confidence, config.engine.graph_num_branches) == ("neg_entropy", 3)
+    assert parse_args(["--preset", "S1"]).engine.graph_window_attention == "full"
+
+
+def test_flags_and_files_override_a_servers_preset(tmp_path: Path):
+    config = parse_args("--preset S13 --tau-conf 0.5 --finish-at-eos".split())
+    assert DecodingParams(**config.decoding) == DecodingParams.preset("S13", tau_conf=0.5, finish_at_eos=True)
+    file = tmp_path / "serve.yaml"
+    file.write_text("preset: S13\ntau-conf: 0.5\n")
+    assert parse_args(["--config", str(file)]).decoding["tau_conf"] == 0.5
+    assert parse_args(["--config", str(file), "--preset", "S8"]).decoding["tau_act"] == 0.9
+    baseline = DecodingParams(**parse_args("--preset S13 --decoding d2f".split()).decoding)
+    assert baseline == DecodingParams.preset("S13", decoding="d2f")
+
+
+def test_the_server_prints_the_list_or_refuses(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stop:
+        parse_args(["--preset", "list"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == presets_text()
+    for argv, expected in (
+        (["--preset", "S19"], "argument --preset: unknown value 'S19'; choose one of S1, S2"),
+        (["--preset", "dream-gsm8k", "--max-num-branches", "7"], "--num-branches: is 14 by preset dream-gsm8k"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            parse_args(argv)
+        assert stop.value.code == 2
+        assert expected in capsys.readouterr().err
+
+
+def test_the_server_tells_what_the_row_ran_on():
+    line = _preset_line(parse_args("--preset S13 --branch-parallel-size 2".split()), "float32")
+    assert line == "preset    S13: published with Ascend 910C, w8a8, tp 4 x bp 4; here cpu, float32, tp 1 x bp 2\n"
+    assert _preset_line(parse_args([]), "float32") == ""
