@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from lopa_ascend.config.combinations import check_combinations
 from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.kinds import (
     INT32_MAX,
@@ -316,23 +317,11 @@ class DecodingParams:
         check_settings(self)
         if self.num_branches is None:
             object.__setattr__(self, "num_branches", 3 if self.decoding == "lopa" else 0)
-        if self.decoding == "d2f" and self.num_branches:
-            raise ParameterError("num_branches", f'must be 0 with decoding "d2f", got {self.num_branches}; use "lopa"')
-        if self.min_new_tokens > self.max_new_tokens:
-            message = f"{self.min_new_tokens} exceeds max_new_tokens {self.max_new_tokens}"
-            raise ParameterError("min_new_tokens", message)
-        if self.acceptance == "entropy_bound" and self.confidence != "neg_entropy":
-            message = (
-                f'"entropy_bound" needs confidence "neg_entropy", which gives the entropies; got "{self.confidence}"'
-            )
-            raise ParameterError("acceptance", message)
         if self.temperature < MIN_TEMPERATURE:
             # Nothing is sampled. Equal parameters let equal requests be scored together.
             for name, value in (("temperature", 0.0), ("top_p", None), ("top_k", None), ("min_p", 0.0)):
                 object.__setattr__(self, name, value)
-        if self.branch_acceptance == "exact" and self.temperature:
-            # A draw depends on the number of its forward pass, which is another one than d2f's.
-            raise ParameterError("branch_acceptance", f'"exact" needs temperature 0, got {self.temperature}')
+        check_combinations(self)
 
     @property
     def lookaheads(self) -> int:

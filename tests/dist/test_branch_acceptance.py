@@ -19,7 +19,7 @@ WINDOWS = ("block_causal", "full")
 
 def job(model: str, **options: Any) -> dict[str, Any]:
     """For each kind of window d2f, exact and verified."""
-    variants = [
+    variants: list[dict[str, Any]] = [
         {"decoding": "d2f"},
         {"num_branches": 5, "branch_acceptance": "exact"},
         {"num_branches": 5, "branch_acceptance": "verified"},

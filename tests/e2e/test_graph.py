@@ -90,6 +90,7 @@ def test_golden_case(case: str, ahead: bool) -> None:
 def test_what_accepts_otherwise_runs_eagerly_and_is_counted(path: str) -> None:
     llm = LLM(path, max_num_seqs=2, enable_prefix_caching=False, async_scheduling=False, **OPTIONS)
     params = DecodingParams(block_size=8, max_new_tokens=32, tau_conf=0.5, ignore_eos=True, num_branches=5)
+    changes: list[dict[str, Any]]
     changes = [{"acceptance": "factor"}, {"branch_acceptance": "exact"}, {"decoding": "d2f", "num_branches": 0}]
     factor, exact, d2f = (llm.generate([[5, 3, 8]], replace(params, **c), quiet=True)[0] for c in changes)
     assert exact.token_ids == d2f.token_ids

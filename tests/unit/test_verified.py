@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -158,7 +159,13 @@ def test_exact_is_d2f(setup: dict, seed: int) -> None:
 @pytest.mark.parametrize("window", ["block_causal", "full"])
 @pytest.mark.parametrize(("acceptance", "least"), [("verified", 1.2), ("exact", 1.05)])
 def test_confirmed_branches_save_passes(window: str, acceptance: str, least: float) -> None:
-    setup = {"num_branches": 6, "block_size": 8, "max_new_tokens": 40, "tau_conf": 0.8, "ignore_eos": True}
+    setup: dict[str, Any] = {
+        "num_branches": 6,
+        "block_size": 8,
+        "max_new_tokens": 40,
+        "tau_conf": 0.8,
+        "ignore_eos": True,
+    }
     setup |= {"window_attention": window}
     passes = [sum(1 for _ in run(setup, seed, branch_acceptance=acceptance)) for seed in range(20)]
     alone = [sum(1 for _ in run(setup, seed, decoding="d2f", num_branches=0)) for seed in range(20)]
