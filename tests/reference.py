@@ -102,7 +102,6 @@ class Reference:
             }[self.p.confidence]
             two = allowed.softmax(-1).topk(2).values
             self.near(float(two[0] - two[1]))
-            self.near(top - self.p.tau_conf)
             out[q] = (token, top, conf)
         return out
 
@@ -145,10 +144,7 @@ class Reference:
                 predicted = self.predict(logits, branch["x"])
                 seen.append((self.score(branch, predicted), logits, cache, predicted))
             scores = [s[0] for s in seen]
-            winner = scores.index(max(scores))
-            for i, other in enumerate(scores):
-                if i != winner:
-                    self.near(scores[winner] - other)
+            winner = self.choose_winner(branches, [s[3] for s in seen], scores)
             _, logits, cache, predicted = seen[winner]
             chosen = branches[winner]
             fills = self.fill(chosen, predicted)
@@ -159,6 +155,13 @@ class Reference:
                 self.last = logits[commit - 1]
                 self.length = keep
             branches = self.spawn(chosen, predicted, fills)
+
+    def choose_winner(self, branches: list[dict], predicted: list[dict], scores: list[float]) -> int:
+        winner = scores.index(max(scores))
+        for i, other in enumerate(scores):
+            if i != winner:
+                self.near(scores[winner] - other)
+        return winner
 
     def open_and_activate(self, branch: dict) -> None:
         p, blocks = self.p, branch["blocks"]
@@ -174,22 +177,53 @@ class Reference:
                 block["full"] = True
 
     def fill(self, branch: dict, predicted: dict) -> list[tuple[int, int]]:
+        fills = self.choice(branch, predicted)
+        for q, token in fills:
+            branch["x"][q] = token
+            branch["eos"] |= token in self.eos
+        return fills
+
+    def choice(self, branch: dict, predicted: dict) -> list[tuple[int, int]]:
         fills = []
         for block in branch["blocks"]:
             if block["state"] != "active":
                 continue
             here = [q for q in predicted if block["start"] <= q < block["end"]]
-            take = [q for q in here if predicted[q][1] > self.p.tau_conf]
+            take = self.accepted(here, predicted)
             if not take and here and block["full"]:
                 ranked = sorted(here, key=lambda q: -predicted[q][2])
                 take = ranked[:1]
                 if len(ranked) > 1:
                     self.near(predicted[ranked[0]][2] - predicted[ranked[1]][2])
             fills += [(q, predicted[q][0]) for q in take]
-        for q, token in fills:
-            branch["x"][q] = token
-            branch["eos"] |= token in self.eos
         return fills
+
+    def accepted(self, here: list[int], predicted: dict) -> list[int]:
+        """The positions of one block that the acceptance rule lets through: the most that are allowed together."""
+        p = self.p
+        if p.acceptance == "threshold":
+            for q in here:
+                self.near(predicted[q][1] - p.tau_conf)
+            return [q for q in here if predicted[q][1] > p.tau_conf]
+        by_entropy = p.acceptance == "entropy_bound"
+        ranked = sorted(here, key=lambda q: -predicted[q][2 if by_entropy else 1])
+        most = 0
+        for n in range(1, len(ranked) + 1):
+            c = [predicted[q][1] for q in ranked[:n]]
+            if p.acceptance == "factor":
+                room = p.acceptance_factor - (n + 1) * (1 - c[-1])
+            elif by_entropy:
+                entropies = [-predicted[q][2] for q in ranked[:n]]
+                room = p.acceptance_gamma - (sum(entropies) - max(entropies))
+            else:
+                room = max(0.0, sum(c) - (n - 1)) - (1 - c[-1]) - p.acceptance_delta
+            if n > 1 or not by_entropy:  # one position alone is 0 from the largest entropy, exactly
+                self.near(room)
+            if room > 0 or (by_entropy and room >= 0):
+                most = n
+        if 0 < most < len(ranked):
+            self.near(predicted[ranked[most - 1]][1] - predicted[ranked[most]][1])
+        return sorted(ranked[:most])
 
     def spawn(self, winner: dict, predicted: dict, fills: list[tuple[int, int]]) -> list[dict]:
         filled = {q for q, _ in fills}
@@ -203,6 +237,7 @@ class Reference:
             branch["x"][q] = predicted[q][0]
             branch["eos"] |= predicted[q][0] in self.eos
             branch["creation"] = predicted[q][2]
+            branch["draft"] = (q, predicted[q][0])
             branches.append(branch)
         winner["creation"] = 1.0
         branches.append(winner)

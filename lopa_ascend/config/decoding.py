@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from lopa_ascend.config.combinations import check_combinations
 from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.kinds import (
     INT32_MAX,
@@ -22,7 +23,9 @@ from lopa_ascend.config.presets import find_preset
 from lopa_ascend.config.settings import GraphSupport, Group, Parameter, check_settings, declare, settings
 
 DECODINGS = ("lopa", "d2f")
+ACCEPTANCES = ("threshold", "factor", "entropy_bound", "frechet")
 CONFIDENCES = ("max_prob", "margin", "neg_entropy")
+BRANCH_ACCEPTANCES = ("published", "verified", "exact")
 BRANCH_SCORES = ("mean", "tail", "window")
 WINDOW_ATTENTIONS = ("block_causal", "full")
 MIN_TEMPERATURE = 0.01
@@ -204,6 +207,41 @@ class DecodingParams:
             graphs=GraphSupport.COMPILED,
         ),
     )
+    acceptance: str = declare(
+        "threshold",
+        Parameter(
+            Choice(ACCEPTANCES),
+            'which positions of a block are filled together: "threshold": all above `tau_conf`; the other rules fill '
+            "the most probable positions, as many as a bound of their own allows, and do not use `tau_conf`",
+            group=Group.RESEARCH,
+            graphs=GraphSupport.DEFAULT,
+        ),
+    )
+    acceptance_factor: float = declare(
+        1.0, Parameter(Number(0, 1000), 'bound of `acceptance` "factor"; higher is faster', group=Group.RESEARCH)
+    )
+    acceptance_gamma: float = declare(
+        0.1,
+        Parameter(
+            Number(0, 1000),
+            'bound of `acceptance` "entropy_bound", in nats; higher is faster; needs `confidence` "neg_entropy"',
+            group=Group.RESEARCH,
+        ),
+    )
+    acceptance_delta: float = declare(
+        0.25, Parameter(Number(0, 1), 'bound of `acceptance` "frechet"; lower is faster', group=Group.RESEARCH)
+    )
+    branch_acceptance: str = declare(
+        "published",
+        Parameter(
+            Choice(BRANCH_ACCEPTANCES),
+            'which branch wins: "published": that with the highest score; "verified": that which fills most, of those '
+            'whose lookahead token "d2f" would fill now; "exact": that which "d2f" would have next, so that the answer '
+            'is that of "d2f"',
+            group=Group.RESEARCH,
+            graphs=GraphSupport.DEFAULT,
+        ),
+    )
     branch_score: str = declare(
         "mean",
         Parameter(
@@ -279,15 +317,11 @@ class DecodingParams:
         check_settings(self)
         if self.num_branches is None:
             object.__setattr__(self, "num_branches", 3 if self.decoding == "lopa" else 0)
-        if self.decoding == "d2f" and self.num_branches:
-            raise ParameterError("num_branches", f'must be 0 with decoding "d2f", got {self.num_branches}; use "lopa"')
-        if self.min_new_tokens > self.max_new_tokens:
-            message = f"{self.min_new_tokens} exceeds max_new_tokens {self.max_new_tokens}"
-            raise ParameterError("min_new_tokens", message)
         if self.temperature < MIN_TEMPERATURE:
             # Nothing is sampled. Equal parameters let equal requests be scored together.
             for name, value in (("temperature", 0.0), ("top_p", None), ("top_k", None), ("min_p", 0.0)):
                 object.__setattr__(self, name, value)
+        check_combinations(self)
 
     @property
     def lookaheads(self) -> int:

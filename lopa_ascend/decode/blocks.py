@@ -102,6 +102,12 @@ class Branch:
         next(b for b in self.blocks if b.start <= fill.position < b.end).masks -= 1
         self.eos |= fill.token in eos
 
+    def confirm(self, fill: Fill) -> None:
+        """Puts the prediction that confirms the lookahead token in the place of the one that the branch began with:
+        the same token with another probability."""
+        self.lookahead = fill
+        self.probs[fill.position - self.first] = fill.max_prob
+
     def copy(self) -> Branch:
         """An independent branch in the same state, without a lookahead token."""
         return Branch(list(self.tokens), [replace(block) for block in self.blocks], self.eos, probs=list(self.probs))

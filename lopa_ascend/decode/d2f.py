@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 
 from lopa_ascend.config import DecodingParams
+from lopa_ascend.decode.acceptance import acceptance_rule
 from lopa_ascend.decode.blocks import Block, BlockState, Branch, threshold_count
 from lopa_ascend.types import BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord
 
 
-def float32(value: float) -> float:
-    """The float32 nearest to ``value``: thresholds are compared in the precision of the confidences."""
-    return float(struct.unpack("f", struct.pack("f", value))[0])
+def predictions(row: RowPlan, result: RowResult) -> list[Fill]:
+    """What one row would put into its masked positions."""
+    columns = zip(row.masked, result.tokens, result.max_probs, result.confidences, strict=True)
+    return [Fill(*column) for column in columns]
 
 
 class D2F:
@@ -25,6 +26,7 @@ class D2F:
         num_forwards: forward passes so far.
         limit: the most positions that the sequence can have.
         ends: token ids that end the answer.
+        accept: the acceptance rule.
 
     Args:
         prompt: token ids.
@@ -48,7 +50,7 @@ class D2F:
         self._cuts = self.ends | {mask} if params.finish_at_eos else frozenset({mask})
         """Token ids before which the final tokens end."""
         self.limit = len(prompt) + params.max_canvas
-        self.tau_conf = float32(params.tau_conf)
+        self.accept = acceptance_rule(params)
         self.num_committed = num_committed
         self.num_forwards = 0
         state = BlockState.IN_CACHE if num_committed == len(prompt) else BlockState.TO_CACHE
@@ -134,18 +136,13 @@ class D2F:
             model_tokens: see ``StepRecord``.
             head_rows: see ``StepRecord``.
         """
-        winner, scores = self._select(results)
-        branch, row, result = self.branches[winner], plan.rows[winner], results[winner]
+        winner, scores = self._select(plan, results)
+        branch, row = self.branches[winner], plan.rows[winner]
         records = tuple(
             BranchRecord(b.lookahead, r.end, len(r.masked), score)
             for b, r, score in zip(self.branches, plan.rows, scores, strict=True)
         )
-        predicted = [
-            Fill(position, token, max_prob, confidence)
-            for position, token, max_prob, confidence in zip(
-                row.masked, result.tokens, result.max_probs, result.confidences, strict=True
-            )
-        ]
+        predicted = predictions(row, results[winner])
         fills, fallbacks = self._choose(branch, predicted)
         for fill in fills:
             branch.fill(fill, self.ends)
@@ -171,14 +168,15 @@ class D2F:
         self.num_forwards += 1
         return record
 
-    def _select(self, results: Sequence[RowResult]) -> tuple[int, list[float]]:
-        """(index of the winner, the branch scores)."""
+    def _select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, list[float]]:
+        """(index of the winner, the branch scores). The arguments are those of ``absorb``."""
         confidences = results[0].confidences
         return 0, [sum(confidences) / len(confidences) if confidences else 1.0]
 
     def _choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
-        """The fill rule (SPEC section 3): all positions above tau_conf are filled. A fully activated block that has no
-        such position fills its most confident one instead, the earliest among equals: a fallback.
+        """The fill rule (SPEC section 3): each block fills the positions that the acceptance rule accepts. A fully
+        activated block that has no such position fills its most confident one instead, the earliest among equals: a
+        fallback.
 
         Returns:
             The fills, and how many of them are fallbacks.
@@ -187,7 +185,7 @@ class D2F:
         fallbacks = 0
         for block in branch.active_blocks():
             in_block = [fill for fill in predicted if block.start <= fill.position < block.end]
-            accepted = [fill for fill in in_block if fill.max_prob > self.tau_conf]
+            accepted = self.accept(in_block)
             if not accepted and in_block and block.activated:
                 accepted = [min(in_block, key=lambda fill: (-fill.confidence, fill.position))]
                 fallbacks += 1

@@ -12,7 +12,7 @@ from fractions import Fraction
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.blocks import Branch
 from lopa_ascend.decode.d2f import D2F
-from lopa_ascend.types import Fill, RowResult
+from lopa_ascend.types import Fill, RowResult, SequencePlan
 
 SCALE = 1 << 16
 
@@ -68,7 +68,7 @@ class Lopa(D2F):
             scores.append((1 - weight) * Fraction(total, count * SCALE) + weight * Fraction(creation, SCALE))
         return scores
 
-    def _select(self, results: Sequence[RowResult]) -> tuple[int, list[float]]:
+    def _select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, list[float]]:
         scores = self._scores(results)
         return scores.index(max(scores)), [float(score) for score in scores]
 

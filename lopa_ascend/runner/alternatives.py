@@ -1,7 +1,8 @@
 """Records the most probable tokens of positions as they are filled, for requests that ask for ``top_logprobs``.
 
 The lists belong to the forward pass that predicted the filled token. A lookahead branch that wins brings a token which
-the pass before predicted, so the lists of lookahead positions are recorded as well when their branches begin.
+the pass before predicted, so the lists of lookahead positions are recorded as well when their branches begin. Where
+the anchor's predictions confirm the token, as ``branch_acceptance`` can ask for, the lists are those of the anchor.
 """
 
 from __future__ import annotations
@@ -36,22 +37,43 @@ def note_alternatives(
         record: what the pass did; the sequence's next branches have begun.
         job: what this rank's group predicted, branch by branch.
     """
-    winner = plan.rows[record.winner]
     lookaheads = {branch.lookahead.position for branch in sequence.strategy.branches if branch.lookahead is not None}
-    wanted = sorted({fill.position for fill in record.fills} | lookaheads)
-    if not wanted:
-        return
+    wanted = {record.winner: {fill.position for fill in record.fills} | lookaheads}
+    token = record.branches[record.winner].lookahead
+    if token is not None and sequence.request.params.branch_acceptance != "published":
+        wanted[len(plan.rows) - 1] = {token.position}
+    for branch, positions in wanted.items():
+        if positions:
+            _note(sequence, plan, branch, sorted(positions), job, placement, model, bp)
+
+
+def _note(
+    sequence: Sequence,
+    plan: SequencePlan,
+    branch: int,
+    positions: list[int],
+    job: Job | None,
+    placement: Placement,
+    model: Model,
+    bp: Group,
+) -> None:
+    """Records the lists of some positions, as one branch predicted them.
+
+    Args:
+        branch: index in ``plan.rows``.
+        positions: masked positions of that row, ascending.
+    """
     count = sequence.request.params.top_logprobs
-    group, _ = placement.home(record.winner)
-    message = torch.zeros(len(wanted), 2 * count, device=model.head.device)
+    group, _ = placement.home(branch)
+    message = torch.zeros(len(positions), 2 * count, device=model.head.device)
     if bp.rank == group:
         assert job is not None
-        num_before = sum(len(plan.rows[branch].masked) for branch in range(group, record.winner, placement.size))
-        index = num_before + np.searchsorted(winner.masked, wanted)
+        num_before = sum(len(plan.rows[before].masked) for before in range(group, branch, placement.size))
+        index = num_before + np.searchsorted(plan.rows[branch].masked, positions)
         message = _lists(job, index, count, model)
     message = bp.broadcast(message, group, "top_logprobs")
     ids, probs = message.cpu().split(count, dim=1)
-    for position, tokens, values in zip(wanted, ids.long().tolist(), probs.tolist(), strict=True):
+    for position, tokens, values in zip(positions, ids.long().tolist(), probs.tolist(), strict=True):
         pairs = zip(tokens, values, strict=True)
         sequence.alternatives[position] = tuple((token, prob) for token, prob in pairs if prob > 0)
 

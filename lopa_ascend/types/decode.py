@@ -82,13 +82,14 @@ class BranchRecord:
     """One branch of one forward pass, for traces."""
 
     lookahead: Fill | None
-    """The token that this branch holds in addition to the anchor; None for the anchor."""
+    """The token that this branch holds in addition to the anchor; None for the anchor. Where the anchor's predictions
+    of this pass have confirmed it, with their probability."""
     end: int
     """End of the branch's window."""
     masks: int
     """Masked positions before the pass."""
     score: float
-    """The branch score: what the winner is chosen by."""
+    """The branch score. The branch with the highest one wins, if ``branch_acceptance`` is "published"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ class StepRecord:
     fills: tuple[Fill, ...]
     """What was filled after the pass. A winning branch's own token is in ``branches[winner].lookahead``."""
     fallbacks: int
-    """How many of the fills were below tau_conf: the one position that a fully activated block has to fill."""
+    """How many of the fills were not accepted: the one position that a fully activated block has to fill."""
     model_tokens: int
     """Tokens that this rank computed for the request."""
     head_rows: int

@@ -87,6 +87,19 @@ def test_golden_case(case: str, ahead: bool) -> None:
     assert [[(f.position, f.token) for f in r.fills] for r in output.trace] == [r["fills"] for r in expected]
 
 
+def test_what_accepts_otherwise_runs_eagerly_and_is_counted(path: str) -> None:
+    llm = LLM(path, max_num_seqs=2, enable_prefix_caching=False, async_scheduling=False, **OPTIONS)
+    params = DecodingParams(block_size=8, max_new_tokens=32, tau_conf=0.5, ignore_eos=True, num_branches=5)
+    changes: list[dict[str, Any]]
+    changes = [{"acceptance": "factor"}, {"branch_acceptance": "exact"}, {"decoding": "d2f", "num_branches": 0}]
+    factor, exact, d2f = (llm.generate([[5, 3, 8]], replace(params, **c), quiet=True)[0] for c in changes)
+    assert exact.token_ids == d2f.token_ids
+    stats = llm.engine.stats().graphs
+    # The first pass of each computes the prompt.
+    assert stats.eager_steps == {"acceptance": factor.num_forwards - 1, "branch_acceptance": exact.num_forwards - 1}
+    assert stats.num_steps == d2f.num_forwards - 1
+
+
 @pytest.mark.parametrize(
     ("seed", "ahead", "window_attention", "confidence"),
     [

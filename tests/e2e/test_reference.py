@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +37,26 @@ def random_params(rng: random.Random) -> DecodingParams:
 @pytest.mark.parametrize("seed", range(40))
 def test_random_models_and_settings(seed: int, tmp_path) -> None:
     rng = random.Random(seed)
+    compare(tmp_path, seed, rng, {})
+
+
+@pytest.mark.parametrize("seed", range(100, 118))
+def test_acceptance_rules(seed: int, tmp_path) -> None:
+    rng = random.Random(seed)
+    changes = [
+        {"acceptance": "factor", "acceptance_factor": rng.choice([0.3, 1.0, 2.0, 4.0])},
+        {
+            "acceptance": "entropy_bound",
+            "acceptance_gamma": rng.choice([0.01, 0.5, 3.0, 9.0]),
+            "confidence": "neg_entropy",
+        },
+        {"acceptance": "frechet", "acceptance_delta": rng.choice([0.0, 0.25, 0.6])},
+    ][seed % 3]
+    compare(tmp_path, seed, rng, changes)
+
+
+def compare(tmp_path: Path, seed: int, rng: random.Random, changes: dict[str, Any]) -> None:
+    """One request on a random model, with random parameters but for ``changes``."""
     kv_heads = rng.choice([1, 2])
     write_dream(
         tmp_path,
@@ -49,7 +71,7 @@ def test_random_models_and_settings(seed: int, tmp_path) -> None:
     llm = LLM(tmp_path, enable_prefix_caching=False)
     eos = rng.randrange(30)
     prompt = [rng.randrange(30) for _ in range(rng.choice([1, 5, 40, 127, 140]))]
-    params = random_params(rng)
+    params = replace(random_params(rng), **changes)
     output = llm.generate([prompt], replace(params, eos_token_id=eos), trace=True, quiet=True)[0]
     model = reference.load(tmp_path)
     expected = reference.Reference(model, prompt, params, llm.config.mask_token_id, {eos}).run()

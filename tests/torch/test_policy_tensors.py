@@ -78,6 +78,8 @@ def test_what_was_not_finite_is_noticed_by_no_other_sequence() -> None:
         (DecodingParams(temperature=0.5, top_k=3), "temperature"),
         (DecodingParams(window_attention="full"), "window_attention"),
         (DecodingParams(confidence="margin"), "confidence"),
+        (DecodingParams(acceptance="factor"), "acceptance"),
+        (DecodingParams(branch_acceptance="exact"), "branch_acceptance"),
         (DecodingParams(branch_score="tail"), "branch_score"),
         (DecodingParams(creation_weight=0.5), "creation_weight"),
         (DecodingParams(min_new_tokens=1), "min_new_tokens"),

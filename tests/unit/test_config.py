@@ -55,6 +55,11 @@ def test_defaults_are_the_papers_gsm8k_row() -> None:
         ("logit_bias", [5]),
         ("logit_bias", 5),
         ("confidence", "entropy"),
+        ("acceptance", "entropy"),
+        ("acceptance_factor", -1),
+        ("acceptance_gamma", float("nan")),
+        ("acceptance_delta", 1.5),
+        ("branch_acceptance", "verify"),
         ("branch_score", "median"),
         ("tail_fraction", 2),
         ("score_window", 0),
@@ -88,6 +93,10 @@ def test_d2f_has_no_branches() -> None:
 def test_an_unknown_choice_lists_the_known_ones() -> None:
     with pytest.raises(ParameterError, match="max_prob, margin, neg_entropy"):
         DecodingParams(confidence="probability")
+    with pytest.raises(ParameterError, match="published, verified, exact"):
+        DecodingParams(branch_acceptance="verify")
+    with pytest.raises(ParameterError, match="threshold, factor, entropy_bound, frechet"):
+        DecodingParams(acceptance="entropy")
 
 
 def test_the_parameters_are_frozen() -> None:
@@ -105,7 +114,7 @@ def test_graph_support() -> None:
     of = {kind: {name for name, value in support.items() if value is kind} for kind in GraphSupport}
     processed = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
     processed |= {"bad_words", "top_logprobs"}
-    unusual = {"temperature", "branch_score", "creation_weight", "min_new_tokens"}
+    unusual = {"temperature", "acceptance", "branch_acceptance", "branch_score", "creation_weight", "min_new_tokens"}
     assert of[GraphSupport.DEFAULT] == processed | unusual
     assert of[GraphSupport.COMPILED] == {"confidence", "window_attention"}
     assert of[GraphSupport.BUCKET] == {"num_branches", "block_size", "eos_token_id"}

@@ -46,6 +46,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "top_p": {"temperature": 1.0},
     "top_k": {"temperature": 1.0},
     "min_new_tokens": {"max_new_tokens": 400},
+    "acceptance": {"confidence": "neg_entropy"},
+    "branch_acceptance": {"temperature": 0},
 }
 
 
@@ -80,7 +82,7 @@ def test_stated_ranges_are_the_real_ones(name: str):
             params(**{**with_it, name: edge + outwards})
         assert wrong.value.param == name
     for choice in schema.get("enum", []):
-        params(**{name: choice})
+        params(**{**with_it, name: choice})
 
 
 def test_integers_may_be_written_with_a_fraction_of_zero():

@@ -1,0 +1,103 @@
+"""Acceptance rules: which predictions of a block are filled in together after one forward pass.
+
+Every rule ranks the predictions of a block's masked positions and accepts the first n of them, for the largest n that
+it allows. It may accept none. What happens then is decided by the strategy (SPEC section 3: a block that is fully
+activated fills its most confident position all the same, and any other block fills nothing).
+
+With c_1 >= c_2 >= ... the probabilities of the ranked predictions and H_i their entropies in nats:
+
+- "threshold", of D2F (arXiv 2508.09192) and Fast-dLLM (arXiv 2505.22618): c_n > tau_conf.
+- "factor", of Fast-dLLM: (n + 1) (1 - c_n) < acceptance_factor. The more positions are filled together, the surer
+  each must be.
+- "entropy_bound", of EB-Sampler (arXiv 2505.24857): H_1 + ... + H_n - max H_i <= acceptance_gamma, with entropies in
+  ascending order. The left side bounds how far the product of the n distributions is from their joint distribution.
+  One position alone always passes.
+- "frechet" (arXiv 2606.02955): max(0, c_1 + ... + c_n - (n - 1)) - (1 - c_n) > acceptance_delta. The first term is
+  Frechet's lower bound of the probability that all n tokens are right together.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+
+from lopa_ascend.config import DecodingParams
+from lopa_ascend.types import Fill
+
+Rule = Callable[[Sequence[Fill]], list[Fill]]
+"""From the predictions for a block's masked positions to those that are accepted, both in the order of positions."""
+
+
+def float32(value: float) -> float:
+    """The float32 nearest to ``value``: thresholds are compared in the precision of the confidences."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+def threshold(params: DecodingParams) -> Rule:
+    """Each prediction by itself, whatever the others are."""
+    tau_conf = float32(params.tau_conf)
+    return lambda predictions: [fill for fill in predictions if fill.max_prob > tau_conf]
+
+
+def factor(params: DecodingParams) -> Rule:
+    """(n + 1) (1 - c_n) grows with n, so the first n that fails ends the search."""
+
+    def accept(predictions: Sequence[Fill]) -> list[Fill]:
+        ranked = _by_probability(predictions)
+        products = ((n + 1) * (1 - fill.max_prob) for n, fill in enumerate(ranked, 1))
+        return _first(ranked, [product < params.acceptance_factor for product in products])
+
+    return accept
+
+
+def entropy_bound(params: DecodingParams) -> Rule:
+    """``DecodingParams`` refuses this rule unless the confidence is the negative entropy, which it reads here."""
+
+    def accept(predictions: Sequence[Fill]) -> list[Fill]:
+        ranked = sorted(predictions, key=lambda fill: (-fill.confidence, fill.position))
+        total = 0.0  # of the entropies before the n-th, which is the largest
+        allowed = []
+        for fill in ranked:
+            allowed.append(total <= params.acceptance_gamma)
+            total -= fill.confidence
+        return _first(ranked, allowed)
+
+    return accept
+
+
+def frechet(params: DecodingParams) -> Rule:
+    """The bound falls with n and 1 - c_n grows, so the first n that fails ends the search."""
+
+    def accept(predictions: Sequence[Fill]) -> list[Fill]:
+        ranked = _by_probability(predictions)
+        doubt = 0.0  # the sum of 1 - c_i: the bound is 1 - doubt
+        allowed = []
+        for fill in ranked:
+            doubt += 1 - fill.max_prob
+            allowed.append(max(0.0, 1 - doubt) - (1 - fill.max_prob) > params.acceptance_delta)
+        return _first(ranked, allowed)
+
+    return accept
+
+
+RULES: dict[str, Callable[[DecodingParams], Rule]] = {
+    "threshold": threshold,
+    "factor": factor,
+    "entropy_bound": entropy_bound,
+    "frechet": frechet,
+}
+
+
+def acceptance_rule(params: DecodingParams) -> Rule:
+    """The rule that ``params.acceptance`` names."""
+    return RULES[params.acceptance](params)
+
+
+def _by_probability(predictions: Sequence[Fill]) -> list[Fill]:
+    return sorted(predictions, key=lambda fill: (-fill.max_prob, fill.position))
+
+
+def _first(ranked: Sequence[Fill], allowed: Sequence[bool]) -> list[Fill]:
+    """The predictions before the first that is not allowed, in the order of positions."""
+    count = next((n for n, is_allowed in enumerate(allowed) if not is_allowed), len(ranked))
+    return sorted(ranked[:count], key=lambda fill: fill.position)

@@ -1,0 +1,48 @@
+"""Confirmed lookahead branches on several ranks: exact is d2f, and verified is what one process does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist import ranks
+from tests.tiny import write_dream
+
+pytestmark = pytest.mark.multirank
+
+PROMPT = [5, 3, 8, 2, 9]
+FIELDS: dict[str, Any] = {"block_size": 8, "max_new_tokens": 40, "tau_conf": 0.5, "ignore_eos": True}
+WINDOWS = ("block_causal", "full")
+
+
+def job(model: str, **options: Any) -> dict[str, Any]:
+    """For each kind of window d2f, exact and verified."""
+    variants: list[dict[str, Any]] = [
+        {"decoding": "d2f"},
+        {"num_branches": 5, "branch_acceptance": "exact"},
+        {"num_branches": 5, "branch_acceptance": "verified"},
+    ]
+    return {
+        "model": model,
+        "options": {"agreement_interval": 1, **options},
+        "requests": [
+            {"prompt": PROMPT, "params": {**FIELDS, "window_attention": window, "top_logprobs": 2, **variant}}
+            for window in WINDOWS
+            for variant in variants
+        ],
+    }
+
+
+@pytest.mark.parametrize(("tp", "bp"), [(1, 2), (2, 2)])
+def test_exact_is_d2f_on_ranks(tp: int, bp: int, tmp_path: Path) -> None:
+    model = str(write_dream(tmp_path / "model"))
+    alone = ranks.generate(1, [job(model)], tmp_path)[0]
+    outputs = ranks.generate(tp * bp, [job(model, tensor_parallel_size=tp, branch_parallel_size=bp)], tmp_path)[0]
+    assert [output["tokens"] for output in outputs] == [output["tokens"] for output in alone]
+    assert [output["winners"] for output in outputs] == [output["winners"] for output in alone]
+    for d2f, exact, verified in (outputs[:3], outputs[3:]):
+        assert exact["tokens"] == d2f["tokens"]
+        assert exact["alternatives"] == d2f["alternatives"]
+        assert verified["forwards"] < exact["forwards"] < d2f["forwards"]

@@ -1,0 +1,225 @@
+"""Lookahead branches that the anchor's predictions must confirm: against the rule restated, and against D2F."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lopa_ascend.config import DecodingParams, ParameterError
+from lopa_ascend.config.decoding import BRANCH_ACCEPTANCES
+from lopa_ascend.decode import BRANCH_ACCEPTANCES as STRATEGIES
+from lopa_ascend.decode import begin
+from lopa_ascend.decode.d2f import D2F
+from lopa_ascend.types import RowPlan, RowResult, SequencePlan, StepRecord
+
+MASK, EOS, VOCAB, PROMPT = 50, 7, 40, (1, 2, 3)
+
+setups = st.fixed_dictionaries(
+    {
+        "num_branches": st.integers(0, 6),
+        "block_size": st.integers(1, 9),
+        "max_new_tokens": st.integers(1, 40),
+        "tau_add": st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+        "tau_act": st.sampled_from([0.0, 0.5, 0.95, 1.0]),
+        "tau_conf": st.sampled_from([0.5, 0.8, 0.9, 1.0]),
+        "max_active_blocks": st.sampled_from([None, 1, 2]),
+        "window_attention": st.sampled_from(["block_causal", "full"]),
+        "acceptance": st.sampled_from(["threshold", "factor", "frechet"]),
+        "ignore_eos": st.booleans(),
+        "finish_at_eos": st.booleans(),
+    }
+)
+
+
+class Model:
+    """Predictions as a function of what is committed, of how it came to be, and of the tokens of the row: like a model
+    whose keys and values hold all of that. Of two rows that differ in anything, tokens often agree."""
+
+    def __init__(self, seed: int):
+        self.seed = seed
+        self.commits: list[tuple[int, tuple[int, ...]]] = []
+        """What the cache depends on: (positions, tokens of the row) of each pass that committed."""
+
+    def row(self, row: RowPlan) -> RowResult:
+        state = f"{self.seed} {self.commits} {row.start} {row.tokens} {row.entry_ends}"
+        tokens, probs = [], []
+        for position in row.masked:
+            usual, now = random.Random(f"{self.seed} {position}"), random.Random(f"{state} {position}")
+            rng = usual if now.random() < 0.8 else now
+            tokens.append(EOS if rng.random() < 0.03 else rng.randrange(VOCAB))
+            # The same positions tend to be the surest ones.
+            probs.append(0.7 * usual.random() + 0.3 * now.random())
+        return RowResult(tuple(tokens), tuple(probs), tuple(probs))
+
+    def commit(self, plan: SequencePlan, record: StepRecord) -> None:
+        if plan.num_new:
+            self.commits.append((plan.num_new, plan.rows[record.winner].tokens))
+
+
+def run(setup: dict, seed: int, **changes):
+    """Yields (strategy, plan, results, record) after each pass."""
+    params = DecodingParams(**{**setup, **changes})
+    strategy, model = begin(PROMPT, params, MASK, frozenset([EOS])), Model(seed)
+    while (plan := strategy.plan()) is not None:
+        results = [model.row(row) for row in plan.rows]
+        record = strategy.absorb(plan, results, 0, 0)
+        model.commit(plan, record)
+        yield strategy, plan, results, record
+
+
+def decoded(setup: dict, seed: int, **changes) -> tuple[list[int], list[float], int, list[tuple[int, int]]]:
+    """(final token ids, their probabilities, number of passes, fills in the order in which they were made)."""
+    passes = [(strategy, record) for strategy, _, _, record in run(setup, seed, **changes)]
+    strategy, order = passes[-1][0], []
+    for _, record in passes:
+        won = record.branches[record.winner].lookahead
+        order += [(fill.position, fill.token) for fill in ([won] if won else [])]
+        order += [(fill.position, fill.token) for fill in record.fills]
+    tokens = strategy.final_tokens()
+    return tokens, strategy.winner.probs[: len(tokens)], strategy.num_forwards, order
+
+
+def rule(params: DecodingParams, row: RowPlan, result: RowResult) -> set[tuple[int, int]]:
+    """What D2F fills into a row, restated from its tokens and predictions alone."""
+    tokens = dict(enumerate(row.tokens, row.start))
+    is_mask = {position: token == MASK for position, token in tokens.items()}
+    predicted = dict(zip(row.masked, zip(result.tokens, result.max_probs, strict=True), strict=True))
+    found = set()
+    starts = range(len(PROMPT), row.end, params.block_size)
+    filled_before = 1.0  # the share of the block before, the prompt's at first
+    for start in starts:
+        block = range(start, min(start + params.block_size, row.end))
+        here = sorted((p for p in block if p in predicted), key=lambda p: (-predicted[p][1], p))
+        probs = [predicted[p][1] for p in here]
+        counts = [0]
+        for n in range(1, len(here) + 1):
+            lowest = probs[n - 1]
+            if params.acceptance == "threshold":
+                allowed = lowest > D2F_TAU[params.tau_conf]
+            elif params.acceptance == "factor":
+                allowed = (n + 1) * (1 - lowest) < params.acceptance_factor
+            else:
+                allowed = max(0.0, sum(probs[:n]) - (n - 1)) - (1 - lowest) > params.acceptance_delta
+            counts += [n] if allowed else []
+        take = max(counts)
+        if not take and here and filled_before >= params.tau_act:
+            take = 1
+        found |= {(p, predicted[p][0]) for p in here[:take]}
+        filled_before = sum(not is_mask.get(p, False) for p in block) / len(block)
+    return found
+
+
+D2F_TAU = {0.5: 0.5, 0.8: 0.800000011920929, 0.9: 0.8999999761581421, 1.0: 1.0}
+"""float32 of tau_conf."""
+
+
+@settings(max_examples=150)
+@given(setups, st.integers(0, 10**6))
+def test_verified_every_token_passed_the_rule_given_committed_tokens_alone(setup: dict, seed: int) -> None:
+    committed: dict[int, int] = {}
+    params = DecodingParams(**setup, branch_acceptance="verified")
+    for _, plan, results, record in run(setup, seed, branch_acceptance="verified"):
+        anchor, won = plan.rows[-1], record.branches[record.winner].lookahead
+        for position, token in enumerate(anchor.tokens, anchor.start):
+            assert position < len(PROMPT) or committed.get(position, MASK) == token
+        filled_now = rule(params, anchor, results[-1])
+        row, result = plan.rows[record.winner], results[record.winner]
+        if won is not None:
+            assert (won.position, won.token) in filled_now
+            assert won.max_prob == results[-1].max_probs[anchor.masked.index(won.position)]
+            committed[won.position] = won.token
+        for position, token in enumerate(row.tokens, row.start):
+            if position >= len(PROMPT):
+                assert committed.get(position, MASK) == token, "predicted from a token that is not committed"
+        assert {(fill.position, fill.token) for fill in record.fills} == rule(params, row, result)
+        committed |= {fill.position: fill.token for fill in record.fills}
+        # No confirmed branch would have filled more.
+        progress = (won is not None) + len(record.fills)
+        for branch, other, predicted in zip(record.branches, plan.rows, results, strict=True):
+            draft = branch.lookahead
+            if draft is None or (draft.position, draft.token) in filled_now:
+                assert (draft is not None) + len(rule(params, other, predicted)) <= progress
+
+
+@settings(max_examples=200)
+@given(setups, st.integers(0, 10**6))
+def test_exact_is_d2f(setup: dict, seed: int) -> None:
+    tokens, probs, passes, order = decoded(setup, seed, decoding="d2f", num_branches=0)
+    exact = decoded(setup, seed, branch_acceptance="exact")
+    assert exact[:2] == (tokens, probs)
+    assert exact[2] <= passes
+    assert exact[3][: len(order)] == order
+
+
+@pytest.mark.parametrize("window", ["block_causal", "full"])
+@pytest.mark.parametrize(("acceptance", "least"), [("verified", 1.2), ("exact", 1.05)])
+def test_confirmed_branches_save_passes(window: str, acceptance: str, least: float) -> None:
+    setup: dict[str, Any] = {
+        "num_branches": 6,
+        "block_size": 8,
+        "max_new_tokens": 40,
+        "tau_conf": 0.8,
+        "ignore_eos": True,
+    }
+    setup |= {"window_attention": window}
+    passes = [sum(1 for _ in run(setup, seed, branch_acceptance=acceptance)) for seed in range(20)]
+    alone = [sum(1 for _ in run(setup, seed, decoding="d2f", num_branches=0)) for seed in range(20)]
+    assert sum(alone) > least * sum(passes)
+
+
+@settings(max_examples=50)
+@given(setups, st.integers(0, 10**6), st.sampled_from(["verified", "exact"]))
+def test_without_branches_there_is_nothing_to_accept(setup: dict, seed: int, acceptance: str) -> None:
+    alone = decoded({**setup, "num_branches": 0}, seed, branch_acceptance=acceptance)
+    assert alone == decoded({**setup, "num_branches": 0}, seed, decoding="d2f")
+
+
+@pytest.mark.parametrize(("tau_add", "winner"), [(0.5, 0), (0.0, 2), (1.0, 0)])
+def test_exact_follows_d2f_in_opening_blocks(tau_add: float, winner: int) -> None:
+    """With 0.5 the draft opens the second block, as D2F would one pass later; with 0 D2F would open a third one then,
+    which the draft does not have."""
+    params = DecodingParams(
+        block_size=4, max_new_tokens=12, num_branches=2, tau_conf=1.0, tau_add=tau_add, branch_acceptance="exact"
+    )
+    strategy = begin([1], params, MASK, frozenset())
+    for expected in (0, winner):  # two passes: in the second one the anchor confirms the better draft
+        plan = strategy.plan()
+        assert plan is not None
+        results = []
+        for row in plan.rows:
+            probs = tuple(0.5 - 0.01 * position for position in row.masked)
+            results.append(RowResult((5,) * len(probs), probs, probs))
+        assert strategy.absorb(plan, results, 0, 0).winner == expected
+
+
+def test_a_draft_without_masks_has_not_won() -> None:
+    params = DecodingParams(block_size=4, max_new_tokens=4, num_branches=2)
+    row = RowResult((1, 2, 3, 4), (0.95, 0.95, 0.95, 0.2), (0.95, 0.95, 0.95, 0.2))
+    for acceptance, passes in (("published", 1), ("verified", 2), ("exact", 2)):
+        strategy = begin([1], replace(params, branch_acceptance=acceptance), MASK, frozenset())
+        plan = strategy.plan()
+        assert plan is not None
+        strategy.absorb(plan, [row], 0, 0)
+        while (plan := strategy.plan()) is not None:
+            last = RowResult((5,), (0.3,), (0.3,))
+            results = [last if row.masked else RowResult((), (), ()) for row in plan.rows]
+            assert strategy.absorb(plan, results, 0, 0).winner == len(plan.rows) - 1  # 4 is not confirmed
+        assert strategy.num_forwards == passes
+        assert strategy.final_tokens() == [1, 2, 3, 4 if acceptance == "published" else 5]
+
+
+def test_every_branch_acceptance_has_a_strategy() -> None:
+    assert tuple(STRATEGIES) == BRANCH_ACCEPTANCES
+    assert type(begin([1], DecodingParams(decoding="d2f", branch_acceptance="exact"), MASK, frozenset())) is D2F
+
+
+def test_exact_with_sampling_is_refused() -> None:
+    with pytest.raises(ParameterError, match=r'branch_acceptance.*"exact" needs temperature 0, got 0\.5'):
+        DecodingParams(branch_acceptance="exact", temperature=0.5)
+    assert DecodingParams(branch_acceptance="exact", temperature=1e-6).temperature == 0
+    assert DecodingParams(branch_acceptance="verified", temperature=0.5).temperature == 0.5
