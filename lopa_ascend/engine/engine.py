@@ -60,7 +60,8 @@ class Engine:
         prepared = self._prepare()
         model = prepared.model_source.load(prepared.ops, self.mesh.tp)
         self.model_config = model.config
-        matrices = [weight for weight in (*model.weights.values(), model.head) if weight.dim() == 2]
+        tensors = *model.weights.values(), model.head
+        matrices = [weight for weight in tensors if weight.dim() == 2 and weight.is_floating_point()]
         self._linear = prepared.ops.settle(matrices)
         pool, page_bytes = self._make_pool(model, prepared)
         self.kv_cache_memory = pool.num_pages * page_bytes

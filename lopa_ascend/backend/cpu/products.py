@@ -88,14 +88,16 @@ class Products:
         at_a_time = self._rows_at_a_time.get((weight.shape, weight.dtype))
         if at_a_time:
             return self.in_pieces(x, weight, bias, at_a_time)
-        padded = F.pad(x, (0, 0, 0, MIN_ROWS - len(x))) if len(x) < MIN_ROWS else x
-        return self._multiply(padded, weight, bias)[: len(x)]
+        rows = x.shape[0]  # not len(x), which in a traced step would be a constant
+        padded = F.pad(x, (0, 0, 0, MIN_ROWS - rows)) if rows < MIN_ROWS else x
+        return self._multiply(padded, weight, bias)[:rows]
 
     def in_pieces(self, x: Tensor, weight: Tensor, bias: Tensor | None, at_a_time: int) -> Tensor:
         """The product with so many rows in every call of the library, the last of which has rows of padding."""
-        padded = F.pad(x, (0, 0, 0, -len(x) % at_a_time))
+        rows = x.shape[0]
+        padded = F.pad(x, (0, 0, 0, -rows % at_a_time))
         pieces = [self._multiply(piece, weight, bias) for piece in padded.split(at_a_time)]
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[: len(x)]
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[:rows]
 
     # ---- trying ----------------------------------------------------------------------------------------------------
 
