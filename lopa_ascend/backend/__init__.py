@@ -20,9 +20,23 @@ def load_ops(config: EngineConfig) -> Ops:
     for name in ("attention_layout", "debug_kv"):
         if getattr(config, name) != getattr(EngineConfig, name):
             raise ParameterError(name, f"is for device npu, and this is device {config.device}")
+    if config.mode == "inductor":
+        _check_inductor()
     from lopa_ascend.backend.cpu import CpuOps
 
     return CpuOps()
+
+
+def _check_inductor() -> None:
+    """Refuses a torch that cannot compile steps whose KV lengths change."""
+    import torch
+
+    if not hasattr(torch.compiler.config, "dynamic_sources"):
+        message = (
+            f'"inductor" needs the option dynamic_sources of torch.compile, which torch {torch.__version__} does not '
+            'have; use "eager", or torch 2.13'
+        )
+        raise ParameterError("graph_mode", message)
 
 
 def open_device(device: str) -> None:

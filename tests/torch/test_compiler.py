@@ -17,6 +17,9 @@ from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.base import ForwardInputs
 from lopa_ascend.model.dream import Dream
 from tests.npu.samples import SMALL_VOCABULARY, dream_weights, small_dream
+from tests.versions import compiles_steps
+
+pytestmark = compiles_steps
 
 LENGTH, PAGES, NUM_PAGES = 8, 4, 12
 

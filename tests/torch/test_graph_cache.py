@@ -16,6 +16,7 @@ from lopa_ascend import LLM
 from lopa_ascend.backend.graph_cache import DIGESTS, GraphCache, private_files
 from lopa_ascend.config import ParameterError
 from tests.tiny import write_dream
+from tests.versions import HAS_DYNAMIC_SOURCES, compiles_steps
 
 STEP = """
 import logging, sys
@@ -192,6 +193,7 @@ def compiled(folder: Path, *before: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@compiles_steps
 def test_damage_means_compiling_anew(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     assert compiled(folder) == ""
@@ -206,6 +208,7 @@ def test_damage_means_compiling_anew(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@compiles_steps
 def test_damage_that_no_digest_tells_of_means_compiling_elsewhere(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     compiled(folder)
@@ -217,6 +220,7 @@ def test_damage_that_no_digest_tells_of_means_compiling_elsewhere(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@compiles_steps
 def test_a_full_disk_means_compiling_anew(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     mount = f"mount -t tmpfs -o size=40k,mode=0700 none {tmp_path}/disk"
@@ -224,3 +228,9 @@ def test_a_full_disk_means_compiling_anew(tmp_path: Path) -> None:
         pytest.skip("this user cannot make a small disk")
     said = compiled(tmp_path / "disk", "unshare", "-rm", "sh", "-c", f'{mount}; exec "$@"', "sh")
     assert f"graph_cache: {tmp_path}/disk cannot be " in said
+
+
+@pytest.mark.skipif(HAS_DYNAMIC_SOURCES, reason="this torch compiles steps")
+def test_a_torch_that_cannot_compile_steps_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match='graph_mode: "inductor" needs the option dynamic_sources'):
+        LLM(str(write_dream(tmp_path)), graph_mode="inductor", max_model_len=64)

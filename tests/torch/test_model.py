@@ -18,6 +18,7 @@ from lopa_ascend.sequence import Request, Sequence
 from lopa_ascend.types import RowPlan, Scoring, SequencePlan, SequenceStep
 from tests import reference
 from tests.tiny import write_dream
+from tests.versions import qwen2_knows_head_dim
 
 BLOCK = 8
 
@@ -60,6 +61,7 @@ def random_config(rng: random.Random) -> dict:
     }
 
 
+@qwen2_knows_head_dim
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("seed", range(8))
 def test_logits_are_those_of_qwen2(seed: int, full: bool, tmp_path) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from packaging import version
 
 from scripts.demo_problems import Problem, is_held_out, normalised, parse_result, problems
 from scripts.demo_tokenizer import ASSISTANT, EOS, SYSTEM, USER, build, load
@@ -214,6 +216,7 @@ def test_a_batch_is_padded_left_of_prompts_and_right_of_answers(tmp_path: Path) 
         assert row.any(1).all()
 
 
+@pytest.mark.skipif(version.parse(transformers.__version__).major < 5, reason="training needs transformers 5")
 def test_answers_behind_one_prompt_are_learnt_as_if_each_stood_there_alone(tmp_path: Path) -> None:
     args = build_parser().parse_args(["--out", str(tmp_path), "--state", str(tmp_path / "state.pt")])
     trainer = Trainer(args, build(tmp_path, corpus_size=300))
