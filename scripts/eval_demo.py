@@ -1,6 +1,6 @@
 """Measures accuracy and tokens per forward pass (TPF) of the bundled model on its held-out problems.
 
-    python -m scripts.eval_demo targets                 the four numbers that the model must reach, on 500 problems
+    python -m scripts.eval_demo targets                 exact and TPF of the usual ways to decode, on 500 problems
     python -m scripts.eval_demo table --plot demo.png   branches by tau_conf by window attention, on 200 problems
     python -m scripts.eval_demo kinds                   exact by kind of problem, on 500 problems and 200 worded by hand
     python -m scripts.eval_demo typed                   exact with a system prompt, in a second turn, without "?" ...
@@ -107,9 +107,14 @@ def evaluate(llm: LLM, problems: list[tuple[str, int]], params: DecodingParams, 
 
 
 def targets(llm: LLM, limit: int) -> None:
-    """Prints the numbers that the model must reach."""
+    """Prints exact and TPF of the usual ways to decode."""
     problems = read(limit)
-    runs = {"d2f, one token a step": ONE_A_STEP, "d2f, tau_conf 0.9": decoding(0, 0.9), "lopa, k = 7": decoding(7, 0.9)}
+    runs = {
+        "d2f, one token a step": ONE_A_STEP,
+        "d2f, tau_conf 0.9": decoding(0, 0.9),
+        "lopa, k = 3": decoding(3, 0.9),
+        "lopa, k = 7": decoding(7, 0.9),
+    }
     outcomes = {}
     for name, params in runs.items():
         outcomes[name] = outcome = evaluate(llm, problems, params, quiet=False)

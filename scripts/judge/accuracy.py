@@ -10,11 +10,12 @@ from typing import Any
 import httpx
 
 from lopa_ascend import LLM, DecodingParams
+from lopa_ascend.demo import DEMO_MODEL
 from scripts.demo_problems import parse_result
 from scripts.eval_demo import read
 from scripts.judge.report import Options, Report
 from scripts.judge.server import ROOT, Server, serving
-from scripts.judge.tools import offline_environment, tool_command, write_tokenizer
+from scripts.judge.tools import offline_environment, tool_command
 
 CONVERSATIONS = ("lopa_demo_template", "lopa_demo_chat")
 """Tasks whose questions become messages: lm-eval applies the server's chat template to them, or the server does."""
@@ -24,7 +25,7 @@ MAX_NEW_TOKENS = 192
 CLIENTS = 16
 """Requests at the same time."""
 ROUTES = {
-    "lopa_demo_text": ("local-completions", "/v1/completions", "tokenizer_backend=huggingface,tokenizer={tokenizer}"),
+    "lopa_demo_text": ("local-completions", "/v1/completions", f"tokenizer_backend=huggingface,tokenizer={DEMO_MODEL}"),
     "lopa_demo_remote": ("local-completions", "/v1/completions", "tokenizer_backend=remote"),
     "lopa_demo_template": ("local-completions", "/v1/completions", "tokenizer_backend=remote"),
     "lopa_demo_chat": ("local-chat-completions", "/v1/chat/completions", "tokenizer_backend=none"),
@@ -88,7 +89,7 @@ def _lm_eval(
         model: lm-eval's model class.
         route: path on the server.
         task: name of the task.
-        tokenizer: arguments about the tokenizer, with "{tokenizer}" for a directory of one.
+        tokenizer: arguments about the tokenizer.
     """
     arguments = {
         "model": server.model,
@@ -97,7 +98,6 @@ def _lm_eval(
         "max_retries": 1,
         "timeout": 600,
     }
-    tokenizer = tokenizer.format(tokenizer=write_tokenizer(options.out / "tokenizer"))
     command = [*tool_command("lm_eval"), "run", "--model", model, "--include_path", str(TASKS), "--tasks", task]
     command += ["--model_args", ",".join(f"{name}={value}" for name, value in arguments.items()) + f",{tokenizer}"]
     command += ["--limit", str(options.problems), "--log_samples", "--output_path", str(options.out / task)]

@@ -6,9 +6,10 @@ import json
 import subprocess
 from typing import Any
 
+from lopa_ascend.demo import DEMO_MODEL
 from scripts.judge.report import Options, Report
 from scripts.judge.server import serving
-from scripts.judge.tools import offline_environment, tool_command, write_tokenizer
+from scripts.judge.tools import offline_environment, tool_command
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64
 """Tokens of each prompt, and of each answer."""
@@ -16,14 +17,13 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64
 
 def judge(options: Options, report: Report) -> None:
     with serving(options.url, options.out / "load.log") as server:
-        tokenizer = write_tokenizer(options.out / "tokenizer")
         result = options.out / "guidellm.json"
         command = [*tool_command("guidellm"), "run"]
         command += ["--backend", f"kind=openai_http,target={server.url},model={server.model}"]
         command += ["--profile", f"kind=concurrent,streams={options.clients}"]
         command += ["--constraint", f"kind=max_requests,count={options.requests}"]
         command += ["--data", f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={OUTPUT_TOKENS}"]
-        command += ["--tokenizer", f"kind=huggingface_auto,model={tokenizer}", "--disable-progress"]
+        command += ["--tokenizer", f"kind=huggingface_auto,model={DEMO_MODEL}", "--disable-progress"]
         # The default prepares 4096 prompts before the first request.
         command += ["--data-loader", "kind=pytorch,prefetch_factor=64"]
         command += ["--output", f"kind=json,path={result}"]

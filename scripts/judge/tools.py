@@ -1,15 +1,11 @@
-"""Public tools as commands, their environment, and a tokenizer directory that they can read."""
+"""Public tools as commands, and their environment."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
-import shutil
 import sys
 from pathlib import Path
-
-from lopa_ascend.demo import DEMO_MODEL
 
 MODULES = {"schemathesis": "schemathesis.cli", "lm_eval": "lm_eval", "guidellm": "guidellm"}
 """By tool: the module that is its command."""
@@ -50,13 +46,3 @@ def offline_environment(home: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-
-
-def write_tokenizer(directory: Path) -> Path:
-    """Writes the bundled tokenizer so that transformers can load it, as Qwen2's: Dream's own class is remote code."""
-    directory.mkdir(exist_ok=True)
-    for name in ("vocab.json", "merges.txt"):
-        shutil.copy(DEMO_MODEL / name, directory)
-    config = json.loads((DEMO_MODEL / "tokenizer_config.json").read_text())
-    (directory / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": "Qwen2Tokenizer"}))
-    return directory

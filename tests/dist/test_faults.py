@@ -157,7 +157,8 @@ from lopa_ascend.decode.lopa import Lopa
 from lopa_ascend.parallel.collectives import RankError
 
 def generate(llm, count):
-    return llm.generate("hi", DecodingParams(max_new_tokens=count, ignore_eos=True), quiet=True)[0].token_ids
+    params = DecodingParams(max_new_tokens=count, tau_conf=1.0, ignore_eos=True)  # one position a pass: many passes
+    return llm.generate("hi", params, quiet=True)[0].token_ids
 
 def followers():
     with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
@@ -225,11 +226,11 @@ SPMD = """
 other = int(os.environ["RANK"]) == 1
 select = Lopa._select
 
-def drift(self, results):
-    winner, scores = select(self, results)
+def drift(self, plan, results):
+    winner, scores = select(self, plan, results)
     return (winner + 1) % len(results), scores
 
-def hang(self, results):
+def hang(self, plan, results):
     time.sleep(3600)
 
 case, sizes = sys.argv[1], json.loads(sys.argv[2])

@@ -33,7 +33,7 @@ def recorded(tp: int, bp: int) -> list[list[Step]]:
     )
     windows = ("block_causal", "block_causal", "full", "block_causal", "full")
     requests = [
-        (prompt, DecodingParams(num_branches=LOOKAHEADS, max_new_tokens=80, window_attention=window))
+        (prompt, DecodingParams(num_branches=LOOKAHEADS, block_size=8, max_new_tokens=80, window_attention=window))
         for prompt, window in zip(prompts(DEMO_MODEL, len(windows)), windows, strict=True)
     ]
     ranks: list[list[Step]] = run(TrafficJob(config, requests), list[Step])
