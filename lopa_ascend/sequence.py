@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.bad_words import BadWords
-from lopa_ascend.decode.d2f import D2F
+from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.kv.pages import PageTables, worst_case
 from lopa_ascend.types import Alternatives, Demand, Scoring, SequencePlan
 
@@ -57,7 +57,7 @@ class Sequence:
     """A request that runs."""
 
     request: Request
-    strategy: D2F
+    strategy: Strategy
     """The decoding state: tokens, blocks, branches, and the number of committed positions."""
     scoring: Scoring
     page_tables: PageTables
@@ -96,8 +96,8 @@ class Sequence:
 
     @property
     def in_prefill(self) -> bool:
-        """Whether the next step computes the prompt."""
-        return self.num_committed < len(self.request.prompt)
+        """Whether the next step computes the prompt for the first time."""
+        return self.strategy.in_prefill
 
     @property
     def num_reserved(self) -> int:

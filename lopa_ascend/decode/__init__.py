@@ -12,12 +12,20 @@ from collections.abc import Sequence
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.d2f import D2F
 from lopa_ascend.decode.lopa import Lopa
+from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.decode.verified import ExactLopa, VerifiedLopa
 
+STRATEGIES: dict[str, type[Strategy]] = {"lopa": Lopa, "d2f": D2F}
+"""By ``DecodingParams.decoding``."""
 BRANCH_ACCEPTANCES: dict[str, type[Lopa]] = {"published": Lopa, "verified": VerifiedLopa, "exact": ExactLopa}
+"""What decodes as "lopa", by ``DecodingParams.branch_acceptance``."""
 
 
-def begin(prompt: Sequence[int], params: DecodingParams, mask: int, eos: frozenset[int], num_committed: int = 0) -> D2F:
-    """The strategy that ``params`` names, at the start of a sequence; for the arguments see ``D2F``."""
-    strategy = D2F if params.decoding == "d2f" else BRANCH_ACCEPTANCES[params.branch_acceptance]
+def begin(
+    prompt: Sequence[int], params: DecodingParams, mask: int, eos: frozenset[int], num_committed: int = 0
+) -> Strategy:
+    """The strategy that ``params`` names, at the start of a sequence; for the arguments see ``Strategy``."""
+    strategy = STRATEGIES[params.decoding]
+    if strategy is Lopa:
+        strategy = BRANCH_ACCEPTANCES[params.branch_acceptance]
     return strategy(prompt, params, mask, eos, num_committed)
