@@ -43,6 +43,8 @@ def unsupported(request: DecodingParams, num_ends: int, shape: Bucket, kind: Kin
     }
     for name, support in DecodingParams.graph_support().items():
         value = getattr(request, name)
+        if support is GraphSupport.PIPELINED and not request.is_pipelined:
+            return name
         if support is GraphSupport.DEFAULT and value != getattr(DecodingParams, name):
             return name
         if support is GraphSupport.COMPILED and value != getattr(kind, name):

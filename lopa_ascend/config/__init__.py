@@ -3,6 +3,7 @@
 Each setting is declared once, as ``config.settings`` describes.
 """
 
+from lopa_ascend.config.combinations import fitting_defaults
 from lopa_ascend.config.decoding import (
     BRANCH_SCORES,
     CONFIDENCES,
@@ -37,5 +38,6 @@ __all__ = [
     "ParameterError",
     "Preset",
     "find_preset",
+    "fitting_defaults",
     "presets",
 ]

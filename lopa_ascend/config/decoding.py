@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from lopa_ascend.config.combinations import check_combinations
+from lopa_ascend.config.combinations import PIPELINED, check_combinations
 from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.kinds import (
     INT32_MAX,
@@ -22,7 +22,7 @@ from lopa_ascend.config.kinds import (
 from lopa_ascend.config.presets import find_preset
 from lopa_ascend.config.settings import GraphSupport, Group, Parameter, check_settings, declare, settings
 
-DECODINGS = ("lopa", "d2f")
+DECODINGS = ("lopa", "d2f", "parallel")
 ACCEPTANCES = ("threshold", "factor", "entropy_bound", "frechet")
 CONFIDENCES = ("max_prob", "margin", "neg_entropy")
 BRANCH_ACCEPTANCES = ("published", "verified", "exact")
@@ -42,14 +42,19 @@ class DecodingParams:
 
     decoding: str = declare(
         "lopa",
-        Parameter(Choice(DECODINGS), '"lopa": an anchor branch and lookahead branches; "d2f": the anchor branch alone'),
+        Parameter(
+            Choice(DECODINGS),
+            '"lopa": an anchor branch and lookahead branches; "d2f": the anchor branch alone; "parallel": block after '
+            "block of a canvas that is computed whole in every forward pass",
+            graphs=GraphSupport.PIPELINED,
+        ),
     )
     num_branches: int | None = declare(
         None,
         Parameter(
             Integer(0, 255),
             "the paper's k: lookahead branches beside the anchor branch, each with one more position filled",
-            default_text='3 with "lopa", 0 with "d2f"',
+            default_text='3 with "lopa", otherwise 0',
             graphs=GraphSupport.BUCKET,
         ),
     )
@@ -275,13 +280,14 @@ class DecodingParams:
             graphs=GraphSupport.DEFAULT,
         ),
     )
-    window_attention: str = declare(
-        "block_causal",
+    window_attention: str | None = declare(
+        None,
         Parameter(
             Choice(WINDOW_ATTENTIONS),
             'what a block of the window attends to: "block_causal": all positions up to its own end; "full": all '
             "positions up to the end of the window",
             group=Group.RESEARCH,
+            default_text='"block_causal" with "lopa" and "d2f", otherwise "full"',
             graphs=GraphSupport.COMPILED,
         ),
     )
@@ -317,6 +323,8 @@ class DecodingParams:
         check_settings(self)
         if self.num_branches is None:
             object.__setattr__(self, "num_branches", 3 if self.decoding == "lopa" else 0)
+        if self.window_attention is None:
+            object.__setattr__(self, "window_attention", "block_causal" if self.is_pipelined else "full")
         if self.temperature < MIN_TEMPERATURE:
             # Nothing is sampled. Equal parameters let equal requests be scored together.
             for name, value in (("temperature", 0.0), ("top_p", None), ("top_k", None), ("min_p", 0.0)):
@@ -328,6 +336,12 @@ class DecodingParams:
         """Number of lookahead branches: ``num_branches``, which is never None after construction."""
         assert self.num_branches is not None
         return self.num_branches
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether a window of blocks moves over the canvas and commits keys and values behind it. If not, the whole
+        canvas is there from the beginning, and keys and values are computed again."""
+        return self.decoding in PIPELINED
 
     @property
     def max_canvas(self) -> int:

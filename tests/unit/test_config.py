@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from lopa_ascend.config import ConfigError, DecodingParams, EngineConfig, GraphSupport, ModelConfig, ParameterError
+from lopa_ascend.config import (
+    DECODINGS,
+    ConfigError,
+    DecodingParams,
+    EngineConfig,
+    GraphSupport,
+    ModelConfig,
+    ParameterError,
+    fitting_defaults,
+)
 from lopa_ascend.config.settings import settings
 from lopa_ascend.config.sizes import exact_size, format_size, parse_size
 
@@ -90,7 +99,41 @@ def test_d2f_has_no_branches() -> None:
         DecodingParams(decoding="d2f", num_branches=2)
 
 
+@pytest.mark.parametrize(
+    ("values", "field", "words"),
+    [
+        (
+            {"decoding": "parallel", "window_attention": "block_causal"},
+            "window_attention",
+            "block_causal.*parallel.*full",
+        ),
+        ({"decoding": "parallel", "num_branches": 2}, "num_branches", "parallel.*2"),
+        ({"decoding": "parallel", "max_active_blocks": 2}, "max_active_blocks", "2.*parallel"),
+    ],
+)
+def test_what_does_not_go_with_the_decoding_is_refused_with_both_names(values: dict, field: str, words: str) -> None:
+    with pytest.raises(ParameterError, match=words) as error:
+        DecodingParams(**values)
+    assert error.value.param == field
+
+
+def test_attention_follows_the_decoding() -> None:
+    attentions = {decoding: DecodingParams(decoding=decoding).window_attention for decoding in DECODINGS}
+    assert attentions.pop("lopa") == attentions.pop("d2f") == "block_causal"
+    assert set(attentions.values()) == {"full"}
+
+
+def test_defaults_for_another_decoding_are_left_out() -> None:
+    defaults = {"num_branches": 7, "window_attention": "block_causal", "max_active_blocks": 3, "tau_conf": 0.5}
+    assert fitting_defaults(defaults, "d2f") == {name: defaults[name] for name in defaults if name != "num_branches"}
+    params = DecodingParams(decoding="parallel", **fitting_defaults(defaults, "parallel"))
+    assert params == DecodingParams(decoding="parallel", tau_conf=0.5)
+    assert DecodingParams.preset("S13", decoding="parallel").window_attention == "full"
+
+
 def test_an_unknown_choice_lists_the_known_ones() -> None:
+    with pytest.raises(ParameterError, match="lopa, d2f, parallel"):
+        DecodingParams(decoding="greedy")
     with pytest.raises(ParameterError, match="max_prob, margin, neg_entropy"):
         DecodingParams(confidence="probability")
     with pytest.raises(ParameterError, match="published, verified, exact"):
@@ -115,6 +158,7 @@ def test_graph_support() -> None:
     processed = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
     processed |= {"bad_words", "top_logprobs"}
     unusual = {"temperature", "acceptance", "branch_acceptance", "branch_score", "creation_weight", "min_new_tokens"}
+    assert of[GraphSupport.PIPELINED] == {"decoding"}
     assert of[GraphSupport.DEFAULT] == processed | unusual
     assert of[GraphSupport.COMPILED] == {"confidence", "window_attention"}
     assert of[GraphSupport.BUCKET] == {"num_branches", "block_size", "eos_token_id"}

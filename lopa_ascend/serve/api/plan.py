@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from lopa_ascend.config import DecodingParams, Limits, ParameterError
+from lopa_ascend.config import DecodingParams, Limits, ParameterError, fitting_defaults
 from lopa_ascend.serve.api.openai_responses_body import ResponseRequest
 from lopa_ascend.serve.api.protocol import MAX_CHOICES, ChatRequest, CompletionRequest, GenerationRequest
 from lopa_ascend.serve.engine.client import Choice
@@ -154,8 +154,8 @@ class Planner:
     def _params(self, defaults: Mapping[str, Any], asked: Mapping[str, Any], prompt_tokens: int) -> DecodingParams:
         """The request's own parameters, and the defaults for all others unless a default contradicts the request."""
         defaults = dict(defaults)
-        if "decoding" in asked:  # the default number of branches is meant for the server's own decoding
-            defaults.pop("num_branches", None)
+        if "decoding" in asked:
+            defaults = fitting_defaults(defaults, asked["decoding"])
         # Where a prompt leaves no room at all, Limits.check refuses the request.
         room = self.limits.max_model_len - prompt_tokens
         together = {**defaults, **asked}

@@ -1,0 +1,115 @@
+"""Decoding on a whole canvas, restated plainly on transformers' Qwen2 to hold the engine to.
+
+Nothing of the engine is used: the whole sequence is one dense forward pass with attention in both directions, the
+output at q - 1 predicts q, and a softmax over the vocabulary gives probabilities.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import Qwen2ForCausalLM
+from transformers.cache_utils import DynamicCache
+
+from tests.reference import Reference, layers
+
+Prediction = tuple[int, float, float]
+"""Token id, its probability, what positions are ranked by."""
+
+
+@dataclass
+class Decoded:
+    tokens: list[int]
+    passes: list[list[tuple[int, int]]] = field(default_factory=list)
+    """The fills of each forward pass: positions and tokens."""
+    margin: float = 1.0
+    """The smallest distance to any decision boundary."""
+
+
+class CanvasReference(Reference):
+    """What the decodings of a whole canvas have in common; the acceptance rules are those of ``Reference``."""
+
+    def __init__(self, model: Qwen2ForCausalLM, prompt: list[int], params: Any, mask: int):
+        super().__init__(model, prompt, params, mask, set())
+        self.x = prompt + [mask] * params.max_new_tokens
+        self.passes: list[list[tuple[int, int]]] = []
+
+    def dense(self, ids: list[int], start: int, past: Any = ()) -> tuple[torch.Tensor, Any]:
+        """(logits of ``ids`` at the positions from ``start`` on, keys and values by layer); the ids attend to one
+        another and to all of ``past``, keys and values by layer."""
+        cache = DynamicCache()
+        for layer, (k, v) in enumerate(past):
+            cache.update(k, v, layer)
+        num_past = past[0][0].shape[2] if past else 0
+        with torch.no_grad():
+            out = self.model(
+                torch.tensor([ids]),
+                attention_mask={"full_attention": torch.zeros(1, 1, len(ids), num_past + len(ids))},
+                position_ids=torch.arange(start, start + len(ids))[None],
+                past_key_values=cache,
+                use_cache=True,
+            )
+        return out.logits[0], layers(cache)
+
+    def masked(self, start: int, end: int) -> list[int]:
+        return [q for q in range(start, end) if self.x[q] == self.mask]
+
+    def predictions(self, logits: torch.Tensor, start: int, positions: list[int]) -> dict[int, Prediction]:
+        """What ``logits``, those of the positions from ``start`` on, predict for some positions."""
+        return {q: self.prediction(logits[q - 1 - start]) for q in positions}
+
+    def prediction(self, row: torch.Tensor) -> Prediction:
+        probs = row.softmax(-1)
+        allowed = row.clone()
+        allowed[self.mask] = -torch.inf
+        token = int(allowed.argmax())
+        two = allowed.softmax(-1).topk(2).values
+        self.near(float(two[0] - two[1]))
+        top = float(probs[token])
+        others = probs.clone()
+        others[token] = 0
+        entropy = -float((probs * (probs + 1e-10).log()).sum())
+        ranked = {"max_prob": top, "margin": top - float(others.max()), "neg_entropy": -entropy}
+        return token, top, ranked[self.p.confidence]
+
+    def put(self, positions: list[int], predicted: dict[int, Prediction]) -> None:
+        """One forward pass fills some positions."""
+        fills = [(q, predicted[q][0]) for q in sorted(positions)]
+        for q, token in fills:
+            self.x[q] = token
+        self.passes.append(fills)
+
+    def accept_or_best(self, predicted: dict[int, Prediction]) -> list[int]:
+        """What the acceptance rule lets through, or else the most confident position."""
+        accepted = self.accepted(list(predicted), predicted)
+        if accepted:
+            return accepted
+        ranked = sorted(predicted, key=lambda q: -predicted[q][2])
+        if len(ranked) > 1:
+            self.near(predicted[ranked[0]][2] - predicted[ranked[1]][2])
+        return ranked[:1]
+
+    def blocks(self) -> list[tuple[int, int]]:
+        starts = range(self.prompt_length, self.limit, self.p.block_size)
+        return [(start, min(start + self.p.block_size, self.limit)) for start in starts]
+
+    def decode(self) -> Decoded:
+        """Decodes the whole canvas."""
+        raise NotImplementedError
+
+    def decoded(self) -> Decoded:
+        return Decoded(self.x[self.prompt_length :], self.passes, self.margin)
+
+
+class ParallelReference(CanvasReference):
+    """No cache: every pass computes everything."""
+
+    def decode(self) -> Decoded:
+        for start, end in self.blocks():
+            while self.masked(start, end):
+                logits, _ = self.dense(self.x, 0)
+                predicted = self.predictions(logits, 0, self.masked(start, end))
+                self.put(self.accept_or_best(predicted), predicted)
+        return self.decoded()
