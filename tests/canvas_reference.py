@@ -1,11 +1,12 @@
 """Decoding on a whole canvas, restated plainly on transformers' Qwen2 to hold the engine to.
 
-Nothing of the engine is used: the whole sequence is one dense forward pass with attention in both directions, the
+Nothing of the engine decides: the whole sequence is one dense forward pass with attention in both directions, the
 output at q - 1 predicts q, and a softmax over the vocabulary gives probabilities.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 from transformers.cache_utils import DynamicCache
 
+from lopa_ascend.score.noise import gumbel_noise  # the one thing of the engine that is used: the source of its draws
 from tests.reference import Reference, layers
 
 Prediction = tuple[int, float, float]
@@ -58,21 +60,39 @@ class CanvasReference(Reference):
 
     def predictions(self, logits: torch.Tensor, start: int, positions: list[int]) -> dict[int, Prediction]:
         """What ``logits``, those of the positions from ``start`` on, predict for some positions."""
-        return {q: self.prediction(logits[q - 1 - start]) for q in positions}
+        return {q: self.prediction(logits[q - 1 - start], q) for q in positions}
 
-    def prediction(self, row: torch.Tensor) -> Prediction:
-        probs = row.softmax(-1)
+    def prediction(self, row: torch.Tensor, position: int) -> Prediction:
+        """With a temperature a draw of this pass; the mask is never drawn, but keeps its probability."""
+        p = self.p
+        row = row / (p.temperature or 1)
         allowed = row.clone()
         allowed[self.mask] = -torch.inf
-        token = int(allowed.argmax())
-        two = allowed.softmax(-1).topk(2).values
+        if p.temperature and p.top_p is not None:
+            values, order = allowed.softmax(-1).sort(descending=True)
+            before = values.cumsum(-1) - values
+            self.near(float((before - p.top_p).abs().min()))
+            allowed[order[before >= p.top_p]] = -torch.inf
+            row = torch.where(allowed.isfinite() | (torch.arange(len(row)) == self.mask), row, -torch.inf)
+        probs = row.softmax(-1)
+        scores = allowed.softmax(-1)
+        if p.temperature:
+            ids = torch.arange(len(row))
+            scores = allowed + gumbel_noise(p.seed, torch.tensor([position]), len(self.passes), ids)[0]
+        token = int(scores.argmax())
+        two = scores.topk(2).values
         self.near(float(two[0] - two[1]))
         top = float(probs[token])
         others = probs.clone()
         others[token] = 0
         entropy = -float((probs * (probs + 1e-10).log()).sum())
         ranked = {"max_prob": top, "margin": top - float(others.max()), "neg_entropy": -entropy}
-        return token, top, ranked[self.p.confidence]
+        return token, top, ranked[self.confidence]
+
+    @property
+    def confidence(self) -> str:
+        confidence: str = self.p.confidence
+        return confidence
 
     def put(self, positions: list[int], predicted: dict[int, Prediction]) -> None:
         """One forward pass fills some positions."""
@@ -113,3 +133,58 @@ class ParallelReference(CanvasReference):
                 predicted = self.predictions(logits, 0, self.masked(start, end))
                 self.put(self.accept_or_best(predicted), predicted)
         return self.decoded()
+
+
+class VanillaReference(CanvasReference):
+    """Dream's `diffusion_generate`: for each of its steps the whole sequence, and then some of the masked positions.
+
+    Here too a step that fills nothing is no pass. What Dream draws from torch's generator is drawn from the engine's.
+    """
+
+    EPS = 1e-3
+
+    @property
+    def confidence(self) -> str:
+        return {"maskgit_plus": "max_prob", "topk_margin": "margin", "entropy": "neg_entropy"}.get(
+            self.p.alg, "max_prob"
+        )
+
+    def decode(self) -> Decoded:
+        steps = self.p.steps or self.p.max_new_tokens
+        times = torch.linspace(1, self.EPS, steps + 1, dtype=torch.float64)
+        for step in range(steps):
+            masked = self.masked(self.prompt_length, self.limit)
+            share = 1 - float(times[step + 1] / times[step]) if step < steps - 1 else 1.0
+            drawn = {q: self.uniform(q, step) for q in masked}
+            if self.p.alg == "origin":
+                for q in masked:
+                    self.near(drawn[q] - share)
+                wanted, number = [q for q in masked if drawn[q] < share], len(masked)
+            else:
+                wanted, number = masked, int(len(masked) * share)
+            if not wanted or not number:
+                continue
+            predicted = self.predictions(self.dense(self.x, 0)[0], 0, wanted)
+            self.put(self.best(predicted, drawn, number), predicted)
+        return self.decoded()
+
+    def best(self, predicted: dict[int, Prediction], drawn: dict[int, float], number: int) -> list[int]:
+        """The positions of the ``number`` highest confidences; with alg_temp T so many draws without replacement by the
+        weights exp(confidence / T), made by adding Gumbel noise."""
+        if self.p.alg == "origin":
+            return list(predicted)
+        values = {q: conf for q, (_, _, conf) in predicted.items()}
+        if self.p.alg_temp:
+            for q in values:
+                values[q] = values[q] / self.p.alg_temp - math.log(-math.log(drawn[q]))
+        ranked = sorted(values, key=lambda q: -values[q])
+        if number < len(ranked):
+            self.near(values[ranked[number - 1]] - values[ranked[number]])
+        return ranked[:number]
+
+    def uniform(self, position: int, step: int) -> float:
+        """The uniform number behind the Gumbel noise of the token id -1."""
+        if self.p.seed is None:
+            return 0.5
+        noise = gumbel_noise(self.p.seed, torch.tensor([position]), step, torch.tensor([-1]))
+        return math.exp(-math.exp(-float(noise)))

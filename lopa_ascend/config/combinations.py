@@ -14,6 +14,17 @@ if TYPE_CHECKING:
 PIPELINED = ("lopa", "d2f")
 """Decodings whose window of blocks moves over the canvas and commits keys and values behind it. The others have the
 whole canvas from the beginning, and every position of it attends to all others."""
+BY_BLOCKS = (*PIPELINED, "parallel")
+"""Decodings that fill blocks by an acceptance rule."""
+DECODINGS_OF = {
+    "acceptance": BY_BLOCKS,
+    "confidence": BY_BLOCKS,
+    "max_active_blocks": PIPELINED,
+    "steps": ("vanilla",),
+    "alg": ("vanilla",),
+    "alg_temp": ("vanilla",),
+}
+"""By parameter, the decodings with which it may have another value than its default."""
 
 
 def fitting_defaults(defaults: Mapping[str, Any], decoding: str) -> dict[str, Any]:
@@ -23,9 +34,10 @@ def fitting_defaults(defaults: Mapping[str, Any], decoding: str) -> dict[str, An
         defaults: decoding parameters by name.
         decoding: what is asked for.
     """
-    foreign = {"num_branches"}  # the default number is meant for the default decoding
+    foreign = {name for name, decodings in DECODINGS_OF.items() if decoding not in decodings}
+    foreign.add("num_branches")  # the default number is meant for the default decoding
     if decoding not in PIPELINED:
-        foreign |= {"window_attention", "max_active_blocks"}
+        foreign.add("window_attention")
     return {name: value for name, value in defaults.items() if name not in foreign}
 
 
@@ -38,8 +50,7 @@ def check_combinations(params: DecodingParams) -> None:
     if params.decoding != "lopa" and params.num_branches:
         message = f'must be 0 with decoding "{params.decoding}", got {params.num_branches}; use "lopa"'
         raise ParameterError("num_branches", message)
-    if params.decoding not in PIPELINED:
-        _check_whole_canvas(params)
+    _check_decoding(params)
     if params.min_new_tokens > params.max_new_tokens:
         message = f"{params.min_new_tokens} exceeds max_new_tokens {params.max_new_tokens}"
         raise ParameterError("min_new_tokens", message)
@@ -51,14 +62,19 @@ def check_combinations(params: DecodingParams) -> None:
         raise ParameterError("branch_acceptance", f'"exact" needs temperature 0, got {params.temperature}')
 
 
-def _check_whole_canvas(params: DecodingParams) -> None:
-    """Checks the parameters of a decoding that has the whole canvas from the beginning."""
-    if params.window_attention != "full":
+def _check_decoding(params: DecodingParams) -> None:
+    """Checks the parameters that do not go with every decoding."""
+    for name, decodings in DECODINGS_OF.items():
+        value = getattr(params, name)
+        if params.decoding not in decodings and value != getattr(type(params), name):
+            choices = ", ".join(f'"{decoding}"' for decoding in decodings)
+            shown = f'"{value}"' if isinstance(value, str) else value
+            raise ParameterError(name, f'{shown} does not go with decoding "{params.decoding}"; it is for {choices}')
+    if params.decoding not in PIPELINED and params.window_attention != "full":
         message = (
             f'"{params.window_attention}" does not go with decoding "{params.decoding}", where every position attends '
             'to the whole canvas; use "full", or decoding "d2f"'
         )
         raise ParameterError("window_attention", message)
-    if params.max_active_blocks is not None:
-        message = f'{params.max_active_blocks} does not go with decoding "{params.decoding}", which opens no blocks'
-        raise ParameterError("max_active_blocks", message)
+    if params.alg_temp and params.alg == "origin":
+        raise ParameterError("alg_temp", f'{params.alg_temp} does not go with alg "origin", which ranks nothing')

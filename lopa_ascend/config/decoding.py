@@ -22,9 +22,11 @@ from lopa_ascend.config.kinds import (
 from lopa_ascend.config.presets import find_preset
 from lopa_ascend.config.settings import GraphSupport, Group, Parameter, check_settings, declare, settings
 
-DECODINGS = ("lopa", "d2f", "parallel")
+DECODINGS = ("lopa", "d2f", "parallel", "vanilla")
 ACCEPTANCES = ("threshold", "factor", "entropy_bound", "frechet")
 CONFIDENCES = ("max_prob", "margin", "neg_entropy")
+ALGS = {"origin": "max_prob", "maskgit_plus": "max_prob", "topk_margin": "margin", "entropy": "neg_entropy"}
+"""Dream's names for the ways to choose positions, and the confidence of each."""
 BRANCH_ACCEPTANCES = ("published", "verified", "exact")
 BRANCH_SCORES = ("mean", "tail", "window")
 WINDOW_ATTENTIONS = ("block_causal", "full")
@@ -45,7 +47,8 @@ class DecodingParams:
         Parameter(
             Choice(DECODINGS),
             '"lopa": an anchor branch and lookahead branches; "d2f": the anchor branch alone; "parallel": block after '
-            "block of a canvas that is computed whole in every forward pass",
+            'block of a canvas that is computed whole in every forward pass; "vanilla": Dream\'s own, a fixed '
+            "number of steps over the whole canvas",
             graphs=GraphSupport.PIPELINED,
         ),
     )
@@ -236,6 +239,32 @@ class DecodingParams:
     acceptance_delta: float = declare(
         0.25, Parameter(Number(0, 1), 'bound of `acceptance` "frechet"; lower is faster', group=Group.RESEARCH)
     )
+    steps: int | None = declare(
+        None,
+        Parameter(
+            Integer(1, INT32_MAX),
+            'steps of `decoding` "vanilla", each of which fills its share of the canvas',
+            group=Group.RESEARCH,
+            default_text="as many as the canvas has positions",
+        ),
+    )
+    alg: str = declare(
+        "entropy",
+        Parameter(
+            Choice(tuple(ALGS)),
+            'which positions a step of `decoding` "vanilla" fills: "origin": random ones; the others: the best by the '
+            "probability of the predicted token, by its margin over the second, or by the negative entropy",
+            group=Group.RESEARCH,
+        ),
+    )
+    alg_temp: float = declare(
+        0.0,
+        Parameter(
+            Number(0, 1000),
+            "above 0: `alg` draws positions in proportion to exp(confidence / alg_temp)",
+            group=Group.RESEARCH,
+        ),
+    )
     branch_acceptance: str = declare(
         "published",
         Parameter(
@@ -342,6 +371,17 @@ class DecodingParams:
         """Whether a window of blocks moves over the canvas and commits keys and values behind it. If not, the whole
         canvas is there from the beginning, and keys and values are computed again."""
         return self.decoding in PIPELINED
+
+    @property
+    def ranking(self) -> str:
+        """What positions are ranked by: ``confidence``, or with "vanilla" what ``alg`` stands for."""
+        return ALGS[self.alg] if self.decoding == "vanilla" else self.confidence
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the answer depends on the seed."""
+        draws_positions = self.decoding == "vanilla" and (self.alg == "origin" or self.alg_temp > 0)
+        return self.temperature > 0 or draws_positions
 
     @property
     def max_canvas(self) -> int:

@@ -163,7 +163,7 @@ class Engine:
         if request_id in self.scheduler.running or request_id in self.scheduler.waiting:
             raise ValueError(f"request id {request_id!r} is in use")
         self.limits.check(len(prompt), params)
-        if params.temperature and params.seed is None:
+        if params.is_random and params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(SEED_BITS))
         self.scheduler.add(Request(request_id, tuple(prompt), params, trace))
 
@@ -253,7 +253,7 @@ class Engine:
             finish_reason=finish_reason,
             stop_token_id=stop_token_id,
             error=result.error,
-            seed=sequence.request.params.seed if sequence.request.params.temperature else None,
+            seed=sequence.request.params.seed if sequence.request.params.is_random else None,
             record=record if sequence.request.trace else None,
             alternatives=_alternatives(sequence, range(new.start, new.stop)),
         )

@@ -13,7 +13,11 @@ from tests.tiny import write_dream
 pytestmark = pytest.mark.multirank
 
 FIELDS: dict[str, Any] = {"block_size": 8, "max_new_tokens": 40, "tau_conf": 0.5, "ignore_eos": True, "top_logprobs": 2}
-KINDS: list[dict[str, Any]] = [{"decoding": "parallel"}]
+KINDS: list[dict[str, Any]] = [
+    {"decoding": "parallel"},
+    {"decoding": "vanilla", "steps": 9},
+    {"decoding": "vanilla", "alg": "origin", "seed": 1},
+]
 
 
 def test_a_whole_canvas_on_ranks_is_that_of_one_process(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.engine.engine import Engine
 from tests import reference
-from tests.canvas_reference import CanvasReference, ParallelReference
+from tests.canvas_reference import CanvasReference, ParallelReference, VanillaReference
 from tests.e2e import test_batching as batching
 from tests.e2e.test_batching import decisions, run
 from tests.tiny import write_dream
@@ -25,6 +26,23 @@ ACCEPTANCES: list[dict[str, Any]] = [
     {"acceptance": "entropy_bound", "acceptance_gamma": 0.5, "confidence": "neg_entropy"},
     {"acceptance": "frechet", "acceptance_delta": 0.1},
 ]
+
+
+def vanilla_params(rng: random.Random) -> DecodingParams:
+    positions = rng.randint(1, 48)
+    alg = rng.choice(["origin", "maskgit_plus", "topk_margin", "entropy"])
+    sampling: list[dict[str, Any]] = [{}, {}, {"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.8}]
+    return DecodingParams(
+        decoding="vanilla",
+        max_new_tokens=positions,
+        steps=rng.choice([None, 1, 2, 7, positions, 2 * positions]),
+        alg=alg,
+        alg_temp=0.0 if alg == "origin" else rng.choice([0.0, 0.0, 0.2]),
+        seed=rng.randrange(2**40),
+        ignore_eos=True,
+        finish_at_eos=False,
+        **rng.choice(sampling),
+    )
 
 
 def random_params(rng: random.Random, decoding: str) -> DecodingParams:
@@ -80,12 +98,38 @@ def test_parallel_decoding_is_that_of_the_definition(seed: int, tmp_path: Path) 
     check(tmp_path, random_prompt(rng), random_params(rng, "parallel"), ParallelReference)
 
 
+@pytest.mark.parametrize("seed", range(200, 232))
+def test_vanilla_decoding_is_that_of_the_definition(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    random_model(tmp_path, rng, seed)
+    check(tmp_path, random_prompt(rng), vanilla_params(rng), VanillaReference)
+
+
+def test_a_random_choice_of_positions_has_a_seed_of_its_own(path: str) -> None:
+    """The answer says which seed it had, and the seed repeats it; without anything random there is none."""
+    engine = Engine(EngineConfig(model=path, seed=3))
+    fields: dict[str, Any] = {"decoding": "vanilla", "max_new_tokens": 24, "steps": 6, "ignore_eos": True}
+    for kind in ({"alg": "origin"}, {"alg": "entropy", "alg_temp": 0.3}):
+        params = DecodingParams(**fields, **kind)
+        first, second = run(engine, [([5, 6, 7], params), ([5, 6, 7], params)])
+        assert first.seed != second.seed
+        orders = [[[fill.position for fill in record.fills] for record in o.trace or ()] for o in (first, second)]
+        assert orders[0] != orders[1]
+        again = run(engine, [([5, 6, 7], replace(params, seed=first.seed))])[0]
+        assert decisions(again) == decisions(first)
+    assert run(engine, [([5, 6, 7], DecodingParams(**fields))])[0].seed is None
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_dream(tmp_path_factory.mktemp("model"), eos_token_id=batching.EOS, hidden=64, heads=4, kv_heads=2))
 
 
-KINDS: list[dict[str, Any]] = [{"decoding": "parallel"}]
+KINDS: list[dict[str, Any]] = [
+    {"decoding": "parallel"},
+    {"decoding": "vanilla", "steps": 9},
+    {"decoding": "vanilla", "steps": 5, "alg": "origin", "seed": 4},
+]
 
 
 def canvas_requests(seed: int, count: int) -> list[tuple[list[int], DecodingParams]]:
@@ -95,12 +139,11 @@ def canvas_requests(seed: int, count: int) -> list[tuple[list[int], DecodingPara
     for index in range(count):
         prompt = [rng.randrange(4, 200) for _ in range(rng.choice([1, 20, 127, 128, 200]))]
         params = DecodingParams(
-            **KINDS[index % len(KINDS)],
             block_size=rng.choice([4, 8, 32, 64]),
             max_new_tokens=rng.choice([1, 9, 40, 64]),
             tau_conf=rng.choice([0.3, 0.6]),
             temperature=rng.choice([0.0, 0.0, 1.0]),
-            seed=rng.randrange(100),
+            **{"seed": rng.randrange(100), **KINDS[index % len(KINDS)]},
             ignore_eos=rng.random() < 0.3,
             whole_last_block=index % 3 == 1,
             repetition_penalty=1.3 if index % 5 == 3 else 1.0,

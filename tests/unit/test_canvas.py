@@ -60,6 +60,30 @@ def test_one_block_is_the_whole_canvas() -> None:
     assert [fill.position for fill in record.fills] == [12]
 
 
+def test_vanilla_ranks_the_whole_canvas() -> None:
+    strategy = start(decoding="vanilla", steps=2)
+    plan, record = one_pass(strategy, {4: 0.9, 6: 0.3, 9: 0.8, 12: 0.85})
+    assert plan.rows[0].masked == tuple(range(3, 13))
+    assert [fill.position for fill in record.fills] == [4, 6, 9, 12]  # 4.995, rounded down
+    assert strategy.num_counted == 0
+    plan, record = one_pass(strategy)
+    assert len(record.fills) == 6
+    assert strategy.plan() is None
+
+
+def test_the_positions_of_origin_are_filled_at_equal_rates() -> None:
+    """Over many seeds each of four steps fills about a quarter of the canvas, and each position as often in each."""
+    filled = [[0] * 10 for _ in range(4)]
+    for seed in range(400):
+        strategy = start(decoding="vanilla", alg="origin", steps=4, seed=seed)
+        while strategy.plan() is not None:
+            step = strategy._step  # type: ignore[attr-defined]
+            for fill in one_pass(strategy)[1].fills:
+                filled[step][fill.position - 3] += 1
+    assert all(60 < count < 140 for row in filled for count in row)
+    assert all(900 < sum(row) < 1100 for row in filled)
+
+
 def test_a_whole_canvas_ends_when_its_visible_text_is_final() -> None:
     for finish, num_forwards in ((True, 1), (False, 3)):
         strategy = start(finish_at_eos=finish)

@@ -68,6 +68,9 @@ def test_defaults_are_the_papers_gsm8k_row() -> None:
         ("acceptance_factor", -1),
         ("acceptance_gamma", float("nan")),
         ("acceptance_delta", 1.5),
+        ("steps", 0),
+        ("alg", "random"),
+        ("alg_temp", -1),
         ("branch_acceptance", "verify"),
         ("branch_score", "median"),
         ("tail_fraction", 2),
@@ -108,7 +111,13 @@ def test_d2f_has_no_branches() -> None:
             "block_causal.*parallel.*full",
         ),
         ({"decoding": "parallel", "num_branches": 2}, "num_branches", "parallel.*2"),
-        ({"decoding": "parallel", "max_active_blocks": 2}, "max_active_blocks", "2.*parallel"),
+        ({"decoding": "parallel", "max_active_blocks": 2}, "max_active_blocks", "2.*parallel.*lopa.*d2f"),
+        ({"decoding": "vanilla", "acceptance": "factor"}, "acceptance", "factor.*vanilla"),
+        ({"decoding": "vanilla", "confidence": "margin"}, "confidence", "margin.*vanilla"),
+        ({"decoding": "parallel", "steps": 3}, "steps", "3.*parallel.*vanilla"),
+        ({"alg": "origin"}, "alg", "origin.*lopa.*vanilla"),
+        ({"decoding": "d2f", "alg_temp": 0.5}, "alg_temp", "0.5.*d2f.*vanilla"),
+        ({"decoding": "vanilla", "alg": "origin", "alg_temp": 0.5}, "alg_temp", "0.5.*alg.*origin"),
     ],
 )
 def test_what_does_not_go_with_the_decoding_is_refused_with_both_names(values: dict, field: str, words: str) -> None:
@@ -132,8 +141,10 @@ def test_defaults_for_another_decoding_are_left_out() -> None:
 
 
 def test_an_unknown_choice_lists_the_known_ones() -> None:
-    with pytest.raises(ParameterError, match="lopa, d2f, parallel"):
+    with pytest.raises(ParameterError, match="lopa, d2f, parallel, vanilla"):
         DecodingParams(decoding="greedy")
+    with pytest.raises(ParameterError, match="origin, maskgit_plus, topk_margin, entropy"):
+        DecodingParams(decoding="vanilla", alg="random")
     with pytest.raises(ParameterError, match="max_prob, margin, neg_entropy"):
         DecodingParams(confidence="probability")
     with pytest.raises(ParameterError, match="published, verified, exact"):
