@@ -188,3 +188,19 @@ class VanillaReference(CanvasReference):
             return 0.5
         noise = gumbel_noise(self.p.seed, torch.tensor([position]), step, torch.tensor([-1]))
         return math.exp(-math.exp(-float(noise)))
+
+
+class FastDllmReference(CanvasReference):
+    """Keys and values of the first pass of each block stand for the positions that later passes do not compute."""
+
+    def decode(self) -> Decoded:
+        for start, end in self.blocks():
+            logits, cache = self.dense(self.x, 0)
+            self.put([start], self.predictions(logits, 0, [start]))
+            last = end if self.p.block_cache == "dual" else self.limit
+            kept = [tuple(torch.cat([x[:, :, :start], x[:, :, last:]], 2) for x in layer) for layer in cache]
+            while self.masked(start, end):
+                logits, _ = self.dense(self.x[start:last], start, kept)
+                predicted = self.predictions(logits, start, self.masked(start, end))
+                self.put(self.accept_or_best(predicted), predicted)
+        return self.decoded()

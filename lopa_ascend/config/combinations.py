@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 PIPELINED = ("lopa", "d2f")
 """Decodings whose window of blocks moves over the canvas and commits keys and values behind it. The others have the
 whole canvas from the beginning, and every position of it attends to all others."""
-BY_BLOCKS = (*PIPELINED, "parallel")
+BY_BLOCKS = (*PIPELINED, "parallel", "fast_dllm")
 """Decodings that fill blocks by an acceptance rule."""
 DECODINGS_OF = {
     "acceptance": BY_BLOCKS,
@@ -23,6 +23,7 @@ DECODINGS_OF = {
     "steps": ("vanilla",),
     "alg": ("vanilla",),
     "alg_temp": ("vanilla",),
+    "block_cache": ("fast_dllm",),
 }
 """By parameter, the decodings with which it may have another value than its default."""
 
@@ -71,9 +72,10 @@ def _check_decoding(params: DecodingParams) -> None:
             shown = f'"{value}"' if isinstance(value, str) else value
             raise ParameterError(name, f'{shown} does not go with decoding "{params.decoding}"; it is for {choices}')
     if params.decoding not in PIPELINED and params.window_attention != "full":
+        other = 'block_cache "dual"' if params.block_cache == "dual" else f'decoding "{params.decoding}"'
         message = (
-            f'"{params.window_attention}" does not go with decoding "{params.decoding}", where every position attends '
-            'to the whole canvas; use "full", or decoding "d2f"'
+            f'"{params.window_attention}" does not go with {other}, where every position attends to the whole canvas; '
+            'use "full", or decoding "d2f"'
         )
         raise ParameterError("window_attention", message)
     if params.alg_temp and params.alg == "origin":

@@ -22,11 +22,12 @@ from lopa_ascend.config.kinds import (
 from lopa_ascend.config.presets import find_preset
 from lopa_ascend.config.settings import GraphSupport, Group, Parameter, check_settings, declare, settings
 
-DECODINGS = ("lopa", "d2f", "parallel", "vanilla")
+DECODINGS = ("lopa", "d2f", "parallel", "vanilla", "fast_dllm")
 ACCEPTANCES = ("threshold", "factor", "entropy_bound", "frechet")
 CONFIDENCES = ("max_prob", "margin", "neg_entropy")
 ALGS = {"origin": "max_prob", "maskgit_plus": "max_prob", "topk_margin": "margin", "entropy": "neg_entropy"}
 """Dream's names for the ways to choose positions, and the confidence of each."""
+BLOCK_CACHES = ("prefix", "dual")
 BRANCH_ACCEPTANCES = ("published", "verified", "exact")
 BRANCH_SCORES = ("mean", "tail", "window")
 WINDOW_ATTENTIONS = ("block_causal", "full")
@@ -48,7 +49,8 @@ class DecodingParams:
             Choice(DECODINGS),
             '"lopa": an anchor branch and lookahead branches; "d2f": the anchor branch alone; "parallel": block after '
             'block of a canvas that is computed whole in every forward pass; "vanilla": Dream\'s own, a fixed '
-            "number of steps over the whole canvas",
+            'number of steps over the whole canvas; "fast_dllm": as "parallel", with keys and values that are computed '
+            "once a block",
             graphs=GraphSupport.PIPELINED,
         ),
     )
@@ -262,6 +264,15 @@ class DecodingParams:
         Parameter(
             Number(0, 1000),
             "above 0: `alg` draws positions in proportion to exp(confidence / alg_temp)",
+            group=Group.RESEARCH,
+        ),
+    )
+    block_cache: str = declare(
+        "prefix",
+        Parameter(
+            Choice(BLOCK_CACHES),
+            'keys and values that `decoding` "fast_dllm" reuses while it fills a block: "prefix": of all positions '
+            'before the block; "dual": of those behind it too',
             group=Group.RESEARCH,
         ),
     )

@@ -12,12 +12,19 @@ from collections.abc import Sequence
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.canvas import Parallel
 from lopa_ascend.decode.d2f import D2F
+from lopa_ascend.decode.fast_dllm import FastDllm
 from lopa_ascend.decode.lopa import Lopa
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.decode.vanilla import Vanilla
 from lopa_ascend.decode.verified import ExactLopa, VerifiedLopa
 
-STRATEGIES: dict[str, type[Strategy]] = {"lopa": Lopa, "d2f": D2F, "parallel": Parallel, "vanilla": Vanilla}
+STRATEGIES: dict[str, type[Strategy]] = {
+    "lopa": Lopa,
+    "d2f": D2F,
+    "parallel": Parallel,
+    "vanilla": Vanilla,
+    "fast_dllm": FastDllm,
+}
 """By ``DecodingParams.decoding``."""
 BRANCH_ACCEPTANCES: dict[str, type[Lopa]] = {"published": Lopa, "verified": VerifiedLopa, "exact": ExactLopa}
 """What decodes as "lopa", by ``DecodingParams.branch_acceptance``."""

@@ -37,6 +37,9 @@ class RowPlan:
     it (or ``start``) to its own end, and its queries see every key before its end."""
     masked: tuple[int, ...]
     """Positions to predict, ascending."""
+    stale_end: int = 0
+    """The queries also see the positions from ``end`` up to this one, by the keys and values that an earlier pass has
+    left in the cache. Up to ``end`` it has no effect."""
 
     @property
     def end(self) -> int:

@@ -17,6 +17,8 @@ KINDS: list[dict[str, Any]] = [
     {"decoding": "parallel"},
     {"decoding": "vanilla", "steps": 9},
     {"decoding": "vanilla", "alg": "origin", "seed": 1},
+    {"decoding": "fast_dllm"},
+    {"decoding": "fast_dllm", "block_cache": "dual"},
 ]
 
 

@@ -13,7 +13,7 @@ from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.engine.engine import Engine
 from tests import reference
-from tests.canvas_reference import CanvasReference, ParallelReference, VanillaReference
+from tests.canvas_reference import CanvasReference, FastDllmReference, ParallelReference, VanillaReference
 from tests.e2e import test_batching as batching
 from tests.e2e.test_batching import decisions, run
 from tests.tiny import write_dream
@@ -105,6 +105,15 @@ def test_vanilla_decoding_is_that_of_the_definition(seed: int, tmp_path: Path) -
     check(tmp_path, random_prompt(rng), vanilla_params(rng), VanillaReference)
 
 
+@pytest.mark.parametrize("block_cache", ["prefix", "dual"])
+@pytest.mark.parametrize("seed", range(300, 316))
+def test_fast_dllm_is_that_of_the_definition(seed: int, block_cache: str, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    random_model(tmp_path, rng, seed)
+    prompt, params = random_prompt(rng), random_params(rng, "fast_dllm")
+    check(tmp_path, prompt, replace(params, block_cache=block_cache), FastDllmReference)
+
+
 def test_a_random_choice_of_positions_has_a_seed_of_its_own(path: str) -> None:
     """The answer says which seed it had, and the seed repeats it; without anything random there is none."""
     engine = Engine(EngineConfig(model=path, seed=3))
@@ -129,6 +138,8 @@ KINDS: list[dict[str, Any]] = [
     {"decoding": "parallel"},
     {"decoding": "vanilla", "steps": 9},
     {"decoding": "vanilla", "steps": 5, "alg": "origin", "seed": 4},
+    {"decoding": "fast_dllm"},
+    {"decoding": "fast_dllm", "block_cache": "dual"},
 ]
 
 

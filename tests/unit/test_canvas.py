@@ -60,6 +60,24 @@ def test_one_block_is_the_whole_canvas() -> None:
     assert [fill.position for fill in record.fills] == [12]
 
 
+def test_fast_dllm_computes_everything_once_a_block() -> None:
+    for block_cache, end in (("prefix", 13), ("dual", 7)):
+        strategy = start(decoding="fast_dllm", block_cache=block_cache)
+        plan, record = one_pass(strategy)
+        assert (plan.start, plan.rows[0].end, plan.rows[0].masked) == (0, 13, (3,))
+        assert [fill.position for fill in record.fills] == [3]
+        plan, record = one_pass(strategy, {5: 0.95})
+        row = plan.rows[0]
+        assert (plan.start, plan.num_new, plan.prefix_length, row.start, row.end) == (3, 0, 3, 3, end)
+        assert (row.masked, row.entry_ends, row.stale_end) == ((4, 5, 6), (end,), 13)
+        assert row.tokens[:4] == (5, MASK, MASK, MASK)
+        assert [fill.position for fill in record.fills] == [5]
+        one_pass(strategy, {4: 0.95, 6: 0.95})
+        plan, _ = one_pass(strategy)
+        assert (plan.start, plan.rows[0].masked) == (0, (7,))
+        assert strategy.num_committed == 0
+
+
 def test_vanilla_ranks_the_whole_canvas() -> None:
     strategy = start(decoding="vanilla", steps=2)
     plan, record = one_pass(strategy, {4: 0.9, 6: 0.3, 9: 0.8, 12: 0.85})

@@ -71,6 +71,7 @@ def test_defaults_are_the_papers_gsm8k_row() -> None:
         ("steps", 0),
         ("alg", "random"),
         ("alg_temp", -1),
+        ("block_cache", "suffix"),
         ("branch_acceptance", "verify"),
         ("branch_score", "median"),
         ("tail_fraction", 2),
@@ -114,6 +115,12 @@ def test_d2f_has_no_branches() -> None:
         ({"decoding": "parallel", "max_active_blocks": 2}, "max_active_blocks", "2.*parallel.*lopa.*d2f"),
         ({"decoding": "vanilla", "acceptance": "factor"}, "acceptance", "factor.*vanilla"),
         ({"decoding": "vanilla", "confidence": "margin"}, "confidence", "margin.*vanilla"),
+        ({"decoding": "parallel", "block_cache": "dual"}, "block_cache", "dual.*parallel.*fast_dllm"),
+        (
+            {"decoding": "fast_dllm", "block_cache": "dual", "window_attention": "block_causal"},
+            "window_attention",
+            "block_causal.*block_cache.*dual.*full",
+        ),
         ({"decoding": "parallel", "steps": 3}, "steps", "3.*parallel.*vanilla"),
         ({"alg": "origin"}, "alg", "origin.*lopa.*vanilla"),
         ({"decoding": "d2f", "alg_temp": 0.5}, "alg_temp", "0.5.*d2f.*vanilla"),
@@ -141,7 +148,7 @@ def test_defaults_for_another_decoding_are_left_out() -> None:
 
 
 def test_an_unknown_choice_lists_the_known_ones() -> None:
-    with pytest.raises(ParameterError, match="lopa, d2f, parallel, vanilla"):
+    with pytest.raises(ParameterError, match="lopa, d2f, parallel, vanilla, fast_dllm"):
         DecodingParams(decoding="greedy")
     with pytest.raises(ParameterError, match="origin, maskgit_plus, topk_margin, entropy"):
         DecodingParams(decoding="vanilla", alg="random")

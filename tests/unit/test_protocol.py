@@ -51,6 +51,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "steps": {"decoding": "vanilla"},
     "alg": {"decoding": "vanilla"},
     "alg_temp": {"decoding": "vanilla"},
+    "block_cache": {"decoding": "fast_dllm"},
 }
 
 

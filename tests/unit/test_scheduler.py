@@ -107,8 +107,9 @@ class Paper:
         arrival, rng = self.running[name], random.Random(f"{self.seed} {name} {len(self.plans)}")
         limit = arrival.prompt + arrival.new
         if arrival.canvas:  # all of it, or a later part that reads what the passes before have left
-            first = rng.choice([0, arrival.prompt]) if start else 0
-            return Demand(limit - first, 0, (limit,), winner_commits=False)
+            first, end = rng.choice([(0, limit), (arrival.prompt, limit), (arrival.prompt, arrival.prompt + 1)])
+            first, end = (first, end) if start else (0, limit)
+            return Demand(end - first, 0, (end,), winner_commits=False)
         if start < arrival.prompt:
             committed, rows = arrival.prompt, 1
         else:
@@ -193,6 +194,8 @@ class Paper:
         (table,), (end,) = pages.page_tables, demand.slot_ends
         start = end - demand.num_computed
         self.check(table, 0, start, name)
+        if end < sequence.request.limit:
+            self.check(table, end, sequence.request.limit, name)
         self.write(table, start, end, name)
         strategy.num_forwards += 1
         done = strategy.num_forwards > self.seed % 7
