@@ -41,6 +41,10 @@ class Canvas(Strategy):
     def in_prefill(self) -> bool:
         return not self.num_forwards
 
+    @property
+    def num_opened(self) -> int:
+        return sum(block.filled for block in self.canvas.blocks[1:])
+
     def plan(self) -> SequencePlan | None:
         if not self.canvas.masks or (self.params.finish_at_eos and self.visible_is_final()):
             return None
@@ -68,15 +72,16 @@ class Canvas(Strategy):
     def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
         """Fills what ``_choose`` says."""
         (row,), (result,) = plan.rows, results
+        branch = BranchRecord(None, self.canvas.end, self.canvas.masks, mean_confidence(result))
         fills, fallbacks = self._choose(predictions(row, result))
         for fill in fills:
             self.canvas.fill(fill, self.ends)
         record = StepRecord(
             index=self.num_forwards,
             span=(row.start, row.end),
-            cache_length=row.start,
-            committed=0,
-            branches=(BranchRecord(None, row.end, len(row.masked), mean_confidence(result)),),
+            cache_length=self.num_committed,
+            committed=plan.num_new,
+            branches=(branch,),
             winner=0,
             fills=tuple(fills),
             fallbacks=fallbacks,

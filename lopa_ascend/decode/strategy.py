@@ -76,6 +76,11 @@ class Strategy(ABC):
         return self.num_committed < len(self.prompt)
 
     @property
+    def num_opened(self) -> int:
+        """See ``Update.num_positions``."""
+        return len(self.winner.tokens)
+
+    @property
     def num_counted(self) -> int:
         """Generated positions, from the first one on, whose tokens penalties count."""
         return max(0, self.num_committed - len(self.prompt))

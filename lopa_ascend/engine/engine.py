@@ -246,7 +246,7 @@ class Engine:
             token_ids=tuple(final[new]),
             max_probs=tuple(strategy.winner.probs[new]),
             num_forwards=strategy.num_forwards,
-            num_positions=len(strategy.winner.tokens),
+            num_positions=strategy.num_opened,
             model_tokens=sequence.model_tokens,
             winner=winner,
             cached_tokens=sequence.num_cached,

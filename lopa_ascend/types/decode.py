@@ -105,7 +105,7 @@ class StepRecord:
     span: tuple[int, int]
     """[start, end) of the winner's row."""
     cache_length: int
-    """Positions before the first computed one, whose keys and values were in the cache."""
+    """Committed positions before the pass."""
     committed: int
     """Positions that the pass adds to the committed ones."""
     branches: tuple[BranchRecord, ...]

@@ -106,7 +106,9 @@ def test_a_whole_canvas_ends_when_its_visible_text_is_final() -> None:
     for finish, num_forwards in ((True, 1), (False, 3)):
         strategy = start(finish_at_eos=finish)
         while strategy.plan() is not None:
-            one_pass(strategy, dict.fromkeys(range(13), 0.95), token=EOS)
+            _, record = one_pass(strategy, dict.fromkeys(range(13), 0.95), token=EOS)
+            assert (record.branches[0].end, record.branches[0].masks) == (13, 10 - 4 * record.index)
+        assert strategy.num_opened == min(10, 4 * num_forwards)
         assert strategy.num_forwards == num_forwards
         assert strategy.end_reached() == EOS
         assert strategy.final_tokens() == ([] if finish else [EOS] * 10)
