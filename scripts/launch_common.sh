@@ -17,6 +17,7 @@ declare -A flag=(
     [timeout]=${HCCL_EXEC_TIMEOUT:-60}
 )
 server_flags=() # what follows --
+graph_mode=     # the server's own --graph-mode, if server_flags has one
 dry_run=
 
 flags_help() {
@@ -66,7 +67,11 @@ parse_flags() {
             *) refuse "unexpected $1" ;;
         esac
     done
+    local before=
     for name in "${server_flags[@]}"; do
+        [[ $before != --graph-mode ]] || graph_mode=$name
+        [[ $name != --graph-mode=* ]] || graph_mode=${name#*=}
+        before=$name
         case ${name%%=*} in
             --model | --lora-path | --device | --host | --port) refuse "${name%%=*} goes before --" ;;
             --tensor-parallel-size) refuse "$name after --: it is --tp here" ;;
@@ -100,6 +105,7 @@ preflight() {
     for name in "${!flag[@]}"; do
         [[ -z ${flag[$name]} ]] || arguments+=("--$name=${flag[$name]}")
     done
+    [[ ${flag[device]} == cpu || -z $graph_mode ]] || arguments+=("--graph-mode=$graph_mode")
     "${checker:-$python}" "$root/scripts/preflight.py" ${dry_run:+--arguments-only} "${arguments[@]}" >&2 || exit
     ranks=$((flag[tp] * flag[bp] / ${flag[nnodes]:-1}))
 }
@@ -150,7 +156,7 @@ npu_environment() {
         # The network between the nodes. With "=" it is this interface; without, all whose names begin with this one.
         setting HCCL_SOCKET_IFNAME "=${flag[interface]}"
     fi
-    # Kernels are launched from a second thread; 2 moves more work there, but needs more device memory at the peak.
+    # Kernels are launched from a second thread; with 2 torch_npu refuses to capture graphs.
     setting TASK_QUEUE_ENABLE 1
     # Operator compilation is set up when first needed: a faster start.
     setting ACL_OP_INIT_MODE 1

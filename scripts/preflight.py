@@ -3,8 +3,9 @@
     python -m scripts.preflight --device npu --tp 4 --bp 4 --model DIR    is this machine ready for an NPU server?
     python -m scripts.preflight --device cpu --tp 2 --bp 2                the bundled model on CPUs
 
-It takes the flags of the launch scripts and checks: the mesh of ranks and the ports; with --device npu the dies, CANN,
-and the versions of torch and torch_npu; the network; the files of the model and of the adapter. A line begins with
+It takes the flags of the launch scripts and checks: the mesh of ranks and the ports; with --device npu the dies, the
+driver, CANN, the versions of torch and torch_npu, environment variables and the CPU affinity; the network; the files of
+the model and of the adapter. A line begins with
 
   ok      the check has passed
   note    the launch may well work
@@ -27,16 +28,22 @@ from pathlib import Path
 # The launch scripts run this file from any folder, by an interpreter in which this project may not be installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from lopa_ascend.config import GRAPH_MODES_BY_DEVICE
 from lopa_ascend.config.help import HelpFormatter
+from lopa_ascend.config.npu_versions import INSTALL_INFO
 from scripts.checks.launch import LAST_PORT, Finding, Launch, check_arguments
 from scripts.checks.model import check_model
 from scripts.checks.network import check_network
 from scripts.checks.npu import (
+    AFFINITY,
     ROOT,
     VISIBLE,
     cann_version,
+    check_affinity,
     check_cann,
     check_devices,
+    check_driver,
+    check_environment,
     check_versions,
     installed_versions,
 )
@@ -51,6 +58,14 @@ def integer(low: int, high: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def graph_mode(text: str) -> str:
+    """Parses a graph mode of an NPU server."""
+    modes = GRAPH_MODES_BY_DEVICE["npu"]
+    if text not in modes:
+        raise argparse.ArgumentTypeError(f"must be one of {', '.join(modes)}, got {text!r}")
+    return text
 
 
 FLAGS: dict[str, tuple[Callable[[str], object], str, str]] = {
@@ -72,6 +87,7 @@ FLAGS: dict[str, tuple[Callable[[str], object], str, str]] = {
     "replicas": (integer(1, 256), "N", "independent servers on this node"),
     "nnodes": (integer(1, 4096), "N", "nodes of the server"),
     "node_rank": (integer(0, 4095), "N", "this node, from 0"),
+    "graph_mode": (graph_mode, "MODE", "graph mode of an NPU server; after -- for the launch scripts"),
 }
 """By field of Launch other than ``device``: how the flag is parsed, what its value is called, and its help."""
 
@@ -105,8 +121,12 @@ def check_machine(launch: Launch) -> Iterator[Finding]:
     if launch.device == "npu":
         home = Path(os.environ["ASCEND_HOME_PATH"]) if os.environ.get("ASCEND_HOME_PATH") else None
         yield from check_devices(launch, Path("/dev"), os.environ.get(VISIBLE))
+        yield from check_driver(INSTALL_INFO, launch.graph_mode)
         yield from check_cann(home)
-        yield from check_versions(installed_versions(sys.path, ROOT), None if home is None else cann_version(home))
+        cann = None if home is None else cann_version(home)
+        yield from check_versions(installed_versions(sys.path, ROOT), cann, launch.graph_mode)
+        yield from check_environment(os.environ, launch.graph_mode)
+        yield from check_affinity(os.environ.get(AFFINITY), len(os.sched_getaffinity(0)), os.cpu_count() or 1)
     yield from check_network(launch, Path("/sys/class/net"))
     yield from check_model(launch)
 

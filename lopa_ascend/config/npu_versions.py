@@ -1,4 +1,4 @@
-"""Which versions of torch_npu and CANN can run the NPU backend: the one table, and the checks of versions against it.
+"""Which versions of torch_npu, CANN and the driver can run the NPU backend: the one table, and the checks against it.
 
 Imports neither torch nor torch_npu, so that the checks before a launch can use it on a machine where neither loads.
 
@@ -11,6 +11,7 @@ torchair's converter for that argument came later.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 FIRST_POST_RELEASES: dict[str, dict[str, int | None]] = {
     "eager": {"2.9.0": 2, "2.9.1": 0, "2.10.0": 0},
@@ -32,6 +33,14 @@ CANN_OF_TORCH_NPU = {
 }
 """By version of torch_npu: the CANN that it is made for, from torch_npu's own table. Versions that run no mode are left
 out; newer ones are not in that table yet."""
+CAPTURING_MODES = ("npugraph_ex",)
+"""Graph modes that capture ACL graphs, and change tasks of a captured graph."""
+OLDEST_DRIVER = "25.0.RC1"
+"""The first driver that can change tasks of a captured graph on A2 and A3 (CANN, aclmdlRICaptureTaskUpdateBegin)."""
+ADVISED_DRIVER = "25.5.1"
+"""Below this driver captures can fail with "Alloc sq cq fail": vllm-ascend then asks for this one (its PR 10555)."""
+INSTALL_INFO = Path("/etc/ascend_install.info")
+"""Where the driver's installer notes its folder."""
 
 
 class UnsupportedStackError(ValueError):
@@ -75,6 +84,44 @@ def check_cann(cann: str) -> None:
         raise UnsupportedStackError(f"CANN {cann} is too old: it must be {OLDEST_CANN} or newer")
 
 
+def check_driver(driver: str, graph_mode: str) -> None:
+    """Refuses a version of the driver, such as "24.1.rc3", that is too old for a graph mode.
+
+    Raises:
+        UnsupportedStackError: the version is too old, or is no version.
+    """
+    if graph_mode in CAPTURING_MODES and driver_order(driver) < driver_order(OLDEST_DRIVER):
+        raise UnsupportedStackError(
+            f"driver {driver} cannot change tasks of captured graphs, as graph mode {graph_mode} does; "
+            f"install Ascend HDK {ADVISED_DRIVER} or newer (at least {OLDEST_DRIVER}), or serve with --graph-mode eager"
+        )
+
+
+def driver_version(install_info: Path = INSTALL_INFO) -> str | None:
+    """The version of the driver that is installed, found as CANN's runtime finds it; None if no file tells it.
+
+    Args:
+        install_info: the installer's file, which names the folder of the driver. Without it the usual folder counts.
+    """
+    folder = _value(install_info, "Driver_Install_Path_Param") or "/usr/local/Ascend"
+    return _value(Path(folder, "driver/version.info"), "Version")
+
+
+def driver_order(version: str) -> tuple[int, ...]:
+    """A key that sorts versions of the driver as torch_npu does: 25.0.T1, 25.0.RC1, 25.0.RC1.1, 25.0.0, 25.0.0.1.
+
+    Raises:
+        UnsupportedStackError: this is no version of a driver.
+    """
+    found = re.match(r"(\d+)\.(\d+)\.(T|RC|)(\d+)(?:\.(\d+))?", version, re.IGNORECASE)
+    if found is None:
+        raise UnsupportedStackError(
+            f"{version!r} is not a version of the driver; expected one such as {ADVISED_DRIVER}"
+        )
+    stage = ("t", "rc", "").index(found[3].lower())
+    return int(found[1]), int(found[2]), stage, int(found[4]), int(found[5] or 0)
+
+
 def can_run(torch_npu: str, graph_mode: str) -> bool:
     """Whether this version of torch_npu can run a graph mode."""
     release, post_release = _parse(torch_npu)
@@ -99,6 +146,16 @@ def _parse(version: str) -> tuple[tuple[int, ...], int]:
     if found is None:
         raise UnsupportedStackError(f"{version!r} is not a version; expected numbers with dots, such as 2.13.0")
     return tuple(int(part) for part in found[1].split(".")), int(found[2] or 0)
+
+
+def _value(file: Path, key: str) -> str | None:
+    """The value in the line ``key=value`` of a file; None if there is no such file or line."""
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    found = re.search(rf"^{key}=(\S+)\s*$", text, re.MULTILINE)
+    return found and found[1]
 
 
 def _needed(graph_mode: str) -> str:

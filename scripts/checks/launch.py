@@ -15,7 +15,7 @@ LAST_PORT = 65535
 class Launch:
     """What is to be launched: one server or several replicas on one node, or one server on several nodes.
 
-    Every field is a flag of the launch scripts.
+    Every field is a flag of the launch scripts, or one of the server that they start.
     """
 
     device: str
@@ -48,6 +48,8 @@ class Launch:
     """Nodes of the server."""
     node_rank: int = 0
     """This node, from 0."""
+    graph_mode: str = "npugraph_ex"
+    """Graph mode of an NPU server, as the server's own flag ``--graph-mode`` says."""
 
     @property
     def local_ranks(self) -> int:

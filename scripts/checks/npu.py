@@ -1,4 +1,4 @@
-"""Checks the NPUs of this machine and their software, without loading any of it."""
+"""Checks the NPUs of this machine, their software and their environment variables, without loading any of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from lopa_ascend.config import npu_versions
+from lopa_ascend.config import npu_environment, npu_versions
 from scripts.checks.launch import Finding, Launch, fail, note, ok
 
 DISTRIBUTIONS = ("lopa-dist-ascend", "torch", "torch_npu")
@@ -16,6 +16,7 @@ DISTRIBUTIONS = ("lopa-dist-ascend", "torch", "torch_npu")
 LIBRARIES = ("libascendcl.so", "libhccl.so")
 """Files that CANN must have in its lib64."""
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
+AFFINITY = "CPU_AFFINITY_CONF"
 ROOT = Path(__file__).resolve().parents[2]
 """This checkout."""
 
@@ -90,12 +91,78 @@ def cann_version(home: Path) -> str | None:
     return None
 
 
-def check_versions(installed: Mapping[str, str], cann: str | None) -> Iterator[Finding]:
-    """Checks that torch, torch_npu and CANN go together and can run the NPU backend.
+def check_driver(install_info: Path, graph_mode: str) -> Iterator[Finding]:
+    """Checks that the driver, and so the Ascend HDK that it is of, can run a graph mode.
+
+    Args:
+        install_info: see ``npu_versions.driver_version``.
+        graph_mode: "eager", "npugraph_ex" or "ge".
+    """
+    driver = npu_versions.driver_version(install_info)
+    if driver is None:
+        remedy = "npu-smi info shows it; a container needs the host's /usr/local/Ascend/driver/version.info"
+        yield note(f"driver: version unknown, and {npu_versions.OLDEST_DRIVER} or newer is needed; {remedy}")
+        return
+    try:
+        npu_versions.check_driver(driver, graph_mode)
+        is_old = npu_versions.driver_order(driver) < npu_versions.driver_order(npu_versions.ADVISED_DRIVER)
+    except npu_versions.UnsupportedStackError as error:
+        yield Finding("FAIL", f"driver: {error}")
+        return
+    if is_old and graph_mode in npu_versions.CAPTURING_MODES:
+        advice = f"if a capture ends with 'Alloc sq cq fail', install Ascend HDK {npu_versions.ADVISED_DRIVER} or newer"
+        yield note(f"driver: version {driver}; {advice}")
+    else:
+        yield ok(f"driver: version {driver}")
+
+
+def check_environment(environment: Mapping[str, str], graph_mode: str) -> Iterator[Finding]:
+    """Checks that no environment variable keeps a graph mode from running, or makes launches slow.
+
+    Args:
+        environment: variables and their values.
+        graph_mode: "eager", "npugraph_ex" or "ge".
+    """
+    findings = [Finding("FAIL", f"environment: {it}") for it in npu_environment.refusals(environment, graph_mode)]
+    queue, blocking = (environment.get(name) for name in (npu_environment.TASK_QUEUE, npu_environment.BLOCKING))
+    slow = "with which every launch takes longer"
+    if queue is not None and npu_environment.number(queue) == 0:
+        findings.append(note(f"environment: {npu_environment.TASK_QUEUE} is {queue!r}, {slow}; 1 is for serving"))
+    if blocking and npu_environment.number(blocking) and graph_mode not in npu_versions.CAPTURING_MODES:
+        findings.append(note(f"environment: {npu_environment.BLOCKING} is {blocking!r}, {slow}; 0 is for serving"))
+    yield from findings or [ok(f"environment: no variable is in the way of graph mode {graph_mode}")]
+
+
+def check_affinity(setting: str | None, num_usable: int, num_cores: int) -> Iterator[Finding]:
+    """Notes where torch_npu will not bind its threads to cores as the environment asks it to.
+
+    It gives each visible die an equal share of all cores, and binds nothing if this process may not use one of them.
+
+    Args:
+        setting: the value of CPU_AFFINITY_CONF; None if it is not set, so that the launch scripts set it.
+        num_usable: cores that this process may use.
+        num_cores: cores of the machine.
+    """
+    mode, *options = (setting or "").removeprefix("mode:").split(",")
+    if setting and mode not in ("0", "1", "2"):
+        choices = "0 (none), 1 (a share of the cores for each die) or 2 (a core for each busy thread)"
+        yield note(f"CPU affinity: {AFFINITY} is {setting!r}, which torch_npu does not know; begin it with {choices}")
+    elif mode != "0" and num_usable < num_cores and not any(re.match(r"force:1|npu", option) for option in options):
+        remedy = f"set {AFFINITY}=1,force:1 with a range for each die (npu0:0-9,...), or {AFFINITY}=0"
+        yield note(
+            f"CPU affinity: {num_usable} of {num_cores} cores are usable, so torch_npu binds no thread; {remedy}"
+        )
+    else:
+        yield ok(f"CPU affinity: {num_usable} of {num_cores} cores are usable")
+
+
+def check_versions(installed: Mapping[str, str], cann: str | None, graph_mode: str) -> Iterator[Finding]:
+    """Checks that torch, torch_npu and CANN go together and can run a graph mode of the NPU backend.
 
     Args:
         installed: versions of those ``DISTRIBUTIONS`` that are installed.
         cann: version of CANN; None if it is unknown.
+        graph_mode: "eager", "npugraph_ex" or "ge".
     """
     if missing := [name for name in DISTRIBUTIONS if name not in installed]:
         remedy = f"install there what is missing (this project: pip install -e {ROOT}), or set PYTHON to another python"
@@ -103,7 +170,7 @@ def check_versions(installed: Mapping[str, str], cann: str | None) -> Iterator[F
         return
     torch, torch_npu = (installed[name].partition("+")[0] for name in ("torch", "torch_npu"))
     try:
-        npu_versions.check_versions(torch, torch_npu, "eager")  # what every server runs, whatever its graph mode
+        npu_versions.check_versions(torch, torch_npu, graph_mode)
         if cann is not None:
             npu_versions.check_cann(cann)
     except npu_versions.UnsupportedStackError as error:

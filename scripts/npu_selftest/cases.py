@@ -21,8 +21,8 @@ BLOCK = 32
 """Queries of a block."""
 TOKENS = 128
 """Tokens of a step."""
-CAPTURED = "captured layer, replayed with other KV lengths"
-"""Name of ``captured_case``."""
+CAPTURED = "captured layer, replayed with"
+"""Beginning of the names of ``captured_cases``."""
 ASKED = "attention, pool smaller than the entries' pages, at once"
 """Name of ``asked_case``."""
 CPU = CpuOps()
@@ -152,6 +152,9 @@ def asked_case(ops: Ops, layout: str) -> Case:
     return Case(ASKED, run, CPU.attention(q, caches[0], caches[1], entries))
 
 
+LENGTHS_OF_CAPTURE = [200, 208, 216, 224]
+
+
 class Layer:
     """The part of a decoder layer up to attention.
 
@@ -176,37 +179,50 @@ class Layer:
         return self.ops.attention(q, caches[0], caches[1], entries)
 
 
-def captured_case(ops: Ops) -> Case:
-    """A layer that is captured with some inputs, and replayed with other inputs of the same shapes."""
+def captured_cases(ops: Ops) -> Iterator[Case]:
+    """A layer that is captured with some inputs, and replayed with other inputs of the same shapes.
+
+    Lengths that stay as they were are not given to the kernel again: it must have kept them.
+    """
+    yield captured_case(ops, f"{CAPTURED} other KV lengths", [513, 521, 529, 537])
+    yield captured_case(ops, f"{CAPTURED} the KV lengths of the capture", LENGTHS_OF_CAPTURE)
+
+
+def captured_case(ops: Ops, name: str, kv_lengths: list[int]) -> Case:
+    """A layer that is captured with LENGTHS_OF_CAPTURE, and replayed as the engine replays it.
+
+    Args:
+        kv_lengths: the KV lengths of the replay.
+    """
     num_pages, page_table_width = 24, 6
     weights = randn(HIDDEN), randn(QKV_ROWS, HIDDEN, scale=HIDDEN**-0.5), randn(QKV_ROWS)
     caches = randn(2, num_pages, PAGE_SIZE, KV_HEADS, DIM)
 
-    def make_inputs(first_kv_length: int) -> tuple[Tensor, Tensor, Entries]:
-        kv_lengths = [first_kv_length + 8 * i for i in range(4)]
+    def make_inputs(kv_lengths: list[int]) -> tuple[Tensor, Tensor, Entries]:
         entries = widened(entries_of([BLOCK] * 4, kv_lengths, num_pages), page_table_width)
         return randn(TOKENS, HIDDEN), torch.randperm(num_pages * PAGE_SIZE)[:TOKENS], entries
 
-    x, slot_mapping, entries = make_inputs(200)
-    later_x, later_slot_mapping, later_entries = make_inputs(513)
+    x, slot_mapping, entries = make_inputs(LENGTHS_OF_CAPTURE)
+    later_x, later_slot_mapping, later_entries = make_inputs(kv_lengths)
     npu_x, npu_slot_mapping, npu_caches = x.to(ops.device), slot_mapping.to(ops.device), caches.to(ops.device)
     npu_entries, layer = on_device(entries, ops), Layer(ops, *weights)
 
     def run() -> list[Tensor]:
+        from lopa_ascend.backend.npu.captured import CapturedRun
+
         npu = torch.get_device_module("npu")
         graph = npu.NPUGraph()
         with npu.graph(graph, auto_dispatch_capture=True):
             out = layer(npu_x, npu_caches, npu_slot_mapping, npu_entries)
+        replay = CapturedRun(graph, layer, out, name, LENGTHS_OF_CAPTURE)
         npu_x.copy_(later_x)
         npu_slot_mapping.copy_(later_slot_mapping)
         npu_entries.page_tables.copy_(later_entries.page_tables)
-        # The update comes first: a replay without lengths would never end.
-        graph.update(cpu_update_input=[{"actual_seq_lengths_kv": list(later_entries.kv_lengths)}])
-        graph.replay()
+        replay(kv_lengths)
         return [out.cpu(), npu_caches]  # the memory of ``out`` belongs to the graph
 
     expected = Layer(CPU, *weights)(later_x, caches, later_slot_mapping, later_entries)
-    return Case(CAPTURED, run, [expected, caches], timed=False)
+    return Case(name, run, [expected, caches], timed=False)
 
 
 def widened(entries: Entries, width: int) -> Entries:

@@ -19,7 +19,7 @@ from scripts.npu_selftest.cases import (
     Case,
     asked_case,
     attention_cases,
-    captured_case,
+    captured_cases,
     elementwise_cases,
     linear_cases,
     write_cases,
@@ -102,7 +102,7 @@ def examine_all(repeats: int) -> list[Finding]:
     for layout, layout_ops in by_layout.items():
         findings += [examine(case, repeats) for case in attention_cases(layout_ops, layout)]
     layout = working_layout(findings) or ATTENTION_LAYOUTS[0]
-    findings.append(examine(captured_case(by_layout[layout]), repeats))
+    findings += [examine(case, repeats) for case in captured_cases(by_layout[layout])]
     asked = examine(asked_case(ops, layout), repeats)  # last: after an error the process cannot use the device any more
     answers = {"ok": "the kernel does not mind", "WRONG": "the kernel computes something else"}
     return [*findings, replace(asked, verdict="asked", message=answers.get(asked.verdict, asked.message))]
@@ -123,7 +123,7 @@ def options(findings: Sequence[Finding]) -> str | None:
     needed = [finding for finding in findings if not finding.name.startswith(avoidable)]
     if layout is None or any(finding.verdict != "ok" for finding in needed):
         return None
-    capture_works = all(finding.verdict == "ok" for finding in findings if finding.name == CAPTURED)
+    capture_works = all(finding.verdict == "ok" for finding in findings if finding.name.startswith(CAPTURED))
     mode = GRAPH_MODES_BY_DEVICE["npu"][0] if capture_works else "eager"
     return f"--device npu --attention-layout {layout} --graph-mode {mode}"
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from lopa_ascend.config import EngineConfig
+from lopa_ascend.config import EngineConfig, npu_environment
+from lopa_ascend.config.npu_versions import driver_version
 from lopa_ascend.parallel.launch import Rendezvous, exit_rank, rank_in_environment
 from lopa_ascend.parallel.mesh import Mesh
 from scripts.npu_selftest.findings import Finding, examine_all, latencies, merged, options, slowest
 
-VARIABLES = ("HCCL_OP_EXPANSION_MODE", "HCCL_BUFFSIZE", "TASK_QUEUE_ENABLE", "PYTORCH_NPU_ALLOC_CONF")
+VARIABLES = ("HCCL_OP_EXPANSION_MODE", "HCCL_BUFFSIZE", "CPU_AFFINITY_CONF", *npu_environment.VARIABLES)
 """Environment variables that the report names."""
 
 
@@ -76,7 +77,7 @@ def _software_and_device() -> dict[str, str]:
     versions = {name: metadata.version(name) for name in ("lopa-dist-ascend", "torch", "torch_npu")}
     variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     device = f"{npu.get_device_name(npu.current_device())} ({npu.device_count()} visible)"
-    return {**versions, "CANN": cann_version(), "device": device, **variables}
+    return {**versions, "CANN": cann_version(), "driver": driver_version() or "unknown", "device": device, **variables}
 
 
 def report_text(report: dict[str, Any], findings: Sequence[Finding]) -> str:

@@ -21,7 +21,7 @@ from torch_npu import npu
 from lopa_ascend.backend import Entries
 from lopa_ascend.backend.compiler import Compiler, GraphError
 from lopa_ascend.backend.graph_cache import DIGESTS
-from lopa_ascend.backend.npu.compiler import KV_LENGTHS
+from lopa_ascend.backend.npu.captured import KV_LENGTHS
 from lopa_ascend.backend.npu.ops import NpuOps
 from lopa_ascend.config import ParameterError
 from lopa_ascend.graph.compile import load_compiler
@@ -267,15 +267,70 @@ def test_what_comes_too_late_or_is_too_much_is_refused(sample: Sample) -> None:
         load_compiler("npu", "inductor", key="sample")
 
 
-def test_the_laboratory_sees_tasks_that_change_under_a_replay(sample: Sample) -> None:
-    """As they would under a step that does not wait for the step before it."""
+def test_lengths_that_a_task_has_already_are_not_written_again(sample: Sample) -> None:
+    """Three rows are two attention kernels a layer: of two page tables, and of one."""
+    bucket = sample.compiled(load_compiler("npu", "npugraph_ex", key="sample"), 3)
+    layers = sample.model.config.num_layers
+    steps = [
+        ([PAGE_SIZE] * 3, 0),  # those of the capture
+        ([100, 300, 200], 2 * layers),
+        ([100, 300, 200], 0),
+        ([100, 300, 201], layers),
+        ([100, 302, 201], layers),
+        ([100, 302, 201], 0),
+    ]
+    for number, (kv_lengths, updates) in enumerate(steps):
+        bucket.fill(number)
+        expected = bucket.expected(kv_lengths)
+        with host_traffic() as traffic:
+            result = bucket.run(kv_lengths)
+        assert traffic.updates == updates
+        assert traffic.update_milliseconds == pytest.approx(0.184 * updates)
+        assert torch.equal(result.cpu(), expected[0])
+        assert torch.equal(sample.caches.cpu(), expected[1])
+
+
+def captured_sample(sample: Sample) -> npu.NPUGraph:
+    """A graph of a step of one row, with the KV length 9."""
     tensors, graph = filled(sample, 1), npu.NPUGraph()
     with npu.graph(graph, auto_dispatch_capture=True):
         sample.step(tensors, [9])
+    return graph
+
+
+def test_the_laboratory_sees_tasks_that_change_under_a_replay(sample: Sample) -> None:
+    """As they would under a step that does not wait for the step before it."""
+    graph = captured_sample(sample)
     graph.replay()
     graph.update([{KV_LENGTHS: [9]}])
     graph.replay()
-    with pytest.raises(RuntimeError, match="changed while an earlier replay"):
+    with pytest.raises(RuntimeError, match="changed while a replay of it may still run"):
         graph.update([{KV_LENGTHS: [9]}])
-    with pytest.raises(RuntimeError, match="waits for an update"):
+    with pytest.raises(RuntimeError, match="waits for events"):
         sample.caches.cpu()
+
+
+def test_the_laboratory_sees_events_that_come_too_early_or_not_at_all(sample: Sample) -> None:
+    graph = captured_sample(sample)
+    first, *others = [record.event for record in graph.graph_dispatch_mode.graph_dispatch_records]
+    graph.replay()
+    first.record()
+    with pytest.raises(RuntimeError, match="waits for events"):
+        sample.caches.cpu()
+    graph = captured_sample(sample)
+    first, *others = [record.event for record in graph.graph_dispatch_mode.graph_dispatch_records]
+    graph.replay()
+    for event in (first, *others):
+        event.record()
+    graph.replay()
+    with pytest.raises(RuntimeError, match="recorded before an earlier replay has reset it"):
+        first.record()
+    with pytest.raises(RuntimeError, match="waits for events"):
+        sample.caches.cpu()
+
+
+def test_the_laboratory_sees_a_task_that_changes_after_its_event(sample: Sample) -> None:
+    graph = captured_sample(sample)
+    graph.graph_dispatch_mode.graph_dispatch_records[0].event.record()
+    with pytest.raises(RuntimeError, match="changed while a replay of it may still run"):
+        graph.update([{KV_LENGTHS: [9]}])

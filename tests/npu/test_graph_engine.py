@@ -20,7 +20,7 @@ from scripts.eval_demo import decoding, evaluate, read
 from tests import golden
 from tests.npu.lab import capture, device, engine  # noqa: F401
 from tests.npu.lab.constraints import numeric
-from tests.npu.lab.traffic import host_traffic
+from tests.npu.lab.traffic import Traffic, host_traffic
 from tests.plain_dream import as_plain, registered
 from tests.tiny import write_dream
 
@@ -129,6 +129,38 @@ def test_a_step_is_one_launch_between_two_copies_and_the_host_waits_for_the_step
     assert after.num_buckets == before.num_buckets
     assert after.num_steps - before.num_steps == steps + 2
     assert (after.num_late, after.eager_steps) == (0, {})
+
+
+def test_only_lengths_that_changed_are_written_to_a_graph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A replay with the lengths of the replay before writes none, another one those of every attention task."""
+    prompt = list(range(5, 25))
+    path = write_dream(tmp_path, hidden=64, heads=4, kv_heads=2, dtype=torch.bfloat16)
+    config = options(max_model_len=256, graph_window_blocks=2)
+    params = DecodingParams(max_new_tokens=96, block_size=16, tau_conf=1.0, ignore_eos=True, max_active_blocks=2)
+    steps: list[Traffic] = []
+    tokens: list[int] = []
+    with numeric():
+        num_tapes = len(capture.tapes())
+        served = Engine(EngineConfig(model=str(path), graph_mode="npugraph_ex", **config))
+        (tape,) = capture.tapes()[num_tapes:]
+        served.add("a", prompt, params)
+        while served.has_work():
+            with host_traffic() as traffic:
+                tokens += [token for update in served.step() for token in update.token_ids]
+            steps.append(traffic)
+        (eager,) = LLM(path, graph_mode="eager", **config).generate([prompt], params, quiet=True)
+    tasks = len(tape.groups)
+    replays = [traffic for traffic in steps if "replay" in traffic.launches]
+    updates = sum(traffic.updates for traffic in replays)
+    milliseconds = sum(traffic.update_milliseconds for traffic in replays)
+    with capsys.disabled():
+        print(
+            f"\n{len(replays)} steps with {tasks} attention tasks: {tasks} updates a step if each replay writes them, "
+            f"{updates / len(replays):.2f} if new ones are written ({milliseconds:.1f} ms in all)"
+        )
+    assert tokens == list(eager.token_ids)
+    assert {traffic.updates for traffic in replays} == {0, tasks}
+    assert updates <= tasks * len(replays) / 2
 
 
 def test_kept_graphs_are_taken_for_a_pool_of_the_same_size_alone(tmp_path: Path) -> None:

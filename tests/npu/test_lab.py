@@ -131,7 +131,7 @@ def test_a_replay_that_waits_for_its_lengths_is_seen() -> None:
             actual_seq_lengths=[4], actual_seq_lengths_kv=[9],
         )  # fmt: skip
     graph.replay()
-    with pytest.raises(RuntimeError, match="waits for an update"):
+    with pytest.raises(RuntimeError, match="waits for events"):
         q.cpu()
 
 

@@ -43,7 +43,7 @@ def test_where_all_is_well(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     status, verdicts, last = reported(capsys, "--json", str(file))
     assert last == "options for the server: --device npu --attention-layout TND --graph-mode npugraph_ex"
     assert status == 0
-    assert len(verdicts) == 16
+    assert len(verdicts) == 17
     assert [name for name, verdict in verdicts.items() if verdict != "ok"] == [
         "attention, pool smaller than the entries' pages, at once"
     ]
@@ -116,12 +116,42 @@ def test_where_nothing_can_be_captured(capsys: pytest.CaptureFixture[str], monke
     assert status == 0
 
 
+OTHER, SAME = (
+    f"captured layer, replayed with {which}" for which in ("other KV lengths", "the KV lengths of the capture")
+)
+
+
 def test_where_a_replay_keeps_the_lengths_of_the_capture(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capture, "change", lambda op, args, kwargs: kwargs.get("out"))
     status, verdicts, last = reported(capsys)
-    assert verdicts["captured layer, replayed with other KV lengths"] == "WRONG"
+    assert (verdicts[OTHER], verdicts[SAME]) == ("WRONG", "ok")
+    assert last.endswith("--graph-mode eager")
+    assert status == 1
+
+
+def test_where_a_replay_forgets_the_lengths_that_it_is_not_given_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if a task took one key where its lengths have not been written since the last replay."""
+    run, change = capture.Task.run, capture.change
+    written: list[Any] = []
+
+    def noted(op: Any, args: Any, kwargs: Any) -> Any:
+        written.append(kwargs["out"])
+        return change(op, args, kwargs)
+
+    def forgetful(task: capture.Task) -> None:
+        if "actual_seq_lengths_kv" in task.kwargs and not written:
+            task.kwargs["actual_seq_lengths_kv"] = [1] * len(task.kwargs["actual_seq_lengths_kv"])
+        written.clear()
+        run(task)
+
+    monkeypatch.setattr(capture, "change", noted)
+    monkeypatch.setattr(capture.Task, "run", forgetful)
+    status, verdicts, last = reported(capsys)
+    assert verdicts[SAME] == "WRONG"
     assert last.endswith("--graph-mode eager")
     assert status == 1
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lopa_ascend.backend.npu.versions import check_installed
-from lopa_ascend.config.npu_versions import UnsupportedStackError, can_run, check_cann, check_versions
+from lopa_ascend.config.npu_environment import check_environment
+from lopa_ascend.config.npu_versions import UnsupportedStackError, can_run, check_cann, check_versions, driver_order
 
 RUNS = {
     "2.8.0.post4": (),
@@ -48,6 +49,30 @@ def test_a_version_too_old_is_refused_with_those_that_are_not() -> None:
 def test_two_releases_do_not_go_together() -> None:
     with pytest.raises(UnsupportedStackError, match=r"torch 2\.12\.1 and torch_npu 2\.12\.0 are not of one release"):
         check_versions("2.12.1", "2.12.0", "eager")
+
+
+def test_drivers_are_sorted_as_torch_npu_sorts_them() -> None:
+    in_order = [
+        "24.1.rc3.7",
+        "25.0.T1",
+        "25.0.RC1",
+        "25.0.rc1.1",
+        "25.0.RC2",
+        "25.0.0",
+        "25.0.0.1",
+        "25.5.1",
+        "26.0.RC1",
+    ]
+    assert sorted(set(in_order), key=driver_order) == in_order
+    assert driver_order("25.0.RC1") == driver_order("25.0.rc1")
+
+
+def test_every_variable_that_is_in_the_way_is_named() -> None:
+    wrong = {"TASK_QUEUE_ENABLE": "2", "PYTORCH_NPU_ALLOC_CONF": "pin_memory_expandable_segments:True"}
+    with pytest.raises(UnsupportedStackError, match=r"TASK_QUEUE_ENABLE is '2'.*\. PYTORCH_NPU_ALLOC_CONF is 'pin"):
+        check_environment(wrong, "npugraph_ex")
+    check_environment(wrong, "eager")
+    check_environment({}, "npugraph_ex")
 
 
 def test_an_unknown_mode_is_refused_with_the_choices() -> None:

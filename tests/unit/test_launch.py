@@ -189,6 +189,18 @@ def test_flags_reach_the_server_as_they_were(scripts: Scripts):
 # ---- what is started -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("flags", [("--graph-mode", "eager"), ("--graph-mode=eager",)])
+def test_the_checks_know_the_graph_mode_of_the_server(scripts: Scripts, flags: tuple[str, ...]):
+    refused = "environment: TASK_QUEUE_ENABLE is '2'"
+    assert refused in scripts.run("node", TASK_QUEUE_ENABLE="2").stderr
+    eager = scripts.run("node", "--", *flags, TASK_QUEUE_ENABLE="2").stderr
+    assert "no variable is in the way of graph mode eager" in eager
+    assert refused not in eager
+    wrong = scripts.run("node", "--", "--graph-mode", "inductor")
+    assert wrong.returncode == 2
+    assert "--graph-mode: must be one of npugraph_ex, ge, eager, got 'inductor'" in wrong.stderr
+
+
 @pytest.mark.parametrize("name", ["node", "cluster", "replicas"])
 def test_it_starts_what_it_prints(scripts: Scripts, name: str):
     port = free_ports(4)

@@ -15,7 +15,15 @@ from lopa_ascend.demo import DEMO_MODEL
 from scripts.checks.launch import Finding, Launch
 from scripts.checks.model import check_model
 from scripts.checks.network import check_network
-from scripts.checks.npu import check_cann, check_devices, check_versions, installed_versions
+from scripts.checks.npu import (
+    check_affinity,
+    check_cann,
+    check_devices,
+    check_driver,
+    check_environment,
+    check_versions,
+    installed_versions,
+)
 from tests.ports import free_ports, listening
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,19 +120,170 @@ def test_cann(tmp_path: Path):
 )
 def test_versions(torch: str, torch_npu: str, cann: str | None, line: str):
     installed = {"lopa-dist-ascend": "0.1.0", "torch": torch, "torch_npu": torch_npu}
-    (found,) = told(check_versions(installed, cann))
+    (found,) = told(check_versions(installed, cann, "npugraph_ex"))
     assert found.startswith(line)
 
 
+@pytest.mark.parametrize("mode", ["eager", "npugraph_ex", "ge"])
 @pytest.mark.parametrize("version", ["2.8.0", "2.9.0", "2.9.0.post2", "2.9.1", "2.10.0", "2.11.0", "2.13.0"])
-def test_torch_npu_is_taken_exactly_if_the_backend_takes_it(version: str):
+def test_torch_npu_is_taken_exactly_if_the_backend_takes_it(version: str, mode: str):
     installed = {"lopa-dist-ascend": "0.1.0", "torch": version.partition(".post")[0], "torch_npu": version}
-    (found,) = told(check_versions(installed, None))
-    assert found.startswith("FAIL") != can_run(version, "eager")
+    (found,) = told(check_versions(installed, None, mode))
+    assert found.startswith("FAIL") != can_run(version, mode)
+
+
+INSTALL_INFO = """\
+UserName=HwHiAiUser
+UserGroup=HwHiAiUser
+Driver_Install_Type=full
+Driver_Install_Path_Param={folder}
+Driver_Install_For_All=yes
+Driver_Install_Mode=normal
+Firmware_Install_Type=full
+Firmware_Install_Path_Param={folder}
+"""
+"""/etc/ascend_install.info of a server, as its operators publish it."""
+VERSION_INFO = """\
+Version={version}
+ascendhal_version=7.35.23
+aicpu_version=1.0
+tdt_version=1.0
+log_version=1.0
+prof_version=2.0
+dvppkernels_version=1.1
+tsfw_version=1.0
+Innerversion=V100R001C21SPC002B220
+compatible_version=[V100R001C17],[V100R001C18],[V100R001C19],[V100R001C20],[V100R001C21]
+compatible_version_fw=[7.0.0,7.7.99]
+package_version={version}
+"""
+"""driver/version.info of an Atlas 800I server, likewise; there the version was 25.0.rc1.1."""
+
+
+@pytest.mark.parametrize(
+    ("version", "mode", "line"),
+    [
+        (
+            "24.1.rc3.7",
+            "npugraph_ex",
+            "FAIL  driver: driver 24.1.rc3.7 cannot change tasks of captured graphs, as graph",
+        ),
+        ("24.1.rc3.7", "eager", "ok    driver: version 24.1.rc3.7"),
+        ("24.1.rc3.7", "ge", "ok    driver: version 24.1.rc3.7"),
+        ("25.0.T1", "npugraph_ex", "FAIL  driver: driver 25.0.T1 cannot"),
+        (
+            "25.0.rc1.1",
+            "npugraph_ex",
+            "note  driver: version 25.0.rc1.1; if a capture ends with 'Alloc sq cq fail', inst",
+        ),
+        ("25.2.1", "npugraph_ex", "note  driver: version 25.2.1; if a capture ends with 'Alloc sq cq fail', install"),
+        ("25.5.0", "npugraph_ex", "note  driver: version 25.5.0; if a capture"),
+        ("25.5.1", "npugraph_ex", "ok    driver: version 25.5.1"),
+        ("25.5.2", "npugraph_ex", "ok    driver: version 25.5.2"),
+        ("26.0.rc1", "npugraph_ex", "ok    driver: version 26.0.rc1"),
+        ("trunk", "npugraph_ex", "FAIL  driver: 'trunk' is not a version of the driver; expected one such as 25.5.1"),
+    ],
+)
+def test_driver(tmp_path: Path, version: str, mode: str, line: str):
+    (tmp_path / "driver").mkdir()
+    (tmp_path / "driver/version.info").write_text(VERSION_INFO.format(version=version))
+    install_info = tmp_path / "ascend_install.info"
+    install_info.write_text(INSTALL_INFO.format(folder=tmp_path))
+    (found,) = told(check_driver(install_info, mode))
+    assert found.startswith(line)
+
+
+def test_a_driver_that_no_file_tells(tmp_path: Path):
+    install_info = tmp_path / "ascend_install.info"
+    install_info.write_text(INSTALL_INFO.format(folder=tmp_path))
+    (found,) = told(check_driver(install_info, "npugraph_ex"))
+    assert found.startswith("note  driver: version unknown, and 25.0.RC1 or newer is needed; npu-smi info shows it")
+
+
+NO_EXPANDABLE_PINNED = "without pin_memory_expandable_segments:True"
+
+
+@pytest.mark.parametrize(
+    ("environment", "in_graphs", "eager"),
+    [
+        ({}, "ok    environment: no variable is in the way of graph mode npugraph_ex", "ok"),
+        (
+            {"TASK_QUEUE_ENABLE": "2"},
+            "FAIL  environment: TASK_QUEUE_ENABLE is '2', with which torch_npu refuses to capture graphs; "
+            "set TASK_QUEUE_ENABLE=1",
+            "ok",
+        ),
+        ({"TASK_QUEUE_ENABLE": "1"}, "ok", "ok"),
+        (
+            {"TASK_QUEUE_ENABLE": "3"},
+            "FAIL  environment: TASK_QUEUE_ENABLE is '3', and torch_npu knows 0, 1 and",
+            "FAIL",
+        ),
+        ({"TASK_QUEUE_ENABLE": "0"}, "note  environment: TASK_QUEUE_ENABLE is '0', with which every launch", "note"),
+        (
+            {"ASCEND_LAUNCH_BLOCKING": "1"},
+            "FAIL  environment: ASCEND_LAUNCH_BLOCKING is '1', which makes the host wait for every kernel: that cannot "
+            "be captured; set ASCEND_LAUNCH_BLOCKING=0, or serve with --graph-mode eager",
+            "note  environment: ASCEND_LAUNCH_BLOCKING is '1', with which every launch takes longer; 0 is for serving",
+        ),
+        ({"ASCEND_LAUNCH_BLOCKING": "0"}, "ok", "ok"),
+        ({"ASCEND_LAUNCH_BLOCKING": ""}, "ok", "ok"),
+        ({"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}, "ok", "ok"),
+        (
+            {"PYTORCH_NPU_ALLOC_CONF": "page_size:1g, pin_memory_expandable_segments:True"},
+            "FAIL  environment: PYTORCH_NPU_ALLOC_CONF is 'page_size:1g, pin_memory_expandable_segments:True', "
+            f"whose pinned memory torch_npu refuses to capture; set PYTORCH_NPU_ALLOC_CONF {NO_EXPANDABLE_PINNED}",
+            "ok",
+        ),
+        (
+            {"PYTORCH_ALLOC_CONF": "pin_memory_expandable_segments:True"},
+            "FAIL  environment: PYTORCH_ALLOC_CONF is 'pin_memory_expandable_segments:True', whose pinned memory",
+            "ok",
+        ),
+        (
+            {"PYTORCH_ALLOC_CONF": "pin_memory_expandable_segments:True,pin_memory_expandable_segments:False"},
+            "ok",
+            "ok",
+        ),
+        (
+            {"PYTORCH_ALLOC_CONF": "", "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"},
+            "FAIL  environment: PYTORCH_ALLOC_CONF is '', and PYTORCH_NPU_ALLOC_CONF is set too, which torch_npu "
+            "refuses; unset one of the two, e.g. PYTORCH_ALLOC_CONF",
+            "FAIL",
+        ),
+    ],
+)
+def test_environment(environment: dict[str, str], in_graphs: str, eager: str):
+    for mode, line in (("npugraph_ex", in_graphs), ("eager", eager)):
+        (found,) = told(check_environment(environment, mode))
+        assert found.startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("setting", "usable", "line"),
+    [
+        (None, 320, "ok    CPU affinity: 320 of 320 cores are usable"),
+        (
+            None,
+            20,
+            "note  CPU affinity: 20 of 320 cores are usable, so torch_npu binds no thread; set CPU_AFFINITY_CONF=1,",
+        ),
+        ("1", 20, "note  CPU affinity: 20 of 320 cores are usable, so torch_npu binds no thread"),
+        ("mode:2", 20, "note  CPU affinity: 20 of 320 cores are usable, so torch_npu binds no thread"),
+        ("0", 20, "ok    CPU affinity: 20 of 320"),
+        ("1,force:1,npu0:0-9", 20, "ok"),
+        ("2", 320, "ok"),
+        ("1,npu_affine:1", 320, "ok"),
+        ("yes", 320, "note  CPU affinity: CPU_AFFINITY_CONF is 'yes', which torch_npu does not know; begin it with 0"),
+    ],
+)
+def test_affinity(setting: str | None, usable: int, line: str):
+    (found,) = told(check_affinity(setting, usable, 320))
+    assert found.startswith(line)
 
 
 def test_missing_distributions():
-    (found,) = told(check_versions({"torch": "2.10.0"}, "9.1.0"))
+    (found,) = told(check_versions({"torch": "2.10.0"}, "9.1.0", "eager"))
     assert found.startswith(f"FAIL  versions: {sys.executable} has no lopa-dist-ascend and no torch_npu; install there")
 
 

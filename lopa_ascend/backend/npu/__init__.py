@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from lopa_ascend.backend.npu.versions import check_installed
 from lopa_ascend.config import ParameterError
+from lopa_ascend.config.npu_environment import check_environment
 
 if TYPE_CHECKING:
     from lopa_ascend.backend.npu.ops import NpuOps
@@ -22,10 +23,11 @@ def load_npu_ops(graph_mode: str, *, attention_layout: str = "TND", debug: bool 
 
     Raises:
         ParameterError: this process's NPU does not exist.
-        UnsupportedStackError: the installed versions cannot run the graph mode.
+        UnsupportedStackError: the installed versions, or environment variables, keep the graph mode from running.
         ValueError: the attention layout is unknown.
     """
     check_installed(graph_mode)
+    check_environment(os.environ, graph_mode)
     open_npu()
     from lopa_ascend.backend.npu.ops import NpuOps
 
@@ -34,6 +36,9 @@ def load_npu_ops(graph_mode: str, *, attention_layout: str = "TND", debug: bool 
 
 def open_npu() -> None:
     """Makes NPU number LOCAL_RANK of the environment, or 0, the current one of this thread.
+
+    Kernels are then taken as they are installed, instead of being compiled for each new shape, and tensors keep the
+    ND format, which is what the ops of this project take.
 
     Raises:
         ParameterError: this process's NPU does not exist.
@@ -46,6 +51,8 @@ def open_npu() -> None:
     if index >= count:
         raise ParameterError("device", f"npu {index} is this rank's (LOCAL_RANK); there are {count} on this machine")
     npu.set_device(index)
+    npu.set_compile_mode(jit_compile=False)
+    npu.config.allow_internal_format = False
 
 
 def free_npu_memory() -> int:

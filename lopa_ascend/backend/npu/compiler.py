@@ -35,13 +35,12 @@ from torchair.inference._cache_compiler import CompiledModel as GeModel
 from lopa_ascend.backend.caching import CachingCompiler
 from lopa_ascend.backend.compiler import Compiler, GraphError, Run, Step, dynamic_kv_lengths
 from lopa_ascend.backend.graph_cache import GraphCache
+from lopa_ascend.backend.npu.captured import CapturedRun
 
 MAX_GRAPHS = 64
 """npugraph_ex's own limit: a graph takes streams and events of the device, which has some two thousand."""
 OUT_OF_STREAMS = "207008"
 """Error code of the runtime when the device has no stream for another graph."""
-KV_LENGTHS = "actual_seq_lengths_kv"
-"""The argument of the attention kernel that holds the KV lengths of its entries."""
 _numbers = count()
 logger = logging.getLogger(__name__)
 
@@ -253,54 +252,4 @@ class NpuGraphEx(PackageCompiler):
             ) from error
         self.num_captures += 1
         self.memory += npu.memory_reserved() - memory_before
-        return CapturedRun(graph, run, output, ranges_of_lengths(graph, name, kv_lengths))
-
-
-class CapturedRun:
-    """A ``Run`` that replays a captured graph with other KV lengths.
-
-    The new lengths are written into the attention tasks of the graph while it runs; each task waits for its own.
-
-    Args:
-        graph: the captured graph.
-        captured: the function that was captured. It holds the tensors whose memory the graph uses.
-        output: the tensor that every replay writes its result to.
-        ranges: for each attention task the range of the step's KV lengths that it takes.
-    """
-
-    def __init__(self, graph: npu.NPUGraph, captured: Run, output: Tensor, ranges: Sequence[slice]):
-        self._graph, self._captured, self._output, self._ranges = graph, captured, output, ranges
-        self._update_stream = graph.graph_dispatch_mode.update_stream
-        self._done = npu.Event()
-
-    def __call__(self, kv_lengths: Sequence[int]) -> Tensor:
-        self._graph.replay()
-        # The tasks must not change before the previous replay is over: it may still wait for their lengths.
-        self._update_stream.wait_event(self._done)
-        self._graph.update([{KV_LENGTHS: kv_lengths[part]} for part in self._ranges])
-        self._done.record()
-        return self._output
-
-
-def ranges_of_lengths(graph: npu.NPUGraph, name: str, kv_lengths: list[int]) -> list[slice]:
-    """Which KV lengths of a step each attention task of its graph takes.
-
-    In every layer, the tasks together take all lengths in order.
-
-    Args:
-        graph: a captured graph.
-        name: name of the bucket, for messages.
-        kv_lengths: the KV lengths during the capture.
-
-    Raises:
-        GraphError: the tasks take the lengths in another way.
-    """
-    ranges, first = [], 0
-    for record in graph.graph_dispatch_mode.graph_dispatch_records:
-        taken = record.kwargs[KV_LENGTHS]
-        taken_range = slice(first, first + len(taken))
-        if kv_lengths[taken_range] != taken:
-            raise GraphError(f"bucket {name}: attention takes other KV lengths than the step was given")
-        ranges.append(taken_range)
-        first = taken_range.stop % len(kv_lengths)
-    return ranges
+        return CapturedRun(graph, run, output, name, kv_lengths)

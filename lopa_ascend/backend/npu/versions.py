@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from importlib import metadata
 
-from lopa_ascend.config.npu_versions import UnsupportedStackError, check_cann, check_versions
+from lopa_ascend.config.npu_versions import (
+    UnsupportedStackError,
+    check_cann,
+    check_driver,
+    check_versions,
+    driver_version,
+)
 
 
 def check_installed(graph_mode: str) -> None:
-    """Refuses an installation of torch, torch_npu and CANN that cannot run a graph mode.
+    """Refuses an installation of torch, torch_npu, CANN and the driver that cannot run a graph mode.
+
+    A driver whose version no file tells is taken.
 
     Raises:
         UnsupportedStackError: something is missing or too old; the message says what is needed.
@@ -24,6 +32,9 @@ def check_installed(graph_mode: str) -> None:
             f"torch_npu cannot be loaded ({error}); is CANN installed, and its set_env.sh sourced?"
         ) from error
     check_cann(cann)
+    driver = driver_version()
+    if driver is not None:
+        check_driver(driver, graph_mode)
 
 
 def cann_version() -> str:

@@ -1,12 +1,14 @@
 """ACL graphs on the simulated device: torch.npu.NPUGraph records tasks, and runs them again on the same memory.
 
-A group of tasks can be given other arguments (graph_task_update_begin and _end) while a replay waits for them; torchair
-does this with the KV lengths of attention. Two rules are checked:
+Before a group of tasks, a captured graph waits for an event of its own (ExternalEvent), and resets it. Until that event
+is recorded, the tasks can be given other arguments (graph_task_update_begin and _end); torch_npu does this with the KV
+lengths of attention. Tasks keep their arguments from one replay to the next. Three rules are checked:
 
-- At every replay, all groups of the graph must be updated. On a device the replay would wait for ever; here, whatever
+- At every replay, the events of all groups must be recorded. On a device the replay would wait for ever; here, whatever
   is launched next fails.
-- A group must not be updated while the previous replay may still need its arguments: the host, or the stream that
-  updates the group, must have waited for that replay.
+- A group must not be updated, nor its event be recorded, while the previous replay may still need them: the host, or
+  the stream that does it, must have waited for that replay.
+- A group must not be updated between the record of its event and the end of the replay that it lets go on.
 """
 
 from __future__ import annotations
@@ -68,11 +70,13 @@ class Group:
 
     tape: Tape
     """The graph that they belong to."""
+    event: Any
+    """The event that the graph waits for before the tasks."""
     tasks: list[Task] = field(default_factory=list)
     handle: Any = None
     """The runtime's handle of the group."""
-    updated: bool = False
-    """Whether the tasks were changed since the graph ran last."""
+    released: bool = False
+    """Whether the event was recorded since the graph ran last."""
 
 
 @dataclass(eq=False)
@@ -82,7 +86,7 @@ class Tape:
     tasks: list[Task] = field(default_factory=list)
     """All tasks, in the order of their launches."""
     groups: list[Group] = field(default_factory=list)
-    """The groups of tasks that must be updated at every replay."""
+    """The groups of tasks whose events must be recorded at every replay."""
     replays: int = 0
     """Replays that were launched."""
 
@@ -94,14 +98,18 @@ class _Captures:
     """The tape that records."""
     group: Group | None = None
     """The group of that tape that is open."""
+    event: Any = None
+    """The event that the graph that is captured was the last to wait for."""
     changing: Group | None = None
     """The group whose tasks are being changed."""
     waiting: Tape | None = None
-    """The tape whose replay waits for updates of its groups."""
+    """The tape whose replay waits for the events of its groups."""
     tapes: dict[int, Tape] = {}
     """Tapes by the id of their graph."""
     groups: dict[int, Group] = {}
     """Groups by the id of their handle."""
+    groups_by_event: dict[int, Group] = {}
+    """Groups by the id of their event."""
     over: Counter[Tape] = Counter()
     """For each tape how many replays the host knows to be over."""
     over_by_stream: dict[int, Counter[Tape]] = {}
@@ -155,21 +163,27 @@ def change(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def nothing_waits() -> None:
-    """Fails if a replay still waits for updates."""
+    """Fails if a replay still waits for events."""
     if _Captures.waiting is not None:
         _Captures.waiting = None
-        raise RuntimeError("a replayed graph waits for an update of its tasks that did not come")
+        raise RuntimeError("a replayed graph waits for events of its tasks that were not recorded")
 
 
 def run_when_ready() -> None:
-    """Runs the tasks of the replay that waits, once all its groups are updated."""
+    """Runs the tasks of the replay that waits, once the events of all its groups are recorded."""
     tape = _Captures.waiting
-    if tape is not None and all(group.updated for group in tape.groups):
+    if tape is not None and all(group.released for group in tape.groups):
         _Captures.waiting = None
         for task in tape.tasks:
             task.run()
         for group in tape.groups:
-            group.updated = False
+            group.released = False
+
+
+def earlier_replays_are_over(tape: Tape, stream: Any) -> bool:
+    """Whether every replay of a graph is over before what is launched on a stream now, but for the one that waits."""
+    over = _Captures.over | _Captures.over_by_stream.get(stream.stream_id, Counter())
+    return over[tape] >= tape.replays - (_Captures.waiting is tape)
 
 
 def tapes() -> list[Tape]:
@@ -226,8 +240,10 @@ def _group_begin(begin: Callable[..., Any]) -> Callable[..., Any]:
     def group_begin(stream: Any) -> None:
         begin(stream)
         assert _Captures.tape is not None
-        _Captures.group = Group(_Captures.tape)
+        assert _Captures.event is not None, "a task that can be changed must wait for an event of its own"
+        _Captures.group = _Captures.groups_by_event[id(_Captures.event)] = Group(_Captures.tape, _Captures.event)
         _Captures.tape.groups.append(_Captures.group)
+        _Captures.event = None
 
     return group_begin
 
@@ -247,9 +263,8 @@ def _update_begin(begin: Callable[..., Any]) -> Callable[..., Any]:
     def update_begin(stream: Any, handle: Any) -> None:
         begin(stream, handle)
         group = _Captures.groups[id(handle)]
-        over = _Captures.over | _Captures.over_by_stream.get(stream.stream_id, Counter())
-        if over[group.tape] < group.tape.replays - 1:
-            raise RuntimeError("the tasks of a graph are changed while an earlier replay of it may still run")
+        if group.released or not earlier_replays_are_over(group.tape, stream):
+            raise RuntimeError("the tasks of a graph are changed while a replay of it may still run them")
         _Captures.changing = group
         device.recorder.take = change
 
@@ -259,11 +274,31 @@ def _update_begin(begin: Callable[..., Any]) -> Callable[..., Any]:
 def _update_end(end: Callable[..., Any]) -> Callable[..., Any]:
     def update_end(stream: Any) -> None:
         end(stream)
-        assert _Captures.changing is not None
-        _Captures.changing.updated, _Captures.changing, device.recorder.take = True, None, None
-        run_when_ready()
+        _Captures.changing, device.recorder.take = None, None
+        traffic.updated()
 
     return update_end
+
+
+def _external_wait(wait: Callable[..., Any]) -> Callable[..., Any]:
+    def external_wait(self: Any, stream: Any = None) -> None:
+        wait(self, stream)
+        if _Captures.tape is not None:
+            _Captures.event = self
+
+    return external_wait
+
+
+def _external_record(record_event: Callable[..., Any]) -> Callable[..., Any]:
+    def external_record(self: Any, stream: Any = None) -> None:
+        record_event(self, stream)
+        group = _Captures.groups_by_event[id(self)]
+        if not earlier_replays_are_over(group.tape, npu.current_stream() if stream is None else stream):
+            raise RuntimeError("the event of a graph's task is recorded before an earlier replay has reset it")
+        group.released = True
+        run_when_ready()
+
+    return external_record
 
 
 def _event_record(record_event: Callable[..., Any]) -> Callable[..., Any]:
@@ -288,6 +323,8 @@ def _event_wait(wait: Callable[..., Any]) -> Callable[..., Any]:
 
 _around(npu.Event, "record", _event_record)
 _around(npu.Event, "wait", _event_wait)
+_around(npu.ExternalEvent, "wait", _external_wait)
+_around(npu.ExternalEvent, "record", _external_record)
 _around(graphs.NPUGraph, "capture_begin", _capture_begin)
 _around(graphs.NPUGraph, "capture_end", _capture_end)
 _around(graphs.NPUGraph, "replay", _replay)

@@ -1,0 +1,92 @@
+"""Captured ACL graphs, and the KV lengths of their attention tasks.
+
+A captured attention task waits for an event before each run, so that its arguments can be changed while the graph runs.
+It keeps the arguments that it was given last. So where lengths are those of the graph's last replay, the host only
+records the event; to give a task other lengths, the host prepares its launch anew, which takes far longer (see
+docs/ascend.md, Host time of a replay).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch_npu import npu
+
+from lopa_ascend.backend.compiler import GraphError
+
+KV_LENGTHS = "actual_seq_lengths_kv"
+"""The argument of the attention kernel that holds the KV lengths of its entries."""
+
+
+class CapturedRun:
+    """A ``Run`` that replays a captured graph with other KV lengths.
+
+    Args:
+        graph: the captured graph.
+        captured: the function that was captured. It holds the tensors whose memory the graph uses.
+        output: what every replay writes its result to.
+        name: name of the bucket, for messages.
+        kv_lengths: the KV lengths during the capture.
+
+    Raises:
+        GraphError: the tasks take the lengths in another way than ``ranges_of_lengths`` says.
+    """
+
+    def __init__(
+        self, graph: npu.NPUGraph, captured: Callable[..., Any], output: Tensor, name: str, kv_lengths: list[int]
+    ):
+        self._graph, self._captured, self._output = graph, captured, output
+        mode = graph.graph_dispatch_mode
+        self._update_stream = mode.update_stream
+        ranges = ranges_of_lengths(graph, name, kv_lengths)
+        self._tasks = list(zip(mode.graph_dispatch_records, ranges, strict=True))
+        self._done = npu.Event()
+
+    def __call__(self, kv_lengths: Sequence[int]) -> Tensor:
+        self._graph.replay()
+        # Neither tasks nor events may change before the previous replay is over: it may still wait for them.
+        self._update_stream.wait_event(self._done)
+        with npu.stream(self._update_stream):
+            for task, taken_range in self._tasks:
+                self._release(task, list(kv_lengths[taken_range]))
+        self._done.record()
+        return self._output
+
+    def _release(self, task: Any, kv_lengths: list[int]) -> None:
+        """Lets an attention task of the running graph go on, with these lengths.
+
+        Args:
+            task: torch_npu's record of the task: its event, its handle, and the op with the arguments it has now.
+        """
+        if task.kwargs[KV_LENGTHS] != kv_lengths:
+            npu.graph_task_update_begin(self._update_stream, task.handle)
+            task.kwargs[KV_LENGTHS] = kv_lengths
+            task.op_cache_entry(*task.args, **task.kwargs)
+            npu.graph_task_update_end(self._update_stream)
+        task.event.record(self._update_stream)
+
+
+def ranges_of_lengths(graph: npu.NPUGraph, name: str, kv_lengths: list[int]) -> list[slice]:
+    """Which KV lengths of a step each attention task of its graph takes.
+
+    In every layer, the tasks together take all lengths in order.
+
+    Args:
+        graph: a captured graph.
+        name: name of the bucket, for messages.
+        kv_lengths: the KV lengths during the capture.
+
+    Raises:
+        GraphError: the tasks take the lengths in another way.
+    """
+    ranges, first = [], 0
+    for record in graph.graph_dispatch_mode.graph_dispatch_records:
+        taken = record.kwargs[KV_LENGTHS]
+        taken_range = slice(first, first + len(taken))
+        if kv_lengths[taken_range] != taken:
+            raise GraphError(f"bucket {name}: attention takes other KV lengths than the step was given")
+        ranges.append(taken_range)
+        first = taken_range.stop % len(kv_lengths)
+    return ranges
