@@ -35,6 +35,12 @@ class Request:
         """The most positions that the sequence can have: prompt and canvas."""
         return len(self.prompt) + self.params.max_canvas
 
+    @property
+    def num_shared(self) -> int:
+        """Positions of the prompt that all slots share: one row computes and commits them. On a whole canvas each
+        branch has keys and values of its own for the prompt too."""
+        return len(self.prompt) if self.params.is_pipelined else 0
+
 
 @dataclass
 class GraphSequence:
@@ -102,6 +108,6 @@ class Sequence:
     @property
     def num_reserved(self) -> int:
         """Pages that the sequence may still take."""
-        committed = max(self.num_committed, len(self.request.prompt))
+        committed = max(self.num_committed, self.request.num_shared)
         pages = self.page_tables
         return worst_case(self.request.limit, len(pages.by_slot), committed) - pages.num_pages

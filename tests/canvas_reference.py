@@ -28,6 +28,8 @@ class Decoded:
     """The fills of each forward pass: positions and tokens."""
     margin: float = 1.0
     """The smallest distance to any decision boundary."""
+    winners: list[int] = field(default_factory=list)
+    """Of each pass, where there are several branches."""
 
 
 class CanvasReference(Reference):
@@ -37,6 +39,7 @@ class CanvasReference(Reference):
         super().__init__(model, prompt, params, mask, set())
         self.x = prompt + [mask] * params.max_new_tokens
         self.passes: list[list[tuple[int, int]]] = []
+        self.winners: list[int] = []
 
     def dense(self, ids: list[int], start: int, past: Any = ()) -> tuple[torch.Tensor, Any]:
         """(logits of ``ids`` at the positions from ``start`` on, keys and values by layer); the ids attend to one
@@ -120,7 +123,7 @@ class CanvasReference(Reference):
         raise NotImplementedError
 
     def decoded(self) -> Decoded:
-        return Decoded(self.x[self.prompt_length :], self.passes, self.margin)
+        return Decoded(self.x[self.prompt_length :], self.passes, self.margin, self.winners)
 
 
 class ParallelReference(CanvasReference):
@@ -203,4 +206,28 @@ class FastDllmReference(CanvasReference):
                 logits, _ = self.dense(self.x[start:last], start, kept)
                 predicted = self.predictions(logits, start, self.masked(start, end))
                 self.put(self.accept_or_best(predicted), predicted)
+        return self.decoded()
+
+
+class LopaParallelReference(CanvasReference):
+    """LoPA over parallel decoding: all branches from the same predictions, the best by the mean confidence of the first
+    block in which it has masks."""
+
+    def decode(self) -> Decoded:
+        branches = [self.x]
+        while self.mask in branches[-1]:
+            seen = []
+            for self.x in branches:
+                here = next((q for q in self.blocks() if self.masked(*q)), (self.limit, self.limit))
+                predicted = self.predictions(self.dense(self.x, 0)[0], 0, self.masked(*here))
+                seen.append((self.score({"creation": 1.0}, predicted), predicted))
+            winner = self.choose_winner([], [], [score for score, _ in seen])
+            self.x, predicted = branches[winner], seen[winner][1]
+            self.winners.append(winner)
+            self.put(self.accept_or_best(predicted) if predicted else [], predicted)
+            left = sorted((q for q in predicted if self.x[q] == self.mask), key=lambda q: -predicted[q][2])
+            for a, b in zip(left, left[1 : self.p.num_branches + 1], strict=False):
+                self.near(predicted[a][2] - predicted[b][2])
+            drafts = [[predicted[q][0] if i == q else t for i, t in enumerate(self.x)] for q in left]
+            branches = [*drafts[: self.p.num_branches], self.x]
         return self.decoded()

@@ -24,21 +24,32 @@ DECODINGS_OF = {
     "alg": ("vanilla",),
     "alg_temp": ("vanilla",),
     "block_cache": ("fast_dllm",),
+    "branch_acceptance": PIPELINED,
 }
 """By parameter, the decodings with which it may have another value than its default."""
 
 
-def fitting_defaults(defaults: Mapping[str, Any], decoding: str) -> dict[str, Any]:
-    """Default values without those that do not go with the decoding that stands in place of the default one.
+def filling(decoding: str, base: str) -> str:
+    """The decoding by which positions are filled: LoPA over another base than "d2f" fills as its base does."""
+    return base if decoding == "lopa" and base != "d2f" else decoding
+
+
+def fitting_defaults(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Default values without those that do not go with the decoding that is asked for.
 
     Args:
         defaults: decoding parameters by name.
-        decoding: what is asked for.
+        asked: the parameters that stand in place of defaults.
     """
-    foreign = {name for name, decodings in DECODINGS_OF.items() if decoding not in decodings}
-    foreign.add("num_branches")  # the default number is meant for the default decoding
-    if decoding not in PIPELINED:
+    together = {"decoding": "lopa", "base": "d2f", **defaults, **asked}
+    own = filling(together["decoding"], together["base"])
+    foreign = {name for name, decodings in DECODINGS_OF.items() if own not in decodings}
+    if own not in PIPELINED:
         foreign.add("window_attention")
+    if together["decoding"] != "lopa":
+        foreign.add("base")
+    if together["decoding"] != defaults.get("decoding", "lopa"):
+        foreign.add("num_branches")  # the default number is meant for the default decoding
     return {name: value for name, value in defaults.items() if name not in foreign}
 
 
@@ -65,14 +76,19 @@ def check_combinations(params: DecodingParams) -> None:
 
 def _check_decoding(params: DecodingParams) -> None:
     """Checks the parameters that do not go with every decoding."""
+    own = filling(params.decoding, params.base)
+    is_over_other = params.decoding == "lopa" and own != "lopa"
+    named = f'base "{own}"' if is_over_other else f'decoding "{own}"'
+    if params.decoding != "lopa" and params.base != "d2f":
+        raise ParameterError("base", f'"{params.base}" does not go with {named}; it is for "lopa"')
     for name, decodings in DECODINGS_OF.items():
         value = getattr(params, name)
-        if params.decoding not in decodings and value != getattr(type(params), name):
+        if own not in decodings and value != getattr(type(params), name):
             choices = ", ".join(f'"{decoding}"' for decoding in decodings)
             shown = f'"{value}"' if isinstance(value, str) else value
-            raise ParameterError(name, f'{shown} does not go with decoding "{params.decoding}"; it is for {choices}')
-    if params.decoding not in PIPELINED and params.window_attention != "full":
-        other = 'block_cache "dual"' if params.block_cache == "dual" else f'decoding "{params.decoding}"'
+            raise ParameterError(name, f"{shown} does not go with {named}; it is for {choices}")
+    if own not in PIPELINED and params.window_attention != "full":
+        other = 'block_cache "dual"' if params.block_cache == "dual" else named
         message = (
             f'"{params.window_attention}" does not go with {other}, where every position attends to the whole canvas; '
             'use "full", or decoding "d2f"'

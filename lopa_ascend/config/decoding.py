@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from lopa_ascend.config.combinations import PIPELINED, check_combinations
+from lopa_ascend.config.combinations import PIPELINED, check_combinations, filling
 from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.kinds import (
     INT32_MAX,
@@ -27,6 +27,7 @@ ACCEPTANCES = ("threshold", "factor", "entropy_bound", "frechet")
 CONFIDENCES = ("max_prob", "margin", "neg_entropy")
 ALGS = {"origin": "max_prob", "maskgit_plus": "max_prob", "topk_margin": "margin", "entropy": "neg_entropy"}
 """Dream's names for the ways to choose positions, and the confidence of each."""
+BASES = ("d2f", "parallel")
 BLOCK_CACHES = ("prefix", "dual")
 BRANCH_ACCEPTANCES = ("published", "verified", "exact")
 BRANCH_SCORES = ("mean", "tail", "window")
@@ -52,6 +53,15 @@ class DecodingParams:
             'number of steps over the whole canvas; "fast_dllm": as "parallel", with keys and values that are computed '
             "once a block",
             graphs=GraphSupport.PIPELINED,
+        ),
+    )
+    base: str = declare(
+        "d2f",
+        Parameter(
+            Choice(BASES),
+            'decoding beside whose anchor branch `decoding` "lopa" has lookahead branches',
+            group=Group.RESEARCH,
+            graphs=GraphSupport.DEFAULT,
         ),
     )
     num_branches: int | None = declare(
@@ -381,7 +391,7 @@ class DecodingParams:
     def is_pipelined(self) -> bool:
         """Whether a window of blocks moves over the canvas and commits keys and values behind it. If not, the whole
         canvas is there from the beginning, and keys and values are computed again."""
-        return self.decoding in PIPELINED
+        return filling(self.decoding, self.base) in PIPELINED
 
     @property
     def ranking(self) -> str:

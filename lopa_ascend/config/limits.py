@@ -88,7 +88,8 @@ class Limits:
             raise ParameterError("window_attention", message)
         if params.top_k is not None and self.max_top_k is not None and params.top_k > self.max_top_k:
             raise ParameterError("top_k", f"{params.top_k} exceeds this server's limit of {self.max_top_k}")
-        pages = worst_case(prompt_tokens + params.max_canvas, self.num_slots(params), prompt_tokens)
+        num_shared = prompt_tokens if params.is_pipelined else 0
+        pages = worst_case(prompt_tokens + params.max_canvas, self.num_slots(params), num_shared)
         if pages > self.num_pages:
             message = (
                 f"{1 + params.lookaheads} branches of {prompt_tokens} + {params.max_canvas} positions can need "

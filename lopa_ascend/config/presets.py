@@ -82,11 +82,7 @@ class Preset:
 
         Values that belong to the preset's ``decoding``, such as its number of branches, are left out with another one.
         """
-        own = dict(self.decoding)
-        decoding = options.get("decoding", own["decoding"])
-        if decoding != own["decoding"]:
-            own = fitting_defaults(own, decoding)
-        return {**own, **options}
+        return {**fitting_defaults(self.decoding, options), **options}
 
 
 @cache

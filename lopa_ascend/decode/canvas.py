@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.acceptance import most_confident
 from lopa_ascend.decode.blocks import Block, Branch
-from lopa_ascend.decode.strategy import Strategy, mean_confidence, predictions
+from lopa_ascend.decode.strategy import Strategy, predictions
 from lopa_ascend.types import BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord
 
 
@@ -29,13 +29,12 @@ class Canvas(Strategy):
     ) -> None:
         assert not num_committed, "the keys and values of the prompt depend on the canvas"
         super().__init__(prompt, params, mask, eos)
-        while self.canvas.end < self.limit:
-            self.canvas.open_block(min(params.block_size, self.limit - self.canvas.end), mask)
+        while self.anchor.end < self.limit:
+            self.anchor.open_block(min(params.block_size, self.limit - self.anchor.end), mask)
 
     @property
-    def canvas(self) -> Branch:
-        """The only branch."""
-        return self.branches[0]
+    def anchor(self) -> Branch:
+        return self.branches[-1]
 
     @property
     def in_prefill(self) -> bool:
@@ -43,46 +42,53 @@ class Canvas(Strategy):
 
     @property
     def num_opened(self) -> int:
-        return sum(block.filled for block in self.canvas.blocks[1:])
+        return sum(block.filled for block in self.winner.blocks[1:])
 
     def plan(self) -> SequencePlan | None:
-        if not self.canvas.masks or (self.params.finish_at_eos and self.visible_is_final()):
+        if not self.anchor.masks or (self.params.finish_at_eos and self.visible_is_final()):
             return None
-        return self._plan_row(self._next_row())
-
-    @abstractmethod
-    def _next_row(self) -> RowPlan:
-        """What the next pass computes. The canvas has masks."""
-
-    def _whole_row(self, masked: Sequence[int]) -> RowPlan:
-        """The row that computes prompt and canvas, and predicts the positions ``masked``."""
-        return RowPlan(0, (*self.prompt, *self.canvas.tokens), 0, (self.canvas.end,), tuple(masked))
-
-    def _plan_row(self, row: RowPlan) -> SequencePlan:
+        if self._finish_without_forward():
+            return None
+        rows = tuple(self._row(branch) for branch in self.branches)
         return SequencePlan(
-            start=row.start,
+            start=rows[-1].start,
             num_new=0,
-            rows=(row,),
+            rows=rows,
             num_branches=self.num_branches,
-            num_open_blocks=len(self.canvas.blocks) - 1,
+            num_open_blocks=len(self.anchor.blocks) - 1,
             winner_commits=False,
-            prefix_length=row.start,
+            prefix_length=rows[-1].start,
         )
 
+    @abstractmethod
+    def _row(self, branch: Branch) -> RowPlan:
+        """What the next pass computes of a branch."""
+
+    def _whole_row(self, branch: Branch, masked: Sequence[int]) -> RowPlan:
+        """The row that computes prompt and canvas, and predicts the positions ``masked``."""
+        return RowPlan(0, (*self.prompt, *branch.tokens), 0, (branch.end,), tuple(masked))
+
     def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
-        """Fills what ``_choose`` says."""
-        (row,), (result,) = plan.rows, results
-        branch = BranchRecord(None, self.canvas.end, self.canvas.masks, mean_confidence(result))
-        fills, fallbacks = self._choose(predictions(row, result))
+        """Picks the winner, fills it, and grows the next branches from it."""
+        winner, scores = self._select(plan, results)
+        branch, row = self.branches[winner], plan.rows[winner]
+        records = tuple(
+            BranchRecord(b.lookahead, b.end, b.masks, score) for b, score in zip(self.branches, scores, strict=True)
+        )
+        predicted = predictions(row, results[winner])
+        fills, fallbacks = self._choose(predicted)
         for fill in fills:
-            self.canvas.fill(fill, self.ends)
+            branch.fill(fill, self.ends)
+        filled = {fill.position for fill in fills}
+        self.branches = self._spawn(branch, [fill for fill in predicted if fill.position not in filled])
+        self.winner = self.anchor
         record = StepRecord(
             index=self.num_forwards,
             span=(row.start, row.end),
             cache_length=self.num_committed,
             committed=plan.num_new,
-            branches=(branch,),
-            winner=0,
+            branches=records,
+            winner=winner,
             fills=tuple(fills),
             fallbacks=fallbacks,
             model_tokens=model_tokens,
@@ -96,7 +102,7 @@ class Canvas(Strategy):
         """What is filled, in the order of positions, and how many of these fills no rule has accepted.
 
         Args:
-            predicted: the predictions for the masked positions of the row.
+            predicted: the predictions for the masked positions of the winner's row.
         """
 
 
@@ -107,20 +113,21 @@ class Parallel(Canvas):
 
     @property
     def num_counted(self) -> int:
-        return self._block.start - len(self.prompt)
+        return first_masked(self.anchor).start - len(self.prompt)
 
-    @property
-    def _block(self) -> Block:
-        """The first block that has masks."""
-        return next(block for block in self.canvas.blocks if block.masks)
+    def _masked(self, branch: Branch, block: Block) -> list[int]:
+        return [q for q in range(block.start, block.end) if branch.tokens[q - branch.first] == self.mask]
 
-    def _masked(self, block: Block) -> list[int]:
-        first = self.canvas.first
-        return [q for q in range(block.start, block.end) if self.canvas.tokens[q - first] == self.mask]
-
-    def _next_row(self) -> RowPlan:
-        return self._whole_row(self._masked(self._block))
+    def _row(self, branch: Branch) -> RowPlan:
+        return self._whole_row(branch, self._masked(branch, first_masked(branch)) if branch.masks else ())
 
     def _choose(self, predicted: list[Fill]) -> tuple[list[Fill], int]:
         accepted = self.accept(predicted)
-        return (accepted, 0) if accepted else ([most_confident(predicted)], 1)
+        if accepted or not predicted:
+            return accepted, 0
+        return [most_confident(predicted)], 1
+
+
+def first_masked(branch: Branch) -> Block:
+    """The first block that has masks."""
+    return next(block for block in branch.blocks if block.masks)

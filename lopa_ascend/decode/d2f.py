@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lopa_ascend.decode.acceptance import most_confident
 from lopa_ascend.decode.blocks import BlockState, Branch, threshold_count
-from lopa_ascend.decode.strategy import Strategy, mean_confidence, predictions
+from lopa_ascend.decode.strategy import Strategy, predictions
 from lopa_ascend.types import BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord
 
 
@@ -54,14 +54,6 @@ class D2F(Strategy):
             if len(branch.blocks) - first_masked >= self.params.max_active_blocks:
                 return
         branch.open_block(min(self.params.block_size, self.limit - branch.end), self.mask)
-
-    def _finish_without_forward(self) -> bool:
-        """Ends the sequence if the winner of its next pass, and with it the output, is known without that pass.
-
-        Returns:
-            Whether the sequence has ended.
-        """
-        return False
 
     def _row(self, branch: Branch, full: bool) -> RowPlan:
         """What one branch computes. ``full``: its window is one attention entry."""
@@ -112,10 +104,6 @@ class D2F(Strategy):
         self.num_forwards += 1
         return record
 
-    def _select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, list[float]]:
-        """(index of the winner, the branch scores). The arguments are those of ``absorb``."""
-        return 0, [mean_confidence(results[0])]
-
     def _choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
         """The fill rule (SPEC section 3): each block fills the positions that the acceptance rule accepts. A fully
         activated block that has no such position fills its most confident one instead, the earliest among equals: a
@@ -134,13 +122,3 @@ class D2F(Strategy):
                 fallbacks += 1
             chosen += accepted
         return chosen, fallbacks
-
-    def _spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
-        """The branches of the next pass.
-
-        Args:
-            anchor: the winner, with its fills.
-            open_positions: the predictions for positions that are still masked.
-        """
-        anchor.lookahead = None
-        return [anchor]

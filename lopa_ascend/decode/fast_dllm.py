@@ -12,27 +12,24 @@ predicts the next one, no later pass could predict the block's first position, s
 
 from __future__ import annotations
 
-from lopa_ascend.decode.blocks import Block
-from lopa_ascend.decode.canvas import Parallel
+from lopa_ascend.decode.blocks import Branch
+from lopa_ascend.decode.canvas import Parallel, first_masked
 from lopa_ascend.types import RowPlan
 
 
 class FastDllm(Parallel):
     """One sequence under Fast-dLLM. What a pass fills is decided as without a cache."""
 
-    def _next_row(self) -> RowPlan:
-        block, first = self._block, self.canvas.first
-        if self.canvas.tokens[block.start - first] == self.mask:
-            return self._whole_row((block.start,))
-        end = self._row_end(block)
+    def _row(self, branch: Branch) -> RowPlan:
+        block, first = first_masked(branch), branch.first
+        if branch.tokens[block.start - first] == self.mask:
+            return self._whole_row(branch, (block.start,))
+        end = block.end if self.params.block_cache == "dual" else branch.end
         return RowPlan(
             start=block.start,
-            tokens=tuple(self.canvas.tokens[block.start - first : end - first]),
+            tokens=tuple(branch.tokens[block.start - first : end - first]),
             compute_from=block.start,
             entry_ends=(end,),
-            masked=tuple(self._masked(block)),
-            stale_end=self.canvas.end,
+            masked=tuple(self._masked(branch, block)),
+            stale_end=branch.end,
         )
-
-    def _row_end(self, block: Block) -> int:
-        return block.end if self.params.block_cache == "dual" else self.canvas.end

@@ -17,12 +17,6 @@ def predictions(row: RowPlan, result: RowResult) -> list[Fill]:
     return [Fill(*column) for column in columns]
 
 
-def mean_confidence(result: RowResult) -> float:
-    """The score of a branch that is alone; 1.0 without predictions."""
-    confidences = result.confidences
-    return sum(confidences) / len(confidences) if confidences else 1.0
-
-
 class Strategy(ABC):
     """One sequence and how it is decoded.
 
@@ -99,6 +93,31 @@ class Strategy(ABC):
             model_tokens: see ``StepRecord``.
             head_rows: see ``StepRecord``.
         """
+
+    # ---- branches: a strategy has the anchor alone ------------------------------------------------------------------
+
+    def _finish_without_forward(self) -> bool:
+        """Ends the sequence if the winner of its next pass, and with it the output, is known without that pass.
+
+        Returns:
+            Whether the sequence has ended.
+        """
+        return False
+
+    def _select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, list[float]]:
+        """(index of the winner, the branch scores). The arguments are those of ``absorb``."""
+        confidences = results[0].confidences
+        return 0, [sum(confidences) / len(confidences) if confidences else 1.0]
+
+    def _spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
+        """The branches of the next pass.
+
+        Args:
+            anchor: the winner, with its fills.
+            open_positions: the predictions for positions that are still masked.
+        """
+        anchor.lookahead = None
+        return [anchor]
 
     # ---- what is final ---------------------------------------------------------------------------------------------
 

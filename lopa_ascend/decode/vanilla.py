@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 
 from lopa_ascend.config import DecodingParams
+from lopa_ascend.decode.blocks import Branch
 from lopa_ascend.decode.canvas import Canvas
 from lopa_ascend.types import Fill, RowPlan, RowResult, SequencePlan, StepRecord
 
@@ -44,14 +45,14 @@ class Vanilla(Canvas):
     def num_counted(self) -> int:
         return 0
 
-    def _next_row(self) -> RowPlan:
-        while not (wanted := self._wanted()):
+    def _row(self, branch: Branch) -> RowPlan:
+        while not (wanted := self._wanted(branch)):
             self._step += 1
-        return self._whole_row(wanted)
+        return self._whole_row(branch, wanted)
 
-    def _wanted(self) -> list[int]:
+    def _wanted(self, branch: Branch) -> list[int]:
         """The positions whose predictions the step needs; none if it fills nothing."""
-        masked = self.canvas.masked_positions(self.mask)
+        masked = branch.masked_positions(self.mask)
         if self.params.alg != "origin":
             return masked if self._num_filled() else []
         if self._step == self._steps - 1:
@@ -61,7 +62,7 @@ class Vanilla(Canvas):
 
     def _num_filled(self) -> int:
         """How many positions the step fills, but for "origin"."""
-        masks = self.canvas.masks
+        masks = self.anchor.masks
         if self._step == self._steps - 1:
             return masks
         return 999 * masks // (1000 * self._steps - 999 * self._step)

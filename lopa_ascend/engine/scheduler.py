@@ -116,7 +116,7 @@ class Scheduler:
 
     def _fits(self, request: Request, cached: _CachedPrompt) -> bool:
         """Whether the request, if it reuses the cached pages, and all running ones can get every page they may need."""
-        num_pages = worst_case(request.limit, self.limits.num_slots(request.params), len(request.prompt))
+        num_pages = worst_case(request.limit, self.limits.num_slots(request.params), request.num_shared)
         needed = num_pages - len(cached.full_pages)
         available = self.allocator.num_free - sum(sequence.num_reserved for sequence in self.running.values())
         if needed <= available and not cached.pages:

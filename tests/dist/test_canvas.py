@@ -18,6 +18,7 @@ KINDS: list[dict[str, Any]] = [
     {"decoding": "vanilla", "steps": 9},
     {"decoding": "vanilla", "alg": "origin", "seed": 1},
     {"decoding": "fast_dllm"},
+    {"base": "parallel", "num_branches": 4},
     {"decoding": "fast_dllm", "block_cache": "dual"},
 ]
 

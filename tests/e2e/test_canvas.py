@@ -13,7 +13,13 @@ from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.engine.engine import Engine
 from tests import reference
-from tests.canvas_reference import CanvasReference, FastDllmReference, ParallelReference, VanillaReference
+from tests.canvas_reference import (
+    CanvasReference,
+    FastDllmReference,
+    LopaParallelReference,
+    ParallelReference,
+    VanillaReference,
+)
 from tests.e2e import test_batching as batching
 from tests.e2e.test_batching import decisions, run
 from tests.tiny import write_dream
@@ -87,6 +93,8 @@ def check(path: Path, prompt: list[int], params: DecodingParams, definition: typ
     assert output.trace is not None
     assert [[(fill.position, fill.token) for fill in record.fills] for record in output.trace] == expected.passes
     assert list(output.token_ids) == expected.tokens
+    if params.num_branches:
+        assert [record.winner for record in output.trace] == expected.winners
     stats = llm.engine.stats()
     assert (stats.pages_in_use, stats.pages_cached, stats.prefix_queries) == (0, 0, 0)
 
@@ -114,6 +122,22 @@ def test_fast_dllm_is_that_of_the_definition(seed: int, block_cache: str, tmp_pa
     check(tmp_path, prompt, replace(params, block_cache=block_cache), FastDllmReference)
 
 
+@pytest.mark.parametrize("seed", range(400, 424))
+def test_lopa_over_parallel_decoding_is_that_of_the_definition(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    random_model(tmp_path, rng, seed)
+    prompt, params = random_prompt(rng), random_params(rng, "parallel")
+    lopa = replace(
+        params,
+        decoding="lopa",
+        base="parallel",
+        num_branches=rng.choice([1, 2, 5]),
+        branch_score=rng.choice(["mean", "tail", "window"]),
+        score_window=3,
+    )
+    check(tmp_path, prompt, lopa, LopaParallelReference)
+
+
 def test_a_random_choice_of_positions_has_a_seed_of_its_own(path: str) -> None:
     """The answer says which seed it had, and the seed repeats it; without anything random there is none."""
     engine = Engine(EngineConfig(model=path, seed=3))
@@ -139,6 +163,7 @@ KINDS: list[dict[str, Any]] = [
     {"decoding": "vanilla", "steps": 9},
     {"decoding": "vanilla", "steps": 5, "alg": "origin", "seed": 4},
     {"decoding": "fast_dllm"},
+    {"decoding": "lopa", "base": "parallel", "num_branches": 3},
     {"decoding": "fast_dllm", "block_cache": "dual"},
 ]
 

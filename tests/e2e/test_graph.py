@@ -103,6 +103,7 @@ def test_what_accepts_otherwise_runs_eagerly_and_is_counted(path: str) -> None:
 def test_whole_canvases_run_eagerly_and_are_counted(path: str) -> None:
     fields: dict[str, Any] = {"block_size": 8, "max_new_tokens": 32, "tau_conf": 0.5, "ignore_eos": True}
     asked = [([5, 3, 8], DecodingParams(decoding=decoding, **fields)) for decoding in DECODINGS]
+    asked.append(([5, 3, 8], DecodingParams(base="parallel", **fields)))
     expected = run(engine(path, graph_mode="eager"), asked)
     # Nor are graphs for full windows those of a whole canvas.
     for window in ("block_causal", "full"):
@@ -113,7 +114,8 @@ def test_whole_canvases_run_eagerly_and_are_counted(path: str) -> None:
         assert stats is not None
         canvases = [o for o, (_, params) in zip(outputs, asked, strict=True) if not params.is_pipelined]
         # The first pass of each computes the prompt.
-        assert stats.eager_steps["decoding"] == sum(output.num_forwards - 1 for output in canvases) > 0
+        *others, lopa = [output.num_forwards - 1 for output in canvases]
+        assert (stats.eager_steps["decoding"], stats.eager_steps["base"]) == (sum(others), lopa)
         assert bool(stats.num_steps) == (window == "block_causal")
 
 

@@ -79,6 +79,7 @@ CANVASES: list[dict[str, Any]] = [
     {"num_branches": 3, "block_size": 8, "whole_last_block": True},
     {"decoding": "parallel", "block_size": 8},
     {"decoding": "vanilla", "steps": 6, "alg": "origin", "seed": 5},
+    {"base": "parallel", "num_branches": 3, "block_size": 8},
     {"decoding": "fast_dllm", "block_size": 8, "block_cache": "dual", "tau_conf": 0.3},
 ]
 

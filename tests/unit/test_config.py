@@ -71,6 +71,7 @@ def test_defaults_are_the_papers_gsm8k_row() -> None:
         ("steps", 0),
         ("alg", "random"),
         ("alg_temp", -1),
+        ("base", "vanilla"),
         ("block_cache", "suffix"),
         ("branch_acceptance", "verify"),
         ("branch_score", "median"),
@@ -113,6 +114,11 @@ def test_d2f_has_no_branches() -> None:
         ),
         ({"decoding": "parallel", "num_branches": 2}, "num_branches", "parallel.*2"),
         ({"decoding": "parallel", "max_active_blocks": 2}, "max_active_blocks", "2.*parallel.*lopa.*d2f"),
+        ({"decoding": "d2f", "base": "parallel"}, "base", "parallel.*d2f.*lopa"),
+        ({"base": "parallel", "window_attention": "block_causal"}, "window_attention", "block_causal.*base.*parallel"),
+        ({"base": "parallel", "max_active_blocks": 2}, "max_active_blocks", "2.*base.*parallel"),
+        ({"base": "parallel", "branch_acceptance": "exact"}, "branch_acceptance", "exact.*base.*parallel.*d2f"),
+        ({"base": "parallel", "block_cache": "dual"}, "block_cache", "dual.*base.*parallel.*fast_dllm"),
         ({"decoding": "vanilla", "acceptance": "factor"}, "acceptance", "factor.*vanilla"),
         ({"decoding": "vanilla", "confidence": "margin"}, "confidence", "margin.*vanilla"),
         ({"decoding": "parallel", "block_cache": "dual"}, "block_cache", "dual.*parallel.*fast_dllm"),
@@ -137,12 +143,17 @@ def test_attention_follows_the_decoding() -> None:
     attentions = {decoding: DecodingParams(decoding=decoding).window_attention for decoding in DECODINGS}
     assert attentions.pop("lopa") == attentions.pop("d2f") == "block_causal"
     assert set(attentions.values()) == {"full"}
+    assert DecodingParams(base="parallel").window_attention == "full"
 
 
 def test_defaults_for_another_decoding_are_left_out() -> None:
     defaults = {"num_branches": 7, "window_attention": "block_causal", "max_active_blocks": 3, "tau_conf": 0.5}
-    assert fitting_defaults(defaults, "d2f") == {name: defaults[name] for name in defaults if name != "num_branches"}
-    params = DecodingParams(decoding="parallel", **fitting_defaults(defaults, "parallel"))
+    assert fitting_defaults(defaults, {"tau_act": 0.5}) == defaults
+    assert fitting_defaults(defaults, {"decoding": "lopa"}) == defaults
+    assert fitting_defaults(defaults, {"decoding": "d2f"}).keys() == defaults.keys() - {"num_branches"}
+    assert fitting_defaults(defaults, {"base": "parallel"}) == {"num_branches": 7, "tau_conf": 0.5}
+    assert fitting_defaults({"base": "parallel"}, {"decoding": "parallel"}) == {}
+    params = DecodingParams(decoding="parallel", **fitting_defaults(defaults, {"decoding": "parallel"}))
     assert params == DecodingParams(decoding="parallel", tau_conf=0.5)
     assert DecodingParams.preset("S13", decoding="parallel").window_attention == "full"
 
@@ -177,7 +188,7 @@ def test_graph_support() -> None:
     processed |= {"bad_words", "top_logprobs"}
     unusual = {"temperature", "acceptance", "branch_acceptance", "branch_score", "creation_weight", "min_new_tokens"}
     assert of[GraphSupport.PIPELINED] == {"decoding"}
-    assert of[GraphSupport.DEFAULT] == processed | unusual
+    assert of[GraphSupport.DEFAULT] == processed | unusual | {"base"}
     assert of[GraphSupport.COMPILED] == {"confidence", "window_attention"}
     assert of[GraphSupport.BUCKET] == {"num_branches", "block_size", "eos_token_id"}
 

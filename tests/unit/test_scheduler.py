@@ -44,9 +44,16 @@ class Arrival:
     abort_after: int | None
     canvas: bool = False  # decodes a whole canvas, which commits nothing
 
+    @property
+    def num_rows(self) -> int:  # of a whole canvas; slots share no page of it, and all must fit into 14 pages
+        return min(self.slots, 2)
+
     def request(self, name: str) -> Request:
         if self.canvas:
-            params = DecodingParams(decoding="parallel", block_size=self.new % 3 + 1, max_new_tokens=self.new)
+            kind: dict[str, Any] = {"decoding": "parallel"}
+            if self.num_rows > 1:
+                kind = {"base": "parallel", "num_branches": self.num_rows - 1}
+            params = DecodingParams(block_size=self.new % 3 + 1, max_new_tokens=self.new, **kind)
             return Request(name, (self.text,) * self.prompt, params)
         params = DecodingParams(
             num_branches=self.slots - 1,
@@ -108,8 +115,10 @@ class Paper:
         limit = arrival.prompt + arrival.new
         if arrival.canvas:  # all of it, or a later part that reads what the passes before have left
             first, end = rng.choice([(0, limit), (arrival.prompt, limit), (arrival.prompt, arrival.prompt + 1)])
-            first, end = (first, end) if start else (0, limit)
-            return Demand(end - first, 0, (end,), winner_commits=False)
+            first, end = (first, end) if start and arrival.num_rows == 1 else (0, limit)
+            rows = rng.randint(1, arrival.num_rows) if start else 1
+            slot_ends = (*[end] * rows, *[0] * (arrival.num_rows - rows))
+            return Demand(rows * (end - first), 0, slot_ends, winner_commits=False)
         if start < arrival.prompt:
             committed, rows = arrival.prompt, 1
         else:
@@ -191,12 +200,17 @@ class Paper:
         """Writes what a pass on a whole canvas computes, and checks that the rest is as earlier passes have left it."""
         name, demand, strategy = sequence.request_id, sequence.demand, sequence.strategy
         assert demand is not None
-        (table,), (end,) = pages.page_tables, demand.slot_ends
-        start = end - demand.num_computed
-        self.check(table, 0, start, name)
-        if end < sequence.request.limit:
-            self.check(table, end, sequence.request.limit, name)
-        self.write(table, start, end, name)
+        row_ends = [end for end in demand.slot_ends if end]
+        start = row_ends[0] - demand.num_computed // len(row_ends)
+        for slot, end in enumerate(row_ends):
+            table = pages.page_tables[slot]
+            if start:
+                self.check(table, 0, start, (name, slot))
+            if end < sequence.request.limit:
+                self.check(table, end, sequence.request.limit, (name, slot))
+            self.write(table, start, end, (name, slot))
+        for slot, end in enumerate(row_ends):
+            self.check(pages.page_tables[slot], start, end, (name, slot))
         strategy.num_forwards += 1
         done = strategy.num_forwards > self.seed % 7
         sequence.demand = None if done else self.demand(name, strategy.num_forwards)
@@ -347,6 +361,7 @@ def test_worst_case_counts_what_the_prompt_fills_once() -> None:
         (1000, {"max_new_tokens": 25}, "max_new_tokens", ["25", "1000", "1024", "24"]),
         (700, {"max_new_tokens": 8}, "prompt", ["700", "8", "max_num_batched_tokens"]),
         (400, {"decoding": "parallel", "max_new_tokens": 301}, "prompt", ["400", "parallel", "301", "700"]),
+        (300, {"base": "parallel", "max_new_tokens": 400, "num_branches": 7}, "num_branches", ["8 branches", "48 KV"]),
         (10, {"num_branches": 8}, "num_branches", ["8", "max_num_branches 7"]),
         (10, {"num_branches": 7, "max_new_tokens": 1000}, "num_branches", ["8 branches", "64 KV pages", "40"]),
         (10, {"eos_token_id": 1000}, "eos_token_id", ["1000"]),

@@ -154,8 +154,9 @@ class Planner:
     def _params(self, defaults: Mapping[str, Any], asked: Mapping[str, Any], prompt_tokens: int) -> DecodingParams:
         """The request's own parameters, and the defaults for all others unless a default contradicts the request."""
         defaults = dict(defaults)
-        if "decoding" in asked:
-            defaults = fitting_defaults(defaults, asked["decoding"])
+        if "decoding" in asked:  # the default number of branches is meant for the server's own decoding
+            defaults.pop("num_branches", None)
+        defaults = fitting_defaults(defaults, asked)
         # Where a prompt leaves no room at all, Limits.check refuses the request.
         room = self.limits.max_model_len - prompt_tokens
         together = {**defaults, **asked}
