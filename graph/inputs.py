@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lopa_ascend.config import DecodingParams, GraphSupport
+from lopa_ascend.config import PIPELINED, DecodingParams, GraphSupport
 from lopa_ascend.graph.buckets import MAX_EOS, Bucket, MaskLimits
 from lopa_ascend.graph.tensors import RequestParams, StepInputs, specs
 from lopa_ascend.kv.pages import PAGE_SIZE
@@ -43,6 +43,8 @@ def unsupported(request: DecodingParams, num_ends: int, shape: Bucket, kind: Kin
     }
     for name, support in DecodingParams.graph_support().items():
         value = getattr(request, name)
+        if support is GraphSupport.PIPELINED and value not in PIPELINED:
+            return name
         if support is GraphSupport.DEFAULT and value != getattr(DecodingParams, name):
             return name
         if support is GraphSupport.COMPILED and value != getattr(kind, name):

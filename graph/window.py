@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lopa_ascend.decode.d2f import D2F
+from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.kv.pages import pages_for
 from lopa_ascend.sequence import GraphSequence, Sequence
 
@@ -69,12 +69,12 @@ def cells_of(
     return cells
 
 
-def num_blocks(strategy: D2F, num_positions: int) -> int:
+def num_blocks(strategy: Strategy, num_positions: int) -> int:
     """Generated blocks in the first ``num_positions`` positions, which end with a block or inside the prompt."""
     return -(-max(0, num_positions - len(strategy.prompt)) // strategy.params.block_size)
 
 
-def max_open_blocks(strategy: D2F) -> int:
+def max_open_blocks(strategy: Strategy) -> int:
     """The most generated blocks that a sequence may have open. Once an EOS has been filled no more are opened."""
     anchor = strategy.branches[-1]
     if anchor.eos:

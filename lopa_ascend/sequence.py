@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.bad_words import BadWords
-from lopa_ascend.decode.d2f import D2F
+from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.kv.pages import PageTables, worst_case
 from lopa_ascend.types import Alternatives, Demand, Scoring, SequencePlan
 
@@ -35,6 +35,12 @@ class Request:
         """The most positions that the sequence can have: prompt and canvas."""
         return len(self.prompt) + self.params.max_canvas
 
+    @property
+    def num_shared(self) -> int:
+        """Positions of the prompt that all slots share: one row computes and commits them. On a whole canvas each
+        branch has keys and values of its own for the prompt too."""
+        return len(self.prompt) if self.params.is_pipelined else 0
+
 
 @dataclass
 class GraphSequence:
@@ -57,7 +63,7 @@ class Sequence:
     """A request that runs."""
 
     request: Request
-    strategy: D2F
+    strategy: Strategy
     """The decoding state: tokens, blocks, branches, and the number of committed positions."""
     scoring: Scoring
     page_tables: PageTables
@@ -96,12 +102,12 @@ class Sequence:
 
     @property
     def in_prefill(self) -> bool:
-        """Whether the next step computes the prompt."""
-        return self.num_committed < len(self.request.prompt)
+        """Whether the next step computes the prompt for the first time."""
+        return self.strategy.in_prefill
 
     @property
     def num_reserved(self) -> int:
         """Pages that the sequence may still take."""
-        committed = max(self.num_committed, len(self.request.prompt))
+        committed = max(self.num_committed, self.request.num_shared)
         pages = self.page_tables
         return worst_case(self.request.limit, len(pages.by_slot), committed) - pages.num_pages

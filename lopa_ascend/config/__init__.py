@@ -3,6 +3,7 @@
 Each setting is declared once, as ``config.settings`` describes.
 """
 
+from lopa_ascend.config.combinations import PIPELINED, fitting_defaults
 from lopa_ascend.config.decoding import (
     BRANCH_SCORES,
     CONFIDENCES,
@@ -27,6 +28,7 @@ __all__ = [
     "DREAM",
     "GRAPH_MODES_BY_DEVICE",
     "MIN_TEMPERATURE",
+    "PIPELINED",
     "WINDOW_ATTENTIONS",
     "ConfigError",
     "DecodingParams",
@@ -37,5 +39,6 @@ __all__ = [
     "ParameterError",
     "Preset",
     "find_preset",
+    "fitting_defaults",
     "presets",
 ]

@@ -2,12 +2,55 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from lopa_ascend.config.errors import ParameterError
 
 if TYPE_CHECKING:
     from lopa_ascend.config.decoding import DecodingParams
+
+
+PIPELINED = ("lopa", "d2f")
+"""Decodings whose window of blocks moves over the canvas and commits keys and values behind it. The others have the
+whole canvas from the beginning, and every position of it attends to all others."""
+BY_BLOCKS = (*PIPELINED, "parallel", "fast_dllm")
+"""Decodings that fill blocks by an acceptance rule."""
+DECODINGS_OF = {
+    "acceptance": BY_BLOCKS,
+    "confidence": BY_BLOCKS,
+    "max_active_blocks": PIPELINED,
+    "steps": ("vanilla",),
+    "alg": ("vanilla",),
+    "alg_temp": ("vanilla",),
+    "block_cache": ("fast_dllm",),
+    "branch_acceptance": PIPELINED,
+}
+"""By parameter, the decodings with which it may have another value than its default."""
+
+
+def filling(decoding: str, base: str) -> str:
+    """The decoding by which positions are filled: LoPA over another base than "d2f" fills as its base does."""
+    return base if decoding == "lopa" and base != "d2f" else decoding
+
+
+def fitting_defaults(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Default values without those that do not go with the decoding that is asked for.
+
+    Args:
+        defaults: decoding parameters by name.
+        asked: the parameters that stand in place of defaults.
+    """
+    together = {"decoding": "lopa", "base": "d2f", **defaults, **asked}
+    own = filling(together["decoding"], together["base"])
+    foreign = {name for name, decodings in DECODINGS_OF.items() if own not in decodings}
+    if own not in PIPELINED:
+        foreign.add("window_attention")
+    if together["decoding"] != "lopa":
+        foreign.add("base")
+    if together["decoding"] != defaults.get("decoding", "lopa"):
+        foreign.add("num_branches")  # the default number is meant for the default decoding
+    return {name: value for name, value in defaults.items() if name not in foreign}
 
 
 def check_combinations(params: DecodingParams) -> None:
@@ -16,8 +59,10 @@ def check_combinations(params: DecodingParams) -> None:
     Raises:
         ParameterError: two of them contradict each other; the message names both.
     """
-    if params.decoding == "d2f" and params.num_branches:
-        raise ParameterError("num_branches", f'must be 0 with decoding "d2f", got {params.num_branches}; use "lopa"')
+    if params.decoding != "lopa" and params.num_branches:
+        message = f'must be 0 with decoding "{params.decoding}", got {params.num_branches}; use "lopa"'
+        raise ParameterError("num_branches", message)
+    _check_decoding(params)
     if params.min_new_tokens > params.max_new_tokens:
         message = f"{params.min_new_tokens} exceeds max_new_tokens {params.max_new_tokens}"
         raise ParameterError("min_new_tokens", message)
@@ -27,3 +72,27 @@ def check_combinations(params: DecodingParams) -> None:
     if params.branch_acceptance == "exact" and params.temperature:
         # A draw depends on the number of its forward pass, which is another one than d2f's.
         raise ParameterError("branch_acceptance", f'"exact" needs temperature 0, got {params.temperature}')
+
+
+def _check_decoding(params: DecodingParams) -> None:
+    """Checks the parameters that do not go with every decoding."""
+    own = filling(params.decoding, params.base)
+    is_over_other = params.decoding == "lopa" and own != "lopa"
+    named = f'base "{own}"' if is_over_other else f'decoding "{own}"'
+    if params.decoding != "lopa" and params.base != "d2f":
+        raise ParameterError("base", f'"{params.base}" does not go with {named}; it is for "lopa"')
+    for name, decodings in DECODINGS_OF.items():
+        value = getattr(params, name)
+        if own not in decodings and value != getattr(type(params), name):
+            choices = ", ".join(f'"{decoding}"' for decoding in decodings)
+            shown = f'"{value}"' if isinstance(value, str) else value
+            raise ParameterError(name, f"{shown} does not go with {named}; it is for {choices}")
+    if own not in PIPELINED and params.window_attention != "full":
+        other = 'block_cache "dual"' if params.block_cache == "dual" else named
+        message = (
+            f'"{params.window_attention}" does not go with {other}, where every position attends to the whole canvas; '
+            'use "full", or decoding "d2f"'
+        )
+        raise ParameterError("window_attention", message)
+    if params.alg_temp and params.alg == "origin":
+        raise ParameterError("alg_temp", f'{params.alg_temp} does not go with alg "origin", which ranks nothing')

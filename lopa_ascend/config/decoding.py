@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from lopa_ascend.config.combinations import check_combinations
+from lopa_ascend.config.combinations import PIPELINED, check_combinations, filling
 from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.kinds import (
     INT32_MAX,
@@ -22,9 +22,13 @@ from lopa_ascend.config.kinds import (
 from lopa_ascend.config.presets import find_preset
 from lopa_ascend.config.settings import GraphSupport, Group, Parameter, check_settings, declare, settings
 
-DECODINGS = ("lopa", "d2f")
+DECODINGS = ("lopa", "d2f", "parallel", "vanilla", "fast_dllm")
 ACCEPTANCES = ("threshold", "factor", "entropy_bound", "frechet")
 CONFIDENCES = ("max_prob", "margin", "neg_entropy")
+ALGS = {"origin": "max_prob", "maskgit_plus": "max_prob", "topk_margin": "margin", "entropy": "neg_entropy"}
+"""Dream's names for the ways to choose positions, and the confidence of each."""
+BASES = ("d2f", "parallel")
+BLOCK_CACHES = ("prefix", "dual")
 BRANCH_ACCEPTANCES = ("published", "verified", "exact")
 BRANCH_SCORES = ("mean", "tail", "window")
 WINDOW_ATTENTIONS = ("block_causal", "full")
@@ -42,14 +46,30 @@ class DecodingParams:
 
     decoding: str = declare(
         "lopa",
-        Parameter(Choice(DECODINGS), '"lopa": an anchor branch and lookahead branches; "d2f": the anchor branch alone'),
+        Parameter(
+            Choice(DECODINGS),
+            '"lopa": an anchor branch and lookahead branches; "d2f": the anchor branch alone; "parallel": block after '
+            'block of a canvas that is computed whole in every forward pass; "vanilla": Dream\'s own, a fixed '
+            'number of steps over the whole canvas; "fast_dllm": as "parallel", with keys and values that are computed '
+            "once a block",
+            graphs=GraphSupport.PIPELINED,
+        ),
+    )
+    base: str = declare(
+        "d2f",
+        Parameter(
+            Choice(BASES),
+            'decoding beside whose anchor branch `decoding` "lopa" has lookahead branches',
+            group=Group.RESEARCH,
+            graphs=GraphSupport.DEFAULT,
+        ),
     )
     num_branches: int | None = declare(
         None,
         Parameter(
             Integer(0, 255),
             "the paper's k: lookahead branches beside the anchor branch, each with one more position filled",
-            default_text='3 with "lopa", 0 with "d2f"',
+            default_text='3 with "lopa", otherwise 0',
             graphs=GraphSupport.BUCKET,
         ),
     )
@@ -231,6 +251,41 @@ class DecodingParams:
     acceptance_delta: float = declare(
         0.25, Parameter(Number(0, 1), 'bound of `acceptance` "frechet"; lower is faster', group=Group.RESEARCH)
     )
+    steps: int | None = declare(
+        None,
+        Parameter(
+            Integer(1, INT32_MAX),
+            'steps of `decoding` "vanilla", each of which fills its share of the canvas',
+            group=Group.RESEARCH,
+            default_text="as many as the canvas has positions",
+        ),
+    )
+    alg: str = declare(
+        "entropy",
+        Parameter(
+            Choice(tuple(ALGS)),
+            'which positions a step of `decoding` "vanilla" fills: "origin": random ones; the others: the best by the '
+            "probability of the predicted token, by its margin over the second, or by the negative entropy",
+            group=Group.RESEARCH,
+        ),
+    )
+    alg_temp: float = declare(
+        0.0,
+        Parameter(
+            Number(0, 1000),
+            "above 0: `alg` draws positions in proportion to exp(confidence / alg_temp)",
+            group=Group.RESEARCH,
+        ),
+    )
+    block_cache: str = declare(
+        "prefix",
+        Parameter(
+            Choice(BLOCK_CACHES),
+            'keys and values that `decoding` "fast_dllm" reuses while it fills a block: "prefix": of all positions '
+            'before the block; "dual": of those behind it too',
+            group=Group.RESEARCH,
+        ),
+    )
     branch_acceptance: str = declare(
         "published",
         Parameter(
@@ -275,13 +330,14 @@ class DecodingParams:
             graphs=GraphSupport.DEFAULT,
         ),
     )
-    window_attention: str = declare(
-        "block_causal",
+    window_attention: str | None = declare(
+        None,
         Parameter(
             Choice(WINDOW_ATTENTIONS),
             'what a block of the window attends to: "block_causal": all positions up to its own end; "full": all '
             "positions up to the end of the window",
             group=Group.RESEARCH,
+            default_text='"block_causal" with "lopa" and "d2f", otherwise "full"',
             graphs=GraphSupport.COMPILED,
         ),
     )
@@ -317,6 +373,8 @@ class DecodingParams:
         check_settings(self)
         if self.num_branches is None:
             object.__setattr__(self, "num_branches", 3 if self.decoding == "lopa" else 0)
+        if self.window_attention is None:
+            object.__setattr__(self, "window_attention", "block_causal" if self.is_pipelined else "full")
         if self.temperature < MIN_TEMPERATURE:
             # Nothing is sampled. Equal parameters let equal requests be scored together.
             for name, value in (("temperature", 0.0), ("top_p", None), ("top_k", None), ("min_p", 0.0)):
@@ -328,6 +386,23 @@ class DecodingParams:
         """Number of lookahead branches: ``num_branches``, which is never None after construction."""
         assert self.num_branches is not None
         return self.num_branches
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether a window of blocks moves over the canvas and commits keys and values behind it. If not, the whole
+        canvas is there from the beginning, and keys and values are computed again."""
+        return filling(self.decoding, self.base) in PIPELINED
+
+    @property
+    def ranking(self) -> str:
+        """What positions are ranked by: ``confidence``, or with "vanilla" what ``alg`` stands for."""
+        return ALGS[self.alg] if self.decoding == "vanilla" else self.confidence
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the answer depends on the seed."""
+        draws_positions = self.decoding == "vanilla" and (self.alg == "origin" or self.alg_temp > 0)
+        return self.temperature > 0 or draws_positions
 
     @property
     def max_canvas(self) -> int:

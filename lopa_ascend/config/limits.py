@@ -70,14 +70,17 @@ class Limits:
         if params.lookaheads > self.max_num_branches:
             message = f"{params.lookaheads} exceeds this server's max_num_branches {self.max_num_branches}"
             raise ParameterError("num_branches", message)
-        first_block = min(params.block_size, params.max_canvas)
-        if prompt_tokens + first_block > self.max_num_batched_tokens:
+        num_more, what = min(params.block_size, params.max_canvas), "first block"
+        if not params.is_pipelined:
+            num_more, what = params.max_canvas, f'canvas that decoding "{params.decoding}" computes whole'
+        if prompt_tokens + num_more > self.max_num_batched_tokens:
             message = (
-                f"has {prompt_tokens} tokens; with the first block of {first_block} they exceed max_num_batched_tokens "
+                f"has {prompt_tokens} tokens; with the {what} of {num_more} they exceed max_num_batched_tokens "
                 f"{self.max_num_batched_tokens}"
             )
             raise ParameterError("prompt", message)
-        if params.window_attention == "full" and self.branch_parallel_size > 1 and self.graph_mode != "eager":
+        full_windows = params.is_pipelined and params.window_attention == "full"
+        if full_windows and self.branch_parallel_size > 1 and self.graph_mode != "eager":
             message = (
                 f'"full" and branch_parallel_size {self.branch_parallel_size} do not go together in graph mode '
                 f'{self.graph_mode}; choose "block_causal", or a server with graph mode eager'
@@ -85,7 +88,8 @@ class Limits:
             raise ParameterError("window_attention", message)
         if params.top_k is not None and self.max_top_k is not None and params.top_k > self.max_top_k:
             raise ParameterError("top_k", f"{params.top_k} exceeds this server's limit of {self.max_top_k}")
-        pages = worst_case(prompt_tokens + params.max_canvas, self.num_slots(params), prompt_tokens)
+        num_shared = prompt_tokens if params.is_pipelined else 0
+        pages = worst_case(prompt_tokens + params.max_canvas, self.num_slots(params), num_shared)
         if pages > self.num_pages:
             message = (
                 f"{1 + params.lookaheads} branches of {prompt_tokens} + {params.max_canvas} positions can need "

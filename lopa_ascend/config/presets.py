@@ -15,6 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from lopa_ascend.config.combinations import fitting_defaults
 from lopa_ascend.config.errors import ParameterError
 
 FILE = Path(__file__).with_name("presets.json")
@@ -79,12 +80,9 @@ class Preset:
     def merged(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The preset's decoding parameters with explicit ones in their place.
 
-        A number of branches belongs to the preset's ``decoding``: with another one it is left out.
+        Values that belong to the preset's ``decoding``, such as its number of branches, are left out with another one.
         """
-        own = dict(self.decoding)
-        if options.get("decoding", own["decoding"]) != own["decoding"]:
-            del own["num_branches"]
-        return {**own, **options}
+        return {**fitting_defaults(self.decoding, options), **options}
 
 
 @cache

@@ -46,6 +46,8 @@ class GraphSupport(Enum):
     """The values of a decoding parameter with which requests run in compiled steps. With others they run eagerly."""
 
     ANY = "any"
+    PIPELINED = '"lopa", "d2f"'
+    """Decodings with a window of blocks that moves over the canvas."""
     DEFAULT = "the default"
     COMPILED = "the value compiled for"
     """The value that the graphs were compiled for."""

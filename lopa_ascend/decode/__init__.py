@@ -10,14 +10,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lopa_ascend.config import DecodingParams
+from lopa_ascend.decode.canvas import Parallel
 from lopa_ascend.decode.d2f import D2F
-from lopa_ascend.decode.lopa import Lopa
+from lopa_ascend.decode.fast_dllm import FastDllm
+from lopa_ascend.decode.lopa import Lopa, LopaParallel
+from lopa_ascend.decode.strategy import Strategy
+from lopa_ascend.decode.vanilla import Vanilla
 from lopa_ascend.decode.verified import ExactLopa, VerifiedLopa
 
+STRATEGIES: dict[str, type[Strategy]] = {
+    "lopa": Lopa,
+    "d2f": D2F,
+    "parallel": Parallel,
+    "vanilla": Vanilla,
+    "fast_dllm": FastDllm,
+}
+"""By ``DecodingParams.decoding``."""
 BRANCH_ACCEPTANCES: dict[str, type[Lopa]] = {"published": Lopa, "verified": VerifiedLopa, "exact": ExactLopa}
+"""What decodes as "lopa" over "d2f", by ``DecodingParams.branch_acceptance``."""
+LOPA_OVER: dict[str, type[Strategy]] = {"parallel": LopaParallel}
+"""What decodes as "lopa" over other decodings, by ``DecodingParams.base``."""
 
 
-def begin(prompt: Sequence[int], params: DecodingParams, mask: int, eos: frozenset[int], num_committed: int = 0) -> D2F:
-    """The strategy that ``params`` names, at the start of a sequence; for the arguments see ``D2F``."""
-    strategy = D2F if params.decoding == "d2f" else BRANCH_ACCEPTANCES[params.branch_acceptance]
+def begin(
+    prompt: Sequence[int], params: DecodingParams, mask: int, eos: frozenset[int], num_committed: int = 0
+) -> Strategy:
+    """The strategy that ``params`` names, at the start of a sequence; for the arguments see ``Strategy``."""
+    strategy = STRATEGIES[params.decoding]
+    if params.decoding == "lopa":
+        strategy = BRANCH_ACCEPTANCES[params.branch_acceptance] if params.base == "d2f" else LOPA_OVER[params.base]
     return strategy(prompt, params, mask, eos, num_committed)

@@ -93,6 +93,12 @@ def acceptance_rule(params: DecodingParams) -> Rule:
     return RULES[params.acceptance](params)
 
 
+def most_confident(predictions: Sequence[Fill]) -> Fill:
+    """The prediction with the highest confidence, the earliest among equals: what is filled where no rule accepts any
+    and something must be filled."""
+    return min(predictions, key=lambda fill: (-fill.confidence, fill.position))
+
+
 def _by_probability(predictions: Sequence[Fill]) -> list[Fill]:
     return sorted(predictions, key=lambda fill: (-fill.max_prob, fill.position))
 

@@ -4,64 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lopa_ascend.config import DecodingParams
-from lopa_ascend.decode.acceptance import acceptance_rule
-from lopa_ascend.decode.blocks import Block, BlockState, Branch, threshold_count
+from lopa_ascend.decode.acceptance import most_confident
+from lopa_ascend.decode.blocks import BlockState, Branch, threshold_count
+from lopa_ascend.decode.strategy import Strategy, predictions
 from lopa_ascend.types import BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord
 
 
-def predictions(row: RowPlan, result: RowResult) -> list[Fill]:
-    """What one row would put into its masked positions."""
-    columns = zip(row.masked, result.tokens, result.max_probs, result.confidences, strict=True)
-    return [Fill(*column) for column in columns]
-
-
-class D2F:
-    """One sequence under D2F.
-
-    Attributes:
-        branches: in evaluation order: lookahead branches by rank, the anchor last. D2F has the anchor alone.
-        winner: the branch that won the last forward pass, with its fills.
-        num_committed: positions whose keys and values are final.
-        num_forwards: forward passes so far.
-        limit: the most positions that the sequence can have.
-        ends: token ids that end the answer.
-        accept: the acceptance rule.
-
-    Args:
-        prompt: token ids.
-        mask: token id of the mask.
-        eos: EOS ids, which end the answer unless ``params.ignore_eos``.
-        num_committed: positions of the prompt whose keys and values are in the cache already.
-    """
-
-    def __init__(
-        self,
-        prompt: Sequence[int],
-        params: DecodingParams,
-        mask: int,
-        eos: frozenset[int],
-        num_committed: int = 0,
-    ) -> None:
-        self.params = params
-        self.prompt = tuple(prompt)
-        self.mask = mask
-        self.ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
-        self._cuts = self.ends | {mask} if params.finish_at_eos else frozenset({mask})
-        """Token ids before which the final tokens end."""
-        self.limit = len(prompt) + params.max_canvas
-        self.accept = acceptance_rule(params)
-        self.num_committed = num_committed
-        self.num_forwards = 0
-        state = BlockState.IN_CACHE if num_committed == len(prompt) else BlockState.TO_CACHE
-        blocks = [Block(0, len(prompt), 0, state, activated=True)]
-        self.branches = [Branch([], blocks)]
-        self.winner = self.branches[0]
-
-    @property
-    def num_branches(self) -> int:
-        """The most rows that this sequence can ask for in one forward pass."""
-        return 1
+class D2F(Strategy):
+    """One sequence under D2F, which has the anchor branch alone."""
 
     # ---- before a forward pass -------------------------------------------------------------------------------------
 
@@ -105,14 +55,6 @@ class D2F:
                 return
         branch.open_block(min(self.params.block_size, self.limit - branch.end), self.mask)
 
-    def _finish_without_forward(self) -> bool:
-        """Ends the sequence if the winner of its next pass, and with it the output, is known without that pass.
-
-        Returns:
-            Whether the sequence has ended.
-        """
-        return False
-
     def _row(self, branch: Branch, full: bool) -> RowPlan:
         """What one branch computes. ``full``: its window is one attention entry."""
         tokens = (*self.prompt, *branch.tokens)[self.num_committed :]
@@ -129,13 +71,7 @@ class D2F:
     # ---- after a forward pass --------------------------------------------------------------------------------------
 
     def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
-        """Picks the winner, fills it, moves its blocks on and grows the next branches from it.
-
-        Args:
-            results: the predictions for each of ``plan.rows``.
-            model_tokens: see ``StepRecord``.
-            head_rows: see ``StepRecord``.
-        """
+        """Picks the winner, fills it, moves its blocks on and grows the next branches from it."""
         winner, scores = self._select(plan, results)
         branch, row = self.branches[winner], plan.rows[winner]
         records = tuple(
@@ -168,11 +104,6 @@ class D2F:
         self.num_forwards += 1
         return record
 
-    def _select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, list[float]]:
-        """(index of the winner, the branch scores). The arguments are those of ``absorb``."""
-        confidences = results[0].confidences
-        return 0, [sum(confidences) / len(confidences) if confidences else 1.0]
-
     def _choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
         """The fill rule (SPEC section 3): each block fills the positions that the acceptance rule accepts. A fully
         activated block that has no such position fills its most confident one instead, the earliest among equals: a
@@ -187,49 +118,7 @@ class D2F:
             in_block = [fill for fill in predicted if block.start <= fill.position < block.end]
             accepted = self.accept(in_block)
             if not accepted and in_block and block.activated:
-                accepted = [min(in_block, key=lambda fill: (-fill.confidence, fill.position))]
+                accepted = [most_confident(in_block)]
                 fallbacks += 1
             chosen += accepted
         return chosen, fallbacks
-
-    def _spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
-        """The branches of the next pass.
-
-        Args:
-            anchor: the winner, with its fills.
-            open_positions: the predictions for positions that are still masked.
-        """
-        anchor.lookahead = None
-        return [anchor]
-
-    # ---- what is final ---------------------------------------------------------------------------------------------
-
-    def _visible(self) -> list[int]:
-        """Token ids of the positions that the answer may have, masks included."""
-        return self.winner.tokens[: self.params.max_new_tokens]
-
-    def final_tokens(self) -> list[int]:
-        """The answer's token ids up to the first mask; with ``finish_at_eos`` up to the first that ends the answer.
-
-        They never change.
-        """
-        tokens = self._visible()
-        end = next((i for i, token in enumerate(tokens) if token in self._cuts), len(tokens))
-        return tokens[:end]
-
-    def end_reached(self) -> int | None:
-        """The token id that ends the answer, if no position before it is masked."""
-        for token in self._visible():
-            if token in self.ends:
-                return token
-            if token == self.mask:
-                return None
-        return None
-
-    def visible_is_final(self) -> bool:
-        """Whether no later step can change the visible text: all positions up to an EOS, or all that the answer can
-        have, are filled."""
-        if self.end_reached() is not None:
-            return True
-        visible = self._visible()
-        return len(visible) == self.params.max_new_tokens and self.mask not in visible

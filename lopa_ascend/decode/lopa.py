@@ -1,4 +1,5 @@
-"""LoPA: lookahead branches beside D2F's anchor, and the choice of the winner (SPEC sections 4 to 6, paper Eq. 2).
+"""LoPA: lookahead branches beside another decoding's anchor, and the choice of the winner (SPEC sections 4 to 6, paper
+Eq. 2).
 
 A branch's score is compared exactly, as a ratio of integers: confidences become round(c * 2^16), so every rank and
 every device that agrees on the confidences agrees on the winner.
@@ -11,7 +12,9 @@ from fractions import Fraction
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.blocks import Branch
+from lopa_ascend.decode.canvas import Parallel
 from lopa_ascend.decode.d2f import D2F
+from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.types import Fill, RowResult, SequencePlan
 
 SCALE = 1 << 16
@@ -50,8 +53,8 @@ def branch_score(confidences: Sequence[float], params: DecodingParams) -> tuple[
     return sum(values), len(values)
 
 
-class Lopa(D2F):
-    """One sequence under LoPA: D2F with ``params.lookaheads`` lookahead branches beside the anchor."""
+class Lookaheads(Strategy):
+    """What gives a strategy ``params.lookaheads`` lookahead branches beside the anchor: mixed in before it."""
 
     @property
     def num_branches(self) -> int:
@@ -93,3 +96,15 @@ class Lopa(D2F):
             return False
         self.winner = done
         return True
+
+
+class Lopa(Lookaheads, D2F):
+    """One sequence under LoPA over D2F, as published."""
+
+
+class LopaParallel(Lookaheads, Parallel):
+    """One sequence under LoPA over parallel decoding of a whole canvas.
+
+    Every branch computes prompt and canvas. It predicts, and is scored by, the first block in which it has masks; where
+    its lookahead token was the last of a block, that is the next one.
+    """

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from lopa_ascend.decode.blocks import BlockState, Branch
-from lopa_ascend.decode.d2f import predictions
 from lopa_ascend.decode.lopa import Lopa
+from lopa_ascend.decode.strategy import predictions
 from lopa_ascend.types import Fill, RowResult, SequencePlan
 
 

@@ -164,7 +164,7 @@ class Engine:
         if request_id in self.scheduler.running or request_id in self.scheduler.waiting:
             raise ValueError(f"request id {request_id!r} is in use")
         self.limits.check(len(prompt), params)
-        if params.temperature and params.seed is None:
+        if params.is_random and params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(SEED_BITS))
         self.scheduler.add(Request(request_id, tuple(prompt), params, trace))
 
@@ -247,14 +247,14 @@ class Engine:
             token_ids=tuple(final[new]),
             max_probs=tuple(strategy.winner.probs[new]),
             num_forwards=strategy.num_forwards,
-            num_positions=len(strategy.winner.tokens),
+            num_positions=strategy.num_opened,
             model_tokens=sequence.model_tokens,
             winner=winner,
             cached_tokens=sequence.num_cached,
             finish_reason=finish_reason,
             stop_token_id=stop_token_id,
             error=result.error,
-            seed=sequence.request.params.seed if sequence.request.params.temperature else None,
+            seed=sequence.request.params.seed if sequence.request.params.is_random else None,
             record=record if sequence.request.trace else None,
             alternatives=_alternatives(sequence, range(new.start, new.stop)),
         )

@@ -106,7 +106,7 @@ class Scheduler:
 
     def _find_cached(self, request: Request) -> _CachedPrompt:
         """The whole prompt if it is cached; else, with ``approximate``, cached full pages of one that begins alike."""
-        if self.prefix_cache is None:
+        if self.prefix_cache is None or not request.params.is_pipelined:
             return _CachedPrompt()
         key = prefix_key(request)
         entry = self.prefix_cache.get(key)
@@ -116,7 +116,7 @@ class Scheduler:
 
     def _fits(self, request: Request, cached: _CachedPrompt) -> bool:
         """Whether the request, if it reuses the cached pages, and all running ones can get every page they may need."""
-        num_pages = worst_case(request.limit, self.limits.num_slots(request.params), len(request.prompt))
+        num_pages = worst_case(request.limit, self.limits.num_slots(request.params), request.num_shared)
         needed = num_pages - len(cached.full_pages)
         available = self.allocator.num_free - sum(sequence.num_reserved for sequence in self.running.values())
         if needed <= available and not cached.pages:
@@ -133,7 +133,7 @@ class Scheduler:
         page_tables = PageTables(self.allocator, self.limits.num_slots(request.params))
         page_tables.adopt(cached.full_pages)
         num_cached = len(request.prompt) if entry else len(cached.full_pages) * PAGE_SIZE
-        if self.prefix_cache is not None:
+        if self.prefix_cache is not None and request.params.is_pipelined:
             self.prefix_queries += len(request.prompt)
             self.prefix_hits += num_cached
         sequence = self._begin(request, page_tables, num_cached, entry)
@@ -190,14 +190,14 @@ class Scheduler:
         return False, chosen
 
     def advance(self, sequence: Sequence, record: StepRecord | None) -> None:
-        """Follows a step that has updated the sequence: caches the prompt if the step computed it, and frees the pages
+        """Follows a step that has updated the sequence: caches the prompt if the step committed it, and frees the pages
         that the sequence does not need any more, or all of them if it is done.
 
         Args:
             sequence: one that took part in the step.
             record: what the step did to it; None if the step failed.
         """
-        if record is not None and record.cache_length < len(sequence.request.prompt):
+        if record is not None and _commits_prompt(record, len(sequence.request.prompt)):
             self._remember(sequence)
         if sequence.demand is None:
             self.remove(sequence.request_id)
@@ -224,9 +224,15 @@ def _num_computed(sequence: Sequence) -> int:
     return sequence.demand.num_computed
 
 
+def _commits_prompt(record: StepRecord, prompt_length: int) -> bool:
+    """Whether a pass has left the final keys and values of the prompt."""
+    return record.cache_length < prompt_length <= record.cache_length + record.committed
+
+
 def prefix_key(request: Request) -> PrefixKey:
     """What the keys and values of the request's prompt depend on."""
     params = request.params
+    assert params.window_attention is not None
     full = params.window_attention == "full"
     first_block = min(params.block_size, params.max_canvas) if full else 0
     return PrefixKey(request.prompt, params.window_attention, first_block)

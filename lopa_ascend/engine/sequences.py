@@ -60,7 +60,7 @@ class SequenceFactory:
             assert params.seed is not None, "the engine draws a seed where a request has none"
             seed = params.seed
         return Scoring(
-            confidence=params.confidence,
+            confidence=params.ranking,
             mask=self.model.mask_token_id,
             num_token_ids=self.num_token_ids,
             eos=(*eos, *params.stop_token_ids) if bans_eos else (),

@@ -27,7 +27,8 @@ class Prompt(NamedTuple):
 
     request_id: str
     num_tokens: int
-    """Tokens that the prefill step computes for the request: its prompt and its first block."""
+    """Tokens that the prefill step computes for the request: its prompt, and its first block or its
+    whole canvas."""
 
 
 class Turns:

@@ -85,7 +85,7 @@ def worst_case(positions: int, num_slots: int, committed: int) -> int:
     Args:
         positions: the most positions that it can have.
         committed: committed positions. Their full pages are held once, all other pages once for each slot. The prompt
-            counts as committed from the start, because one row computes it.
+            counts as committed from the start where one row computes it.
     """
     full = committed // PAGE_SIZE
     return full + num_slots * (pages_for(positions) - full)

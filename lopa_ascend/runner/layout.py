@@ -165,7 +165,8 @@ def _spans(share: Share) -> list[_Span]:
             if begin >= row.compute_from:
                 # An entry that spans prompt and first block is cut where the prefix ends.
                 cuts = [begin, prefix_length, end] if begin < prefix_length < end else [begin, end]
-                spans += [_Span(first, last, end, index) for first, last in zip(cuts, cuts[1:], strict=False)]
+                num_keys = max(end, row.stale_end)
+                spans += [_Span(first, last, num_keys, index) for first, last in zip(cuts, cuts[1:], strict=False)]
             begin = end
     return sorted(spans, key=lambda span: (span.num_keys, span.end, span.end - span.begin, span.row))
 

@@ -37,6 +37,9 @@ class RowPlan:
     it (or ``start``) to its own end, and its queries see every key before its end."""
     masked: tuple[int, ...]
     """Positions to predict, ascending."""
+    stale_end: int = 0
+    """The queries also see the positions from ``end`` up to this one, by the keys and values that an earlier pass has
+    left in the cache. Up to ``end`` it has no effect."""
 
     @property
     def end(self) -> int:
@@ -49,7 +52,8 @@ class SequencePlan:
     """What one sequence computes in one forward pass."""
 
     start: int
-    """First position that is computed: the number of committed positions before the pass."""
+    """First position that is computed. The keys and values of the positions before it are in the cache: committed, or
+    for a strategy that commits nothing those of an earlier pass."""
     num_new: int
     """Positions from ``start`` on that this pass commits: their keys and values stay in the cache."""
     rows: tuple[RowPlan, ...]
@@ -61,8 +65,8 @@ class SequencePlan:
     winner_commits: bool
     """Full attention: keys and values differ by branch, so the winner's are copied to all slots after the pass."""
     prefix_length: int
-    """Later queries attend to the first ``prefix_length`` positions in a separate pass over the keys: to the committed
-    positions or, while the prompt is computed, to the prompt."""
+    """Later queries attend to the first ``prefix_length`` positions in a separate pass over the keys: to the cached
+    positions or, while the prompt is computed and committed, to the prompt."""
 
 
 @dataclass(frozen=True, slots=True)

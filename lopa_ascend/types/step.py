@@ -105,7 +105,8 @@ class StepPlan:
     index: int
     """Number of the step, from 0."""
     prefill: bool
-    """Every sequence of the step computes its prompt and its first block; otherwise none does."""
+    """Every sequence of the step computes its prompt for the first time, with its first block or its whole canvas;
+    otherwise none does."""
     sequences: tuple[SequenceStep, ...]
     copies: tuple[PageCopy, ...] = ()
     """Copies to make before the step, in this order: a page may be the source of one and the target of a later one."""

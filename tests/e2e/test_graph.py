@@ -11,7 +11,7 @@ import torch
 
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.backend.compiler import Eager
-from lopa_ascend.config import EngineConfig, ParameterError
+from lopa_ascend.config import DECODINGS, EngineConfig, ParameterError
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.graph import executor as graph_executor
 from lopa_ascend.graph import setup
@@ -98,6 +98,25 @@ def test_what_accepts_otherwise_runs_eagerly_and_is_counted(path: str) -> None:
     # The first pass of each computes the prompt.
     assert stats.eager_steps == {"acceptance": factor.num_forwards - 1, "branch_acceptance": exact.num_forwards - 1}
     assert stats.num_steps == d2f.num_forwards - 1
+
+
+def test_whole_canvases_run_eagerly_and_are_counted(path: str) -> None:
+    fields: dict[str, Any] = {"block_size": 8, "max_new_tokens": 32, "tau_conf": 0.5, "ignore_eos": True}
+    asked = [([5, 3, 8], DecodingParams(decoding=decoding, **fields)) for decoding in DECODINGS]
+    asked.append(([5, 3, 8], DecodingParams(base="parallel", **fields)))
+    expected = run(engine(path, graph_mode="eager"), asked)
+    # Nor are graphs for full windows those of a whole canvas.
+    for window in ("block_causal", "full"):
+        served = engine(path, graph_window_attention=window)
+        outputs = run(served, asked)
+        assert [shown(output) for output in outputs] == [shown(output) for output in expected]
+        stats = served.stats().graphs
+        assert stats is not None
+        canvases = [o for o, (_, params) in zip(outputs, asked, strict=True) if not params.is_pipelined]
+        # The first pass of each computes the prompt.
+        *others, lopa = [output.num_forwards - 1 for output in canvases]
+        assert (stats.eager_steps["decoding"], stats.eager_steps["base"]) == (sum(others), lopa)
+        assert bool(stats.num_steps) == (window == "block_causal")
 
 
 @pytest.mark.parametrize(
@@ -260,3 +279,4 @@ def test_full_windows_and_branch_parallelism_do_not_go_together_in_graph_mode(pa
     with pytest.raises(ParameterError, match="window_attention.*branch_parallel_size 2.*inductor"):
         limits.check(3, DecodingParams(window_attention="full"))
     limits.check(3, DecodingParams())
+    limits.check(3, DecodingParams(decoding="parallel"))  # commits nothing, so nothing would have to travel

@@ -14,7 +14,7 @@ import torch
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.blocks import BlockState, threshold_count
-from lopa_ascend.decode.d2f import D2F
+from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.graph import inputs, policy, tensors
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.inputs import HostView, Snapshot
@@ -64,7 +64,7 @@ class Sequence:
         self.params = DecodingParams(decoding=decoding, **request)
         self.size = self.params.block_size
         text = [rng.randrange(VOCAB) for _ in range(prompt)]
-        self.strategy: D2F = begin(text, self.params, MASK, frozenset(EOS), 0 if steps else prompt)
+        self.strategy: Strategy = begin(text, self.params, MASK, frozenset(EOS), 0 if steps else prompt)
         for _ in range(steps):
             plan = self.strategy.plan()
             if plan is None:

@@ -105,6 +105,14 @@ def test_more_branches_than_allowed_name_both_flags(capsys: pytest.CaptureFixtur
     assert parse_args(["--max-num-branches", "0", "--decoding", "d2f"]).engine.max_num_branches == 0
 
 
+def test_graphs_are_compiled_for_a_decoding_that_they_can_run():
+    assert parse_args(["--window-attention", "full"]).engine.graph_window_attention == "full"
+    for decoding in (["--decoding", "parallel"], ["--base", "parallel"]):
+        config = parse_args([*decoding, "--block-size", "8"])
+        assert config.engine == parse_args([]).engine
+        assert DecodingParams(**config.decoding).window_attention == "full"
+
+
 def test_graphs_must_have_room_for_the_blocks_of_streams(capsys: pytest.CaptureFixture[str]):
     compiled = ["--graph-mode", "inductor", "--stream-block-size"]
     message = refusal(capsys, *compiled, "64")

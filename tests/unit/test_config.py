@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from lopa_ascend.config import ConfigError, DecodingParams, EngineConfig, GraphSupport, ModelConfig, ParameterError
+from lopa_ascend.config import (
+    DECODINGS,
+    ConfigError,
+    DecodingParams,
+    EngineConfig,
+    GraphSupport,
+    ModelConfig,
+    ParameterError,
+    fitting_defaults,
+)
 from lopa_ascend.config.settings import settings
 from lopa_ascend.config.sizes import exact_size, format_size, parse_size
 
@@ -59,6 +68,11 @@ def test_defaults_are_the_papers_gsm8k_row() -> None:
         ("acceptance_factor", -1),
         ("acceptance_gamma", float("nan")),
         ("acceptance_delta", 1.5),
+        ("steps", 0),
+        ("alg", "random"),
+        ("alg_temp", -1),
+        ("base", "vanilla"),
+        ("block_cache", "suffix"),
         ("branch_acceptance", "verify"),
         ("branch_score", "median"),
         ("tail_fraction", 2),
@@ -90,7 +104,65 @@ def test_d2f_has_no_branches() -> None:
         DecodingParams(decoding="d2f", num_branches=2)
 
 
+@pytest.mark.parametrize(
+    ("values", "field", "words"),
+    [
+        (
+            {"decoding": "parallel", "window_attention": "block_causal"},
+            "window_attention",
+            "block_causal.*parallel.*full",
+        ),
+        ({"decoding": "parallel", "num_branches": 2}, "num_branches", "parallel.*2"),
+        ({"decoding": "parallel", "max_active_blocks": 2}, "max_active_blocks", "2.*parallel.*lopa.*d2f"),
+        ({"decoding": "d2f", "base": "parallel"}, "base", "parallel.*d2f.*lopa"),
+        ({"base": "parallel", "window_attention": "block_causal"}, "window_attention", "block_causal.*base.*parallel"),
+        ({"base": "parallel", "max_active_blocks": 2}, "max_active_blocks", "2.*base.*parallel"),
+        ({"base": "parallel", "branch_acceptance": "exact"}, "branch_acceptance", "exact.*base.*parallel.*d2f"),
+        ({"base": "parallel", "block_cache": "dual"}, "block_cache", "dual.*base.*parallel.*fast_dllm"),
+        ({"decoding": "vanilla", "acceptance": "factor"}, "acceptance", "factor.*vanilla"),
+        ({"decoding": "vanilla", "confidence": "margin"}, "confidence", "margin.*vanilla"),
+        ({"decoding": "parallel", "block_cache": "dual"}, "block_cache", "dual.*parallel.*fast_dllm"),
+        (
+            {"decoding": "fast_dllm", "block_cache": "dual", "window_attention": "block_causal"},
+            "window_attention",
+            "block_causal.*block_cache.*dual.*full",
+        ),
+        ({"decoding": "parallel", "steps": 3}, "steps", "3.*parallel.*vanilla"),
+        ({"alg": "origin"}, "alg", "origin.*lopa.*vanilla"),
+        ({"decoding": "d2f", "alg_temp": 0.5}, "alg_temp", "0.5.*d2f.*vanilla"),
+        ({"decoding": "vanilla", "alg": "origin", "alg_temp": 0.5}, "alg_temp", "0.5.*alg.*origin"),
+    ],
+)
+def test_what_does_not_go_with_the_decoding_is_refused_with_both_names(values: dict, field: str, words: str) -> None:
+    with pytest.raises(ParameterError, match=words) as error:
+        DecodingParams(**values)
+    assert error.value.param == field
+
+
+def test_attention_follows_the_decoding() -> None:
+    attentions = {decoding: DecodingParams(decoding=decoding).window_attention for decoding in DECODINGS}
+    assert attentions.pop("lopa") == attentions.pop("d2f") == "block_causal"
+    assert set(attentions.values()) == {"full"}
+    assert DecodingParams(base="parallel").window_attention == "full"
+
+
+def test_defaults_for_another_decoding_are_left_out() -> None:
+    defaults = {"num_branches": 7, "window_attention": "block_causal", "max_active_blocks": 3, "tau_conf": 0.5}
+    assert fitting_defaults(defaults, {"tau_act": 0.5}) == defaults
+    assert fitting_defaults(defaults, {"decoding": "lopa"}) == defaults
+    assert fitting_defaults(defaults, {"decoding": "d2f"}).keys() == defaults.keys() - {"num_branches"}
+    assert fitting_defaults(defaults, {"base": "parallel"}) == {"num_branches": 7, "tau_conf": 0.5}
+    assert fitting_defaults({"base": "parallel"}, {"decoding": "parallel"}) == {}
+    params = DecodingParams(decoding="parallel", **fitting_defaults(defaults, {"decoding": "parallel"}))
+    assert params == DecodingParams(decoding="parallel", tau_conf=0.5)
+    assert DecodingParams.preset("S13", decoding="parallel").window_attention == "full"
+
+
 def test_an_unknown_choice_lists_the_known_ones() -> None:
+    with pytest.raises(ParameterError, match="lopa, d2f, parallel, vanilla, fast_dllm"):
+        DecodingParams(decoding="greedy")
+    with pytest.raises(ParameterError, match="origin, maskgit_plus, topk_margin, entropy"):
+        DecodingParams(decoding="vanilla", alg="random")
     with pytest.raises(ParameterError, match="max_prob, margin, neg_entropy"):
         DecodingParams(confidence="probability")
     with pytest.raises(ParameterError, match="published, verified, exact"):
@@ -115,7 +187,8 @@ def test_graph_support() -> None:
     processed = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
     processed |= {"bad_words", "top_logprobs"}
     unusual = {"temperature", "acceptance", "branch_acceptance", "branch_score", "creation_weight", "min_new_tokens"}
-    assert of[GraphSupport.DEFAULT] == processed | unusual
+    assert of[GraphSupport.PIPELINED] == {"decoding"}
+    assert of[GraphSupport.DEFAULT] == processed | unusual | {"base"}
     assert of[GraphSupport.COMPILED] == {"confidence", "window_attention"}
     assert of[GraphSupport.BUCKET] == {"num_branches", "block_size", "eos_token_id"}
 

@@ -48,6 +48,10 @@ NEEDED: dict[str, dict[str, Any]] = {
     "min_new_tokens": {"max_new_tokens": 400},
     "acceptance": {"confidence": "neg_entropy"},
     "branch_acceptance": {"temperature": 0},
+    "steps": {"decoding": "vanilla"},
+    "alg": {"decoding": "vanilla"},
+    "alg_temp": {"decoding": "vanilla"},
+    "block_cache": {"decoding": "fast_dllm"},
 }
 
 
@@ -149,6 +153,16 @@ def test_defaults_step_back_where_a_request_excludes_them():
     assert PLANNER.completion(parsed(prompt=[1] * 400))[0].params.max_new_tokens == 100
     whole = PLANNER.completion(parsed(prompt=[1] * 400, whole_last_block=True))[0].params
     assert (whole.max_new_tokens, whole.max_canvas) == (96, 96)
+
+
+def test_defaults_that_do_not_go_with_the_decoding_of_a_request_are_left_out():
+    defaults = {"window_attention": "block_causal", "num_branches": 2, "acceptance": "factor", "block_size": 16}
+    planner = dataclasses.replace(PLANNER, decoding=defaults)
+    vanilla = planner.completion(parsed(decoding="vanilla"))[0].params
+    assert (vanilla.window_attention, vanilla.lookaheads, vanilla.acceptance) == ("full", 0, "threshold")
+    assert planner.completion(parsed(decoding="parallel"))[0].params.acceptance == "factor"
+    with pytest.raises(ParameterError, match="window_attention.*vanilla"):
+        planner.completion(parsed(decoding="vanilla", window_attention="block_causal"))
 
 
 def test_streams_have_a_default_block_size_of_their_own():

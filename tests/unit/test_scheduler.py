@@ -42,8 +42,19 @@ class Arrival:
     slots: int
     full: bool
     abort_after: int | None
+    canvas: bool = False  # decodes a whole canvas, which commits nothing
+
+    @property
+    def num_rows(self) -> int:  # of a whole canvas; slots share no page of it, and all must fit into 14 pages
+        return min(self.slots, 2)
 
     def request(self, name: str) -> Request:
+        if self.canvas:
+            kind: dict[str, Any] = {"decoding": "parallel"}
+            if self.num_rows > 1:
+                kind = {"base": "parallel", "num_branches": self.num_rows - 1}
+            params = DecodingParams(block_size=self.new % 3 + 1, max_new_tokens=self.new, **kind)
+            return Request(name, (self.text,) * self.prompt, params)
         params = DecodingParams(
             num_branches=self.slots - 1,
             block_size=self.new % 3 + 1,
@@ -63,6 +74,7 @@ arrivals = st.lists(
         slots=st.integers(1, 4),
         full=st.booleans(),
         abort_after=st.one_of(st.none(), st.integers(0, 40)),
+        canvas=st.booleans(),
     ),
     min_size=1,
     max_size=25,
@@ -101,6 +113,12 @@ class Paper:
         """Anything that a strategy could ask for next: more rows, longer windows, some of it committed."""
         arrival, rng = self.running[name], random.Random(f"{self.seed} {name} {len(self.plans)}")
         limit = arrival.prompt + arrival.new
+        if arrival.canvas:  # all of it, or a later part that reads what the passes before have left
+            first, end = rng.choice([(0, limit), (arrival.prompt, limit), (arrival.prompt, arrival.prompt + 1)])
+            first, end = (first, end) if start and arrival.num_rows == 1 else (0, limit)
+            rows = rng.randint(1, arrival.num_rows) if start else 1
+            slot_ends = (*[end] * rows, *[0] * (arrival.num_rows - rows))
+            return Demand(rows * (end - first), 0, slot_ends, winner_commits=False)
         if start < arrival.prompt:
             committed, rows = arrival.prompt, 1
         else:
@@ -149,6 +167,9 @@ class Paper:
         name, demand, start = sequence.request_id, sequence.demand, sequence.num_committed
         assert demand is not None
         arrival = self.running[name]
+        if arrival.canvas:
+            self.run_canvas(sequence, pages)
+            return
         own = [("prompt", prefix_key(sequence.request)) if start < arrival.prompt else name, name]
         common = start if demand.winner_commits else demand.committed_end
         for slot, end in enumerate(demand.slot_ends):
@@ -172,6 +193,28 @@ class Paper:
         for own_table in [] if done else sequence.page_tables.by_slot:
             self.check(own_table, 0, arrival.prompt, ("prompt", prefix_key(sequence.request)))
             self.check(own_table, arrival.prompt, committed, name)
+        if done:
+            del self.running[name]
+
+    def run_canvas(self, sequence: Sequence, pages: SequenceStep) -> None:
+        """Writes what a pass on a whole canvas computes, and checks that the rest is as earlier passes have left it."""
+        name, demand, strategy = sequence.request_id, sequence.demand, sequence.strategy
+        assert demand is not None
+        row_ends = [end for end in demand.slot_ends if end]
+        start = row_ends[0] - demand.num_computed // len(row_ends)
+        for slot, end in enumerate(row_ends):
+            table = pages.page_tables[slot]
+            if start:
+                self.check(table, 0, start, (name, slot))
+            if end < sequence.request.limit:
+                self.check(table, end, sequence.request.limit, (name, slot))
+            self.write(table, start, end, (name, slot))
+        for slot, end in enumerate(row_ends):
+            self.check(pages.page_tables[slot], start, end, (name, slot))
+        strategy.num_forwards += 1
+        done = strategy.num_forwards > self.seed % 7
+        sequence.demand = None if done else self.demand(name, strategy.num_forwards)
+        self.scheduler.advance(sequence, record(start, start))
         if done:
             del self.running[name]
 
@@ -317,6 +360,8 @@ def test_worst_case_counts_what_the_prompt_fills_once() -> None:
         (1024, {}, "prompt", ["1024", "max_model_len"]),
         (1000, {"max_new_tokens": 25}, "max_new_tokens", ["25", "1000", "1024", "24"]),
         (700, {"max_new_tokens": 8}, "prompt", ["700", "8", "max_num_batched_tokens"]),
+        (400, {"decoding": "parallel", "max_new_tokens": 301}, "prompt", ["400", "parallel", "301", "700"]),
+        (300, {"base": "parallel", "max_new_tokens": 400, "num_branches": 7}, "num_branches", ["8 branches", "48 KV"]),
         (10, {"num_branches": 8}, "num_branches", ["8", "max_num_branches 7"]),
         (10, {"num_branches": 7, "max_new_tokens": 1000}, "num_branches", ["8 branches", "64 KV pages", "40"]),
         (10, {"eos_token_id": 1000}, "eos_token_id", ["1000"]),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from lopa_ascend.config import DecodingParams, Limits, ParameterError
+from lopa_ascend.config import DecodingParams, Limits, ParameterError, fitting_defaults
 from lopa_ascend.serve.api.openai_responses_body import ResponseRequest
 from lopa_ascend.serve.api.protocol import MAX_CHOICES, ChatRequest, CompletionRequest, GenerationRequest
 from lopa_ascend.serve.engine.client import Choice
@@ -156,6 +156,7 @@ class Planner:
         defaults = dict(defaults)
         if "decoding" in asked:  # the default number of branches is meant for the server's own decoding
             defaults.pop("num_branches", None)
+        defaults = fitting_defaults(defaults, asked)
         # Where a prompt leaves no room at all, Limits.check refuses the request.
         room = self.limits.max_model_len - prompt_tokens
         together = {**defaults, **asked}

@@ -1,0 +1,133 @@
+"""Decoding on a whole canvas: all generated positions are there from the beginning, and all attend to one another.
+
+No position's keys and values are final before the last token is filled, because every later fill changes what the
+others see. So these strategies commit nothing: a pass computes prompt and canvas again.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from lopa_ascend.config import DecodingParams
+from lopa_ascend.decode.acceptance import most_confident
+from lopa_ascend.decode.blocks import Block, Branch
+from lopa_ascend.decode.strategy import Strategy, predictions
+from lopa_ascend.types import BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord
+
+
+class Canvas(Strategy):
+    """One sequence whose canvas is whole from the beginning, in blocks of masks."""
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        params: DecodingParams,
+        mask: int,
+        eos: frozenset[int],
+        num_committed: int = 0,
+    ) -> None:
+        assert not num_committed, "the keys and values of the prompt depend on the canvas"
+        super().__init__(prompt, params, mask, eos)
+        while self.anchor.end < self.limit:
+            self.anchor.open_block(min(params.block_size, self.limit - self.anchor.end), mask)
+
+    @property
+    def anchor(self) -> Branch:
+        return self.branches[-1]
+
+    @property
+    def in_prefill(self) -> bool:
+        return not self.num_forwards
+
+    @property
+    def num_opened(self) -> int:
+        return sum(block.filled for block in self.winner.blocks[1:])
+
+    def plan(self) -> SequencePlan | None:
+        if not self.anchor.masks or (self.params.finish_at_eos and self.visible_is_final()):
+            return None
+        if self._finish_without_forward():
+            return None
+        rows = tuple(self._row(branch) for branch in self.branches)
+        return SequencePlan(
+            start=rows[-1].start,
+            num_new=0,
+            rows=rows,
+            num_branches=self.num_branches,
+            num_open_blocks=len(self.anchor.blocks) - 1,
+            winner_commits=False,
+            prefix_length=rows[-1].start,
+        )
+
+    @abstractmethod
+    def _row(self, branch: Branch) -> RowPlan:
+        """What the next pass computes of a branch."""
+
+    def _whole_row(self, branch: Branch, masked: Sequence[int]) -> RowPlan:
+        """The row that computes prompt and canvas, and predicts the positions ``masked``."""
+        return RowPlan(0, (*self.prompt, *branch.tokens), 0, (branch.end,), tuple(masked))
+
+    def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
+        """Picks the winner, fills it, and grows the next branches from it."""
+        winner, scores = self._select(plan, results)
+        branch, row = self.branches[winner], plan.rows[winner]
+        records = tuple(
+            BranchRecord(b.lookahead, b.end, b.masks, score) for b, score in zip(self.branches, scores, strict=True)
+        )
+        predicted = predictions(row, results[winner])
+        fills, fallbacks = self._choose(predicted)
+        for fill in fills:
+            branch.fill(fill, self.ends)
+        filled = {fill.position for fill in fills}
+        self.branches = self._spawn(branch, [fill for fill in predicted if fill.position not in filled])
+        self.winner = self.anchor
+        record = StepRecord(
+            index=self.num_forwards,
+            span=(row.start, row.end),
+            cache_length=self.num_committed,
+            committed=plan.num_new,
+            branches=records,
+            winner=winner,
+            fills=tuple(fills),
+            fallbacks=fallbacks,
+            model_tokens=model_tokens,
+            head_rows=head_rows,
+        )
+        self.num_forwards += 1
+        return record
+
+    @abstractmethod
+    def _choose(self, predicted: list[Fill]) -> tuple[list[Fill], int]:
+        """What is filled, in the order of positions, and how many of these fills no rule has accepted.
+
+        Args:
+            predicted: the predictions for the masked positions of the winner's row.
+        """
+
+
+class Parallel(Canvas):
+    """Block after block, from left to right: each pass fills what the acceptance rule lets through in the first block
+    that has masks, and its most confident position if the rule lets nothing through (semi-autoregressive parallel
+    decoding, arXiv 2505.22618). One block that is as long as the canvas is decoded in any order."""
+
+    @property
+    def num_counted(self) -> int:
+        return first_masked(self.anchor).start - len(self.prompt)
+
+    def _masked(self, branch: Branch, block: Block) -> list[int]:
+        return [q for q in range(block.start, block.end) if branch.tokens[q - branch.first] == self.mask]
+
+    def _row(self, branch: Branch) -> RowPlan:
+        return self._whole_row(branch, self._masked(branch, first_masked(branch)) if branch.masks else ())
+
+    def _choose(self, predicted: list[Fill]) -> tuple[list[Fill], int]:
+        accepted = self.accept(predicted)
+        if accepted or not predicted:
+            return accepted, 0
+        return [most_confident(predicted)], 1
+
+
+def first_masked(branch: Branch) -> Block:
+    """The first block that has masks."""
+    return next(block for block in branch.blocks if block.masks)

@@ -1,0 +1,35 @@
+"""Fast-dLLM: block after block, with keys and values that are computed once a block and then reused (arXiv 2505.22618).
+
+The first pass of a block computes prompt and canvas, and fills the block's first position. The passes after it compute
+less, and attend to what the first one has left of the rest:
+
+- "prefix" cache: from the block on to the end of the canvas; reused are the positions before the block.
+- "dual" cache: the block alone; reused are the positions before it and the masks behind it.
+
+The reused keys and values are stale: they do not know what has been filled since. Because the output at a position
+predicts the next one, no later pass could predict the block's first position, so the first pass has to fill it.
+"""
+
+from __future__ import annotations
+
+from lopa_ascend.decode.blocks import Branch
+from lopa_ascend.decode.canvas import Parallel, first_masked
+from lopa_ascend.types import RowPlan
+
+
+class FastDllm(Parallel):
+    """One sequence under Fast-dLLM. What a pass fills is decided as without a cache."""
+
+    def _row(self, branch: Branch) -> RowPlan:
+        block, first = first_masked(branch), branch.first
+        if branch.tokens[block.start - first] == self.mask:
+            return self._whole_row(branch, (block.start,))
+        end = block.end if self.params.block_cache == "dual" else branch.end
+        return RowPlan(
+            start=block.start,
+            tokens=tuple(branch.tokens[block.start - first : end - first]),
+            compute_from=block.start,
+            entry_ends=(end,),
+            masked=tuple(self._masked(branch, block)),
+            stale_end=branch.end,
+        )

@@ -1,0 +1,105 @@
+"""Dream's own decoding: a fixed number of steps over the whole canvas, without a cache (arXiv 2508.15487).
+
+Step i of S takes the canvas from the time t(i) = 1 - i (1 - eps) / S to t(i + 1), where eps is 1/1000: of the positions
+that are still masked it fills the share 1 - t(i + 1) / t(i), and the last step fills all. ``alg`` says which:
+
+- "origin": each position for itself, with that probability.
+- "maskgit_plus", "topk_margin", "entropy": the share of their number, rounded down, by rank of the probability of the
+  predicted token, of its margin, or of the negative entropy. With ``alg_temp`` T above 0 positions are drawn one after
+  the other, in proportion to exp(confidence / T), instead.
+
+A step that fills nothing needs no forward pass, so none is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from lopa_ascend.config import DecodingParams
+from lopa_ascend.decode.blocks import Branch
+from lopa_ascend.decode.canvas import Canvas
+from lopa_ascend.types import Fill, RowPlan, RowResult, SequencePlan, StepRecord
+
+_BITS = 2**64 - 1
+_GAMMA = 0x9E3779B97F4A7C15
+"""2^64 divided by the golden ratio."""
+
+
+class Vanilla(Canvas):
+    """One sequence under Dream's decoding."""
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        params: DecodingParams,
+        mask: int,
+        eos: frozenset[int],
+        num_committed: int = 0,
+    ) -> None:
+        super().__init__(prompt, params, mask, eos, num_committed)
+        self._steps = params.steps or params.max_canvas
+        self._step = 0
+
+    @property
+    def num_counted(self) -> int:
+        return 0
+
+    def _row(self, branch: Branch) -> RowPlan:
+        while not (wanted := self._wanted(branch)):
+            self._step += 1
+        return self._whole_row(branch, wanted)
+
+    def _wanted(self, branch: Branch) -> list[int]:
+        """The positions whose predictions the step needs; none if it fills nothing."""
+        masked = branch.masked_positions(self.mask)
+        if self.params.alg != "origin":
+            return masked if self._num_filled() else []
+        if self._step == self._steps - 1:
+            return masked
+        share = 999 / (1000 * self._steps - 999 * self._step)
+        return [position for position in masked if self._uniform(position) < share]
+
+    def _num_filled(self) -> int:
+        """How many positions the step fills, but for "origin"."""
+        masks = self.anchor.masks
+        if self._step == self._steps - 1:
+            return masks
+        return 999 * masks // (1000 * self._steps - 999 * self._step)
+
+    def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
+        record = super().absorb(plan, results, model_tokens, head_rows)
+        self._step += 1
+        return record
+
+    def _choose(self, predicted: list[Fill]) -> tuple[list[Fill], int]:
+        if self.params.alg == "origin":
+            return predicted, 0
+        ranked = sorted(predicted, key=lambda fill: (-self._rank(fill), fill.position))
+        return sorted(ranked[: self._num_filled()], key=lambda fill: fill.position), 0
+
+    def _rank(self, fill: Fill) -> float:
+        """The confidence or, with ``alg_temp``, a number by which the best are a draw without replacement."""
+        if not self.params.alg_temp:
+            return fill.confidence
+        return fill.confidence / self.params.alg_temp - math.log(-math.log(self._uniform(fill.position)))
+
+    def _uniform(self, position: int) -> float:
+        """A number between 0 and 1, drawn for a position in this step.
+
+        It is a hash of seed, position and step as the noise of sampled tokens is (``score/noise.py``), in the place of
+        a token id that does not exist.
+        """
+        assert self.params.seed is not None, "the engine draws a seed where a request has none"
+        key = _mix(self.params.seed + _GAMMA)
+        key = _mix(key + (position + 1) * _GAMMA)
+        key = _mix(key + (self._step + 1) * _GAMMA % 2**63)
+        return ((_mix(key) >> 12) + 0.5) * 2.0**-52
+
+
+def _mix(z: int) -> int:
+    """The finaliser of splitmix64."""
+    z &= _BITS
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _BITS
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _BITS
+    return z ^ (z >> 31)

@@ -1,0 +1,114 @@
+"""Strategies that decode a whole canvas: what they ask of a pass, and what they fill."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lopa_ascend.config import DECODINGS, DecodingParams
+from lopa_ascend.decode import STRATEGIES, begin
+from lopa_ascend.decode.strategy import Strategy
+from lopa_ascend.types import RowResult, SequencePlan, StepRecord
+
+MASK = 99
+EOS = 7
+
+
+def start(prompt: int = 3, **values: Any) -> Strategy:
+    fields: dict[str, Any] = {"decoding": "parallel", "block_size": 4, "max_new_tokens": 10, **values}
+    return begin([1] * prompt, DecodingParams(**fields), MASK, frozenset([EOS]))
+
+
+def one_pass(
+    strategy: Strategy, probs: dict[int, float] | None = None, token: int = 5
+) -> tuple[SequencePlan, StepRecord]:
+    """A pass in which every position predicts ``token`` with 0.1, or with what ``probs`` says by position."""
+    plan = strategy.plan()
+    assert plan is not None
+    values = tuple((probs or {}).get(q, 0.1) for q in plan.rows[0].masked)
+    return plan, strategy.absorb(plan, [RowResult((token,) * len(values), values, values)], 0, 0)
+
+
+def test_every_decoding_has_a_strategy() -> None:
+    assert set(STRATEGIES) == set(DECODINGS)
+
+
+def test_parallel_decoding_computes_everything_and_fills_block_after_block() -> None:
+    strategy = start()
+    assert strategy.in_prefill
+    plan, record = one_pass(strategy, {3: 0.95, 5: 0.95, 8: 0.99})
+    row = plan.rows[0]
+    assert (plan.start, plan.num_new, plan.prefix_length, row.start, row.end, row.entry_ends) == (0, 0, 0, 0, 13, (13,))
+    assert row.tokens == (1,) * 3 + (MASK,) * 10
+    assert row.masked == (3, 4, 5, 6)
+    assert [fill.position for fill in record.fills] == [3, 5]
+    assert not strategy.in_prefill
+    assert strategy.num_counted == 0
+    plan, record = one_pass(strategy, {6: 0.5, 7: 0.99})
+    assert plan.rows[0].masked == (4, 6)
+    assert ([fill.position for fill in record.fills], record.fallbacks) == ([6], 1)
+    one_pass(strategy)
+    plan, record = one_pass(strategy, {7: 0.95, 8: 0.95, 9: 0.95, 10: 0.95})
+    assert (plan.rows[0].masked, len(record.fills), record.fallbacks) == ((7, 8, 9, 10), 4, 0)
+    assert strategy.num_counted == 8
+    assert strategy.num_committed == 0
+
+
+def test_one_block_is_the_whole_canvas() -> None:
+    strategy = start(block_size=64)
+    plan, record = one_pass(strategy, {12: 0.95})
+    assert plan.rows[0].masked == tuple(range(3, 13))
+    assert [fill.position for fill in record.fills] == [12]
+
+
+def test_fast_dllm_computes_everything_once_a_block() -> None:
+    for block_cache, end in (("prefix", 13), ("dual", 7)):
+        strategy = start(decoding="fast_dllm", block_cache=block_cache)
+        plan, record = one_pass(strategy)
+        assert (plan.start, plan.rows[0].end, plan.rows[0].masked) == (0, 13, (3,))
+        assert [fill.position for fill in record.fills] == [3]
+        plan, record = one_pass(strategy, {5: 0.95})
+        row = plan.rows[0]
+        assert (plan.start, plan.num_new, plan.prefix_length, row.start, row.end) == (3, 0, 3, 3, end)
+        assert (row.masked, row.entry_ends, row.stale_end) == ((4, 5, 6), (end,), 13)
+        assert row.tokens[:4] == (5, MASK, MASK, MASK)
+        assert [fill.position for fill in record.fills] == [5]
+        one_pass(strategy, {4: 0.95, 6: 0.95})
+        plan, _ = one_pass(strategy)
+        assert (plan.start, plan.rows[0].masked) == (0, (7,))
+        assert strategy.num_committed == 0
+
+
+def test_vanilla_ranks_the_whole_canvas() -> None:
+    strategy = start(decoding="vanilla", steps=2)
+    plan, record = one_pass(strategy, {4: 0.9, 6: 0.3, 9: 0.8, 12: 0.85})
+    assert plan.rows[0].masked == tuple(range(3, 13))
+    assert [fill.position for fill in record.fills] == [4, 6, 9, 12]  # 4.995, rounded down
+    assert strategy.num_counted == 0
+    plan, record = one_pass(strategy)
+    assert len(record.fills) == 6
+    assert strategy.plan() is None
+
+
+def test_the_positions_of_origin_are_filled_at_equal_rates() -> None:
+    """Over many seeds each of four steps fills about a quarter of the canvas, and each position as often in each."""
+    filled = [[0] * 10 for _ in range(4)]
+    for seed in range(400):
+        strategy = start(decoding="vanilla", alg="origin", steps=4, seed=seed)
+        while strategy.plan() is not None:
+            step = strategy._step  # type: ignore[attr-defined]
+            for fill in one_pass(strategy)[1].fills:
+                filled[step][fill.position - 3] += 1
+    assert all(60 < count < 140 for row in filled for count in row)
+    assert all(900 < sum(row) < 1100 for row in filled)
+
+
+def test_a_whole_canvas_ends_when_its_visible_text_is_final() -> None:
+    for finish, num_forwards in ((True, 1), (False, 3)):
+        strategy = start(finish_at_eos=finish)
+        while strategy.plan() is not None:
+            _, record = one_pass(strategy, dict.fromkeys(range(13), 0.95), token=EOS)
+            assert (record.branches[0].end, record.branches[0].masks) == (13, 10 - 4 * record.index)
+        assert strategy.num_opened == min(10, 4 * num_forwards)
+        assert strategy.num_forwards == num_forwards
+        assert strategy.end_reached() == EOS
+        assert strategy.final_tokens() == ([] if finish else [EOS] * 10)
