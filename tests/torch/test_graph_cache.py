@@ -99,6 +99,7 @@ def test_what_others_own_is_refused(folder: Path, name: str) -> None:
         GraphCache(folder)
 
 
+@compiles_steps
 def test_a_planted_pickle_does_not_run(folder: Path, tmp_path: Path) -> None:
     class Planted:
         def __reduce__(self) -> tuple[object, ...]:
