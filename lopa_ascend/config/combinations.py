@@ -35,7 +35,7 @@ def filling(decoding: str, base: str) -> str:
 
 
 def fitting_defaults(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Default values without those that do not go with the decoding that is asked for.
+    """The defaults that can be used with the decoding that a request asks for; others are left out.
 
     Args:
         defaults: decoding parameters by name.

@@ -25,7 +25,8 @@ from lopa_ascend.config import DecodingParams
 from lopa_ascend.types import Fill
 
 Rule = Callable[[Sequence[Fill]], list[Fill]]
-"""From the predictions for a block's masked positions to those that are accepted, both in the order of positions."""
+"""``rule(predictions)`` returns the accepted ones of the predictions for a block's masked positions. Arguments and
+results are in the order of positions."""
 
 
 def float32(value: float) -> float:

@@ -22,7 +22,8 @@ class Update:
     num_forwards: int
     """Forward passes."""
     num_positions: int
-    """Generated positions that were opened, filled or not; of a whole canvas those that are filled."""
+    """Generated positions that were opened, filled or not. Decodings that open the whole canvas at once count the filled
+    positions instead."""
     model_tokens: int
     """Tokens that this rank computed."""
     winner: int | None
@@ -59,7 +60,8 @@ class GenerationOutput:
     num_forwards: int
     """Forward passes, however many branches each of them evaluated."""
     num_positions: int
-    """Generated positions that were opened, with EOS and what follows it; of a whole canvas those that are filled."""
+    """Generated positions that were opened, with EOS and what follows it. Decodings that open the whole canvas at once
+    count the filled positions instead."""
     model_tokens: int
     """Tokens that this rank computed. All other fields are the same on every rank."""
     max_probs: tuple[float, ...] = field(default=(), repr=False)

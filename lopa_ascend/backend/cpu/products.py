@@ -20,8 +20,9 @@ logger = logging.getLogger(__name__)
 MIN_ROWS = 16
 """With fewer rows MKL takes kernels that sum in another order, and a row would depend on how many there are."""
 ROW_COUNTS = (16, 17, 23, 32, 33, 47, 64, 100, 128, 200, 256, 300, 512, 700, 1000)
-"""Numbers of rows that are compared with ``MOST_ROWS``."""
+"""Numbers of rows that are tried: each row must have the bits that it has among ``MOST_ROWS``."""
 MOST_ROWS = 1024
+"""Rows of the product that the others are compared with."""
 MOST_OUTPUTS = 16384
 """Outputs of a weight that are tried. With all outputs of a large vocabulary a start would take a minute longer."""
 PIECES = (64, 128, 256, 512)
