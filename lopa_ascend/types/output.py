@@ -22,8 +22,8 @@ class Update:
     num_forwards: int
     """Forward passes."""
     num_positions: int
-    """Generated positions that were opened, filled or not. Decodings that open the whole canvas at once count the filled
-    positions instead."""
+    """Generated positions that were opened, filled or not. Decodings that open the whole canvas at once count the
+    filled positions instead."""
     model_tokens: int
     """Tokens that this rank computed."""
     winner: int | None
