@@ -40,6 +40,10 @@ SHUTDOWN_TIME = 3.0
 """Seconds after which a shutdown stops waiting, e.g. for a thread that tokenizes a very long prompt."""
 DEAD_ENGINE_TIME = 3.0
 """Seconds during which /health still answers 503 after the engine has died, for load balancers."""
+MAIN_PARAMETERS = (
+    "decoding", "num_branches", "block_size", "tau_add", "tau_act", "tau_conf", "max_new_tokens", "temperature",
+)  # fmt: skip
+"""Decoding parameters that the greeting shows whatever their values; /server_info shows all."""
 
 
 class Interrupts:
@@ -250,8 +254,6 @@ def _greeting(client: EngineClient, config: ServeConfig, listener: socket.socket
     scheme = "http" if config.ssl_certfile is None else "https"
     url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     ready, params = client.ready, DecodingParams(**config.decoding)
-    values = {name: getattr(params, name) for name in DecodingParams.names()}
-    shown = " ".join(f"{name}={value}" for name, value in values.items() if value not in (None, ()))
     route, body = _example(client, config)
     key = "" if config.api_key is None else ' -H "Authorization: Bearer $LOPA_API_KEY"'
     return (
@@ -260,10 +262,21 @@ def _greeting(client: EngineClient, config: ServeConfig, listener: socket.socket
         f"{_ranks_line(config.engine, params)}"
         f"{_memory_lines(config.engine, ready.ranks)}"
         f"{_preset_line(config, ready.dtype)}"
-        f"decoding  {shown}\n"
+        f"{_decoding_line(params)}"
         f"serving   {url}  (API documentation: {url}/docs)\n\n"
         f"curl {url}{route}{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}\n\n"
     )
+
+
+def _decoding_line(params: DecodingParams) -> str:
+    """The defaults of requests: the main parameters, and those that the operator has set to something else."""
+    defaults = DecodingParams()
+    names = [
+        name
+        for name in DecodingParams.names()
+        if name in MAIN_PARAMETERS or getattr(params, name) != getattr(defaults, name)
+    ]
+    return f"decoding  {' '.join(f'{name}={getattr(params, name)}' for name in names)}\n"
 
 
 def _preset_line(config: ServeConfig, dtype: str) -> str:

@@ -38,6 +38,7 @@ def samples(server: ServerProcess) -> dict[str, float]:
 def test_greeting_state_and_models(server: ServerProcess):
     assert "model     tiny, max_model_len 4096" in server.greeting
     assert "decoding=lopa num_branches=3" in server.greeting
+    assert "top_logprobs" not in server.greeting  # a default that few ask for
     # 2 layers x 2 KV heads of 8 in float32, 32 requests of 4 branches and 32 pages.
     assert re.search(r"memory    weights \d+\.\d KiB, KV pages 4096 x 32.0 KiB = 128.0 MiB, free ", server.greeting)
     for route in ("/health", "/ready"):
