@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.acceptance import most_confident
 from lopa_ascend.decode.blocks import Block, Branch
-from lopa_ascend.decode.strategy import Strategy, predictions
-from lopa_ascend.types import BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord
+from lopa_ascend.decode.strategy import Strategy
+from lopa_ascend.types import Fill, RowPlan, SequencePlan
 
 
 class Canvas(Strategy):
@@ -68,43 +68,6 @@ class Canvas(Strategy):
         """The row that computes prompt and canvas, and predicts the positions ``masked``."""
         return RowPlan(0, (*self.prompt, *branch.tokens), 0, (branch.end,), tuple(masked))
 
-    def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
-        """Picks the winner, fills it, and grows the next branches from it."""
-        winner, scores = self._select(plan, results)
-        branch, row = self.branches[winner], plan.rows[winner]
-        records = tuple(
-            BranchRecord(b.lookahead, b.end, b.masks, score) for b, score in zip(self.branches, scores, strict=True)
-        )
-        predicted = predictions(row, results[winner])
-        fills, fallbacks = self._choose(predicted)
-        for fill in fills:
-            branch.fill(fill, self.ends)
-        filled = {fill.position for fill in fills}
-        self.branches = self._spawn(branch, [fill for fill in predicted if fill.position not in filled])
-        self.winner = self.anchor
-        record = StepRecord(
-            index=self.num_forwards,
-            span=(row.start, row.end),
-            cache_length=self.num_committed,
-            committed=plan.num_new,
-            branches=records,
-            winner=winner,
-            fills=tuple(fills),
-            fallbacks=fallbacks,
-            model_tokens=model_tokens,
-            head_rows=head_rows,
-        )
-        self.num_forwards += 1
-        return record
-
-    @abstractmethod
-    def _choose(self, predicted: list[Fill]) -> tuple[list[Fill], int]:
-        """What is filled, in the order of positions, and how many of these fills no rule has accepted.
-
-        Args:
-            predicted: the predictions for the masked positions of the winner's row.
-        """
-
 
 class Parallel(Canvas):
     """Block after block, from left to right: each pass fills what the acceptance rule lets through in the first block
@@ -121,7 +84,7 @@ class Parallel(Canvas):
     def _row(self, branch: Branch) -> RowPlan:
         return self._whole_row(branch, self._masked(branch, first_masked(branch)) if branch.masks else ())
 
-    def _choose(self, predicted: list[Fill]) -> tuple[list[Fill], int]:
+    def _choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
         accepted = self.accept(predicted)
         if accepted or not predicted:
             return accepted, 0

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from lopa_ascend.decode.acceptance import most_confident
 from lopa_ascend.decode.blocks import BlockState, Branch, threshold_count
-from lopa_ascend.decode.strategy import Strategy, predictions
-from lopa_ascend.types import BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord
+from lopa_ascend.decode.strategy import Strategy
+from lopa_ascend.types import Fill, RowPlan, SequencePlan
 
 
 class D2F(Strategy):
@@ -70,39 +68,11 @@ class D2F(Strategy):
 
     # ---- after a forward pass --------------------------------------------------------------------------------------
 
-    def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
-        """Picks the winner, fills it, moves its blocks on and grows the next branches from it."""
-        winner, scores = self._select(plan, results)
-        branch, row = self.branches[winner], plan.rows[winner]
-        records = tuple(
-            BranchRecord(b.lookahead, r.end, len(r.masked), score)
-            for b, r, score in zip(self.branches, plan.rows, scores, strict=True)
-        )
-        predicted = predictions(row, results[winner])
-        fills, fallbacks = self._choose(branch, predicted)
-        for fill in fills:
-            branch.fill(fill, self.ends)
-        finished = {block.start for block in branch.active_blocks() if not block.masks}
-        filled = {fill.position for fill in fills}
-        self.branches = self._spawn(branch, [fill for fill in predicted if fill.position not in filled])
-        for child in self.branches:
-            child.settle(finished)
-        self.winner = self.branches[-1]
-        record = StepRecord(
-            index=self.num_forwards,
-            span=(row.start, row.end),
-            cache_length=self.num_committed,
-            committed=plan.num_new,
-            branches=records,
-            winner=winner,
-            fills=tuple(fills),
-            fallbacks=fallbacks,
-            model_tokens=model_tokens,
-            head_rows=head_rows,
-        )
-        self.num_committed += plan.num_new
-        self.num_forwards += 1
-        return record
+    def _grow(self, winner: Branch, open_positions: list[Fill]) -> None:
+        finished = {block.start for block in winner.active_blocks() if not block.masks}
+        super()._grow(winner, open_positions)
+        for branch in self.branches:
+            branch.settle(finished)
 
     def _choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
         """The fill rule (SPEC section 3): each block fills the positions that the acceptance rule accepts. A fully

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.acceptance import acceptance_rule
 from lopa_ascend.decode.blocks import Block, BlockState, Branch
-from lopa_ascend.types import Fill, RowPlan, RowResult, SequencePlan, StepRecord
+from lopa_ascend.types import BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord
 
 
 def predictions(row: RowPlan, result: RowResult) -> list[Fill]:
@@ -83,9 +83,8 @@ class Strategy(ABC):
     def plan(self) -> SequencePlan | None:
         """What the next forward pass computes; None when the sequence is done."""
 
-    @abstractmethod
     def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
-        """Takes the predictions of a pass and decides.
+        """Takes the predictions of a pass: picks the winner, fills it, and grows the next branches from it.
 
         Args:
             plan: what ``plan`` gave.
@@ -93,6 +92,51 @@ class Strategy(ABC):
             model_tokens: see ``StepRecord``.
             head_rows: see ``StepRecord``.
         """
+        winner, scores = self._select(plan, results)
+        branch, row = self.branches[winner], plan.rows[winner]
+        records = tuple(
+            BranchRecord(b.lookahead, b.end, b.masks, score) for b, score in zip(self.branches, scores, strict=True)
+        )
+        predicted = predictions(row, results[winner])
+        fills, fallbacks = self._choose(branch, predicted)
+        for fill in fills:
+            branch.fill(fill, self.ends)
+        filled = {fill.position for fill in fills}
+        self._grow(branch, [fill for fill in predicted if fill.position not in filled])
+        record = StepRecord(
+            index=self.num_forwards,
+            span=(row.start, row.end),
+            cache_length=self.num_committed,
+            committed=plan.num_new,
+            branches=records,
+            winner=winner,
+            fills=tuple(fills),
+            fallbacks=fallbacks,
+            model_tokens=model_tokens,
+            head_rows=head_rows,
+        )
+        self.num_committed += plan.num_new
+        self.num_forwards += 1
+        return record
+
+    @abstractmethod
+    def _choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
+        """What is filled, and how many of these fills no rule has accepted.
+
+        Args:
+            branch: the winner.
+            predicted: the predictions for the masked positions of its row.
+        """
+
+    def _grow(self, winner: Branch, open_positions: list[Fill]) -> None:
+        """Makes the branches of the next pass.
+
+        Args:
+            winner: with its fills.
+            open_positions: the predictions for positions that are still masked.
+        """
+        self.branches = self._spawn(winner, open_positions)
+        self.winner = self.branches[-1]
 
     # ---- branches: a strategy has the anchor alone ------------------------------------------------------------------
 

@@ -72,7 +72,7 @@ class Vanilla(Canvas):
         self._step += 1
         return record
 
-    def _choose(self, predicted: list[Fill]) -> tuple[list[Fill], int]:
+    def _choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
         if self.params.alg == "origin":
             return predicted, 0
         ranked = sorted(predicted, key=lambda fill: (-self._rank(fill), fill.position))
