@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.demo import HANDWRITTEN
 from scripts.problems import chats
+from scripts.problems.sums import make_practice
 from scripts.problems.telling import Narrative, tell, tell_next
 from scripts.problems.working import answer
 
@@ -86,6 +87,18 @@ def plain_problem(rng: random.Random) -> Problem:
     messages = [{"role": "user", "content": narrative.question}]
     text = answer(rng, narrative.steps, narrative.unit)
     return Problem(messages, text, narrative.steps[-1].result, narrative.kind, is_held_out(narrative.question))
+
+
+def practice(seed: int) -> Iterator[Problem]:
+    """An endless stream of unrelated sums to work out one after the other, for training alone.
+
+    An answer has about four times as many calculations as that of a problem, so arithmetic is learned in fewer steps.
+    """
+    rng = random.Random(seed)
+    while True:
+        question, steps = make_practice(rng)
+        messages = [{"role": "user", "content": question}]
+        yield Problem(messages, answer(rng, steps, ""), steps[-1].result, "practice", held_out=False)
 
 
 def make_problem(rng: random.Random) -> Problem:

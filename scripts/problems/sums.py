@@ -1,4 +1,4 @@
-"""Sums in symbols or words, without a story."""
+"""Sums in symbols or words, without a story; several together are practice in arithmetic."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import random
 
 from scripts.problems.language import words
 from scripts.problems.wordings import read
-from scripts.problems.working import Step, draw_numbers
+from scripts.problems.working import Step, draw_numbers, work
 
 SUMS = read("sums")
 """By section of sums.txt."""
+PRACTICE_LENGTH = 105
+"""Characters of all calculations of a practice, with five more for each; its answer then has less than four blocks."""
 SYMBOLS = {
     "+": ("+", " + ", " plus ", " + "), "-": ("-", " - ", " minus ", " - "),
     "*": ("*", " * ", " times ", " x ", "x", " multiplied by "), "/": ("/", " / ", " divided by ", " : ", "÷", " ÷ "),
 }  # fmt: skip
+SHORT = ("n+m", "n+m", "n+m", "n-m", "n-m", "n-m", "n*m", "n*m", "n/m", "n/m", "n/2", "n*2")
 LONGER = ("n+m+k", "n-m+k", "n+m-k", "n-m-k", "n*m+k", "n*m-k", "n+m*k", "n-m*k", "n+m+k+j", "n+m-k+j")
 
 
@@ -22,7 +25,7 @@ def make_sum(rng: random.Random) -> tuple[str, list[Step]]:
     if rng.random() < 0.25:
         expression = rng.choice(LONGER)
     else:
-        expression = rng.choice(("n+m", "n+m", "n+m", "n-m", "n-m", "n-m", "n*m", "n*m", "n/m", "n/m", "n/2", "n*2"))
+        expression = rng.choice(SHORT)
     numbers, steps = draw_numbers(rng, expression)
     in_words = rng.random() < 0.06
     said = {name: words(n) if in_words and n < 100 else str(n) for name, n in numbers.items()}
@@ -40,3 +43,19 @@ def make_sum(rng: random.Random) -> tuple[str, list[Step]]:
 def _symbol(rng: random.Random, op: str, style: float) -> str:
     """An operator: closed up, with spaces, or in other ways."""
     return SYMBOLS[op][int(style * 2.5)] if style < 0.8 else rng.choice(SYMBOLS[op])
+
+
+def make_practice(rng: random.Random) -> tuple[str, list[Step]]:
+    """Several sums that have nothing to do with one another, and a step for each.
+
+    >>> make_practice(random.Random(0))[0]
+    '28*5, 154/7, 88-36, 244/4, 3*2, 327-6'
+    """
+    steps: list[Step] = []
+    length = 0
+    while True:
+        (step,) = draw_numbers(rng, rng.choice(SHORT))[1]
+        length += len(work(step)) + 5
+        if length > PRACTICE_LENGTH:
+            return ", ".join(f"{step.left}{_symbol(rng, step.op, 0.0)}{step.right}" for step in steps), steps
+        steps.append(step)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from tokenizers import Tokenizer
 
-from scripts.demo_problems import Problem, problems
+from scripts.demo_problems import Problem, practice, problems
 from scripts.demo_tokenizer import ASSISTANT, EOS
 from scripts.training.noise import BLOCK
 
@@ -24,6 +24,8 @@ SPELLED_SHARE, CUT_SHARE = 0.15, 0.1
 model learns to read words that are not in its vocabulary."""
 CUT = re.compile(r"(?<=[A-Za-z])(?=[a-z])")
 """Places within words."""
+PRACTICE_SHARE = 0.35
+"""Share of sums to practise among the problems."""
 EXTRA_BLOCK_SHARE = 0.15
 """Share of batches with one more block than the longest answer needs, all EOS, as decoding meets it."""
 
@@ -54,7 +56,8 @@ class Batches:
         self.plain = plain
         self.tokenizer = tokenizer
         self.rng = random.Random(seed)
-        self.source = problems(seed, held_out=False, plain=plain)
+        self.problems = problems(seed, held_out=False, plain=plain)
+        self.practice = practice(seed)
         self.vocab = tokenizer.get_vocab()
         self.eos = self.vocab[EOS]
         self.batches: Iterator[Tokens] = iter(())
@@ -69,13 +72,12 @@ class Batches:
     def _pool(self, size: int) -> list[tuple[list[int], list[int]]]:
         """Token ids of prompts and answers."""
         pool: list[tuple[list[int], list[int]]] = []
-        for problem in self.source:
+        while len(pool) < size:
+            problem = next(self.practice if self.rng.random() < PRACTICE_SHARE else self.problems)
             prompt = self.prompt(problem)
             answer = self.tokenizer.encode(problem.answer).ids
             if len(prompt) <= MAX_PROMPT and len(answer) <= MAX_ANSWER:
                 pool.append((prompt, answer))
-            if len(pool) == size:
-                break
         return pool
 
     def prompt(self, problem: Problem) -> list[int]:
