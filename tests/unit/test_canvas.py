@@ -7,6 +7,7 @@ from typing import Any
 from lopa_ascend.config import DECODINGS, DecodingParams
 from lopa_ascend.decode import STRATEGIES, begin
 from lopa_ascend.decode.strategy import Strategy
+from lopa_ascend.decode.vanilla import Vanilla
 from lopa_ascend.types import RowResult, SequencePlan, StepRecord
 
 MASK = 99
@@ -94,8 +95,9 @@ def test_the_positions_of_origin_are_filled_at_equal_rates() -> None:
     filled = [[0] * 10 for _ in range(4)]
     for seed in range(400):
         strategy = start(decoding="vanilla", alg="origin", steps=4, seed=seed)
+        assert isinstance(strategy, Vanilla)
         while strategy.plan() is not None:
-            step = strategy._step  # type: ignore[attr-defined]
+            step = strategy.step
             for fill in one_pass(strategy)[1].fills:
                 filled[step][fill.position - 3] += 1
     assert all(60 < count < 140 for row in filled for count in row)
