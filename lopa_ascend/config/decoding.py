@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from lopa_ascend.config.combinations import PIPELINED, check_combinations, filling
+from lopa_ascend.config.decodings import built_in
 from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.presets import find_preset
 from lopa_ascend.config.research_params import ALGS, ResearchParams
@@ -24,7 +25,7 @@ class DecodingParams(ResearchParams, UsualParams):
     def __post_init__(self) -> None:
         check_settings(self)
         if self.num_branches is None:
-            object.__setattr__(self, "num_branches", 3 if self.decoding == "lopa" else 0)
+            object.__setattr__(self, "num_branches", 3 if built_in(self.decoding) == "lopa" else 0)
         if self.window_attention is None:
             object.__setattr__(self, "window_attention", "block_causal" if self.is_pipelined else "full")
         if self.temperature < MIN_TEMPERATURE:
@@ -48,12 +49,12 @@ class DecodingParams(ResearchParams, UsualParams):
     @property
     def ranking(self) -> str:
         """What positions are ranked by: ``confidence``, or with "vanilla" what ``alg`` stands for."""
-        return ALGS[self.alg] if self.decoding == "vanilla" else self.confidence
+        return ALGS[self.alg] if built_in(self.decoding) == "vanilla" else self.confidence
 
     @property
     def is_random(self) -> bool:
         """Whether the answer depends on the seed."""
-        draws_positions = self.decoding == "vanilla" and (self.alg == "origin" or self.alg_temp > 0)
+        draws_positions = built_in(self.decoding) == "vanilla" and (self.alg == "origin" or self.alg_temp > 0)
         return self.temperature > 0 or draws_positions
 
     @property

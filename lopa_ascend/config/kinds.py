@@ -65,6 +65,11 @@ class Choice(Kind):
     metavar: ClassVar[str] = "CHOICE"
     choices: tuple[str, ...]
 
+    @property
+    def known(self) -> tuple[str, ...]:
+        """All allowed texts: ``choices``, and what packages of others add."""
+        return self.choices
+
     def checked(self, value: object) -> object:
         if not (isinstance(value, str) and value in self.choices):
             raise ValueError(f"unknown value {value!r}; choose one of {', '.join(self.choices)}")

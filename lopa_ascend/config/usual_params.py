@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lopa_ascend.config.decodings import DecodingName
 from lopa_ascend.config.kinds import (
     INT32_MAX,
     INT64_MAX,
     Boolean,
-    Choice,
     Integer,
     Number,
     Strings,
@@ -18,7 +18,6 @@ from lopa_ascend.config.kinds import (
 )
 from lopa_ascend.config.settings import GraphSupport, Parameter, declare
 
-DECODINGS = ("lopa", "d2f", "parallel", "vanilla", "fast_dllm")
 MIN_TEMPERATURE = 0.01
 """Lower temperatures count as 0: logits divided by them leave the range of float32."""
 
@@ -30,7 +29,7 @@ class UsualParams:
     decoding: str = declare(
         "lopa",
         Parameter(
-            Choice(DECODINGS),
+            DecodingName(),
             '"lopa": an anchor branch and lookahead branches; "d2f": the anchor branch alone; "parallel": block after '
             'block of a canvas that is computed whole in every forward pass; "vanilla": Dream\'s own, a fixed '
             'number of steps over the whole canvas; "fast_dllm": as "parallel", with keys and values that are computed '

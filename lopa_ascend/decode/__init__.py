@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lopa_ascend.config import DecodingParams
+from lopa_ascend.config import DecodingParams, add_decoding, find_decoding
 from lopa_ascend.decode.canvas import Parallel
 from lopa_ascend.decode.d2f import D2F
 from lopa_ascend.decode.fast_dllm import FastDllm
@@ -36,7 +36,26 @@ def begin(
     prompt: Sequence[int], params: DecodingParams, mask: int, eos: frozenset[int], num_committed: int = 0
 ) -> Strategy:
     """The strategy that ``params`` names, at the start of a sequence; for the arguments see ``Strategy``."""
-    strategy = STRATEGIES[params.decoding]
+    strategy = STRATEGIES.get(params.decoding) or find_decoding(params.decoding)
     if params.decoding == "lopa":
         strategy = BRANCH_ACCEPTANCES[params.branch_acceptance] if params.base == "d2f" else LOPA_OVER[params.base]
-    return strategy(prompt, params, mask, eos, num_committed)
+    assert strategy is not None, "DecodingParams checks the name"
+    started: Strategy = strategy(prompt, params, mask, eos, num_committed)
+    return started
+
+
+def register_decoding(name: str, strategy: type[Strategy]) -> None:
+    """Lets requests of this process name another decoding (docs/add-a-decoding.md).
+
+    Args:
+        name: as ``DecodingParams.decoding``.
+        strategy: how a sequence is decoded. Its attribute ``like`` names the built-in decoding with whose parameters
+            it goes; one like "lopa" may have lookahead branches.
+
+    Raises:
+        ValueError: the name is taken, or ``like`` is no built-in decoding.
+        TypeError: it is no subclass of ``Strategy``.
+    """
+    if not (isinstance(strategy, type) and issubclass(strategy, Strategy)):
+        raise TypeError(f"decoding {name!r} must be a subclass of lopa_ascend.decode.strategy.Strategy")
+    add_decoding(name, strategy)

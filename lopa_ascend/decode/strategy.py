@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.acceptance import acceptance_rule
@@ -21,6 +22,7 @@ class Strategy(ABC):
     """One sequence and how it is decoded.
 
     Attributes:
+        like: for a decoding that is not built in, the built-in one with whose parameters it goes.
         branches: in evaluation order: lookahead branches by rank, the anchor last.
         winner: the branch that won the last forward pass, with its fills.
         num_committed: positions whose keys and values are final.
@@ -35,6 +37,8 @@ class Strategy(ABC):
         eos: EOS ids, which end the answer unless ``params.ignore_eos``.
         num_committed: positions of the prompt whose keys and values are in the cache already.
     """
+
+    like: ClassVar[str]
 
     def __init__(
         self,
