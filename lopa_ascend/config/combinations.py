@@ -73,6 +73,11 @@ def check_combinations(params: DecodingParams) -> None:
     if params.acceptance == "entropy_bound" and params.confidence != "neg_entropy":
         message = f'"entropy_bound" needs confidence "neg_entropy", got "{params.confidence}"'
         raise ParameterError("acceptance", message)
+    if params.branch_score == "expected" and params.acceptance != "threshold":
+        message = f'"expected" needs acceptance "threshold", got "{params.acceptance}"'
+        raise ParameterError("branch_score", message)
+    if params.branch_score == "entropy" and params.confidence == "margin":
+        raise ParameterError("branch_score", '"entropy" does not go with confidence "margin"; use "max_prob"')
     if params.branch_acceptance == "exact" and params.temperature:
         # A draw depends on the number of its forward pass, which is another one than d2f's.
         raise ParameterError("branch_acceptance", f'"exact" needs temperature 0, got {params.temperature}')

@@ -48,8 +48,12 @@ class DecodingParams(ResearchParams, UsualParams):
 
     @property
     def ranking(self) -> str:
-        """What positions are ranked by: ``confidence``, or with "vanilla" what ``alg`` stands for."""
-        return ALGS[self.alg] if built_in(self.decoding) == "vanilla" else self.confidence
+        """What a pass reports beside the probability: ``confidence``, with "vanilla" what ``alg`` stands for, or with
+        ``branch_score`` "entropy" the negative entropy."""
+        own = built_in(self.decoding)
+        if own == "lopa" and self.branch_score == "entropy":
+            return "neg_entropy"
+        return ALGS[self.alg] if own == "vanilla" else self.confidence
 
     @property
     def is_random(self) -> bool:

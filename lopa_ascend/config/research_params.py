@@ -14,7 +14,7 @@ ALGS = {"origin": "max_prob", "maskgit_plus": "max_prob", "topk_margin": "margin
 BASES = ("d2f", "parallel")
 BLOCK_CACHES = ("prefix", "dual")
 BRANCH_ACCEPTANCES = ("published", "verified", "exact")
-BRANCH_SCORES = ("mean", "tail", "window")
+BRANCH_SCORES = ("mean", "tail", "window", "expected", "entropy")
 WINDOW_ATTENTIONS = ("block_causal", "full")
 
 
@@ -116,7 +116,8 @@ class ResearchParams:
         Parameter(
             Choice(BRANCH_SCORES),
             'score of a branch from the confidences of its masked positions: "mean" of all; "tail": mean of the '
-            'lowest; "window": lowest mean over consecutive positions',
+            'lowest; "window": lowest mean over consecutive positions; "expected": expected number of positions that '
+            'pass `tau_conf`; "entropy": mean of the negative entropies, whatever `confidence` ranks positions by',
             group=Group.RESEARCH,
             graphs=GraphSupport.DEFAULT,
         ),

@@ -12,12 +12,6 @@ from lopa_ascend.decode.blocks import Block, BlockState, Branch
 from lopa_ascend.types import BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord
 
 
-def predictions(row: RowPlan, result: RowResult) -> list[Fill]:
-    """What one row would put into its masked positions."""
-    columns = zip(row.masked, result.tokens, result.max_probs, result.confidences, strict=True)
-    return [Fill(*column) for column in columns]
-
-
 class Strategy(ABC):
     """One sequence and how it is decoded.
 
@@ -101,7 +95,7 @@ class Strategy(ABC):
         records = tuple(
             BranchRecord(b.lookahead, b.end, b.masks, score) for b, score in zip(self.branches, scores, strict=True)
         )
-        predicted = predictions(row, results[winner])
+        predicted = self._predicted(row, results[winner])
         fills, fallbacks = self._choose(branch, predicted)
         for fill in fills:
             branch.fill(fill, self.ends)
@@ -122,6 +116,11 @@ class Strategy(ABC):
         self.num_committed += plan.num_new
         self.num_forwards += 1
         return record
+
+    def _predicted(self, row: RowPlan, result: RowResult) -> list[Fill]:
+        """What one row would put into its masked positions."""
+        columns = zip(row.masked, result.tokens, result.max_probs, result.confidences, strict=True)
+        return [Fill(*column) for column in columns]
 
     @abstractmethod
     def _choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
