@@ -1,4 +1,4 @@
-"""A decoding strategy in fifty lines: LoPA that trusts near positions more than far ones, and that spends lookahead
+"""A decoding strategy in forty lines: LoPA that trusts near positions more than far ones, and that spends lookahead
 branches only where it would otherwise wait. docs/add-a-decoding.md explains it."""
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ class NearFirst(Lopa):
     """One sequence. Fills near positions sooner, and looks ahead only after a pass in which no rule accepted any."""
 
     like = "lopa"
-    waits = False
-    """The last pass filled nothing but what a fully activated block has to fill."""
 
     def _choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
         """In each block, what is above a threshold that rises from tau_conf with the distance from the first mask. A
@@ -31,12 +29,11 @@ class NearFirst(Lopa):
                 accepted = [most_confident(here)]
                 fallbacks += 1
             chosen += accepted
-        self.waits = len(chosen) == fallbacks
         return chosen, fallbacks
 
     def _threshold(self, distance: int) -> float:
         return min(self.params.tau_conf + SLOPE * distance, (1 + self.params.tau_conf) / 2)
 
     def _spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
-        """The rows of the next pass: the anchor, and before it lookahead branches if the last pass has waited."""
-        return super()._spawn(anchor, open_positions if self.waits else [])
+        """The rows of the next pass: the anchor, and before it lookahead branches if the last pass was stuck."""
+        return super()._spawn(anchor, open_positions if self.is_stuck else [])

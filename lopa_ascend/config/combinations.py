@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lopa_ascend.config.decodings import DECODINGS, built_in
 from lopa_ascend.config.errors import ParameterError
+from lopa_ascend.config.kinds import AUTO
 
 if TYPE_CHECKING:
     from lopa_ascend.config.decoding import DecodingParams
@@ -54,6 +55,8 @@ def fitting_defaults(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> d
         foreign.add("branch_acceptance")
     if together["decoding"] != defaults.get("decoding", "lopa"):
         foreign.add("num_branches")  # the default number is meant for the default decoding
+    if {**defaults, **asked}.get("num_branches") != AUTO or "num_branches" in foreign:
+        foreign.add("branches_by_load")
     return {name: value for name, value in defaults.items() if name not in foreign}
 
 
@@ -66,6 +69,9 @@ def check_combinations(params: DecodingParams) -> None:
     if built_in(params.decoding) != "lopa" and params.num_branches:
         message = f'must be 0 with decoding "{params.decoding}", got {params.num_branches}; use "lopa"'
         raise ParameterError("num_branches", message)
+    if params.branches_by_load is not None and not params.is_auto:
+        shown = str(params.branches_by_load).lower()
+        raise ParameterError("branches_by_load", f'{shown} needs num_branches "auto", got {params.num_branches}')
     _check_decoding(params)
     if params.min_new_tokens > params.max_new_tokens:
         message = f"{params.min_new_tokens} exceeds max_new_tokens {params.max_new_tokens}"

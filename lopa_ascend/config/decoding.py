@@ -8,6 +8,7 @@ from typing import Any
 from lopa_ascend.config.combinations import PIPELINED, check_combinations, filling
 from lopa_ascend.config.decodings import built_in
 from lopa_ascend.config.errors import ParameterError
+from lopa_ascend.config.kinds import AUTO
 from lopa_ascend.config.presets import find_preset
 from lopa_ascend.config.research_params import ALGS, ResearchParams
 from lopa_ascend.config.settings import GraphSupport, Parameter, check_settings, settings
@@ -36,9 +37,22 @@ class DecodingParams(ResearchParams, UsualParams):
 
     @property
     def lookaheads(self) -> int:
-        """Number of lookahead branches: ``num_branches``, which is never None after construction."""
-        assert self.num_branches is not None
-        return self.num_branches
+        """Most lookahead branches of a pass: ``num_branches``, which is never None after construction."""
+        if isinstance(self.num_branches, int):
+            return self.num_branches
+        assert self.is_auto
+        return self.max_auto_branches
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the number of lookahead branches is chosen for each pass."""
+        return self.num_branches == AUTO
+
+    @property
+    def follows_load(self) -> bool:
+        """Whether that choice depends on the other requests of the step."""
+        by_load = self.branches_by_load
+        return self.is_auto and (self.branch_acceptance != "published" if by_load is None else by_load)
 
     @property
     def is_pipelined(self) -> bool:

@@ -111,6 +111,19 @@ class ResearchParams:
             graphs=GraphSupport.DEFAULT,
         ),
     )
+    max_auto_branches: int = declare(
+        7, Parameter(Integer(1, 255), 'most lookahead branches with `num_branches` "auto"', group=Group.RESEARCH)
+    )
+    branches_by_load: bool | None = declare(
+        None,
+        Parameter(
+            Boolean(),
+            'whether `num_branches` "auto" looks at what other requests compute in the same step; otherwise the '
+            "request's own state decides alone, and its tokens do not depend on others",
+            group=Group.RESEARCH,
+            default_text='true with `branch_acceptance` "verified" and "exact", otherwise false',
+        ),
+    )
     branch_score: str = declare(
         "mean",
         Parameter(

@@ -10,6 +10,7 @@ from lopa_ascend.config.kinds import (
     INT64_MAX,
     Boolean,
     Integer,
+    IntegerOrAuto,
     Number,
     Strings,
     TokenIds,
@@ -37,11 +38,12 @@ class UsualParams:
             graphs=GraphSupport.PIPELINED,
         ),
     )
-    num_branches: int | None = declare(
+    num_branches: int | str | None = declare(
         None,
         Parameter(
-            Integer(0, 255),
-            "the paper's k: lookahead branches beside the anchor branch, each with one more position filled",
+            IntegerOrAuto(0, 255),
+            "the paper's k: lookahead branches beside the anchor branch, each with one more position filled; "
+            '"auto": in each pass as many as pay',
             default_text='3 with "lopa", otherwise 0',
             graphs=GraphSupport.BUCKET,
         ),

@@ -18,9 +18,25 @@ from lopa_ascend.types import Fill, RowPlan, RowResult, SequencePlan
 class Lookaheads(Strategy):
     """What gives a strategy ``params.lookaheads`` lookahead branches beside the anchor: mixed in before it."""
 
+    _most_worthwhile = 1
+    """With ``params.follows_load`` the most branches that are made for a pass: no more than may be kept of them."""
+
     @property
     def num_branches(self) -> int:
         return 1 + self.params.lookaheads
+
+    @property
+    def _num_wanted(self) -> int:
+        """The most lookahead branches of the next pass. With ``num_branches`` "auto" and without a look at the load:
+        all where no rule accepted anything in the last pass, otherwise none."""
+        most = self.params.lookaheads
+        if self.params.follows_load:
+            return min(most, self._most_worthwhile)
+        return most if self.is_stuck or not self.params.is_auto else 0
+
+    def keep(self, plan: SequencePlan, num_lookaheads: int) -> SequencePlan:
+        self._most_worthwhile = 2 * num_lookaheads + 1
+        return super().keep(plan, num_lookaheads)
 
     def _predicted(self, row: RowPlan, result: RowResult) -> list[Fill]:
         """Where branches are scored by entropies that positions are not ranked by, the probability ranks these."""
@@ -41,7 +57,7 @@ class Lookaheads(Strategy):
         ranked = sorted(open_positions, key=lambda fill: (-fill.confidence, fill.position))
         anchor.lookahead = None
         branches = []
-        for fill in ranked[: self.params.lookaheads]:
+        for fill in ranked[: self._num_wanted]:
             branch = anchor.copy()
             branch.fill(fill, self.ends)
             branch.lookahead = fill

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from lopa_ascend.config import DecodingParams
@@ -23,6 +24,7 @@ class Strategy(ABC):
         num_forwards: forward passes so far.
         limit: the most positions that the sequence can have.
         ends: token ids that end the answer.
+        is_stuck: the last pass filled nothing that a rule had accepted.
         accept: the acceptance rule.
 
     Args:
@@ -52,6 +54,7 @@ class Strategy(ABC):
         self.accept = acceptance_rule(params)
         self.num_committed = num_committed
         self.num_forwards = 0
+        self.is_stuck = False
         state = BlockState.IN_CACHE if num_committed == len(prompt) else BlockState.TO_CACHE
         blocks = [Block(0, len(prompt), 0, state, activated=True)]
         self.branches = [Branch([], blocks)]
@@ -81,6 +84,18 @@ class Strategy(ABC):
     def plan(self) -> SequencePlan | None:
         """What the next forward pass computes; None when the sequence is done."""
 
+    def keep(self, plan: SequencePlan, num_lookaheads: int) -> SequencePlan:
+        """Gives up lookahead branches of the next pass, of which only the first ``num_lookaheads`` stay.
+
+        Args:
+            plan: what ``plan`` gave.
+
+        Returns:
+            The plan without the other rows.
+        """
+        self.branches = [*self.branches[:-1][:num_lookaheads], self.branches[-1]]
+        return replace(plan, rows=(*plan.rows[:-1][:num_lookaheads], plan.rows[-1]))
+
     def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
         """Takes the predictions of a pass: picks the winner, fills it, and grows the next branches from it.
 
@@ -99,6 +114,7 @@ class Strategy(ABC):
         fills, fallbacks = self._choose(branch, predicted)
         for fill in fills:
             branch.fill(fill, self.ends)
+        self.is_stuck = len(fills) == fallbacks
         filled = {fill.position for fill in fills}
         self._grow(branch, [fill for fill in predicted if fill.position not in filled])
         record = StepRecord(

@@ -14,7 +14,19 @@ from pydantic import BaseModel, Field, create_model
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.config.decodings import DecodingName
-from lopa_ascend.config.kinds import Boolean, Choice, Integer, Kind, Number, Strings, TokenIds, TokenNumbers, Words
+from lopa_ascend.config.kinds import (
+    AUTO,
+    Boolean,
+    Choice,
+    Integer,
+    IntegerOrAuto,
+    Kind,
+    Number,
+    Strings,
+    TokenIds,
+    TokenNumbers,
+    Words,
+)
 from lopa_ascend.config.settings import Parameter
 
 Json = dict[str, Any]
@@ -30,6 +42,7 @@ JSON_TYPES: dict[type[Kind], Any] = {
     Choice: str,
     DecodingName: str,
     Integer: int,
+    IntegerOrAuto: int | str,
     Number: float,
     Strings: str | Annotated[list[str], Field(fail_fast=True)],
     TokenIds: int | Annotated[list[int], Field(fail_fast=True)],
@@ -62,6 +75,8 @@ def _range(parameter: Parameter) -> Json:
     match parameter.kind:
         case Choice() as choice:
             return {"enum": [None, *choice.known]}
+        case IntegerOrAuto(low, high):
+            return {"minimum": low, "maximum": high, "pattern": f"^{AUTO}$"}
         case Integer(low, high):
             maximum = {} if high is None else {"maximum": high}
             return {"minimum": min((low, *parameter.off)), **maximum}
