@@ -11,7 +11,7 @@ ACCEPTANCES = ("threshold", "factor", "entropy_bound", "frechet")
 CONFIDENCES = ("max_prob", "margin", "neg_entropy")
 ALGS = {"origin": "max_prob", "maskgit_plus": "max_prob", "topk_margin": "margin", "entropy": "neg_entropy"}
 """Dream's names for the ways to choose positions, and the confidence of each."""
-BASES = ("d2f", "parallel")
+BASES = ("d2f", "parallel", "fast_dllm")
 BLOCK_CACHES = ("prefix", "dual")
 BRANCH_ACCEPTANCES = ("published", "verified", "exact")
 BRANCH_SCORES = ("mean", "tail", "window", "expected", "entropy")

@@ -13,7 +13,7 @@ from lopa_ascend.config import DecodingParams, add_decoding, find_decoding
 from lopa_ascend.decode.canvas import Parallel
 from lopa_ascend.decode.d2f import D2F
 from lopa_ascend.decode.fast_dllm import FastDllm
-from lopa_ascend.decode.lopa import Lopa, LopaParallel
+from lopa_ascend.decode.lopa import Lopa, LopaFastDllm, LopaParallel
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.decode.vanilla import Vanilla
 from lopa_ascend.decode.verified import ExactLopa, VerifiedLopa
@@ -28,7 +28,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
 """By ``DecodingParams.decoding``."""
 BRANCH_ACCEPTANCES: dict[str, type[Lopa]] = {"published": Lopa, "verified": VerifiedLopa, "exact": ExactLopa}
 """What decodes as "lopa" over "d2f", by ``DecodingParams.branch_acceptance``."""
-LOPA_OVER: dict[str, type[Strategy]] = {"parallel": LopaParallel}
+LOPA_OVER: dict[str, type[Strategy]] = {"parallel": LopaParallel, "fast_dllm": LopaFastDllm}
 """What decodes as "lopa" over other decodings, by ``DecodingParams.base``."""
 
 

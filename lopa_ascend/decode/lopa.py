@@ -11,6 +11,7 @@ from lopa_ascend.decode.blocks import Branch
 from lopa_ascend.decode.branch_scores import branch_scores
 from lopa_ascend.decode.canvas import Parallel
 from lopa_ascend.decode.d2f import D2F
+from lopa_ascend.decode.fast_dllm import FastDllm
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.types import Fill, RowPlan, RowResult, SequencePlan
 
@@ -77,6 +78,22 @@ class Lookaheads(Strategy):
 
 class Lopa(Lookaheads, D2F):
     """One sequence under LoPA over D2F, as published."""
+
+
+class LopaFastDllm(Lookaheads, FastDllm):
+    """One sequence under LoPA over Fast-dLLM.
+
+    The first pass of a block has the anchor alone, and leaves its keys and values in every slot. The branches of the
+    later passes read them there: they are stale by design, so they are the same for all branches. Branches are of one
+    block: each leaves it a mask.
+    """
+
+    def plan(self) -> SequencePlan | None:
+        plan = super().plan()
+        return plan if plan is None or plan.start else replace(plan, fills_all_slots=True)
+
+    def _spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
+        return super()._spawn(anchor, open_positions if len(open_positions) > 1 else [])
 
 
 class LopaParallel(Lookaheads, Parallel):
