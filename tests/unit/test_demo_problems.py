@@ -87,8 +87,8 @@ def test_no_template_leaves_a_slot_or_a_choice() -> None:
 
 
 def test_held_out_questions_are_never_trained_on() -> None:
-    held_out = {normalised(p.question) for p in some(1, 500, held_out=True, plain=True)}
-    assert len(held_out) > 450
+    held_out = {normalised(p.question) for p in some(1, 200, held_out=True, plain=True)}
+    assert len(held_out) > 180
     assert not held_out & {normalised(p.question) for p in some(2, 5000)}
     assert all(is_held_out(p.question) for p in some(3, 100, held_out=True, plain=True))
     assert is_held_out("What is 12 + 30?") == is_held_out("what is 12 +30")
