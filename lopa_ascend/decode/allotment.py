@@ -12,6 +12,7 @@ All ranks choose alike, because they count the same and rank 0 has told them how
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,15 +33,16 @@ class StepCosts:
     in the direction of the last line.
 
     Args:
-        points: (tokens, seconds), at least one. A step with more tokens counts as no shorter than one with fewer.
+        points: (tokens, seconds), at least one. What disturbs a measurement makes it longer, so a step counts as no
+            longer than any that computes more tokens.
     """
 
     def __init__(self, points: Iterable[tuple[int, float]]) -> None:
         self.points: list[tuple[int, float]] = []
-        longest = 0.0
-        for tokens, seconds in sorted(points):
-            longest = max(longest, seconds)
-            self.points.append((tokens, longest))
+        shortest = math.inf
+        for tokens, seconds in sorted(points, reverse=True):
+            shortest = min(shortest, seconds)
+            self.points.insert(0, (tokens, shortest))
         self._tokens = [tokens for tokens, _ in self.points]
 
     def seconds(self, tokens: int) -> float:

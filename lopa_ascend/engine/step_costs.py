@@ -19,9 +19,9 @@ from lopa_ascend.types import Scoring
 
 ROW = 32
 """Tokens of a row."""
-LONG = 0.25
+LONG = 0.1
 """Seconds: after a step that takes longer no larger one is measured."""
-REPETITIONS = 3
+REPETITIONS = 5
 
 
 def measure_step_costs(runner: Runner, max_tokens: int, world: Group) -> StepCosts:

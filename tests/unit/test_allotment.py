@@ -32,8 +32,8 @@ def test_costs_never_fall_and_are_exact_at_points(points: list[tuple[int, float]
     seconds = [costs.seconds(tokens) for tokens in range(1, 1100)]
     assert all(a <= b + 1e-9 for a, b in zip(seconds, seconds[1:], strict=False))
     for tokens, _ in points:
-        longest = max(s for t, s in points if t <= tokens)
-        assert costs.seconds(tokens) == pytest.approx(longest)
+        shortest = min(s for t, s in points if t >= tokens)
+        assert costs.seconds(tokens) == pytest.approx(shortest)
 
 
 def test_free_rows_are_all_computed_and_rows_of_full_price_are_not() -> None:
