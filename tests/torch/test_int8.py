@@ -18,6 +18,7 @@ from lopa_ascend.config import ParameterError
 from tests.tiny import write_dream, write_tokenizer
 from tests.torch.paging import randn
 
+OPS = CpuOps()
 every_way = pytest.mark.parametrize("multiply", WAYS.values(), ids=WAYS)
 
 
@@ -122,6 +123,46 @@ def test_weights_are_quantised_by_output() -> None:
     assert (codes[others].abs().amax(1) == 127).all()
     difference = (codes * scale[:, None] - weight.bfloat16().float()).abs()
     assert (difference <= scale[:, None] * 0.5001).all()
+
+
+# ---- parts of a layer, as ranks hold them ----------------------------------------------------------------------------
+
+
+def linear(x: Tensor, weight: tuple[Tensor, Tensor]) -> Tensor:
+    """x [T, in] times a quantised weight [out, in]."""
+    return OPS.quant_linear(*OPS.quantize(x), *weight, None, torch.float32)
+
+
+def test_a_rank_that_has_whole_rows_computes_the_bits_of_a_single_process() -> None:
+    """q, k, v, gate and up: the ranks split the outputs."""
+    x, (codes, scale) = randn(40, 256), quantize_weight(randn(96, 256, seed=1))
+    whole = linear(x, (codes, scale))
+    for part in (slice(0, 48), slice(48, 96)):
+        assert torch.equal(linear(x, (codes[part], scale[part])), whole[:, part])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_scales_of_ranks_keep_the_error_below_the_bound_of_a_single_process(size: int) -> None:
+    """o and down: the ranks split the inputs, each has the scales of its own, and they add their results."""
+    x, (codes, scale) = randn(40, 256), quantize_weight(randn(96, 256, seed=1))
+    x[:, 5] *= 30  # an outlier, which makes only the scale of its rank large
+    weight = codes * scale[:, None]
+    exact = (x.double() @ weight.double().T).float()
+    magnitudes = weight.abs().sum(1)
+    bound = OPS.quantize(x)[1][:, None] / 2 * magnitudes
+    whole = linear(x, (codes, scale))
+    own_bound = torch.zeros_like(bound)
+    total = torch.zeros_like(whole)
+    for part in torch.arange(256).chunk(size):
+        own_bound += OPS.quantize(x[:, part])[1][:, None] / 2 * weight[:, part].abs().sum(1)
+        total += linear(x[:, part], (codes[:, part].contiguous(), scale))
+    rounding = 1e-5 * (x.abs() @ weight.abs().T)
+    assert (own_bound <= bound * 1.0001).all()
+    assert ((total - exact).abs() <= own_bound + rounding).all()
+    assert ((whole - exact).abs() <= bound + rounding).all()
+    assert ((total - whole).abs() <= own_bound + bound + rounding).all()
+    assert not torch.equal(total, whole)
+    assert (total - exact).square().mean() < (whole - exact).square().mean()
 
 
 # ---- whole models ----------------------------------------------------------------------------------------------------
