@@ -66,7 +66,7 @@ class EngineConfig:
         Setting(
             Choice(QUANTIZATIONS),
             "w8a8: linear layers of int8 weights (a scale for each output) and int8 activations (a scale for each "
-            "token), on a CPU in eager mode",
+            "token), with `graph_mode` eager",
             group=Group.MODEL,
             default_text="as the checkpoint is stored",
         ),
@@ -272,10 +272,8 @@ class EngineConfig:
             value: its value, for the message.
 
         Raises:
-            ParameterError: the device or the graph mode cannot run them.
+            ParameterError: the graph mode cannot run them.
         """
-        if self.device != "cpu":
-            raise ParameterError(param, f"{value} runs on device cpu, and this is device {self.device}")
         if self.mode != "eager":
             raise ParameterError(param, f'{value} runs with graph_mode "eager"; graph_mode is {self.mode!r}')
 

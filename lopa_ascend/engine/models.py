@@ -93,6 +93,11 @@ class DreamSource(ModelSource):
         self.config = found.config
         if found.int8 is not None:
             _check_stored_int8(config, found)
+        dtype = checkpoint.with_dtype(found.config, config.dtype).dtype
+        is_int8 = found.int8 is not None or config.quantization is not None
+        if is_int8 and config.device == "npu" and dtype != "bfloat16":
+            param, value = ("model", "int8 weights") if config.quantization is None else ("quantization", "'w8a8'")
+            raise ParameterError(param, f"{value} on device npu needs dtype bfloat16, got {dtype}")
         _warn(found)
 
     @property
