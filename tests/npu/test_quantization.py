@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from tests.tiny import write_dream
 
 pytestmark = pytest.mark.npu
 CPU, NPU = CpuOps(), NpuOps()
-W8A8 = {"quantization": "w8a8", "dtype": "bfloat16"}
+W8A8: dict[str, Any] = {"quantization": "w8a8", "dtype": "bfloat16"}
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -54,7 +55,7 @@ def test_int8_layers_as_the_cpu_computes_them(has_bias: bool) -> None:
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Heads as those of Dream-7B."""
     path = tmp_path_factory.mktemp("models") / "small"
-    shape = {"hidden": 256, "intermediate": 320, "heads": 7, "kv_heads": 1, "head_dim": 128}
+    shape: dict[str, Any] = {"hidden": 256, "intermediate": 320, "heads": 7, "kv_heads": 1, "head_dim": 128}
     return write_dream(path, **shape, dtype=torch.bfloat16, scale=0.05)
 
 
