@@ -69,6 +69,41 @@ class Ops(Protocol):
         """
         ...
 
+    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantises activations to int8 with one scale for each row, as ``rms_norm_quant`` does with a norm.
+
+        Args:
+            x: [T, in].
+
+        Returns:
+            int8 [T, in], and the scales, float32 [T].
+        """
+        ...
+
+    def quant_linear(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """A linear layer of int8 numbers, whose products are summed exactly.
+
+        Args:
+            codes: int8 [T, in].
+            scale: of each row of ``codes``, float32 [T].
+            weight: what ``stored`` returned for the int8 weight [out, in].
+            weight_scale: of each output, float32 [out].
+            bias: [out]; None for none.
+            dtype: of the result.
+
+        Returns:
+            [T, out].
+        """
+        ...
+
     def settle(self, weights: Iterable[Tensor]) -> str:
         """Decides at start how ``linear`` computes, so that no row depends on the others.
 

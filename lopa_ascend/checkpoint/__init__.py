@@ -1,4 +1,4 @@
-"""Loads the weights of a model: read a checkpoint, slice this rank's part, merge a LoRA adapter, stack, cast.
+"""Loads the weights of a model: read a checkpoint, slice this rank's part, merge a LoRA adapter, quantise, stack, cast.
 
 Each step is a stream of (name, tensor), so that only one tensor at a time is in memory beside the result. Slicing comes
 before merging, so that the float32 temporaries of the merge have the size of the slice.
@@ -6,7 +6,7 @@ before merging, so that the float32 temporaries of the merge have the size of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +14,17 @@ import torch
 
 from lopa_ascend.checkpoint.files import CheckpointError
 from lopa_ascend.checkpoint.lora import Adapter, merge_adapter, open_adapter
+from lopa_ascend.checkpoint.quantize import (
+    only_columns,
+    quantize_weight,
+    quantized,
+    stored_int8,
+    weight_name,
+    with_scale_slices,
+    with_whole_columns,
+)
 from lopa_ascend.checkpoint.read import DTYPES, Checkpoint, ExpectedTensors, model_type, open_checkpoint
-from lopa_ascend.checkpoint.shard import WHOLE, Shard, slice_tensors, whole_slices
+from lopa_ascend.checkpoint.shard import WHOLE, Shard, TensorSlices, slice_tensors, whole_slices
 from lopa_ascend.checkpoint.stack import stack_projections, stacked_name
 from lopa_ascend.checkpoint.values import check_finite, checked_copies
 from lopa_ascend.config import ModelConfig
@@ -35,6 +44,8 @@ __all__ = [
     "model_type",
     "open_adapter",
     "open_checkpoint",
+    "quantize_weight",
+    "refuse_adapter",
     "stack_projections",
     "with_dtype",
 ]
@@ -58,6 +69,7 @@ def load(
     dtype: str = "auto",
     device: str = "cpu",
     shard: Shard = WHOLE,
+    int8: Collection[str] = (),
 ) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
     """Loads a rank's weights from a Dream directory, with a PEFT adapter merged in if there is one.
 
@@ -70,6 +82,8 @@ def load(
         dtype: "float32", "bfloat16", or "auto" for the checkpoint's own.
         device: where the weights go.
         shard: which part to load; the rest of the files is not read.
+        int8: the last parts of the names of linear layers that are quantised to int8, e.g. "q_proj". A checkpoint that
+            stores int8 layers has decided by itself.
 
     Returns:
         The config of the whole model, whose ``dtype`` is that of the weights; and the weights by our names:
@@ -78,6 +92,7 @@ def load(
         - ``gate_up``: this rank's rows [gate; up] of the MLP; ``down``: the matching columns.
         - ``embed``, ``head``: ``config.vocab_shard(shard.size)`` rows, zero beyond the vocabulary.
         - norms: whole.
+        - int8 layers: ``weight`` is int8, and ``weight_scale`` [out] float32.
 
     Raises:
         CheckpointError: the checkpoint or the adapter cannot be loaded. Raised before any weight is read, except where
@@ -92,15 +107,57 @@ def load(
         choices = ", ".join(map(str, sizes))
         raise ValueError(f"shard: {shard.size} ranks cannot split this model; choose one of {choices}")
     slices = shard.tensor_slices(config)
-    tensors = slice_tensors(checkpoint.tensors(), slices)
-    if lora is not None:
-        tensors = merge_adapter(tensors, open_adapter(lora, config), slices)
+    tensors, modules = _rank_tensors(checkpoint, slices, lora, int8)
+    slices = with_scale_slices(slices, modules)
     stacked = stack_projections(
-        tensors, slices, DTYPES[config.dtype], lambda name, tensor: check_finite(checkpoint.files[name], name, tensor)
+        tensors,
+        slices,
+        DTYPES[config.dtype],
+        lambda name, tensor: check_finite(checkpoint.files[weight_name(name)], weight_name(name), tensor),
     )
-    num_stacked = len({stacked_name(name) for name in checkpoint.files})
+    num_stacked = len({stacked_name(name) for name in slices})
     loading = progress(checked_copies(stacked, checkpoint, slices), "loading", num_stacked, "tensor", delay=1)
     return config, {name: tensor.to(device) for name, tensor in loading}
+
+
+def _rank_tensors(
+    checkpoint: Checkpoint, slices: TensorSlices, lora: str | Path | None, int8: Collection[str]
+) -> tuple[Iterator[tuple[str, torch.Tensor]], Collection[str]]:
+    """Names and tensors of a rank's part of a checkpoint, and the names of the linear layers that are int8 in it.
+
+    Args:
+        checkpoint: what to load.
+        slices: the rank's.
+        lora: directory of a PEFT LoRA adapter; None for no adapter.
+        int8: the last parts of the names of linear layers that are quantised.
+
+    Raises:
+        CheckpointError: the adapter cannot be merged.
+    """
+    if checkpoint.int8 is not None:
+        refuse_adapter(checkpoint, lora)
+        modules: Collection[str] = checkpoint.int8.kinds
+        return slice_tensors(stored_int8(checkpoint), with_scale_slices(slices, modules)), modules
+    modules = {module for module in checkpoint.expected.linears if module.rpartition(".")[2] in int8}
+    whole = with_whole_columns(slices, modules, checkpoint)
+    tensors = slice_tensors(checkpoint.tensors(), whole)
+    if lora is not None:
+        tensors = merge_adapter(tensors, open_adapter(lora, checkpoint.config), whole)
+    return only_columns(quantized(tensors, modules), slices, modules), modules
+
+
+def refuse_adapter(checkpoint: Checkpoint, lora: str | Path | None) -> None:
+    """Refuses an adapter for a checkpoint whose weights are int8.
+
+    Raises:
+        CheckpointError: there is an adapter.
+    """
+    if lora is not None:
+        raise CheckpointError(
+            f"{lora}: cannot be merged into the int8 weights of {checkpoint.path}; merge it into the float checkpoint "
+            "and quantise that (python -m scripts.quantize MODEL OUT --lora ADAPTER), or serve the float checkpoint "
+            "with the adapter and --quantization w8a8"
+        )
 
 
 def load_unsplit(

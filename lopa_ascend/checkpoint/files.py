@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import os
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from lopa_ascend.config.files import check_regular, parse_json_object, shown
 
 ITEM_SIZES = {"F32": 4, "BF16": 2, "F16": 2}
-"""Bytes of one value, by the safetensors name of its dtype: the dtypes that are supported."""
+"""Bytes of one value, by the safetensors name of its dtype: the dtypes that float tensors may have."""
+INTEGER_SIZES = {"I8": 1, "I32": 4, "I64": 8}
+"""Likewise, those that tensors of an int8 checkpoint may have beside them."""
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _LENGTH_FIELD = 8
 """Bytes at the beginning of a safetensors file that hold the length of its header."""
@@ -35,13 +38,13 @@ class Header:
 
     file: Path
     dtype: str
-    """As in the file: "F32", "BF16" or "F16"."""
+    """As in the file: "F32", "BF16" or "F16", and in an int8 checkpoint "I8", "I32" or "I64"."""
     shape: tuple[int, ...]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the tensor."""
-        return math.prod(self.shape) * ITEM_SIZES[self.dtype]
+        return math.prod(self.shape) * (ITEM_SIZES | INTEGER_SIZES)[self.dtype]
 
 
 def check_directory(path: Path) -> None:
@@ -76,8 +79,12 @@ def no_weights_error(path: Path, expected: str) -> CheckpointError:
     return CheckpointError(f"{path}: holds no weights; expected {expected}")
 
 
-def read_headers(file: Path) -> dict[str, Header]:
+def read_headers(file: Path, item_sizes: Mapping[str, int] = ITEM_SIZES) -> dict[str, Header]:
     """The tensors of a safetensors file by name, read from its header alone.
+
+    Args:
+        file: what to read.
+        item_sizes: bytes of one value of the dtypes that tensors may have.
 
     Raises:
         CheckpointError: the file is not safetensors, is truncated or too long, or holds a dtype that is not supported.
@@ -96,7 +103,7 @@ def read_headers(file: Path) -> dict[str, Header]:
     spans: dict[str, tuple[int, int]] = {}
     for name, entry in entries.items():
         check_name(file, name)
-        headers[name], spans[name] = _parse_entry(file, name, entry)
+        headers[name], spans[name] = _parse_entry(file, name, entry, item_sizes)
     _check_layout(file, data_size, spans)
     return headers
 
@@ -129,7 +136,7 @@ def _read_raw_header(file: Path) -> tuple[bytes, int]:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
 
 
-def _parse_entry(file: Path, name: str, entry: object) -> tuple[Header, tuple[int, int]]:
+def _parse_entry(file: Path, name: str, entry: object, item_sizes: Mapping[str, int]) -> tuple[Header, tuple[int, int]]:
     """One entry of a header, and the bytes [begin, end) that its tensor takes of the data."""
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]}:
@@ -142,9 +149,9 @@ def _parse_entry(file: Path, name: str, entry: object) -> tuple[Header, tuple[in
         raise CheckpointError(f"{file}: tensor {name}: shape {shown(shape)} is not a list of sizes")
     if not _are_sizes([begin, end]):
         raise CheckpointError(f"{file}: tensor {name}: data_offsets {shown([begin, end])} are not two positions")
-    if dtype not in ITEM_SIZES:
+    if dtype not in item_sizes:
         raise CheckpointError(
-            f"{file}: tensor {name}: unsupported dtype {shown(dtype)[1:-1]}; expected {' or '.join(ITEM_SIZES)}"
+            f"{file}: tensor {name}: unsupported dtype {shown(dtype)[1:-1]}; expected {' or '.join(item_sizes)}"
         )
     header = Header(file, dtype, tuple(shape))
     if end - begin != header.num_bytes:

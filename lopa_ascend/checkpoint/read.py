@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from lopa_ascend.checkpoint.files import (
+    INTEGER_SIZES,
+    ITEM_SIZES,
     CheckpointError,
     Header,
     check_directory,
@@ -19,6 +21,14 @@ from lopa_ascend.checkpoint.files import (
     no_weights_error,
     read_headers,
 )
+from lopa_ascend.checkpoint.int8_formats import (
+    CONFIG_FIELD,
+    MODELSLIM,
+    Int8Description,
+    describe_int8,
+    uses_compressed_tensors,
+)
+from lopa_ascend.checkpoint.int8_members import split_members
 from lopa_ascend.config import DREAM, ConfigError, ModelConfig
 from lopa_ascend.config.files import read_json_object, shown
 from lopa_ascend.config.model import eos_ids
@@ -29,6 +39,8 @@ _DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Name in a safetensors file -> name in a config."""
 _SINGLE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_MODELSLIM_FILES = "quant_model_weight*.safetensors"
+"""Weights of a ModelSlim checkpoint, whose names are different from version to version."""
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -107,6 +119,10 @@ class Checkpoint:
     """By name of a tied tensor that was stored although it has the values of another: the file that holds it."""
     doubts: tuple[str, ...]
     """What may be a mistake in the files, for warnings."""
+    int8: Int8Description | None = None
+    """Which linear layers are stored as int8; None if none is."""
+    members: Mapping[str, Mapping[str, Path]] = field(default_factory=dict)
+    """By name of an int8 layer: the files of its members by the last part of their names (see ``int8_members``)."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Hugging Face names and tensors, in the order of ``files``, one at a time; see `map_tensor`."""
@@ -147,17 +163,39 @@ def open_checkpoint(
     raw = read_json_object(path / "config.json", CheckpointError)
     generation = read_json_object(path / "generation_config.json", CheckpointError, optional=True)
     try:
-        config = ModelConfig.from_json(raw, generation, str(path / "config.json"), model_type)
+        is_int8 = model_type == DREAM and uses_compressed_tensors(raw)
+        others = {name: value for name, value in raw.items() if name != CONFIG_FIELD} if is_int8 else raw
+        config = ModelConfig.from_json(others, generation, str(path / "config.json"), model_type)
         doubts = _doubts(path, raw, generation, config)
     except ConfigError as error:
         raise CheckpointError(str(error)) from error
-    headers, source = _find_tensors(path)
     expected = expect(config)
+    modules = [module for module in expected.linears if f"{module}.weight" != _HEAD]
+    int8 = describe_int8(path, raw, modules) if model_type == DREAM else None
+    headers, source = _find_tensors(path, int8)
+    members = split_members(int8, expected.shapes, headers) if int8 else {}
     _check_tensors(model_type, expected, headers, source)
     config = replace(config, dtype=_choose_dtype(path, raw, config, [headers[name] for name in expected.shapes]))
-    files = {name: headers[name].file for name in expected.shapes}
-    copies = {name: headers[name].file for name in expected.copies if name in headers}
-    return Checkpoint(path, config, expected, files, copies, doubts)
+    return Checkpoint(
+        path,
+        config,
+        expected,
+        files={name: headers[name].file for name in expected.shapes},
+        copies={name: headers[name].file for name in expected.copies if name in headers},
+        doubts=(*doubts, *_static_doubts(int8)),
+        int8=int8,
+        members={module: {part: header.file for part, header in parts.items()} for module, parts in members.items()},
+    )
+
+
+def _static_doubts(int8: Int8Description | None) -> tuple[str, ...]:
+    """That scales of activations are there, and are not used."""
+    modules = int8.static() if int8 else []
+    if not modules:
+        return ()
+    assert int8 is not None
+    found = f"{int8.source}: has static scales for the activations of {', '.join(modules)}"
+    return (f"{found}; they are not used: activations are quantised token by token when they run",)
 
 
 def _doubts(path: Path, raw: dict[str, Any], generation: dict[str, Any], config: ModelConfig) -> tuple[str, ...]:
@@ -172,22 +210,34 @@ def _doubts(path: Path, raw: dict[str, Any], generation: dict[str, Any], config:
     return (f"{file}: eos_token_id is {used}, and {shown(raw['eos_token_id'])} in config.json; the former is used",)
 
 
-def _find_tensors(path: Path) -> tuple[dict[str, Header], Path]:
+def _find_tensors(path: Path, int8: Int8Description | None) -> tuple[dict[str, Header], Path]:
     """The header of every tensor by name, and the file that lists the tensors."""
+    item_sizes = ITEM_SIZES if int8 is None else ITEM_SIZES | INTEGER_SIZES
     if (path / _SINGLE_FILE).exists():
-        return read_headers(path / _SINGLE_FILE), path / _SINGLE_FILE
+        return read_headers(path / _SINGLE_FILE, item_sizes), path / _SINGLE_FILE
     if (path / _INDEX).exists():
-        return _read_indexed_files(path), path / _INDEX
+        return _read_indexed_files(path / _INDEX, item_sizes), path / _INDEX
+    if int8 is not None and int8.format == MODELSLIM:
+        indices, files = sorted(path.glob(f"{_MODELSLIM_FILES}.index.json")), sorted(path.glob(_MODELSLIM_FILES))
+        if len(indices) == 1:
+            return _read_indexed_files(indices[0], item_sizes), indices[0]
+        if len(files) == 1 and not indices:
+            return read_headers(files[0], item_sizes), files[0]
+        raise no_weights_error(path, f"one file {_MODELSLIM_FILES}, or one index of such files")
     raise no_weights_error(path, f"{_SINGLE_FILE}, or {_INDEX} and its shards")
 
 
-def _read_indexed_files(path: Path) -> dict[str, Header]:
+def _read_indexed_files(index: Path, item_sizes: Mapping[str, int]) -> dict[str, Header]:
     """The header of every tensor by name, of weights in several files that an index lists.
+
+    Args:
+        index: the file of the index.
+        item_sizes: bytes of one value of the dtypes that tensors may have.
 
     Raises:
         CheckpointError: the index and the files do not agree.
     """
-    index = path / _INDEX
+    path = index.parent
     weight_map = read_json_object(index, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{index}: weight_map is {shown(weight_map)}, expected tensor names with file names")
@@ -199,7 +249,7 @@ def _read_indexed_files(path: Path) -> dict[str, Header]:
         if file not in headers_by_file:
             if not (path / file).exists():
                 raise CheckpointError(f"{index}: tensor {name}: names the shard {file}, which does not exist")
-            headers_by_file[file] = read_headers(path / file)
+            headers_by_file[file] = read_headers(path / file, item_sizes)
         if name not in headers_by_file[file]:
             raise CheckpointError(f"{index}: tensor {name}: is not in {file}, where the index expects it")
     for file, headers in headers_by_file.items():
@@ -251,7 +301,8 @@ def _choose_dtype(path: Path, raw: Mapping[str, Any], config: ModelConfig, heade
     if not (raw.get("torch_dtype") or raw.get("dtype")):
         num_bytes: Counter[str] = Counter()
         for header in headers:
-            num_bytes[_DTYPE_NAMES[header.dtype]] += header.num_bytes
+            if header.dtype in _DTYPE_NAMES:  # int8 weights have another one than the model
+                num_bytes[_DTYPE_NAMES[header.dtype]] += header.num_bytes
         return max(num_bytes, key=lambda name: num_bytes[name])
     if config.dtype not in DTYPES:
         field = "torch_dtype" if raw.get("torch_dtype") else "dtype"

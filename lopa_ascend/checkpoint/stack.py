@@ -29,6 +29,8 @@ _IN_LAYER = {
     "mlp.down_proj.weight": "down.weight",
 }
 """Within a layer: Hugging Face name after "model.layers.N." -> our name after "layers.N."."""
+_SCALE = "_scale"
+"""What the name of an int8 weight's scales has behind that of the weight."""
 
 
 def stacked_name(name: str) -> str:
@@ -36,7 +38,8 @@ def stacked_name(name: str) -> str:
     if name in _OUTSIDE_LAYERS:
         return _OUTSIDE_LAYERS[name]
     _, layers, layer, name_in_layer = name.split(".", 3)
-    return f"{layers}.{layer}.{_IN_LAYER[name_in_layer]}"
+    ending = _SCALE if name_in_layer.endswith(_SCALE) else ""
+    return f"{layers}.{layer}.{_IN_LAYER[name_in_layer.removesuffix(ending)]}{ending}"
 
 
 def stack_projections(
@@ -50,7 +53,7 @@ def stack_projections(
     Args:
         tensors: names and tensors of this rank in layer order; each may be a view of its file.
         slices: the rows and columns of this rank. Rows that a tensor lacks at the end of its slice become zero.
-        dtype: what the results are cast to.
+        dtype: what the results are cast to, but for int8 weights and their scales, which stay as they are.
         check: called with the Hugging Face name and the cast values of each tensor; may raise.
 
     Yields:
@@ -64,7 +67,9 @@ def stack_projections(
         parts = missing[target]
         if target not in incomplete:
             num_rows = max(rows.stop for rows in parts.values())
-            incomplete[target] = torch.empty((num_rows, *part.shape[1:]), dtype=dtype)
+            is_kept = part.dtype == torch.int8 or name.endswith(_SCALE)
+            own_dtype = part.dtype if is_kept else dtype
+            incomplete[target] = torch.empty((num_rows, *part.shape[1:]), dtype=own_dtype)
         rows = incomplete[target][parts.pop(name)]
         rows[: len(part)] = part
         check(name, rows[: len(part)])

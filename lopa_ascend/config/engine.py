@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from lopa_ascend.config.errors import ParameterError
-from lopa_ascend.config.kinds import INT64_MAX, Boolean, Bytes, Choice, Integer, Number, Text
+from lopa_ascend.config.kinds import INT64_MAX, Boolean, Bytes, Choice, Choices, Integer, Number, Text
 from lopa_ascend.config.research_params import CONFIDENCES, WINDOW_ATTENTIONS
 from lopa_ascend.config.settings import Group, Setting, check_settings, declare
 
@@ -15,6 +15,15 @@ GRAPH_MODES = tuple(dict.fromkeys(("eager", *GRAPH_MODES_BY_DEVICE["npu"], *GRAP
 """Every graph mode of some device."""
 ATTENTION_LAYOUTS = ("TND", "BSH")
 WEIGHT_DTYPES = ("auto", "float32", "bfloat16")
+QUANTIZATIONS = ("w8a8",)
+INT8_LAYERS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "o_proj": ("o_proj",),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "down_proj": ("down_proj",),
+}
+"""The linear layers that quantisation changes, by what `quantization_exclude` calls them: the last parts of their names
+in a checkpoint. Those of one entry run as one layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +60,26 @@ class EngineConfig:
     dtype: str = declare(
         "auto",
         Setting(Choice(WEIGHT_DTYPES), "number format of the weights; auto: the checkpoint's own", group=Group.MODEL),
+    )
+    quantization: str | None = declare(
+        None,
+        Setting(
+            Choice(QUANTIZATIONS),
+            "w8a8: linear layers of int8 weights (a scale for each output) and int8 activations (a scale for each "
+            "token), with `graph_mode` eager",
+            group=Group.MODEL,
+            default_text="as the checkpoint is stored",
+        ),
+    )
+    quantization_exclude: tuple[str, ...] = declare(
+        (),
+        Setting(
+            Choices(tuple(INT8_LAYERS)),
+            "linear layers that `quantization` leaves in the number format of the model, e.g. down_proj, where "
+            "outliers are",
+            group=Group.MODEL,
+            default_text="none",
+        ),
     )
     max_model_len: int | None = declare(
         None,
@@ -228,8 +257,32 @@ class EngineConfig:
         if self.debug_kv and self.mode != "eager":
             message = f'reads every step back, which needs graph_mode "eager"; graph_mode is {self.mode!r}'
             raise ParameterError("debug_kv", message)
+        if self.quantization_exclude and self.quantization is None:
+            raise ParameterError("quantization_exclude", "needs quantization")
+        if self.quantization is not None:
+            self.check_int8("quantization", repr(self.quantization))
         if self.approximate_prefix_caching and not self.enable_prefix_caching:
             raise ParameterError("approximate_prefix_caching", "needs enable_prefix_caching")
+
+    def check_int8(self, param: str, value: str) -> None:
+        """Refuses int8 linear layers where they cannot run.
+
+        Args:
+            param: the setting that asks for them.
+            value: its value, for the message.
+
+        Raises:
+            ParameterError: the graph mode cannot run them.
+        """
+        if self.mode != "eager":
+            raise ParameterError(param, f'{value} runs with graph_mode "eager"; graph_mode is {self.mode!r}')
+
+    def int8_projections(self) -> frozenset[str]:
+        """The last parts of the names of the linear layers that this configuration quantises."""
+        if self.quantization is None:
+            return frozenset()
+        kept = self.quantization_exclude
+        return frozenset(part for name, parts in INT8_LAYERS.items() if name not in kept for part in parts)
 
     @property
     def mode(self) -> str:

@@ -84,6 +84,29 @@ class Choice(Kind):
 
 
 @dataclass(frozen=True)
+class Choices(Kind):
+    """Any number of several texts, stored as a tuple in their order. One text alone is taken as well."""
+
+    metavar: ClassVar[str] = "NAME"
+    many: ClassVar[bool] = True
+    choices: tuple[str, ...]
+
+    def checked(self, value: object) -> object:
+        names = (value,) if isinstance(value, str) else value
+        if not isinstance(names, list | tuple):
+            raise ValueError(f"must be a list of {self.allowed()}, got {value!r:.100}")
+        for name in names:
+            Choice(self.choices).checked(name)
+        return tuple(choice for choice in self.choices if choice in names)
+
+    def parse(self, text: str) -> str:
+        return text
+
+    def allowed(self) -> str:
+        return Choice(self.choices).allowed()
+
+
+@dataclass(frozen=True)
 class Boolean(Kind):
     """True or false."""
 

@@ -63,7 +63,7 @@ class Engine:
         model = prepared.model_source.load(prepared.ops, self.mesh.tp)
         self.model_config = model.config
         tensors = *model.weights.values(), model.head
-        matrices = [weight for weight in tensors if weight.dim() == 2 and weight.is_floating_point()]
+        matrices = [w for w in tensors if w.dim() == 2 and (w.is_floating_point() or w.dtype == torch.int8)]
         self._linear = prepared.ops.settle(matrices)
         pool, page_bytes = self._make_pool(model, prepared)
         self.kv_cache_memory = pool.num_pages * page_bytes

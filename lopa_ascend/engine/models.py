@@ -64,6 +64,12 @@ def open_model(path: Path, config: EngineConfig, device: torch.device) -> ModelS
         raise checkpoint.CheckpointError(f"{path / 'config.json'}: {error}") from error
     if build is None:
         return DreamSource(path, config)
+    if config.quantization is not None:
+        raise ParameterError(
+            "quantization",
+            f"must not be given for model_type {model_type!r}, got {config.quantization!r}: models in plain torch are "
+            "not quantised",
+        )
     if config.tensor_parallel_size > 1:
         raise ParameterError(
             "tensor_parallel_size",
@@ -85,6 +91,13 @@ class DreamSource(ModelSource):
         self._path, self._options = path, config
         found = checkpoint.open_checkpoint(path)
         self.config = found.config
+        if found.int8 is not None:
+            _check_stored_int8(config, found)
+        dtype = checkpoint.with_dtype(found.config, config.dtype).dtype
+        is_int8 = found.int8 is not None or config.quantization is not None
+        if is_int8 and config.device == "npu" and dtype != "bfloat16":
+            param, value = ("model", "int8 weights") if config.quantization is None else ("quantization", "'w8a8'")
+            raise ParameterError(param, f"{value} on device npu needs dtype bfloat16, got {dtype}")
         _warn(found)
 
     @property
@@ -99,8 +112,24 @@ class DreamSource(ModelSource):
             dtype=options.dtype,
             device=options.device,
             shard=checkpoint.Shard(tp.rank, tp.size),
+            int8=options.int8_projections(),
         )
         return Dream(config, weights, ops, tp)
+
+
+def _check_stored_int8(config: EngineConfig, found: checkpoint.Checkpoint) -> None:
+    """Refuses settings that do not go with a checkpoint whose weights are int8 already.
+
+    Raises:
+        CheckpointError: an adapter cannot be merged into int8 weights.
+        ParameterError: the device or the graph mode cannot run int8 layers, or layers are excluded that are int8.
+    """
+    assert found.int8 is not None
+    config.check_int8("model", f"{found.path}, whose weights are int8,")
+    if config.quantization_exclude:
+        message = f"has no effect on {found.path}, whose weights are int8 already; quantise the float checkpoint anew"
+        raise ParameterError("quantization_exclude", message)
+    checkpoint.refuse_adapter(found, config.lora)
 
 
 class PlainSource(ModelSource):

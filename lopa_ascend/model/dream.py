@@ -1,7 +1,9 @@
 """Dream, a Qwen2-like decoder, written in fused ops. Dream-7B and DiffuCoder-7B have this architecture.
 
 The weights are ``embed``, ``layers.N.{attn_norm, qkv, o, mlp_norm, gate_up, down}``, ``norm``, and ``head``
-unless it is tied to ``embed``. ``qkv`` stacks q, k and v along the output rows, ``gate_up`` gate and up.
+unless it is tied to ``embed``. ``qkv`` stacks q, k and v along the output rows, ``gate_up`` gate and up. Any of the
+four linear layers of a layer may be int8; it then has a ``weight_scale`` of each output beside its ``weight``, and its
+activations are quantised when it runs.
 
 Under tensor parallelism a rank holds its heads of qkv, the matching columns of o, its part of the MLP, and its part of
 the vocabulary, padded to the same size on every rank. The ranks sum twice a layer, after o and after down, and once
@@ -22,7 +24,10 @@ from lopa_ascend.parallel.collectives import ALONE, Group
 from lopa_ascend.types import Traffic
 
 LINEAR = ("qkv.weight", "o.weight", "gate_up.weight", "down.weight", "head.weight")
-"""Endings of the names of weights that ``Ops.linear`` takes."""
+"""Endings of the names of weights that ``Ops.linear`` takes, or ``Ops.quant_linear`` where they are int8."""
+
+Rows = Tensor | tuple[Tensor, Tensor]
+"""Activations [T, in], or their int8 codes [T, in] and scales, float32 [T]."""
 
 
 class Dream:
@@ -61,29 +66,53 @@ class Dream:
 
     def forward(self, inputs: ForwardInputs, k_caches: Caches, v_caches: Caches) -> Tensor:
         """See ``Model.forward``."""
-        c, w, ops = self.config, self.weights, self.ops
+        c, ops = self.config, self.ops
         heads, kv_heads = self.num_heads, self.num_kv_heads
         cos, sin = (table.index_select(0, inputs.positions) for table in (self.cos, self.sin))
         cos, sin = torch.where(self._not_rotated, 1.0, cos), torch.where(self._not_rotated, 0.0, sin)
         residual = self._embed(inputs.tokens)
-        x = ops.rms_norm(residual, w["layers.0.attn_norm.weight"], c.rms_norm_eps)
+        x = self._norm(residual, "layers.0.attn_norm", reader="layers.0.qkv")
         for n in range(c.num_layers):
             p = f"layers.{n}."
-            qkv = ops.linear(x, w[p + "qkv.weight"], w.get(p + "qkv.bias"))
+            qkv = self._linear(x, p + "qkv")
             qkv = ops.rope(qkv.view(-1, heads + 2 * kv_heads, c.head_dim), cos, sin)
             q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
             ops.kv_write(k, v, k_caches[n], v_caches[n], inputs.slot_mapping, inputs.source)
-            x = ops.attention(q, k_caches[n], v_caches[n], inputs.entries)
+            attended = ops.attention(q, k_caches[n], v_caches[n], inputs.entries)
             # After the last attention no token depends on another: go on with the wanted rows.
             if n == c.num_layers - 1 and inputs.rows is not None:
-                x, residual = x[inputs.rows], residual[inputs.rows]
-            x = self.tp.all_reduce(ops.linear(x, w[p + "o.weight"]), "layers")
-            x, residual = ops.add_rms_norm(x, residual, w[p + "mlp_norm.weight"], c.rms_norm_eps)
-            x = ops.swiglu(ops.linear(x, w[p + "gate_up.weight"]))
-            x = self.tp.all_reduce(ops.linear(x, w[p + "down.weight"]), "layers")
-            following = "norm.weight" if n == c.num_layers - 1 else f"layers.{n + 1}.attn_norm.weight"
-            x, residual = ops.add_rms_norm(x, residual, w[following], c.rms_norm_eps)
-        return x
+                attended, residual = attended[inputs.rows], residual[inputs.rows]
+            out = self.tp.all_reduce(self._linear(attended, p + "o"), "layers")
+            x, residual = self._add_norm(out, residual, p + "mlp_norm", reader=p + "gate_up")
+            gated = ops.swiglu(self._linear(x, p + "gate_up"))
+            out = self.tp.all_reduce(self._linear(gated, p + "down"), "layers")
+            if n < c.num_layers - 1:
+                x, residual = self._add_norm(out, residual, f"layers.{n + 1}.attn_norm", reader=f"layers.{n + 1}.qkv")
+        return ops.add_rms_norm(out, residual, self.weights["norm.weight"], c.rms_norm_eps)[0]
+
+    def _norm(self, x: Tensor, norm: str, reader: str) -> Rows:
+        """A norm of x, as the linear layer ``reader`` takes it."""
+        weight, eps = self.weights[norm + ".weight"], self.config.rms_norm_eps
+        is_int8 = reader + ".weight_scale" in self.weights
+        return self.ops.rms_norm_quant(x, weight, eps) if is_int8 else self.ops.rms_norm(x, weight, eps)
+
+    def _add_norm(self, x: Tensor, residual: Tensor, norm: str, reader: str) -> tuple[Rows, Tensor]:
+        """A norm of x + residual, as the linear layer ``reader`` takes it, and x + residual."""
+        weight, eps = self.weights[norm + ".weight"], self.config.rms_norm_eps
+        if reader + ".weight_scale" not in self.weights:
+            return self.ops.add_rms_norm(x, residual, weight, eps)
+        codes, scale, total = self.ops.add_rms_norm_quant(x, residual, weight, eps)
+        return (codes, scale), total
+
+    def _linear(self, x: Rows, name: str) -> Tensor:
+        """A linear layer of this rank; if it is int8, with activations that were quantised before or are here."""
+        weight, bias = self.weights[name + ".weight"], self.weights.get(name + ".bias")
+        weight_scale = self.weights.get(name + ".weight_scale")
+        if weight_scale is None:
+            assert isinstance(x, Tensor)
+            return self.ops.linear(x, weight, bias)
+        codes, scale = self.ops.quantize(x) if isinstance(x, Tensor) else x
+        return self.ops.quant_linear(codes, scale, weight, weight_scale, bias, self.head.dtype)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """[T] -> [T, hidden]."""

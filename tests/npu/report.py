@@ -8,7 +8,7 @@ collectives reach nobody. KV lengths are inputs, as in the graphs that the engin
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,12 +65,16 @@ class Variant:
     tp_size: int = 1
     is_plain: bool = False
     """Written in plain torch, and fused."""
+    is_int8: bool = False
+    """In W8A8."""
 
 
 def variants() -> dict[str, Variant]:
     return {
         "bf16": Variant(UnfilledOps()),
         "bf16_tp4": Variant(UnfilledOps(), tp_size=4),
+        "w8a8": Variant(UnfilledOps(), is_int8=True),
+        "w8a8_tp4": Variant(UnfilledOps(), tp_size=4, is_int8=True),
         "plain_fused": Variant(UnfilledOps(), is_plain=True),
         "unfused": Variant(PlainOps()),
     }
@@ -100,6 +104,16 @@ def share(config: ModelConfig, size: int) -> ModelConfig:
     )
 
 
+def int8_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of the layers as int8, and their scales, with whatever is in memory."""
+    found: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        if name.startswith("layers.") and weight.dim() == 2:
+            found[name] = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+            found[f"{name}_scale"] = torch.empty(weight.shape[0], device=weight.device)
+    return found
+
+
 class Sample:
     """A model of ``num_layers`` of Dream-7B with its whole vocabulary, caches and scores."""
 
@@ -110,7 +124,9 @@ class Sample:
         if variant.is_plain:
             self.model = plain_dream(config, variant.ops)
         else:
-            self.model = Dream(config, dream_weights(own, torch.bfloat16, filled=False), variant.ops, group)
+            weights = dream_weights(own, torch.bfloat16, filled=False)
+            weights |= int8_weights(weights) if variant.is_int8 else {}
+            self.model = Dream(config, weights, variant.ops, group)
         first = self.model.first_token_id
         ids = range(first, first + self.model.local_vocab_size)
         self.score = GreedyScore(ids, MASK, NUM_TOKENS, group, variant.ops.device)

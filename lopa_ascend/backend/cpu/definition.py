@@ -53,6 +53,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return (product if bias is None else product + bias.float()).to(x.dtype)
 
 
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, in] as int8 and a scale for each row, float32 [T]: the largest magnitude of the row / 127."""
+    wide = x.float()
+    scale = wide.abs().amax(-1) / 127
+    divisor = scale.masked_fill(scale == 0, 1)[:, None]
+    return (wide / divisor).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def quant_linear(
+    codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """codes [T, in] times the transpose of weight [out, in], both int8, summed in int32; times both scales, plus bias
+    [out] -> [T, out]."""
+    product = (codes.int() @ weight.int().T).float() * weight_scale * scale[:, None]
+    return (product if bias is None else product + bias.float()).to(dtype)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [T, hidden] divided by its root mean square and multiplied by weight [hidden]."""
     return _normed(x, weight, eps).to(x.dtype)
@@ -66,10 +83,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def rms_norm_quant(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm as int8 [T, hidden] and a scale for each row, float32 [T]. The norm is not rounded before."""
-    normed = _normed(x, weight, eps)
-    scale = normed.abs().amax(-1) / 127
-    divisor = scale.masked_fill(scale == 0, 1)[:, None]
-    return (normed / divisor).round().clamp(-127, 127).to(torch.int8), scale
+    return quantize(_normed(x, weight, eps))
 
 
 def add_rms_norm_quant(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from lopa_ascend.backend.base import Entries
 from lopa_ascend.backend.cpu import compiled
 from lopa_ascend.backend.cpu.attention import plan_attention, planned_attention
+from lopa_ascend.backend.cpu.int8 import Int8Products
 from lopa_ascend.backend.cpu.products import Products
 
 
@@ -39,6 +40,14 @@ def emulated_dtypes() -> frozenset[torch.dtype]:
     return frozenset({torch.float16} if has_bfloat16 else {torch.float16, torch.bfloat16})
 
 
+def quantize_float32_(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``quantize`` for x in float32, which is overwritten."""
+    scale = x.abs().amax(-1) / 127
+    quotient = x.div_(scale.masked_fill(scale == 0, 1)[..., None])
+    # With a scale too small for full precision, a quotient may lie beyond 127.
+    return quotient.round_().clamp_(-127, 127).to(torch.int8), scale
+
+
 class CpuOps:
     """``Ops`` on a CPU."""
 
@@ -47,6 +56,7 @@ class CpuOps:
         self.gathered_bytes = 0
         self.device = torch.device("cpu")
         self._products = Products(emulated_dtypes(), F.linear)
+        self._int8_products = Int8Products()
         self._number = compiled.register(self)
 
     def stored(self, weight: Tensor) -> Tensor:
@@ -56,7 +66,27 @@ class CpuOps:
         return self._products(x, weight, bias)
 
     def settle(self, weights: Iterable[Tensor]) -> str:
-        return self._products.settle(weights)
+        matrices = list(weights)
+        found = self._products.settle(weight for weight in matrices if weight.is_floating_point())
+        found_int8 = self._int8_products.settle(weight for weight in matrices if weight.dtype == torch.int8)
+        return f"{found}; {found_int8}" if found_int8 else found
+
+    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        # a copy also where x is float32, since the next function overwrites its argument
+        return quantize_float32_(x.to(torch.float32, copy=True))
+
+    def quant_linear(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        # Each operation rounds once, as in `rope`.
+        out = self._int8_products(codes, weight).mul_(weight_scale).mul_(scale[:, None])
+        return (out if bias is None else out.add_(bias.float())).to(dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
@@ -66,11 +96,7 @@ class CpuOps:
         return self.rms_norm(total, weight, eps), total
 
     def rms_norm_quant(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        normed = self.rms_norm(x.float(), weight.float(), eps)
-        scale = normed.abs().amax(-1) / 127
-        quotient = normed.div_(scale.masked_fill(scale == 0, 1)[..., None])
-        # With a scale too small for full precision, a quotient may lie beyond 127.
-        return quotient.round_().clamp_(-127, 127).to(torch.int8), scale
+        return quantize_float32_(self.rms_norm(x.float(), weight.float(), eps))
 
     def add_rms_norm_quant(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float

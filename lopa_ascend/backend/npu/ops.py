@@ -58,6 +58,25 @@ class NpuOps:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
+    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """For x in float16 or bfloat16."""
+        codes, scale = npu.npu_dynamic_quant(x)
+        return codes, scale
+
+    def quant_linear(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        product: Tensor = npu.npu_quant_matmul(
+            codes, weight, weight_scale, pertoken_scale=scale, bias=bias, output_dtype=dtype
+        )
+        return product
+
     def settle(self, weights: Iterable[Tensor]) -> str:
         return "whether rows are independent is not known of NPUs"
 

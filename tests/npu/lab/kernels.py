@@ -17,6 +17,8 @@ from tests.npu.lab.constraints import require
 
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (*HALVES, torch.float32)
+BFLOAT16 = 15
+"""The number by which schemas name torch.bfloat16."""
 _library = torch.library.Library("npu", "IMPL")
 
 
@@ -179,3 +181,32 @@ def add_rms_norm_dynamic_quant(
     total = (x1.float() + x2.float()).to(x1.dtype)
     codes, scale = _coded(_normed(total.float(), gamma.float(), epsilon)[0])
     return codes, codes.new_empty(0), total, scale, scale.new_empty(0)
+
+
+@kernel("npu_quant_matmul")
+def quant_matmul(
+    x1: Tensor,
+    x2: Tensor,
+    scale: Tensor,
+    *,
+    pertoken_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    output_dtype: int | None = None,
+    **others: Any,
+) -> Tensor:
+    name = "npu_quant_matmul"
+    require(not any(given for given in others.values()), f"{name}: the laboratory knows symmetric int8 alone")
+    require(x1.dtype == x2.dtype == torch.int8 and x1.dim() == x2.dim() == 2, f"{name}: two int8 matrices")
+    require(x1.shape[1] == x2.shape[0], f"{name}: x1 is [M, K] and x2 [K, N]")
+    require(max(x1.shape[1], x2.shape[1]) <= 65535, f"{name}: last dimensions of at most 65535")
+    require(output_dtype == BFLOAT16, f"{name}: the laboratory knows results in bfloat16 alone")
+    require(scale.dtype in (torch.float32, torch.bfloat16), f"{name}: scale is float32 or bfloat16")
+    require(scale.shape == x2.shape[1:], f"{name}: a scale for each output")
+    require(pertoken_scale is not None and pertoken_scale.dtype == torch.float32, f"{name}: float32 scales of tokens")
+    assert pertoken_scale is not None
+    require(pertoken_scale.shape == x1.shape[:1], f"{name}: a scale for each row of x1")
+    allowed = (torch.int32, torch.bfloat16, torch.float32)
+    require(bias is None or (bias.dtype in allowed and bias.shape == scale.shape), f"{name}: bias is [N]")
+    require(bias is None or bias.dtype != torch.int32, f"{name}: the laboratory adds a float bias alone")
+    product = (x1.double() @ x2.double()).float() * scale.float() * pertoken_scale[:, None]
+    return (product if bias is None else product + bias.float()).bfloat16()

@@ -1,0 +1,141 @@
+"""Products of int8 activations with int8 weights, in exact integers.
+
+Integer sums do not depend on their order, so every way to compute them gives the same bits, and no row depends on the
+rows around it. Which way is fast depends on the processor: ``torch._int_mm`` uses the int8 instructions of x86 (VNNI,
+AMX) where there are any, and is a plain loop elsewhere. The other way, which is fast everywhere, multiplies in float32:
+up to ``EXACT_TERMS`` products of int8 numbers add up to less than 2^24, so float32 holds every partial sum exactly.
+Both are tried at start, and weights of each shape are multiplied in the faster way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+EXACT_TERMS = 1024
+"""Products whose sum float32 holds exactly in any order: 1024 * 127 * 128 < 2^24, and no activation is -128."""
+PIECE_ROWS = 1024
+"""Rows of a weight that are converted to float32 at a time, so that they stay in the cache."""
+TRIAL_ROWS = 64
+"""Rows of activations in a trial."""
+TRIAL_REPEATS = 2
+"""Timed calls in a trial, the fastest of which counts."""
+
+Multiply = Callable[[Tensor, Tensor], Tensor]
+"""int8 activations [T, in] and an int8 weight [out, in] to their product, float32 [T, out]: the integers, each rounded
+once to float32."""
+
+
+def multiply_int8(codes: Tensor, weight: Tensor) -> Tensor:
+    """The product by ``torch._int_mm``."""
+    return torch._int_mm(codes, weight.t()).float()
+
+
+def multiply_float32(codes: Tensor, weight: Tensor) -> Tensor:
+    """The product by float32 products of at most ``EXACT_TERMS`` terms, which are added as integers."""
+    wide = codes.float()
+    if weight.shape[1] <= EXACT_TERMS:
+        out = wide.new_empty(codes.shape[0], weight.shape[0])
+        for first in range(0, weight.shape[0], PIECE_ROWS):
+            rows = slice(first, first + PIECE_ROWS)
+            out[:, rows] = F.linear(wide, weight[rows].float())
+        return out
+    total = wide.new_zeros(codes.shape[0], weight.shape[0], dtype=torch.int32)
+    for first in range(0, weight.shape[0], PIECE_ROWS):
+        rows = slice(first, first + PIECE_ROWS)
+        for begin in range(0, weight.shape[1], EXACT_TERMS):
+            terms = slice(begin, begin + EXACT_TERMS)
+            total[:, rows] += F.linear(wide[:, terms], weight[rows, terms].float()).int()
+    return total.float()
+
+
+WAYS: Mapping[str, Multiply] = {"int8": multiply_int8, "float32": multiply_float32}
+"""The ways to multiply, by what the report calls them."""
+
+
+class Int8Products:
+    """The int8 linear layers of one process.
+
+    Args:
+        ways: the ways to multiply, by name.
+    """
+
+    def __init__(self, ways: Mapping[str, Multiply] = WAYS):
+        self._ways = ways
+        self._chosen: dict[torch.Size, str] = {}
+        """By shape of the weight, the name of the way to multiply."""
+
+    def settle(self, weights: Iterable[Tensor]) -> str:
+        """Tries all ways for int8 weights [out, in], and chooses the fastest exact one for each shape.
+
+        Returns:
+            How the weights are multiplied, in words; empty if there are none.
+
+        Raises:
+            RuntimeError: no way gives the exact product.
+        """
+        for weight in weights:
+            if weight.shape not in self._chosen:
+                self._chosen[weight.shape] = self._fastest(weight.shape)
+        counts = Counter(self._chosen.values())
+        if not counts:
+            return ""
+        shares = " and ".join(f"{counts[name]} by {name} products" for name in sorted(counts))
+        return f"int8 weights are multiplied exactly, {shares} (by shape)"
+
+    def __call__(self, codes: Tensor, weight: Tensor) -> Tensor:
+        """int8 codes [T, in] times the transpose of an int8 weight [out, in] -> float32 [T, out]."""
+        return self._ways[self._chosen.get(weight.shape, "float32")](codes, weight)
+
+    def _fastest(self, shape: torch.Size) -> str:
+        """The name of the way that is fastest for a weight of this shape, among those that are exact."""
+        codes, weight = trial_numbers(shape)
+        exact = multiply_float64(codes, weight)
+        seconds: dict[str, float] = {}
+        for name, multiply in self._ways.items():
+            try:
+                is_exact = torch.equal(multiply(codes, weight), exact)
+            except (RuntimeError, NotImplementedError):  # torch has no such kernel for this processor
+                continue
+            if is_exact:
+                seconds[name] = min(duration(multiply, codes, weight) for _ in range(TRIAL_REPEATS))
+        if not seconds:
+            raise RuntimeError(f"no way to multiply int8 weights {list(shape)} gives the exact product")
+        return min(seconds, key=lambda name: seconds[name])
+
+
+def trial_numbers(shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """Activations and a weight for a trial: random ones of the whole range, and rows of activations with the signs of
+    rows of the weight, so that sums become as large as they can.
+
+    Args:
+        shape: [out, in] of the weights that the trial is for.
+
+    Returns:
+        int8 [TRIAL_ROWS, in], and int8 [out or PIECE_ROWS, in].
+    """
+    generator = torch.Generator().manual_seed(0)
+    num_outputs, num_inputs = min(shape[0], PIECE_ROWS), shape[1]
+    weight = torch.randint(-128, 128, (num_outputs, num_inputs), generator=generator, dtype=torch.int8)
+    codes = torch.randint(-127, 128, (TRIAL_ROWS, num_inputs), generator=generator, dtype=torch.int8)
+    signs = torch.where(weight[: TRIAL_ROWS // 2] < 0, -127, 127).to(torch.int8)
+    codes[: len(signs)] = signs
+    codes[TRIAL_ROWS // 2] = 127
+    return codes, weight
+
+
+def multiply_float64(codes: Tensor, weight: Tensor) -> Tensor:
+    """The exact product, float32 [T, out]: float64 holds every sum of int8 products that fits into memory."""
+    return (codes.double() @ weight.double().T).float()
+
+
+def duration(multiply: Multiply, codes: Tensor, weight: Tensor) -> float:
+    """Seconds of one product."""
+    start = time.perf_counter()
+    multiply(codes, weight)
+    return time.perf_counter() - start

@@ -1,0 +1,228 @@
+"""Which linear layers of a checkpoint are int8, as its files describe it: compressed-tensors or ModelSlim.
+
+compressed-tensors describes its layers in the field ``quantization_config`` of config.json, ModelSlim each tensor in a
+file of its own. Both store int8 weights with a scale for each output. Scales of the activations, which a checkpoint may
+have (static quantisation), are not used: activations are quantised token by token when they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import regex
+
+from lopa_ascend.checkpoint.files import CheckpointError
+from lopa_ascend.config.files import read_json_object, shown
+
+CONFIG_FIELD = "quantization_config"
+"""The field of config.json that describes int8 layers in the format compressed-tensors."""
+COMPRESSED_TENSORS = "compressed-tensors"
+"""The name of the format in that field."""
+DESCRIPTION = "quant_model_description.json"
+"""The file that describes each tensor in the format ModelSlim."""
+MODELSLIM = "ModelSlim"
+PACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Linear layers that run as one, and so must agree."""
+_MODELSLIM_KINDS: Mapping[str, Kind | None] = {"FLOAT": None, "W8A8_DYNAMIC": "dynamic", "W8A8": "static"}
+_MODELSLIM_CACHES = ("kv_quant_type", "kv_cache_type", "fa_quant_type", "reduce_quant_type")
+"""Fields that say how something else than linear layers is quantised."""
+_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+_TENSOR = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
+_MATCH_SECONDS = 0.1
+"""Seconds for one comparison of a regular expression with a name. It takes microseconds."""
+
+Kind = Literal["dynamic", "static"]
+"""Whether the checkpoint has the scales of activations: "static" if it has."""
+
+
+@dataclass(frozen=True)
+class Int8Description:
+    """What a checkpoint says of its int8 layers."""
+
+    source: Path
+    """The file that says it."""
+    format: str
+    """COMPRESSED_TENSORS or MODELSLIM."""
+    kinds: Mapping[str, Kind]
+    """By name of the linear layer, in layer order. The other layers are float."""
+    tensors: frozenset[str] | None
+    """Names of all tensors that the checkpoint must hold; None where they are not listed."""
+
+    def static(self) -> list[str]:
+        """Names of the layers that come with scales of activations."""
+        return [module for module, kind in self.kinds.items() if kind == "static"]
+
+
+def describe_int8(path: Path, raw: Mapping[str, Any], linears: Iterable[str]) -> Int8Description | None:
+    """What the directory of a checkpoint says of int8 layers; None if nothing.
+
+    Args:
+        path: the directory.
+        raw: content of its config.json.
+        linears: names of the model's linear layers, without the head.
+
+    Raises:
+        CheckpointError: the description is malformed, asks for something else than W8A8, or layers that run as one
+            disagree.
+    """
+    is_compressed, is_modelslim = uses_compressed_tensors(raw), (path / DESCRIPTION).exists()
+    if is_compressed and is_modelslim:
+        raise CheckpointError(
+            f"{path / DESCRIPTION}: describes int8 layers, and so does {CONFIG_FIELD} in config.json; expected one"
+        )
+    modules = list(linears)
+    if is_compressed:
+        found = _CompressedTensors(path / "config.json", raw[CONFIG_FIELD]).describe(modules)
+    elif is_modelslim:
+        found = _describe_modelslim(path / DESCRIPTION, modules)
+    else:
+        return None
+    _check_packed(found, modules)
+    return found
+
+
+def uses_compressed_tensors(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json has int8 layers in the format compressed-tensors."""
+    value = raw.get(CONFIG_FIELD)
+    return isinstance(value, dict) and value.get("quant_method") == COMPRESSED_TENSORS
+
+
+def compressed_tensors_config(kept: Iterable[str]) -> dict[str, Any]:
+    """The field ``quantization_config`` of a checkpoint whose linear layers are int8.
+
+    Args:
+        kept: names of the linear layers that are not.
+    """
+    weights = {**_WEIGHTS, "dynamic": False, "group_size": None, "observer": "minmax"}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": _TOKEN, "output_activations": None}
+    return {
+        "quant_method": COMPRESSED_TENSORS,
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", *kept],
+        "kv_cache_scheme": None,
+    }
+
+
+def _check_packed(found: Int8Description, modules: Iterable[str]) -> None:
+    """Refuses layers that run as one and are not all float, or all int8 of one kind."""
+    for module in modules:
+        parent, _, name = module.rpartition(".")
+        for members in PACKED:
+            if name != members[0]:
+                continue
+            kinds = {f"{parent}.{member}": found.kinds.get(f"{parent}.{member}") for member in members}
+            if len({*kinds.values()}) > 1:
+                words = ", ".join(f"{member} is {kind or 'float'}" for member, kind in kinds.items())
+                raise CheckpointError(f"{found.source}: {words}, expected the same of all: they run as one layer")
+
+
+# ---- compressed-tensors ----------------------------------------------------------------------------------------------
+
+
+class _CompressedTensors:
+    """The field ``quantization_config`` of a config.json."""
+
+    def __init__(self, file: Path, values: Mapping[str, Any]):
+        self.file, self.values = file, values
+
+    def describe(self, modules: Iterable[str]) -> Int8Description:
+        """The description of these linear layers."""
+        self._expect(CONFIG_FIELD, self.values, {"format": "int-quantized"})
+        for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+            if self.values.get(name) not in (None, {}):
+                raise self._error(name, self.values[name], "none: it is not supported")
+        groups = self.values.get("config_groups")
+        if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+            raise self._error("config_groups", groups, "an object of objects")
+        kinds_by_group = {name: self._kind(name, group) for name, group in groups.items()}
+        ignored = self._names("ignore", self.values.get("ignore", []))
+        targets = {name: self._names(f"config_groups.{name}.targets", g.get("targets")) for name, g in groups.items()}
+        kinds: dict[str, Kind] = {}
+        for module in modules:
+            if self._matches(ignored, module):
+                continue
+            names = [name for name in groups if "Linear" in targets[name] or self._matches(targets[name], module)]
+            found = {kinds_by_group[name] for name in names}
+            if len(found) > 1:
+                raise CheckpointError(f"{self.file}: {module}: is in the groups {', '.join(names)}, expected one")
+            if found:
+                kinds[module] = found.pop()
+        return Int8Description(self.file, COMPRESSED_TENSORS, kinds, None)
+
+    def _kind(self, name: str, group: Mapping[str, Any]) -> Kind:
+        """Whether the activations of a group have scales. Refuses groups that are not W8A8."""
+        where = f"config_groups.{name}"
+        if group.get("output_activations") is not None:
+            raise self._error(f"{where}.output_activations", group["output_activations"], "none")
+        self._expect(f"{where}.weights", group.get("weights"), _WEIGHTS)
+        activations = group.get("input_activations")
+        is_static = isinstance(activations, dict) and activations.get("strategy") == "tensor"
+        self._expect(f"{where}.input_activations", activations, _TENSOR if is_static else _TOKEN)
+        return "static" if is_static else "dynamic"
+
+    def _expect(self, where: str, values: object, expected: Mapping[str, object]) -> None:
+        if not isinstance(values, dict):
+            raise self._error(where, values, "an object")
+        for field, value in expected.items():
+            if values.get(field) != value or type(values.get(field)) is not type(value):
+                raise self._error(f"{where}.{field}", values.get(field), f"{value!r}: only W8A8 is supported")
+
+    def _names(self, where: str, values: object) -> list[str]:
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+            raise self._error(where, values, "a list of names")
+        return values
+
+    def _matches(self, names: Iterable[str], module: str) -> bool:
+        """Whether one of the names is that of a layer, or a regular expression for its beginning (after "re:")."""
+        return any(self._is_match(name[3:], module) if name.startswith("re:") else name == module for name in names)
+
+    def _is_match(self, pattern: str, module: str) -> bool:
+        try:
+            return regex.match(pattern, module, timeout=_MATCH_SECONDS) is not None
+        except (regex.error, RecursionError, OverflowError, TimeoutError) as error:
+            reason = str(error) or "takes too long"
+            raise CheckpointError(f"{self.file}: {CONFIG_FIELD}: {shown(pattern)}: {reason}") from error
+
+    def _error(self, field: str, value: object, expected: str) -> CheckpointError:
+        name = field if field.startswith(CONFIG_FIELD) else f"{CONFIG_FIELD}.{field}"
+        return CheckpointError(f"{self.file}: {name} is {shown(value)}, expected {expected}")
+
+
+# ---- ModelSlim -------------------------------------------------------------------------------------------------------
+
+
+def _describe_modelslim(file: Path, modules: Iterable[str]) -> Int8Description:
+    """The description of these linear layers in the file of a ModelSlim checkpoint."""
+    values = read_json_object(file, CheckpointError)
+    for name in _MODELSLIM_CACHES:
+        if values.get(name):
+            raise CheckpointError(
+                f"{file}: {name} is {shown(values[name])}, expected none: only linear layers are int8"
+            )
+    types = {name: value for name, value in values.items() if "." in name}  # the other fields are about all of them
+    linears = list(modules)
+    kinds: dict[str, Kind] = {}
+    for name, value in types.items():
+        if not isinstance(value, str) or value not in _MODELSLIM_KINDS:
+            choices = ", ".join(_MODELSLIM_KINDS)
+            raise CheckpointError(f"{file}: tensor {name}: is {shown(value)}, expected one of {choices}")
+    for module in linears:
+        value = types.get(f"{module}.weight")
+        if value is None:
+            raise CheckpointError(f"{file}: tensor {module}.weight: is not described")
+        kind = _MODELSLIM_KINDS[value]
+        if kind is not None:
+            kinds[module] = kind
+    for name, value in types.items():
+        module, _, member = name.rpartition(".")
+        kind = _MODELSLIM_KINDS[value]
+        if kind != kinds.get(module) and not (member == "bias" and kind is None):
+            expected = types.get(f"{module}.weight", "FLOAT") if module in kinds or module in linears else "FLOAT"
+            raise CheckpointError(f"{file}: tensor {name}: is {value}, expected {expected}")
+    return Int8Description(file, MODELSLIM, kinds, frozenset(types))

@@ -1,0 +1,180 @@
+"""The tensors that a checkpoint stores beside its int8 weights: scales, offsets, and what static quantisation adds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lopa_ascend.checkpoint.files import ITEM_SIZES, CheckpointError, Header
+from lopa_ascend.checkpoint.int8_formats import COMPRESSED_TENSORS, Int8Description
+
+FLOATS = tuple(ITEM_SIZES)
+"""Names in a safetensors file of the dtypes that float tensors may have."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A tensor that belongs to an int8 layer."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    """The shapes that it may have."""
+    dtypes: tuple[str, ...]
+    """The dtypes that it may have, by their names in a safetensors file."""
+    required: bool = True
+
+
+def members_of(description: Int8Description, module: str, num_outputs: int) -> dict[str, Member]:
+    """The tensors that an int8 layer has beside its weight and bias, by the last part of their names."""
+    column, one = ((num_outputs, 1), (num_outputs,)), ((1,), ())
+    is_static = description.kinds[module] == "static"
+    if description.format == COMPRESSED_TENSORS:
+        members = {
+            "weight_scale": Member(column, FLOATS),
+            "weight_zero_point": Member(column, ("I8",), required=False),
+        }
+        if is_static:
+            members["input_scale"] = Member(one, FLOATS)
+            members["input_zero_point"] = Member(one, ("I8",), required=False)
+        return members
+    if not is_static:
+        return {"weight_scale": Member(column, FLOATS), "weight_offset": Member(column, FLOATS)}
+    return {
+        "weight_scale": Member(column, FLOATS, required=False),
+        "weight_offset": Member(column, FLOATS, required=False),
+        "input_scale": Member(one, FLOATS),
+        "input_offset": Member(one, ("I8", *FLOATS)),
+        "quant_bias": Member(((num_outputs,),), ("I32",)),
+        "deq_scale": Member(((num_outputs,),), ("F32", "I64")),
+    }
+
+
+def split_members(
+    description: Int8Description, shapes: Mapping[str, tuple[int, ...]], headers: dict[str, Header]
+) -> dict[str, dict[str, Header]]:
+    """Takes the members of int8 layers out of ``headers``, and checks them and the int8 weights.
+
+    Args:
+        description: which layers are int8.
+        shapes: of the model's tensors, by Hugging Face name.
+        headers: of all tensors of the checkpoint. Those of the model remain.
+
+    Returns:
+        By name of the layer: the members that are there, by the last part of their names.
+
+    Raises:
+        CheckpointError: a tensor is missing, or of another shape or dtype.
+    """
+    source = description.source
+    if description.tensors is not None:
+        for name, header in headers.items():
+            if name not in description.tensors:
+                raise CheckpointError(f"{header.file}: tensor {name}: is not described in {source.name}")
+        for name in sorted(description.tensors - headers.keys()):
+            raise CheckpointError(f"{source}: tensor {name}: is described, but missing in the weights")
+    found: dict[str, dict[str, Header]] = {}
+    for module in description.kinds:
+        weight = headers.get(f"{module}.weight")
+        if weight is not None and weight.dtype != "I8":
+            raise CheckpointError(f"{weight.file}: tensor {module}.weight: is {weight.dtype}, expected I8 by {source}")
+        found[module] = {}
+        for part, member in members_of(description, module, shapes[f"{module}.weight"][0]).items():
+            name = f"{module}.{part}"
+            if name in headers:
+                found[module][part] = headers.pop(name)
+                _check_member(name, found[module][part], member)
+            elif member.required:
+                expected = f"{list(member.shapes[0])} in {' or '.join(member.dtypes)}"
+                raise CheckpointError(f"{source}: tensor {name}: is missing, expected {expected}")
+    for name, header in headers.items():
+        if header.dtype not in FLOATS and name.removesuffix(".weight") not in description.kinds:
+            raise CheckpointError(
+                f"{header.file}: tensor {name}: is {header.dtype}, expected {' or '.join(FLOATS)} by {source}"
+            )
+    return found
+
+
+def _check_member(name: str, header: Header, member: Member) -> None:
+    if header.shape not in member.shapes:
+        expected = " or ".join(str(list(shape)) for shape in member.shapes)
+        raise CheckpointError(f"{header.file}: tensor {name}: has shape {list(header.shape)}, expected {expected}")
+    if header.dtype not in member.dtypes:
+        raise CheckpointError(f"{header.file}: tensor {name}: is {header.dtype}, expected {' or '.join(member.dtypes)}")
+
+
+class Int8Members:
+    """The members of one int8 layer, read and checked.
+
+    Args:
+        module: the layer's name.
+        tensors: the members by the last part of their names.
+        files: the file of each member, for messages.
+    """
+
+    def __init__(self, module: str, tensors: Mapping[str, Tensor], files: Mapping[str, Path]):
+        self._module, self._tensors, self._files = module, tensors, files
+
+    def weight_scale(self) -> Tensor:
+        """The scale of each output, float32 [out].
+
+        Raises:
+            CheckpointError: a scale is not a positive number, or an offset is not zero.
+        """
+        for part in ("weight_zero_point", "weight_offset"):
+            if part in self._tensors and bool((self._tensors[part] != 0).any()):
+                raise self._error(part, "is not zero everywhere, expected symmetric int8 weights")
+        for part in ("weight_scale", "input_scale"):
+            if part in self._tensors:
+                self._check_scale(part, self._tensors[part])
+        if "deq_scale" in self._tensors:
+            return self._static_scale()
+        return self._tensors["weight_scale"].flatten().float()
+
+    def check_quant_bias(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Compares the bias that static quantisation has folded into integers with the layer's own.
+
+        Args:
+            weight: int8 [out, in].
+            bias: [out]; None if the layer has none.
+
+        Raises:
+            CheckpointError: they differ by more than rounding.
+        """
+        if "quant_bias" not in self._tensors:
+            return
+        offset = float(self._tensors["input_offset"].reshape(()))
+        sums = weight.sum(1, dtype=torch.int64).double()
+        own = torch.zeros_like(sums) if bias is None else bias.double() / self._deq_scale().double()
+        difference = (self._tensors["quant_bias"].double() - (own - offset * sums)).abs()
+        # bfloat16 has rounded the bias to 8 bits and the scale to as many, if it is stored in it.
+        if bool((difference > 2 + own.abs() / 64).any()):
+            raise self._error("quant_bias", "does not agree with the layer's bias and input_offset")
+
+    def _static_scale(self) -> Tensor:
+        """The scale of each output, from that of its products; ``weight_scale`` must agree with it if it is there."""
+        deq_scale = self._deq_scale()
+        self._check_scale("deq_scale", deq_scale)
+        scale = deq_scale / self._tensors["input_scale"].float().reshape(())
+        stored = self._tensors.get("weight_scale")
+        if stored is None:
+            self._check_scale("deq_scale", scale)
+            return scale
+        if not torch.allclose(stored.flatten().float(), scale, rtol=2**-6):
+            raise self._error("deq_scale", "is not input_scale * weight_scale")
+        return stored.flatten().float()
+
+    def _deq_scale(self) -> Tensor:
+        """``deq_scale`` as float32 [out]; in int64 it is the bits of a float32."""
+        stored = self._tensors["deq_scale"]
+        return stored if stored.dtype == torch.float32 else stored.to(torch.int32).view(torch.float32)
+
+    def _check_scale(self, part: str, scale: Tensor) -> None:
+        wrong = scale.float()[~(torch.isfinite(scale.float()) & (scale.float() > 0))]
+        if wrong.numel():
+            raise self._error(part, f"holds {float(wrong.flatten()[0])}, expected positive finite numbers")
+
+    def _error(self, part: str, message: str) -> CheckpointError:
+        return CheckpointError(f"{self._files[part]}: tensor {self._module}.{part}: {message}")

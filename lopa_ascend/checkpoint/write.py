@@ -1,0 +1,102 @@
+"""Writes a checkpoint whose linear layers are int8, in the format compressed-tensors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lopa_ascend.checkpoint.files import CheckpointError
+from lopa_ascend.checkpoint.int8_formats import CONFIG_FIELD, compressed_tensors_config
+from lopa_ascend.checkpoint.lora import merge_adapter, open_adapter
+from lopa_ascend.checkpoint.quantize import quantized, weight_name
+from lopa_ascend.checkpoint.read import open_checkpoint
+from lopa_ascend.checkpoint.shard import whole_slices
+from lopa_ascend.checkpoint.values import check_finite, checked_copies
+from lopa_ascend.config.files import read_json_object
+
+MAX_FILE_BYTES = 2 << 30
+"""Bytes of tensors in a file, at most, unless a single tensor has more. They are in memory together."""
+_CONFIG = "config.json"
+
+
+def write_int8(
+    path: Path,
+    out: Path,
+    *,
+    int8: Collection[str],
+    lora: Path | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> Path:
+    """Quantises the checkpoint of a Dream and writes it, with its tokenizer, to another directory.
+
+    Args:
+        path: directory of the float checkpoint.
+        out: the directory to write, which must be missing or empty.
+        int8: the last parts of the names of the linear layers that are quantised, e.g. "q_proj".
+        lora: directory of a PEFT LoRA adapter that is merged before; None for no adapter.
+        max_file_bytes: see MAX_FILE_BYTES.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        CheckpointError: the checkpoint or the adapter cannot be loaded, or ``out`` is not empty.
+    """
+    checkpoint = open_checkpoint(path)
+    if checkpoint.int8 is not None:
+        raise CheckpointError(f"{path}: its weights are int8 already, by {checkpoint.int8.source}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out}: exists, expected a missing or empty directory")
+    slices = whole_slices(checkpoint.expected)
+    tensors = checkpoint.tensors()
+    if lora is not None:
+        tensors = merge_adapter(tensors, open_adapter(lora, checkpoint.config), slices)
+    tensors = checked_copies(tensors, checkpoint, slices)
+    modules = {module for module in checkpoint.expected.linears if module.rpartition(".")[2] in int8}
+    out.mkdir(parents=True, exist_ok=True)
+    files: dict[str, str] = {}
+    for number, part in enumerate(_parts(quantized(tensors, modules), max_file_bytes), 1):
+        file = f"model-{number:05}.safetensors"
+        for name, tensor in part.items():
+            source = weight_name(name)
+            check_finite(checkpoint.files[source], source, tensor)
+        save_file(_as_stored(part), str(out / file), metadata={"format": "pt"})
+        files |= dict.fromkeys(part, file)
+    _write_json(out / "model.safetensors.index.json", {"metadata": {}, "weight_map": files})
+    for file_path in sorted(path.iterdir()):
+        is_weights = ".safetensors" in file_path.name or file_path.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+        if file_path.is_file() and not is_weights and file_path.name != _CONFIG:
+            shutil.copyfile(file_path, out / file_path.name)
+    kept = [m for m in checkpoint.expected.linears if m not in modules and m != "lm_head"]
+    config = read_json_object(path / _CONFIG, CheckpointError)
+    # Last, so that a directory that was not finished is no checkpoint.
+    _write_json(out / _CONFIG, {**config, CONFIG_FIELD: compressed_tensors_config(kept)})
+    return out
+
+
+def _parts(tensors: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Tensors by name, as many together as ``max_bytes`` allow."""
+    part: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if part and sum(other.nbytes for other in part.values()) + tensor.nbytes > max_bytes:
+            yield part
+            part = {}
+        part[name] = tensor
+    if part:
+        yield part
+
+
+def _as_stored(part: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as the format has them: contiguous, and scales as columns."""
+    return {
+        name: (tensor[:, None] if weight_name(name) != name else tensor).contiguous() for name, tensor in part.items()
+    }
+
+
+def _write_json(file: Path, value: object) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

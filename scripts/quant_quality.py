@@ -1,0 +1,226 @@
+"""Measures what W8A8 costs: the error of every linear layer, and answers of the bundled model.
+
+    python -m scripts.quant_quality layers --plot layers.png             of the bundled model on its held-out problems
+    python -m scripts.quant_quality layers --model DIR --prompts FILE    of a float checkpoint, on a file of prompts
+    python -m scripts.quant_quality table                                exact answers and TPF, on 500 held-out problems
+
+"layers" decodes the prompts (lopa, k = 3) with float32 weights, and computes each linear layer in W8A8 as well, from
+the same inputs; so positions are masked as they are in use. Worst layers come first. Columns, as root mean squares over
+all outputs, divided by that of the layer's product in float32:
+
+  error          of the layer in W8A8
+  weights        with int8 weights and float activations
+  activations    with int8 activations and float weights
+  outlier        the largest activation of a token, divided by the root mean square of the token; the largest of all
+
+A prompt file has a prompt on each line, as text or as a JSON object with "prompt" or "question"; each becomes the first
+message of a conversation.
+
+"table" decodes in the number format of the checkpoint, or --dtype, and in W8A8, with and without down_proj.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from lopa_ascend.config import DecodingParams
+from lopa_ascend.config.help import HelpFormatter
+from lopa_ascend.demo import HELD_OUT
+from scripts.eval_demo import asked, decoding, evaluate, read
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lopa_ascend import LLM
+    from lopa_ascend.backend import Ops
+
+DEFAULT_LIMITS = {"layers": 8, "table": 500}
+"""Prompts or problems, by what is measured."""
+INT8: dict[str, dict[str, Any]] = {
+    "w8a8": {"quantization": "w8a8"},
+    "w8a8, down_proj float": {"quantization": "w8a8", "quantization_exclude": ["down_proj"]},
+}
+"""Options of the engine by row of the table, beside the float one."""
+
+
+@dataclass
+class LayerError:
+    """Sums of squares over all outputs of one linear layer."""
+
+    product: float = 0.0
+    both: float = 0.0
+    """Of the differences in W8A8; likewise with one of the two as int8."""
+    weights: float = 0.0
+    activations: float = 0.0
+    outlier: float = 0.0
+    """The largest activation of a token by the root mean square of the token."""
+
+    def relative(self) -> tuple[float, float, float]:
+        """The three errors, divided by the product, as root mean squares."""
+        parts = self.both, self.weights, self.activations
+        return cast(tuple[float, float, float], tuple(math.sqrt(part / self.product) for part in parts))
+
+
+class MeasuringOps:
+    """The ops of a model, whose linear layers are also computed in W8A8 and compared.
+
+    Args:
+        ops: the model's.
+        weights: its weights by name.
+    """
+
+    def __init__(self, ops: Ops, weights: dict[str, Tensor]):
+        from lopa_ascend.checkpoint import quantize_weight
+
+        self._ops = ops
+        names = [name for name in weights if name.startswith("layers.") and weights[name].dim() == 2]
+        self._names = {weights[name].data_ptr(): name.removesuffix(".weight") for name in names}
+        self._int8 = {name.removesuffix(".weight"): quantize_weight(weights[name]) for name in names}
+        self.errors = {name.removesuffix(".weight"): LayerError() for name in names}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        name = self._names.get(weight.data_ptr())
+        if name is not None and len(x):
+            self._compare(name, x, weight)
+        return self._ops.linear(x, weight, bias)
+
+    def _compare(self, name: str, x: Tensor, weight: Tensor) -> None:
+        import torch
+
+        error, (codes, scale) = self.errors[name], self._int8[name]
+        product = self._ops.linear(x, weight)
+        x_codes, x_scale = self._ops.quantize(x)
+        both = self._ops.quant_linear(x_codes, x_scale, codes, scale, None, torch.float32)
+        error.product += squares(product)
+        error.both += squares(both - product)
+        error.weights += squares(self._ops.linear(x, codes * scale[:, None]) - product)
+        error.activations += squares(self._ops.linear(x_codes * x_scale[:, None], weight) - product)
+        outliers = x.abs().amax(1) / x.square().mean(1).sqrt().clamp_min(1e-30)
+        error.outlier = max(error.outlier, float(outliers.max()))
+
+
+def squares(x: Tensor) -> float:
+    """The sum of squares of all elements."""
+    return float(x.double().square().sum())
+
+
+def read_prompts(file: Path, limit: int) -> list[str]:
+    """The first prompts of a file.
+
+    Raises:
+        ValueError: a line is JSON, and has neither "prompt" nor "question".
+    """
+    prompts = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if line.startswith("{"):
+            row = json.loads(line)
+            text = row.get("prompt", row.get("question"))
+            if not isinstance(text, str):
+                raise ValueError(f'{file}: line {number}: expected "prompt" or "question"')
+            prompts.append(text)
+        elif line.strip():
+            prompts.append(line)
+    if not prompts:
+        raise ValueError(f"{file}: holds no prompts")
+    return prompts[:limit]
+
+
+def measure_layers(llm: LLM, prompts: list[str], params: DecodingParams) -> dict[str, LayerError]:
+    """The error of every linear layer while a model answers prompts; by name, worst first.
+
+    Raises:
+        ValueError: the model is not a Dream with float weights.
+    """
+    model: Any = llm.engine.runner.model
+    if any(name.endswith(".weight_scale") for name in model.weights) or "layers.0.qkv.weight" not in model.weights:
+        raise ValueError("expected a Dream with float weights, to compare int8 ones with")
+    measuring = MeasuringOps(model.ops, dict(model.weights))
+    model.ops = measuring
+    try:
+        llm.chat([asked(prompt) for prompt in prompts], params)
+    finally:
+        model.ops = measuring._ops
+    return dict(sorted(measuring.errors.items(), key=lambda item: -item[1].relative()[0]))
+
+
+def print_layers(errors: dict[str, LayerError]) -> None:
+    """Prints the errors as a table."""
+    print(f"{'layer':24s} {'error':>8s} {'weights':>8s} {'activations':>12s} {'outlier':>8s}")
+    for name, error in errors.items():
+        both, weights, activations = error.relative()
+        print(f"{name:24s} {both:8.3%} {weights:8.3%} {activations:12.3%} {error.outlier:8.1f}")
+
+
+def draw(errors: dict[str, LayerError], file: Path) -> None:
+    """Draws the error of each kind of linear layer by the number of the layer."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4))
+    for kind in ("qkv", "o", "gate_up", "down"):
+        points = sorted(
+            (int(name.split(".")[1]), e.relative()[0]) for name, e in errors.items() if name.endswith(f".{kind}")
+        )
+        axes.plot([number for number, _ in points], [100 * error for _, error in points], marker="o", label=kind)
+    axes.set(xlabel="layer", ylabel="error of the output in W8A8, %")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+
+
+def table(model: str | None, limit: int, dtype: str) -> None:
+    """Prints exact answers and TPF with float weights and in W8A8."""
+    from lopa_ascend import LLM
+
+    problems = read(limit)
+    print(f"| weights, {limit} problems | d2f: exact | TPF | lopa, k = 3: exact | TPF |\n|---|---|---|---|---|")
+    for name, options in {dtype: {}, **INT8}.items():
+        llm = LLM(model, dtype=dtype, **options)
+        row = []
+        for num_branches in (0, 3):
+            outcome = evaluate(llm, problems, decoding(num_branches, 0.9), quiet=False)
+            row += [f"{outcome.accuracy:.1%}", f"{outcome.tpf:.2f}"]
+        label = llm.engine.dtype if not options else name
+        print(f"| {label} | {' | '.join(row)} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("what", choices=DEFAULT_LIMITS, help="what to measure")
+    parser.add_argument("--model", metavar="DIR", help="a float checkpoint (default: the bundled model)")
+    parser.add_argument("--lora", metavar="DIR", help="with layers: an adapter to merge")
+    parser.add_argument("--prompts", type=Path, default=HELD_OUT, metavar="FILE", help="with layers: a file of prompts")
+    parser.add_argument("--limit", type=int, metavar="N", help="prompts or problems (default: 8 for layers, 500)")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="with layers (default: 128)")
+    parser.add_argument("--dtype", default="bfloat16", help="with table, of the float weights (default: bfloat16)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="with layers: also write a picture")
+    args = parser.parse_args()
+    limit = args.limit or DEFAULT_LIMITS[args.what]
+    try:
+        if args.what == "table":
+            table(args.model, limit, args.dtype)
+            return
+        from lopa_ascend import LLM  # imports torch, which takes seconds
+
+        prompts = read_prompts(args.prompts, limit)
+        llm = LLM(args.model, lora=args.lora, dtype="float32")
+        errors = measure_layers(llm, prompts, DecodingParams(num_branches=3, max_new_tokens=args.max_new_tokens))
+        print_layers(errors)
+        if args.plot:
+            draw(errors, args.plot)
+    except (ValueError, OSError) as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()
