@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +63,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--task", default=DEFAULT_TASK, choices=tuple(TASKS), help=f"of lines without one (default: {DEFAULT_TASK})"
     )
-    parser.add_argument("--limit", type=_number(1), metavar="N", help="the first N problems (default: all)")
+    parser.add_argument("--limit", type=number_from(1), metavar="N", help="the first N problems (default: all)")
     parser.add_argument(
-        "--runs", type=_number(1), default=3, metavar="N", help="repetitions; medians are shown (default: 3)"
+        "--runs", type=number_from(1), default=3, metavar="N", help="repetitions; medians are shown (default: 3)"
     )
     parser.add_argument(
-        "--warmup", type=_number(0), default=2, metavar="N", help="unmeasured answers before each setting (default: 2)"
+        "--warmup",
+        type=number_from(0),
+        default=2,
+        metavar="N",
+        help="unmeasured answers before each setting (default: 2)",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("build/benchmark"), metavar="DIR", help="(default: build/benchmark)"
@@ -79,7 +83,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prompt", choices=tuple(prompt_formats()), help=f"format of prompts (default: the preset's, or {CHAT.name})"
     )
-    parser.add_argument("--examples", type=_number(0), metavar="N", help="in a prompt (default: the preset's, or 0)")
+    parser.add_argument(
+        "--examples", type=number_from(0), metavar="N", help="in a prompt (default: the preset's, or 0)"
+    )
     parser.add_argument(
         "--examples-from", type=Path, metavar="DIR", help="folder with TASK.examples.jsonl (default: the project's own)"
     )
@@ -95,7 +101,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _number(least: int) -> Any:
+def number_from(least: int) -> Callable[[str], int]:
+    """Reads whole numbers from a least one on, for argparse."""
+
     def parse(text: str) -> int:
         if not text.isascii() or not text.isdigit() or int(text) < least:
             raise argparse.ArgumentTypeError(f"must be a whole number from {least} on, got {text!r}")

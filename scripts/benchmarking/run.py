@@ -68,7 +68,7 @@ def run(llm: LLM, maker: PromptMaker, plan: Plan, file: SampleFile, *, quiet: bo
                     for _ in llm.stream(text, setting.params):
                         pass
             task, problem = plan.problems[index]
-            output, times = _decode(llm, prompts[index], _seeded(setting.params, repetition, index))
+            output, times = decode(llm, prompts[index], _seeded(setting.params, repetition, index))
             scores = task.score(problem, task.cut(output.text or "", at_stop=plan.cut))
             sample = Sample(
                 setting=setting.key,
@@ -109,7 +109,7 @@ def _seeded(params: DecodingParams, repetition: int, index: int) -> DecodingPara
     return replace(params, seed=seed)
 
 
-def _decode(llm: LLM, prompt: str, params: DecodingParams) -> tuple[GenerationOutput, dict[str, Any]]:
+def decode(llm: LLM, prompt: str | Sequence[int], params: DecodingParams) -> tuple[GenerationOutput, dict[str, Any]]:
     """Decodes one prompt; returns the output, and the fields of ``Sample`` that are measured on the way."""
     parts = PartTimes(clock=time.perf_counter)
     llm.engine.runner.set_probe(parts)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lopa_ascend.config import ParameterError
+from scripts import evaluate
 from scripts.evaluation import latex, sandbox, scoring
 from scripts.evaluation.files import DATA, TaskFileError, check_runnable, read_examples, read_problems
 from scripts.evaluation.prompts import CHAT, PLAIN, PromptMaker, find_format
@@ -247,3 +248,23 @@ def test_formats_that_a_model_cannot_make_are_refused():
 def test_mbpp_and_math_have_their_usual_examples():
     assert [e["task_id"] if "task_id" in e else e["text"][:30] for e in read_examples(TASKS["mbpp"], None, 3)]
     assert "Find the domain" in read_examples(TASKS["minerva_math"], None, 4)[0]["problem"]
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_without_lm_eval_the_command_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        evaluate.main(["gsm8k", "--limit", "1"])
+    assert "this command needs lm-eval, which is not installed: pip install -e '.[eval]'" in capsys.readouterr().err
+
+
+def test_a_broken_task_file_is_refused_before_anything_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "mbpp.jsonl").write_text('{"text": "", "code": ""}\n')
+    with pytest.raises(SystemExit):
+        evaluate.main(["mbpp", "--data", str(tmp_path), "--model", str(tmp_path / "absent")])
+    assert 'mbpp.jsonl, line 1: has no "test_list"' in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        evaluate.main(["gsm9k"])
+    assert "unknown task 'gsm9k'; choose from problems, gsm8k" in capsys.readouterr().err
