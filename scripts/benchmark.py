@@ -28,15 +28,14 @@ from lopa_ascend.config import ConfigError, EngineConfig, ParameterError
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.config.presets import LIST, find_preset, presets_text
 from lopa_ascend.demo import HELD_OUT
-from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values, option
-from scripts.benchmarking.machine import describe_machine, describe_model
+from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values, graph_settings, option
+from scripts.benchmarking.machine import describe_benchmark
 from scripts.benchmarking.report import markdown, results, write_csv
 from scripts.benchmarking.run import Plan, run
 from scripts.benchmarking.samples import SampleFile
 from scripts.benchmarking.settings import FIGURES, Setting, one_setting, swept
 from scripts.evaluation.files import (
     DEFAULT_TASK,
-    TaskFile,
     TaskFileError,
     check_runnable,
     read_examples,
@@ -142,11 +141,13 @@ def benchmark(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     examples = {name: read_examples(task, args.examples_from, counts[name]) for name, task in used.items()}
     settings = _settings(args, given)
     # Answers to equal prompts must not become faster with the runs.
-    engine = {"enable_prefix_caching": False, "seed": 0, **field_values(given, ENGINE_FLAGS)}
+    widest = max((setting.params for setting in settings), key=lambda params: params.lookaheads)
+    fixed = {"enable_prefix_caching": False, "seed": 0, **graph_settings(widest)}
+    engine = {**fixed, **field_values(given, ENGINE_FLAGS)}
     config = EngineConfig(**engine)
     name = args.prompt or (preset.prompts[0].name if preset else CHAT.name)
     check_runnable(used)
-    file = SampleFile(args.out, _header(args, tasks, config, name, counts))
+    file = SampleFile(args.out, describe_benchmark(config, tasks, args.limit, name, counts))
     plan = Plan(
         settings=settings,
         problems=problems,
@@ -178,23 +179,6 @@ def _settings(args: argparse.Namespace, given: Mapping[str, Any]) -> list[Settin
 
 def _num_examples(args: argparse.Namespace, of_preset: Mapping[str, int], task: str) -> int:
     return args.examples if args.examples is not None else of_preset.get(task, 0)
-
-
-def _header(
-    args: argparse.Namespace, tasks: TaskFile, config: EngineConfig, prompt: str, counts: Mapping[str, int]
-) -> dict[str, Any]:
-    """What must be the same in all runs of one folder."""
-    return {
-        **describe_model(config.model, config.lora),
-        "problems": {"file": tasks.path.name, "sha256": tasks.digest, "limit": args.limit},
-        "prompt": prompt,
-        "examples": dict(counts),
-        "engine": {
-            name: getattr(config, name)
-            for name in ("device", "dtype", "mode", "threads", "tensor_parallel_size", "branch_parallel_size", "seed")
-        },
-        "machine": describe_machine(),
-    }
 
 
 def _write(args: argparse.Namespace, settings: list[Setting], file: SampleFile, num_problems: int) -> None:

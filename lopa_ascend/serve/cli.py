@@ -25,11 +25,11 @@ from lopa_ascend.serve.flags import (
     DECODING_FLAGS,
     ENGINE_FLAGS,
     FLAGS,
-    GRAPH_DEFAULTS,
     SERVE_FLAGS,
     Flag,
     add_flags,
     field_values,
+    graph_settings,
     option,
 )
 
@@ -96,12 +96,8 @@ def _serve_config(given: Mapping[str, Any]) -> ServeConfig:
     if "preset" in given:
         decoding = find_preset(given["preset"]).merged(decoding)
     params = DecodingParams(**decoding)
-    # Graphs are compiled for what most requests will ask for, unless a flag says otherwise. A decoding that they cannot
-    # run leaves them to requests with another one.
-    graph_defaults = {setting: getattr(params, name) for setting, name in GRAPH_DEFAULTS.items()}
-    if not params.is_pipelined:
-        graph_defaults = {}
-    engine = EngineConfig(**{**graph_defaults, **field_values(given, ENGINE_FLAGS)})
+    # Graphs are compiled for what most requests will ask for, unless a flag says otherwise.
+    engine = EngineConfig(**{**graph_settings(params), **field_values(given, ENGINE_FLAGS)})
     if params.lookaheads > engine.max_num_branches:
         by_default = f" by preset {given['preset']}" if "preset" in given else " by default"
         by_default = "" if "num_branches" in given else by_default

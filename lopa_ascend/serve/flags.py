@@ -63,6 +63,12 @@ class Flag:
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
 
+def graph_settings(params: DecodingParams) -> dict[str, Any]:
+    """Settings of an engine whose graphs are compiled for requests with these parameters; none where no graph can run
+    their decoding, which leaves the graphs to requests with another one."""
+    return {setting: getattr(params, name) for setting, name in GRAPH_DEFAULTS.items()} if params.is_pipelined else {}
+
+
 def option(name: str) -> str:
     """How a flag is written on the command line."""
     return "--" + name.replace("_", "-")

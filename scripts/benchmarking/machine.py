@@ -6,16 +6,42 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lopa_ascend import __version__
+from lopa_ascend.config import EngineConfig
 from lopa_ascend.demo import DEMO_MODEL
+from scripts.evaluation.files import TaskFile
 
 PACKAGES = ("torch", "torch_npu", "transformers", "tokenizers")
+ENGINE_FIELDS = ("device", "dtype", "mode", "threads", "tensor_parallel_size", "branch_parallel_size", "seed")
 CHUNK = 1 << 24
 """Bytes of a weight file that are read for its digest, from its beginning and from its end: adapters and checkpoints
 differ there, and whole files of tens of gigabytes would take minutes."""
+
+
+def describe_benchmark(
+    config: EngineConfig, tasks: TaskFile, limit: int | None, prompt: str, num_examples: Mapping[str, int]
+) -> dict[str, Any]:
+    """What must be the same in all runs whose samples are in one folder.
+
+    Args:
+        config: of the engine.
+        tasks: the problems.
+        limit: how many of them are decoded; None: all.
+        prompt: name of the prompts' format.
+        num_examples: by task, examples in a prompt.
+    """
+    return {
+        **describe_model(config.model, config.lora),
+        "problems": {"file": tasks.path.name, "sha256": tasks.digest, "limit": limit},
+        "prompt": prompt,
+        "examples": dict(num_examples),
+        "engine": {name: getattr(config, name) for name in ENGINE_FIELDS},
+        "machine": describe_machine(),
+    }
 
 
 def describe_machine() -> dict[str, Any]:
