@@ -63,7 +63,8 @@ def sanitize(text: str, entry_point: str) -> str:  # noqa: C901
                 count = sum(1 for line in lines[i : j + 1] if line.strip())
                 if count > most:
                     best, most = snippet, count
-    imports, definitions = [], {}
+    imports: list[ast.stmt] = []
+    definitions: dict[str, ast.stmt] = {}
     for node in ast.parse(best).body:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             imports.append(node)
@@ -74,9 +75,10 @@ def sanitize(text: str, entry_point: str) -> str:  # noqa: C901
                 definitions[node.name] = node
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             definitions[node.targets[0].id] = node
-    calls = {}
+    calls: dict[str, set[str]] = {}
     for name, node in definitions.items():
-        used, stack = set(), [node]
+        used: set[str] = set()
+        stack: list[ast.AST] = [node]
         while stack:
             for child in ast.iter_child_nodes(stack.pop()):
                 if isinstance(child, ast.Name):
@@ -86,7 +88,8 @@ def sanitize(text: str, entry_point: str) -> str:  # noqa: C901
                 else:
                     stack.append(child)
         calls[name] = used
-    reached, waiting = set(), [entry_point]
+    reached: set[str] = set()
+    waiting = [entry_point]
     while waiting:
         name = waiting.pop(0)
         if name not in reached:

@@ -190,7 +190,7 @@ class LopaLM(TemplateLM):
                 context_len=1,
             )
             pairs = [(None, *make_disjoint_window(window)) for window in windows]
-            found.append(sum(value for value, _ in self._loglikelihood_tokens(pairs, disable_tqdm=True)))  # type: ignore[arg-type]
+            found.append(sum(value for value, _ in self._loglikelihood_tokens(pairs, disable_tqdm=True)))
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, found[-1])
         return found
 

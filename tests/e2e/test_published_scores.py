@@ -55,7 +55,7 @@ def texts_of(case: str) -> list[str]:
 @pytest.mark.parametrize("case", CASES)
 def test_numbers_score_as_in_the_published_scripts(case: str):
     task = TASKS["gsm8k"]
-    scores = []
+    scores: list[float] = []
     for answer in texts_of(case):
         numbers = re.findall(r"\d+", answer)
         for target in {f"work\n#### {number}" for number in [*numbers[:1], *numbers[-1:], "none"]}:
