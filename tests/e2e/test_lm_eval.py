@@ -119,10 +119,16 @@ def test_what_a_task_asks_for_is_taken_or_refused(llm: LLM):
         LopaLM(llm=llm, add_bos=True)
 
 
-def test_it_is_registered(lm):
-    from lm_eval.api.registry import get_model
+def test_lm_eval_finds_it_by_its_name():
+    import scripts.evaluation.lm
+    from scripts.evaluation.lm_tasks import lm_eval_task
 
-    assert get_model("lopa") is type(lm)
+    assert scripts.evaluation.lm.LopaLM
+    problem = read_problems(DATA / "gsm8k.jsonl", "gsm8k").problems[0][1]
+    task = lm_eval_task(TASKS["gsm8k"], [problem], [], find_format("plain"))
+    options = {"max_new_tokens": 32, "threads": 1, "batch_size": 2, "num_branches": 2}
+    results = lm_eval.simple_evaluate(model="lopa", model_args=options, tasks=[task], bootstrap_iters=0)
+    assert results["results"]["lopa_gsm8k"]["strict_match,none"] in (0, 1)
 
 
 def test_multiple_choice_is_scored_by_likelihood(lm):
