@@ -3,9 +3,12 @@
 import csv
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from lopa_ascend.backend.compiler import Eager
+from lopa_ascend.graph import setup
 from scripts import benchmark
 from scripts.benchmarking.samples import SAMPLES
 
@@ -75,3 +78,19 @@ def test_a_preset_brings_its_prompt_which_the_model_must_be_able_to_make(tmp_pat
     with pytest.raises(SystemExit):
         benchmark.main(arguments)
     assert "argument --prompt: dream-base begins with a BOS token" in capsys.readouterr().err
+
+
+def test_with_compiled_steps_the_hosts_work_and_padding_are_measured(tmp_path: Path):
+    """The step is one function here as it is with inductor, which takes minutes to compile it."""
+    arguments = ["--limit", "1", "--runs", "1", "--warmup", "1", "--max-new-tokens", "32", "--max-model-len", "256"]
+    arguments += ["--graph-mode", "inductor", "--graph-window-blocks", "2", "--max-num-seqs", "1", "--threads", "1"]
+    with mock.patch.object(setup, "load_compiler", return_value=Eager()):
+        benchmark.main([*arguments, "--out", str(tmp_path)])
+    (line,) = [json.loads(line) for line in (tmp_path / SAMPLES).read_text().splitlines()]
+    assert line["forward_seconds"] is None
+    assert 0 < line["host_seconds"] < line["seconds"]
+    assert 0 < line["padded_share"] < 1
+    with (tmp_path / "results.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert row["outside_share"] == ""
+    assert 0 < float(row["host_share"]) < 1
