@@ -123,7 +123,7 @@ def test_lm_eval_finds_it_by_its_name():
     import scripts.evaluation.lm
     from scripts.evaluation.lm_tasks import lm_eval_task
 
-    assert scripts.evaluation.lm.LopaLM
+    assert scripts.evaluation.lm.LopaLM.__name__ == "LopaLM"
     problem = read_problems(DATA / "gsm8k.jsonl", "gsm8k").problems[0][1]
     task = lm_eval_task(TASKS["gsm8k"], [problem], [], find_format("plain"))
     options = {"max_new_tokens": 32, "threads": 1, "batch_size": 2, "num_branches": 2}
