@@ -66,7 +66,12 @@ class Flag:
 def graph_settings(params: DecodingParams) -> dict[str, Any]:
     """Settings of an engine whose graphs are compiled for requests with these parameters; none where no graph can run
     their decoding, which leaves the graphs to requests with another one."""
-    return {setting: getattr(params, name) for setting, name in GRAPH_DEFAULTS.items()} if params.is_pipelined else {}
+    if not params.is_pipelined:
+        return {}
+    found = {setting: getattr(params, name) for setting, name in GRAPH_DEFAULTS.items()}
+    if params.is_auto:  # such requests run eagerly
+        del found["graph_num_branches"]
+    return found
 
 
 def option(name: str) -> str:
@@ -119,7 +124,7 @@ def _add_flag(arguments: argparse._ArgumentGroup, flag: Flag) -> None:
     if isinstance(kind, Boolean):
         arguments.add_argument(option(flag.name), action=argparse.BooleanOptionalAction, help=text)
     elif isinstance(kind, Choice):
-        arguments.add_argument(option(flag.name), choices=kind.choices, help=text)
+        arguments.add_argument(option(flag.name), choices=kind.known, help=text)
     else:
         arguments.add_argument(
             option(flag.name),
