@@ -221,7 +221,7 @@ def test_tables_have_a_row_for_each_setting_and_leave_unfinished_runs_out(tmp_pa
     write_csv(found, tmp_path / "results.csv")
     lines = (tmp_path / "results.csv").read_text().splitlines()
     assert len(lines) == 5
-    assert lines[0].startswith("setting,runs,answers,decoding,base,num_branches,")
+    assert lines[0].startswith("setting,runs,answers,decoding,")
     assert markdown(found).count("\n") == 6
     assert "| decoding=lopa num_branches=7 |" in markdown(found)
 
