@@ -75,6 +75,8 @@ class Preset:
     """Formats, one for each model that was evaluated."""
     postprocessing: str
     """What becomes of answers before they are scored."""
+    cuts_answers: bool
+    """Whether answers are cut at the stop strings of their task before that."""
     source: str
 
     def merged(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,6 +105,7 @@ def presets() -> Mapping[str, Preset]:
             tasks=fields["tasks"],
             prompts=tuple(formats[prompt] for prompt in fields["prompts"]),
             postprocessing=content["postprocessing"][fields["postprocessing"]],
+            cuts_answers=fields["postprocessing"] != "lm-eval-uncut",
             source=fields["source"],
         )
     return found

@@ -25,10 +25,11 @@ from lopa_ascend.serve.flags import (
     DECODING_FLAGS,
     ENGINE_FLAGS,
     FLAGS,
-    GRAPH_DEFAULTS,
     SERVE_FLAGS,
     Flag,
     add_flags,
+    field_values,
+    graph_settings,
     option,
 )
 
@@ -91,18 +92,12 @@ def _serve_config(given: Mapping[str, Any]) -> ServeConfig:
     Raises:
         ParameterError: a value is not allowed, or two values do not go together; ``param`` is the name of the flag.
     """
-    decoding = _fields(given, DECODING_FLAGS)
+    decoding = field_values(given, DECODING_FLAGS)
     if "preset" in given:
         decoding = find_preset(given["preset"]).merged(decoding)
     params = DecodingParams(**decoding)
-    # Graphs are compiled for what most requests will ask for, unless a flag says otherwise. A decoding that they cannot
-    # run leaves them to requests with another one.
-    graph_defaults = {setting: getattr(params, name) for setting, name in GRAPH_DEFAULTS.items()}
-    if not params.is_pipelined:
-        graph_defaults = {}
-    if params.is_auto:  # such requests run eagerly
-        graph_defaults.pop("graph_num_branches", None)
-    engine = EngineConfig(**{**graph_defaults, **_fields(given, ENGINE_FLAGS)})
+    # Graphs are compiled for what most requests will ask for, unless a flag says otherwise.
+    engine = EngineConfig(**{**graph_settings(params), **field_values(given, ENGINE_FLAGS)})
     if params.lookaheads > engine.max_num_branches:
         by_default = f" by preset {given['preset']}" if "preset" in given else " by default"
         by_default = "" if "num_branches" in given else by_default
@@ -112,16 +107,7 @@ def _serve_config(given: Mapping[str, Any]) -> ServeConfig:
         Rendezvous.from_environment().check_world_size(engine)
     _check_stream_blocks(given, engine)
     _check_secrets_and_tls(given)
-    return ServeConfig(engine=engine, decoding=decoding, **_fields(given, SERVE_FLAGS))
-
-
-def _fields(given: Mapping[str, Any], flags: Mapping[str, Flag]) -> dict[str, Any]:
-    """The given values of these flags, by names of fields."""
-    return {
-        flag.field: tuple(given[name]) if flag.setting.kind.many else given[name]
-        for name, flag in flags.items()
-        if name in given
-    }
+    return ServeConfig(engine=engine, decoding=decoding, **field_values(given, SERVE_FLAGS))
 
 
 def _check_stream_blocks(given: Mapping[str, Any], engine: EngineConfig) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -63,6 +63,17 @@ class Flag:
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
 
+def graph_settings(params: DecodingParams) -> dict[str, Any]:
+    """Settings of an engine whose graphs are compiled for requests with these parameters; none where no graph can run
+    their decoding, which leaves the graphs to requests with another one."""
+    if not params.is_pipelined:
+        return {}
+    found = {setting: getattr(params, name) for setting, name in GRAPH_DEFAULTS.items()}
+    if params.is_auto:  # such requests run eagerly
+        del found["graph_num_branches"]
+    return found
+
+
 def option(name: str) -> str:
     """How a flag is written on the command line."""
     return "--" + name.replace("_", "-")
@@ -84,13 +95,28 @@ DECODING_FLAGS = _flags(DecodingParams)
 FLAGS = {**ENGINE_FLAGS, **SERVE_FLAGS, **DECODING_FLAGS}
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds every flag, in groups. Flags that are not given get the value None."""
+def add_flags(parser: argparse.ArgumentParser, flags: Mapping[str, Flag] = FLAGS) -> None:
+    """Adds flags in groups. Flags that are not given get the value None."""
     for group in Group:
-        arguments = parser.add_argument_group(group.title, group.description)
-        for flag in FLAGS.values():
-            if flag.setting.group is group:
+        members = [flag for flag in flags.values() if flag.setting.group is group]
+        if members:
+            arguments = parser.add_argument_group(group.title, group.description)
+            for flag in members:
                 _add_flag(arguments, flag)
+
+
+def field_values(given: Mapping[str, Any], flags: Mapping[str, Flag]) -> dict[str, Any]:
+    """The given values of these flags, by names of fields.
+
+    Args:
+        given: values by names of flags, of these and of others.
+        flags: flags of one dataclass.
+    """
+    return {
+        flag.field: tuple(given[name]) if flag.setting.kind.many else given[name]
+        for name, flag in flags.items()
+        if name in given
+    }
 
 
 def _add_flag(arguments: argparse._ArgumentGroup, flag: Flag) -> None:

@@ -21,6 +21,11 @@ ROOT = Path(__file__).resolve().parents[2]
 """This checkout."""
 
 
+def num_npus(dev: Path = Path("/dev")) -> int:
+    """Dies that this machine, or this container, has."""
+    return sum(1 for entry in dev.glob("davinci*") if re.fullmatch(r"davinci\d+", entry.name))
+
+
 def check_devices(launch: Launch, dev: Path, visible: str | None) -> Iterator[Finding]:
     """Checks that the machine has the dies that the ranks of this node need.
 
@@ -31,7 +36,7 @@ def check_devices(launch: Launch, dev: Path, visible: str | None) -> Iterator[Fi
         dev: /dev.
         visible: the value of ASCEND_RT_VISIBLE_DEVICES; None if it is not set.
     """
-    num_present = sum(1 for entry in dev.glob("davinci*") if re.fullmatch(r"davinci\d+", entry.name))
+    num_present = num_npus(dev)
     num_needed = launch.local_ranks
     if not num_present:
         yield fail(f"devices: {dev} has no davinciN", "install the driver, or start the container with its devices")

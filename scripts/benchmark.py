@@ -1,0 +1,198 @@
+"""Measures how fast and how right a model answers the problems of a task file, one answer at a time.
+
+    python -m scripts.benchmark                                         the bundled model on its held-out problems
+    python -m scripts.benchmark FILE.jsonl --model DIR --preset S13     a model in the setting of a row of the paper
+    python -m scripts.benchmark --sweep num_branches=0,3,7 --sweep tau_conf=0.95,0.9,0.8 --out DIR
+    python -m scripts.benchmark --sweep figures --limit 100 --plots docs
+
+A task file has a JSON object on each line, with "question" and "answer" or what else its task needs; "task" names
+another task than --task. A file with a mistake is refused with the line's number before the model is loaded.
+
+The folder --out gets benchmark.json (what was measured, on which machine), samples.jsonl (an object for each answer,
+written when the answer is there), results.csv and results.md. The same command again goes on where it was interrupted.
+
+tokens/s are counted in two ways. "published" counts as the published code does: every position that was opened, also
+behind the end of the answer, by the time after the first forward pass. "user" counts what a user sees: the tokens of
+the answer by all the time from the prompt to its end. docs/evaluation.md says what else is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lopa_ascend.config import ConfigError, EngineConfig, ParameterError
+from lopa_ascend.config.help import HelpFormatter
+from lopa_ascend.config.presets import LIST, find_preset, presets_text
+from lopa_ascend.demo import HELD_OUT
+from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values, graph_settings, option
+from scripts.benchmarking.machine import describe_benchmark
+from scripts.benchmarking.report import markdown, results, write_csv
+from scripts.benchmarking.run import Plan, run
+from scripts.benchmarking.samples import SampleFile
+from scripts.benchmarking.settings import FIGURES, Setting, one_setting, swept
+from scripts.evaluation.files import (
+    DEFAULT_TASK,
+    TaskFileError,
+    check_runnable,
+    read_examples,
+    read_problems,
+)
+from scripts.evaluation.prompts import CHAT, PromptMaker, find_format, prompt_formats
+from scripts.evaluation.tasks import TASKS
+
+ANSWER = 192
+"""``max_new_tokens`` where nothing is said of it: what the bundled model's answers need."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.benchmark",
+        usage="%(prog)s [FILE] [--out DIR] [--sweep ...] [FLAGS]",
+        description=__doc__,
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "file", nargs="?", type=Path, default=HELD_OUT, metavar="FILE", help="task file (default: held-out problems)"
+    )
+    parser.add_argument(
+        "--task", default=DEFAULT_TASK, choices=tuple(TASKS), help=f"of lines without one (default: {DEFAULT_TASK})"
+    )
+    parser.add_argument("--limit", type=number_from(1), metavar="N", help="the first N problems (default: all)")
+    parser.add_argument(
+        "--runs", type=number_from(1), default=3, metavar="N", help="repetitions; medians are shown (default: 3)"
+    )
+    parser.add_argument(
+        "--warmup",
+        type=number_from(0),
+        default=2,
+        metavar="N",
+        help="unmeasured answers before each setting (default: 2)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/benchmark"), metavar="DIR", help="(default: build/benchmark)"
+    )
+    parser.add_argument(
+        "--preset", metavar="NAME", help='decoding, prompt and examples of a published evaluation; "list" prints all'
+    )
+    parser.add_argument(
+        "--prompt", choices=tuple(prompt_formats()), help=f"format of prompts (default: the preset's, or {CHAT.name})"
+    )
+    parser.add_argument(
+        "--examples", type=number_from(0), metavar="N", help="in a prompt (default: the preset's, or 0)"
+    )
+    parser.add_argument(
+        "--examples-from", type=Path, metavar="DIR", help="folder with TASK.examples.jsonl (default: the project's own)"
+    )
+    parser.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="NAME=V1,V2,...",
+        help=f"measure all values of a decoding parameter; several make a product; or {FIGURES}: what all plots need",
+    )
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="also draw the figures of a sweep")
+    add_flags(parser, {**ENGINE_FLAGS, **DECODING_FLAGS})
+    return parser
+
+
+def number_from(least: int) -> Callable[[str], int]:
+    """Reads whole numbers from a least one on, for argparse."""
+
+    def parse(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {least} on, got {text!r}")
+        return int(text)
+
+    return parse
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.preset == LIST:
+        sys.stdout.write(presets_text())
+        return
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    try:
+        benchmark(args, given)
+    except ParameterError as error:
+        parser.error(f"argument {option(error.param)}{str(error).removeprefix(error.param)}")
+    except (TaskFileError, ConfigError) as error:
+        parser.error(str(error))
+
+
+def benchmark(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
+    """Measures what the arguments ask for, and writes the results.
+
+    Args:
+        args: all arguments.
+        given: those that have a value.
+    """
+    tasks = read_problems(args.file, args.task)
+    problems = tasks.problems[: args.limit]
+    used = {task.name: task for task, _ in problems}
+    preset = find_preset(args.preset) if args.preset else None
+    counts = {name: _num_examples(args, preset.tasks if preset else {}, name) for name in used}
+    examples = {name: read_examples(task, args.examples_from, counts[name]) for name, task in used.items()}
+    settings = _settings(args, given)
+    # Answers to equal prompts must not become faster with the runs.
+    widest = max((setting.params for setting in settings), key=lambda params: params.lookaheads)
+    fixed = {"enable_prefix_caching": False, "seed": 0, **graph_settings(widest)}
+    engine = {**fixed, **field_values(given, ENGINE_FLAGS)}
+    config = EngineConfig(**engine)
+    name = args.prompt or (preset.prompts[0].name if preset else CHAT.name)
+    check_runnable(used)
+    file = SampleFile(args.out, describe_benchmark(config, tasks, args.limit, name, counts))
+    plan = Plan(
+        settings=settings,
+        problems=problems,
+        examples=examples,
+        runs=args.runs,
+        warmup=args.warmup,
+        cut=preset is None or preset.cuts_answers,
+    )
+    if plan.missing(file):
+        from lopa_ascend import LLM  # imports torch, which takes seconds
+
+        with LLM(**engine) as llm:
+            if llm.tokenizer is None:
+                raise ParameterError("model", "has no tokenizer files, and prompts are texts")
+            run(llm, PromptMaker(find_format(name), llm.tokenizer), plan, file)
+    _write(args, settings, file, len(problems))
+
+
+def _settings(args: argparse.Namespace, given: Mapping[str, Any]) -> list[Setting]:
+    decoding = field_values(given, DECODING_FLAGS)
+    if args.preset:
+        decoding = find_preset(args.preset).merged(decoding)
+    decoding = {"max_new_tokens": ANSWER, **decoding}
+    if args.sweep:
+        return swept(args.sweep, decoding)
+    setting = one_setting(decoding)
+    return [Setting(setting.params, args.preset)] if args.preset else [setting]
+
+
+def _num_examples(args: argparse.Namespace, of_preset: Mapping[str, int], task: str) -> int:
+    return args.examples if args.examples is not None else of_preset.get(task, 0)
+
+
+def _write(args: argparse.Namespace, settings: list[Setting], file: SampleFile, num_problems: int) -> None:
+    found = results(settings, file, num_problems)
+    table = markdown(found)
+    write_csv(found, args.out / "results.csv")
+    (args.out / "results.md").write_text(table, encoding="utf-8")
+    print(table)
+    if args.plots:
+        from scripts.benchmarking.draw import draw_all
+
+        for path in draw_all(found, args.plots):
+            print(f"drew {path}")
+
+
+if __name__ == "__main__":
+    main()

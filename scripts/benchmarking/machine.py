@@ -1,0 +1,92 @@
+"""What a benchmark ran on, and which weights it ran: recorded so that figures of two machines are never mixed."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lopa_ascend import __version__
+from lopa_ascend.config import EngineConfig
+from lopa_ascend.demo import DEMO_MODEL
+from scripts.evaluation.files import TaskFile
+
+PACKAGES = ("torch", "torch_npu", "transformers", "tokenizers")
+ENGINE_FIELDS = ("device", "dtype", "mode", "threads", "tensor_parallel_size", "branch_parallel_size", "seed")
+CHUNK = 1 << 24
+"""Bytes of a weight file that are read for its digest, from its beginning and from its end: adapters and checkpoints
+differ there, and whole files of tens of gigabytes would take minutes."""
+
+
+def describe_benchmark(
+    config: EngineConfig, tasks: TaskFile, limit: int | None, prompt: str, num_examples: Mapping[str, int]
+) -> dict[str, Any]:
+    """What must be the same in all runs whose samples are in one folder.
+
+    Args:
+        config: of the engine.
+        tasks: the problems.
+        limit: how many of them are decoded; None: all.
+        prompt: name of the prompts' format.
+        num_examples: by task, examples in a prompt.
+    """
+    return {
+        **describe_model(config.model, config.lora),
+        "problems": {"file": tasks.path.name, "sha256": tasks.digest, "limit": limit},
+        "prompt": prompt,
+        "examples": dict(num_examples),
+        "engine": {name: getattr(config, name) for name in ENGINE_FIELDS},
+        "machine": describe_machine(),
+    }
+
+
+def describe_machine() -> dict[str, Any]:
+    """The processor, the system and the versions of what runs on them."""
+    versions = {"python": platform.python_version(), "lopa_ascend": __version__}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "versions": versions,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model", "CPU part"))]
+    return names[0] if names else platform.machine()
+
+
+def describe_model(model: str | None, adapter: str | None) -> dict[str, Any]:
+    """The names of a model's and an adapter's directories, and a digest of each one's files."""
+    found: dict[str, Any] = {"model": "bundled" if model is None else Path(model).resolve().name}
+    found["model_digest"] = _digest(DEMO_MODEL if model is None else Path(model))
+    if adapter is not None:
+        found |= {"adapter": Path(adapter).resolve().name, "adapter_digest": _digest(Path(adapter))}
+    return found
+
+
+def _digest(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.glob("*") if path.suffix in (".json", ".safetensors", ".jinja")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(CHUNK))
+            if size > CHUNK:
+                file.seek(max(CHUNK, size - CHUNK))
+                digest.update(file.read(CHUNK))
+    return digest.hexdigest()[:16]

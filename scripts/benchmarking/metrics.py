@@ -1,0 +1,124 @@
+"""What the samples of a setting say together: tokens/s in two ways of counting, TPF, latency, score, AUP."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from scripts.benchmarking.samples import Sample
+
+TOP = 10
+"""Fastest answers whose mean is the paper's "Top-10 TPS"."""
+AUP_ALPHA = 3.0
+AUP_TOLERANCE = 5.0
+"""Points of accuracy below the slowest decoding's at which AUP stops counting."""
+METRICS = {
+    "published_avg_tps": "mean of the answers' published tokens/s, the paper's Avg TPS",
+    "published_max_tps": "the fastest answer's, the paper's Max TPS",
+    "published_top10_tps": "mean of the ten fastest answers', the paper's Top-10 TPS",
+    "published_tpf": "opened positions by forward passes plus one an answer, the paper's TPF for Dream",
+    "published_latency": "seconds of an answer after its first forward pass, mean",
+    "user_avg_tps": "mean of the answers' visible tokens by seconds",
+    "user_max_tps": "the fastest answer's",
+    "user_top10_tps": "mean of the ten fastest answers'",
+    "user_tps": "visible tokens of all answers by seconds of all",
+    "user_tpf": "visible tokens by forward passes, of all answers; the paper's TPF for DiffuCoder",
+    "user_latency": "seconds of an answer, mean",
+    "score": "percent of the answers that are right",
+    "outside_share": "share of the seconds outside forward passes and scores; empty with compiled steps",
+    "host_share": "with compiled steps: share of the seconds in which the host writes inputs and reads results",
+    "padded_share": "with compiled steps: share of the computed tokens that no branch needed",
+    "pages": "KV pages of a request, mean",
+    "model_tokens": "computed tokens of an answer, mean",
+}
+"""Metric -> what it is. Those that begin with "published" count as the published code does: a token is a position that
+was opened, also one behind the end of the answer, and time begins after the first forward pass. Those that begin with
+"user" count what a user sees: tokens of the answer, and all the time from the prompt to its end."""
+
+
+def published_tps(sample: Sample) -> float:
+    """Tokens/s of one answer as the published code counts; 0 where no time has passed after the first pass."""
+    seconds = sample.seconds - sample.first_seconds
+    return sample.opened_tokens / seconds if seconds > 0 else 0.0
+
+
+def user_tps(sample: Sample) -> float:
+    """Tokens/s of one answer as a user sees them."""
+    return sample.visible_tokens / sample.seconds
+
+
+def measure(samples: Sequence[Sample]) -> dict[str, float | None]:
+    """All metrics of one run of one setting."""
+    found: dict[str, float | None] = {}
+    for name, tps in (("published", published_tps), ("user", user_tps)):
+        fastest_first = sorted(map(tps, samples), reverse=True)
+        found[f"{name}_avg_tps"] = statistics.fmean(fastest_first)
+        found[f"{name}_max_tps"] = fastest_first[0]
+        found[f"{name}_top10_tps"] = statistics.fmean(fastest_first[:TOP])
+    seconds = sum(sample.seconds for sample in samples)
+    forwards = sum(sample.num_forwards for sample in samples)
+    found["published_tpf"] = sum(sample.opened_tokens for sample in samples) / (forwards + len(samples))
+    found["published_latency"] = statistics.fmean(sample.seconds - sample.first_seconds for sample in samples)
+    visible = sum(sample.visible_tokens for sample in samples)
+    found["user_tps"] = visible / seconds
+    found["user_tpf"] = visible / forwards if forwards else 0.0
+    found["user_latency"] = seconds / len(samples)
+    found["score"] = 100 * statistics.fmean(sample.score for sample in samples)
+    forward = _total(sample.forward_seconds for sample in samples)
+    host = _total(sample.host_seconds for sample in samples)
+    found["outside_share"] = None if forward is None else 1 - forward / seconds
+    found["host_share"] = None if host is None else host / seconds
+    padded = _total(sample.padded_share for sample in samples)
+    found["padded_share"] = None if padded is None else padded / len(samples)
+    found["pages"] = statistics.fmean(sample.pages for sample in samples)
+    found["model_tokens"] = statistics.fmean(sample.model_tokens for sample in samples)
+    return {name: found[name] for name in METRICS}
+
+
+def _total(values: Iterable[float | None]) -> float | None:
+    """The sum; None if any value is missing."""
+    found = list(values)
+    return None if None in found else sum(value for value in found if value is not None)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A metric over several runs."""
+
+    median: float
+    low: float
+    high: float
+
+
+def over_runs(runs: Sequence[Mapping[str, float | None]]) -> dict[str, Spread | None]:
+    """The median and the extremes of each metric over runs; None for a metric that a run does not have."""
+    found: dict[str, Spread | None] = {}
+    for name in METRICS:
+        values = [value for run in runs if (value := run[name]) is not None]
+        has_all = len(values) == len(runs)
+        found[name] = Spread(statistics.median(values), min(values), max(values)) if has_all else None
+    return found
+
+
+def accuracy_under_parallelism(points: Iterable[tuple[float, float]], best: float) -> float:
+    """AUP, d3LLM's score of a curve of (TPF, percent right): its weighted area.
+
+    With the points in the order of TPF, rho_1 y_1 + sum of (rho_i - rho_(i-1)) (y_i w(y_i) + y_(i-1) w(y_(i-1))) / 2,
+    where w(y) = min(exp(-3 (1 - y / best)), 1). Points more than 5 below the first do not count.
+
+    Args:
+        best: the highest accuracy that anything has on the task, in percent.
+    """
+    ordered = sorted(points)
+    first_tpf, first = ordered[0]
+    counted = [(tpf, score) for tpf, score in ordered if score >= first - AUP_TOLERANCE]
+
+    def weighted(score: float) -> float:
+        return score * min(math.exp(-AUP_ALPHA * (1 - score / best)), 1.0) if best else 0.0
+
+    area = first_tpf * first
+    for (tpf_before, before), (tpf, score) in zip(counted, counted[1:], strict=False):
+        area += (tpf - tpf_before) * (weighted(score) + weighted(before)) / 2
+    return area

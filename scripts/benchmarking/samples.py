@@ -1,0 +1,111 @@
+"""What is measured of one answer, and the file that keeps it so that an interrupted run goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lopa_ascend.config import ParameterError
+
+HEADER = "benchmark.json"
+SAMPLES = "samples.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One answer to one problem. Times are seconds by the clock on the wall."""
+
+    setting: str
+    """``Setting.key``."""
+    run: int
+    """Number of the repetition, from 0."""
+    index: int
+    """Number of the problem in its file, from 0."""
+    task: str
+    text: str
+    visible_tokens: int
+    """Tokens of the answer up to its end, as a reader gets them."""
+    opened_tokens: int
+    """Generated positions that were opened, with EOS and what follows it: what the published Dream code counts."""
+    num_forwards: int
+    model_tokens: int
+    seconds: float
+    """From the prompt's text to the whole answer's."""
+    first_seconds: float
+    """The part of ``seconds`` up to the end of the first forward pass."""
+    forward_seconds: float | None
+    """The part of ``seconds`` in forward passes and scores; None where steps are compiled, which cannot be divided."""
+    host_seconds: float | None
+    """With compiled steps: the part of ``seconds`` in which the host writes inputs and reads results."""
+    pages: int
+    """KV pages that the request held after its first forward pass."""
+    padded_share: float | None
+    """Share of computed tokens that no branch needed; None without compiled steps."""
+    filled: tuple[int, ...]
+    """Tokens that each forward pass filled, the winning branch's own one included."""
+    scores: dict[str, float]
+    metric: str
+    """The one of ``scores`` that counts."""
+
+    @property
+    def score(self) -> float:
+        return self.scores[self.metric]
+
+    @property
+    def identity(self) -> tuple[str, int, int]:
+        """What no two samples have in common."""
+        return self.setting, self.run, self.index
+
+
+class SampleFile:
+    """The samples of one benchmark, in a folder with a description of what was measured.
+
+    Each sample is on the disk before the next one begins. A last line that was cut off by an interruption is removed.
+
+    Raises:
+        ParameterError: the folder has a benchmark of something else; the message names what differs.
+    """
+
+    def __init__(self, folder: Path, header: Mapping[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._check_header(header)
+        self._path = folder / SAMPLES
+        self.samples: dict[tuple[str, int, int], Sample] = {}
+        content = self._path.read_bytes() if self._path.exists() else b""
+        whole, _, rest = content.rpartition(b"\n")
+        if rest:
+            os.truncate(self._path, len(content) - len(rest))
+        for line in whole.splitlines():
+            sample = _read_sample(json.loads(line))
+            self.samples[sample.identity] = sample
+
+    def _check_header(self, header: Mapping[str, Any]) -> None:
+        path = self.folder / HEADER
+        if not path.exists():
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
+            temporary.replace(path)
+            return
+        found = json.loads(path.read_text(encoding="utf-8"))
+        for name in {**found, **header}:
+            if found.get(name) != json.loads(json.dumps(header.get(name))):
+                message = f"{self.folder} holds a benchmark with another {name} ({found.get(name)}, and this one has "
+                raise ParameterError("out", f"{message}{header.get(name)}); choose another folder")
+
+    def add(self, sample: Sample) -> None:
+        """Keeps a sample."""
+        assert sample.identity not in self.samples
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(sample)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.samples[sample.identity] = sample
+
+
+def _read_sample(values: dict[str, Any]) -> Sample:
+    return Sample(**{**values, "filled": tuple(values["filled"])})

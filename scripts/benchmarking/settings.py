@@ -1,0 +1,113 @@
+"""The settings of a benchmark: decoding parameters with a name, and the grids of a sweep."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from lopa_ascend.config import DecodingParams, ParameterError
+from lopa_ascend.config.combinations import fitting_defaults
+
+FIGURES = "figures"
+"""What --sweep takes in place of parameters: the settings that all figures need."""
+BRANCHES = (0, 1, 2, 3, 5, 7, 10, 14)
+TAUS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+"""Thresholds of S1 to S6, for ``tau_act`` and ``tau_conf`` alike."""
+STRATEGIES: tuple[dict[str, Any], ...] = (
+    {"decoding": "vanilla"},
+    {"decoding": "parallel"},
+    {"decoding": "fast_dllm"},
+    {"decoding": "lopa", "base": "parallel"},
+    {"decoding": "d2f"},
+    {"decoding": "lopa", "branch_acceptance": "exact"},
+    {"decoding": "lopa", "branch_acceptance": "verified"},
+    {"decoding": "lopa"},
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to decode."""
+
+    params: DecodingParams
+    label: str
+    """What differs from the parameters that all settings have in common, for people."""
+
+    @property
+    def key(self) -> str:
+        """Names the parameters' values in files."""
+        text = json.dumps(asdict(self.params), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def one_setting(given: Mapping[str, Any]) -> Setting:
+    """The setting that has these parameters."""
+    return Setting(DecodingParams(**given), _label(given) or "defaults")
+
+
+def swept(axes: Sequence[str], given: Mapping[str, Any]) -> list[Setting]:
+    """All settings of a sweep, without repetitions.
+
+    Combinations that the decoding has no use for are left out, such as branches of "d2f".
+
+    Args:
+        axes: "NAME=VALUE,VALUE..." for decoding parameters, whose product is taken; or "figures".
+        given: the parameters that all settings have in common.
+
+    Raises:
+        ParameterError: an axis is malformed, its parameter is unknown, or a value is not allowed.
+    """
+    if FIGURES in axes:
+        if len(axes) > 1:
+            raise ParameterError("sweep", f'"{FIGURES}" stands alone, got {" ".join(axes)}')
+        changes = _for_figures()
+    else:
+        changes = [dict(pairs) for pairs in itertools.product(*map(_axis, axes))]
+    settings: dict[str, Setting] = {}
+    for change in changes:
+        # A common parameter that the decoding of a change cannot have gives way; an explicit one of the axes does not.
+        values = {**fitting_defaults(given, change), **change}
+        if change.get("num_branches") and values.get("decoding", "lopa") != "lopa":
+            continue
+        setting = Setting(DecodingParams(**values), _label(change))
+        settings.setdefault(setting.key, setting)
+    return list(settings.values())
+
+
+def _for_figures() -> list[dict[str, Any]]:
+    grid = [{"decoding": "lopa", "num_branches": k, "tau_act": tau, "tau_conf": tau} for k in (3, 7) for tau in TAUS]
+    plain = [{"decoding": "d2f", "tau_act": tau, "tau_conf": tau} for tau in TAUS]
+    branches = [{"decoding": "lopa", "num_branches": k} for k in BRANCHES if k]
+    windows = [{"decoding": "lopa", "num_branches": k, "window_attention": "full"} for k in (3, 7)]
+    return [*STRATEGIES, *branches, *windows, {"decoding": "d2f", "window_attention": "full"}, *plain, *grid]
+
+
+def _axis(text: str) -> list[tuple[str, Any]]:
+    name, separator, values = text.partition("=")
+    parameters = DecodingParams.parameters()
+    if not separator or not values:
+        raise ParameterError("sweep", f'must be "NAME=VALUE,VALUE..." or "{FIGURES}", got {text!r}')
+    if name not in parameters:
+        raise ParameterError("sweep", f"unknown parameter {name!r}; choose one of {', '.join(parameters)}")
+    try:
+        return [(name, parameters[name].kind.parse(value)) for value in values.split(",")]
+    except ValueError as error:
+        raise ParameterError("sweep", f"{name}: {error}") from error
+
+
+def _label(changes: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in changes.items())
+
+
+def shown_parameters(params: DecodingParams) -> dict[str, Any]:
+    """The parameters that have other values than by default."""
+    default = DecodingParams()
+    return {
+        field.name: getattr(params, field.name)
+        for field in fields(params)
+        if getattr(params, field.name) != getattr(default, field.name)
+    }

@@ -1,0 +1,217 @@
+"""Scores a model through lm-eval, in this process, with the prompts and the scoring of the published evaluations.
+
+    python -m scripts.evaluate --limit 10                                    GSM8K's form, the bundled model
+    python -m scripts.evaluate gsm8k minerva_math mbpp humaneval --model DIR --lora-path DIR --preset S13 --data DIR
+    python -m scripts.evaluate humaneval_plus --model DIR --preset diffucoder-humaneval-plus --data DIR
+    python -m scripts.evaluate lm_eval:arc_easy --model DIR                  any task of lm-eval itself
+
+--data is a folder with TASK.jsonl and TASK.examples.jsonl; the project's own holds ten problems of each task, which
+show that everything works and say nothing about a model. A file with a mistake is refused with the line's number before
+the model is loaded. Programs that the model writes run in a sandbox. docs/evaluation.md says more.
+
+Needs lm-eval: pip install -e '.[eval]'
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lopa_ascend.config import ConfigError, EngineConfig, ParameterError
+from lopa_ascend.config.help import HelpFormatter
+from lopa_ascend.config.presets import LIST, PromptFormat, find_preset, presets_text
+from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values, option
+from scripts.benchmark import number_from
+from scripts.benchmarking.machine import describe_machine, describe_model
+from scripts.evaluation.files import DATA, TaskFileError, check_runnable, read_examples, read_problems
+from scripts.evaluation.prompts import CHAT, find_format, prompt_formats
+from scripts.evaluation.tasks import TASKS, Problem, Task
+
+FOREIGN = "lm_eval:"
+"""In front of the names of lm-eval's own tasks."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One task with its problems."""
+
+    task: Task
+    problems: tuple[Problem, ...]
+    examples: tuple[Problem, ...]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.evaluate",
+        usage="%(prog)s [TASK ...] [--data DIR] [FLAGS]",
+        description=__doc__,
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    names = ", ".join(TASKS)
+    parser.add_argument(
+        "tasks", nargs="*", metavar="TASK", help=f"{names}, or {FOREIGN}NAME (default: the preset's, or gsm8k)"
+    )
+    parser.add_argument("--data", type=Path, default=DATA, metavar="DIR", help="(default: scripts/evaluation/data)")
+    parser.add_argument("--limit", type=number_from(1), metavar="N", help="the first N problems (default: all)")
+    parser.add_argument(
+        "--preset", metavar="NAME", help='decoding, prompt and examples of a published evaluation; "list" prints all'
+    )
+    parser.add_argument(
+        "--prompt", choices=tuple(prompt_formats()), help=f"format of prompts (default: the preset's, or {CHAT.name})"
+    )
+    parser.add_argument(
+        "--examples", type=number_from(0), metavar="N", help="in a prompt (default: the preset's, or 0)"
+    )
+    parser.add_argument(
+        "--batch-size", type=number_from(1), default=8, metavar="N", help="answers made together (default: 8)"
+    )
+    parser.add_argument(
+        "--mc-num", type=number_from(1), default=128, metavar="N", help="draws of a log-likelihood (default: 128)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file for scores and answers")
+    add_flags(parser, {**ENGINE_FLAGS, **DECODING_FLAGS})
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.preset == LIST:
+        sys.stdout.write(presets_text())
+        return
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    try:
+        evaluate(args, given)
+    except ParameterError as error:
+        parser.error(f"argument {option(error.param)}{str(error).removeprefix(error.param)}")
+    except (TaskFileError, ConfigError) as error:
+        parser.error(str(error))
+
+
+def evaluate(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
+    """Scores what the arguments ask for.
+
+    Args:
+        args: all arguments.
+        given: those that have a value.
+    """
+    preset = find_preset(args.preset) if args.preset else None
+    names = args.tasks or (list(preset.tasks) if preset else []) or ["gsm8k"]
+    counts = preset.tasks if preset else {}
+    jobs = [_job(args, name, counts) for name in names if not name.startswith(FOREIGN)]
+    foreign = [name.removeprefix(FOREIGN) for name in names if name.startswith(FOREIGN)]
+    prompt = find_format(args.prompt or (preset.prompts[0].name if preset else CHAT.name))
+    decoding = field_values(given, DECODING_FLAGS)
+    decoding = preset.merged(decoding) if preset else decoding
+    engine = field_values(given, ENGINE_FLAGS)
+    EngineConfig(**engine)
+    check_runnable([job.task for job in jobs])
+    _check_installed()
+    _check_foreign(foreign)
+    cut = preset is None or preset.cuts_answers
+    results = _simple_evaluate(args, jobs, foreign, prompt, {**engine, **decoding}, cut=cut)
+    _report(args, results, jobs, foreign, describe_model(engine.get("model"), engine.get("lora")))
+
+
+def _job(args: argparse.Namespace, name: str, counts: Mapping[str, int]) -> Job:
+    if name not in TASKS:
+        raise TaskFileError(f"unknown task {name!r}; choose from {', '.join(TASKS)}, or {FOREIGN}NAME")
+    task = TASKS[name]
+    problems = [problem for _, problem in read_problems(args.data / f"{name}.jsonl", name).problems]
+    count = args.examples if args.examples is not None else counts.get(name, 0)
+    return Job(task, tuple(problems[: args.limit]), tuple(read_examples(task, args.data, count)))
+
+
+def _check_installed() -> None:
+    if importlib.util.find_spec("lm_eval") is None:
+        raise TaskFileError("this command needs lm-eval, which is not installed: pip install -e '.[eval]'")
+
+
+def _check_foreign(names: list[str]) -> None:
+    if names:
+        from lm_eval.tasks import TaskManager
+
+        known = set(TaskManager().all_tasks)
+        for name in names:
+            if name not in known:
+                raise TaskFileError(f"lm-eval has no task {name!r}")
+
+
+def _simple_evaluate(
+    args: argparse.Namespace,
+    jobs: list[Job],
+    foreign: list[str],
+    prompt: PromptFormat,
+    options: Mapping[str, Any],
+    *,
+    cut: bool,
+) -> dict[str, Any]:
+    """Runs lm-eval.
+
+    Args:
+        args: all arguments.
+        jobs: tasks of ours.
+        foreign: names of lm-eval's own.
+        prompt: format of the prompts.
+        options: of the engine and of the decoding.
+        cut: answers are cut at stop strings.
+    """
+    from lm_eval import simple_evaluate
+
+    from scripts.evaluation.lm import LopaLM
+    from scripts.evaluation.lm_tasks import lm_eval_task
+
+    configs = [lm_eval_task(job.task, job.problems, job.examples, prompt, cut=cut) for job in jobs]
+    options = {**options}
+    lm = LopaLM(
+        options.pop("model", None),
+        add_bos=prompt.add_bos,
+        escape_until=not cut,
+        batch_size=args.batch_size,
+        mc_num=args.mc_num,
+        **options,
+    )
+    with lm.llm:
+        return simple_evaluate(
+            model=lm,
+            tasks=[*configs, *foreign],
+            limit=args.limit,
+            bootstrap_iters=0,
+            apply_chat_template=prompt.chat_template,
+            fewshot_as_multiturn=prompt.fewshot_as_multiturn,
+            system_instruction=prompt.system,
+        )
+
+
+def _report(
+    args: argparse.Namespace, results: Mapping[str, Any], jobs: list[Job], foreign: list[str], model: dict[str, Any]
+) -> None:
+    from scripts.evaluation.lm_tasks import scores_of
+
+    found = {job.task.name: scores_of(results, job.task) for job in jobs}
+    for job in jobs:
+        text = ", ".join(f"{name} {value:.1f}" for name, value in found[job.task.name].items())
+        print(f"{job.task.name}: {text} ({len(job.problems)} problems, {len(job.examples)} examples)")
+    for name in foreign:
+        print(f"{name}: {results['results'][name]}")
+    if args.out:
+        content = {
+            **model,
+            "machine": describe_machine(),
+            "scores": found,
+            "lm_eval": {name: results["results"][name] for name in foreign},
+            "samples": results["samples"],
+        }
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

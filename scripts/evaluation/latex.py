@@ -1,0 +1,104 @@
+"""Final answers in LaTeX: finds them in a text, brings them into one form, and says whether two are equal.
+
+As appendix D of Minerva (Lewkowycz et al. 2022) and lm-eval's minerva_math do.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+
+from lopa_ascend.text.time_limit import TookTooLongError, time_limit
+
+ANTLR = "antlr4-python3-runtime"
+TIMEOUT = 5.0
+"""Seconds that a comparison may take. sympy can take for ever."""
+NO_ANSWER = "[invalidanswer]"
+_SUBSTITUTIONS = (
+    ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text"), (",\\text{and}", ","),
+    ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
+)  # fmt: skip
+_REMOVED = (
+    "square", "ways", "integers", "dollars", "mph", "inches", "ft", "hours", "km", "units", "\\ldots", "sue", "points",
+    "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students",
+    "childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}",
+    "\\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', "\\dots",
+)  # fmt: skip
+_REWRITES = (
+    (r"(.*?)(\$)(.*?)(\$)(.*)", r"$\3$"),
+    (r"(\\text\{)(.*?)(\})", r"\2"),
+    (r"(\\textbf\{)(.*?)(\})", r"\2"),
+    (r"(\\overline\{)(.*?)(\})", r"\2"),
+    (r"(\\boxed\{)(.*)(\})", r"\2"),
+    (r"(frac)([^{])(.)", r"frac{\2}{\3}"),
+    (r"(sqrt)([^{])", r"sqrt{\2}"),
+)
+
+
+def missing_package() -> str | None:
+    """What has to be installed before answers can be compared; None if nothing."""
+    try:
+        version = importlib.metadata.version(ANTLR)
+    except importlib.metadata.PackageNotFoundError:
+        version = "none"
+    if version.startswith("4.11"):
+        return None
+    return f"minerva_math needs {ANTLR} 4.11, and {version} is installed: pip install -e '.[eval]'"
+
+
+def boxed(text: str) -> str:
+    """The content of the last \\boxed or \\fbox of a text; an empty text if there is none."""
+    if "\\boxed " in text:
+        return text.split("\\boxed ")[-1].split("$")[0]
+    begin = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
+    depth, start = 0, text.find("{", begin) + 1
+    for position in range(start - 1, len(text)) if begin >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return text[start:position]
+    return ""
+
+
+def final_answer(text: str) -> str:
+    """What stands behind "Final Answer: The final answer is" in a text."""
+    match = re.search(r"Final Answer: The final answer is(.*?). I hope it is correct.", text + "I hope it is correct.")
+    return match[1].strip() if match else NO_ANSWER
+
+
+def normalize(answer: str) -> str:
+    """The one form of an answer."""
+    answer = answer.split("=")[-1]
+    for before, after in _SUBSTITUTIONS:
+        answer = answer.replace(before, after)
+    for removed in _REMOVED:
+        answer = answer.replace(removed, "")
+    for pattern, replacement in _REWRITES:
+        answer = re.sub(pattern, replacement, answer)
+    answer = answer.replace("$", "")
+    return answer.replace(",", "") if answer.replace(",", "").isdigit() else answer
+
+
+def is_equivalent(answer: str, expected: str) -> bool:
+    """Whether two normalized answers are the same text, or the same for sympy.
+
+    Raises:
+        RuntimeError: the parser of LaTeX is not installed.
+    """
+    if (missing := missing_package()) is not None:
+        raise RuntimeError(missing)
+    if NO_ANSWER in (answer, expected):
+        return False
+    if answer == expected:
+        return bool(answer)
+    import sympy
+    from sympy.parsing.latex import parse_latex
+    from sympy.parsing.latex.errors import LaTeXParsingError
+
+    try:
+        with time_limit(TIMEOUT):
+            difference = parse_latex(answer) - parse_latex(expected)
+            return bool(sympy.simplify(difference) == 0)
+    # What sympy raises for what it cannot parse, subtract or simplify; and lists and sets, which it parses.
+    except (LaTeXParsingError, sympy.SympifyError, TypeError, ValueError, AttributeError, TookTooLongError,
+            ArithmeticError, NotImplementedError, RecursionError):  # fmt: skip
+        return False

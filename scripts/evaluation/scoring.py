@@ -1,0 +1,80 @@
+"""Scores answers as the published evaluations do: lm-eval's GSM8K, MATH and MBPP, Dream's HumanEval, evalplus."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from scripts.demo_problems import parse_result
+from scripts.evaluation import latex
+from scripts.evaluation.sandbox import passes
+from scripts.evaluation.sanitize import sanitize
+
+_STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
+_FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
+_IGNORED = tuple(map(re.compile, (",", r"\$", r"(?s).*#### ", r"\.$")))
+"""What lm-eval removes from both sides before it compares numbers."""
+NO_NUMBER = "[invalid]"
+
+
+def score_problem(problem: Mapping[str, Any], text: str) -> dict[str, float]:
+    """The bundled model's problems: the whole number behind the last "####"."""
+    expected = parse_result(problem["answer"])
+    return {"exact": float(expected is not None and parse_result(text) == expected)}
+
+
+def score_gsm8k(problem: Mapping[str, Any], text: str) -> dict[str, float]:
+    """The first number behind "####", and the last number of all."""
+    strict = _STRICT.findall(text)
+    flexible = _FLEXIBLE.findall(text)
+    found = {
+        "strict_match": strict[0].strip() if strict else NO_NUMBER,
+        "flexible_extract": next(filter(None, flexible[-1])).strip() if flexible else NO_NUMBER,
+    }
+    expected = _plain_number(problem["answer"])
+    return {name: float(_plain_number(number) == expected) for name, number in found.items()}
+
+
+def _plain_number(text: str) -> str:
+    for pattern in _IGNORED:
+        text = pattern.sub("", text)
+    return text.lower()
+
+
+def score_math(problem: Mapping[str, Any], text: str) -> dict[str, float]:
+    """Minerva's way: "Final Answer: The final answer is ... I hope it is correct.", and equality as sympy sees it."""
+    expected = latex.normalize(latex.boxed(problem["solution"]))
+    return {"exact_match": float(latex.is_equivalent(latex.normalize(latex.final_answer(text)), expected))}
+
+
+def score_mbpp(problem: Mapping[str, Any], text: str) -> dict[str, float]:
+    """The answer as it is, and the first three tests behind it."""
+    tests = "\n".join(problem["test_list"][:3])
+    return {"pass_at_1": float(passes(text, tests))}
+
+
+def score_humaneval(problem: Mapping[str, Any], text: str) -> dict[str, float]:
+    """Dream's way: what stands in the first Python fence, or the whole answer without one, behind the prompt."""
+    completion = text.split("```python\n", 1)[-1].split("```")[0]
+    program = sanitize(f"{problem['prompt']}\n{completion}", problem["entry_point"])
+    return {"pass_at_1": float(passes(program, _check(problem)))}
+
+
+def score_humaneval_plus(problem: Mapping[str, Any], text: str) -> dict[str, float]:
+    """DiffuCoder's way: the answer up to the closing fence, as evalplus sanitises it."""
+    program = sanitize(text.split("\n```")[0], problem["entry_point"])
+    return {"pass_at_1": float(passes(program, _check(problem)))}
+
+
+def _check(problem: Mapping[str, Any]) -> str:
+    return f"{problem['test']}\ncheck({problem['entry_point']})"
+
+
+def score_mbpp_plus(problem: Mapping[str, Any], text: str) -> dict[str, float]:
+    """DiffuCoder's way, with the function that the problem's first test calls."""
+    defined = [node.name for node in ast.parse(problem["code"]).body if isinstance(node, ast.FunctionDef)]
+    called = [name for name in defined if re.search(rf"\b{name}\(", problem["test_list"][0])]
+    program = sanitize(text.split("\n```")[0], called[-1] if called else None)
+    return {"pass_at_1": float(passes(program, problem["test"]))}

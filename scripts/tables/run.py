@@ -1,0 +1,192 @@
+"""Runs rows of a table, each resumable on its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lopa_ascend.config import DecodingParams, EngineConfig
+from lopa_ascend.serve.flags import graph_settings
+from scripts.benchmarking.machine import describe_benchmark
+from scripts.benchmarking.report import Result, results
+from scripts.benchmarking.run import Plan, run
+from scripts.benchmarking.samples import SampleFile
+from scripts.benchmarking.settings import Setting
+from scripts.checks.npu import num_npus
+from scripts.evaluation.files import TaskFile, TaskFileError, check_runnable, read_examples, read_problems
+from scripts.evaluation.prompts import CHAT, PromptMaker, find_format
+from scripts.evaluation.tasks import TASKS, Problem
+from scripts.tables.rows import Row
+
+if TYPE_CHECKING:
+    from lopa_ascend import LLM
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model directory and its adapter; None, None: the bundled model."""
+
+    model: str | None
+    adapter: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is the same for all rows. None: the row's own."""
+
+    data: Path
+    limit: int | None
+    runs: int
+    one_rank: bool
+    prompt: str | None
+    examples: int | None
+    max_new_tokens: int | None
+    engine: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowPlan:
+    """How a row runs, or why it does not."""
+
+    skipped: str = ""
+    """The reason; empty if the row runs."""
+    engine: Mapping[str, Any] | None = None
+    setting: Setting | None = None
+    tasks: TaskFile | None = None
+    examples: Sequence[Problem] = ()
+    prompt: str = ""
+
+
+@dataclass(frozen=True)
+class RowOutcome:
+    """What came of a row."""
+
+    result: Result
+    ran_on: str
+    """Model, device, number format and ranks, for people."""
+    skipped: str = ""
+
+
+class TableRun:
+    """Runs rows; closes the model that is loaded at the end of its ``with`` block.
+
+    Args:
+        out: gets a folder for each row.
+        options: what is the same for all rows.
+        checkpoints: by the paper's name of a model.
+    """
+
+    def __init__(self, out: Path, options: Options, checkpoints: Mapping[str, Checkpoint]) -> None:
+        self._out, self._options, self._checkpoints = out, options, checkpoints
+        self._loaded: tuple[dict[str, Any], LLM] | None = None
+
+    def __enter__(self) -> TableRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._unload()
+
+    def _unload(self) -> None:
+        if self._loaded is not None:
+            self._loaded[1].close()
+            self._loaded = None
+
+    def check(self, rows: Sequence[Row]) -> dict[Row, RowPlan]:
+        """How each row runs, by everything that can be known before a model is loaded.
+
+        Raises:
+            TaskFileError: a task file that a row needs cannot be used.
+            ParameterError: a decoding parameter is not allowed.
+        """
+        return {row: self._plan(row) for row in rows}
+
+    def _plan(self, row: Row) -> RowPlan:
+        options, task = self._options, TASKS[row.task]
+        checkpoint = self._checkpoints.get(row.model)
+        if checkpoint is None:
+            return RowPlan(skipped=f"no --checkpoint {row.model}=DIR")
+        launch = row.preset.launch
+        ranks = launch.tensor_parallel_size * launch.branch_parallel_size if row.is_distributed else 1
+        if not options.one_rank and ranks > (available := num_devices(options.engine.get("device", "cpu"))):
+            return RowPlan(skipped=f"needs {ranks} devices, and there are {available}; --one-rank runs it on one")
+        try:
+            check_runnable([task])
+        except TaskFileError as error:
+            return RowPlan(skipped=str(error))
+        is_bundled = checkpoint.model is None
+        count = options.examples
+        if count is None:
+            count = 0 if is_bundled else row.preset.tasks.get(row.task, 0)
+        decoding = row.preset.merged(row.options)
+        if options.max_new_tokens is not None:
+            decoding["max_new_tokens"] = options.max_new_tokens
+        params = DecodingParams(**decoding)
+        engine = {
+            "enable_prefix_caching": False,
+            "seed": 0,
+            "max_num_seqs": 1,
+            # Eager rows of one checkpoint share a loaded model, whatever their parameters are.
+            **({} if EngineConfig(**options.engine).mode == "eager" else graph_settings(params)),
+            **options.engine,
+            "model": checkpoint.model,
+            "lora": checkpoint.adapter,
+        }
+        if ranks > 1 and not options.one_rank:
+            engine["tensor_parallel_size"] = launch.tensor_parallel_size
+            engine["branch_parallel_size"] = launch.branch_parallel_size
+        return RowPlan(
+            engine=engine,
+            setting=Setting(params, row.name),
+            tasks=read_problems(options.data / f"{row.task}.jsonl", row.task),
+            examples=read_examples(task, options.data, count),
+            prompt=options.prompt or (CHAT.name if is_bundled else row.prompt),
+        )
+
+    def measure(self, row: Row, plan: RowPlan) -> RowOutcome:
+        """Measures what a row does not have yet."""
+        assert plan.engine is not None
+        assert plan.setting is not None
+        assert plan.tasks is not None
+        config = EngineConfig(**plan.engine)
+        problems = plan.tasks.problems[: self._options.limit]
+        counts = {row.task: len(plan.examples)}
+        header = describe_benchmark(config, plan.tasks, self._options.limit, plan.prompt, counts)
+        file = SampleFile(self._out / row.name, {**header, "setting": plan.setting.key})
+        work = Plan(
+            settings=[plan.setting],
+            problems=problems,
+            examples={row.task: plan.examples},
+            runs=self._options.runs,
+            warmup=1,
+            cut=row.preset.cuts_answers,
+        )
+        if work.missing(file):
+            llm = self._load(dict(plan.engine))
+            assert llm.tokenizer is not None
+            run(llm, PromptMaker(find_format(plan.prompt), llm.tokenizer), work, file)
+        (result,) = results([plan.setting], file, len(problems))
+        return RowOutcome(result, self._ran_on(config))
+
+    def _load(self, engine: dict[str, Any]) -> LLM:
+        """The model of these settings, in place of the one before it."""
+        if self._loaded is None or self._loaded[0] != engine:
+            from lopa_ascend import LLM  # imports torch, which takes seconds
+
+            self._unload()
+            self._loaded = engine, LLM(**engine)
+        return self._loaded[1]
+
+    def _ran_on(self, config: EngineConfig) -> str:
+        model = "bundled model" if config.model is None else Path(config.model).name
+        ranks = f"tp {config.tensor_parallel_size} x bp {config.branch_parallel_size}"
+        return f"{model}, {config.device}, {config.dtype}, {ranks}"
+
+
+def num_devices(device: str) -> int:
+    """How many ranks can run at the same time: a rank takes an NPU, or a core."""
+    if device == "cpu":
+        return os.cpu_count() or 1
+    return num_npus()

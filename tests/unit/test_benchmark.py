@@ -1,0 +1,242 @@
+"""The parts of the benchmark that need no model: task files, settings, samples, metrics and their tables."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lopa_ascend.config import DecodingParams, ParameterError
+from scripts.benchmarking.draw import by_branches, pareto_front
+from scripts.benchmarking.metrics import accuracy_under_parallelism, measure, over_runs
+from scripts.benchmarking.report import markdown, results, write_csv
+from scripts.benchmarking.run import Plan
+from scripts.benchmarking.samples import Sample, SampleFile
+from scripts.benchmarking.settings import Setting, one_setting, swept
+from scripts.evaluation.files import DATA, TaskFileError, read_examples, read_problems
+from scripts.evaluation.tasks import TASKS
+
+GOOD = '{"question": "1 + 1?", "answer": "#### 2"}'
+SAMPLE = Sample(
+    setting="a", run=0, index=0, task="problems", text="#### 2", visible_tokens=30, opened_tokens=64, num_forwards=7,
+    model_tokens=300, seconds=3.0, first_seconds=1.0, forward_seconds=2.4, host_seconds=None, pages=2,
+    padded_share=None, filled=(20, 10), scores={"exact": 1.0, "loose": 0.0}, metric="exact",
+)  # fmt: skip
+
+# ---- task files ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('{"question": "1 + 1?", "answer"', "line 3: is not valid JSON"),
+        ("[1]", "line 3: expected a JSON object, found list"),
+        ('{"question": "1 + 1?"}', 'line 3: has no "answer"; task problems needs question, answer'),
+        ('{"question": 1, "answer": "2"}', 'line 3: "question" is 1, expected a text'),
+        (
+            '{"task": "gsm9k", "question": "", "answer": ""}',
+            "line 3: unknown task 'gsm9k'; choose one of problems, gsm8k",
+        ),
+        ('{"task": ["gsm8k"], "question": "", "answer": ""}', "line 3: unknown task"),
+        ('{"task": "mbpp", "text": "", "code": "", "test_list": [1]}', 'line 3: "test_list" is [1], expected a list'),
+        ('{"question": "1", "question": "2", "answer": "3"}', "line 3: is not valid JSON"),
+    ],
+)
+def test_a_broken_line_is_refused_with_its_number(tmp_path: Path, line: str, expected: str):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(f"{GOOD}\n\n{line}\n{GOOD}\n")
+    with pytest.raises(TaskFileError) as refusal:
+        read_problems(path)
+    assert str(refusal.value).startswith(f"{path}, {expected}")
+
+
+def test_lines_may_have_tasks_of_their_own(tmp_path: Path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(f'{GOOD}\n{{"task": "gsm8k", "question": "q", "answer": "#### 3"}}\n')
+    assert [task.name for task, _ in read_problems(path).problems] == ["problems", "gsm8k"]
+    assert [task.name for task, _ in read_problems(path, "gsm8k").problems] == ["gsm8k", "gsm8k"]
+    with pytest.raises(TaskFileError, match="unknown task 'none'"):
+        read_problems(path, "none")
+    with pytest.raises(TaskFileError, match="cannot be read"):
+        read_problems(tmp_path / "absent.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(TaskFileError, match="has no problems"):
+        read_problems(tmp_path / "empty.jsonl")
+
+
+def test_every_task_has_a_file_of_its_form():
+    for name in TASKS:
+        if name != "problems":
+            assert len(read_problems(DATA / f"{name}.jsonl", name).problems) == 10
+    assert len(read_examples(TASKS["mbpp"], None, 3)) == 3
+    with pytest.raises(TaskFileError, match="has 3 examples, and 4 are needed"):
+        read_examples(TASKS["mbpp"], None, 4)
+
+
+def test_the_command_refuses_a_broken_file_before_the_model(tmp_path: Path):
+    """The model does not exist either, which would be said first if it were looked at."""
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(f'{GOOD}\n{{"question": "1"}}\n')
+    command = [sys.executable, "-m", "scripts.benchmark", str(path), "--model", str(tmp_path / "absent")]
+    done = subprocess.run([*command, "--out", str(tmp_path / "out")], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert 'tasks.jsonl, line 2: has no "answer"' in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_is_the_product_of_its_axes_without_useless_combinations():
+    found = swept(["decoding=lopa,d2f", "num_branches=0,3", "tau_conf=0.9,0.8"], {"max_new_tokens": 64})
+    shown = [(s.params.decoding, s.params.lookaheads, s.params.tau_conf) for s in found]
+    assert shown == [
+        ("lopa", 0, 0.9), ("lopa", 0, 0.8), ("lopa", 3, 0.9), ("lopa", 3, 0.8), ("d2f", 0, 0.9), ("d2f", 0, 0.8),
+    ]  # fmt: skip
+    assert {s.params.max_new_tokens for s in found} == {64}
+    assert len({s.key for s in found}) == len(found)
+    assert found[2].label == "decoding=lopa num_branches=3 tau_conf=0.9"
+
+
+def test_the_sweep_of_the_figures_has_what_each_figure_needs():
+    found = [s.params for s in swept(["figures"], {"max_new_tokens": 64, "window_attention": "block_causal"})]
+    assert {p.decoding for p in found} == {"lopa", "d2f", "parallel", "vanilla", "fast_dllm"}
+    assert {p.lookaheads for p in found if p.decoding == "lopa" and p.tau_conf == 0.9} >= {1, 2, 3, 5, 7, 10, 14}
+    assert {p.window_attention for p in found if p.decoding == "lopa"} == {"full", "block_causal"}
+    assert {p.tau_conf for p in found if p.lookaheads == 7} >= {0.95, 0.9, 0.85, 0.8, 0.75, 0.7}
+
+
+@pytest.mark.parametrize(
+    ("axes", "expected"),
+    [
+        (["tau_conf"], 'must be "NAME=VALUE,VALUE..." or "figures"'),
+        (["tau=0.9"], "unknown parameter 'tau'"),
+        (["tau_conf=high"], "tau_conf: "),
+        (["tau_conf=2"], "tau_conf"),
+        (["figures", "tau_conf=0.9"], "stands alone"),
+    ],
+)
+def test_a_malformed_axis_is_refused(axes: list[str], expected: str):
+    with pytest.raises(ParameterError) as refusal:
+        swept(axes, {})
+    assert expected in str(refusal.value)
+
+
+def test_the_key_of_a_setting_names_its_values_alone():
+    assert one_setting({"num_branches": 3}).key == one_setting({}).key != one_setting({"num_branches": 4}).key
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
+
+
+def plan(settings: list[Setting], runs: int = 2, count: int = 2) -> Plan:
+    problem = (TASKS["problems"], json.loads(GOOD))
+    return Plan(settings=settings, problems=[problem] * count, examples={}, runs=runs, warmup=0)
+
+
+def test_an_interrupted_run_neither_loses_nor_repeats_a_sample(tmp_path: Path):
+    settings = [one_setting({}), one_setting({"num_branches": 7})]
+    missing = plan(settings).missing(SampleFile(tmp_path, {"model": "m"}))
+    assert [(run, s.key, index) for run, s, index in missing] == [
+        (run, s.key, index) for run in (0, 1) for s in settings for index in (0, 1)
+    ]
+    file = SampleFile(tmp_path, {"model": "m"})
+    for run, setting, index in missing[:3]:
+        file.add(replace(SAMPLE, setting=setting.key, run=run, index=index))
+    with (tmp_path / "samples.jsonl").open("a") as lines:
+        lines.write('{"setting": "cut of')
+    again = SampleFile(tmp_path, {"model": "m"})
+    assert list(again.samples.values()) == list(file.samples.values())
+    assert plan(settings).missing(again) == missing[3:]
+    again.add(replace(SAMPLE, setting=missing[3][1].key, run=missing[3][0], index=missing[3][2]))
+    assert len(SampleFile(tmp_path, {"model": "m"}).samples) == 4
+
+
+def test_a_folder_holds_one_benchmark(tmp_path: Path):
+    SampleFile(tmp_path, {"model": "m", "machine": {"cores": 2}})
+    with pytest.raises(ParameterError, match="another machine .*'cores': 2.*'cores': 4.*choose another folder"):
+        SampleFile(tmp_path, {"model": "m", "machine": {"cores": 4}})
+
+
+# ---- metrics ---------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_per_second_are_counted_as_published_and_as_seen():
+    slow = replace(SAMPLE, seconds=5.0, visible_tokens=10, scores={"exact": 0.0}, index=1)
+    found = measure([SAMPLE, slow])
+    assert found["published_avg_tps"] == pytest.approx((64 / 2 + 64 / 4) / 2)
+    assert found["published_max_tps"] == 32
+    assert found["published_top10_tps"] == 24
+    assert found["published_tpf"] == 128 / 16
+    assert found["published_latency"] == 3
+    assert found["user_avg_tps"] == pytest.approx((10 + 2) / 2)
+    assert found["user_tps"] == 40 / 8
+    assert found["user_tpf"] == 40 / 14
+    assert found["user_latency"] == 4
+    assert found["score"] == 50
+    assert found["outside_share"] == pytest.approx(1 - 4.8 / 8)
+    assert found["host_share"] is None
+    assert measure([replace(SAMPLE, first_seconds=3.0)])["published_avg_tps"] == 0
+
+
+def test_the_ten_fastest_answers_are_those_of_the_whole_run():
+    samples = [replace(SAMPLE, index=i, seconds=1.0 + 64 / (i + 1)) for i in range(20)]
+    assert measure(samples)["published_top10_tps"] == pytest.approx(sum(range(11, 21)) / 10)
+
+
+def test_runs_are_shown_by_their_median_and_extremes():
+    runs = [measure([replace(SAMPLE, seconds=seconds)]) for seconds in (3.0, 5.0, 2.0)]
+    spread = over_runs(runs)["user_latency"]
+    assert (spread.median, spread.low, spread.high) == (3, 2, 5)
+    assert over_runs(runs)["padded_share"] is None
+
+
+def test_aup_is_the_weighted_area_of_the_curve():
+    def weight(score: float) -> float:
+        return min(math.exp(-3 * (1 - score / 80)), 1)
+
+    expected = 2 * 80 + (4 - 2) * (80 * weight(80) + 76 * weight(76)) / 2
+    assert accuracy_under_parallelism([(4, 76), (2, 80), (9, 74)], 80) == pytest.approx(expected)
+    assert accuracy_under_parallelism([(3, 50)], 80) == 150
+    assert accuracy_under_parallelism([(3, 0), (4, 0)], 0) == 0
+
+
+def finished(tmp_path: Path) -> list:
+    settings = swept(["decoding=d2f,lopa", "num_branches=0,3,7"], {})
+    file = SampleFile(tmp_path, {})
+    for number, (run, setting, index) in enumerate(plan(settings).missing(file)):
+        score = {"exact": float(number % 3 > 0)}
+        seconds = 4.0 - 0.2 * setting.params.lookaheads
+        file.add(replace(SAMPLE, setting=setting.key, run=run, index=index, scores=score, seconds=seconds))
+    file.add(replace(SAMPLE, setting=settings[0].key, run=2, index=0))
+    return results(settings, file, 2)
+
+
+def test_tables_have_a_row_for_each_setting_and_leave_unfinished_runs_out(tmp_path: Path):
+    found = finished(tmp_path)
+    assert [result.num_runs for result in found] == [2] * 4
+    write_csv(found, tmp_path / "results.csv")
+    lines = (tmp_path / "results.csv").read_text().splitlines()
+    assert len(lines) == 5
+    assert lines[0].startswith("setting,runs,answers,decoding,")
+    assert markdown(found).count("\n") == 6
+    assert "| decoding=lopa num_branches=7 |" in markdown(found)
+
+
+def test_figures_choose_their_settings(tmp_path: Path):
+    found = finished(tmp_path)
+    assert [result.setting.params.lookaheads for result in by_branches(found)] == [0, 3, 7]
+    front = pareto_front(found)
+    assert all(a.value("user_avg_tps") > b.value("user_avg_tps") for a, b in zip(front, front[1:], strict=False))
+    assert all(a.value("score") < b.value("score") for a, b in zip(front, front[1:], strict=False))
+    assert front[0].setting.params.lookaheads == 7
+
+
+def test_a_preset_keeps_its_values_in_a_sweep_unless_an_axis_replaces_them():
+    found = swept(["tau_conf=0.9,0.7"], {"num_branches": 5, "confidence": "neg_entropy"})
+    assert {(s.params.lookaheads, s.params.confidence) for s in found} == {(5, "neg_entropy")}
+    assert [s.params.tau_conf for s in swept(["tau_conf=0.9,0.7"], {"tau_conf": 0.1})] == [0.9, 0.7]
+    assert swept(["decoding=vanilla"], {"num_branches": 5})[0].params == DecodingParams(decoding="vanilla")
