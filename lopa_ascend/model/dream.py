@@ -53,20 +53,20 @@ class Dream:
         self.head = ops.stored(own["embed.weight"][:shard]) if is_tied else own["head.weight"]
         # v is rotated by an angle of 0: one kernel for q, k and v costs less than one for q and one for k.
         is_value_head = torch.arange(self.num_heads + 2 * self.num_kv_heads) >= self.num_heads + self.num_kv_heads
-        self._is_value_head = is_value_head.to(device)
-        self._no_angle = torch.tensor([config.max_position_embeddings], dtype=torch.int32, device=device)
+        self._not_rotated = is_value_head[:, None].to(device)
+        # Numbers in the code would be filled in by a kernel in each step.
+        self._one, self._zero = (torch.tensor([number], dtype=dtype, device=device) for number in (1.0, 0.0))
         positions = torch.arange(config.max_position_embeddings, dtype=torch.float32, device=device)
         even_dims = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
         angles = torch.outer(positions, config.rope_theta ** -(even_dims / config.head_dim))
-        angles = torch.cat([angles, angles.new_zeros(1, len(even_dims))])
         self.cos, self.sin = ops.rope_tables(angles.cos(), angles.sin(), dtype)
 
     def forward(self, inputs: ForwardInputs, k_caches: Caches, v_caches: Caches) -> Tensor:
         """See ``Model.forward``."""
         c, w, ops = self.config, self.weights, self.ops
         heads, kv_heads = self.num_heads, self.num_kv_heads
-        angle = torch.where(self._is_value_head, self._no_angle, inputs.positions[:, None])
-        cos, sin = (table.index_select(0, angle.view(-1)).view(*angle.shape, -1) for table in (self.cos, self.sin))
+        cos, sin = (table.index_select(0, inputs.positions) for table in (self.cos, self.sin))
+        cos, sin = torch.where(self._not_rotated, self._one, cos), torch.where(self._not_rotated, self._zero, sin)
         residual = self._embed(inputs.tokens)
         x = ops.rms_norm(residual, w["layers.0.attn_norm.weight"], c.rms_norm_eps)
         for n in range(c.num_layers):

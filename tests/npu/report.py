@@ -49,7 +49,7 @@ from tests.npu.samples import dream_7b, dream_weights, forward_inputs, moved, pa
 
 VOCABULARY, MASK, NUM_TOKENS, NUM_LAYERS = 152064, 151666, 151667, 28
 BUCKET = Bucket(sequences=1, blocks=2, pages=8, branches=4, slots=4, block_length=32, max_blocks=4)
-NUM_PAGES = 64
+NUM_PAGES = 256
 SEATS = 8
 
 
@@ -144,11 +144,11 @@ def lowered_model(variant: Variant, num_layers: int) -> Lowered:
         return with_lengths(model, kv_lengths=entries.kv_lengths)
 
 
-def step_tensors(bucket: Bucket, hidden: int, caches: Caches = ((), ())) -> list[Tensor]:
+def step_tensors(bucket: Bucket, hidden: int, caches: Caches = ((), ()), seats: int = SEATS) -> list[Tensor]:
     memory = torch.zeros(input_size(bucket), dtype=torch.int32, device="npu")
     constants = Constants(*(x.to("npu") for x in make_constants(bucket, NUM_PAGES * PAGE_SIZE)))
-    states = torch.zeros(SEATS, bucket.dims["X"], device="npu")
-    kept = torch.zeros(SEATS * (1 + bucket.max_blocks), hidden, dtype=torch.bfloat16, device="npu")
+    states = torch.zeros(seats, bucket.dims["X"], device="npu")
+    kept = torch.zeros(seats * (1 + bucket.max_blocks), hidden, dtype=torch.bfloat16, device="npu")
     return flatten(view_inputs(memory, bucket), constants, Storage(states, kept), caches)
 
 

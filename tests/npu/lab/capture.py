@@ -30,6 +30,7 @@ from torch_npu.npu import graphs
 from tests.npu.lab import collectives, device, limits, traffic
 from tests.npu.lab.device import Place, on_npu
 
+
 def places(x: Any) -> Any:
     """Replaces tensors on ``npu`` by their places, in any nested arguments."""
     return tree_map_only(Tensor, lambda t: Place.of(t) if on_npu(t) else t, x)
