@@ -13,7 +13,7 @@ import torch
 import transformers
 from packaging import version
 
-from scripts.demo_problems import Problem, is_held_out, normalised, parse_result, problems
+from scripts.demo_problems import Problem, is_held_out, normalised, parse_result, practice, problems
 from scripts.demo_tokenizer import ASSISTANT, EOS, SYSTEM, USER, build, load
 from scripts.problems import chats
 from scripts.problems.language import Actor, Scene, conjugate, words
@@ -43,7 +43,7 @@ def value(term: str) -> int:
 
 
 def test_every_calculation_is_right() -> None:
-    for problem in some(5, 2000):
+    for problem in [*some(5, 2000), *itertools.islice(practice(5), 200)]:
         if problem.result is None:
             assert "####" not in problem.answer
             continue
@@ -70,6 +70,15 @@ def test_an_answer_takes_its_numbers_from_the_conversation() -> None:
             assert int(left) in numbers or f"={left}." in problem.answer
 
 
+def test_a_practice_asks_for_several_sums_that_fit_in_four_blocks() -> None:
+    tokenizer = load(DEMO / "model")
+    for problem in itertools.islice(practice(9), 300):
+        asked = problem.question.split(", ")
+        assert len(asked) >= 3
+        assert re.findall(r": (\d+[-+*/]\d+)=", problem.answer) == asked
+        assert len(tokenizer.encode(problem.answer).ids) < 4 * BLOCK
+
+
 def test_no_template_leaves_a_slot_or_a_choice() -> None:
     for problem in some(7, 3000):
         for message in problem.messages:
@@ -78,8 +87,8 @@ def test_no_template_leaves_a_slot_or_a_choice() -> None:
 
 
 def test_held_out_questions_are_never_trained_on() -> None:
-    held_out = {normalised(p.question) for p in some(1, 500, held_out=True, plain=True)}
-    assert len(held_out) > 450
+    held_out = {normalised(p.question) for p in some(1, 200, held_out=True, plain=True)}
+    assert len(held_out) > 180
     assert not held_out & {normalised(p.question) for p in some(2, 5000)}
     assert all(is_held_out(p.question) for p in some(3, 100, held_out=True, plain=True))
     assert is_held_out("What is 12 + 30?") == is_held_out("what is 12 +30")
