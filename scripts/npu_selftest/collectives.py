@@ -26,15 +26,16 @@ def collectives_case(groups: Sequence[Group], device: torch.device) -> Case:
     def run() -> list[Tensor]:
         npu = torch.get_device_module("npu")
         graphs, results = [], []
-        for number in range(NUM_GRAPHS):
-            x = torch.full((1024,), float(number + 1), device=device)
+        inputs = [torch.full((1024,), float(number + 1), device=device) for number in range(NUM_GRAPHS)]
+        for x in inputs:  # which keep the memory that the graphs read
             graph = npu.NPUGraph()
             with npu.graph(graph):
+                total = x
                 for group in groups:
                     assert group.process_group is not None
-                    x = functional.wait_tensor(functional.all_reduce(x, "sum", group.process_group.group_name))
+                    total = functional.wait_tensor(functional.all_reduce(total, "sum", group.process_group.group_name))
             graphs.append(graph)
-            results.append(x)
+            results.append(total)
         for _ in range(REPLAYS):
             for graph in graphs:
                 graph.replay()
