@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lopa_ascend.config import DecodingParams, ParameterError
+    from lopa_ascend.decode import register_decoding
     from lopa_ascend.llm import LLM, GenerationError
     from lopa_ascend.model.registry import register_model
     from lopa_ascend.parallel.collectives import RankError
@@ -29,6 +30,7 @@ __all__ = [
     "ParameterError",
     "RankError",
     "__version__",
+    "register_decoding",
     "register_model",
 ]
 
@@ -38,6 +40,7 @@ _MODULES = {
     "GenerationError": "lopa_ascend.llm",
     "ParameterError": "lopa_ascend.config",
     "RankError": "lopa_ascend.parallel.collectives",
+    "register_decoding": "lopa_ascend.decode",
     "register_model": "lopa_ascend.model.registry",
 }
 

@@ -66,9 +66,17 @@ class Placement:
         for branch, row in enumerate(plan.rows):
             _, slot = self.home(branch)
             slot_ends[slot] = max(slot_ends[slot], row.end)
+        if plan.fills_all_slots:
+            slot_ends = [plan.rows[0].end] * len(slot_ends)
         groups_with_branches = range(min(self.size, len(plan.rows)))
         num_computed = max(self._num_computed(plan, group) for group in groups_with_branches)
         return Demand(num_computed, plan.start + plan.num_new, tuple(slot_ends), plan.winner_commits)
+
+    def costs(self, plan: SequencePlan) -> tuple[int, ...]:
+        """Tokens that the group computes which computes most, by the number of lookahead branches that are kept."""
+        *lookaheads, anchor = plan.rows
+        plans = [replace(plan, rows=(*lookaheads[:count], anchor)) for count in range(len(plan.rows))]
+        return tuple(self.demand(kept).num_computed for kept in plans)
 
     def _branches_of(self, plan: SequencePlan, group: int) -> range:
         """The branches that a group computes."""
@@ -95,13 +103,16 @@ def _base_branch(plan: SequencePlan, branches: Sequence[int]) -> int:
 
 
 def _committing_row(plan: SequencePlan) -> RowPlan | None:
-    """The row that a group without a branch computes: the positions that the pass commits, without predictions.
+    """The row that a group without a branch computes: the positions that the pass commits, or that later passes read
+    from every slot, without predictions.
 
     With full attention the committed values depend on the whole row, so the group computes the whole anchor if that is
     the only branch; otherwise it receives the winner's values. None if there is nothing to compute.
     """
     anchor = plan.rows[-1]
     alone = len(plan.rows) == 1
+    if plan.fills_all_slots:
+        return replace(anchor, masked=())
     if not plan.num_new or (plan.winner_commits and not alone):
         return None
     if plan.winner_commits:

@@ -1,4 +1,4 @@
-"""Makes the tables of decoding parameters in docs/decoding.md from the declarations in lopa_ascend/config/decoding.py.
+"""Makes the tables of decoding parameters in docs/decoding.md from the declarations in lopa_ascend/config.
 
 python -m scripts.decoding_table            print the tables
 python -m scripts.decoding_table --write    put them into docs/decoding.md

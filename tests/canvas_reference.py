@@ -231,3 +231,38 @@ class LopaParallelReference(CanvasReference):
             drafts = [[predicted[q][0] if i == q else t for i, t in enumerate(self.x)] for q in left]
             branches = [*drafts[: self.p.num_branches], self.x]
         return self.decoded()
+
+
+class LopaFastDllmReference(FastDllmReference):
+    """LoPA over Fast-dLLM: after a block's first pass, which is the anchor's alone, all branches from the keys and
+    values of that pass. A branch holds one more token of the block than the anchor, and never its last one."""
+
+    def decode(self) -> Decoded:
+        for start, end in self.blocks():
+            logits, cache = self.dense(self.x, 0)
+            self.put([start], self.predictions(logits, 0, [start]))
+            self.winners.append(0)
+            last = end if self.p.block_cache == "dual" else self.limit
+            kept = [tuple(torch.cat([x[:, :, :start], x[:, :, last:]], 2) for x in layer) for layer in cache]
+            branches = [self.x]
+            while self.mask in branches[-1][start:end]:
+                seen = []
+                for self.x in branches:
+                    logits, _ = self.dense(self.x[start:last], start, kept)
+                    predicted = self.predictions(logits, start, self.masked(start, end))
+                    seen.append((self.score({"creation": 1.0}, predicted), predicted))
+                winner = self.choose_winner([], [], [score for score, _ in seen])
+                self.x, predicted = branches[winner], seen[winner][1]
+                self.winners.append(winner)
+                self.put(self.accept_or_best(predicted), predicted)
+                branches = [*self.drafts(predicted), self.x]
+        return self.decoded()
+
+    def drafts(self, predicted: dict[int, Prediction]) -> list[list[int]]:
+        """The canvas with one more of the positions that are left, in the order of their confidences."""
+        left = sorted((q for q in predicted if self.x[q] == self.mask), key=lambda q: -predicted[q][2])
+        for a, b in zip(left, left[1 : self.p.num_branches + 1], strict=False):
+            self.near(predicted[a][2] - predicted[b][2])
+        if len(left) == 1:
+            return []
+        return [[predicted[q][0] if i == q else t for i, t in enumerate(self.x)] for q in left[: self.p.num_branches]]

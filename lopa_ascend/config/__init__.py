@@ -4,21 +4,17 @@ Each setting is declared once, as ``config.settings`` describes.
 """
 
 from lopa_ascend.config.combinations import PIPELINED, fitting_defaults
-from lopa_ascend.config.decoding import (
-    BRANCH_SCORES,
-    CONFIDENCES,
-    DECODINGS,
-    MIN_TEMPERATURE,
-    WINDOW_ATTENTIONS,
-    DecodingParams,
-)
+from lopa_ascend.config.decoding import DecodingParams
+from lopa_ascend.config.decodings import DECODINGS, add_decoding, find_decoding
 from lopa_ascend.config.engine import ATTENTION_LAYOUTS, GRAPH_MODES_BY_DEVICE, EngineConfig
 from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.fields import ConfigError
 from lopa_ascend.config.limits import Limits
 from lopa_ascend.config.model import DREAM, ModelConfig
 from lopa_ascend.config.presets import Preset, find_preset, presets
+from lopa_ascend.config.research_params import BRANCH_SCORES, CONFIDENCES, WINDOW_ATTENTIONS
 from lopa_ascend.config.settings import GraphSupport
+from lopa_ascend.config.usual_params import MIN_TEMPERATURE
 
 __all__ = [
     "ATTENTION_LAYOUTS",
@@ -38,6 +34,8 @@ __all__ = [
     "ModelConfig",
     "ParameterError",
     "Preset",
+    "add_decoding",
+    "find_decoding",
     "find_preset",
     "fitting_defaults",
     "presets",

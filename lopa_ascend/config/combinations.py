@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from lopa_ascend.config.decodings import DECODINGS, built_in
 from lopa_ascend.config.errors import ParameterError
+from lopa_ascend.config.kinds import AUTO
 
 if TYPE_CHECKING:
     from lopa_ascend.config.decoding import DecodingParams
@@ -30,8 +32,9 @@ DECODINGS_OF = {
 
 
 def filling(decoding: str, base: str) -> str:
-    """The decoding by which positions are filled: LoPA over another base than "d2f" fills as its base does."""
-    return base if decoding == "lopa" and base != "d2f" else decoding
+    """The built-in decoding by whose rules positions are filled: LoPA over another base than "d2f" fills as its base
+    does, and a decoding that is not built in goes with the parameters of the one that it is like."""
+    return base if decoding == "lopa" and base != "d2f" else built_in(decoding)
 
 
 def fitting_defaults(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,8 +51,12 @@ def fitting_defaults(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> d
         foreign.add("window_attention")
     if together["decoding"] != "lopa":
         foreign.add("base")
+    if together["decoding"] not in DECODINGS:
+        foreign.add("branch_acceptance")
     if together["decoding"] != defaults.get("decoding", "lopa"):
         foreign.add("num_branches")  # the default number is meant for the default decoding
+    if {**defaults, **asked}.get("num_branches") != AUTO or "num_branches" in foreign:
+        foreign.add("branches_by_load")
     return {name: value for name, value in defaults.items() if name not in foreign}
 
 
@@ -59,9 +66,12 @@ def check_combinations(params: DecodingParams) -> None:
     Raises:
         ParameterError: two of them contradict each other; the message names both.
     """
-    if params.decoding != "lopa" and params.num_branches:
+    if built_in(params.decoding) != "lopa" and params.num_branches:
         message = f'must be 0 with decoding "{params.decoding}", got {params.num_branches}; use "lopa"'
         raise ParameterError("num_branches", message)
+    if params.branches_by_load is not None and not params.is_auto:
+        shown = str(params.branches_by_load).lower()
+        raise ParameterError("branches_by_load", f'{shown} needs num_branches "auto", got {params.num_branches}')
     _check_decoding(params)
     if params.min_new_tokens > params.max_new_tokens:
         message = f"{params.min_new_tokens} exceeds max_new_tokens {params.max_new_tokens}"
@@ -69,6 +79,11 @@ def check_combinations(params: DecodingParams) -> None:
     if params.acceptance == "entropy_bound" and params.confidence != "neg_entropy":
         message = f'"entropy_bound" needs confidence "neg_entropy", got "{params.confidence}"'
         raise ParameterError("acceptance", message)
+    if params.branch_score == "expected" and params.acceptance != "threshold":
+        message = f'"expected" needs acceptance "threshold", got "{params.acceptance}"'
+        raise ParameterError("branch_score", message)
+    if params.branch_score == "entropy" and params.confidence == "margin":
+        raise ParameterError("branch_score", '"entropy" does not go with confidence "margin"; use "max_prob"')
     if params.branch_acceptance == "exact" and params.temperature:
         # A draw depends on the number of its forward pass, which is another one than d2f's.
         raise ParameterError("branch_acceptance", f'"exact" needs temperature 0, got {params.temperature}')
@@ -78,7 +93,9 @@ def _check_decoding(params: DecodingParams) -> None:
     """Checks the parameters that do not go with every decoding."""
     own = filling(params.decoding, params.base)
     is_over_other = params.decoding == "lopa" and own != "lopa"
-    named = f'base "{own}"' if is_over_other else f'decoding "{own}"'
+    named = f'base "{own}"' if is_over_other else f'decoding "{params.decoding}"'
+    if params.decoding not in DECODINGS and params.branch_acceptance != "published":
+        raise ParameterError("branch_acceptance", f'"{params.branch_acceptance}" does not go with {named}')
     if params.decoding != "lopa" and params.base != "d2f":
         raise ParameterError("base", f'"{params.base}" does not go with {named}; it is for "lopa"')
     for name, decodings in DECODINGS_OF.items():

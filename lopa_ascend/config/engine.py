@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from lopa_ascend.config.decoding import CONFIDENCES, WINDOW_ATTENTIONS
 from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.kinds import INT64_MAX, Boolean, Bytes, Choice, Integer, Number, Text
+from lopa_ascend.config.research_params import CONFIDENCES, WINDOW_ATTENTIONS
 from lopa_ascend.config.settings import Group, Setting, check_settings, declare
 
 GRAPH_MODES_BY_DEVICE = {"cpu": ("eager", "inductor"), "npu": ("npugraph_ex", "ge", "eager")}

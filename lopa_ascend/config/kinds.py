@@ -11,6 +11,7 @@ from lopa_ascend.config.sizes import parse_size
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
+AUTO = "auto"
 
 
 class Kind(ABC):
@@ -64,6 +65,11 @@ class Choice(Kind):
 
     metavar: ClassVar[str] = "CHOICE"
     choices: tuple[str, ...]
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """All allowed texts: ``choices``, and what packages of others add."""
+        return self.choices
 
     def checked(self, value: object) -> object:
         if not (isinstance(value, str) and value in self.choices):
@@ -128,6 +134,25 @@ class Integer(Kind):
 
     def allowed(self) -> str:
         return f"{self.low} or more" if self.largest >= INT32_MAX else f"{self.low} to {self.high}"
+
+
+@dataclass(frozen=True)
+class IntegerOrAuto(Integer):
+    """An integer in a range, or the text "auto": the engine chooses."""
+
+    metavar: ClassVar[str] = "N|auto"
+
+    def checked(self, value: object) -> object:
+        return value if value == AUTO else super().checked(value)
+
+    def parse(self, text: str) -> int | str:  # type: ignore[override]
+        return text if text == AUTO else super().parse(text)
+
+    def _refusal(self, value: object) -> ValueError:
+        return ValueError(f'must be an integer from {self.low} to {self.high} or "{AUTO}", got {value!r}')
+
+    def allowed(self) -> str:
+        return f'{super().allowed()}, "{AUTO}"'
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class Limits:
             raise ParameterError("max_new_tokens", message)
         if params.lookaheads > self.max_num_branches:
             message = f"{params.lookaheads} exceeds this server's max_num_branches {self.max_num_branches}"
-            raise ParameterError("num_branches", message)
+            raise ParameterError("max_auto_branches" if params.is_auto else "num_branches", message)
         num_more, what = min(params.block_size, params.max_canvas), "first block"
         if not params.is_pipelined:
             num_more, what = params.max_canvas, f'canvas that decoding "{params.decoding}" computes whole'

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lopa_ascend.config import DecodingParams
+from lopa_ascend.config import DecodingParams, add_decoding, find_decoding
 from lopa_ascend.decode.canvas import Parallel
 from lopa_ascend.decode.d2f import D2F
 from lopa_ascend.decode.fast_dllm import FastDllm
-from lopa_ascend.decode.lopa import Lopa, LopaParallel
+from lopa_ascend.decode.lopa import Lopa, LopaFastDllm, LopaParallel
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.decode.vanilla import Vanilla
 from lopa_ascend.decode.verified import ExactLopa, VerifiedLopa
@@ -28,7 +28,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
 """By ``DecodingParams.decoding``."""
 BRANCH_ACCEPTANCES: dict[str, type[Lopa]] = {"published": Lopa, "verified": VerifiedLopa, "exact": ExactLopa}
 """What decodes as "lopa" over "d2f", by ``DecodingParams.branch_acceptance``."""
-LOPA_OVER: dict[str, type[Strategy]] = {"parallel": LopaParallel}
+LOPA_OVER: dict[str, type[Strategy]] = {"parallel": LopaParallel, "fast_dllm": LopaFastDllm}
 """What decodes as "lopa" over other decodings, by ``DecodingParams.base``."""
 
 
@@ -36,7 +36,26 @@ def begin(
     prompt: Sequence[int], params: DecodingParams, mask: int, eos: frozenset[int], num_committed: int = 0
 ) -> Strategy:
     """The strategy that ``params`` names, at the start of a sequence; for the arguments see ``Strategy``."""
-    strategy = STRATEGIES[params.decoding]
+    strategy = STRATEGIES.get(params.decoding) or find_decoding(params.decoding)
     if params.decoding == "lopa":
         strategy = BRANCH_ACCEPTANCES[params.branch_acceptance] if params.base == "d2f" else LOPA_OVER[params.base]
-    return strategy(prompt, params, mask, eos, num_committed)
+    assert strategy is not None, "DecodingParams checks the name"
+    started: Strategy = strategy(prompt, params, mask, eos, num_committed)
+    return started
+
+
+def register_decoding(name: str, strategy: type[Strategy]) -> None:
+    """Lets requests of this process name another decoding (docs/add-a-decoding.md).
+
+    Args:
+        name: as ``DecodingParams.decoding``.
+        strategy: how a sequence is decoded. Its attribute ``like`` names the built-in decoding with whose parameters
+            it goes; one like "lopa" may have lookahead branches.
+
+    Raises:
+        ValueError: the name is taken, or ``like`` is no built-in decoding.
+        TypeError: it is no subclass of ``Strategy``.
+    """
+    if not (isinstance(strategy, type) and issubclass(strategy, Strategy)):
+        raise TypeError(f"decoding {name!r} must be a subclass of lopa_ascend.decode.strategy.Strategy")
+    add_decoding(name, strategy)

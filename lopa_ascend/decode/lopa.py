@@ -1,75 +1,53 @@
 """LoPA: lookahead branches beside another decoding's anchor, and the choice of the winner (SPEC sections 4 to 6, paper
-Eq. 2).
-
-A branch's score is compared exactly, as a ratio of integers: confidences become round(c * 2^16), so every rank and
-every device that agrees on the confidences agrees on the winner.
-"""
+Eq. 2)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 
-from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.blocks import Branch
+from lopa_ascend.decode.branch_scores import branch_scores
 from lopa_ascend.decode.canvas import Parallel
 from lopa_ascend.decode.d2f import D2F
+from lopa_ascend.decode.fast_dllm import FastDllm
 from lopa_ascend.decode.strategy import Strategy
-from lopa_ascend.types import Fill, RowResult, SequencePlan
-
-SCALE = 1 << 16
-
-
-def fixed_point(confidence: float) -> int:
-    """A confidence c on the integer grid of branch scores: c * 2^16, rounded half to even."""
-    return round(confidence * SCALE)
-
-
-def branch_score(confidences: Sequence[float], params: DecodingParams) -> tuple[int, int]:
-    """The score of a branch, as a fraction.
-
-    "mean" averages the confidences of all n masked positions, "tail" the max(1, floor(n * tail_fraction)) lowest ones,
-    and "window" takes the lowest mean over ``score_window`` consecutive masked positions, or over all if there are
-    fewer. A branch without masks scores 1.0.
-
-    Args:
-        confidences: of the masked positions, in the order of the positions.
-
-    Returns:
-        (sum of the fixed-point confidences, how many they are).
-    """
-    values = [fixed_point(c) for c in confidences]
-    if not values:
-        return SCALE, 1
-    if params.branch_score == "tail":
-        values = sorted(values)[: max(1, int(len(values) * params.tail_fraction))]
-    elif params.branch_score == "window" and len(values) > params.score_window:
-        size = params.score_window
-        window_sum = lowest = sum(values[:size])
-        for leaving, entering in zip(values, values[size:], strict=False):
-            window_sum += entering - leaving
-            lowest = min(lowest, window_sum)
-        return lowest, size
-    return sum(values), len(values)
+from lopa_ascend.types import Fill, RowPlan, RowResult, SequencePlan
 
 
 class Lookaheads(Strategy):
     """What gives a strategy ``params.lookaheads`` lookahead branches beside the anchor: mixed in before it."""
 
+    _most_worthwhile = 1
+    """With ``params.follows_load`` the most branches that are made for a pass: no more than may be kept of them."""
+
     @property
     def num_branches(self) -> int:
         return 1 + self.params.lookaheads
 
+    @property
+    def _num_wanted(self) -> int:
+        """The most lookahead branches of the next pass. With ``num_branches`` "auto" and without a look at the load:
+        all where no rule accepted anything in the last pass, otherwise none."""
+        most = self.params.lookaheads
+        if self.params.follows_load:
+            return min(most, self._most_worthwhile)
+        return most if self.is_stuck or not self.params.is_auto else 0
+
+    def keep(self, plan: SequencePlan, num_lookaheads: int) -> SequencePlan:
+        self._most_worthwhile = 2 * num_lookaheads + 1
+        return super().keep(plan, num_lookaheads)
+
+    def _predicted(self, row: RowPlan, result: RowResult) -> list[Fill]:
+        """Where branches are scored by entropies that positions are not ranked by, the probability ranks these."""
+        predicted = super()._predicted(row, result)
+        if self.params.branch_score != "entropy" or self.params.confidence == "neg_entropy":
+            return predicted
+        return [replace(fill, confidence=fill.max_prob) for fill in predicted]
+
     def _scores(self, results: Sequence[RowResult]) -> list[Fraction]:
-        """(1 - w) * branch score + w * confidence of the lookahead token (1.0 for the anchor), exactly, where w is
-        ``creation_weight``."""
-        weight = Fraction(fixed_point(self.params.creation_weight), SCALE)
-        scores = []
-        for branch, result in zip(self.branches, results, strict=True):
-            total, count = branch_score(result.confidences, self.params)
-            creation = SCALE if branch.lookahead is None else fixed_point(branch.lookahead.confidence)
-            scores.append((1 - weight) * Fraction(total, count * SCALE) + weight * Fraction(creation, SCALE))
-        return scores
+        return branch_scores(self.branches, results, self.params)
 
     def _select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, list[float]]:
         scores = self._scores(results)
@@ -80,7 +58,7 @@ class Lookaheads(Strategy):
         ranked = sorted(open_positions, key=lambda fill: (-fill.confidence, fill.position))
         anchor.lookahead = None
         branches = []
-        for fill in ranked[: self.params.lookaheads]:
+        for fill in ranked[: self._num_wanted]:
             branch = anchor.copy()
             branch.fill(fill, self.ends)
             branch.lookahead = fill
@@ -100,6 +78,22 @@ class Lookaheads(Strategy):
 
 class Lopa(Lookaheads, D2F):
     """One sequence under LoPA over D2F, as published."""
+
+
+class LopaFastDllm(Lookaheads, FastDllm):
+    """One sequence under LoPA over Fast-dLLM.
+
+    The first pass of a block has the anchor alone, and leaves its keys and values in every slot. The branches of the
+    later passes read them there: they are stale by design, so they are the same for all branches. Branches are of one
+    block: each leaves it a mask.
+    """
+
+    def plan(self) -> SequencePlan | None:
+        plan = super().plan()
+        return plan if plan is None or plan.start else replace(plan, fills_all_slots=True)
+
+    def _spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
+        return super()._spawn(anchor, open_positions if len(open_positions) > 1 else [])
 
 
 class LopaParallel(Lookaheads, Parallel):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.acceptance import acceptance_rule
@@ -11,22 +13,18 @@ from lopa_ascend.decode.blocks import Block, BlockState, Branch
 from lopa_ascend.types import BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord
 
 
-def predictions(row: RowPlan, result: RowResult) -> list[Fill]:
-    """What one row would put into its masked positions."""
-    columns = zip(row.masked, result.tokens, result.max_probs, result.confidences, strict=True)
-    return [Fill(*column) for column in columns]
-
-
 class Strategy(ABC):
     """One sequence and how it is decoded.
 
     Attributes:
+        like: for a decoding that is not built in, the built-in one with whose parameters it goes.
         branches: in evaluation order: lookahead branches by rank, the anchor last.
         winner: the branch that won the last forward pass, with its fills.
         num_committed: positions whose keys and values are final.
         num_forwards: forward passes so far.
         limit: the most positions that the sequence can have.
         ends: token ids that end the answer.
+        is_stuck: the last pass filled nothing that a rule had accepted.
         accept: the acceptance rule.
 
     Args:
@@ -35,6 +33,8 @@ class Strategy(ABC):
         eos: EOS ids, which end the answer unless ``params.ignore_eos``.
         num_committed: positions of the prompt whose keys and values are in the cache already.
     """
+
+    like: ClassVar[str]
 
     def __init__(
         self,
@@ -54,6 +54,7 @@ class Strategy(ABC):
         self.accept = acceptance_rule(params)
         self.num_committed = num_committed
         self.num_forwards = 0
+        self.is_stuck = False
         state = BlockState.IN_CACHE if num_committed == len(prompt) else BlockState.TO_CACHE
         blocks = [Block(0, len(prompt), 0, state, activated=True)]
         self.branches = [Branch([], blocks)]
@@ -83,6 +84,18 @@ class Strategy(ABC):
     def plan(self) -> SequencePlan | None:
         """What the next forward pass computes; None when the sequence is done."""
 
+    def keep(self, plan: SequencePlan, num_lookaheads: int) -> SequencePlan:
+        """Gives up lookahead branches of the next pass, of which only the first ``num_lookaheads`` stay.
+
+        Args:
+            plan: what ``plan`` gave.
+
+        Returns:
+            The plan without the other rows.
+        """
+        self.branches = [*self.branches[:-1][:num_lookaheads], self.branches[-1]]
+        return replace(plan, rows=(*plan.rows[:-1][:num_lookaheads], plan.rows[-1]))
+
     def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
         """Takes the predictions of a pass: picks the winner, fills it, and grows the next branches from it.
 
@@ -97,10 +110,11 @@ class Strategy(ABC):
         records = tuple(
             BranchRecord(b.lookahead, b.end, b.masks, score) for b, score in zip(self.branches, scores, strict=True)
         )
-        predicted = predictions(row, results[winner])
+        predicted = self._predicted(row, results[winner])
         fills, fallbacks = self._choose(branch, predicted)
         for fill in fills:
             branch.fill(fill, self.ends)
+        self.is_stuck = len(fills) == fallbacks
         filled = {fill.position for fill in fills}
         self._grow(branch, [fill for fill in predicted if fill.position not in filled])
         record = StepRecord(
@@ -118,6 +132,11 @@ class Strategy(ABC):
         self.num_committed += plan.num_new
         self.num_forwards += 1
         return record
+
+    def _predicted(self, row: RowPlan, result: RowResult) -> list[Fill]:
+        """What one row would put into its masked positions."""
+        columns = zip(row.masked, result.tokens, result.max_probs, result.confidences, strict=True)
+        return [Fill(*column) for column in columns]
 
     @abstractmethod
     def _choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:

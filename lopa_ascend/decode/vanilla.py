@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.blocks import Branch
 from lopa_ascend.decode.canvas import Canvas
 from lopa_ascend.types import Fill, RowPlan, RowResult, SequencePlan, StepRecord
@@ -29,17 +28,13 @@ _GAMMA = 0x9E3779B97F4A7C15
 class Vanilla(Canvas):
     """One sequence under Dream's decoding."""
 
-    def __init__(
-        self,
-        prompt: Sequence[int],
-        params: DecodingParams,
-        mask: int,
-        eos: frozenset[int],
-        num_committed: int = 0,
-    ) -> None:
-        super().__init__(prompt, params, mask, eos, num_committed)
-        self._steps = params.steps or params.max_canvas
-        self._step = 0
+    step = 0
+    """The step of the schedule that the next pass makes."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the schedule."""
+        return self.params.steps or self.params.max_canvas
 
     @property
     def num_counted(self) -> int:
@@ -47,7 +42,7 @@ class Vanilla(Canvas):
 
     def _row(self, branch: Branch) -> RowPlan:
         while not (wanted := self._wanted(branch)):
-            self._step += 1
+            self.step += 1
         return self._whole_row(branch, wanted)
 
     def _wanted(self, branch: Branch) -> list[int]:
@@ -55,21 +50,21 @@ class Vanilla(Canvas):
         masked = branch.masked_positions(self.mask)
         if self.params.alg != "origin":
             return masked if self._num_filled() else []
-        if self._step == self._steps - 1:
+        if self.step == self.num_steps - 1:
             return masked
-        share = 999 / (1000 * self._steps - 999 * self._step)
+        share = 999 / (1000 * self.num_steps - 999 * self.step)
         return [position for position in masked if self._uniform(position) < share]
 
     def _num_filled(self) -> int:
         """How many positions the step fills, but for "origin"."""
         masks = self.anchor.masks
-        if self._step == self._steps - 1:
+        if self.step == self.num_steps - 1:
             return masks
-        return 999 * masks // (1000 * self._steps - 999 * self._step)
+        return 999 * masks // (1000 * self.num_steps - 999 * self.step)
 
     def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
         record = super().absorb(plan, results, model_tokens, head_rows)
-        self._step += 1
+        self.step += 1
         return record
 
     def _choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
@@ -93,7 +88,7 @@ class Vanilla(Canvas):
         assert self.params.seed is not None, "the engine draws a seed where a request has none"
         key = _mix(self.params.seed + _GAMMA)
         key = _mix(key + (position + 1) * _GAMMA)
-        key = _mix(key + (self._step + 1) * _GAMMA % 2**63)
+        key = _mix(key + (self.step + 1) * _GAMMA % 2**63)
         return ((_mix(key) >> 12) + 0.5) * 2.0**-52
 
 

@@ -16,7 +16,6 @@ from fractions import Fraction
 
 from lopa_ascend.decode.blocks import BlockState, Branch
 from lopa_ascend.decode.lopa import Lopa
-from lopa_ascend.decode.strategy import predictions
 from lopa_ascend.types import Fill, RowResult, SequencePlan
 
 
@@ -25,7 +24,7 @@ class DraftingLopa(Lopa):
 
     def _select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, list[float]]:
         scores = self._scores(results)
-        predicted = [predictions(row, result) for row, result in zip(plan.rows, results, strict=True)]
+        predicted = [self._predicted(row, result) for row, result in zip(plan.rows, results, strict=True)]
         fills, _ = self._choose(self.branches[-1], predicted[-1])
         winner = self._confirmed_winner(predicted, fills, scores)
         branch = self.branches[winner]

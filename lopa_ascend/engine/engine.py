@@ -14,9 +14,11 @@ import torch
 
 from lopa_ascend.backend.memory import free_memory
 from lopa_ascend.config import DecodingParams, EngineConfig
+from lopa_ascend.decode.allotment import Allotment
 from lopa_ascend.engine.prepare import Prepared, choose_num_pages, model_path, prepare, request_limits
 from lopa_ascend.engine.scheduler import Scheduler
 from lopa_ascend.engine.sequences import SequenceFactory
+from lopa_ascend.engine.step_costs import measure_step_costs
 from lopa_ascend.graph.setup import build_executor
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.kv.prefix_cache import PrefixCache
@@ -186,11 +188,21 @@ class Engine:
         plan = self.scheduler.plan()
         if plan is None:
             return []
+        self._prepare_allotment()
         start = time.perf_counter()
         result = self.runner.step(plan, self.scheduler.running)
         self._forward_seconds = time.perf_counter() - start
         self._agreement.record_step(plan, result)
         return [self._update(sequence) for sequence in result.sequences]
+
+    @torch.inference_mode()
+    def _prepare_allotment(self) -> None:
+        """Measures this device before the first step of a request whose number of branches follows the load. Requests
+        arrive on all ranks before the same step, so all ranks measure together."""
+        runner = self.runner
+        if runner.allotment is None and any(s.request.params.follows_load for s in self.scheduler.running.values()):
+            max_tokens = self.limits.max_num_batched_tokens
+            runner.allotment = Allotment(measure_step_costs(runner, max_tokens, self.mesh.world), max_tokens)
 
     def stats(self) -> EngineStats:
         """Counters and sizes at this moment."""

@@ -204,13 +204,14 @@ def _predicting_tokens(row: RowPlan, tokens: Indices, positions: Indices) -> Ind
 
 def _writes(share: Share, step: SequenceStep, row_tokens: Sequence[Indices]) -> tuple[Indices, Indices]:
     """(cache positions, for each the index in the batch of the token that it takes). A slot without a row takes the
-    committing positions."""
+    committing positions, or all that the only row has."""
     plan = share.plan
-    committing = row_tokens[-1][: 0 if plan.winner_commits else plan.num_new]
+    num_common = len(row_tokens[-1]) if plan.fills_all_slots else 0 if plan.winner_commits else plan.num_new
+    common = row_tokens[-1][:num_common]
     tokens_of_slot = dict(zip(share.slots, row_tokens, strict=True))
     written, source = [], []
     for slot in range(share.num_slots):
-        tokens = tokens_of_slot.get(slot, committing)
+        tokens = tokens_of_slot.get(slot, common)
         # Slot 0 writes the pages that all slots share.
         begin = plan.start if slot == 0 else max(plan.start, step.num_shared * PAGE_SIZE)
         end = plan.start + len(tokens)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
+from lopa_ascend.decode.allotment import Allotment, Ask
 from lopa_ascend.graph.executor import GraphExecutor
 from lopa_ascend.probe import Probe
-from lopa_ascend.runner.eager import EagerExecutor
+from lopa_ascend.runner.eager import EagerExecutor, planned
 from lopa_ascend.sequence import Sequence
 from lopa_ascend.types import Demand, GraphStats, SequenceResult, SequenceStep, StepPlan, StepResult
 
@@ -16,12 +18,17 @@ from lopa_ascend.types import Demand, GraphStats, SequenceResult, SequenceStep, 
 class Runner:
     """One rank's executors behind one interface.
 
+    Attributes:
+        allotment: decides how many branches the requests have whose ``num_branches`` follows the load; needed before
+            the first step of such a request.
+
     Args:
         graphs: None in eager mode.
     """
 
     def __init__(self, eager: EagerExecutor, graphs: GraphExecutor | None = None) -> None:
         self.eager, self.graphs = eager, graphs
+        self.allotment: Allotment | None = None
         self.model, self.pool, self.ops = eager.model, eager.pool, eager.ops
 
     def set_probe(self, probe: Probe) -> None:
@@ -84,11 +91,30 @@ class Runner:
     def _run_eagerly(
         self, steps: tuple[SequenceStep, ...] | list[SequenceStep], sequences: Mapping[str, Sequence]
     ) -> list[SequenceResult]:
-        return self.eager.run([sequences[step.request_id] for step in steps], steps)
+        chosen = [sequences[step.request_id] for step in steps]
+        followers = [s for s in chosen if s.request.params.follows_load and s.plan is not None]
+        if not followers:
+            return self.eager.run(chosen, steps)
+        assert self.allotment is not None
+        others = [self._num_computed(s) for s in chosen if s not in followers]
+        asks = [Ask(s.strategy.params, s.strategy.is_stuck, self.eager.placement.costs(planned(s))) for s in followers]
+        for sequence, count in zip(followers, self.allotment.choose(asks, others), strict=True):
+            sequence.plan = sequence.strategy.keep(planned(sequence), count)
+        results = self.eager.run(chosen, steps)
+        asked = {sequence.request_id: ask for sequence, ask in zip(followers, asks, strict=True)}
+        for result in results:
+            if result.record is not None and result.request_id in asked:
+                self.allotment.learn(asked[result.request_id], result.record)
+        return results
+
+    def _num_computed(self, sequence: Sequence) -> int:
+        return self.eager.placement.demand(planned(sequence)).num_computed
 
     def _demand(self, sequence: Sequence) -> Demand | None:
         """What the sequence's next step needs; None when the sequence is done or has failed."""
         if sequence.plan is None:
             return None
         exact = self.eager.placement.demand(sequence.plan)
+        if sequence.request.params.follows_load:  # the allotment gives lookahead branches what room is left
+            exact = replace(exact, num_computed=self.eager.placement.costs(sequence.plan)[0])
         return exact if self.graphs is None else self.graphs.demand(sequence, exact)

@@ -100,6 +100,8 @@ def _serve_config(given: Mapping[str, Any]) -> ServeConfig:
     graph_defaults = {setting: getattr(params, name) for setting, name in GRAPH_DEFAULTS.items()}
     if not params.is_pipelined:
         graph_defaults = {}
+    if params.is_auto:  # such requests run eagerly
+        graph_defaults.pop("graph_num_branches", None)
     engine = EngineConfig(**{**graph_defaults, **_fields(given, ENGINE_FLAGS)})
     if params.lookaheads > engine.max_num_branches:
         by_default = f" by preset {given['preset']}" if "preset" in given else " by default"

@@ -98,7 +98,7 @@ def _add_flag(arguments: argparse._ArgumentGroup, flag: Flag) -> None:
     if isinstance(kind, Boolean):
         arguments.add_argument(option(flag.name), action=argparse.BooleanOptionalAction, help=text)
     elif isinstance(kind, Choice):
-        arguments.add_argument(option(flag.name), choices=kind.choices, help=text)
+        arguments.add_argument(option(flag.name), choices=kind.known, help=text)
     else:
         arguments.add_argument(
             option(flag.name),

@@ -67,6 +67,9 @@ class SequencePlan:
     prefix_length: int
     """Later queries attend to the first ``prefix_length`` positions in a separate pass over the keys: to the cached
     positions or, while the prompt is computed and committed, to the prompt."""
+    fills_all_slots: bool = False
+    """There is one row. Every group computes it, and its keys and values go to every slot: later rows of any slot read
+    them."""
 
 
 @dataclass(frozen=True, slots=True)

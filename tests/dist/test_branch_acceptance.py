@@ -46,3 +46,23 @@ def test_exact_is_d2f_on_ranks(tp: int, bp: int, tmp_path: Path) -> None:
         assert exact["tokens"] == d2f["tokens"]
         assert exact["alternatives"] == d2f["alternatives"]
         assert verified["forwards"] < exact["forwards"] < d2f["forwards"]
+
+
+@pytest.mark.parametrize(("tp", "bp"), [(2, 1), (1, 2)])
+def test_ranks_agree_on_branches_that_follow_the_load(tp: int, bp: int, tmp_path: Path) -> None:
+    """Each rank measures its device and counts winners, and every step is compared. Some groups have no branch."""
+    model = str(write_dream(tmp_path / "model"))
+    kinds: list[dict[str, Any]] = [
+        {"decoding": "d2f"},
+        {"num_branches": "auto", "branch_acceptance": "exact"},
+        {"num_branches": "auto", "branch_acceptance": "verified"},
+        {"num_branches": "auto", "branches_by_load": True},
+    ]
+    work: dict[str, Any] = {
+        "model": model,
+        "options": {"agreement_interval": 1, "tensor_parallel_size": tp, "branch_parallel_size": bp},
+        "requests": [{"prompt": PROMPT, "params": {**FIELDS, **kind}} for kind in kinds],
+    }
+    d2f, exact, *others = ranks.generate(tp * bp, [work], tmp_path)[0]
+    assert exact["tokens"] == d2f["tokens"]
+    assert [len(output["tokens"]) for output in others] == [40, 40]

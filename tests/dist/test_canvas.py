@@ -20,6 +20,9 @@ KINDS: list[dict[str, Any]] = [
     {"decoding": "fast_dllm"},
     {"base": "parallel", "num_branches": 4},
     {"decoding": "fast_dllm", "block_cache": "dual"},
+    {"base": "fast_dllm", "num_branches": 4},
+    {"base": "fast_dllm", "num_branches": 4, "block_cache": "dual"},
+    {"base": "fast_dllm", "num_branches": "auto", "block_cache": "dual"},
 ]
 
 

@@ -16,6 +16,7 @@ from tests import reference
 from tests.canvas_reference import (
     CanvasReference,
     FastDllmReference,
+    LopaFastDllmReference,
     LopaParallelReference,
     ParallelReference,
     VanillaReference,
@@ -138,6 +139,24 @@ def test_lopa_over_parallel_decoding_is_that_of_the_definition(seed: int, tmp_pa
     check(tmp_path, prompt, lopa, LopaParallelReference)
 
 
+@pytest.mark.parametrize("block_cache", ["prefix", "dual"])
+@pytest.mark.parametrize("seed", range(600, 612))
+def test_lopa_over_fast_dllm_is_that_of_the_definition(seed: int, block_cache: str, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    random_model(tmp_path, rng, seed)
+    prompt, params = random_prompt(rng), random_params(rng, "parallel")
+    lopa = replace(
+        params,
+        decoding="lopa",
+        base="fast_dllm",
+        block_cache=block_cache,
+        num_branches=rng.choice([1, 2, 5]),
+        branch_score=rng.choice(["mean", "tail", "window"]),
+        score_window=3,
+    )
+    check(tmp_path, prompt, lopa, LopaFastDllmReference)
+
+
 def test_a_random_choice_of_positions_has_a_seed_of_its_own(path: str) -> None:
     """The answer says which seed it had, and the seed repeats it; without anything random there is none."""
     engine = Engine(EngineConfig(model=path, seed=3))
@@ -165,6 +184,8 @@ KINDS: list[dict[str, Any]] = [
     {"decoding": "fast_dllm"},
     {"decoding": "lopa", "base": "parallel", "num_branches": 3},
     {"decoding": "fast_dllm", "block_cache": "dual"},
+    {"decoding": "lopa", "base": "fast_dllm", "num_branches": 2},
+    {"decoding": "lopa", "base": "fast_dllm", "block_cache": "dual", "num_branches": "auto"},
 ]
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from lopa_ascend import LLM, DecodingParams
+from examples.near_first.near_first import NearFirst
+from lopa_ascend import LLM, DecodingParams, register_decoding
 from lopa_ascend.backend.compiler import Eager
-from lopa_ascend.config import DECODINGS, EngineConfig, ParameterError
+from lopa_ascend.config import DECODINGS, EngineConfig, ParameterError, decodings
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.graph import executor as graph_executor
 from lopa_ascend.graph import setup
@@ -98,6 +100,35 @@ def test_what_accepts_otherwise_runs_eagerly_and_is_counted(path: str) -> None:
     # The first pass of each computes the prompt.
     assert stats.eager_steps == {"acceptance": factor.num_forwards - 1, "branch_acceptance": exact.num_forwards - 1}
     assert stats.num_steps == d2f.num_forwards - 1
+
+
+def test_what_only_decode_defines_runs_eagerly_and_is_counted(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among requests that run in graphs, with the tokens of an eager engine."""
+    monkeypatch.setattr(decodings, "_registered", {})
+    register_decoding("near_first", NearFirst)
+    plain = DecodingParams(block_size=8, max_new_tokens=32, tau_conf=0.5, ignore_eos=True, num_branches=5)
+    changes: dict[str, list[dict[str, Any]]] = {
+        "num_branches": [{"num_branches": "auto"}, {"num_branches": "auto", "branch_acceptance": "exact"}],
+        "branch_score": [{"branch_score": "expected"}, {"branch_score": "entropy"}],
+        "base": [{"base": "fast_dllm", "block_cache": "dual", "window_attention": "full"}],
+        "decoding": [{"decoding": "near_first"}],
+    }
+    reasons = [reason for reason, kinds in changes.items() for _ in kinds]
+    asked = [([5, 3, 8], replace(plain, **kind)) for kinds in changes.values() for kind in kinds]
+    expected = run(engine(path, graph_mode="eager"), [*asked, ([5, 3, 8], plain)])
+    served = engine(path, async_scheduling=False, enable_prefix_caching=False)
+    outputs = run(served, [*asked, ([5, 3, 8], plain)])
+    exact = reasons.index("num_branches") + 1  # its passes depend on the load, its tokens do not
+    for index, (output, eager) in enumerate(zip(outputs, expected, strict=True)):
+        assert output.token_ids == eager.token_ids
+        assert index == exact or shown(output) == shown(eager)
+    stats = served.stats().graphs
+    assert stats is not None
+    counted: Counter[str] = Counter()
+    for reason, output in zip(reasons, outputs, strict=False):
+        counted[reason] += output.num_forwards - 1  # the first pass computes the prompt
+    assert stats.eager_steps == counted
+    assert stats.num_steps == outputs[-1].num_forwards - 1
 
 
 def test_whole_canvases_run_eagerly_and_are_counted(path: str) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from lopa_ascend.config import DECODINGS, DecodingParams
 from lopa_ascend.decode import STRATEGIES, begin
 from lopa_ascend.decode.strategy import Strategy
+from lopa_ascend.decode.vanilla import Vanilla
+from lopa_ascend.parallel.placement import Placement
 from lopa_ascend.types import RowResult, SequencePlan, StepRecord
 
 MASK = 99
@@ -78,6 +81,35 @@ def test_fast_dllm_computes_everything_once_a_block() -> None:
         assert strategy.num_committed == 0
 
 
+def test_branches_of_fast_dllm_read_what_the_first_pass_of_a_block_leaves_in_every_slot() -> None:
+    strategy = start(decoding="lopa", base="fast_dllm", block_cache="dual", num_branches=2)
+    rows, filling, slots = [], [], []
+    for prob in (0.1, 0.1, 0.1, 0.1, 0.1):
+        plan = strategy.plan()
+        assert plan is not None
+        rows.append(len(plan.rows))
+        filling.append(plan.fills_all_slots)
+        slots.append(Placement().demand(plan).slot_ends)
+        results = [RowResult((5,) * len(r.masked), (prob,) * len(r.masked), (prob,) * len(r.masked)) for r in plan.rows]
+        strategy.absorb(plan, results, 0, 0)
+    # Positions 3 to 6: the first by the block's first pass, then one, then a branch's own and one.
+    assert rows == [1, 1, 3, 1, 1]
+    assert filling == [True, False, False, True, False]
+    assert slots == [(13, 13, 13), (7, 0, 0), (7, 7, 7), (13, 13, 13), (11, 0, 0)]
+    plan = strategy.plan()
+    assert plan is not None
+    first, other = Placement(2).share(plan), Placement(2, 1).share(plan)
+    assert (len(first.rows), len(other.rows)) == (2, 1)
+
+
+def test_every_group_computes_a_row_that_fills_all_slots() -> None:
+    plan = start(decoding="lopa", base="fast_dllm", num_branches=2).plan()
+    assert plan is not None
+    own, other = Placement(2).share(plan), Placement(2, 1).share(plan)
+    assert own.rows[0].masked == (3,)
+    assert other.rows == (replace(own.rows[0], masked=()),)
+
+
 def test_vanilla_ranks_the_whole_canvas() -> None:
     strategy = start(decoding="vanilla", steps=2)
     plan, record = one_pass(strategy, {4: 0.9, 6: 0.3, 9: 0.8, 12: 0.85})
@@ -94,8 +126,9 @@ def test_the_positions_of_origin_are_filled_at_equal_rates() -> None:
     filled = [[0] * 10 for _ in range(4)]
     for seed in range(400):
         strategy = start(decoding="vanilla", alg="origin", steps=4, seed=seed)
+        assert isinstance(strategy, Vanilla)
         while strategy.plan() is not None:
-            step = strategy._step  # type: ignore[attr-defined]
+            step = strategy.step
             for fill in one_pass(strategy)[1].fills:
                 filled[step][fill.position - 3] += 1
     assert all(60 < count < 140 for row in filled for count in row)

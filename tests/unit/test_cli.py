@@ -55,6 +55,12 @@ def test_flags_reach_their_fields():
     }
 
 
+def test_a_chosen_number_of_branches_leaves_the_graphs_their_own():
+    config = parse_args(["--num-branches", "auto", "--max-auto-branches", "5"])
+    assert config.decoding == {"num_branches": "auto", "max_auto_branches": 5}
+    assert config.engine == EngineConfig()
+
+
 def test_every_setting_has_one_flag():
     assert set(DecodingParams.names()) - {"seed", "top_logprobs"} == DECODING_FLAGS.keys()
     settings = {f.name for f in fields(ServeConfig)} - {"engine", "decoding"}

@@ -13,7 +13,20 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, Field, create_model
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.config.kinds import Boolean, Choice, Integer, Kind, Number, Strings, TokenIds, TokenNumbers, Words
+from lopa_ascend.config.decodings import DecodingName
+from lopa_ascend.config.kinds import (
+    AUTO,
+    Boolean,
+    Choice,
+    Integer,
+    IntegerOrAuto,
+    Kind,
+    Number,
+    Strings,
+    TokenIds,
+    TokenNumbers,
+    Words,
+)
 from lopa_ascend.config.settings import Parameter
 
 Json = dict[str, Any]
@@ -27,7 +40,9 @@ B = TypeVar("B", bound=BaseModel)
 JSON_TYPES: dict[type[Kind], Any] = {
     Boolean: bool,
     Choice: str,
+    DecodingName: str,
     Integer: int,
+    IntegerOrAuto: int | str,
     Number: float,
     Strings: str | Annotated[list[str], Field(fail_fast=True)],
     TokenIds: int | Annotated[list[int], Field(fail_fast=True)],
@@ -58,8 +73,10 @@ def with_decoding_parameters(model: type[B]) -> type[B]:
 def _range(parameter: Parameter) -> Json:
     """The keywords that state the allowed values, besides the type."""
     match parameter.kind:
-        case Choice(choices):
-            return {"enum": [None, *choices]}
+        case Choice() as choice:
+            return {"enum": [None, *choice.known]}
+        case IntegerOrAuto(low, high):
+            return {"minimum": low, "maximum": high, "pattern": f"^{AUTO}$"}
         case Integer(low, high):
             maximum = {} if high is None else {"maximum": high}
             return {"minimum": min((low, *parameter.off)), **maximum}

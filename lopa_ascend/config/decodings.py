@@ -1,0 +1,89 @@
+"""The decodings that a request can name: the built-in ones, and those that packages of others add.
+
+Another decoding is added in this process by `lopa_ascend.register_decoding`; in every process, so also in those of a
+server and of several ranks, by an entry point of an installed package, with the decoding's name as its name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from lopa_ascend.config.kinds import Choice
+
+DECODINGS = ("lopa", "d2f", "parallel", "vanilla", "fast_dllm")
+"""The built-in ones."""
+GROUP = "lopa_ascend.decodings"
+"""The group of entry points."""
+_registered: dict[str, type[Any]] = {}
+
+
+def add_decoding(name: str, strategy: type[Any]) -> None:
+    """Adds a decoding to those of this process; `lopa_ascend.register_decoding` says what it must be.
+
+    Raises:
+        ValueError: the name is taken, or the strategy is not like a built-in decoding.
+    """
+    if name in DECODINGS or _registered.get(name, strategy) is not strategy:
+        raise ValueError(f"decoding {name!r} is registered already")
+    _check_like(name, strategy)
+    _registered[name] = strategy
+
+
+def find_decoding(name: str) -> type[Any] | None:
+    """The strategy of a decoding that is not built in; None if there is none of this name.
+
+    Raises:
+        ValueError: its entry point cannot be loaded, or the strategy is not like a built-in decoding.
+    """
+    if name not in _registered:
+        point = _installed().get(name)
+        if point is None:
+            return None
+        try:
+            strategy = point.load()
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"{name!r}: entry point {point.value!r} cannot be loaded: {error}") from error
+        _check_like(name, strategy)
+        _registered[name] = strategy
+    return _registered[name]
+
+
+def known_decodings() -> tuple[str, ...]:
+    """The name of every decoding of this process, the built-in ones first."""
+    return (*DECODINGS, *sorted({*_registered, *_installed()} - {*DECODINGS}))
+
+
+def built_in(decoding: str) -> str:
+    """The built-in decoding itself, or the one that another decoding is like: both go with the same parameters."""
+    if decoding in DECODINGS:
+        return decoding
+    like: str = _registered[decoding].like
+    return like
+
+
+@dataclass(frozen=True)
+class DecodingName(Choice):
+    """The name of a decoding."""
+
+    choices: tuple[str, ...] = DECODINGS
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        return known_decodings()
+
+    def checked(self, value: object) -> object:
+        if isinstance(value, str) and (value in self.choices or find_decoding(value) is not None):
+            return value
+        raise ValueError(f"unknown value {value!r}; choose one of {', '.join(self.known)}")
+
+
+def _check_like(name: str, strategy: type[Any]) -> None:
+    like = getattr(strategy, "like", None)
+    if like not in DECODINGS:
+        raise ValueError(f"decoding {name!r} must have an attribute `like` of {', '.join(DECODINGS)}, got {like!r}")
+
+
+def _installed() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP)}

@@ -1,0 +1,203 @@
+"""The usual decoding parameters: how far and how surely a request is decoded, and how its tokens are chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lopa_ascend.config.decodings import DecodingName
+from lopa_ascend.config.kinds import (
+    INT32_MAX,
+    INT64_MAX,
+    Boolean,
+    Integer,
+    IntegerOrAuto,
+    Number,
+    Strings,
+    TokenIds,
+    TokenNumbers,
+    Words,
+)
+from lopa_ascend.config.settings import GraphSupport, Parameter, declare
+
+MIN_TEMPERATURE = 0.01
+"""Lower temperatures count as 0: logits divided by them leave the range of float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UsualParams:
+    """The parameters that most requests are decoded by; see ``DecodingParams``."""
+
+    decoding: str = declare(
+        "lopa",
+        Parameter(
+            DecodingName(),
+            '"lopa": an anchor branch and lookahead branches; "d2f": the anchor branch alone; "parallel": block after '
+            'block of a canvas that is computed whole in every forward pass; "vanilla": Dream\'s own, a fixed '
+            'number of steps over the whole canvas; "fast_dllm": as "parallel", with keys and values that are computed '
+            "once a block",
+            graphs=GraphSupport.PIPELINED,
+        ),
+    )
+    num_branches: int | str | None = declare(
+        None,
+        Parameter(
+            IntegerOrAuto(0, 255),
+            "the paper's k: lookahead branches beside the anchor branch, each with one more position filled; "
+            '"auto": in each pass as many as pay',
+            default_text='3 with "lopa", otherwise 0',
+            graphs=GraphSupport.BUCKET,
+        ),
+    )
+    block_size: int = declare(32, Parameter(Integer(1, 4096), "positions in a block", graphs=GraphSupport.BUCKET))
+    tau_add: float = declare(
+        0.1, Parameter(Number(0, 1), "a new block is added once this fraction of the last block is filled")
+    )
+    tau_act: float = declare(
+        0.95,
+        Parameter(
+            Number(0, 1),
+            "a block must fill at least one position in every step once this fraction of the block before it is filled",
+        ),
+    )
+    tau_conf: float = declare(
+        0.9,
+        Parameter(
+            Number(0, 1),
+            "a position is filled when the probability of its token is above this; a lower value is faster and "
+            "less accurate",
+        ),
+    )
+    max_new_tokens: int = declare(
+        256,
+        Parameter(
+            Integer(1),
+            "most tokens to generate; together with the prompt they must fit into `max_model_len`",
+            aliases=("max_tokens", "max_completion_tokens", "max_output_tokens"),
+        ),
+    )
+    whole_last_block: bool = declare(
+        False,
+        Parameter(
+            Boolean(),
+            "compute the last block whole and cut the answer at `max_new_tokens`; otherwise the last block is shorter, "
+            "and its tokens may be others than in a longer answer",
+        ),
+    )
+    min_new_tokens: int = declare(
+        0,
+        Parameter(
+            Integer(0),
+            "within this many generated tokens no EOS is produced and no stop string ends the answer",
+            aliases=("min_tokens",),
+            graphs=GraphSupport.DEFAULT,
+        ),
+    )
+    stop: tuple[str, ...] = declare(
+        (), Parameter(Strings(), "strings that end the answer; they are cut off", default_text="none")
+    )
+    temperature: float = declare(
+        0.0,
+        Parameter(
+            Number(0, 100),
+            f"below {MIN_TEMPERATURE}: take the most probable token; from there on sample, reproducibly by `seed`",
+            graphs=GraphSupport.DEFAULT,
+        ),
+    )
+    top_p: float | None = declare(
+        None,
+        Parameter(
+            Number(0, 1, excludes_low=True),
+            "sample from the most probable tokens whose probabilities sum up to this; no effect without `temperature`",
+            default_text="off",
+            off=(1,),
+        ),
+    )
+    top_k: int | None = declare(
+        None,
+        Parameter(
+            Integer(1, INT32_MAX),
+            "sample from this many most probable tokens; no effect without `temperature`",
+            default_text="off",
+            off=(0, -1),
+        ),
+    )
+    min_p: float = declare(
+        0.0,
+        Parameter(
+            Number(0, 1),
+            "sample from the tokens whose probability is at least this share of the largest one; no effect without "
+            "`temperature`",
+            graphs=GraphSupport.DEFAULT,
+        ),
+    )
+    seed: int | None = declare(
+        None,
+        Parameter(
+            Integer(0, INT64_MAX),
+            "seed of this request's sampling; the same request with the same seed gets the same answer",
+            group=None,  # the flag --seed is the engine's, from which requests draw theirs
+            default_text="a new one for each answer, which contains it",
+        ),
+    )
+    presence_penalty: float = declare(
+        0.0,
+        Parameter(
+            Number(-2, 2),
+            "subtracted from the logit of every token that the committed part of the answer holds",
+            graphs=GraphSupport.DEFAULT,
+        ),
+    )
+    frequency_penalty: float = declare(
+        0.0,
+        Parameter(
+            Number(-2, 2),
+            "subtracted from a token's logit for each time that the committed part of the answer holds the token",
+            graphs=GraphSupport.DEFAULT,
+        ),
+    )
+    repetition_penalty: float = declare(
+        1.0,
+        Parameter(
+            Number(0, 100, excludes_low=True),
+            "positive logits are divided and negative ones multiplied by this, for tokens of the prompt and of the "
+            "committed part of the answer",
+            graphs=GraphSupport.DEFAULT,
+        ),
+    )
+    logit_bias: tuple[tuple[int, float], ...] = declare(
+        (),
+        Parameter(
+            TokenNumbers(Number(-100, 100)),
+            "numbers that are added to the logits of tokens, by token id",
+            default_text="none",
+            graphs=GraphSupport.DEFAULT,
+        ),
+    )
+    bad_words: tuple[str | tuple[int, ...], ...] = declare(
+        (),
+        Parameter(
+            Words(max_count=256, max_length=64),
+            "words that the answer does not contain, as texts or as lists of token ids",
+            default_text="none",
+            graphs=GraphSupport.DEFAULT,
+        ),
+    )
+    top_logprobs: int = declare(
+        0,
+        Parameter(
+            Integer(0, 20),
+            "most probable tokens that are recorded for a position when it is filled",
+            group=None,  # each request that shows them asks for them
+            graphs=GraphSupport.DEFAULT,
+            own_field=True,
+        ),
+    )
+    eos_token_id: int | tuple[int, ...] | None = declare(
+        None,
+        Parameter(TokenIds(), "token ids that end the answer", default_text="the model's", graphs=GraphSupport.BUCKET),
+    )
+    stop_token_ids: tuple[int, ...] = declare(
+        (),
+        Parameter(TokenIds(), "more token ids that end the answer, with `ignore_eos` too", default_text="none"),
+    )
+    ignore_eos: bool = declare(False, Parameter(Boolean(), "go on after an EOS"))

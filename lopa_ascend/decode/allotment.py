@@ -1,0 +1,153 @@
+"""How many lookahead branches the requests of a step get, where that may depend on the load (``num_branches`` "auto").
+
+A lookahead branch costs the time by which its row makes the step longer, and gains what it saves: where it wins, about
+one pass of its request. So a row is worth computing while it raises (passes that the step is worth) / (seconds that it
+takes). How long steps take is measured on the device. How often branches win is counted by rank, and apart for requests
+that are stuck. Where memory bandwidth limits a step many rows are nearly free; on a device that is saturated every row
+costs its full time, and none is left.
+
+All ranks choose alike, because they count the same and rank 0 has told them how long steps take.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from lopa_ascend.config import DecodingParams
+from lopa_ascend.types import StepRecord
+
+PRIOR = 0.3
+"""Expected share of passes that the best lookahead branch wins, before any are counted; of rank j this by j + 1."""
+PRIOR_WEIGHT = 4
+"""Passes that this expectation counts as."""
+MEMORY = 512
+"""Passes after which all counts are halved, so that old ones weigh less."""
+
+
+class StepCosts:
+    """How long steps take by the tokens that they compute: lines between measured points, and beyond the last point on
+    in the direction of the last line.
+
+    Args:
+        points: (tokens, seconds), at least one. What disturbs a measurement makes it longer, so a step counts as no
+            longer than any that computes more tokens.
+    """
+
+    def __init__(self, points: Iterable[tuple[int, float]]) -> None:
+        self.points: list[tuple[int, float]] = []
+        shortest = math.inf
+        for tokens, seconds in sorted(points, reverse=True):
+            shortest = min(shortest, seconds)
+            self.points.insert(0, (tokens, shortest))
+        self._tokens = [tokens for tokens, _ in self.points]
+
+    def seconds(self, tokens: int) -> float:
+        """Of a step that computes so many tokens."""
+        points = self.points
+        index = bisect_left(self._tokens, tokens)
+        if index == 0 or len(points) == 1:
+            return points[0][1]
+        (left, low), (right, high) = points[index - 1 : index + 1] if index < len(points) else points[-2:]
+        return low + (high - low) * (tokens - left) / (right - left)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request that takes part in a step."""
+
+    params: DecodingParams
+    is_stuck: bool
+    costs: tuple[int, ...]
+    """Tokens that the step computes for it, by the number of its lookahead branches."""
+
+    @property
+    def kind(self) -> tuple[str, str, str, bool]:
+        """Requests whose branches are counted together."""
+        params = self.params
+        return params.decoding, params.base, params.branch_acceptance, self.is_stuck
+
+
+class _Counts:
+    """How often branches of each rank took part, and won."""
+
+    def __init__(self) -> None:
+        self.num_passes = 0
+        self._tried: dict[int, float] = {}
+        self._won: dict[int, float] = {}
+
+    def chance(self, rank: int) -> float:
+        """The share of passes that a branch of a rank wins, which counts from 0."""
+        prior = PRIOR / (rank + 1)
+        return (PRIOR_WEIGHT * prior + self._won.get(rank, 0)) / (PRIOR_WEIGHT + self._tried.get(rank, 0))
+
+    def add(self, num_lookaheads: int, winner: int) -> None:
+        """Counts a pass. A winner that is no lookahead branch has the number ``num_lookaheads``."""
+        for rank in range(num_lookaheads):
+            self._tried[rank] = self._tried.get(rank, 0) + 1
+        if winner < num_lookaheads:
+            self._won[winner] = self._won.get(winner, 0) + 1
+        self.num_passes += 1
+        if self.num_passes % MEMORY == 0:
+            for counts in (self._tried, self._won):
+                counts.update({rank: count / 2 for rank, count in counts.items()})
+
+
+class Allotment:
+    """Gives the requests of each step their lookahead branches.
+
+    Args:
+        costs: of steps on this device.
+        max_tokens: tokens that lookahead branches may fill a step up to.
+    """
+
+    def __init__(self, costs: StepCosts, max_tokens: int) -> None:
+        self.costs, self.max_tokens = costs, max_tokens
+        self._counts: dict[tuple[str, str, str, bool], _Counts] = {}
+
+    def choose(self, asks: Sequence[Ask], others: Sequence[int] = ()) -> list[int]:
+        """The number of lookahead branches of each request.
+
+        Rows are added one by one, those first that promise most for their tokens, and a request gets no more once a row
+        of it would not pay.
+
+        Args:
+            others: tokens that the step computes for each request that does not ask.
+        """
+        chosen = [0] * len(asks)
+        num_tokens = sum(others) + sum(ask.costs[0] for ask in asks)
+        worth = float(len(asks) + len(others))
+        candidates: list[tuple[float, int]] = []
+        self._offer(candidates, asks, range(len(asks)), chosen)
+        while candidates:
+            _, index = heapq.heappop(candidates)
+            ask, count = asks[index], chosen[index]
+            more = num_tokens + ask.costs[count + 1] - ask.costs[count]
+            gain = worth + self._chance(ask, count)
+            pays = gain * self.costs.seconds(num_tokens) > worth * self.costs.seconds(more)
+            if more > max(self.max_tokens, num_tokens) or not pays:
+                continue
+            chosen[index], num_tokens, worth = count + 1, more, gain
+            self._offer(candidates, asks, [index], chosen)
+        return chosen
+
+    def learn(self, ask: Ask, record: StepRecord) -> None:
+        """Counts which branch of a request has won."""
+        self._counts.setdefault(ask.kind, _Counts()).add(len(record.branches) - 1, record.winner)
+
+    def _chance(self, ask: Ask, rank: int) -> float:
+        counts = self._counts.get(ask.kind) or _Counts()
+        return counts.chance(rank)
+
+    def _offer(
+        self, candidates: list[tuple[float, int]], asks: Sequence[Ask], indices: Iterable[int], chosen: Sequence[int]
+    ) -> None:
+        """Offers the next row of some requests, if they have another."""
+        for index in indices:
+            ask, count = asks[index], chosen[index]
+            if count + 1 < len(ask.costs):
+                tokens = max(1, ask.costs[count + 1] - ask.costs[count])
+                heapq.heappush(candidates, (-self._chance(ask, count) / tokens, index))

@@ -1,0 +1,90 @@
+"""Scores of branches: what a pass predicts of each branch becomes one number, and the best branch wins (SPEC section 4,
+paper Eq. 2).
+
+A score is compared exactly, as a ratio of integers: confidences become round(c * 2^16), so every rank and every device
+that agrees on the confidences agrees on the winner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from lopa_ascend.config import DecodingParams
+from lopa_ascend.decode.blocks import Branch
+from lopa_ascend.types import RowResult
+
+SCALE = 1 << 16
+
+
+def fixed_point(confidence: float) -> int:
+    """A confidence c on the integer grid of branch scores: c * 2^16, rounded half to even."""
+    return round(confidence * SCALE)
+
+
+def branch_score(confidences: Sequence[float], params: DecodingParams) -> tuple[int, int]:
+    """The score of a branch by its confidences, as a fraction.
+
+    "mean" averages the confidences of all n masked positions, and so does "entropy", whose confidences are negative
+    entropies in nats whatever positions are ranked by. "tail" averages the max(1, floor(n * tail_fraction)) lowest
+    ones, and "window" takes the lowest mean over ``score_window`` consecutive masked positions, or over all if there
+    are fewer. A branch without masks scores 1.0.
+
+    Args:
+        confidences: of the masked positions, in the order of the positions.
+
+    Returns:
+        (sum of the fixed-point confidences, how many they are).
+    """
+    values = [fixed_point(c) for c in confidences]
+    if not values:
+        return SCALE, 1
+    if params.branch_score == "tail":
+        values = sorted(values)[: max(1, int(len(values) * params.tail_fraction))]
+    elif params.branch_score == "window" and len(values) > params.score_window:
+        size = params.score_window
+        window_sum = lowest = sum(values[:size])
+        for leaving, entering in zip(values, values[size:], strict=False):
+            window_sum += entering - leaving
+            lowest = min(lowest, window_sum)
+        return lowest, size
+    return sum(values), len(values)
+
+
+def branch_scores(branches: Sequence[Branch], results: Sequence[RowResult], params: DecodingParams) -> list[Fraction]:
+    """(1 - w) * score + w * confidence of the lookahead token (1.0 for the anchor), exactly, where w is
+    ``creation_weight``.
+
+    Args:
+        branches: of one pass.
+        results: the predictions for each of them.
+    """
+    weight = Fraction(fixed_point(params.creation_weight), SCALE)
+    if params.branch_score == "expected":
+        own = _expected(branches, results, params)
+    else:
+        totals = [branch_score(result.confidences, params) for result in results]
+        own = [Fraction(total, count * SCALE) for total, count in totals]
+    scores = []
+    for branch, score in zip(branches, own, strict=True):
+        creation = SCALE if branch.lookahead is None else fixed_point(branch.lookahead.confidence)
+        scores.append((1 - weight) * score + weight * Fraction(creation, SCALE))
+    return scores
+
+
+def _expected(branches: Sequence[Branch], results: Sequence[RowResult], params: DecodingParams) -> list[Fraction]:
+    """The expected number of positions that the branch has filled more than the anchor once ``tau_conf`` has been
+    applied, as a share of the most that any of the branches could fill.
+
+    A position with the probability c counts as min(1, c / tau_conf): as 1 where it passes, and else as the largest
+    probability with which it can pass later, if c changes as a martingale (Markov's inequality). A lookahead branch has
+    its own token filled already.
+    """
+    tau = fixed_point(params.tau_conf)
+    num_own = [int(branch.lookahead is not None) for branch in branches]
+    most = max(own + len(result.max_probs) for own, result in zip(num_own, results, strict=True))
+    scores = []
+    for own, result in zip(num_own, results, strict=True):
+        passing = [min(SCALE, fixed_point(prob) * SCALE // tau) if tau else SCALE for prob in result.max_probs]
+        scores.append(Fraction(own * SCALE + sum(passing), most * SCALE) if passing else Fraction(1))
+    return scores

@@ -1,0 +1,74 @@
+"""Measures how long steps take on this device, by the tokens that they compute."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from lopa_ascend.backend import Entries
+from lopa_ascend.decode.allotment import StepCosts
+from lopa_ascend.kv.pages import PAGE_SIZE
+from lopa_ascend.model.base import ForwardInputs
+from lopa_ascend.parallel.collectives import Group
+from lopa_ascend.probe import no_probe
+from lopa_ascend.runner.runner import Runner
+from lopa_ascend.runner.scoring import Job
+from lopa_ascend.types import Scoring
+
+ROW = 32
+"""Tokens of a row."""
+LONG = 0.1
+"""Seconds: after a step that takes longer no larger one is measured."""
+REPETITIONS = 5
+
+
+def measure_step_costs(runner: Runner, max_tokens: int, world: Group) -> StepCosts:
+    """Runs steps of doubling size, on keys and values of their own: a forward pass, and scores of all its tokens. Other
+    sizes are inferred. All ranks get what rank 0 has measured.
+
+    Args:
+        max_tokens: of the largest step.
+    """
+    times: list[int] = []
+    sizes = [ROW << power for power in range(16) if ROW << power <= max(2 * ROW, max_tokens)]
+    for size in sizes:
+        nanoseconds = torch.tensor([_measure(runner, size // ROW)])
+        times.append(int(world.broadcast(nanoseconds, 0, "start")))
+        if len(times) > 1 and times[-1] > LONG * 1e9:
+            break
+    return StepCosts((size, nanoseconds / 1e9) for size, nanoseconds in zip(sizes, times, strict=False))
+
+
+def _measure(runner: Runner, num_rows: int) -> int:
+    """Nanoseconds of the fastest of some steps of so many rows, each a sequence of its own."""
+    model, device = runner.model, runner.ops.device
+    num_layers, _, _, num_kv_heads, head_dim = runner.pool.caches.shape[1:]
+    page = torch.zeros((2, num_layers, 1, PAGE_SIZE, num_kv_heads, head_dim), dtype=model.head.dtype, device=device)
+    k_caches, v_caches = (half.unbind() for half in page)
+    written = torch.arange(ROW, device=device)
+    entries = Entries(
+        lengths=(ROW,) * num_rows,
+        kv_lengths=(ROW,) * num_rows,
+        page_tables=torch.zeros((num_rows, 1), dtype=torch.int32, device=device),
+        sequences=tuple(range(num_rows)),
+        prefixes=(0,) * num_rows,
+    )
+    inputs = ForwardInputs(
+        tokens=torch.zeros(ROW * num_rows, dtype=torch.int64, device=device),
+        positions=written.repeat(num_rows),
+        slot_mapping=written,
+        source=written,
+        entries=entries,
+        rows=torch.arange(ROW * num_rows, device=device),
+    )
+    scoring = Scoring(confidence="max_prob", mask=model.config.mask_token_id, num_token_ids=model.config.vocab_size)
+    positions = np.tile(np.arange(ROW), num_rows)
+    times = []
+    for _ in range(REPETITIONS):
+        start = time.perf_counter_ns()
+        hidden = model.forward(inputs, k_caches, v_caches)
+        runner.eager.scorer.score([Job(hidden, positions, scoring, 0)], no_probe)  # ends on the host
+        times.append(time.perf_counter_ns() - start)
+    return min(times)
