@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-PAGES_FACTOR = 8
-"""Factor from one number of pages to the next larger one. A page table that is too wide costs only its upload."""
-FEWEST_PAGES = 16
-"""Pages of a slot in the smallest bucket."""
+SEQUENCES_FACTOR = 4
+"""Factor from one number of sequences to the next larger one: steps of few sequences read the weights in most of their
+time, so padding costs them little."""
 MAX_EOS = 8
 """EOS ids that a request may have in a graph."""
 
 
 class Bucket(NamedTuple):
-    """The shapes of a compiled step. The first three differ between the buckets of an engine."""
+    """The shapes of a compiled step. The first two differ between the buckets of an engine."""
 
     sequences: int
     blocks: int
@@ -141,20 +140,22 @@ class Buckets:
 def declare(shape: Bucket, max_tokens: int) -> Buckets:
     """The buckets of an engine.
 
+    All have page tables of the same width, which holds the longest sequence: how many keys attention reads is decided
+    by KV lengths, which are inputs of a step, and a page table that is too wide costs its upload alone.
+
     Args:
         shape: the largest sizes that any bucket needs.
         max_tokens: the most tokens that a rank may compute in a step; the smallest bucket exists even if it has more.
     """
     fewest_blocks = min(max(2, -(-shape.branches // shape.block_length)), shape.max_blocks)
     buckets = [
-        shape._replace(sequences=sequences, blocks=blocks, pages=pages)
-        for sequences in _up_to(1, shape.sequences, factor=2)
+        shape._replace(sequences=sequences, blocks=blocks)
+        for sequences in _up_to(1, shape.sequences, SEQUENCES_FACTOR)
         for blocks in _up_to(fewest_blocks, shape.max_blocks, factor=2)
-        for pages in _up_to(FEWEST_PAGES, shape.pages, PAGES_FACTOR)
     ]
     smallest = min(bucket.tokens for bucket in buckets)
     affordable = [bucket for bucket in buckets if bucket.tokens <= max(max_tokens, smallest)]
-    return Buckets(tuple(sorted(affordable, key=lambda bucket: (bucket.tokens, bucket.sequences, bucket.pages))))
+    return Buckets(tuple(sorted(affordable, key=lambda bucket: (bucket.tokens, bucket.sequences))))
 
 
 def _up_to(first: int, last: int, factor: int) -> Iterable[int]:

@@ -112,11 +112,11 @@ def open_blocks(params: RequestParams, state: State, launch: Launch, constants: 
     has_eos = (tokens[..., None] == params.eos[:, None, None]).view(S, B, -1).any(-1)
     num_open_blocks = torch.where(has_too_many_masks | has_eos, state.num_open_blocks, state.num_open_blocks + 1)
     is_branch = constants.branch <= state.num_lookaheads
-    # Blocks that the next pass commits are written in every slot, whether the slot has a branch or not.
-    is_filled = ((ones @ constants.up_to_block) == 0.0).view(S, B, W)
-    is_open = is_branch[..., None] & (launch.blocks[:, None] < num_open_blocks[..., None])
-    kept_blocks = is_filled | is_open
-    masked = (is_mask.view(S, B, W, -1) & kept_blocks[..., None]).view(S, B, -1)
+    # Open blocks are written in every slot, also where the slot has no branch, whose row is a copy of the anchor: the
+    # next pass may commit them.
+    kept_blocks = launch.blocks[:, None] < num_open_blocks[..., None]
+    is_predicted = (kept_blocks & is_branch[..., None])[..., None]
+    masked = (is_mask.view(S, B, W, -1) & is_predicted).view(S, B, -1)
     return Rows(tokens, masked, num_open_blocks, kept_blocks, masks_before)
 
 
@@ -140,7 +140,7 @@ def advance(
     """Picks the winners, fills them, and grows the next branches from them (SPEC sections 3 to 6).
 
     Returns:
-        The next state, and the winners' rows int64 [S]: sequence * B + branch.
+        The next state, and the winners' rows int32 [S]: sequence * B + branch.
     """
     S, B, C = rows.tokens.shape
     W = launch.blocks.shape[1]
@@ -150,51 +150,58 @@ def advance(
         return x.view(S * B, -1).index_select(0, winner)
 
     tokens, masked, num_open_blocks = of_winner(rows.tokens), of_winner(rows.masked), of_winner(rows.num_open_blocks)
-    guesses, probs, confidences = (of_winner(x) for x in predicted)
+    guesses, probs = of_winner(predicted.tokens), of_winner(predicted.max_probs)
+    if predicted.confidences is predicted.max_probs:
+        ranks = _ranks_of_probabilities(probs, constants)
+    else:
+        ranks = _ranks(of_winner(predicted.confidences), constants)
     # A cell's rank: -1 without a mask, C where tau_conf accepts it, otherwise how many cells it is ahead of. A block
     # fills the cells that reach its threshold: C, or if it is fully activated its highest rank.
-    rank = torch.where(probs > params.tau_conf[:, None], float(C), _ranks(confidences, constants.later))
-    rank = torch.where(masked, rank, -1.0)
+    accepted, no_rank = constants.accepted_rank, constants.no_rank
+    rank = torch.where(probs > params.tau_conf[:, None], accepted, ranks)
+    rank = torch.where(masked, rank, no_rank)
     is_activated = of_winner(rows.masks_before) <= params.activation_masks[:, None]
-    threshold = torch.where(is_activated, rank.view(S, W, -1).max(-1).values, float(C))
+    threshold = torch.where(is_activated, rank.view(S, W, -1).max(-1).values, accepted)
     filled = (rank.view(S, W, -1) >= threshold[..., None]).view(S, C) & masked
     # Among the masks that are left, the best cells become the lookahead cells of the next branches.
-    candidate_rank, candidate = torch.where(filled, -1.0, rank).topk(B)
+    candidate_rank, candidate = torch.where(filled, no_rank, rank).topk(B)
     is_lookahead = candidate_rank >= params.min_rank
     state = State(
         tokens=torch.where(filled, guesses, tokens),
         num_open_blocks=num_open_blocks,
         num_lookaheads=is_lookahead.sum(-1, keepdim=True, dtype=torch.int32),
-        lookahead_cells=torch.where(is_lookahead, launch.cells.gather(1, candidate), -1),
+        lookahead_cells=torch.where(is_lookahead, launch.cells.gather(1, candidate), constants.no_cell),
         lookahead_tokens=guesses.gather(1, candidate),
     )
     return state, winner
 
 
 def _winners(rows: Rows, predicted: Predicted, constants: Constants) -> Tensor:
-    """The row of the branch with the least mean deficit (1 - confidence) over its masks, the first one among equals;
-    int64 [S].
+    """The row of the branch with the largest mean confidence over its masks, the first one among equals; int32 [S].
 
-    Means are compared as fractions of integers; float32 holds a cell's deficit exactly down to a confidence of -254.
-    A row without masks has the deficit 0 over 0 cells, so every later row loses to it, and no earlier one. That is
+    Means are compared as fractions of integers; float32 holds a cell's confidence in units of ``STEP`` exactly down to
+    -255. A row without masks has the sum 0 over 0 cells, so every later row loses to it, and no earlier one. That is
     right, because only branch 0, which then has the score 1, and the padding rows at the end can be without masks.
     Of two rows exactly one loses to the other, so at most one row loses to none, whatever integer a NaN becomes.
     """
-    deficit = 1.0 / STEP - (predicted.confidences / STEP).round()
-    deficit = torch.where(rows.masked, deficit, 0.0)
-    sums, counts = deficit.to(torch.int64).sum(-1), rows.masked.sum(-1)
-    mine = sums[:, :, None] * counts[:, None, :]  # [S, row, other row]
-    others = sums[:, None, :] * counts[:, :, None]
-    loses = (others < mine + constants.earlier).any(-1)
-    return torch.where(loses, 0, constants.row).sum(-1)
+    units = (predicted.confidences / STEP).round()
+    sums = torch.where(rows.masked, units, constants.no_units).sum(-1, dtype=torch.int64)
+    counts = rows.masked.sum(-1)
+    products = sums[:, None, :] * counts[:, :, None]  # [S, row, other row]: the other row's sum, over the row's cells
+    loses = (products + constants.earlier > products.transpose(1, 2)).any(-1)
+    return torch.where(loses, constants.no_row, constants.row).sum(-1, dtype=torch.int32)
 
 
-def _ranks(confidences: Tensor, later: Tensor) -> Tensor:
-    """How many cells each cell is ahead of in the order of (-confidence, position), float32 [S, C].
-
-    Args:
-        later: see ``Constants``.
-    """
+def _ranks(confidences: Tensor, constants: Constants) -> Tensor:
+    """How many cells each cell is ahead of in the order of (-confidence, position), float32 [S, C]."""
     mine, others = confidences[:, :, None], confidences[:, None, :]
-    is_ahead = (mine > others) | ((mine == others) & later)
+    is_ahead = (mine > others) | ((mine == others) & (constants.later > 0))
+    return is_ahead.sum(-1, dtype=torch.float32)
+
+
+def _ranks_of_probabilities(probs: Tensor, constants: Constants) -> Tensor:
+    """``_ranks`` of confidences that are not negative, with fewer kernels: the bits of such float32 are in the order of
+    their values, and the next larger one has the next bits. So one is added where a tie goes to the row's cell."""
+    bits = probs.view(torch.int32)
+    is_ahead = bits[:, :, None] + constants.later > bits[:, None, :]
     return is_ahead.sum(-1, dtype=torch.float32)

@@ -27,6 +27,9 @@ CPU_WARNING = (
 )
 
 
+ESTIMATE = "graph_mode %s: %d graphs of %d layers are compiled in about %.0f minutes of CPU time, unless they are kept"
+
+
 @dataclass(frozen=True)
 class GraphPlan:
     """The graphs that an engine will have, and the compiler that makes them. Nothing is compiled yet."""
@@ -102,6 +105,11 @@ def build_executor(
     launchers = list(executor.launchers.values())
     if config.device == "cpu":
         logger.warning(CPU_WARNING, len(launchers))
+    if plan.compiler.seconds_to_compile is not None:
+        any_model, layer = plan.compiler.seconds_to_compile
+        num_layers = model.config.num_layers
+        minutes = len(launchers) * (any_model + num_layers * layer) / 60
+        logger.info(ESTIMATE, plan.compiler.mode, len(launchers), num_layers, minutes)
     executor.warm_up(progress(launchers, f"compiling with {plan.compiler.mode}", len(launchers), "graph"))
     return executor
 

@@ -46,10 +46,6 @@ def float32(dims: str) -> Spec:
     return Spec(dims, torch.float32)
 
 
-def boolean(dims: str) -> Spec:
-    return Spec(dims, torch.bool)
-
-
 class Launch(NamedTuple):
     """What the host tells the decode policy about one step."""
 
@@ -121,22 +117,30 @@ class Constants(NamedTuple):
 
     branch: Annotated[Tensor, int32("B")]
     """Number of each branch, from 0."""
-    row: Annotated[Tensor, int64("S B")]
+    row: Annotated[Tensor, int32("S B")]
     """Number of each branch of each sequence: sequence * B + branch."""
     earlier: Annotated[Tensor, int64("B B")]
     """1 where the column's branch comes before the row's."""
-    later: Annotated[Tensor, boolean("C C")]
-    """Whether the column's cell comes after the row's."""
+    later: Annotated[Tensor, int32("C C")]
+    """1 where the column's cell comes after the row's."""
     in_block_before: Annotated[Tensor, float32("C W")]
     """1 where the cell lies in the block before the column's."""
-    up_to_block: Annotated[Tensor, float32("C W")]
-    """1 where the cell lies in the column's block or before it."""
     padding_tokens: Annotated[Tensor, int32("S U")]
     """Fills a packed state up to the width of the largest window."""
     padding_slots: Annotated[Tensor, int32("S R C")]
     """Distinct flat cache positions that are written and never read."""
     in_window: Annotated[Tensor, int64("K")]
     """0 for the saved hidden state before the window, 1 for those of its blocks."""
+    no_row: Annotated[Tensor, int32("1")]
+    """0, in place of a number of a branch. A number in the code of a step would be filled in by a kernel each time."""
+    no_cell: Annotated[Tensor, int32("1")]
+    """-1, the cell of branches that fill none in addition to the anchor."""
+    no_rank: Annotated[Tensor, float32("1")]
+    """-1, the rank of cells without a mask."""
+    accepted_rank: Annotated[Tensor, float32("1")]
+    """C, the rank of cells that tau_conf accepts."""
+    no_units: Annotated[Tensor, float32("1")]
+    """0, the confidence of cells without a mask."""
 
 
 class Storage(NamedTuple):
@@ -244,12 +248,16 @@ def make_constants(bucket: Bucket, first_padding_slot: int) -> Constants:
     block_of_cell = (cell // bucket.block_length)[:, None]
     return Constants(
         branch=branch,
-        row=torch.arange(bucket.sequences * bucket.branches).view(bucket.shape("S B")),
+        row=torch.arange(bucket.sequences * bucket.branches, dtype=torch.int32).view(bucket.shape("S B")),
         earlier=(branch < branch[:, None]).long(),
-        later=cell > cell[:, None],
+        later=(cell > cell[:, None]).int(),
         in_block_before=(block_of_cell == block - 1).float(),
-        up_to_block=(block_of_cell <= block).float(),
         padding_tokens=torch.zeros(bucket.shape("S U"), dtype=torch.int32),
         padding_slots=first_padding_slot + torch.arange(bucket.tokens, dtype=torch.int32).view(bucket.shape("S R C")),
         in_window=(torch.arange(1 + bucket.blocks) > 0).long(),
+        no_row=torch.tensor([0], dtype=torch.int32),
+        no_cell=torch.tensor([-1], dtype=torch.int32),
+        no_rank=torch.tensor([-1.0]),
+        accepted_rank=torch.tensor([float(bucket.cells)]),
+        no_units=torch.tensor([0.0]),
     )

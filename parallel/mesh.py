@@ -16,10 +16,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous as connect_to_store
 
-from lopa_ascend.backend import collective_backend, open_device
+from lopa_ascend.backend import collective_backend, communicator_options, open_device
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.parallel.collectives import Group, Ledger, RankError
 from lopa_ascend.parallel.launch import LOOPBACK, Rendezvous
@@ -48,6 +47,20 @@ class _Failure:
         while self.message is None and time.monotonic() < deadline:
             time.sleep(0.05)
         return self.message or "a rank does not answer"
+
+
+def new_groups(purpose: str, ranks: list[list[int]]) -> dist.ProcessGroup:
+    """Makes groups of ranks, and returns that of this rank. All ranks must call it with the same ranks.
+
+    Args:
+        purpose: "tp" or "bp".
+        ranks: the ranks of each group.
+    """
+    options = communicator_options(dist.get_backend(), purpose)
+    group: dist.ProcessGroup | None
+    group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=START_TIMEOUT, pg_options=options)
+    assert group is not None
+    return group
 
 
 class Mesh:
@@ -166,10 +179,9 @@ class Mesh:
             self._watch = ProcessWatch.connect(rendezvous.host, int(port), token, self.rank, timeout, failed)
 
     def _make_groups(self, config: EngineConfig) -> None:
-        sizes = config.branch_parallel_size, config.tensor_parallel_size
-        grid = init_device_mesh(config.device, sizes, mesh_dim_names=("bp", "tp"))
-        self.bp = self._group(grid.get_group("bp"))
-        self.tp = self._group(grid.get_group("tp"))
+        grid = torch.arange(self.size).view(config.branch_parallel_size, config.tensor_parallel_size)
+        self.bp = self._group(new_groups("bp", grid.t().tolist()))
+        self.tp = self._group(new_groups("tp", grid.tolist()))
         self.world = self._group(dist.new_group(backend="gloo", timeout=START_TIMEOUT))
 
     def _group(self, process_group: dist.ProcessGroup) -> Group:

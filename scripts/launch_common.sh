@@ -142,8 +142,6 @@ npu_environment() {
     local library
     # Rank i of this node runs on the i-th of these dies, so neighbours in a TP group are the two dies of a package.
     environment+=("ASCEND_RT_VISIBLE_DEVICES=$1")
-    # Collectives run on the vector cores: the least latency for small messages, and graphs capture them.
-    setting HCCL_OP_EXPANSION_MODE AIV
     # MB, HCCL's default: a communicator takes twice this from a die's memory, and a step's messages are smaller.
     setting HCCL_BUFFSIZE 200
     # Seconds until ranks have connected: the least that HCCL allows.

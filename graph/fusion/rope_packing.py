@@ -100,12 +100,15 @@ class RopePacking:
             return cos, sin
         key = (cos, sin, *is_rotated)
         if key not in self._tables:
-            keeps = rewriter.constant(~torch.tensor(is_rotated, device=value(cos).device)[:, None])
+            dtype, device = value(cos).dtype, value(cos).device
+            keeps = rewriter.constant(~torch.tensor(is_rotated, device=device)[:, None])
+            # Numbers in the code would be filled in by a kernel in each step.
+            one, zero = (rewriter.constant(torch.full((1,), x, dtype=dtype, device=device)) for x in (1.0, 0.0))
             last = max(cos, sin, key=rewriter.memory.order.__getitem__)
             with rewriter.graph.inserting_after(last):
-                wide_sin = rewriter.call(aten.where.ScalarSelf, keeps, 0.0, sin)
+                wide_sin = rewriter.call(aten.where.self, keeps, zero, sin)
             with rewriter.graph.inserting_after(last):
-                wide_cos = rewriter.call(aten.where.ScalarSelf, keeps, 1.0, cos)
+                wide_cos = rewriter.call(aten.where.self, keeps, one, cos)
             self._tables[key] = wide_cos, wide_sin
         return self._tables[key]
 

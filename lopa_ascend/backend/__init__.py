@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lopa_ascend.backend.base import Entries, Ops
 from lopa_ascend.config import EngineConfig, ParameterError
 
@@ -63,4 +65,18 @@ def collective_backend(device: str) -> str:
     return {"cpu": "gloo", "npu": "hccl", "cuda": "nccl"}[device]
 
 
-__all__ = ["Entries", "Ops", "collective_backend", "load_ops", "open_device"]
+def communicator_options(backend: str, purpose: str) -> Any:
+    """Options of the communicator of a group, as ``torch.distributed.new_group`` takes them; None for the defaults.
+
+    Args:
+        backend: see ``collective_backend``.
+        purpose: "tp" or "bp".
+    """
+    if backend != "hccl":
+        return None
+    from lopa_ascend.backend.npu import hccl
+
+    return hccl.communicator_options(purpose)
+
+
+__all__ = ["Entries", "Ops", "collective_backend", "communicator_options", "load_ops", "open_device"]

@@ -34,6 +34,8 @@ class Compiler(ABC):
     """The graph mode; see ``config.engine.GRAPH_MODES``."""
     max_buckets: int | None = None
     """How many buckets the mode can hold; None: any number."""
+    seconds_to_compile: tuple[float, float] | None = None
+    """CPU seconds in which a bucket is compiled: for any model, and in addition for each layer. None: not measured."""
     num_compilations: int
     """Buckets that were compiled."""
     num_loaded: int
@@ -46,6 +48,8 @@ class Compiler(ABC):
     """Bytes of device memory that captured graphs hold."""
 
     def __init__(self) -> None:
+        self.on_every_rank: Callable[[bool], bool] = lambda fact: fact
+        """Whether a fact holds on every rank. Waits until all ranks have called it."""
         self.num_compilations = 0
         self.num_loaded = 0
         self.num_captures = 0

@@ -24,6 +24,9 @@ INT8_LAYERS = {
 }
 """The linear layers that quantisation changes, by what `quantization_exclude` calls them: the last parts of their names
 in a checkpoint. Those of one entry run as one layer."""
+DEFAULT_MODEL_LEN = 8192
+"""The most that ``max_model_len`` is by default: what a model could have at most, such as 131072, would take pages for
+few sequences, and a request of that length would hold up all others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +90,7 @@ class EngineConfig:
             Integer(1, INT64_MAX),
             "most tokens of prompt and answer together",
             group=Group.MODEL,
-            default_text="the model's max_position_embeddings",
+            default_text=f"the model's max_position_embeddings, but at most {DEFAULT_MODEL_LEN}",
         ),
     )
     kv_cache_memory: int | None = declare(

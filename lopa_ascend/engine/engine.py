@@ -111,6 +111,8 @@ class Engine:
         bp = self.mesh.bp
         graphs = None
         if prepared.graph_plan is not None:
+            world = self.mesh.world
+            prepared.graph_plan.compiler.on_every_rank = lambda fact: bool(world.minimum(int(fact), "start"))
             graphs = build_executor(self.config, prepared.graph_plan, model, pool, prepared.num_token_ids, bp)
         return Runner(EagerExecutor(model, pool, prepared.ops, bp), graphs)
 

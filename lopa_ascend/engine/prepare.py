@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from lopa_ascend.backend import Ops, load_ops
 from lopa_ascend.backend.memory import default_kv_memory
 from lopa_ascend.config import DecodingParams, EngineConfig, Limits, ModelConfig, ParameterError
+from lopa_ascend.config.engine import DEFAULT_MODEL_LEN
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.models import ModelSource, open_model
 from lopa_ascend.graph.setup import GraphPlan, plan_graphs
@@ -16,6 +18,8 @@ from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.score.shards import CANDIDATES
 from lopa_ascend.text.special_ids import check_special_ids
 from lopa_ascend.text.tokenizer_files import load_vocabulary
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
     if tokenizer is not None:
         check_special_ids(tokenizer, path, model.mask_token_id, model.eos_token_ids)
     num_token_ids = tokenizer.num_token_ids if tokenizer else model.vocab_size
-    max_model_len = _max_model_len(config, model)
+    max_model_len = choose_max_model_len(config, model)
     max_num_batched_tokens = config.max_num_batched_tokens or max(4096, max_model_len)
     graph_plan = None
     if config.mode != "eager":
@@ -77,10 +81,17 @@ def _check_split(config: EngineConfig, model: ModelConfig) -> None:
         raise ParameterError("tensor_parallel_size", message)
 
 
-def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    """The configured length, or by default what the model allows and a server can use.
+
+    Raises:
+        ParameterError: the model has fewer positions.
+    """
     limit = model.max_position_embeddings
     if config.max_model_len is None:
-        return limit
+        if limit > DEFAULT_MODEL_LEN:
+            logger.info("max_model_len is %d; the model allows up to %d positions", DEFAULT_MODEL_LEN, limit)
+        return min(limit, DEFAULT_MODEL_LEN)
     if config.max_model_len > limit:
         message = f"must be from 1 to the model's {limit} positions, got {config.max_model_len}"
         raise ParameterError("max_model_len", message)

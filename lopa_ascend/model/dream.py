@@ -59,6 +59,8 @@ class Dream:
         # v is rotated by an angle of 0: one kernel for q, k and v costs less than one for q and one for k.
         is_value_head = torch.arange(self.num_heads + 2 * self.num_kv_heads) >= self.num_heads + self.num_kv_heads
         self._not_rotated = is_value_head[:, None].to(device)
+        # Numbers in the code would be filled in by a kernel in each step.
+        self._one, self._zero = (torch.tensor([number], dtype=dtype, device=device) for number in (1.0, 0.0))
         positions = torch.arange(config.max_position_embeddings, dtype=torch.float32, device=device)
         even_dims = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
         angles = torch.outer(positions, config.rope_theta ** -(even_dims / config.head_dim))
@@ -69,7 +71,7 @@ class Dream:
         c, ops = self.config, self.ops
         heads, kv_heads = self.num_heads, self.num_kv_heads
         cos, sin = (table.index_select(0, inputs.positions) for table in (self.cos, self.sin))
-        cos, sin = torch.where(self._not_rotated, 1.0, cos), torch.where(self._not_rotated, 0.0, sin)
+        cos, sin = torch.where(self._not_rotated, self._one, cos), torch.where(self._not_rotated, self._zero, sin)
         residual = self._embed(inputs.tokens)
         x = self._norm(residual, "layers.0.attn_norm", reader="layers.0.qkv")
         for n in range(c.num_layers):

@@ -21,7 +21,7 @@ BLOCK = 32
 """Queries of a block."""
 TOKENS = 128
 """Tokens of a step."""
-CAPTURED = "captured layer, replayed with"
+CAPTURED = "captured"
 """Beginning of the names of ``captured_cases``."""
 ASKED = "attention, pool smaller than the entries' pages, at once"
 """Name of ``asked_case``."""
@@ -184,8 +184,8 @@ def captured_cases(ops: Ops) -> Iterator[Case]:
 
     Lengths that stay as they were are not given to the kernel again: it must have kept them.
     """
-    yield captured_case(ops, f"{CAPTURED} other KV lengths", [513, 521, 529, 537])
-    yield captured_case(ops, f"{CAPTURED} the KV lengths of the capture", LENGTHS_OF_CAPTURE)
+    yield captured_case(ops, f"{CAPTURED} layer, replayed with other KV lengths", [513, 521, 529, 537])
+    yield captured_case(ops, f"{CAPTURED} layer, replayed with the KV lengths of the capture", LENGTHS_OF_CAPTURE)
 
 
 def captured_case(ops: Ops, name: str, kv_lengths: list[int]) -> Case:

@@ -15,7 +15,8 @@ from lopa_ascend.config import EngineConfig, npu_environment
 from lopa_ascend.config.npu_versions import driver_version
 from lopa_ascend.parallel.launch import Rendezvous, exit_rank, rank_in_environment
 from lopa_ascend.parallel.mesh import Mesh
-from scripts.npu_selftest.findings import Finding, examine_all, latencies, merged, options, slowest
+from scripts.npu_selftest.collectives import collectives_case
+from scripts.npu_selftest.findings import Finding, examine, examine_all, latencies, merged, options, slowest
 
 VARIABLES = ("HCCL_OP_EXPANSION_MODE", "HCCL_BUFFSIZE", "CPU_AFFINITY_CONF", *npu_environment.VARIABLES)
 """Environment variables that the report names."""
@@ -60,8 +61,10 @@ def _examine_rank(mesh: Mesh, repeats: int) -> tuple[list[Finding], dict[str, di
     """What all ranks have found: the findings, and by group and bytes the microseconds of an all-reduce."""
     findings = examine_all(repeats)
     device = torch.device("npu", torch.get_device_module("npu").current_device())
-    groups = {"tp": mesh.tp, "bp": mesh.bp}
-    times = {name: latencies(group, device, repeats) for name, group in groups.items() if group.size > 1}
+    groups = {name: group for name, group in (("tp", mesh.tp), ("bp", mesh.bp)) if group.size > 1}
+    times = {name: latencies(group, device, repeats) for name, group in groups.items()}
+    if groups:
+        findings.append(examine(collectives_case(list(groups.values()), device), repeats))
     texts = mesh.all_gather_text("self-test", json.dumps([[asdict(finding) for finding in findings], times]))
     by_rank = [json.loads(text) for text in texts]
     findings_by_rank = [[Finding(**finding) for finding in findings] for findings, _ in by_rank]

@@ -31,10 +31,10 @@ def start(world_size: int, *command: str) -> list[subprocess.Popen[str]]:
     return processes
 
 
-def finish(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
-    """Waits for all; their stderr. Fails if one failed."""
+def finish(processes: Sequence[subprocess.Popen[str]], timeout: float = TIMEOUT) -> list[str]:
+    """Waits for all, so many seconds for each; their stderr. Fails if one failed."""
     try:
-        errors = [process.communicate(timeout=TIMEOUT)[1] for process in processes]
+        errors = [process.communicate(timeout=timeout)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()

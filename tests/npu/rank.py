@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,9 @@ from lopa_ascend.model.dream import Dream
 from lopa_ascend.parallel.collectives import ALONE, Group
 from lopa_ascend.parallel.launch import LOOPBACK
 from lopa_ascend.score.greedy import GreedyScore
-from tests.npu.lab import collectives, device  # noqa: F401
+from scripts.npu_selftest.collectives import collectives_case
+from scripts.npu_selftest.findings import examine
+from tests.npu.lab import capture, collectives, device  # noqa: F401
 from tests.npu.lab.lowering import optimised
 from tests.npu.lab.traffic import host_traffic
 from tests.npu.samples import SMALL_VOCABULARY, dream_config, dream_weights, forward_inputs, moved, paged_entries
@@ -115,6 +117,8 @@ def main() -> None:
         dist.init_process_group("gloo")
         group = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
     found = {**compiled(group), "traffic": counted(group)}
+    if group.size > 1:
+        found["captured"] = asdict(examine(collectives_case([group], torch.device("npu", 0)), repeats=1))
     Path(f"{sys.argv[1]}.{group.rank}").write_text(json.dumps(found))
 
 

@@ -1,5 +1,6 @@
-"""What torchair makes of a Dream-7B for Ascend's graph engine, counted: ci/npu.sh --lowering-report, which is
-python -m tests.npu.lab tests.npu.report.
+"""The kernels of a Dream-7B's decode step, counted: ci/npu.sh --lowering-report, which is
+python -m tests.npu.lab tests.npu.report. Those of what torchair makes for Ascend's graph engine, and the tasks of the
+graphs that ``npugraph_ex`` captures.
 
 Nothing is computed, and no weight is touched. Ranks of tensor parallelism are one process here, rank 0, whose
 collectives reach nobody. KV lengths are inputs, as in the graphs that the engine compiles.
@@ -8,6 +9,7 @@ collectives reach nobody. KV lengths are inputs, as in the graphs that the engin
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +24,7 @@ from lopa_ascend.backend.npu.ops import NpuOps
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.graph import policy
 from lopa_ascend.graph.buckets import Bucket
+from lopa_ascend.graph.compile import load_compiler
 from lopa_ascend.graph.policy import Predicted
 from lopa_ascend.graph.step import DecodeStep
 from lopa_ascend.graph.tensors import (
@@ -39,14 +42,14 @@ from lopa_ascend.model.base import Model
 from lopa_ascend.model.dream import Dream
 from lopa_ascend.parallel.collectives import ALONE, Group
 from lopa_ascend.score.greedy import GreedyScore
-from tests.npu.lab import device  # noqa: F401
+from tests.npu.lab import capture, collectives, device, engine  # noqa: F401
 from tests.npu.lab.lowering import Lowered, lower
 from tests.npu.plain_ops import PlainOps
 from tests.npu.samples import dream_7b, dream_weights, forward_inputs, moved, paged_entries, plain_dream
 
 VOCABULARY, MASK, NUM_TOKENS, NUM_LAYERS = 152064, 151666, 151667, 28
 BUCKET = Bucket(sequences=1, blocks=2, pages=8, branches=4, slots=4, block_length=32, max_blocks=4)
-NUM_PAGES = 64
+NUM_PAGES = 256
 SEATS = 8
 
 
@@ -157,11 +160,11 @@ def lowered_model(variant: Variant, num_layers: int) -> Lowered:
         return with_lengths(model, kv_lengths=entries.kv_lengths)
 
 
-def step_tensors(bucket: Bucket, hidden: int, caches: Caches = ((), ())) -> list[Tensor]:
+def step_tensors(bucket: Bucket, hidden: int, caches: Caches = ((), ()), seats: int = SEATS) -> list[Tensor]:
     memory = torch.zeros(input_size(bucket), dtype=torch.int32, device="npu")
     constants = Constants(*(x.to("npu") for x in make_constants(bucket, NUM_PAGES * PAGE_SIZE)))
-    states = torch.zeros(SEATS, bucket.dims["X"], device="npu")
-    kept = torch.zeros(SEATS * (1 + bucket.max_blocks), hidden, dtype=torch.bfloat16, device="npu")
+    states = torch.zeros(seats, bucket.dims["X"], device="npu")
+    kept = torch.zeros(seats * (1 + bucket.max_blocks), hidden, dtype=torch.bfloat16, device="npu")
     return flatten(view_inputs(memory, bucket), constants, Storage(states, kept), caches)
 
 
@@ -200,8 +203,37 @@ def lowered_policy(bucket: Bucket = BUCKET) -> Lowered:
     return lower(run, tensors, ids, probs)
 
 
+def captured_step(variant: Variant, num_layers: int, bucket: Bucket = BUCKET) -> Counter[str]:
+    """The tasks of the ACL graph that ``npugraph_ex`` captures of the whole decode step, by type."""
+    with ranks(variant.tp_size) as group, device.nothing_computed():
+        sample = Sample(variant, num_layers, group)
+        step = DecodeStep(bucket, sample.model, sample.score, ALONE)
+        tensors = step_tensors(bucket, sample.model.config.hidden_size, (sample.k_caches, sample.v_caches))
+        lengths = [544] * (bucket.sequences * bucket.slots * bucket.entries)
+        compiler = load_compiler("npu", "npugraph_ex", key=f"report of {variant}")
+        compiler.compile(step, f"layers{num_layers}", tensors, lengths)
+        return Counter(task.op.name() for task in capture.tapes()[-1].tasks)
+
+
+def captured_report(variant: Variant) -> dict[str, Any]:
+    """What the report says of a variant's captured tasks."""
+    one, two, whole = (captured_step(variant, count) for count in (1, 2, NUM_LAYERS))
+    per_layer = two - one
+    assert whole == one + Counter({kind: count * (NUM_LAYERS - 1) for kind, count in per_layer.items()})
+    return {
+        "tasks_per_layer": per_layer.total(),
+        "tasks_outside": whole.total() - NUM_LAYERS * per_layer.total(),
+        "tasks_model": whole.total(),
+        "by_type": dict(sorted(whole.items())),
+    }
+
+
 def main() -> None:
-    report: dict[str, dict[str, Any]] = {}
+    report: dict[str, dict[str, Any]] = {"npugraph_ex": {}}
+    for name in ("bf16", "bf16_tp4"):
+        found = report["npugraph_ex"][name] = captured_report(variants()[name])
+        print(f"{name}, captured by npugraph_ex: {found['tasks_per_layer']} tasks a layer")
+        print(f"    {found['tasks_outside']} outside the layers, {found['tasks_model']} in {NUM_LAYERS} layers")
     policy_kernels = lowered_policy().num_kernels
     for name, variant in variants().items():
         one, two, whole = (lowered_model(variant, count) for count in (1, 2, NUM_LAYERS))

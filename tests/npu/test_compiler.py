@@ -21,6 +21,7 @@ from torch_npu import npu
 from lopa_ascend.backend import Entries
 from lopa_ascend.backend.compiler import Compiler, GraphError
 from lopa_ascend.backend.graph_cache import DIGESTS
+from lopa_ascend.backend.npu import hccl
 from lopa_ascend.backend.npu.captured import KV_LENGTHS
 from lopa_ascend.backend.npu.ops import NpuOps
 from lopa_ascend.config import ParameterError
@@ -334,3 +335,31 @@ def test_the_laboratory_sees_a_task_that_changes_after_its_event(sample: Sample)
     graph.graph_dispatch_mode.graph_dispatch_records[0].event.record()
     with pytest.raises(RuntimeError, match="changed while a replay of it may still run"):
         graph.update([{KV_LENGTHS: [9]}])
+
+
+def test_a_bucket_that_another_rank_lacks_is_compiled_by_all_and_ranks_wait_for_each_other(
+    sample: Sample, tmp_path: Path
+) -> None:
+    found = []
+    for others in (True, False):
+        asked: list[bool] = []
+
+        def on_every_rank(fact: bool, others: bool = others, asked: list[bool] = asked) -> bool:
+            asked.append(fact)
+            return fact and others
+
+        compiler = load_compiler("npu", "npugraph_ex", key="ranks", cache_dir=tmp_path)
+        compiler.on_every_rank = on_every_rank
+        sample.compiled(compiler, 1)
+        compiler.freeze()
+        found.append((compiler.num_loaded, compiler.num_compilations, asked))
+    # Whether it is kept; before the first launch of what was compiled, and of what was loaded; when all is done.
+    assert found == [(0, 1, [False, True, True, True]), (0, 1, [True, True, True, True])]
+
+
+def test_only_the_tensor_parallel_communicator_runs_on_the_vector_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(hccl.EXPANSION_VARIABLE, raising=False)
+    assert hccl.communicator_options("tp").hccl_config == {"hccl_op_expansion_mode": 3}
+    assert hccl.communicator_options("bp") is None
+    monkeypatch.setenv(hccl.EXPANSION_VARIABLE, "AI_CPU")
+    assert hccl.communicator_options("tp") is None

@@ -106,6 +106,12 @@ def test_the_report_ends_with_its_figures_in_json(
     monkeypatch.setattr(report, "NUM_LAYERS", 2)
     report.main()
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    captured = figures.pop("npugraph_ex")
+    assert list(captured) == ["bf16", "bf16_tp4"]
+    for name, per_layer in (("bf16", 11), ("bf16_tp4", 13)):
+        found = captured[name]
+        assert found["tasks_per_layer"] == per_layer
+        assert found["tasks_model"] == sum(found["by_type"].values()) == 2 * per_layer + found["tasks_outside"]
     assert list(figures) == ["bf16", "bf16_tp4", "w8a8", "w8a8_tp4", "plain_fused", "unfused"]
     assert figures["plain_fused"] == figures["bf16"]
     policy = lowered_policy().num_kernels

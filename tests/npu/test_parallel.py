@@ -35,7 +35,7 @@ def test_two_ranks_find_the_tokens_of_one(found: dict[int, list[dict[str, Any]]]
 def test_a_step_exchanges_twice_a_layer_and_once_at_each_end(found: dict[int, list[dict[str, Any]]]) -> None:
     sums = 1 + 2 * config_of_two().num_layers
     for rank in found[2]:
-        assert rank["collectives"] == [["lab::all_reduce"] * sums + ["lab::all_gather_into_tensor"]] * STEPS
+        assert rank["collectives"] == [["lab::all_reduce_"] * sums + ["lab::all_gather_into_tensor"]] * STEPS
     assert found[1][0]["collectives"] == [[]] * STEPS
 
 
@@ -45,3 +45,11 @@ def test_what_a_step_says_it_sends_is_what_an_eager_one_sends(found: dict[int, l
             counted, expected = rank["traffic"]
             assert counted == expected
     assert len(found[2][0]["traffic"][0]) == 3
+
+
+def test_the_self_test_replays_graphs_with_collectives_in_turn(found: dict[int, list[dict[str, Any]]]) -> None:
+    for rank in found[2]:
+        assert (rank["captured"]["name"], rank["captured"]["verdict"]) == (
+            "captured collectives, replayed in 12 graphs",
+            "ok",
+        )

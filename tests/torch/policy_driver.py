@@ -255,7 +255,15 @@ class Batch:
                     )
                     if where < self.first_padding_slot
                 }
-                assert found == expected_writes(plan, pages[row], views[row].num_shared_pages, self.size, group)
+                expected = expected_writes(plan, pages[row], views[row].num_shared_pages, self.size, group)
+                num_rows = len(plan.rows[group :: self.size])
+                of_branches, of_others = (set(part.flatten().tolist()) for part in pages[row].split_with_sizes(
+                    [num_rows, self.bucket.slots - num_rows]
+                ))  # fmt: skip
+                # Slots without a branch hold a copy of the anchor, in pages of their own.
+                others = [where for where in found if where not in expected]
+                assert all(where // PAGE_SIZE in of_others - of_branches for where in others)
+                assert {where: found[where] for where in found if where not in others} == expected
 
     def compare_state(self, row: int, given: StepInputs, state: State) -> None:
         seq = self.sequences[row]

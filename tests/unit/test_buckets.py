@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lopa_ascend.config import EngineConfig
 from lopa_ascend.graph.buckets import Bucket, Buckets, declare
+from lopa_ascend.kv.pages import pages_for, slots_for
 
 
 def buckets(
@@ -19,12 +21,23 @@ def buckets(
 
 def test_an_engine_has_few_and_the_largest_holds_all_it_can_be_asked_for() -> None:
     declared = buckets().declared
-    assert len(declared) == len(set(declared)) == 4 * 3 * 3
-    assert {(b.sequences, b.blocks, b.pages) for b in declared} == set(
-        itertools.product((1, 2, 4, 8), (2, 4, 8), (16, 128, 300))
-    )
+    assert len(declared) == len(set(declared)) == 3 * 3
+    assert {(b.sequences, b.blocks) for b in declared} == set(itertools.product((1, 4, 8), (2, 4, 8)))
+    assert {b.pages for b in declared} == {300}
     assert max(declared) == declared[-1] == Bucket(8, 8, 300, 4, 4, 32, 8)
     assert len({b.name for b in declared}) == len(declared)
+
+
+@pytest.mark.parametrize("max_model_len", [2048, 8192, 131072])
+def test_an_engine_of_16_ranks_has_at_most_twelve_by_default(max_model_len: int) -> None:
+    """Of tensor parallel size 4 and branch parallel size 4, and with the default limits."""
+    config = EngineConfig(tensor_parallel_size=4, branch_parallel_size=4)
+    slots = slots_for(1 + config.graph_num_branches, config.branch_parallel_size)
+    blocks, pages = config.graph_window_blocks, pages_for(max_model_len)
+    shape = Bucket(config.max_num_seqs, blocks, pages, 4 * slots, slots, config.graph_block_size, blocks)
+    declared = declare(shape, max(4096, max_model_len)).declared
+    assert len(declared) <= 12
+    assert all(bucket.pages == pages for bucket in declared)
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 310), st.sampled_from([512, 2048, 10**9]))
@@ -44,8 +57,6 @@ def test_none_computes_more_tokens_than_a_step_may_unless_it_is_the_smallest() -
         (1, 2),
         (1, 4),
         (1, 8),
-        (2, 2),
-        (2, 4),
         (4, 2),
     }
     assert {(b.sequences, b.blocks) for b in buckets(max_tokens=1).declared} == {(1, 2)}

@@ -92,7 +92,6 @@ def test_a_node_is_sixteen_dies(scripts: Scripts):
     environment.pop("LD_PRELOAD", None)
     assert environment == {
         "ASCEND_RT_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15",
-        "HCCL_OP_EXPANSION_MODE": "AIV",
         "HCCL_BUFFSIZE": "200",
         "HCCL_CONNECT_TIMEOUT": "120",
         "HCCL_EXEC_TIMEOUT": "60",
@@ -153,7 +152,7 @@ def test_a_cpu_needs_little(scripts: Scripts):
 
 
 def test_what_the_user_has_set_wins(scripts: Scripts):
-    own = {"HCCL_BUFFSIZE": "512", "OMP_NUM_THREADS": "10", "HCCL_OP_EXPANSION_MODE": "AI_CPU", "OMP_PROC_BIND": ""}
+    own = {"HCCL_BUFFSIZE": "512", "OMP_NUM_THREADS": "10", "OMP_PROC_BIND": ""}
     ((environment, _),) = scripts.dry_run("node", **own)
     assert environment | own == environment
     ((environment, _),) = scripts.dry_run("node", PYTORCH_ALLOC_CONF="expandable_segments:False")

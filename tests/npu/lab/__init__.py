@@ -7,6 +7,7 @@ then torch_npu and torchair.
 - ``constraints``: how a broken constraint fails, and which constraints numeric mode lifts.
 - ``device``: a simulated NPU, whose tensors compute by these kernels.
 - ``capture``: ACL graphs on the simulated device.
+- ``limits``: what no ACL graph can hold.
 - ``engine``: GE graphs on the simulated device.
 - ``collectives``: collectives between ranks, through gloo.
 - ``traffic``: what was launched, and where the host waited for the device.

@@ -2,13 +2,15 @@
 
 Before a group of tasks, a captured graph waits for an event of its own (ExternalEvent), and resets it. Until that event
 is recorded, the tasks can be given other arguments (graph_task_update_begin and _end); torch_npu does this with the KV
-lengths of attention. Tasks keep their arguments from one replay to the next. Three rules are checked:
+lengths of attention. Tasks keep their arguments from one replay to the next. Three rules are checked at replays:
 
 - At every replay, the events of all groups must be recorded. On a device the replay would wait for ever; here, whatever
   is launched next fails.
 - A group must not be updated, nor its event be recorded, while the previous replay may still need them: the host, or
   the stream that does it, must have waited for that replay.
 - A group must not be updated between the record of its event and the end of the replay that it lets go on.
+
+A capture refuses ops and graphs that ``limits`` excludes.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -24,11 +27,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch_npu import npu
 from torch_npu.npu import graphs
 
-from tests.npu.lab import device, traffic
+from tests.npu.lab import collectives, device, limits, traffic
 from tests.npu.lab.device import Place, on_npu
-
-HOST_SIDE = "_get_max_workspace"
-"""Ending of the names of ops that the host computes during a capture; they are no tasks of the graph."""
 
 
 def places(x: Any) -> Any:
@@ -87,6 +87,8 @@ class Tape:
     """All tasks, in the order of their launches."""
     groups: list[Group] = field(default_factory=list)
     """The groups of tasks whose events must be recorded at every replay."""
+    communicators: set[str] = field(default_factory=set)
+    """Names of the process groups of its collectives."""
     replays: int = 0
     """Replays that were launched."""
 
@@ -106,6 +108,8 @@ class _Captures:
     """The tape whose replay waits for the events of its groups."""
     tapes: dict[int, Tape] = {}
     """Tapes by the id of their graph."""
+    graphs: WeakSet[Any] = WeakSet()
+    """The graphs that hold streams of the device."""
     groups: dict[int, Group] = {}
     """Groups by the id of their handle."""
     groups_by_event: dict[int, Group] = {}
@@ -119,39 +123,18 @@ class _Captures:
 def record(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Records a task. Nothing is computed: the results have the shapes of the op's results for meta tensors, and memory
     of the graph's pool."""
-    if op._schema.name.endswith(HOST_SIDE):
+    if op._schema.name.endswith(device.HOST_SIDE):
         return device.compute(op, args, kwargs)
     assert _Captures.tape is not None
-    results = allocate(op, args, kwargs)
+    limits.refuse_without_aclnn(op)
+    results = device.allocate(op, args, kwargs)
     task = Task(op, places(args), places(kwargs), [Place.of(x) for x in tree_leaves(results) if isinstance(x, Tensor)])
     _Captures.tape.tasks.append(task)
+    if op.namespace == collectives.NAMESPACE:
+        _Captures.tape.communicators.add(args[-1])
     if _Captures.group is not None:
         _Captures.group.tasks.append(task)
     return results
-
-
-def allocate(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Memory for the results of an op, or the arguments that it writes its results to."""
-    if "out" in kwargs:
-        return kwargs["out"]
-    given: list[tuple[Tensor, Tensor]] = []
-
-    def to_meta(x: Any) -> Any:
-        if isinstance(x, torch.device):
-            return torch.device("meta")
-        given.append((torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), x))
-        return given[-1][0]
-
-    def real(x: Tensor) -> Tensor:
-        for meta, tensor in given:
-            if meta is x:
-                return tensor
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="npu")
-
-    kinds = (Tensor, torch.device)
-    return tree_map_only(
-        Tensor, real, op(*tree_map_only(kinds, to_meta, args), **tree_map_only(kinds, to_meta, kwargs))
-    )
 
 
 def change(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -211,6 +194,7 @@ def _capture_begin(begin: Callable[..., Any]) -> Callable[..., Any]:
         nothing_waits()
         begin(self, *args, **kwargs)
         _Captures.tape = _Captures.tapes[id(self)] = Tape()
+        _Captures.graphs.add(self)
         device.recorder.take = record
 
     return capture_begin
@@ -220,6 +204,8 @@ def _capture_end(end: Callable[..., Any]) -> Callable[..., Any]:
     def capture_end(self: Any) -> None:
         device.recorder.take, _Captures.tape = None, None
         end(self)
+        alive = [_Captures.tapes[id(graph)] for graph in _Captures.graphs]
+        limits.refuse_too_many(frozenset(tape.communicators) for tape in alive)
 
     return capture_end
 

@@ -1,6 +1,7 @@
-"""The functional collectives, which compiled functions use, for tensors on ``npu``: by gloo, on the tensors' memory.
+"""Collectives of tensors on ``npu``: by gloo, on the tensors' memory.
 
-Importing this module registers them for the rest of the process.
+Of the functional collectives, which compiled functions use, ``all_reduce_`` is the collective, as in torch, and
+``all_reduce`` copies its argument first. Importing this module puts all of them in place for the rest of the process.
 """
 
 from __future__ import annotations
@@ -9,18 +10,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tests.npu.lab import device
+from tests.npu.lab import device, traffic
+from tests.npu.lab.device import Place, on_npu
 
 functional = torch.ops._c10d_functional
 SCHEMAS = {
-    "all_reduce": "(Tensor x, str reduce_op, str group_name) -> Tensor",
+    "all_reduce_": "(Tensor(a!) x, str reduce_op, str group_name) -> Tensor(a!)",
     "all_gather_into_tensor": "(Tensor x, int group_size, str group_name) -> Tensor",
 }
 """Schemas of the functional collectives by name. The laboratory has ops of the same names that have waited for the
 result when they return."""
-_own = torch.library.Library("lab", "DEF")
+NAMESPACE = "lab"
+_own = torch.library.Library(NAMESPACE, "DEF")
 _npu = torch.library.Library("_c10d_functional", "IMPL")
 
 
@@ -32,11 +37,40 @@ def _register(name: str, schema: str) -> None:
         result: Tensor = functional.wait_tensor(exchange(*args))
         return result
 
+    def shape(x: Tensor, *args: Any) -> Tensor:
+        return x if name.endswith("_") else exchange(x, *args)
+
     _own.impl(name, waited, "CPU")
-    _own.impl(name, exchange, "Meta")
+    _own.impl(name, shape, "Meta")
     op = getattr(torch.ops.lab, name).default
     _npu.impl(name, lambda *args: device.launch(op, args, {}), "PrivateUse1")
 
 
+def _all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
+    result: Tensor = functional.all_reduce_(x.clone(memory_format=torch.contiguous_format), reduce_op, group_name)
+    return result
+
+
 for _name, _schema in SCHEMAS.items():
     _register(_name, _schema)
+_npu.impl("all_reduce", _all_reduce, "PrivateUse1")
+
+
+# ---- outside of graphs ---------------------------------------------------------------------------------------------
+
+
+def _on_memory(name: str) -> Callable[..., Any]:
+    """A function of torch.distributed that takes tensors on ``npu`` as the host memory that they are."""
+    exchange: Callable[..., Any] = getattr(dist, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = tree_map_only(Tensor, lambda x: Place.of(x).tensor() if on_npu(x) else x, (args, kwargs))
+        if any(on_npu(x) for x in tree_leaves((args, kwargs))):
+            traffic.launched(name)
+        return exchange(*given[0], **given[1])
+
+    return call
+
+
+for _name in ("all_reduce", "all_gather", "broadcast"):
+    setattr(dist, _name, _on_memory(_name))

@@ -10,7 +10,8 @@ During a capture nothing is computed; ``capture`` records the launches instead.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,8 @@ OWN = (
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 """Ops that are computed in float32 and rounded once, as a device does. The CPU's own kernels of narrower types do the
 same, but on processors without such units they take fifty times as long."""
+HOST_SIDE = "_get_max_workspace"
+"""Ending of the names of ops that the host computes; they launch nothing."""
 DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -95,6 +98,30 @@ def compute(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     return tree_map_only(Tensor, up, result)
 
 
+def allocate(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Memory for the results of an op, or the arguments that it writes its results to."""
+    if "out" in kwargs:
+        return kwargs["out"] if op._schema.returns else None
+    given: list[tuple[Tensor, Tensor]] = []
+
+    def to_meta(x: Any) -> Any:
+        if isinstance(x, torch.device):
+            return torch.device("meta")
+        given.append((torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), x))
+        return given[-1][0]
+
+    def real(x: Tensor) -> Tensor:
+        for meta, tensor in given:
+            if meta is x:
+                return tensor
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="npu")
+
+    kinds = (Tensor, torch.device)
+    return tree_map_only(
+        Tensor, real, op(*tree_map_only(kinds, to_meta, args), **tree_map_only(kinds, to_meta, kwargs))
+    )
+
+
 @dataclass
 class Recorder:
     """How ``capture`` takes part in launches."""
@@ -105,6 +132,8 @@ class Recorder:
     """Called before a launch runs; may refuse it because a graph waits for an update."""
     waited: list[Callable[[], None]] = field(default_factory=list)
     """Called when the host has waited for the device, so that all launches are over."""
+    computes: bool = True
+    """Without this, launches compute nothing: their results are memory of the right shapes, with whatever it holds."""
 
 
 recorder = Recorder()
@@ -157,7 +186,18 @@ def launch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
         for note in recorder.waited:
             note()
     traffic.launched(name)
-    return compute(op, args, kwargs)
+    computes = recorder.computes or with_host or name.endswith(HOST_SIDE)
+    return compute(op, args, kwargs) if computes else allocate(op, args, kwargs)
+
+
+@contextmanager
+def nothing_computed() -> Iterator[None]:
+    """Launches compute nothing in this context, so that models too large for the host can be compiled and captured."""
+    before, recorder.computes = recorder.computes, False
+    try:
+        yield
+    finally:
+        recorder.computes = before
 
 
 def _kernel_of(op: torch._ops.OpOverload) -> Callable[..., Any]:

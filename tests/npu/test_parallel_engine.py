@@ -1,0 +1,59 @@
+"""The engine of several ranks with captured graphs: golden tokens through replays of steps that hold collectives of
+tensor parallel groups, of branch parallel groups, and of both."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import golden
+from tests.dist.ranks import finish, start
+
+pytestmark = [pytest.mark.npu, pytest.mark.multirank]
+MODULE = ("-m", "tests.npu.lab", "--numeric", "tests.npu.generate")
+CASE = "lopa_bf3_causal_b16"
+SUM, GATHER = "lab::all_reduce_", "lab::all_gather_into_tensor"
+LAYERS = 3
+TIMEOUT = 900
+"""Seconds for the ranks, each of which imports torch_npu and compiles."""
+
+
+@pytest.mark.timeout(TIMEOUT)
+@pytest.mark.parametrize(
+    ("tp", "bp"), [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.slow)], ids=["tp2", "bp2", "tp2-bp2"]
+)
+def test_golden_tokens_through_captured_collectives(tp: int, bp: int, tmp_path: Path) -> None:
+    trace = golden.read(CASE)
+    params = golden.decoding_params(trace)
+    options = {
+        "device": "npu",
+        "dtype": "float32",
+        "graph_mode": "npugraph_ex",
+        "max_num_seqs": 1,
+        "enable_prefix_caching": False,
+        "graph_window_blocks": 8 // (tp * bp),
+        "graph_confidence": params.confidence,
+        "graph_num_branches": params.lookaheads,
+        "graph_block_size": params.block_size,
+        "tensor_parallel_size": tp,
+        "branch_parallel_size": bp,
+    }
+    request = {"prompt": trace["prompt_ids"], "params": asdict(params)}
+    job: list[dict[str, Any]] = [{"model": str(golden.model_path(trace)), "options": options, "requests": [request]}]
+    (tmp_path / "job").write_text(json.dumps(job))
+    finish(start(tp * bp, *MODULE, str(tmp_path / "job"), str(tmp_path / "out")), timeout=TIMEOUT)
+    sums = 1 + 2 * LAYERS if tp > 1 else 0
+    gathers = (tp > 1) + (bp > 1)
+    for rank in range(tp * bp):
+        found = json.loads((tmp_path / f"out.{rank}").read_text())
+        assert found["outputs"][0][0]["tokens"] == trace["output_ids"]
+        assert sum(found["replays"]) > 0
+        for names in found["tasks"]:
+            tasks = Counter[str](names)
+            assert (tasks[SUM], tasks[GATHER]) == (sums, gathers)
+            assert not tasks["aten::fill_.Scalar"]
