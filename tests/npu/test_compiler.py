@@ -150,12 +150,15 @@ def test_200_steps_of_three_buckets_compile_three_graphs(sample: Sample, mode: s
 
 
 def test_a_captured_step_launches_what_the_eager_one_does(sample: Sample) -> None:
-    """So a captured step copies neither caches nor weights nor inputs."""
+    """So a captured step copies neither caches nor weights nor inputs. In each of the two layers one kernel splits q, k
+    and v, which are three copies eagerly."""
     bucket = sample.compiled(load_compiler("npu", "npugraph_ex", key="sample"), 4)
     with host_traffic() as eager:
         sample.step(bucket.tensors, [PAGE_SIZE] * 4)
     captured = [task.op._schema.name for task in capture.tapes()[-1].tasks]
-    assert Counter(captured) <= Counter(eager.launches)
+    launched = Counter(eager.launches)
+    launched.subtract({"aten::clone": 2 * 3, "aten::split_with_sizes_copy": -2})
+    assert Counter(captured) <= launched
     assert captured.count("npu::npu_scatter_pa_kv_cache") == 2
 
 
