@@ -89,8 +89,9 @@ def test_a_whole_decode_step_copies_no_cache_and_no_weight() -> None:
     more = step.num_kernels - lowered_model(variant, 1).num_kernels - lowered_policy().num_kernels
     # Hidden states gathered and kept, states kept, what is told put together.
     assert more <= 12, step.kernels
-    assert COPIES & set(step.by_type) == {"TensorMove"}
+    assert COPIES & set(step.by_type) == {"TensorMove", "Transpose"}
     assert step.by_type["TensorMove"] == 2  # of the kept states and hidden states, which are small
+    assert step.by_type["Transpose"] == 1  # of the products by which branches are compared, B x B integers a sequence
 
 
 def test_branch_parallel_ranks_meet_in_one_gather() -> None:
