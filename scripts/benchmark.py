@@ -20,23 +20,23 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lopa_ascend.config import ConfigError, EngineConfig, ParameterError
+from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.config.presets import LIST, find_preset, presets_text
 from lopa_ascend.demo import HELD_OUT
-from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values, graph_settings, option
+from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values, graph_settings
 from scripts.benchmarking.machine import describe_benchmark
 from scripts.benchmarking.report import markdown, results, write_csv
 from scripts.benchmarking.run import Plan, run
 from scripts.benchmarking.samples import SampleFile
 from scripts.benchmarking.settings import FIGURES, Setting, one_setting, swept
+from scripts.evaluation.command import number_from, refusals
 from scripts.evaluation.files import (
     DEFAULT_TASK,
-    TaskFileError,
     check_runnable,
     read_examples,
     read_problems,
@@ -100,17 +100,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def number_from(least: int) -> Callable[[str], int]:
-    """Reads whole numbers from a least one on, for argparse."""
-
-    def parse(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"must be a whole number from {least} on, got {text!r}")
-        return int(text)
-
-    return parse
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse_args(argv)
@@ -118,12 +107,8 @@ def main(argv: list[str] | None = None) -> None:
         sys.stdout.write(presets_text())
         return
     given = {name: value for name, value in vars(args).items() if value is not None}
-    try:
+    with refusals(parser):
         benchmark(args, given)
-    except ParameterError as error:
-        parser.error(f"argument {option(error.param)}{str(error).removeprefix(error.param)}")
-    except (TaskFileError, ConfigError) as error:
-        parser.error(str(error))
 
 
 def benchmark(args: argparse.Namespace, given: Mapping[str, Any]) -> None:

@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lopa_ascend.config import ConfigError, EngineConfig, ParameterError
+from lopa_ascend.config import EngineConfig
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.config.presets import LIST, PromptFormat, find_preset, presets_text
-from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values, option
-from scripts.benchmark import number_from
+from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values
 from scripts.benchmarking.machine import describe_machine, describe_model
+from scripts.evaluation.command import number_from, refusals
 from scripts.evaluation.files import DATA, TaskFileError, check_runnable, read_examples, read_problems
 from scripts.evaluation.prompts import CHAT, find_format, prompt_formats
 from scripts.evaluation.tasks import TASKS, Problem, Task
@@ -87,12 +87,8 @@ def main(argv: list[str] | None = None) -> None:
         sys.stdout.write(presets_text())
         return
     given = {name: value for name, value in vars(args).items() if value is not None}
-    try:
+    with refusals(parser):
         evaluate(args, given)
-    except ParameterError as error:
-        parser.error(f"argument {option(error.param)}{str(error).removeprefix(error.param)}")
-    except (TaskFileError, ConfigError) as error:
-        parser.error(str(error))
 
 
 def evaluate(args: argparse.Namespace, given: Mapping[str, Any]) -> None:

@@ -22,11 +22,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from lopa_ascend.config import ConfigError, EngineConfig, ParameterError
+from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.config.help import HelpFormatter
-from lopa_ascend.serve.flags import ENGINE_FLAGS, add_flags, field_values, option
-from scripts.benchmark import number_from
-from scripts.evaluation.files import DATA, TaskFileError
+from lopa_ascend.serve.flags import ENGINE_FLAGS, add_flags, field_values
+from scripts.evaluation.command import number_from, refusals
+from scripts.evaluation.files import DATA
 from scripts.evaluation.prompts import prompt_formats
 from scripts.tables.output import write_table
 from scripts.tables.rows import TABLES, Row, models_of, rows_of
@@ -75,12 +75,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     parser = build_parser()
     args = parser.parse_args(argv)
-    try:
+    with refusals(parser):
         run_table(args)
-    except ParameterError as error:
-        parser.error(f"argument {option(error.param)}{str(error).removeprefix(error.param)}")
-    except (TaskFileError, ConfigError) as error:
-        parser.error(str(error))
 
 
 def run_table(args: argparse.Namespace) -> None:
