@@ -87,6 +87,13 @@ def test_the_command_refuses_a_broken_file_before_the_model(tmp_path: Path):
     assert not (tmp_path / "out").exists()
 
 
+def test_the_command_refuses_a_model_that_is_missing(tmp_path: Path):
+    command = [sys.executable, "-m", "scripts.benchmark", "--model", str(tmp_path / "absent")]
+    done = subprocess.run([*command, "--out", str(tmp_path / "out")], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith("expected a directory in the Hugging Face layout, but it is missing")
+
+
 # ---- settings --------------------------------------------------------------------------------------------------------
 
 
