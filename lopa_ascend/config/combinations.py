@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from lopa_ascend.config.decodings import DECODINGS, built_in
+from lopa_ascend.config.decodings import DECODINGS, built_in, is_known
 from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.kinds import AUTO
 
@@ -40,11 +40,15 @@ def filling(decoding: str, base: str) -> str:
 def fitting_defaults(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
     """The defaults that can be used with the decoding that a request asks for; others are left out.
 
+    All of them are returned for a decoding that does not exist: ``DecodingParams`` refuses its name.
+
     Args:
         defaults: decoding parameters by name.
         asked: the parameters that stand in place of defaults.
     """
     together = {"decoding": "lopa", "base": "d2f", **defaults, **asked}
+    if not is_known(together["decoding"]):
+        return dict(defaults)
     own = filling(together["decoding"], together["base"])
     foreign = {name for name, decodings in DECODINGS_OF.items() if own not in decodings}
     if own not in PIPELINED:

@@ -55,6 +55,15 @@ def known_decodings() -> tuple[str, ...]:
     return (*DECODINGS, *sorted({*_registered, *_installed()} - {*DECODINGS}))
 
 
+def is_known(name: object) -> bool:
+    """Whether this is the name of a decoding.
+
+    Raises:
+        ValueError: see ``find_decoding``.
+    """
+    return isinstance(name, str) and (name in DECODINGS or find_decoding(name) is not None)
+
+
 def built_in(decoding: str) -> str:
     """The built-in decoding itself, or the one that another decoding is like: both go with the same parameters."""
     if decoding in DECODINGS:
@@ -74,7 +83,7 @@ class DecodingName(Choice):
         return known_decodings()
 
     def checked(self, value: object) -> object:
-        if isinstance(value, str) and (value in self.choices or find_decoding(value) is not None):
+        if is_known(value):
             return value
         raise ValueError(f"unknown value {value!r}; choose one of {', '.join(self.known)}")
 

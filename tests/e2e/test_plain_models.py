@@ -146,8 +146,9 @@ def test_the_weights_take_the_memory_that_they_take_in_dream(
 ) -> None:
     with caplog.at_level(logging.INFO, "lopa_ascend"):
         of_dream, of_plain = (Engine(EngineConfig(model=str(path))) for path in (dream, plain))
-    tables, mask = 2 * 2048 * 8 * 4, 4 + 2 + 2  # of rope, which Dream does not count, and the heads it leaves
-    assert of_plain.ranks[0].weights - of_dream.ranks[0].weights == tables + mask
+    # Of rope, which Dream does not count: tables, the heads that it leaves, and the numbers 1 and 0.
+    tables, mask, numbers = 2 * 2048 * 8 * 4, 4 + 2 + 2, 2 * 4
+    assert of_plain.ranks[0].weights - of_dream.ranks[0].weights == tables + mask + numbers
     (line,) = (record for record in caplog.records if record.name.startswith("lopa_ascend.graph.fusion"))
     assert line.levelno == logging.INFO
     assert line.getMessage() == (
