@@ -65,7 +65,7 @@ def test_the_bundled_model_solves_as_many_problems_as_on_the_cpu(
     with capsys.disabled():
         print(f"\n{len(problems)} held-out problems, bfloat16, eager: cpu {solved['cpu']:.1%}, npu {solved['npu']:.1%}")
     assert solved["npu"] >= solved["cpu"] - max(0.02, 1 / count)
-    assert solved["npu"] > 0.5  # the CPU solves 69 % of 500
+    assert solved["npu"] > 0.5  # the CPU solves 68 % of 500
 
 
 # ---- strict mode -----------------------------------------------------------------------------------------------------
