@@ -1,4 +1,4 @@
-"""The decodings that a request can name: the built-in ones, and those that packages of others add.
+"""The decodings that a request can name: the built-in ones and those of other packages.
 
 Another decoding is added in this process by `lopa_ascend.register_decoding`; in every process, so also in those of a
 server and of several ranks, by an entry point of an installed package, with the decoding's name as its name.
@@ -7,6 +7,7 @@ server and of several ranks, by an entry point of an installed package, with the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -94,5 +95,7 @@ def _check_like(name: str, strategy: type[Any]) -> None:
         raise ValueError(f"decoding {name!r} must have an attribute `like` of {', '.join(DECODINGS)}, got {like!r}")
 
 
+@cache
 def _installed() -> dict[str, EntryPoint]:
+    """By name; read once, because it takes milliseconds and requests may name anything."""
     return {point.name: point for point in entry_points(group=GROUP)}
