@@ -19,14 +19,13 @@ the answer by all the time from the prompt to its end. docs/evaluation.md says w
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.config.help import HelpFormatter
-from lopa_ascend.config.presets import LIST, find_preset, presets_text
+from lopa_ascend.config.presets import find_preset
 from lopa_ascend.demo import HELD_OUT
 from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values, graph_settings
 from scripts.benchmarking.machine import describe_benchmark
@@ -34,14 +33,14 @@ from scripts.benchmarking.report import markdown, results, write_csv
 from scripts.benchmarking.run import Plan, run
 from scripts.benchmarking.samples import SampleFile
 from scripts.benchmarking.settings import FIGURES, Setting, one_setting, swept
-from scripts.evaluation.command import number_from, refusals
+from scripts.evaluation.command import add_prompt_flags, number_from, run_command
 from scripts.evaluation.files import (
     DEFAULT_TASK,
     check_runnable,
     read_examples,
     read_problems,
 )
-from scripts.evaluation.prompts import CHAT, PromptMaker, find_format, prompt_formats
+from scripts.evaluation.prompts import CHAT, PromptMaker, find_format
 from scripts.evaluation.tasks import TASKS
 
 ANSWER = 192
@@ -76,15 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, default=Path("build/benchmark"), metavar="DIR", help="(default: build/benchmark)"
     )
-    parser.add_argument(
-        "--preset", metavar="NAME", help='decoding, prompt and examples of a published evaluation; "list" prints all'
-    )
-    parser.add_argument(
-        "--prompt", choices=tuple(prompt_formats()), help=f"format of prompts (default: the preset's, or {CHAT.name})"
-    )
-    parser.add_argument(
-        "--examples", type=number_from(0), metavar="N", help="in a prompt (default: the preset's, or 0)"
-    )
+    add_prompt_flags(parser)
     parser.add_argument(
         "--examples-from", type=Path, metavar="DIR", help="folder with TASK.examples.jsonl (default: the project's own)"
     )
@@ -101,14 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    if args.preset == LIST:
-        sys.stdout.write(presets_text())
-        return
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    with refusals(parser):
-        benchmark(args, given)
+    run_command(build_parser(), argv, benchmark)
 
 
 def benchmark(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
@@ -116,7 +100,7 @@ def benchmark(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
 
     Args:
         args: all arguments.
-        given: those that have a value.
+        given: by name, the arguments that were given or have a default.
     """
     tasks = read_problems(args.file, args.task)
     problems = tasks.problems[: args.limit]

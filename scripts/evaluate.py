@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +24,12 @@ from typing import Any
 
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.config.help import HelpFormatter
-from lopa_ascend.config.presets import LIST, PromptFormat, find_preset, presets_text
+from lopa_ascend.config.presets import PromptFormat, find_preset
 from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values
 from scripts.benchmarking.machine import describe_machine, describe_model
-from scripts.evaluation.command import number_from, refusals
+from scripts.evaluation.command import add_prompt_flags, number_from, run_command
 from scripts.evaluation.files import DATA, TaskFileError, check_runnable, read_examples, read_problems
-from scripts.evaluation.prompts import CHAT, find_format, prompt_formats
+from scripts.evaluation.prompts import CHAT, find_format
 from scripts.evaluation.tasks import TASKS, Problem, Task
 
 FOREIGN = "lm_eval:"
@@ -60,15 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--data", type=Path, default=DATA, metavar="DIR", help="(default: scripts/evaluation/data)")
     parser.add_argument("--limit", type=number_from(1), metavar="N", help="the first N problems (default: all)")
-    parser.add_argument(
-        "--preset", metavar="NAME", help='decoding, prompt and examples of a published evaluation; "list" prints all'
-    )
-    parser.add_argument(
-        "--prompt", choices=tuple(prompt_formats()), help=f"format of prompts (default: the preset's, or {CHAT.name})"
-    )
-    parser.add_argument(
-        "--examples", type=number_from(0), metavar="N", help="in a prompt (default: the preset's, or 0)"
-    )
+    add_prompt_flags(parser)
     parser.add_argument(
         "--batch-size", type=number_from(1), default=8, metavar="N", help="answers made together (default: 8)"
     )
@@ -81,14 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    if args.preset == LIST:
-        sys.stdout.write(presets_text())
-        return
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    with refusals(parser):
-        evaluate(args, given)
+    run_command(build_parser(), argv, evaluate)
 
 
 def evaluate(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
@@ -96,7 +80,7 @@ def evaluate(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
 
     Args:
         args: all arguments.
-        given: those that have a value.
+        given: by name, the arguments that were given or have a default.
     """
     preset = find_preset(args.preset) if args.preset else None
     names = args.tasks or (list(preset.tasks) if preset else []) or ["gsm8k"]

@@ -1,15 +1,19 @@
-"""What the commands that evaluate a model share: whole numbers as arguments, and refusals in plain words."""
+"""What the commands that evaluate a model share: arguments for prompts, and refusals in plain words."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from lopa_ascend.checkpoint import CheckpointError
 from lopa_ascend.config import ConfigError, ParameterError
+from lopa_ascend.config.presets import LIST, presets_text
 from lopa_ascend.serve.flags import option
 from scripts.evaluation.files import TaskFileError
+from scripts.evaluation.prompts import CHAT, prompt_formats
 
 
 def number_from(least: int) -> Callable[[str], int]:
@@ -21,6 +25,39 @@ def number_from(least: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that choose a published evaluation, and the form of its prompts."""
+    parser.add_argument(
+        "--preset", metavar="NAME", help='decoding, prompt and examples of a published evaluation; "list" prints all'
+    )
+    parser.add_argument(
+        "--prompt", choices=tuple(prompt_formats()), help=f"format of prompts (default: the preset's, or {CHAT.name})"
+    )
+    parser.add_argument(
+        "--examples", type=number_from(0), metavar="N", help="in a prompt (default: the preset's, or 0)"
+    )
+
+
+def run_command(
+    parser: argparse.ArgumentParser,
+    argv: list[str] | None,
+    body: Callable[[argparse.Namespace, Mapping[str, Any]], None],
+) -> None:
+    """Runs a command whose parser has ``add_prompt_flags``, or prints the presets if ``--preset list`` asks for them.
+
+    Args:
+        parser: of its arguments.
+        argv: the arguments; None for those of the process.
+        body: what it does with all arguments and, by name, with those that were given or have a default.
+    """
+    args = parser.parse_args(argv)
+    if args.preset == LIST:
+        sys.stdout.write(presets_text())
+        return
+    with refusals(parser):
+        body(args, {name: value for name, value in vars(args).items() if value is not None})
 
 
 @contextmanager
