@@ -37,7 +37,7 @@ def unsupported(request: DecodingParams, num_ends: int, shape: Bucket, kind: Kin
         num_ends: token ids that end the request.
     """
     sizes: dict[str, tuple[float, int]] = {  # (what the request needs, what the graphs hold)
-        # A graph decides how many of its branches there are, and cannot be told.
+        # A graph computes the number of its branches itself; the host cannot choose it.
         "num_branches": (math.inf if request.is_auto else 1 + request.lookaheads, shape.branches),
         "block_size": (request.block_size, shape.block_length),
         "eos_token_id": (num_ends, MAX_EOS),

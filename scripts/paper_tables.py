@@ -126,13 +126,15 @@ def _checkpoints(given: list[str], table: str) -> dict[str, Checkpoint]:
         if not separator or not folder:
             raise ParameterError("checkpoint", f"must be MODEL=DIR or MODEL=DIR,ADAPTER, got {text!r}")
         if model not in models:
-            raise ParameterError("checkpoint", f"{args_name(table)} has no model {model!r}; it has {', '.join(models)}")
+            raise ParameterError(
+                "checkpoint", f"{paper_name(table)} has no model {model!r}; it has {', '.join(models)}"
+            )
         found[model] = Checkpoint(folder, adapter or None)
     return found
 
 
-def args_name(table: str) -> str:
-    """How people call a table."""
+def paper_name(table: str) -> str:
+    """What the paper calls a table, e.g. "Table 1"."""
     return f"Table {table.removeprefix('table')}"
 
 

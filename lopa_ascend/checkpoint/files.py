@@ -14,7 +14,7 @@ from lopa_ascend.config.files import check_regular, parse_json_object, shown
 ITEM_SIZES = {"F32": 4, "BF16": 2, "F16": 2}
 """Bytes of one value, by the safetensors name of its dtype: the dtypes that float tensors may have."""
 INTEGER_SIZES = {"I8": 1, "I32": 4, "I64": 8}
-"""Likewise, those that tensors of an int8 checkpoint may have beside them."""
+"""The same for the integer dtypes, which only an int8 checkpoint may hold."""
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _LENGTH_FIELD = 8
 """Bytes at the beginning of a safetensors file that hold the length of its header."""

@@ -1,4 +1,5 @@
-"""Quantises the weights of linear layers while a checkpoint streams in, or takes those that are int8 already."""
+"""Turns a stream of tensors into one with int8 linear layers: quantises float weights, or reads the scales that a
+checkpoint stores beside int8 weights."""
 
 from __future__ import annotations
 

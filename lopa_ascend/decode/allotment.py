@@ -6,7 +6,7 @@ takes). How long steps take is measured on the device. How often branches win is
 that are stuck. Where memory bandwidth limits a step many rows are nearly free; on a device that is saturated every row
 costs its full time, and none is left.
 
-All ranks choose alike, because they count the same and rank 0 has told them how long steps take.
+All ranks choose the same numbers: they count the same wins, and use the step times that rank 0 has measured.
 """
 
 from __future__ import annotations

@@ -269,7 +269,7 @@ def _greeting(client: EngineClient, config: ServeConfig, listener: socket.socket
 
 
 def _decoding_line(params: DecodingParams) -> str:
-    """The defaults of requests: the main parameters, and those that the operator has set to something else."""
+    """The server's decoding parameters: the main ones, and all others that the operator has changed."""
     defaults = DecodingParams()
     names = [
         name

@@ -89,18 +89,21 @@ class Int8Products:
         return f"int8 weights are multiplied exactly, {shares} (by shape)"
 
     def __call__(self, codes: Tensor, weight: Tensor) -> Tensor:
-        """int8 codes [T, in] times the transpose of an int8 weight [out, in] -> float32 [T, out]."""
+        """int8 codes [T, in] times the transpose of an int8 weight [out, in] -> float32 [T, out].
+
+        A weight of a shape that ``settle`` has not tried is multiplied in float32, which gives the same numbers.
+        """
         return self._ways[self._chosen.get(weight.shape, "float32")](codes, weight)
 
     def _fastest(self, shape: torch.Size) -> str:
-        """The name of the way that is fastest for a weight of this shape, among those that are exact."""
+        """The name of the fastest exact way to multiply a weight of this shape."""
         codes, weight = trial_numbers(shape)
         exact = multiply_float64(codes, weight)
         seconds: dict[str, float] = {}
         for name, multiply in self._ways.items():
             try:
                 is_exact = torch.equal(multiply(codes, weight), exact)
-            except (RuntimeError, NotImplementedError):  # torch has no such kernel for this processor
+            except RuntimeError:  # torch has no such kernel for this processor
                 continue
             if is_exact:
                 seconds[name] = min(duration(multiply, codes, weight) for _ in range(TRIAL_REPEATS))
