@@ -3,6 +3,9 @@ network nor files nor other processes.
 
 The kernel holds the limits (rlimit, seccomp), whatever a program does inside Python. What it may import from the
 standard library is imported before they hold. It gets nothing of this process's environment.
+
+A program shares its process with its test, as in the published evaluations: it can do no harm outside, but one that
+sets out to deceive its test can be counted as passed.
 """
 
 from __future__ import annotations
