@@ -31,7 +31,8 @@ from tqdm import tqdm
 from lopa_ascend.config.help import HelpFormatter
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMEOUT = 10.0
+PYTEST = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=first-failure")
+TIMEOUT = 5.0
 """A mutant is killed after so many times the duration of the unchanged tests."""
 HEADER = "| target | mutants | killed | survived | score |\n|---|---|---|---|---|"
 WITHOUT_EFFECT = re.compile(r"core/ReplaceBinaryOperator_BitOr_\w+")
@@ -100,7 +101,7 @@ def run(target: Target, folder: Path, count: int, seed: int, survivors: Path) ->
     Raises:
         RuntimeError: the tests fail without any change.
     """
-    tests = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *target.tests]
+    tests = [sys.executable, *PYTEST, *target.tests]
     config, session = folder / "mutants.toml", folder / "mutants.sqlite"
     config.write_text(
         "[cosmic-ray]\n"
