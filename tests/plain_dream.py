@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from examples.plain_dream.plain_dream import PlainDream
 from lopa_ascend.backend import Entries
 from lopa_ascend.backend.cpu import CpuOps
-from lopa_ascend.config import EngineConfig
+from lopa_ascend.config import EngineConfig, ModelConfig
 from lopa_ascend.engine.models import open_model
+from lopa_ascend.graph.fusion import trace as tracing
+from lopa_ascend.graph.fusion.trace import Trace
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model import registry
 from lopa_ascend.model.base import ForwardInputs, Model
@@ -46,6 +51,23 @@ def registered(build: Build = PlainDream, model_type: str = MODEL_TYPE) -> Itera
         yield
     finally:
         del registry._registered[model_type]
+
+
+@contextmanager
+def kept_traces() -> Iterator[None]:
+    """Models of one class and one configuration are traced once meanwhile: tracing takes longer than most tests."""
+    kept: dict[tuple[type[nn.Module], str, torch.device], Trace] = {}
+    original = tracing.trace
+
+    def trace(module: nn.Module, config: ModelConfig, device: torch.device) -> Trace:
+        key = type(module), repr(config), device
+        if key not in kept:
+            kept[key] = original(module, config, device)
+        # Fusion changes the graph that it is given.
+        return replace(kept[key], graph=copy.deepcopy(kept[key].graph))
+
+    with mock.patch.object(tracing, "trace", trace):
+        yield
 
 
 def load(path: Path, **options: Any) -> Model:

@@ -1,10 +1,14 @@
-"""Dream in plain torch through the engine: what it gives is what the Dream in fused ops gives."""
+"""Dream in plain torch through the engine: what it gives is what the Dream in fused ops gives.
+
+Models of one configuration are traced once here; what a trace holds is tested in tests/graph.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +24,19 @@ from tests import golden
 from tests.e2e.conftest import ROOT, running
 from tests.e2e.serving import events
 from tests.e2e.test_batching import decisions, requests, run
-from tests.plain_dream import MODEL_TYPE, as_plain, registered
+from tests.plain_dream import MODEL_TYPE, as_plain, kept_traces, registered
+from tests.tiers import slow_but
 from tests.tiny import write_dream
 
 EXAMPLE = ROOT / "examples" / "plain_dream"
 BY_KIND = golden.cases_by_kind()
+ORDINARY = (("A", "block_causal", "max_prob"), ("B", "full", "margin"), ("C", "block_causal", "neg_entropy"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def traced_once() -> Iterator[None]:
+    with kept_traces():
+        yield
 
 
 @pytest.fixture
@@ -73,17 +85,20 @@ def test_golden_cases_in_eager_steps(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("plain_registered", "uncompiled")
-@pytest.mark.parametrize("kind", BY_KIND, ids="-".join)
-def test_golden_cases_in_compiled_steps(kind: tuple[str, str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model", "window", "confidence"), slow_but(BY_KIND, ORDINARY))
+def test_golden_cases_in_compiled_steps(model: str, window: str, confidence: str, tmp_path: Path) -> None:
+    """The graph of a model is the same for all windows and confidences: each model, window and confidence comes once in
+    the ordinary tests, and all of them with Dream in fused ops, in test_graph.py."""
+    kind = model, window, confidence
     params = [golden.decoding_params(golden.read(case)) for case in BY_KIND[kind]]
     llm = LLM(
-        as_plain(golden.FOLDER / "models" / kind[0], tmp_path / kind[0]),
+        as_plain(golden.FOLDER / "models" / model, tmp_path / model),
         dtype="float32",
         enable_prefix_caching=False,
         max_num_seqs=2,
         graph_mode="inductor",
-        graph_window_attention=kind[1],
-        graph_confidence=kind[2],
+        graph_window_attention=window,
+        graph_confidence=confidence,
         graph_num_branches=max(each.lookaheads for each in params),
         graph_block_size=max(each.block_size for each in params),
     )
@@ -118,10 +133,12 @@ def test_a_golden_case_through_inductor(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("plain_registered", "uncompiled")
-@pytest.mark.parametrize("mode", ["eager", "inductor"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "mode"),
+    slow_but(product(("float32", "bfloat16"), ("eager", "inductor")), [("float32", "inductor"), ("bfloat16", "eager")]),
+)
 def test_requests_of_all_kinds_get_what_dream_gives_to_the_last_bit(
-    dream: Path, plain: Path, mode: str, dtype: str
+    dream: Path, plain: Path, dtype: str, mode: str
 ) -> None:
     for_graphs = DecodingParams(num_branches=3, max_new_tokens=24, block_size=8)
     asked = [*requests(7, 12), ([5, 6, 7], for_graphs)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2Mod
 from examples.plain_dream.plain_dream import PlainDream
 from lopa_ascend.config import ModelConfig
 from tests.graph.tracing import DTYPES, assert_fuses, calls, traced
+from tests.tiers import slow_but
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 LAYERS, TOKENS = 2, 20
@@ -97,8 +99,9 @@ def exported(model: nn.Module, *args: Tensor, core: bool) -> torch.fx.GraphModul
         return (program.run_decompositions() if core else program.run_decompositions({})).module()
 
 
-@dtypes
-@pytest.mark.parametrize("core", [False, True])
+@pytest.mark.parametrize(
+    ("core", "dtype"), slow_but(product((False, True), DTYPES), [(False, DTYPES[0]), (True, DTYPES[1])]), ids=str
+)
 def test_a_layer_of_transformers_is_fused(dtype: torch.dtype, core: bool) -> None:
     torch.manual_seed(0)
     config = Qwen2Config(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)

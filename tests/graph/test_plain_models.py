@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from lopa_ascend.engine.models import open_model
 from lopa_ascend.graph.fusion.model import FusedModel, fuse_model
 from lopa_ascend.graph.fusion.trace import trace
 from lopa_ascend.model.plain import Attend, build_module
-from tests.plain_dream import OPS, as_plain, hidden_states, load, registered, tail
+from tests.plain_dream import OPS, as_plain, hidden_states, kept_traces, load, registered, tail
 from tests.tiny import write_dream
 
 
@@ -29,6 +30,13 @@ from tests.tiny import write_dream
 def path(tmp_path: Path) -> Path:
     """A checkpoint of two layers with hidden states of 32, for PlainDream."""
     return as_plain(write_dream(tmp_path / "dream"), tmp_path / "plain")
+
+
+@pytest.fixture(scope="module")
+def kept() -> Iterator[None]:
+    """For tests of what is made of a trace, which therefore share one."""
+    with kept_traces():
+        yield
 
 
 # ---- the same as Dream -----------------------------------------------------------------------------------------------
@@ -43,6 +51,7 @@ def path(tmp_path: Path) -> Path:
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("kept")
 def test_any_number_of_tokens_has_the_bits_of_dream(tmp_path: Path, options: dict[str, Any]) -> None:
     dream = write_dream(tmp_path / "dream", **options)
     with registered():
@@ -54,6 +63,7 @@ def test_any_number_of_tokens_has_the_bits_of_dream(tmp_path: Path, options: dic
             assert torch.equal(ours, theirs)
 
 
+@pytest.mark.usefixtures("kept")
 def test_an_adapter_is_merged_as_into_dream(tmp_path: Path) -> None:
     dream, adapter = write_dream(tmp_path / "dream"), tmp_path / "adapter"
     adapter.mkdir()
@@ -222,6 +232,7 @@ class Bare(PlainDream):
 
 
 @pytest.mark.parametrize(("build", "early"), [(PlainDream, True), (Scaled, True), (Shuffled, False), (Bare, False)])
+@pytest.mark.usefixtures("kept")
 def test_only_wanted_rows_are_computed_behind_the_last_attention(
     path: Path, build: type[PlainDream], early: bool
 ) -> None:
@@ -238,6 +249,7 @@ def test_only_wanted_rows_are_computed_behind_the_last_attention(
 # ---- writes, and kept graphs -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("kept")
 def test_writes_into_results_of_its_own_are_none(path: Path) -> None:
     def in_place(self: Any, x: Tensor, _: Tensor) -> Tensor:
         x += 1.0
@@ -251,8 +263,9 @@ def test_writes_into_results_of_its_own_are_none(path: Path) -> None:
     assert torch.equal(hidden_states(model, 7)[0], (expected + 1) * 2)
 
 
-def test_another_forward_has_another_identity(path: Path) -> None:
+def test_another_forward_has_another_identity(tmp_path: Path) -> None:
     """Graphs are kept by it."""
+    path = as_plain(write_dream(tmp_path / "dream", layers=1), tmp_path / "plain")
     found = []
     for build in (PlainDream, PlainDream, Scaled):
         with registered(build):

@@ -146,7 +146,8 @@ TAILS = {
 
 
 @pytest.mark.parametrize("function", TAILS, ids=lambda function: function.__name__)
-def test_a_forward_that_is_no_graph_is_refused_by_its_line(path: Path, function: Callable[..., Any]) -> None:
+def test_a_forward_that_is_no_graph_is_refused_by_its_line(tmp_path: Path, function: Callable[..., Any]) -> None:
+    path = as_plain(write_dream(tmp_path / "dream", layers=1), tmp_path / "plain")
     assert re.search(TAILS[function], refusal(path, tail(function)))
 
 
