@@ -7,9 +7,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 # Of two processes, each runs one file of tests after another; the files begin in the order of testpaths.
 tests=(-n 2 --dist loadfile --no-loadscope-reorder)
 case "${*:-}" in
-    "") tests+=(-m "not slow") ;;
+    "") tests+=(-m "not slow" --hypothesis-profile=ordinary) ;;
     --slow) ;;
-    --fast) tests+=(tests/unit) ;;
+    --fast) tests+=(tests/unit -m "not slow" --hypothesis-profile=ordinary) ;;
     *) echo "usage: ci/check.sh [--fast | --slow]" >&2 && exit 2 ;;
 esac
 if [[ -z ${VIRTUAL_ENV:-} && -x .venv/bin/python ]]; then

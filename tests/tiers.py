@@ -1,4 +1,5 @@
-"""Which cases of a parametrised test every run of the tests has, and which only those with the tests marked slow."""
+"""What every run of the tests has, and what only those with the tests marked slow: cases of a parametrised test, and
+examples of a property."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 
 def slow_but(cases: Iterable[Any], ordinary: Collection[Any]) -> list[Any]:
@@ -21,3 +23,9 @@ def slow_but(cases: Iterable[Any], ordinary: Collection[Any]) -> list[Any]:
     values = [case if isinstance(case, tuple) else (case,) for case in cases]
     marks = [() if case in ordinary else pytest.mark.slow for case in cases]
     return [pytest.param(*each, marks=mark) for each, mark in zip(values, marks, strict=True)]
+
+
+def examples(count: int) -> int:
+    """Examples of a property that is tested with ``count`` by default, in the profile of hypothesis that is loaded."""
+    usual = settings.get_profile("repeatable").max_examples
+    return count * settings().max_examples // usual

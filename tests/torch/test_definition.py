@@ -17,6 +17,7 @@ from torch import Tensor
 from lopa_ascend.backend import Ops
 from lopa_ascend.backend.cpu import CpuOps, definition
 from lopa_ascend.kv.pages import PAGE_SIZE
+from tests.tiers import examples
 from tests.torch.paging import paged_step, randn
 
 OPS = CpuOps()
@@ -28,7 +29,7 @@ BOUND = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 seeds = st.integers(0, 2**31)
 row_counts = st.integers(1, 70)
 dtypes = st.sampled_from(list(BOUND))
-every_op = settings(max_examples=40)
+every_op = settings(max_examples=examples(40))
 
 
 def assert_near(got: Tensor, expected: Tensor) -> None:
@@ -56,7 +57,7 @@ def step_shapes(draw: st.DrawFn) -> tuple[list[tuple[int, int, int]], tuple[int,
     return draw(st.lists(entry, min_size=1, max_size=8)), tuple(prefixes)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(seeds, step_shapes(), st.integers(1, 3), st.integers(1, 7), st.sampled_from([8, 16, 64]), dtypes)
 def test_planned_attention_is_plain_attention(
     seed: int,

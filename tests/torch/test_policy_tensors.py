@@ -20,9 +20,10 @@ from lopa_ascend.graph import inputs, policy, tensors
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.inputs import HostView, Kind
 from lopa_ascend.graph.policy import Predicted
+from tests.tiers import examples
 from tests.torch.policy_driver import LENGTH, MASK, Batch, constants_of
 
-EXAMPLES = int(os.environ.get("LOPA_POLICY_EXAMPLES", "200"))
+EXAMPLES = int(os.environ.get("LOPA_POLICY_EXAMPLES", examples(200)))
 
 fractions = st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.75, 0.95, 1.0])
 requests = st.fixed_dictionaries(

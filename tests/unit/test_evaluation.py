@@ -16,6 +16,7 @@ from scripts.evaluation.prompts import CHAT, PLAIN, PromptMaker, find_format
 from scripts.evaluation.sanitize import sanitize
 from scripts.evaluation.tasks import TASKS
 from tests import published_scoring
+from tests.tiers import examples
 from tests.tiny import tiny_tokenizer
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
@@ -133,7 +134,7 @@ def test_answers_are_cut_at_stop_strings_or_only_where_the_published_code_always
     st.lists(st.sampled_from(["#### ", "12", "1,2", "-", "$", ".", "3.", "a", "\n", " ", "####", "0"]), max_size=12),
     st.sampled_from(["so\n#### 12", "#### 1,2", "#### -3", "#### 0"]),
 )
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_gsm8k_scores_are_the_published_ones(parts: list[str], answer: str):
     text = "".join(parts)
     assert scoring.score_gsm8k({"answer": answer}, text) == published_scoring.gsm8k(answer, text)
@@ -164,7 +165,7 @@ def test_gsm8k_scores_are_the_published_ones(parts: list[str], answer: str):
         max_size=9,
     )
 )
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_sanitize_is_the_published_one(lines: list[str]):
     text = "\n".join(lines)
     assert sanitize(text, "f") == published_scoring.sanitize(text, "f")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode import begin
 from lopa_ascend.types import RowResult, SequencePlan
+from tests.tiers import examples
 
 MASK, EOS, VOCAB = 50, 7, 40
 
@@ -50,7 +51,7 @@ def drive(setup: dict, seed: int, finish: bool):
     yield strategy, None
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(setups, st.integers(0, 10**6))
 def test_every_step_fills_a_position_or_the_request_ends(setup: dict, seed: int) -> None:
     idle = 0
@@ -69,7 +70,7 @@ def test_every_step_fills_a_position_or_the_request_ends(setup: dict, seed: int)
     assert strategy.num_committed <= 3 + setup["max_new_tokens"]
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(setups, st.integers(0, 10**6))
 def test_finishing_early_changes_no_visible_token(setup: dict, seed: int) -> None:
     *_, (whole, _) = drive(setup, seed, finish=False)
@@ -81,7 +82,7 @@ def test_finishing_early_changes_no_visible_token(setup: dict, seed: int) -> Non
     assert early.num_forwards <= whole.num_forwards
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(setups, st.integers(0, 10**6))
 def test_what_is_final_only_grows(setup: dict, seed: int) -> None:
     final: list[int] = []
@@ -90,7 +91,7 @@ def test_what_is_final_only_grows(setup: dict, seed: int) -> None:
         final = strategy.final_tokens()
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(setups, st.integers(0, 10**6))
 def test_plans_are_consistent(setup: dict, seed: int) -> None:
     params = DecodingParams(**setup)

@@ -17,6 +17,7 @@ from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, PageTables, worst_cas
 from lopa_ascend.kv.prefix_cache import PrefixCache, PrefixEntry, PrefixKey
 from lopa_ascend.sequence import Request, Sequence
 from lopa_ascend.types import Demand, Scoring, SequenceStep, StepPlan, StepRecord
+from tests.tiers import examples
 
 
 def limits(**changes: int) -> Limits:
@@ -253,7 +254,7 @@ def paper(seed: int, cache: bool = True, **changes: int) -> Paper:
     return run
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(arrivals, st.integers(0, 10**6), st.booleans(), st.sampled_from([14, 17, 20, 40]))
 def test_pages_in_are_pages_out_and_everybody_finishes(
     arriving: list[Arrival], seed: int, cache: bool, num_pages: int
@@ -269,7 +270,7 @@ def test_pages_in_are_pages_out_and_everybody_finishes(
     assert allocator.num_free == allocator.num_pages
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(arrivals, st.integers(0, 10**6))
 def test_the_same_arrivals_give_the_same_plans(arriving: list[Arrival], seed: int) -> None:
     first, second = paper(seed), paper(seed)

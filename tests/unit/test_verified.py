@@ -16,6 +16,7 @@ from lopa_ascend.decode import BRANCH_ACCEPTANCES as STRATEGIES
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.d2f import D2F
 from lopa_ascend.types import RowPlan, RowResult, SequencePlan, StepRecord
+from tests.tiers import examples
 
 MASK, EOS, VOCAB, PROMPT = 50, 7, 40, (1, 2, 3)
 
@@ -118,7 +119,7 @@ D2F_TAU = {0.5: 0.5, 0.8: 0.800000011920929, 0.9: 0.8999999761581421, 1.0: 1.0}
 """float32 of tau_conf."""
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(setups, st.integers(0, 10**6))
 def test_verified_every_token_passed_the_rule_given_committed_tokens_alone(setup: dict, seed: int) -> None:
     committed: dict[int, int] = {}
@@ -146,7 +147,7 @@ def test_verified_every_token_passed_the_rule_given_committed_tokens_alone(setup
                 assert (draft is not None) + len(rule(params, other, predicted)) <= progress
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(setups, st.integers(0, 10**6))
 def test_exact_is_d2f(setup: dict, seed: int) -> None:
     tokens, probs, passes, order = decoded(setup, seed, decoding="d2f", num_branches=0)
@@ -172,7 +173,7 @@ def test_confirmed_branches_save_passes(window: str, acceptance: str, least: flo
     assert sum(alone) > least * sum(passes)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(setups, st.integers(0, 10**6), st.sampled_from(["verified", "exact"]))
 def test_without_branches_there_is_nothing_to_accept(setup: dict, seed: int, acceptance: str) -> None:
     alone = decoded({**setup, "num_branches": 0}, seed, branch_acceptance=acceptance)
