@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import random
@@ -33,6 +34,12 @@ def some(seed: int, count: int, *, held_out: bool = False, plain: bool = False) 
     return list(itertools.islice(problems(seed, held_out, plain=plain), count))
 
 
+@functools.cache
+def trained() -> list[Problem]:
+    """5000 problems of the training, drawn once for all tests."""
+    return some(2, 5000)
+
+
 def value(term: str) -> int:
     """The value of "12", "12+3" or "60+15+4"."""
     numbers, operators = re.findall(r"\d+", term), re.findall(r"[-+*/]", term)
@@ -43,7 +50,7 @@ def value(term: str) -> int:
 
 
 def test_every_calculation_is_right() -> None:
-    for problem in [*some(5, 2000), *itertools.islice(practice(5), 200)]:
+    for problem in [*trained()[:2000], *itertools.islice(practice(5), 200)]:
         if problem.result is None:
             assert "####" not in problem.answer
             continue
@@ -80,7 +87,7 @@ def test_a_practice_asks_for_several_sums_that_fit_in_four_blocks() -> None:
 
 
 def test_no_template_leaves_a_slot_or_a_choice() -> None:
-    for problem in some(7, 3000):
+    for problem in trained()[:3000]:
         for message in problem.messages:
             assert not re.search(r"[\[\]{}<>|]", message["content"]), message
         assert not re.search(r"  | [.,?]", problem.answer)
@@ -89,7 +96,7 @@ def test_no_template_leaves_a_slot_or_a_choice() -> None:
 def test_held_out_questions_are_never_trained_on() -> None:
     held_out = {normalised(p.question) for p in some(1, 200, held_out=True, plain=True)}
     assert len(held_out) > 180
-    assert not held_out & {normalised(p.question) for p in some(2, 5000)}
+    assert not held_out & {normalised(p.question) for p in trained()}
     assert all(is_held_out(p.question) for p in some(3, 100, held_out=True, plain=True))
     assert is_held_out("What is 12 + 30?") == is_held_out("what is 12 +30")
 
@@ -100,11 +107,11 @@ def test_questions_worded_by_hand_are_never_trained_on() -> None:
     by_hand = {normalised(row["question"]) for row in rows}
     assert len(by_hand) == 200
     assert all(0 <= row["answer"] <= 999 and row["kind"] for row in rows)
-    assert not by_hand & {normalised(p.question) for p in some(4, 5000)}
+    assert not by_hand & {normalised(p.question) for p in trained()}
 
 
 def test_problems_are_varied() -> None:
-    found = some(8, 3000)
+    found = trained()[:3000]
     kinds = {problem.kind for problem in found}
     assert kinds >= {"add", "subtract", "times", "share", "half", "two steps", "three steps", "four steps", "plain sum"}
     roles = ["".join(message["role"][0] for message in problem.messages) for problem in found]
