@@ -24,6 +24,7 @@ from scripts.judge.ranks import by_rank
 from scripts.judge.server import serving
 from scripts.judge.signals import Outcome, signal_under_load
 from tests.dist import ranks
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.multirank
 
@@ -100,11 +101,13 @@ def started(command: Sequence[str], output: int = subprocess.PIPE) -> Iterator[s
 # ---- the server ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rank", [0, 3])
-def test_killed_rank(rank: int, family: Family, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tp", "bp", "rank"), slow_but([(1, 2, 0), (2, 1, 1), (2, 2, 0), (2, 2, 3)], [(1, 2, 0), (2, 1, 1)])
+)
+def test_killed_rank(tp: int, bp: int, rank: int, family: Family, tmp_path: Path) -> None:
     """One of each kind; the judge kills all four."""
     log = tmp_path / "log"
-    with serving(None, log, *flags(2, 2, max_num_seqs=4)) as server:
+    with serving(None, log, *flags(tp, bp, max_num_seqs=4)) as server:
         outcome = asyncio.run(signal_under_load(server, family.rank(rank), signal.SIGKILL, clients=6))
     assert outcome.faults() == []
     assert set(re.findall(r"rank . ends: (.*)", log.read_text())) == {f"rank {rank} has ended"}
@@ -153,7 +156,6 @@ def test_sizes_that_do_not_fit_are_refused(family: Family) -> None:
 START = """
 import json, os, signal, sys, time
 from lopa_ascend import LLM, DecodingParams
-from lopa_ascend.decode.lopa import Lopa
 from lopa_ascend.parallel.collectives import RankError
 
 def generate(llm, count):
@@ -218,50 +220,3 @@ def test_script_that_ends_without_close(interrupted: bool, family: Family) -> No
         stderr = script.communicate(timeout=10)[1]
     assert script.returncode == (-signal.SIGINT if interrupted else 0)
     assert stderr.rstrip().endswith("KeyboardInterrupt") if interrupted else stderr == ""
-
-
-# ---- agreement -------------------------------------------------------------------------------------------------------
-
-SPMD = """
-other = int(os.environ["RANK"]) == 1
-select = Lopa._select
-
-def drift(self, plan, results):
-    winner, scores = select(self, plan, results)
-    return (winner + 1) % len(results), scores
-
-def hang(self, plan, results):
-    time.sleep(3600)
-
-case, sizes = sys.argv[1], json.loads(sys.argv[2])
-if other and case != "seed":
-    Lopa._select = {"winner": drift, "hang": hang}[case]
-try:
-    llm = LLM(**sizes, distributed_timeout_seconds=2, agreement_interval=1, seed=int(other and case == "seed"))
-    generate(llm, 64)
-except RankError as error:
-    sys.stderr.write(f"{error}\\n")
-    os._exit(0)
-"""
-
-
-@pytest.mark.parametrize(
-    ("case", "sizes", "message"),
-    [
-        ("winner", {"tensor_parallel_size": 2}, r"rank 1 \(bp 0, tp 1\) .* step \d+.* what was decided"),
-        ("seed", {"branch_parallel_size": 2}, r"rank 1 \(bp 1, tp 0\) .* step 0.* configuration"),
-    ],
-)
-def test_rank_that_differs_is_named_by_all(case: str, sizes: dict[str, int], message: str) -> None:
-    errors = ranks.finish(ranks.start(2, "-c", START + SPMD, case, json.dumps(sizes)))
-    assert errors[0] == errors[1]
-    assert re.fullmatch(message, errors[0].rstrip())
-
-
-def test_rank_stuck_in_its_own_work_is_given_up() -> None:
-    """It goes on beating, for its other threads live."""
-    leader, stuck = ranks.start(2, "-c", START + SPMD, "hang", '{"branch_parallel_size": 2}')
-    stderr = leader.communicate(timeout=60)[1]
-    assert stderr.startswith("the ranks' exchange of ")
-    stuck.kill()
-    stuck.communicate()
