@@ -1,4 +1,7 @@
-"""Ranks of one machine listen on its loopback interface alone, and others on the address that the user names."""
+"""Ranks of one machine listen on its loopback interface alone, and others on the address that the user names.
+
+test_serving.py looks at those of a server.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from lopa_ascend.config import ParameterError
 from lopa_ascend.parallel.launch import Rendezvous, listen
 from lopa_ascend.parallel.store import serve_store
 from lopa_ascend.parallel.watch import ProcessWatch
-from tests.e2e.conftest import running
 from tests.listeners import check_loopback_alone, own_address, refuses
 
 LLM = """
@@ -32,11 +34,6 @@ def test_ranks_of_llm() -> None:
         check_loopback_alone([process.pid, *others], at_least=3)  # the store, and gloo of two ranks
         process.stdin.close()
         assert process.wait(timeout=60) == 0
-
-
-def test_ranks_of_a_server() -> None:
-    with running("--tensor-parallel-size", "2", "--max-model-len", "128") as server:
-        check_loopback_alone([server.process.pid, *server.children], at_least=4)  # HTTP as well
 
 
 def test_a_store_listens_on_the_named_address_alone() -> None:

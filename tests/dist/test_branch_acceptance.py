@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.dist import ranks
+from tests.tiers import slow_but
 from tests.tiny import write_dream
 
 pytestmark = pytest.mark.multirank
@@ -35,7 +36,7 @@ def job(model: str, **options: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("tp", "bp"), [(1, 2), (2, 2)])
+@pytest.mark.parametrize(("tp", "bp"), slow_but([(1, 2), (2, 2)], [(2, 2)]))
 def test_exact_is_d2f_on_ranks(tp: int, bp: int, tmp_path: Path) -> None:
     model = str(write_dream(tmp_path / "model"))
     alone = ranks.generate(1, [job(model)], tmp_path)[0]
@@ -48,7 +49,7 @@ def test_exact_is_d2f_on_ranks(tp: int, bp: int, tmp_path: Path) -> None:
         assert verified["forwards"] < exact["forwards"] < d2f["forwards"]
 
 
-@pytest.mark.parametrize(("tp", "bp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("tp", "bp"), slow_but([(2, 1), (1, 2)], [(1, 2)]))
 def test_ranks_agree_on_branches_that_follow_the_load(tp: int, bp: int, tmp_path: Path) -> None:
     """Each rank measures its device and counts winners, and every step is compared. Some groups have no branch."""
     model = str(write_dream(tmp_path / "model"))

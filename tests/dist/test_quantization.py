@@ -10,6 +10,7 @@ import pytest
 from lopa_ascend import LLM, DecodingParams
 from tests.dist import ranks
 from tests.dist.generate import shown
+from tests.tiers import slow_but
 from tests.tiny import write_dream, write_tokenizer
 
 PROMPTS = [[5, 6, 7], list(range(20, 60)), [300, 2, 300, 9]]
@@ -38,7 +39,7 @@ def on_ranks(path: Path, tp: int, bp: int, folder: Path, **options: Any) -> list
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize(("tp", "bp"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize(("tp", "bp"), slow_but([(2, 1), (2, 2)], [(2, 2)]))
 def test_layers_that_have_whole_rows_give_the_same_tokens(path: Path, tp: int, bp: int, tmp_path: Path) -> None:
     llm, params = LLM(path, **WHOLE_ROWS), DecodingParams(**PARAMS)
     expected = [
@@ -52,7 +53,7 @@ def test_layers_that_have_whole_rows_give_the_same_tokens(path: Path, tp: int, b
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", slow_but([1, 2], [1]))
 def test_branch_parallelism_changes_no_token(path: Path, tp: int, tmp_path: Path) -> None:
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:

@@ -1,4 +1,4 @@
-"""What a server of several ranks says of itself, and what it refuses."""
+"""What a server of several ranks says of itself, where it listens, and what it refuses."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.conftest import ServerProcess, running
 from tests.e2e.serving import refused
+from tests.listeners import check_loopback_alone
 
 pytestmark = pytest.mark.multirank
 
@@ -23,6 +24,8 @@ def counted(server: ServerProcess, name: str) -> dict[str, float]:
 def test_a_server_of_several_ranks_says_what_they_do() -> None:
     sizes = ("--tensor-parallel-size", "2", "--branch-parallel-size", "2")
     with running(*sizes, "--num-branches", "4", "--max-new-tokens", "64") as server:
+        # HTTP, the store, and gloo of four ranks.
+        check_loopback_alone([server.process.pid, *server.children], at_least=6)
         greeting = server.greeting
         assert "ranks     tensor parallel 2 x branch parallel 2, 5 branches: 1 of 6 slots idle" in greeting
         places = [f"rank {n} (bp {n // 2}, tp {n % 2}) on {platform.node()} cpu: weights " for n in range(4)]

@@ -13,6 +13,7 @@ from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.types import SequencePlan
 from scripts.bench_ranks import Step, TrafficJob, run
 from scripts.ranks.traffic import Formulas, carries_commands, faults, prompts
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.multirank
 
@@ -31,7 +32,7 @@ def recorded(tp: int, bp: int) -> list[list[Step]]:
         agreement_interval=INTERVAL,
         threads=1,
     )
-    windows = ("block_causal", "block_causal", "full", "block_causal", "full")
+    windows = ("block_causal", "full", "block_causal", "full")
     requests = [
         (prompt, DecodingParams(num_branches=LOOKAHEADS, block_size=8, max_new_tokens=80, window_attention=window))
         for prompt, window in zip(prompts(DEMO_MODEL, len(windows)), windows, strict=True)
@@ -51,7 +52,7 @@ def branches_bound(plan: SequencePlan, bp: int) -> int:
     return 12 * (max(row.end for row in plan.rows) - plan.start - plan.num_new) * math.ceil(len(plan.rows) / bp)
 
 
-@pytest.mark.parametrize(("tp", "bp"), [(1, 2), (2, 2)])
+@pytest.mark.parametrize(("tp", "bp"), slow_but([(1, 2), (2, 2)], [(2, 2)]))
 def test_every_step_sends_what_the_formulas_say(tp: int, bp: int) -> None:
     model = checkpoint.open_checkpoint(DEMO_MODEL).config
     hidden, kv_position = 4 * model.hidden_size, 4 * 2 * model.num_layers * model.local_kv_heads(tp) * model.head_dim

@@ -13,6 +13,7 @@ import pytest
 
 from tests import golden
 from tests.dist.ranks import finish, start
+from tests.tiers import slow_but
 
 pytestmark = [pytest.mark.npu, pytest.mark.multirank]
 MODULE = ("-m", "tests.npu.lab", "--numeric", "tests.npu.generate")
@@ -24,9 +25,7 @@ TIMEOUT = 900
 
 
 @pytest.mark.timeout(TIMEOUT)
-@pytest.mark.parametrize(
-    ("tp", "bp"), [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.slow)], ids=["tp2", "bp2", "tp2-bp2"]
-)
+@pytest.mark.parametrize(("tp", "bp"), slow_but([(2, 1), (1, 2), (2, 2)], [(2, 1)]), ids=["tp2", "bp2", "tp2-bp2"])
 def test_golden_tokens_through_captured_collectives(tp: int, bp: int, tmp_path: Path) -> None:
     trace = golden.read(CASE)
     params = golden.decoding_params(trace)
