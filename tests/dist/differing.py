@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from typing import NoReturn
+from unittest import mock
 
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.decode.lopa import Lopa
@@ -35,7 +36,7 @@ def main() -> None:
     case, sizes = sys.argv[1], json.loads(sys.argv[2])
     differs = os.environ["RANK"] == "1"
     if differs and case != "seed":
-        Lopa._select = {"winner": drift, "hang": hang}[case]  # type: ignore[method-assign]
+        mock.patch.object(Lopa, "_select", {"winner": drift, "hang": hang}[case]).start()
     seed = int(differs and case == "seed")
     try:
         llm = LLM(**sizes, distributed_timeout_seconds=2, agreement_interval=1, seed=seed)
