@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.types import KVShape
+from tests.tiers import slow_but
 from tests.torch.paging import paged_step, randn
 
 OPS = CpuOps()
@@ -168,10 +169,16 @@ def test_attention_reads_a_prefix_once_a_sequence(dtype: torch.dtype) -> None:
         assert ops.gathered_bytes == layer * positions * 2 * kv_heads * dim * dtype.itemsize
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3], indirect=True)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kv_heads", [1, 2])
-@pytest.mark.parametrize("group", range(1, 8))
+DTYPES = (torch.float32, torch.bfloat16)
+# Every group in both dtypes; numbers of threads and of heads by turns.
+ORDINARY = [(group, (group + at) % 2 + 1, DTYPES[at], (group + at) % 3 + 1) for group in range(1, 8) for at in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("group", "kv_heads", "dtype", "threads"),
+    slow_but(product(range(1, 8), (1, 2), DTYPES, (1, 2, 3)), ORDINARY),
+    indirect=["threads"],
+)
 def test_attention_of_an_entry_does_not_depend_on_the_others(
     group: int, kv_heads: int, dtype: torch.dtype, threads: int
 ) -> None:

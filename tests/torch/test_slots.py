@@ -17,6 +17,7 @@ from lopa_ascend.model.dream import Dream
 from lopa_ascend.runner.eager import EagerExecutor, ForwardResult
 from lopa_ascend.sequence import Request, Sequence
 from lopa_ascend.types import RowPlan, RowResult, Scoring, SequencePlan, SequenceStep
+from tests.tiers import slow_but
 from tests.tiny import write_dream
 
 
@@ -69,9 +70,14 @@ def settings(attention: str, prompt: int, branches: int = 4) -> tuple[list[int],
     return [i % 50 for i in range(prompt)], params
 
 
-@pytest.mark.parametrize("attention", ["block_causal", "full"])
-@pytest.mark.parametrize("prompt", [5, 127, 128, 150, 260])
-def test_all_slots_hold_the_same_committed_keys_and_values(attention: str, prompt: int, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "attention"),
+    slow_but(
+        itertools.product((5, 127, 128, 150, 260), ("block_causal", "full")),
+        [(5, "block_causal"), (128, "full"), (150, "block_causal"), (260, "full")],
+    ),
+)
+def test_all_slots_hold_the_same_committed_keys_and_values(prompt: int, attention: str, tmp_path) -> None:
     write_dream(tmp_path)
     run = Run(tmp_path, *settings(attention, prompt))
     for _ in run.steps():

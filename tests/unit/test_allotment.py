@@ -18,6 +18,7 @@ from lopa_ascend.types import BranchRecord, RowPlan, RowResult, SequencePlan, St
 from scripts.planner.devices import Device, load_device
 from scripts.planner.models import load_model
 from scripts.planner.step import Workload, predict
+from tests.tiers import slow_but
 
 AUTO = DecodingParams(num_branches="auto", branch_acceptance="verified")
 FLAT, STEEP = StepCosts([(1, 1.0), (10_000, 1.0)]), StepCosts([(1, 1.0), (10_000, 10_000.0)])
@@ -170,7 +171,7 @@ def device_costs(device: Device) -> StepCosts:
 
 
 @pytest.mark.parametrize("acceptance", ["verified", "exact"])
-@pytest.mark.parametrize("num_requests", [1, 3, 8])
+@pytest.mark.parametrize("num_requests", slow_but([1, 3, 8], [1, 3]))
 def test_auto_is_as_fast_as_the_best_fixed_number_on_a_simulated_device(num_requests: int, acceptance: str) -> None:
     fields: dict[str, Any] = {"max_new_tokens": 64, "tau_conf": 0.8, "branch_acceptance": acceptance}
     costs = device_costs(load_device("910c"))
