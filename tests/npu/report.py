@@ -8,6 +8,7 @@ collectives reach nobody. KV lengths are inputs, as in the graphs that the engin
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,6 +61,10 @@ class UnfilledOps(NpuOps):
         return weight.new_empty(weight.shape[::-1])
 
 
+UNFILLED = UnfilledOps()
+"""The ops of most variants: what was lowered is kept, and equal variants have the same ops."""
+
+
 @dataclass(frozen=True)
 class Variant:
     """A way to run the model."""
@@ -74,11 +79,11 @@ class Variant:
 
 def variants() -> dict[str, Variant]:
     return {
-        "bf16": Variant(UnfilledOps()),
-        "bf16_tp4": Variant(UnfilledOps(), tp_size=4),
-        "w8a8": Variant(UnfilledOps(), is_int8=True),
-        "w8a8_tp4": Variant(UnfilledOps(), tp_size=4, is_int8=True),
-        "plain_fused": Variant(UnfilledOps(), is_plain=True),
+        "bf16": Variant(UNFILLED),
+        "bf16_tp4": Variant(UNFILLED, tp_size=4),
+        "w8a8": Variant(UNFILLED, is_int8=True),
+        "w8a8_tp4": Variant(UNFILLED, tp_size=4, is_int8=True),
+        "plain_fused": Variant(UNFILLED, is_plain=True),
         "unfused": Variant(PlainOps()),
     }
 
@@ -146,6 +151,7 @@ def with_lengths(function: Any, *args: Any, kv_lengths: Sequence[int]) -> Lowere
         return lower(function, *args, list(kv_lengths))
 
 
+@functools.cache
 def lowered_model(variant: Variant, num_layers: int) -> Lowered:
     """Embedding, layers, head and scores, with the gather of the shards' statistics."""
     with ranks(variant.tp_size) as group:
@@ -168,6 +174,7 @@ def step_tensors(bucket: Bucket, hidden: int, caches: Caches = ((), ()), seats: 
     return flatten(view_inputs(memory, bucket), constants, Storage(states, kept), caches)
 
 
+@functools.cache
 def lowered_step(variant: Variant, num_layers: int, bucket: Bucket = BUCKET, bp_size: int = 1) -> Lowered:
     """The whole decode step, on one of the ranks that split each branch, or of ``bp_size`` that split the branches."""
     with ranks(max(variant.tp_size, bp_size)) as group:
@@ -184,6 +191,7 @@ def lowered_step(variant: Variant, num_layers: int, bucket: Bucket = BUCKET, bp_
         return with_lengths(run, kv_lengths=lengths)
 
 
+@functools.cache
 def lowered_policy(bucket: Bucket = BUCKET) -> Lowered:
     """The decode policy: everything of a step but the model and its scores, and the writes to what outlives it."""
     tensors = step_tensors(bucket, 1)

@@ -23,6 +23,7 @@ from tests import golden
 from tests.npu.lab import device  # noqa: F401
 from tests.npu.lab.constraints import NpuConstraint, numeric
 from tests.npu.lab.traffic import host_traffic
+from tests.tiers import slow_but
 from tests.tiny import write_dream
 
 pytestmark = pytest.mark.npu
@@ -42,7 +43,12 @@ def golden_model(path: str) -> LLM:
     return LLM(path, device="npu", graph_mode="eager", dtype="float32", enable_prefix_caching=False)
 
 
-@pytest.mark.parametrize("case", [case for case in golden.CASES if case != golden.MASK_CHOSEN])
+BY_KIND = golden.cases_by_kind()
+# All cases with the default settings, and one of each other kind.
+ORDINARY = {*BY_KIND["A", "block_causal", "max_prob"], *(cases[0] for cases in BY_KIND.values())}
+
+
+@pytest.mark.parametrize("case", slow_but((case for case in golden.CASES if case != golden.MASK_CHOSEN), ORDINARY))
 def test_golden_tokens(case: str) -> None:
     trace = golden.read(case)
     with numeric():
@@ -52,7 +58,8 @@ def test_golden_tokens(case: str) -> None:
     assert output.num_forwards == trace["n_forward_rounds"]
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.slow  # the golden tokens show that the device computes what the CPU does
+@pytest.mark.parametrize("count", [8, 50])
 def test_the_bundled_model_solves_as_many_problems_as_on_the_cpu(
     count: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,7 +102,9 @@ def strict_engine(path: Path, **options: Any) -> LLM:
 def answers(llm: LLM, window: str) -> list[GenerationOutput]:
     """To prompts of several pages and of less than one, the first of them twice."""
     prompts = [[1 + (seed * n) % 300 for n in range(length)] for seed, length in ((7, 300), (3, 20), (5, 129))]
-    params = DecodingParams(num_branches=3, window_attention=window, max_new_tokens=40, tau_conf=0.3, ignore_eos=True)
+    params = DecodingParams(
+        num_branches=3, window_attention=window, max_new_tokens=20, block_size=8, tau_conf=0.3, ignore_eos=True
+    )
     return llm.generate([*prompts, prompts[0]], params, quiet=True)
 
 
@@ -105,7 +114,7 @@ def test_no_step_breaks_a_constraint(small: Path, window: str) -> None:
     for layout in ("TND", "BSH"):
         llm = strict_engine(small, attention_layout=layout)
         first, second = answers(llm, window), answers(llm, window)
-        assert [len(output.token_ids) for output in first] == [40] * 4
+        assert [len(output.token_ids) for output in first] == [20] * 4
         assert [output.cached_tokens for output in second] == [300, 20, 129, 300]
         assert [output.token_ids for output in second] == [output.token_ids for output in first]
         by_layout.append([output.token_ids for output in first])

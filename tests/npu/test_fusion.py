@@ -20,7 +20,7 @@ from lopa_ascend.model.base import ForwardInputs
 from tests.graph.plain import rms_norm
 from tests.npu.lab import device  # noqa: F401
 from tests.npu.lab.lowering import lower, optimised
-from tests.npu.report import UnfilledOps, Variant, lowered_model, lowered_step
+from tests.npu.report import UNFILLED, Variant, lowered_model, lowered_step
 from tests.npu.samples import forward_inputs, moved, paged_entries, plain_dream, small_dream
 from tests.npu.test_lowering import ENDS, LAYER, SCORE, layers
 
@@ -51,7 +51,7 @@ class Plain:
 
 
 def test_a_plain_dream_lowers_to_the_kernels_of_the_one_written_by_hand() -> None:
-    by_hand, fused = Variant(UnfilledOps()), Variant(UnfilledOps(), is_plain=True)
+    by_hand, fused = Variant(UNFILLED), Variant(UNFILLED, is_plain=True)
     assert LAYER.total() == 11
     assert lowered_model(fused, 2).kernels == layers(LAYER, 2) + ENDS + SCORE + Counter(Exp=1)
     assert lowered_step(fused, 1).kernels == lowered_step(by_hand, 1).kernels

@@ -23,7 +23,7 @@ from tests.npu.lab.constraints import numeric
 from tests.npu.lab.lowering import BOOKKEEPING, VIEWS, optimised
 from tests.npu.lab.traffic import host_traffic
 from tests.npu.plain_ops import PlainOps
-from tests.npu.report import BUCKET, UnfilledOps, Variant, lowered_model, lowered_policy, lowered_step
+from tests.npu.report import BUCKET, UNFILLED, UnfilledOps, Variant, lowered_model, lowered_policy, lowered_step
 from tests.npu.samples import dream_weights, forward_inputs, moved, overwrite, paged_entries, small_dream
 
 pytestmark = pytest.mark.npu
@@ -49,9 +49,9 @@ def layers(kernels: Counter[str], count: int) -> Counter[str]:
     return Counter({kind: number * count for kind, number in kernels.items()})
 
 
-@pytest.mark.parametrize("layout", ["TND", "BSH"])
-def test_a_dream_layer_is_eleven_kernels_and_copies_nothing(layout: str) -> None:
-    variant = Variant(UnfilledOps(attention_layout=layout))
+@pytest.mark.parametrize("ops", [UNFILLED, UnfilledOps(attention_layout="BSH")], ids=["TND", "BSH"])
+def test_a_dream_layer_is_eleven_kernels_and_copies_nothing(ops: NpuOps) -> None:
+    variant = Variant(ops)
     for count in (1, 3):
         lowered = lowered_model(variant, count)
         assert lowered.kernels == layers(LAYER, count) + ENDS + SCORE + Counter(Exp=1)
@@ -61,13 +61,14 @@ def test_a_rank_of_four_has_two_sums_a_layer_more_and_one_gather() -> None:
     embedding = Counter(GatherV2=1, HcomAllReduce=1)
     merging = Counter(Sub=1, Pack=1, HcomAllGather=1, Unpack=1, ArgMaxV2=1, LogSoftmaxV2=1, Add=1, GatherElements=2)
     for count in (1, 3):
-        lowered = lowered_model(Variant(UnfilledOps(), tp_size=4), count)
+        lowered = lowered_model(Variant(UNFILLED, tp_size=4), count)
         ends = ENDS + embedding + SCORE + merging + Counter(Exp=1)
         assert lowered.kernels == layers(LAYER + SUMS, count) + ends
 
 
+@pytest.mark.slow  # the test before it has one and three layers
 def test_twenty_eight_layers_on_four_ranks() -> None:
-    whole = lowered_model(Variant(UnfilledOps(), tp_size=4), 28)
+    whole = lowered_model(Variant(UNFILLED, tp_size=4), 28)
     assert whole.num_kernels <= 28 * 14 + 20, whole.kernels
     assert not COPIES & set(whole.by_type)
 
@@ -84,7 +85,7 @@ def test_the_policy_is_small_whatever_the_number_of_rows() -> None:
 
 
 def test_a_whole_decode_step_copies_no_cache_and_no_weight() -> None:
-    variant = Variant(UnfilledOps())
+    variant = Variant(UNFILLED)
     step = lowered_step(variant, 1)
     more = step.num_kernels - lowered_model(variant, 1).num_kernels - lowered_policy().num_kernels
     # Hidden states gathered and kept, states kept, what is told put together.
@@ -95,7 +96,7 @@ def test_a_whole_decode_step_copies_no_cache_and_no_weight() -> None:
 
 
 def test_branch_parallel_ranks_meet_in_one_gather() -> None:
-    step = lowered_step(Variant(UnfilledOps()), 1, BUCKET._replace(slots=1), bp_size=4)
+    step = lowered_step(Variant(UNFILLED), 1, BUCKET._replace(slots=1), bp_size=4)
     collectives = {kind: number for kind, number in step.by_type.items() if kind.startswith("Hcom")}
     assert collectives == {"HcomAllGather": 1}
 

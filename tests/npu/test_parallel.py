@@ -11,7 +11,9 @@ import torch
 from tests.dist.ranks import finish, start
 from tests.npu.rank import STEPS, config_of_two
 
-pytestmark = [pytest.mark.npu, pytest.mark.multirank]
+# The quick tests have a compiled step of ranks in test_parallel_engine.py, its collectives there and in
+# test_lowering.py, and the bytes that steps send in tests/dist/test_traffic.py.
+pytestmark = [pytest.mark.npu, pytest.mark.multirank, pytest.mark.slow]
 MODULE = ("-m", "tests.npu.lab", "--numeric", "tests.npu.rank")
 
 

@@ -16,6 +16,7 @@ from scripts.npu_selftest.__main__ import main
 from scripts.npu_selftest.findings import Finding, merged, slowest
 from tests.npu.lab import attention, capture, device  # noqa: F401
 from tests.npu.lab.constraints import require
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.npu
 
@@ -62,7 +63,9 @@ def refused(*_args: Any, **_options: Any) -> Any:
     raise RuntimeError("error 561002: not on this device")
 
 
-@pytest.mark.parametrize(("kernel", "verdict"), [(wrong_swiglu, "WRONG"), (refused, "refused")])
+@pytest.mark.parametrize(
+    ("kernel", "verdict"), slow_but([(wrong_swiglu, "WRONG"), (refused, "refused")], [(wrong_swiglu, "WRONG")])
+)
 def test_an_op_without_which_nothing_runs(capsys: pytest.CaptureFixture[str], kernel: Any, verdict: str) -> None:
     with replaced("npu_swiglu", kernel):
         status, verdicts, last = reported(capsys)
