@@ -12,9 +12,9 @@ from scripts.judge.report import Options, Report
 @pytest.mark.parametrize(
     ("judge", "amount"),
     [
-        pytest.param(faults.judge, {"hostile": 100, "good": 24}, id="faults"),
+        pytest.param(faults.judge, {"hostile": 0, "good": 12}, id="faults"),  # one of each kind
         pytest.param(faults.judge, {"hostile": 400, "good": 24}, id="more-faults", marks=pytest.mark.slow),
-        pytest.param(fuzz.judge, {"fuzz_seconds": 5.0}, id="fuzz"),
+        pytest.param(fuzz.judge, {"fuzz_seconds": 3.0}, id="fuzz"),
         pytest.param(fuzz.judge, {"fuzz_seconds": 120.0}, id="more-fuzz", marks=pytest.mark.slow),
         pytest.param(starve.judge, {}, id="starve", marks=pytest.mark.slow),
         pytest.param(kill.judge, {}, id="kill", marks=pytest.mark.slow),

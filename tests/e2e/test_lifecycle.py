@@ -107,13 +107,6 @@ def test_engine_killed_under_load(model_dir: Path):
         assert "Traceback" not in server.stderr.all()
 
 
-def test_engine_killed_while_idle(model_dir: Path):
-    with running("--model", str(model_dir)) as server:
-        os.kill(server.engine_pid, signal.SIGKILL)
-        until(lambda: health(server) == 503, 1)
-        assert server.process.wait(timeout=10) == 1
-
-
 def test_server_killed_ends_the_engine(model_dir: Path):
     with running("--model", str(model_dir)) as server:
         engine = server.engine_pid
@@ -198,6 +191,13 @@ def test_watchdog_sees_an_engine_that_hangs(small: ServerProcess):
         os.kill(small.engine_pid, signal.SIGCONT)
     until(lambda: health(small) == 200, 5)
     assert whole(small, SHORT)[0].status_code == 200
+
+
+def test_engine_killed_while_idle(small: ServerProcess):
+    """The last test of this server."""
+    os.kill(small.engine_pid, signal.SIGKILL)
+    until(lambda: health(small) == 503, 1)
+    assert small.process.wait(timeout=10) == 1
 
 
 # ---- time limits and the end -----------------------------------------------------------------------------------------
