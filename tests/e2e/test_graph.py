@@ -21,6 +21,7 @@ from lopa_ascend.graph.tensors import view_output
 from lopa_ascend.types import Update
 from tests import golden
 from tests.e2e.test_batching import requests, run
+from tests.tiers import slow_but
 from tests.tiny import VOCAB_SIZE, write_dream
 
 EOS = 3
@@ -152,13 +153,16 @@ def test_whole_canvases_run_eagerly_and_are_counted(path: str) -> None:
 
 @pytest.mark.parametrize(
     ("seed", "ahead", "window_attention", "confidence"),
-    [
-        (0, False, "block_causal", "max_prob"),
-        (1, True, "block_causal", "max_prob"),
-        (2, True, "block_causal", "neg_entropy"),
-        (3, False, "full", "max_prob"),
-        (4, False, "full", "margin"),
-    ],
+    slow_but(
+        [
+            (0, False, "block_causal", "max_prob"),
+            (1, True, "block_causal", "max_prob"),
+            (2, True, "block_causal", "neg_entropy"),
+            (3, False, "full", "max_prob"),
+            (4, False, "full", "margin"),
+        ],
+        [(1, True, "block_causal", "max_prob"), (4, False, "full", "margin")],
+    ),
 )
 def test_requests_of_all_kinds_get_what_the_eager_engine_gives(
     path: str, seed: int, ahead: bool, window_attention: str, confidence: str
@@ -294,7 +298,7 @@ def test_a_device_that_decides_otherwise_is_noticed(path: str, falsified: str, m
     assert served.stats().pages_in_use == 0
 
 
-@pytest.mark.parametrize("prompt", [50, 60, 64, 190])
+@pytest.mark.parametrize("prompt", slow_but([50, 60, 64, 190], [60, 190]))
 def test_pages_are_there_for_the_block_that_a_step_in_flight_may_open(path: str, prompt: int) -> None:
     """A step that is launched ahead may open a block that the host does not know of, on a page of its own."""
     fields: dict[str, Any] = {"tau_add": 0.0, "tau_conf": 0.3, "max_new_tokens": 200, "ignore_eos": True}
