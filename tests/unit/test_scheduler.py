@@ -133,6 +133,7 @@ class Paper:
         if plan is None:
             return
         for copy in plan.copies:
+            assert 0 < copy.num_positions < PAGE_SIZE
             target = self.pages.setdefault(copy.target, [None] * PAGE_SIZE)
             target[: copy.num_positions] = self.pages[copy.source][: copy.num_positions]
         self.plans.append(plan)
