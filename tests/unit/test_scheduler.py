@@ -323,6 +323,14 @@ def test_a_whole_prompt_is_reused_and_a_beginning_only_when_asked_for() -> None:
     assert len(cache.longest(PrefixKey((0,) * 256, "block_causal", 0))) == 1
 
 
+def test_a_prompt_on_a_cached_beginning_is_cached_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Paper, "check", lambda *_: None)  # the beginning was computed for another prompt
+    run = paper(0)
+    run.scheduler.approximate = True
+    run.drive([Arrival(10 * n, prompt, 0, 1, 1, False, None) for n, prompt in enumerate((128, 300, 300))])
+    assert run.scheduler.prefix_hits == 128 + 300
+
+
 def test_a_cached_prompt_is_reused_only_if_its_own_pages_can_stay() -> None:
     """A prompt of a full and a partial page, cached in 2 of n pages; again with two slots, which need 3 pages, or 2
     beside the cached full page. The cached partial page must stay until it is copied, so 4 pages are enough to reuse
