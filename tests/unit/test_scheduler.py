@@ -140,6 +140,7 @@ class Paper:
         decoding = any(not s.in_prefill for s in scheduler.running.values())
         assert not (plan.prefill and decoding and len(self.plans) > 1 and self.plans[-2].prefill)
         sequences = [scheduler.running[s.request_id] for s in plan.sequences]
+        assert {s.in_prefill for s in sequences} == {plan.prefill}
         tokens = sum(s.demand.num_computed for s in sequences if s.demand is not None)
         assert tokens <= scheduler.limits.max_num_batched_tokens or len(plan.sequences) == 1
         self.check_owners()
@@ -321,6 +322,12 @@ def test_a_whole_prompt_is_reused_and_a_beginning_only_when_asked_for() -> None:
     assert cache.longest(PrefixKey((1,) * 700, "block_causal", 0)) == ()
     assert cache.longest(PrefixKey((0,) * 700, "full", 3)) == ()
     assert len(cache.longest(PrefixKey((0,) * 256, "block_causal", 0))) == 1
+
+
+def test_a_prompt_is_copied_into_the_cache_once() -> None:
+    run = paper(0)
+    run.drive([Arrival(0, 130, 0, 200, 1, False, None)])
+    assert sum(len(plan.copies) for plan in run.plans) == 1
 
 
 def test_a_prompt_on_a_cached_beginning_is_cached_itself(monkeypatch: pytest.MonkeyPatch) -> None:
