@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # All checks, with the tools on PATH, or those of .venv where it exists: ci/check.sh [--fast | --slow]
-# --fast runs the unit tests alone, --slow also the tests marked slow, which are judges of the server and long compilations.
+# --fast runs the unit tests alone; --slow also the tests marked slow, which are long or repeat another case, and all examples
+# of properties instead of three of ten.
 # mypy runs beside the tests. Every stage runs whatever the ones before it said; the exit status is 1 if any failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
