@@ -11,6 +11,7 @@ import pytest
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.demo import HANDWRITTEN
 from scripts.eval_demo import decoding, evaluate, read
+from tests.tiers import slow_but
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,10 +21,11 @@ def llm() -> LLM:
     return LLM()
 
 
-def test_it_solves_held_out_problems_in_few_forward_passes(llm: LLM) -> None:
-    """Floors below the measured figures: it fails when the model or the decoding is broken. Of these 60 problems d2f
-    solved 75 % with 3.7 tokens per forward pass, lopa 60 % with 7.7."""
-    problems = read(60)
+@pytest.mark.parametrize("count", slow_but([20, 60], [20]))
+def test_it_solves_held_out_problems_in_few_forward_passes(llm: LLM, count: int) -> None:
+    """Floors below the measured figures: it fails when the model or the decoding is broken. Of the first 60 problems
+    d2f solved 75 % with 3.7 tokens per forward pass, lopa 60 % with 7.7; the first 20 pass the same floors."""
+    problems = read(count)
     d2f, lopa = (evaluate(llm, problems, decoding(k, 0.9)) for k in (0, 7))
     assert d2f.accuracy >= 0.65
     assert lopa.accuracy >= 0.5
