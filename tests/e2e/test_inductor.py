@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from lopa_ascend import LLM
 from tests import golden
 from tests.e2e.conftest import running
@@ -14,6 +16,7 @@ from tests.tiny import write_dream, write_tokenizer
 CASE = "d2f_causal_b4_eos"
 
 
+@pytest.mark.slow  # test_graph.py has all golden cases in steps that are not compiled, the next test compiles a step
 def test_a_golden_case_through_a_compiled_step() -> None:
     trace = golden.read(CASE)
     params = golden.decoding_params(trace)
