@@ -194,8 +194,9 @@ def run_dtype(args: argparse.Namespace, work: dict[str, Any], dtype: str, thread
     ours: dict[tuple[str, int], list[Measurement]] = {kind: [] for kind in kinds}
     theirs: dict[int, list[float]] = {k: [] for k in args.branches}
     for _ in range(args.rounds):
-        for k in args.branches if stand_in else ():
-            theirs[k].append(stand_in.decode(prompt, decoding_params(k, "full", args.new_tokens)).seconds)
+        if stand_in is not None:
+            for k in args.branches:
+                theirs[k].append(stand_in.decode(prompt, decoding_params(k, "full", args.new_tokens)).seconds)
         for window, k in kinds:
             ours[window, k].append(measure(llm, prompt, decoding_params(k, window, args.new_tokens)))
     print(

@@ -55,7 +55,7 @@ def test_timing_changes_no_token_and_counts_the_work(tmp_path) -> None:
     assert llm.engine.runner.model.ops is ops
     assert found[0].token_ids == expected.token_ids
     assert set(parts.by_name) == set(PARTS)
-    assert all(part.seconds > 0 for part in parts.by_name.values())
+    assert min(part.seconds for part in parts.by_name.values()) > 0
     c, rows = llm.config, sum(record.head_rows for record in found[0].trace)
     assert parts.by_name["head and score"].flops == 2 * rows * c.vocab_size * c.hidden_size
     assert parts.by_name["head and score"].bytes == rows * c.vocab_size * 4
