@@ -9,6 +9,7 @@ import torch
 
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.backend import Entries
+from lopa_ascend.types import GenerationOutput
 from scripts.bench_decode import main
 from scripts.decode_bench.parts import PARTS, PartWork, Peaks, measure_parts, work_of
 from scripts.decode_bench.stand_in import StandIn
@@ -50,7 +51,7 @@ def test_timing_changes_no_token_and_counts_the_work(tmp_path) -> None:
     ops = llm.engine.runner.model.ops
     params = DecodingParams(num_branches=2, block_size=8, max_new_tokens=16, ignore_eos=True)
     expected = llm.generate([PROMPT], params, quiet=True)[0]
-    found = []
+    found: list[GenerationOutput] = []
     parts = measure_parts(llm, lambda: found.extend(llm.generate([PROMPT], params, trace=True, quiet=True)))
     assert llm.engine.runner.model.ops is ops
     assert found[0].token_ids == expected.token_ids
