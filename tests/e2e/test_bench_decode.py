@@ -57,7 +57,9 @@ def test_timing_changes_no_token_and_counts_the_work(tmp_path) -> None:
     assert found[0].token_ids == expected.token_ids
     assert set(parts.by_name) == set(PARTS)
     assert min(part.seconds for part in parts.by_name.values()) > 0
-    c, rows = llm.config, sum(record.head_rows for record in found[0].trace)
+    trace = found[0].trace
+    assert trace is not None
+    c, rows = llm.config, sum(record.head_rows for record in trace)
     assert parts.by_name["head and score"].flops == 2 * rows * c.vocab_size * c.hidden_size
     assert parts.by_name["head and score"].bytes == rows * c.vocab_size * 4
     qkv = c.hidden_size * c.head_dim * (c.num_heads + 2 * c.num_kv_heads)
