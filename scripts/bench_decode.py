@@ -1,22 +1,25 @@
-"""Measures decoding speed on a CPU as a share of this machine's GEMM peak, which is measured in the same run.
+"""Measures decoding speed on a CPU beside a stand-in of the published code's arithmetic, and each part of a step beside
+the least time that it could take on this machine. Peaks and times are of one run.
 
     python -m scripts.bench_decode
-    python -m scripts.bench_decode --branches 8 --dtypes bfloat16 --windows full
+    python -m scripts.bench_decode --branches 8 --dtypes bfloat16 --windows full --plot step.png
 
 The workload is a random Dream of 125 M parameters (hidden size 768, 12 layers, vocabulary 32,000) with a prompt of 128
 tokens, 128 new tokens and blocks of 32. Times are CPU seconds of this process, so other work on the machine disturbs
 them little. Takes minutes; prints one row for each decode, with the columns
 
-  forwards       forward passes for the 128 tokens
+  forwards       forward passes for the new tokens
   TPF            visible tokens for each forward pass
   tokens/step    tokens computed in a step; positions that branches share are computed once
-  cpu secs       CPU seconds of the decode
+  cpu secs       CPU seconds of the decode; the median of the rounds
   forward        FLOP/s of the model's forward passes (linear layers); in brackets as a share of the GEMM peak
   decode         FLOP/s of the whole decode: linear layers and LM head by all CPU seconds; in brackets as a share of the
                  GEMM peak
-  published      FLOPs that the published code spends on as many forward passes with k = 8 and full attention (17,920
-                 tokens of 100.1 M parameters for 19 passes) by our CPU seconds, as a share of the GEMM peak
-  outside        share of the CPU seconds outside the forward passes of the model, the head and the scores
+  stand-in       CPU seconds of the stand-in with as many branches and full attention, in the same rounds, by ours. The
+                 stand-in computes branches one after the other with transformers' Qwen2 (scripts/decode_bench)
+
+and below the table, for each decode, the CPU milliseconds of a step's parts (scripts/decode_bench/parts.py) with their
+floors in brackets.
 
 With full attention in float32 the output ids are compared with those of the published code.
 """
@@ -24,11 +27,10 @@ With full attention in float32 the output ids are compared with those of the pub
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
-import time
-from collections.abc import Iterator
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,111 +38,51 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
-from safetensors.torch import save_file
 
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.config.help import HelpFormatter
-from lopa_ascend.probe import PartTimes
 from lopa_ascend.types import GenerationOutput
+from scripts.benchmarking.machine import describe_machine
+from scripts.decode_bench.draw import StepParts, draw_parts
+from scripts.decode_bench.parts import PARTS, Parts, Peaks, copy_peak, gemm_peak, measure_parts, memory_peak
+from scripts.decode_bench.stand_in import StandIn
+from scripts.decode_bench.workload import WORKLOAD, workload_prompt, write_model
 
-WORKLOAD = Path(__file__).with_name("bench_workload.json")
-PUBLISHED_FLOPS = 2 * 100.1e6 * 17_920 / 19
-"""Of the published code in one forward pass with k = 8 and full attention."""
 RECORDED = {0: "d2f", 4: "bf4", 8: "bf8"}
 """Lookahead branches -> name under which the workload file has the published code's output ids."""
-
-
-def parameters(c: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The name and shape of every parameter, in the order in which their random values are drawn."""
-    hidden, inner = c["hidden_size"], c["intermediate_size"]
-    kv = hidden // c["num_attention_heads"] * c["num_key_value_heads"]
-    yield "model.embed_tokens.weight", (c["vocab_size"], hidden)
-    for n in range(c["num_hidden_layers"]):
-        p = f"model.layers.{n}."
-        for name, rows in (("q", hidden), ("k", kv), ("v", kv)):
-            yield f"{p}self_attn.{name}_proj.weight", (rows, hidden)
-            yield f"{p}self_attn.{name}_proj.bias", (rows,)
-        yield p + "self_attn.o_proj.weight", (hidden, hidden)
-        yield p + "mlp.gate_proj.weight", (inner, hidden)
-        yield p + "mlp.up_proj.weight", (inner, hidden)
-        yield p + "mlp.down_proj.weight", (hidden, inner)
-        yield p + "input_layernorm.weight", (hidden,)
-        yield p + "post_attention_layernorm.weight", (hidden,)
-    yield "model.norm.weight", (hidden,)
-    yield "lm_head.weight", (c["vocab_size"], hidden)
-
-
-def spread(name: str, init: dict[str, float]) -> float:
-    """The standard deviation of a parameter's random values, which depends on the first of these parts in its name."""
-    groups = {"bias": "bias", "embed": "emb", "lm_head": "head", "q_proj": "qk", "k_proj": "qk", "self_attn": "attn"}
-    for part, group in groups.items():
-        if part in name:
-            return init[group]
-    return init["mlp"]
-
-
-def write_model(folder: Path, work: dict[str, Any]) -> None:
-    """Writes the workload's model as a Dream directory, with the weights that were timed with the published code."""
-    config = dict(work["model"])
-    init = config.pop("init")
-    generator = torch.Generator().manual_seed(init["seed"])
-    digest, tensors = hashlib.sha256(), {}
-    for name, shape in parameters(config):
-        values = torch.randn(shape, generator=generator)
-        values = 1.0 + init["norm"] * values if name.endswith("norm.weight") else spread(name, init) * values
-        digest.update(name.encode() + values.numpy().tobytes())
-        tensors[name] = values.contiguous()
-    if digest.hexdigest() != work["weights_sha256_fp32"]:
-        raise RuntimeError("this torch draws other random weights than those that were timed")
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config |= {"model_type": "Dream", "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "float32"}
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def gemm_peak(dtype: torch.dtype) -> float:
-    """The FLOP/s of CPU time that torch reaches in the fastest of some linear layers of the model's sizes."""
-    best = 0.0
-    for rows, inner, outer in ((1152, 768, 4096), (1152, 2048, 768), (2048, 2048, 2048)):
-        x, weight = torch.randn(rows, inner).to(dtype), torch.randn(outer, inner).to(dtype)
-        for _ in range(6):
-            start = time.process_time()
-            torch.nn.functional.linear(x, weight)
-            best = max(best, 2 * rows * inner * outer / (time.process_time() - start))
-    return best
+NEW_TOKENS = 128
+"""New tokens of the recorded decodes."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One decode. Times are CPU seconds."""
+    """One decode."""
 
     output: GenerationOutput
-    total: float
-    """The whole decode."""
-    forward: float
-    """Forward passes of the model."""
-    score: float
-    """LM head and scores."""
+    parts: Parts
+
+    @property
+    def total(self) -> float:
+        """CPU seconds of the decode."""
+        return sum(part.seconds for part in self.parts.by_name.values())
 
 
 def measure(llm: LLM, prompt: list[int], params: DecodingParams) -> Measurement:
     """Decodes a prompt, and measures the CPU time of the parts."""
-    times = PartTimes()
-    llm.engine.runner.set_probe(times)
-    start = time.process_time()
-    output = llm.generate([prompt], params, trace=True, quiet=True)[0]
-    total = time.process_time() - start
-    return Measurement(output, total, times.seconds["forward"], times.seconds["score"])
+    outputs: list[GenerationOutput] = []
+    parts = measure_parts(llm, lambda: outputs.extend(llm.generate([prompt], params, trace=True, quiet=True)))
+    return Measurement(outputs[0], parts)
 
 
-def report(llm: LLM, measured: Measurement, peak: float, expected: dict[str, Any] | None) -> str:
+def report(llm: LLM, measured: Measurement, peak: float, stand_in: float | None, verdict: str) -> str:
     """The row of the table for one decode.
 
     Args:
         llm: the model.
         measured: the decode.
         peak: FLOP/s of the GEMM peak.
-        expected: the published code's decode, whose "output_ids" must be the same; None if it was not recorded.
+        stand_in: CPU seconds of the stand-in; None if it was not run.
+        verdict: whether the output ids are those of the published code; empty if these were not recorded.
     """
     c, output = llm.config, measured.output
     assert output.trace is not None
@@ -148,12 +90,8 @@ def report(llm: LLM, measured: Measurement, peak: float, expected: dict[str, Any
     mlp = 3 * c.hidden_size * c.intermediate_size
     layers_flop = 2 * c.num_layers * (attention + mlp) * output.model_tokens
     head_flop = 2 * c.hidden_size * c.vocab_size * sum(record.head_rows for record in output.trace)
-    forward_speed = layers_flop / measured.forward
+    forward_speed = layers_flop / measured.parts.forward
     decode_speed = (layers_flop + head_flop) / measured.total
-    published_speed = PUBLISHED_FLOPS * output.num_forwards / measured.total
-    verdict = ""
-    if expected is not None:
-        verdict = "same ids" if list(output.token_ids) == expected["output_ids"] else "OTHER IDS"
     cells = (
         f"{output.num_forwards:8d}",
         f"{output.tokens_per_forward:6.2f}",
@@ -161,14 +99,31 @@ def report(llm: LLM, measured: Measurement, peak: float, expected: dict[str, Any
         f"{measured.total:9.2f}",
         f"{forward_speed / 1e9:8.1f} ({forward_speed / peak:4.2f})",
         f"{decode_speed / 1e9:8.1f} ({decode_speed / peak:4.2f})",
-        f"{published_speed / peak:9.2f}",
-        f"{1 - (measured.forward + measured.score) / measured.total:7.1%}",
+        " " * 9 if stand_in is None else f"{stand_in / measured.total:7.2f} x",
         verdict,
     )
     return "  ".join(cells)
 
 
-def main() -> None:
+def step_parts(label: str, measured: Measurement, peaks: Peaks, before: dict[str, dict[str, float]]) -> StepParts:
+    """The parts of a decode's mean step.
+
+    Args:
+        label: of the decode.
+        measured: the decode.
+        peaks: of the same run.
+        before: milliseconds by label and part that another run has written; empty for none.
+    """
+    scale = 1000 / measured.output.num_forwards
+    return StepParts(
+        label=label,
+        taken={name: scale * measured.parts.by_name[name].seconds for name in PARTS},
+        floors={name: scale * measured.parts.by_name[name].floor(peaks) for name in PARTS},
+        before=before.get(label),
+    )
+
+
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.bench_decode", description=__doc__, formatter_class=HelpFormatter
     )
@@ -189,37 +144,100 @@ def main() -> None:
         "--threads", type=int, nargs="+", default=[1], metavar="N", help="numbers of CPU threads (default: 1)"
     )
     parser.add_argument(
+        "--rounds", type=int, default=1, metavar="N", help="decodes of each kind, all kinds in turn (default: 1)"
+    )
+    parser.add_argument(
+        "--new-tokens", type=int, default=NEW_TOKENS, metavar="N", help=f"tokens to decode (default: {NEW_TOKENS})"
+    )
+    parser.add_argument("--no-stand-in", action="store_true", help="only our side: leaves the column stand-in empty")
+    parser.add_argument(
         "--model",
         type=Path,
         default=Path("build/bench-model"),
         metavar="DIR",
         help="where the random model is kept (default: build/bench-model)",
     )
-    args = parser.parse_args()
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the parts of the steps there, as JSON")
+    parser.add_argument(
+        "--before", type=Path, metavar="FILE", help="parts that --write of an earlier run has written, to draw beside"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the parts of the steps")
+    return parser
+
+
+def decoding_params(k: int, window: str, new_tokens: int) -> DecodingParams:
+    """How the workload is decoded with k lookahead branches."""
+    return DecodingParams(
+        decoding="lopa" if k else "d2f", num_branches=k, max_new_tokens=new_tokens, confidence="neg_entropy",
+        window_attention=window, finish_at_eos=False, ignore_eos=True,
+    )  # fmt: skip
+
+
+def compare_ids(output: GenerationOutput, expected: dict[str, Any] | None) -> str:
+    """Whether the output ids are those of the published code."""
+    if expected is None:
+        return ""
+    return "same ids" if list(output.token_ids) == expected["output_ids"] else "OTHER IDS"
+
+
+def run_dtype(args: argparse.Namespace, work: dict[str, Any], dtype: str, threads: int) -> list[StepParts]:
+    """Measures and prints the decodes in one dtype with one number of threads."""
+    prompt = workload_prompt(work)
+    llm = LLM(args.model, dtype=dtype, enable_prefix_caching=False)
+    stand_in = None if args.no_stand_in else StandIn(args.model, getattr(torch, dtype))
+    torch.set_num_threads(threads)
+    own, wide = gemm_peak(getattr(torch, dtype)), gemm_peak(torch.float32)
+    # A processor without bfloat16 units is faster in float32, and that is the floor then.
+    peaks = Peaks(max(own, wide), copy_peak(), memory_peak())
+    before = json.loads(args.before.read_text()) if args.before else {}
+    kinds = [(window, k) for window in args.windows for k in args.branches]
+    ours: dict[tuple[str, int], list[Measurement]] = {kind: [] for kind in kinds}
+    theirs: dict[int, list[float]] = {k: [] for k in args.branches}
+    for _ in range(args.rounds):
+        if stand_in is not None:
+            for k in args.branches:
+                theirs[k].append(stand_in.decode(prompt, decoding_params(k, "full", args.new_tokens)).seconds)
+        for window, k in kinds:
+            ours[window, k].append(measure(llm, prompt, decoding_params(k, window, args.new_tokens)))
+    print(
+        f"\n{dtype}, {threads} thread(s): GEMM peak {own / 1e9:.1f} GFLOP/s a core, float32 {wide / 1e9:.1f}; "
+        f"copies {peaks.bytes / 1e9:.1f} GB/s, "
+        f"reads from memory {peaks.memory / 1e9:.1f} GB/s"
+    )
+    print(f"{'window':>12s}   k  forwards     TPF  tokens/step  cpu secs  forward GFLOP/s   decode GFLOP/s   stand-in")
+    found = []
+    for (window, k), measured in ours.items():
+        middle = sorted(measured, key=lambda one: one.total)[len(measured) // 2]
+        is_recorded = window == "full" and dtype == "float32" and k in RECORDED and args.new_tokens == NEW_TOKENS
+        verdict = compare_ids(middle.output, work["expected"][f"{RECORDED[k]}/float32"] if is_recorded else None)
+        seconds = statistics.median(theirs[k]) if theirs[k] else None
+        print(f"{window:>12s} {k:3d}  {report(llm, middle, peaks.flops, seconds, verdict)}", flush=True)
+        label = f"{dtype}, {window}, k = {k}, {threads} thread(s)"
+        found.append(step_parts(label, middle, peaks, before))
+    return found
+
+
+def print_parts(decodes: Sequence[StepParts]) -> None:
+    """The parts of all decodes as a table."""
+    print("\nCPU ms of a step (floor)\n" + " " * 44 + "".join(f"{part:>24s}" for part in PARTS))
+    for decode in decodes:
+        cells = (f"{decode.taken[part]:.1f} ({decode.floors[part]:.1f})" for part in PARTS)
+        print(f"{decode.label:44s}" + "".join(f"{cell:>24s}" for cell in cells))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = build_parser().parse_args(argv)
+    if args.rounds < 1:
+        raise SystemExit(f"--rounds {args.rounds}: must be at least 1")
     work = json.loads(WORKLOAD.read_text())
     if not (args.model / "config.json").exists():
         write_model(args.model, work)
-    generator = torch.Generator().manual_seed(work["prompt_seed"])
-    prompt = torch.randint(0, work["prompt_vocab"], (work["prompt_len"],), generator=generator).tolist()
-    heading = "forwards     TPF  tokens/step  cpu secs  forward GFLOP/s   decode GFLOP/s  published  outside"
-    for dtype in args.dtypes:
-        llm = LLM(args.model, dtype=dtype, enable_prefix_caching=False)
-        for threads in args.threads:
-            torch.set_num_threads(threads)
-            own, wide = gemm_peak(getattr(torch, dtype)), gemm_peak(torch.float32)
-            peak = max(own, wide)  # a processor without bfloat16 units is faster in float32, and that is the floor then
-            print(f"\n{dtype}, {threads} thread(s): GEMM peak {own / 1e9:.1f} GFLOP/s a core, float32 {wide / 1e9:.1f}")
-            print(f"{'window':>12s}   k  {heading}")
-            for window in args.windows:
-                for k in args.branches:
-                    params = DecodingParams(
-                        decoding="lopa" if k else "d2f", num_branches=k, max_new_tokens=128, confidence="neg_entropy",
-                        window_attention=window, finish_at_eos=False, ignore_eos=True,
-                    )  # fmt: skip
-                    found = measure(llm, prompt, params)
-                    recorded = window == "full" and dtype == "float32" and k in RECORDED
-                    expected = work["expected"][f"{RECORDED[k]}/float32"] if recorded else None
-                    print(f"{window:>12s} {k:3d}  {report(llm, found, peak, expected)}", flush=True)
+    decodes = [part for dtype in args.dtypes for n in args.threads for part in run_dtype(args, work, dtype, n)]
+    print_parts(decodes)
+    if args.write:
+        args.write.write_text(json.dumps({decode.label: dict(decode.taken) for decode in decodes}, indent=1) + "\n")
+    if args.plot:
+        draw_parts(decodes, f"{describe_machine()['processor']}, random Dream of 125 M parameters", args.plot)
 
 
 if __name__ == "__main__":

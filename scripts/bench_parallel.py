@@ -75,7 +75,7 @@ def traffic(args: argparse.Namespace) -> int:
 
 
 def scaling(args: argparse.Namespace) -> int:
-    from scripts.bench_decode import WORKLOAD, write_model
+    from scripts.decode_bench.workload import WORKLOAD, write_model
     from scripts.ranks.scaling import draw, measure
 
     workload = json.loads(WORKLOAD.read_text())

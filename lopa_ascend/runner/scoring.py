@@ -1,4 +1,4 @@
-"""Scores hidden states of several sequences at once: logits in pieces that fit a CPU's cache, then predictions."""
+"""Scores hidden states of several sequences at once: logits in pieces, then predictions from a CPU's cache."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from lopa_ascend.score.prediction import NO_PREDICTIONS, Predictions
 from lopa_ascend.score.shards import CANDIDATES, Bans, shard_scores
 from lopa_ascend.types import Scoring
 
-HEAD_ROWS = 128
-"""Rows of logits that are computed at a time: enough to use each of the head's weights many times."""
+HEAD_ROWS = 512
+"""Rows of logits that are computed at a time: enough to use each of the head's weights many times. With 128 the head
+and the scores of 380 positions and 32,000 token ids took 1.1 to 1.2 times as long."""
 SCORE_ROWS = 16
 """Rows of logits that are scored at a time: few enough to stay in a CPU's cache."""
 

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.config import ModelConfig
-from scripts.bench_decode import parameters
+from scripts.decode_bench.workload import parameters
 from scripts.planner.devices import CONSTANTS, Device, parse_device
 from scripts.planner.step import Workload, predict
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lopa_ascend.backend.base import Entries
 from lopa_ascend.backend.cpu import compiled
+from lopa_ascend.backend.cpu.activation import silu
 from lopa_ascend.backend.cpu.attention import plan_attention, planned_attention
 from lopa_ascend.backend.cpu.int8 import Int8Products
 from lopa_ascend.backend.cpu.products import Products
@@ -121,9 +122,7 @@ class CpuOps:
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        wide = gate.float()
-        # torch's silu rounds differently where a thread's share does not fill a vector.
-        return wide.div(wide.neg().exp_().add_(1)).to(gate.dtype).mul_(up)
+        return silu(gate).mul_(up)
 
     def kv_write(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, source: Tensor | None = None
