@@ -125,6 +125,9 @@ class CpuOps:
         # torch's silu rounds differently where a thread's share does not fill a vector.
         return wide.div(wide.neg().exp_().add_(1)).to(gate.dtype).mul_(up)
 
+    def swiglu_quant(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+        return self.quantize(self.swiglu(gate_up))
+
     def kv_write(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, source: Tensor | None = None
     ) -> None:
