@@ -22,7 +22,6 @@ message of a conversation.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.demo import HELD_OUT
+from scripts.calibration import read_texts
 from scripts.eval_demo import asked, decoding, evaluate, read
 
 if TYPE_CHECKING:
@@ -117,21 +117,9 @@ def read_prompts(file: Path, limit: int) -> list[str]:
     """The first prompts of a file.
 
     Raises:
-        ValueError: a line is JSON, and has neither "prompt" nor "question".
+        ValueError: as of ``read_texts``.
     """
-    prompts = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        if line.startswith("{"):
-            row = json.loads(line)
-            text = row.get("prompt", row.get("question"))
-            if not isinstance(text, str):
-                raise ValueError(f'{file}: line {number}: expected "prompt" or "question"')
-            prompts.append(text)
-        elif line.strip():
-            prompts.append(line)
-    if not prompts:
-        raise ValueError(f"{file}: holds no prompts")
-    return prompts[:limit]
+    return [prompt for prompt, _ in read_texts(file, limit)]
 
 
 def measure_layers(llm: LLM, prompts: list[str], params: DecodingParams) -> dict[str, LayerError]:
