@@ -11,6 +11,7 @@ import torch
 
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.backend.cpu import CpuOps
+from lopa_ascend.backend.graph_cache import DIGESTS
 from lopa_ascend.backend.npu.ops import NpuOps
 from lopa_ascend.checkpoint import quantize_weight
 from lopa_ascend.config import ParameterError
@@ -139,14 +140,18 @@ def test_compiled_steps_give_the_tokens_of_eager_ones(small: Path, mode: str, ex
 
 
 def test_kept_graphs_are_taken_with_the_same_layers_as_int8_alone(small: Path, tmp_path: Path) -> None:
-    made = []
+    made, num_files = [], []
     for changes in (W8A8, W8A8, {**W8A8, "quantization_exclude": ("down_proj",)}, {"dtype": "bfloat16"}):
         options = {**GRAPHS, "graph_window_blocks": 2, "kv_cache_memory": 2**22, "graph_cache": str(tmp_path / "kept")}
         llm = LLM(small, graph_mode="npugraph_ex", **options, **changes)
         assert llm.engine.runner.graphs is not None
         compiler = llm.engine.runner.graphs.graphs.compiler
         made.append((compiler.num_compilations > 0, compiler.num_loaded > 0))
+        files = [file for file in (tmp_path / "kept").rglob("*") if file.is_file() and file.name != DIGESTS]
+        num_files.append(len(files))
     assert made == [(True, False), (False, True), (True, False), (True, False)]
+    # A graph that was taken and then failed would leave a temporary directory in use, and no file here.
+    assert num_files == [num_files[0] * number for number in (1, 1, 2, 3)]
 
 
 @pytest.mark.slow
