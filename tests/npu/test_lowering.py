@@ -101,6 +101,7 @@ def test_branch_parallel_ranks_meet_in_one_gather() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_report_ends_with_its_figures_in_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
