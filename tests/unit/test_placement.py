@@ -70,6 +70,8 @@ def test_every_branch_is_computed_once_and_every_group_has_what_commits(window: 
             assert shares[group].slots[at] == slot
             assert shares[group].rows[at].tokens == row.tokens
             assert shares[group].rows[at].masked == row.masked
+        if placements[0].sends_values(plan):
+            assert not any(share.rows for share in shares[len(plan.rows) :])
         for share in shares:
             if plan.num_new and not placements[0].sends_values(plan):
                 assert share.rows
