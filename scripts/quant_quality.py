@@ -3,6 +3,7 @@
     python -m scripts.quant_quality layers --plot layers.png             of the bundled model on its held-out problems
     python -m scripts.quant_quality layers --model DIR --prompts FILE    of a float checkpoint, on a file of prompts
     python -m scripts.quant_quality table                                exact answers and TPF, on 500 held-out problems
+    python -m scripts.quant_quality planted                              a layer of 7B width with outliers in it
 
 "layers" decodes the prompts (lopa, k = 3) with float32 weights, and computes each linear layer in W8A8 as well, from
 the same inputs; so positions are masked as they are in use. Worst layers come first. Columns, as root mean squares over
@@ -17,12 +18,14 @@ A prompt file has a prompt on each line, as text or as a JSON object with "promp
 message of a conversation.
 
 "table" decodes in the number format of the checkpoint, or --dtype, and in W8A8, with and without down_proj.
+
+"planted" computes one layer of Dream-7B's width with random weights and outlier channels, in bfloat16, in W8A8,
+smoothed as by scripts.quantize --smooth, and with down_proj in bfloat16: the error of its output against float32.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from dataclasses import dataclass
@@ -32,6 +35,7 @@ from typing import TYPE_CHECKING, Any, cast
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.demo import HELD_OUT
+from scripts.calibration import read_texts
 from scripts.eval_demo import asked, decoding, evaluate, read
 
 if TYPE_CHECKING:
@@ -39,9 +43,10 @@ if TYPE_CHECKING:
 
     from lopa_ascend import LLM
     from lopa_ascend.backend import Ops
+    from lopa_ascend.config import ModelConfig
 
-DEFAULT_LIMITS = {"layers": 8, "table": 500}
-"""Prompts or problems, by what is measured."""
+DEFAULT_LIMITS = {"layers": 8, "table": 500, "planted": 1}
+"""Prompts or problems, by what is measured; or layers, each with other weights."""
 INT8: dict[str, dict[str, Any]] = {
     "w8a8": {"quantization": "w8a8"},
     "w8a8, down_proj float": {"quantization": "w8a8", "quantization_exclude": ["down_proj"]},
@@ -117,21 +122,9 @@ def read_prompts(file: Path, limit: int) -> list[str]:
     """The first prompts of a file.
 
     Raises:
-        ValueError: a line is JSON, and has neither "prompt" nor "question".
+        ValueError: as of ``read_texts``.
     """
-    prompts = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        if line.startswith("{"):
-            row = json.loads(line)
-            text = row.get("prompt", row.get("question"))
-            if not isinstance(text, str):
-                raise ValueError(f'{file}: line {number}: expected "prompt" or "question"')
-            prompts.append(text)
-        elif line.strip():
-            prompts.append(line)
-    if not prompts:
-        raise ValueError(f"{file}: holds no prompts")
-    return prompts[:limit]
+    return [prompt for prompt, _ in read_texts(file, limit)]
 
 
 def measure_layers(llm: LLM, prompts: list[str], params: DecodingParams) -> dict[str, LayerError]:
@@ -194,13 +187,25 @@ def table(model: str | None, limit: int, dtype: str) -> None:
         print(f"| {label} | {' | '.join(row)} |", flush=True)
 
 
+def planted(config: ModelConfig, num_layers: int) -> None:
+    """Prints the error of layers with planted outliers."""
+    from scripts.planted_outliers import OUTLIER, PLACES, SMALLER, VARIANTS, output_errors
+
+    print(f"| outliers of {OUTLIER:.0f}, weights 1/{SMALLER:.0f}, at | {' | '.join(PLACES)} |")
+    print(f"|---|{'---|' * len(PLACES)}")
+    errors = {place: [dict(output_errors(config, place, seed)) for seed in range(num_layers)] for place in PLACES}
+    for name in VARIANTS:
+        cells = [f"{sum(found[name] for found in errors[place]) / num_layers:.2%}" for place in PLACES]
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("what", choices=DEFAULT_LIMITS, help="what to measure")
     parser.add_argument("--model", metavar="DIR", help="a float checkpoint (default: the bundled model)")
     parser.add_argument("--lora", metavar="DIR", help="with layers: an adapter to merge")
     parser.add_argument("--prompts", type=Path, default=HELD_OUT, metavar="FILE", help="with layers: a file of prompts")
-    parser.add_argument("--limit", type=int, metavar="N", help="prompts or problems (default: 8 for layers, 500)")
+    parser.add_argument("--limit", type=int, metavar="N", help="prompts, problems or layers (default: 8, 500, 1)")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="with layers (default: 128)")
     parser.add_argument("--dtype", default="bfloat16", help="with table, of the float weights (default: bfloat16)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="with layers: also write a picture")
@@ -210,7 +215,12 @@ def main() -> None:
         if args.what == "table":
             table(args.model, limit, args.dtype)
             return
-        from lopa_ascend import LLM  # imports torch, which takes seconds
+        if args.what == "planted":
+            from scripts.planted_outliers import one_layer  # imports torch, which takes seconds
+
+            planted(one_layer(), limit)
+            return
+        from lopa_ascend import LLM  # likewise
 
         prompts = read_prompts(args.prompts, limit)
         llm = LLM(args.model, lora=args.lora, dtype="float32")

@@ -2,22 +2,49 @@
 
     python -m scripts.quantize Dream-v0-Instruct-7B Dream-7B-W8A8
     python -m scripts.quantize Dream-v0-Instruct-7B D2F-W8A8 --lora D2F_Dream_Instruct_7B_Lora --exclude down_proj
+    python -m scripts.quantize Dream-v0-Instruct-7B Dream-7B-W8A8 --smooth prompts.jsonl
 
 Weights of linear layers become int8, with a float32 scale for each output; embedding, norms and head stay as they are.
 An adapter is merged before. A server of the directory gives the answers of one that quantises at start
 (--quantization w8a8), and reads half the bytes.
+
+--smooth moves outliers of activations into weights before, as SmoothQuant does: it runs the float model on the texts of
+a file, with masks at several shares, and folds a factor for each channel into the norms and into up_proj. A line of the
+file is a prompt, or a JSON object with "prompt" or "question" and perhaps "answer", where masks then are.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
+from torch import Tensor
+
+from lopa_ascend.checkpoint.smooth import smoothed_readers
 from lopa_ascend.checkpoint.write import write_int8
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.config.engine import INT8_LAYERS
 from lopa_ascend.config.help import HelpFormatter
+from scripts.calibration import largest_inputs, read_texts
+
+
+def measured(model: Path, lora: Path | None, file: Path, limit: int, int8: Collection[str]) -> dict[str, Tensor]:
+    """The largest inputs of the linear layers of a float model on the first texts of a file.
+
+    Args:
+        int8: the last parts of the names of the linear layers that are quantised.
+
+    Raises:
+        ValueError: the model or the file cannot be used, or no layer that can be smoothed is quantised.
+    """
+    if not smoothed_readers(int8):
+        raise ValueError("--smooth: has no effect without qkv_proj, gate_up_proj and down_proj, which are excluded")
+    texts = read_texts(file, limit)
+    from lopa_ascend import LLM  # imports torch, which takes seconds
+
+    return largest_inputs(LLM(model, lora=lora), texts)
 
 
 def main() -> None:
@@ -33,11 +60,18 @@ def main() -> None:
         metavar="NAME",
         help=f"linear layers that keep their number format: {', '.join(INT8_LAYERS)}",
     )
+    parser.add_argument("--smooth", type=Path, metavar="FILE", help="texts by which activations are smoothed")
+    parser.add_argument(
+        "--smooth-limit", type=int, default=64, metavar="N", help="with --smooth: texts of the file (default: 64)"
+    )
     args = parser.parse_args()
     int8 = EngineConfig(quantization="w8a8", quantization_exclude=tuple(args.exclude)).int8_projections()
     try:
-        out = write_int8(args.model, args.out, int8=int8, lora=args.lora)
-    except ValueError as error:
+        activations = None
+        if args.smooth is not None:
+            activations = measured(args.model, args.lora, args.smooth, args.smooth_limit, int8)
+        out = write_int8(args.model, args.out, int8=int8, lora=args.lora, activations=activations)
+    except (ValueError, OSError) as error:
         sys.exit(str(error))
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     print(f"{out}: {size / 2**20:,.1f} MiB of weights")

@@ -211,6 +211,17 @@ class Ops(Protocol):
         """
         ...
 
+    def swiglu_quant(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+        """``swiglu``, quantised to int8 as ``quantize`` does it. A device may quantise it before it is rounded.
+
+        Args:
+            gate_up: gate and up side by side, [T, 2 * I].
+
+        Returns:
+            int8 [T, I], and the scales, float32 [T].
+        """
+        ...
+
     def kv_write(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, source: Tensor | None = None
     ) -> None:

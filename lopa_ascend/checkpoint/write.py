@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -16,6 +16,7 @@ from lopa_ascend.checkpoint.lora import merge_adapter, open_adapter
 from lopa_ascend.checkpoint.quantize import quantized, weight_name
 from lopa_ascend.checkpoint.read import open_checkpoint
 from lopa_ascend.checkpoint.shard import whole_slices
+from lopa_ascend.checkpoint.smooth import choose_factors, smoothed
 from lopa_ascend.checkpoint.values import check_finite, checked_copies
 from lopa_ascend.config.files import read_json_object
 
@@ -30,6 +31,7 @@ def write_int8(
     *,
     int8: Collection[str],
     lora: Path | None = None,
+    activations: Mapping[str, Tensor] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
     """Quantises the checkpoint of a Dream and writes it, with its tokenizer, to another directory.
@@ -39,6 +41,8 @@ def write_int8(
         out: the directory to write, which must be missing or empty.
         int8: the last parts of the names of the linear layers that are quantised, e.g. "q_proj".
         lora: directory of a PEFT LoRA adapter that is merged before; None for no adapter.
+        activations: of the model with the adapter, as ``smooth.choose_factors`` takes them, to smooth with; None for no
+            smoothing.
         max_file_bytes: see MAX_FILE_BYTES.
 
     Returns:
@@ -46,6 +50,7 @@ def write_int8(
 
     Raises:
         CheckpointError: the checkpoint or the adapter cannot be loaded, or ``out`` is not empty.
+        ValueError: an activation is not finite.
     """
     checkpoint = open_checkpoint(path)
     if checkpoint.int8 is not None:
@@ -53,10 +58,15 @@ def write_int8(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out}: exists, expected a missing or empty directory")
     slices = whole_slices(checkpoint.expected)
-    tensors = checkpoint.tensors()
-    if lora is not None:
-        tensors = merge_adapter(tensors, open_adapter(lora, checkpoint.config), slices)
-    tensors = checked_copies(tensors, checkpoint, slices)
+    adapter = None if lora is None else open_adapter(lora, checkpoint.config)
+
+    def float_tensors() -> Iterator[tuple[str, Tensor]]:
+        tensors = checkpoint.tensors()
+        return tensors if adapter is None else merge_adapter(tensors, adapter, slices)
+
+    tensors = checked_copies(float_tensors(), checkpoint, slices)
+    if activations is not None:
+        tensors = smoothed(tensors, choose_factors(float_tensors(), activations, int8), int8)
     modules = {module for module in checkpoint.expected.linears if module.rpartition(".")[2] in int8}
     out.mkdir(parents=True, exist_ok=True)
     files: dict[str, str] = {}

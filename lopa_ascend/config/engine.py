@@ -16,6 +16,8 @@ GRAPH_MODES = tuple(dict.fromkeys(("eager", *GRAPH_MODES_BY_DEVICE["npu"], *GRAP
 ATTENTION_LAYOUTS = ("TND", "BSH")
 WEIGHT_DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("w8a8",)
+INT8_GRAPH_MODES = tuple(mode for mode in GRAPH_MODES if mode != "inductor")
+"""Graph modes that can run int8 linear layers."""
 INT8_LAYERS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "o_proj": ("o_proj",),
@@ -69,7 +71,7 @@ class EngineConfig:
         Setting(
             Choice(QUANTIZATIONS),
             "w8a8: linear layers of int8 weights (a scale for each output) and int8 activations (a scale for each "
-            "token), with `graph_mode` eager",
+            "token); not with `graph_mode` inductor",
             group=Group.MODEL,
             default_text="as the checkpoint is stored",
         ),
@@ -277,8 +279,11 @@ class EngineConfig:
         Raises:
             ParameterError: the graph mode cannot run them.
         """
-        if self.mode != "eager":
-            raise ParameterError(param, f'{value} runs with graph_mode "eager"; graph_mode is {self.mode!r}')
+        if self.mode not in INT8_GRAPH_MODES:
+            modes = ", ".join(INT8_GRAPH_MODES)
+            raise ParameterError(
+                param, f"{value} runs with one of the graph modes {modes}; graph_mode is {self.mode!r}"
+            )
 
     def int8_projections(self) -> frozenset[str]:
         """The last parts of the names of the linear layers that this configuration quantises."""

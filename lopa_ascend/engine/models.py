@@ -91,6 +91,9 @@ class DreamSource(ModelSource):
         self._path, self._options = path, config
         found = checkpoint.open_checkpoint(path)
         self.config = found.config
+        stored = None if found.int8 is None else found.int8.kinds
+        self._int8_layers = sorted(config.int8_projections() if stored is None else stored)
+        """Names of the linear layers that are int8, or the last parts of their names."""
         if found.int8 is not None:
             _check_stored_int8(config, found)
         dtype = checkpoint.with_dtype(found.config, config.dtype).dtype
@@ -102,7 +105,7 @@ class DreamSource(ModelSource):
 
     @property
     def identity(self) -> object:
-        return self.config
+        return self.config, self._int8_layers
 
     def load(self, ops: Ops, tp: Group) -> Model:
         options = self._options

@@ -86,7 +86,7 @@ class Dream:
                 attended, residual = attended[inputs.rows], residual[inputs.rows]
             out = self.tp.all_reduce(self._linear(attended, p + "o"), "layers")
             x, residual = self._add_norm(out, residual, p + "mlp_norm", reader=p + "gate_up")
-            gated = ops.swiglu(self._linear(x, p + "gate_up"))
+            gated = self._swiglu(self._linear(x, p + "gate_up"), reader=p + "down")
             out = self.tp.all_reduce(self._linear(gated, p + "down"), "layers")
             if n < c.num_layers - 1:
                 x, residual = self._add_norm(out, residual, f"layers.{n + 1}.attn_norm", reader=f"layers.{n + 1}.qkv")
@@ -95,16 +95,23 @@ class Dream:
     def _norm(self, x: Tensor, norm: str, reader: str) -> Rows:
         """A norm of x, as the linear layer ``reader`` takes it."""
         weight, eps = self.weights[norm + ".weight"], self.config.rms_norm_eps
-        is_int8 = reader + ".weight_scale" in self.weights
-        return self.ops.rms_norm_quant(x, weight, eps) if is_int8 else self.ops.rms_norm(x, weight, eps)
+        return self.ops.rms_norm_quant(x, weight, eps) if self._is_int8(reader) else self.ops.rms_norm(x, weight, eps)
 
     def _add_norm(self, x: Tensor, residual: Tensor, norm: str, reader: str) -> tuple[Rows, Tensor]:
         """A norm of x + residual, as the linear layer ``reader`` takes it, and x + residual."""
         weight, eps = self.weights[norm + ".weight"], self.config.rms_norm_eps
-        if reader + ".weight_scale" not in self.weights:
+        if not self._is_int8(reader):
             return self.ops.add_rms_norm(x, residual, weight, eps)
         codes, scale, total = self.ops.add_rms_norm_quant(x, residual, weight, eps)
         return (codes, scale), total
+
+    def _swiglu(self, gate_up: Tensor, reader: str) -> Rows:
+        """SwiGLU, as the linear layer ``reader`` takes it."""
+        return self.ops.swiglu_quant(gate_up) if self._is_int8(reader) else self.ops.swiglu(gate_up)
+
+    def _is_int8(self, name: str) -> bool:
+        """Whether a linear layer is int8."""
+        return name + ".weight_scale" in self.weights
 
     def _linear(self, x: Rows, name: str) -> Tensor:
         """A linear layer of this rank; if it is int8, with activations that were quantised before or are here."""

@@ -23,6 +23,8 @@ TOKENS = 128
 """Tokens of a step."""
 CAPTURED = "captured"
 """Beginning of the names of ``captured_cases``."""
+INT8 = "W8A8"
+"""Beginning of the names of ``int8_cases``."""
 ASKED = "attention, pool smaller than the entries' pages, at once"
 """Name of ``asked_case``."""
 CPU = CpuOps()
@@ -77,6 +79,31 @@ def linear_cases(ops: Ops) -> Iterator[Case]:
     without_bias = partial(ops.linear, x.to(ops.device), ops.stored(weight.to(ops.device)))
     yield Case("linear with bias", partial(without_bias, bias.to(ops.device)), CPU.linear(x, weight, bias))
     yield Case("linear", without_bias, CPU.linear(x, weight))
+
+
+def int8_cases(ops: Ops) -> Iterator[Case]:
+    """What only W8A8 needs. SwiGLU has the rows of a rank of four, and those of a single one."""
+    x, residual, norm = randn(TOKENS, HIDDEN), randn(TOKENS, HIDDEN), randn(HIDDEN)
+    npu_x, npu_residual, npu_norm = (t.to(ops.device) for t in (x, residual, norm))
+    yield Case(f"{INT8}: quantize", partial(ops.quantize, npu_x), CPU.quantize(x))
+    yield Case(
+        f"{INT8}: add_rms_norm_quant",
+        lambda: ops.add_rms_norm_quant(npu_x.clone(), npu_residual.clone(), npu_norm, EPS),
+        CPU.add_rms_norm_quant(x, residual.clone(), norm, EPS),
+    )
+    for ranks in (4, 1):
+        gate_up = randn(TOKENS, 2 * INTERMEDIATE // ranks)
+        run = partial(ops.swiglu_quant, gate_up.to(ops.device))
+        yield Case(f"{INT8}: swiglu_quant of {gate_up.shape[1]}", run, CPU.swiglu_quant(gate_up))
+    codes, scale = CPU.quantize(x)
+    weight, weight_scale = CPU.quantize(randn(QKV_ROWS, HIDDEN, scale=HIDDEN**-0.5))
+    bias, stored = randn(QKV_ROWS), ops.stored(weight.to(ops.device))
+    npu_codes, npu_scale, npu_weight_scale, npu_bias = (t.to(ops.device) for t in (codes, scale, weight_scale, bias))
+    yield Case(
+        f"{INT8}: linear, weights in FRACTAL_NZ",
+        lambda: ops.quant_linear(npu_codes, npu_scale, stored, npu_weight_scale, npu_bias, torch.bfloat16),
+        CPU.quant_linear(codes, scale, weight, weight_scale, bias, torch.bfloat16),
+    )
 
 
 def write_cases(ops: Ops) -> Iterator[Case]:

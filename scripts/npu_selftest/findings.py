@@ -16,11 +16,13 @@ from lopa_ascend.parallel.collectives import Group
 from scripts.npu_selftest.cases import (
     ASKED,
     CAPTURED,
+    INT8,
     Case,
     asked_case,
     attention_cases,
     captured_cases,
     elementwise_cases,
+    int8_cases,
     linear_cases,
     write_cases,
 )
@@ -97,7 +99,7 @@ def examine_all(repeats: int) -> list[Finding]:
     }
     ops = next(iter(by_layout.values()))
     torch.manual_seed(0)
-    cases = [*elementwise_cases(ops), *linear_cases(ops), *write_cases(ops)]
+    cases = [*elementwise_cases(ops), *linear_cases(ops), *write_cases(ops), *int8_cases(ops)]
     findings = [examine(case, repeats) for case in cases]
     for layout, layout_ops in by_layout.items():
         findings += [examine(case, repeats) for case in attention_cases(layout_ops, layout)]
@@ -117,9 +119,12 @@ def working_layout(findings: Sequence[Finding]) -> str | None:
 
 
 def options(findings: Sequence[Finding]) -> str | None:
-    """Flags with which the server does without everything that is not ok; None if there are none."""
+    """Flags with which the server does without everything that is not ok; None if there are none.
+
+    They quantise nothing, whether the ops of W8A8 are ok or not.
+    """
     layout = working_layout(findings)
-    avoidable = (CAPTURED, ASKED, *(f"attention {layout}," for layout in ATTENTION_LAYOUTS))
+    avoidable = (CAPTURED, ASKED, INT8, *(f"attention {layout}," for layout in ATTENTION_LAYOUTS))
     needed = [finding for finding in findings if not finding.name.startswith(avoidable)]
     if layout is None or any(finding.verdict != "ok" for finding in needed):
         return None

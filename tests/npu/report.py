@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lopa_ascend.backend.npu.ops import NpuOps
+from lopa_ascend.backend.npu.ops import FRACTAL_NZ, NpuOps
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.graph import policy
 from lopa_ascend.graph.buckets import Bucket
@@ -58,7 +58,12 @@ class UnfilledOps(NpuOps):
     """Weights as NpuOps stores them, with whatever is in memory."""
 
     def stored(self, weight: Tensor) -> Tensor:
-        return weight.new_empty(weight.shape[::-1])
+        if weight.dtype != torch.int8:
+            return weight.new_empty(weight.shape[::-1])
+        tiled: Tensor = torch.ops.npu.empty_with_format(
+            list(weight.shape[::-1]), dtype=weight.dtype, device="npu", acl_format=FRACTAL_NZ
+        )
+        return tiled
 
 
 UNFILLED = UnfilledOps()
@@ -238,7 +243,7 @@ def captured_report(variant: Variant) -> dict[str, Any]:
 
 def main() -> None:
     report: dict[str, dict[str, Any]] = {"npugraph_ex": {}}
-    for name in ("bf16", "bf16_tp4"):
+    for name in ("bf16", "bf16_tp4", "w8a8", "w8a8_tp4"):
         found = report["npugraph_ex"][name] = captured_report(variants()[name])
         print(f"{name}, captured by npugraph_ex: {found['tasks_per_layer']} tasks a layer")
         print(f"    {found['tasks_outside']} outside the layers, {found['tasks_model']} in {NUM_LAYERS} layers")

@@ -127,6 +127,14 @@ ROTATIONS: Calls = {
     "interleaved halves": ("half alone", {"rotary_mode": "interleave"}),
 }
 
+GATE_UP: dict[str, Any] = {"x": zeros(3, 9472), "activate_left": True, "quant_mode": 1}
+SWIGLU_QUANTS: Calls = {
+    "float32 to quantise": ("bfloat16", {"x": zeros(3, 9472, dtype=torch.float32)}),
+    "rows of no multiple of 64": ("multiple of 64", {"x": zeros(3, 96)}),
+    "rows of a whole Dream-7B": ("memory of a vector core", {"x": zeros(3, 37888)}),
+    "a static scale": ("one mode alone", {"quant_mode": 0}),
+}
+
 NORM = {"x1": zeros(3, 8), "x2": zeros(3, 8), "gamma": zeros(8)}
 NORMS: Calls = {
     "a weight of another dtype": ("one float dtype", {"gamma": torch.zeros(8)}),
@@ -147,11 +155,21 @@ def call_rotate(**wrong: Any) -> None:
     npu.npu_rotary_mul(**ROTATE | wrong)
 
 
+def call_swiglu_quant(**wrong: Any) -> None:
+    npu.npu_dequant_swiglu_quant(**GATE_UP | wrong)
+
+
 def call_norm(**wrong: Any) -> None:
     npu.npu_add_rms_norm(**NORM | wrong)
 
 
-GROUPS = [(call_attention, ATTENTION), (call_write, WRITES), (call_rotate, ROTATIONS), (call_norm, NORMS)]
+GROUPS = [
+    (call_attention, ATTENTION),
+    (call_write, WRITES),
+    (call_rotate, ROTATIONS),
+    (call_norm, NORMS),
+    (call_swiglu_quant, SWIGLU_QUANTS),
+]
 CASES = [pytest.param(call, *case, id=name) for call, cases in GROUPS for name, case in cases.items()]
 
 

@@ -44,7 +44,8 @@ def test_where_all_is_well(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     status, verdicts, last = reported(capsys, "--json", str(file))
     assert last == "options for the server: --device npu --attention-layout TND --graph-mode npugraph_ex"
     assert status == 0
-    assert len(verdicts) == 17
+    assert len(verdicts) == 22
+    assert sum(name.startswith("W8A8: ") for name in verdicts) == 5
     assert [name for name, verdict in verdicts.items() if verdict != "ok"] == [
         "attention, pool smaller than the entries' pages, at once"
     ]
@@ -63,13 +64,22 @@ def refused(*_args: Any, **_options: Any) -> Any:
     raise RuntimeError("error 561002: not on this device")
 
 
+def test_without_the_ops_of_w8a8_the_server_runs_unquantised(capsys: pytest.CaptureFixture[str]) -> None:
+    with replaced("npu_dequant_swiglu_quant", refused):
+        status, verdicts, last = reported(capsys)
+    assert [name for name in verdicts if verdicts[name] == "refused"] == ["W8A8: swiglu_quant of 9472"]
+    assert last == "options for the server: --device npu --attention-layout TND --graph-mode npugraph_ex"
+    assert status == 0
+
+
 @pytest.mark.parametrize(
     ("kernel", "verdict"), slow_but([(wrong_swiglu, "WRONG"), (refused, "refused")], [(wrong_swiglu, "WRONG")])
 )
 def test_an_op_without_which_nothing_runs(capsys: pytest.CaptureFixture[str], kernel: Any, verdict: str) -> None:
     with replaced("npu_swiglu", kernel):
         status, verdicts, last = reported(capsys)
-    assert {name for name in verdicts if verdicts[name] == verdict} == {"swiglu"}
+    # SwiGLU of a single rank is quantised by a kernel of its own behind it.
+    assert {name for name in verdicts if verdicts[name] == verdict} == {"swiglu", "W8A8: swiglu_quant of 37888"}
     assert last.startswith("options for the server: none")
     assert status == 1
 

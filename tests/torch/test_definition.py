@@ -40,7 +40,7 @@ def assert_near(got: Tensor, expected: Tensor) -> None:
 def test_definitions_have_the_signatures_of_the_ops() -> None:
     functions = {name: function for name, function in vars(definition).items() if inspect.isfunction(function)}
     defined = {name: function for name, function in functions.items() if not name.startswith("_")}
-    assert len(defined) == 12
+    assert len(defined) == 13
     for name, function in defined.items():
         method = inspect.signature(getattr(Ops, name))
         arguments = [argument for argument in method.parameters.values() if argument.name != "self"]
@@ -159,6 +159,18 @@ def test_rope(seed: int, rows: int, heads: int, dim: int, dtype: torch.dtype) ->
 def test_swiglu(seed: int, rows: int, inner: int, dtype: torch.dtype) -> None:
     gate_up = randn(rows, 2 * inner, seed=seed).to(dtype)
     assert_near(OPS.swiglu(gate_up), definition.swiglu(gate_up))
+
+
+@every_op
+@given(seeds, row_counts, st.integers(1, 80), dtypes)
+def test_swiglu_in_int8(seed: int, rows: int, inner: int, dtype: torch.dtype) -> None:
+    gate_up = randn(rows, 2 * inner, seed=seed).to(dtype)
+    (codes, scale), (expected_codes, expected_scale) = OPS.swiglu_quant(gate_up), definition.swiglu_quant(gate_up)
+    assert codes.dtype == torch.int8
+    assert scale.dtype == torch.float32
+    # The products that are quantised may be rounded to neighbours, the largest of a row too.
+    torch.testing.assert_close(codes, expected_codes, rtol=0, atol=1 if dtype == torch.float32 else 2)
+    torch.testing.assert_close(scale, expected_scale, rtol=BOUND[dtype], atol=BOUND[dtype] / 127)
 
 
 @pytest.mark.parametrize("dtype", BOUND)

@@ -169,7 +169,7 @@ def test_an_adapter_is_merged_before(float_path: Path, int8_path: Path, tmp_path
 @compiles_steps
 def test_settings_that_do_not_go_with_int8_weights(int8_path: Path, tmp_path: Path) -> None:
     LLM(int8_path, quantization="w8a8")
-    with pytest.raises(ParameterError, match=r"model: .*whose weights are int8, runs with graph_mode .eager"):
+    with pytest.raises(ParameterError, match=r"model: .*are int8, runs with one of the graph modes eager"):
         LLM(int8_path, graph_mode="inductor")
     with pytest.raises(ParameterError, match="quantization_exclude: has no effect.*int8 already"):
         LLM(int8_path, quantization="w8a8", quantization_exclude="down_proj")

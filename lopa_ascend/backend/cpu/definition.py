@@ -106,6 +106,11 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return (gate / (1 + (-gate).exp()) * up).to(gate_up.dtype)
 
 
+def swiglu_quant(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """``swiglu`` of [T, 2 * I] as int8 [T, I] and a scale for each row, float32 [T]."""
+    return quantize(swiglu(gate_up))
+
+
 def put_rows(x: Tensor, rows: Tensor, values: Tensor) -> None:
     """Writes values [n, C] to the rows int32 [n] of x [M, C]."""
     for row, value in zip(rows.tolist(), values, strict=True):

@@ -124,6 +124,9 @@ class CpuOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return silu(gate).mul_(up)
 
+    def swiglu_quant(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+        return self.quantize(self.swiglu(gate_up))
+
     def kv_write(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, source: Tensor | None = None
     ) -> None:

@@ -28,6 +28,12 @@ from lopa_ascend.config import ATTENTION_LAYOUTS
 npu = torch.ops.npu
 MAX_ENTRIES = 4096
 """Entries that the attention kernel takes at most in the layout TND."""
+FRACTAL_NZ = 29
+"""The number of the format in which the int8 product reads its weights fastest: tiles of 16 x 32."""
+FUSED_SWIGLU_BYTES = 192 << 10
+"""Memory of a vector core, which limits the rows that the kernel of SwiGLU with quantisation takes."""
+FUSED_SWIGLU_MULTIPLE = 64
+"""What the same kernel needs the length of a row to be a multiple of."""
 
 
 class NpuOps:
@@ -53,7 +59,8 @@ class NpuOps:
         self._debug = debug
 
     def stored(self, weight: Tensor) -> Tensor:
-        return weight.t().contiguous()
+        transposed = weight.t().contiguous()
+        return as_fractal_nz(transposed) if weight.dtype == torch.int8 else transposed
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
@@ -114,6 +121,14 @@ class NpuOps:
     def swiglu(self, gate_up: Tensor) -> Tensor:
         gated: Tensor = npu.npu_swiglu(gate_up)
         return gated
+
+    def swiglu_quant(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+        """For gate_up in float16 or bfloat16."""
+        if not one_kernel_takes(gate_up):
+            codes, scale = npu.npu_dynamic_quant(self.swiglu(gate_up))
+        else:
+            codes, scale = npu.npu_dequant_swiglu_quant(gate_up, activate_left=True, quant_mode=1)
+        return codes, scale
 
     def kv_write(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, source: Tensor | None = None
@@ -181,6 +196,30 @@ class NpuOps:
                 groups.append(slice(first, index))
                 first = index
         return [*groups, slice(first, len(entries.lengths))]
+
+
+def as_fractal_nz(weight: Tensor) -> Tensor:
+    """A copy of an int8 weight [in, out] in the format FRACTAL_NZ, which only ``npu_quant_matmul`` takes."""
+    config = torch_npu.npu.config
+    config.allow_internal_format = True  # otherwise the copy would keep the format ND
+    try:
+        converted: Tensor = torch_npu.npu_format_cast(weight, FRACTAL_NZ)
+    finally:
+        config.allow_internal_format = False
+    return converted
+
+
+def one_kernel_takes(gate_up: Tensor) -> bool:
+    """Whether the kernel of SwiGLU with quantisation takes a tensor, by the limits that its documents state.
+
+    They count ten rows and a fortieth of the scales that are returned.
+
+    Args:
+        gate_up: [T, 2 * I], float16 or bfloat16.
+    """
+    rows, length = gate_up.shape
+    needed = 10 * length * gate_up.element_size() + rows * 4 // 40
+    return length % FUSED_SWIGLU_MULTIPLE == 0 and needed < FUSED_SWIGLU_BYTES
 
 
 def attend(

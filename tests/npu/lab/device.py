@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch_npu
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.npu.lab import attention, kernels, traffic  # noqa: F401
+from tests.npu.lab.constraints import require
 
 OWN = (
     *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_quantized", "set_", "resize_"),
@@ -31,6 +33,11 @@ PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 same, but on processors without such units they take fifty times as long."""
 HOST_SIDE = "_get_max_workspace"
 """Ending of the names of ops that the host computes; they launch nothing."""
+FRACTAL_NZ = 29
+"""The format in which a device keeps a matrix in tiles. Here such a tensor has the same bytes as another one, in memory
+of the size that the real torch_npu gives it."""
+TAKES_TILES = ("npu::npu_quant_matmul",)
+"""Ops that take a tensor in this format."""
 DATA_DEPENDENT = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -166,6 +173,29 @@ def refuse_host_tensors(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs
         raise RuntimeError(f"{op._schema.name}: one tensor is on the device and another one on the host")
 
 
+def refuse_tiles(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuses tensors in the format FRACTAL_NZ as arguments of a kernel that would read them as if they were in ND."""
+    if op._schema.name not in TAKES_TILES and any(on_npu(x) and is_tiled(x) for x in tree_leaves((args, kwargs))):
+        raise RuntimeError(f"{op._schema.name}: a tensor is in the format FRACTAL_NZ")
+
+
+def is_tiled(x: Tensor) -> bool:
+    """Whether a tensor on ``npu`` is in the format FRACTAL_NZ."""
+    return int(torch_npu.get_npu_format(x)) == FRACTAL_NZ
+
+
+def format_cast(input: Tensor, acl_format: int, **options: Any) -> Tensor:
+    """``npu_format_cast`` of an int8 matrix to the format FRACTAL_NZ."""
+    require(acl_format == FRACTAL_NZ and not any(options.values()), "npu_format_cast: the laboratory knows FRACTAL_NZ")
+    require(input.dtype == torch.int8 and input.dim() == 2, "npu_format_cast: the laboratory knows int8 matrices")
+    out: Tensor = torch.ops.npu.empty_with_format(
+        list(input.shape), dtype=input.dtype, device="npu", acl_format=acl_format
+    )
+    traffic.launched("npu::npu_format_cast")
+    Place.of(out).tensor().copy_(Place.of(input).tensor())
+    return out
+
+
 def launch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an op on the simulated device, or hands it to the recorder, and notes it in ``traffic``."""
     name = op._schema.name
@@ -174,6 +204,7 @@ def launch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
         name, waits = copy_with_host(args, kwargs)
     else:
         refuse_host_tensors(op, args, kwargs)
+        refuse_tiles(op, args, kwargs)
         waits = reads_data(op, args)
     if recorder.take is not None:
         if with_host or waits:
@@ -222,6 +253,7 @@ def _replace_kernels() -> list[torch.library.Library]:
         op = getattr(packet, overload or "default")
         if not op.is_view:
             libraries[space].impl(rest, _kernel_of(op), "PrivateUse1", allow_override=True)
+    libraries["npu"].impl("npu_format_cast", format_cast, "PrivateUse1", allow_override=True)
     return list(libraries.values())
 
 

@@ -208,5 +208,24 @@ def quant_matmul(
     allowed = (torch.int32, torch.bfloat16, torch.float32)
     require(bias is None or (bias.dtype in allowed and bias.shape == scale.shape), f"{name}: bias is [N]")
     require(bias is None or bias.dtype != torch.int32, f"{name}: the laboratory adds a float bias alone")
-    product = (x1.double() @ x2.double()).float() * scale.float() * pertoken_scale[:, None]
+    # Float32 holds sums of up to 1024 such products exactly.
+    exact = torch.float32 if x1.shape[1] <= 1024 else torch.float64
+    product = (x1.to(exact) @ x2.to(exact)).float() * scale.float() * pertoken_scale[:, None]
     return (product if bias is None else product + bias.float()).bfloat16()
+
+
+@kernel("npu_dequant_swiglu_quant")
+def dequant_swiglu_quant(
+    x: Tensor, *, activate_left: bool = False, quant_mode: int = 0, **others: Any
+) -> tuple[Tensor, Tensor]:
+    """Without anything to dequantise. The limits are those of aclnnDequantSwigluQuant and its V2 for A2 and A3."""
+    name = "npu_dequant_swiglu_quant"
+    defaults = {"swiglu_mode": 0, "clamp_limit": 7.0, "glu_alpha": 1.702, "glu_bias": 1.0}
+    used = [option for option, given in others.items() if given is not None and given != defaults.get(option)]
+    require(not used and activate_left and quant_mode == 1, f"{name}: the laboratory knows one mode alone")
+    require(x.dtype == torch.bfloat16 and x.dim() == 2, f"{name}: a matrix in bfloat16")
+    rows, length = x.shape
+    require(length % 64 == 0, f"{name}: rows of a multiple of 64")
+    require(10 * length * 2 + rows * 4 // 40 < 192 * 1024, f"{name}: rows that fit into the memory of a vector core")
+    gate, up = x.float().chunk(2, -1)
+    return _coded(torch.nn.functional.silu(gate) * up)
