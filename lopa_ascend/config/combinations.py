@@ -27,6 +27,7 @@ DECODINGS_OF = {
     "alg_temp": ("vanilla",),
     "block_cache": ("fast_dllm",),
     "branch_acceptance": PIPELINED,
+    "lookahead_depth": PIPELINED,
 }
 """By parameter, the decodings with which it may have another value than its default."""
 
@@ -57,6 +58,8 @@ def fitting_defaults(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> d
         foreign.add("base")
     if together["decoding"] not in DECODINGS:
         foreign.add("branch_acceptance")
+    if "branch_acceptance" in foreign or together.get("branch_acceptance", "published") == "published":
+        foreign.add("lookahead_depth")
     if together["decoding"] != defaults.get("decoding", "lopa"):
         foreign.add("num_branches")  # the default number is meant for the default decoding
     if {**defaults, **asked}.get("num_branches") != AUTO or "num_branches" in foreign:
@@ -88,6 +91,9 @@ def check_combinations(params: DecodingParams) -> None:
         raise ParameterError("branch_score", message)
     if params.branch_score == "entropy" and params.confidence == "margin":
         raise ParameterError("branch_score", '"entropy" does not go with confidence "margin"; use "max_prob"')
+    if params.lookahead_depth > 1 and params.branch_acceptance == "published":
+        message = f'{params.lookahead_depth} does not go with branch_acceptance "published"; use "verified" or "exact"'
+        raise ParameterError("lookahead_depth", message)
     if params.branch_acceptance == "exact" and params.temperature:
         # A draw depends on the number of its forward pass, which is another one than d2f's.
         raise ParameterError("branch_acceptance", f'"exact" needs temperature 0, got {params.temperature}')

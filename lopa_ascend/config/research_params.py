@@ -111,6 +111,16 @@ class ResearchParams:
             graphs=GraphSupport.DEFAULT,
         ),
     )
+    lookahead_depth: int = declare(
+        1,
+        Parameter(
+            Integer(1, 16),
+            "most tokens that a lookahead branch has beside the anchor's; above 1 a pass may save several others, with "
+            '`branch_acceptance` "verified" and "exact"',
+            group=Group.RESEARCH,
+            graphs=GraphSupport.DEFAULT,
+        ),
+    )
     max_auto_branches: int = declare(
         7, Parameter(Integer(1, 255), 'most lookahead branches with `num_branches` "auto"', group=Group.RESEARCH)
     )

@@ -65,10 +65,10 @@ class Ask:
     """Tokens that the step computes for it, by the number of its lookahead branches."""
 
     @property
-    def kind(self) -> tuple[str, str, str, bool]:
+    def kind(self) -> tuple[str, str, str, int, bool]:
         """Requests whose branches are counted together."""
         params = self.params
-        return params.decoding, params.base, params.branch_acceptance, self.is_stuck
+        return params.decoding, params.base, params.branch_acceptance, params.lookahead_depth, self.is_stuck
 
 
 class _Counts:
@@ -84,12 +84,13 @@ class _Counts:
         prior = PRIOR / (rank + 1)
         return (PRIOR_WEIGHT * prior + self._won.get(rank, 0)) / (PRIOR_WEIGHT + self._tried.get(rank, 0))
 
-    def add(self, num_lookaheads: int, winner: int) -> None:
-        """Counts a pass. A winner that is no lookahead branch has the number ``num_lookaheads``."""
+    def add(self, num_lookaheads: int, won: Iterable[int]) -> None:
+        """Counts a pass. What won and is no lookahead branch has the number ``num_lookaheads``."""
         for rank in range(num_lookaheads):
             self._tried[rank] = self._tried.get(rank, 0) + 1
-        if winner < num_lookaheads:
-            self._won[winner] = self._won.get(winner, 0) + 1
+        for rank in won:
+            if rank < num_lookaheads:
+                self._won[rank] = self._won.get(rank, 0) + 1
         self.num_passes += 1
         if self.num_passes % MEMORY == 0:
             for counts in (self._tried, self._won):
@@ -106,7 +107,7 @@ class Allotment:
 
     def __init__(self, costs: StepCosts, max_tokens: int) -> None:
         self.costs, self.max_tokens = costs, max_tokens
-        self._counts: dict[tuple[str, str, str, bool], _Counts] = {}
+        self._counts: dict[tuple[str, str, str, int, bool], _Counts] = {}
 
     def choose(self, asks: Sequence[Ask], others: Sequence[int] = ()) -> list[int]:
         """The number of lookahead branches of each request.
@@ -135,8 +136,9 @@ class Allotment:
         return chosen
 
     def learn(self, ask: Ask, record: StepRecord) -> None:
-        """Counts which branch of a request has won."""
-        self._counts.setdefault(ask.kind, _Counts()).add(len(record.branches) - 1, record.winner)
+        """Counts which branches of a request have saved a pass: the winner, and those that have confirmed it."""
+        won = {record.winner, *record.branches[record.winner].confirmed_by}
+        self._counts.setdefault(ask.kind, _Counts()).add(len(record.branches) - 1, won)
 
     def _chance(self, ask: Ask, rank: int) -> float:
         counts = self._counts.get(ask.kind) or _Counts()

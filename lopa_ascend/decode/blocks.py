@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cache
@@ -66,6 +66,15 @@ class Branch:
     """The token that a lookahead branch holds in addition to the anchor."""
     probs: list[float] = field(default_factory=list)
     """For each generated position the probability at which it was filled; 0 for masks."""
+    further: tuple[Fill, ...] = ()
+    """See ``BranchRecord``."""
+    confirmed_by: tuple[int, ...] = ()
+    """See ``BranchRecord``."""
+
+    @property
+    def own_fills(self) -> tuple[Fill, ...]:
+        """All tokens that a lookahead branch holds in addition to the anchor."""
+        return () if self.lookahead is None else (self.lookahead, *self.further)
 
     @property
     def first(self) -> int:
@@ -102,14 +111,30 @@ class Branch:
         next(b for b in self.blocks if b.start <= fill.position < b.end).masks -= 1
         self.eos |= fill.token in eos
 
-    def confirm(self, fill: Fill) -> None:
-        """Puts the prediction that confirms the lookahead token in the place of the one that the branch began with:
-        the same token with another probability."""
-        self.lookahead = fill
-        self.probs[fill.position - self.first] = fill.max_prob
+    def lead(self, fills: Sequence[Fill], eos: Set[int]) -> None:
+        """Makes an anchor's copy a lookahead branch, which holds these tokens beside the anchor's."""
+        for fill in fills:
+            self.fill(fill, eos)
+        self.lookahead, self.further = fills[0], tuple(fills[1:])
+
+    def follow(self) -> None:
+        """Makes the winner the anchor of the next branches."""
+        self.lookahead, self.further, self.confirmed_by = None, (), ()
+
+    def confirm(self, confirmed: Sequence[tuple[int, Fill]]) -> None:
+        """Puts the predictions that confirm the branch's own tokens in the place of those that it began with: the same
+        tokens with other probabilities.
+
+        Args:
+            confirmed: for each of ``own_fills`` the index of the branch that predicts it, and its prediction.
+        """
+        for _, fill in confirmed:
+            self.probs[fill.position - self.first] = fill.max_prob
+        self.lookahead, *further = (fill for _, fill in confirmed)
+        self.further, self.confirmed_by = tuple(further), tuple(index for index, _ in confirmed)
 
     def copy(self) -> Branch:
-        """An independent branch in the same state, without a lookahead token."""
+        """An independent branch in the same state, without tokens of its own."""
         return Branch(list(self.tokens), [replace(block) for block in self.blocks], self.eos, probs=list(self.probs))
 
     def open_block(self, length: int, mask: int) -> None:

@@ -78,10 +78,10 @@ def _expected(branches: Sequence[Branch], results: Sequence[RowResult], params: 
 
     A position with the probability c counts as min(1, c / tau_conf): as 1 where it passes, and else as the largest
     probability with which it can pass later, if c changes as a martingale (Markov's inequality). A lookahead branch has
-    its own token filled already.
+    its own tokens filled already.
     """
     tau = fixed_point(params.tau_conf)
-    num_own = [int(branch.lookahead is not None) for branch in branches]
+    num_own = [len(branch.own_fills) for branch in branches]
     most = max(own + len(result.max_probs) for own, result in zip(num_own, results, strict=True))
     scores = []
     for own, result in zip(num_own, results, strict=True):

@@ -61,7 +61,7 @@ class D2F(Strategy):
         entry_ends: tuple[int, ...] = (branch.end,)
         if not full:
             if branch.lookahead is not None:
-                position = branch.lookahead.position
+                position = min(fill.position for fill in branch.own_fills)
                 compute_from = next(block.start for block in window if position < block.end)
             entry_ends = tuple(block.end for block in window)
         return RowPlan(self.num_committed, tokens, compute_from, entry_ends, tuple(branch.masked_positions(self.mask)))

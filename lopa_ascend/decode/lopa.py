@@ -56,12 +56,15 @@ class Lookaheads(Strategy):
     def _spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
         """One branch for each of the most confident open positions, and the anchor after them."""
         ranked = sorted(open_positions, key=lambda fill: (-fill.confidence, fill.position))
-        anchor.lookahead = None
+        return self._branches(anchor, [[fill] for fill in ranked[: self._num_wanted]])
+
+    def _branches(self, anchor: Branch, drafts: Sequence[Sequence[Fill]]) -> list[Branch]:
+        """A lookahead branch for each of ``drafts``, which are its own tokens; and the anchor after them."""
+        anchor.follow()
         branches = []
-        for fill in ranked[: self._num_wanted]:
+        for draft in drafts:
             branch = anchor.copy()
-            branch.fill(fill, self.ends)
-            branch.lookahead = fill
+            branch.lead(draft, self.ends)
             branches.append(branch)
         return [*branches, anchor]
 

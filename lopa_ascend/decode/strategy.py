@@ -106,10 +106,12 @@ class Strategy(ABC):
             head_rows: see ``StepRecord``.
         """
         winner, scores = self._select(plan, results)
-        branch, row = self.branches[winner], plan.rows[winner]
+        row = plan.rows[winner]
         records = tuple(
-            BranchRecord(b.lookahead, b.end, b.masks, score) for b, score in zip(self.branches, scores, strict=True)
+            BranchRecord(branch.lookahead, branch.end, branch.masks, score, branch.further, branch.confirmed_by)
+            for branch, score in zip(self.branches, scores, strict=True)
         )
+        branch = self.branches[winner]
         predicted = self._predicted(row, results[winner])
         fills, fallbacks = self._choose(branch, predicted)
         for fill in fills:
@@ -179,7 +181,7 @@ class Strategy(ABC):
             anchor: the winner, with its fills.
             open_positions: the predictions for positions that are still masked.
         """
-        anchor.lookahead = None
+        anchor.follow()
         return [anchor]
 
     # ---- what is final ---------------------------------------------------------------------------------------------

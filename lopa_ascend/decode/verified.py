@@ -1,9 +1,10 @@
-"""LoPA with lookahead branches as drafts, which win only if the anchor's own predictions confirm them.
+"""LoPA with lookahead branches as drafts, which win only if predictions of the same pass confirm them.
 
 The branches of a pass are those of LoPA: the anchor, and the anchor with one more position filled. As published, the
 branch with the best score wins, and its lookahead token is committed although it has passed no test. Here a lookahead
 branch may win only if D2F's fill rule, applied to the anchor's predictions of the same pass, fills its token now. The
-branch's own predictions are then worth a second pass.
+branch's own predictions are then worth a second pass. With ``lookahead_depth`` above 1 a branch may hold several tokens
+more: a branch that is confirmed can itself confirm another that holds its tokens and more, and saves another pass.
 
 Related: Spiffy (arXiv 2509.18085), FreeDave (arXiv 2510.00294), SSD (arXiv 2510.04147).
 """
@@ -11,36 +12,52 @@ Related: Spiffy (arXiv 2509.18085), FreeDave (arXiv 2510.00294), SSD (arXiv 2510
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import lru_cache
 
 from lopa_ascend.decode.blocks import BlockState, Branch
 from lopa_ascend.decode.lopa import Lopa
 from lopa_ascend.types import Fill, RowResult, SequencePlan
 
+Place = tuple[int, int]
+"""(position, token id)."""
+Confirmed = Mapping[Place, tuple[int, Fill]]
+"""What confirms tokens of a branch: the index of the branch that predicts it, and its prediction."""
+
 
 class DraftingLopa(Lopa):
     """What both kinds of confirmation have in common."""
 
+    def _spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
+        """With ``lookahead_depth`` above 1 the sets of ``draft_ranks``. Positions of fully activated blocks have the
+        first ranks: in these D2F fills something in every pass."""
+        if self.params.lookahead_depth == 1:
+            return super()._spawn(anchor, open_positions)
+        anchor.activate(self.params.tau_act)  # as the next plan does
+        active = [range(block.start, block.end) for block in anchor.blocks if block.activated]
+        ranked = sorted(
+            open_positions,
+            key=lambda fill: (not any(fill.position in block for block in active), -fill.confidence, fill.position),
+        )
+        shapes = draft_ranks(min(len(ranked), self._num_wanted), self.params.lookahead_depth, self._num_wanted)
+        return self._branches(anchor, [[ranked[rank] for rank in shape] for shape in shapes])
+
     def _select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, list[float]]:
         scores = self._scores(results)
         predicted = [self._predicted(row, result) for row, result in zip(plan.rows, results, strict=True)]
-        fills, _ = self._choose(self.branches[-1], predicted[-1])
-        winner = self._confirmed_winner(predicted, fills, scores)
+        winner, confirmed = self._confirmed_winner(predicted, scores)
         branch = self.branches[winner]
         if branch.lookahead is not None:
-            branch.confirm(next(fill for fill in fills if _is_same(fill, branch.lookahead)))
+            branch.confirm([confirmed[_place(fill)] for fill in branch.own_fills])
         return winner, [float(score) for score in scores]
 
     @abstractmethod
-    def _confirmed_winner(
-        self, predicted: Sequence[list[Fill]], fills: Sequence[Fill], scores: Sequence[Fraction]
-    ) -> int:
-        """The index of the winner. A lookahead branch that wins has a token that is among ``fills``.
+    def _confirmed_winner(self, predicted: Sequence[list[Fill]], scores: Sequence[Fraction]) -> tuple[int, Confirmed]:
+        """The index of the winner, and what confirms its own tokens.
 
         Args:
             predicted: the predictions for each branch.
-            fills: what D2F would fill into the anchor now.
             scores: the branch scores.
         """
 
@@ -50,59 +67,111 @@ class DraftingLopa(Lopa):
 
 
 class VerifiedLopa(DraftingLopa):
-    """The branch wins that fills most positions, its lookahead token included, among the anchor and the branches whose
-    token the anchor's predictions confirm. Among equals the branch score decides, then the rank.
+    """The branch wins that fills most positions, its own tokens included, among the anchor and the branches that are
+    confirmed: another confirmed branch (the anchor is one) holds a part of its tokens, and D2F's fill rule, applied to
+    that branch's predictions, fills the rest now. Among equals the branch score decides, then the rank.
 
     So D2F's fill rule has accepted every token, on predictions from accepted tokens alone. The order in which
     positions are filled, and with it the answer, may be another one than D2F's.
     """
 
-    def _confirmed_winner(
-        self, predicted: Sequence[list[Fill]], fills: Sequence[Fill], scores: Sequence[Fraction]
-    ) -> int:
-        num_filled = {len(self.branches) - 1: len(fills)}
-        for index, branch in enumerate(self.branches):
-            lookahead = branch.lookahead
-            if lookahead is not None and any(_is_same(fill, lookahead) for fill in fills):
-                chosen, _ = self._choose(branch, predicted[index])
-                num_filled[index] = 1 + len(chosen)
-        return min(num_filled, key=lambda index: (-num_filled[index], -scores[index], index))
+    def _confirmed_winner(self, predicted: Sequence[list[Fill]], scores: Sequence[Fraction]) -> tuple[int, Confirmed]:
+        own = [{_place(fill) for fill in branch.own_fills} for branch in self.branches]
+        anchor = len(self.branches) - 1
+        confirmed: dict[int, dict[Place, tuple[int, Fill]]] = {anchor: {}}
+        num_filled: dict[int, int] = {}
+        to_visit = [anchor]
+        for index in to_visit:
+            fills, _ = self._choose(self.branches[index], predicted[index])
+            num_filled[index] = len(own[index]) + len(fills)
+            now = {_place(fill): (index, fill) for fill in fills}
+            for other in range(anchor):
+                if other not in confirmed and own[index] < own[other] and own[other] - own[index] <= now.keys():
+                    rest = own[other] - own[index]
+                    confirmed[other] = confirmed[index] | {place: now[place] for place in rest}
+                    to_visit.append(other)
+        winner = min(num_filled, key=lambda index: (-num_filled[index], -scores[index], index))
+        return winner, confirmed[winner]
 
 
 class ExactLopa(DraftingLopa):
-    """A lookahead branch wins if it is what D2F would compute in its next pass. That pass is then made already, so the
-    answer is D2F's, token for token, and some passes are saved.
+    """A lookahead branch wins if it is what D2F would compute in its next pass, or with ``lookahead_depth`` above 1 in
+    one of its next passes, all of which are branches of this one. These passes are then made already, so the answer is
+    D2F's, token for token, and some passes are saved.
 
-    Without commits in this pass and in the one that is saved, D2F's next pass would compute the same tokens on the same
+    Without commits in this pass and in those that are saved, D2F's next pass would compute the same tokens on the same
     cached keys and values: it is the same computation, to the last bit, with block-causal windows and with full
     attention, with penalties and banned words. With a commit, keys and values would be read from other places, and
     with full attention they would be others. So nothing is saved then.
     """
 
-    def _confirmed_winner(
-        self, predicted: Sequence[list[Fill]], fills: Sequence[Fill], scores: Sequence[Fraction]
-    ) -> int:
-        *drafts, anchor = self.branches
-        tokens = self._next_tokens(anchor, fills)
-        return next((index for index, draft in enumerate(drafts) if draft.tokens == tokens), len(drafts))
+    def _confirmed_winner(self, predicted: Sequence[list[Fill]], scores: Sequence[Fraction]) -> tuple[int, Confirmed]:
+        winner = len(self.branches) - 1
+        by_tokens = {tuple(branch.tokens): index for index, branch in enumerate(self.branches[:-1])}
+        confirmed: dict[Place, tuple[int, Fill]] = {}
+        while True:
+            branch = self.branches[winner]
+            fills, _ = self._choose(branch, predicted[winner])
+            following = by_tokens.get(self._next_tokens(branch, fills)) if fills else None
+            if following is None:
+                return winner, confirmed
+            confirmed |= {_place(fill): (winner, fill) for fill in fills}
+            winner = following
 
-    def _next_tokens(self, anchor: Branch, fills: Sequence[Fill]) -> list[int] | None:
-        """The token ids, masks included, that D2F's next pass would begin with; None if there is a commit in this pass
+    def _next_tokens(self, branch: Branch, fills: Sequence[Fill]) -> tuple[int, ...]:
+        """The token ids, masks included, that D2F's next pass would begin with; none if there is a commit in this pass
         or in that one.
 
         Args:
-            fills: what D2F would fill into the anchor now.
+            branch: the anchor, or what D2F has after some passes.
+            fills: what D2F would fill into it now.
         """
-        after = anchor.copy()
+        after = branch.copy()
         for fill in fills:
             after.fill(fill, self.ends)
         after.settle({block.start for block in after.active_blocks() if not block.masks})
-        if any(block.state is BlockState.TO_CACHE for block in (*anchor.blocks, *after.blocks)):
-            return None
+        if any(block.state is BlockState.TO_CACHE for block in (*branch.blocks, *after.blocks)):
+            return ()
         self._extend(after)
-        return after.tokens
+        return tuple(after.tokens)
 
 
-def _is_same(fill: Fill, lookahead: Fill) -> bool:
-    """Whether both put the same token into the same position."""
-    return (fill.position, fill.token) == (lookahead.position, lookahead.token)
+@lru_cache(maxsize=1024)
+def draft_ranks(num_ranks: int, depth: int, count: int) -> tuple[tuple[int, ...], ...]:
+    """Sets of ranks that drafts fill, ascending, the most promising first.
+
+    A set costs one for each rank, and one for each better rank that a rank leaves out: of r_0 < r_1 < ... it is the sum
+    of r_i - i + 1. Sets of equal cost are in lexicographic order. So sets of cost n are the partitions of n.
+
+    Args:
+        num_ranks: ranks from 0 on that can be filled.
+        depth: most ranks of a set.
+        count: most sets.
+
+    >>> draft_ranks(3, 3, 10)
+    ((0,), (0, 1), (1,), (0, 1, 2), (0, 2), (2,), (1, 2))
+    """
+    found: list[tuple[int, ...]] = []
+    dearest = max((size * (num_ranks - size + 1) for size in range(1, min(depth, num_ranks) + 1)), default=0)
+    for cost in range(1, dearest + 1):
+        for parts in _partitions(cost, 1, depth):
+            ranks = tuple(part + i - 1 for i, part in enumerate(parts))
+            if ranks[-1] < num_ranks:
+                found.append(ranks)
+        if len(found) >= count:
+            break
+    return tuple(found[:count])
+
+
+def _partitions(total: int, least: int, depth: int) -> Iterator[tuple[int, ...]]:
+    """The ways to write ``total`` as a sum of at most ``depth`` ascending parts from ``least`` on."""
+    if not total:
+        yield ()
+    elif depth:
+        for part in range(least, total + 1):
+            for rest in _partitions(total - part, part, depth - 1):
+                yield (part, *rest)
+
+
+def _place(fill: Fill) -> Place:
+    return fill.position, fill.token

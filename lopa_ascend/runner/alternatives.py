@@ -2,7 +2,8 @@
 
 The lists belong to the forward pass that predicted the filled token. A lookahead branch that wins brings a token which
 the pass before predicted, so the lists of lookahead positions are recorded as well when their branches begin. Where
-the anchor's predictions confirm the token, as ``branch_acceptance`` can ask for, the lists are those of the anchor.
+predictions of the same pass confirm the token, as ``branch_acceptance`` can ask for, the lists are those of the branch
+that made them.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ def note_alternatives(
         record: what the pass did; the sequence's next branches have begun.
         job: what this rank's group predicted, branch by branch.
     """
-    lookaheads = {branch.lookahead.position for branch in sequence.strategy.branches if branch.lookahead is not None}
+    lookaheads = {fill.position for branch in sequence.strategy.branches for fill in branch.own_fills}
     wanted = {record.winner: {fill.position for fill in record.fills} | lookaheads}
-    token = record.branches[record.winner].lookahead
-    if token is not None and sequence.request.params.branch_acceptance != "published":
-        wanted[len(plan.rows) - 1] = {token.position}
+    won = record.branches[record.winner]
+    for fill, branch in zip(won.own_fills, won.confirmed_by, strict=False):  # as published, nothing confirms a token
+        wanted.setdefault(branch, set()).add(fill.position)
     for branch, positions in wanted.items():
         if positions:
             _note(sequence, plan, branch, sorted(positions), job, placement, model, bp)

@@ -97,6 +97,15 @@ class BranchRecord:
     """Masked positions before the pass."""
     score: float
     """The branch score. The branch with the highest one wins, if ``branch_acceptance`` is "published"."""
+    further: tuple[Fill, ...] = ()
+    """Tokens that the branch holds in addition to ``lookahead``, where ``lookahead_depth`` is above 1."""
+    confirmed_by: tuple[int, ...] = ()
+    """For each of ``own_fills`` the index of the branch whose predictions have confirmed it; of drafts that won."""
+
+    @property
+    def own_fills(self) -> tuple[Fill, ...]:
+        """All tokens that the branch holds in addition to the anchor."""
+        return () if self.lookahead is None else (self.lookahead, *self.further)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +125,7 @@ class StepRecord:
     winner: int
     """Index of the winner in ``branches``."""
     fills: tuple[Fill, ...]
-    """What was filled after the pass. A winning branch's own token is in ``branches[winner].lookahead``."""
+    """What was filled after the pass. A winning branch's own tokens are in ``branches[winner].own_fills``."""
     fallbacks: int
     """How many of the fills were not accepted: the one position that a fully activated block has to fill."""
     model_tokens: int

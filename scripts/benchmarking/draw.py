@@ -46,7 +46,8 @@ def by_branches(found: Sequence[Result]) -> list[Result]:
     for result in found:
         params = result.setting.params
         if params.decoding in ("lopa", "d2f"):
-            kind = (params.base, params.branch_acceptance, params.window_attention, params.tau_conf, params.tau_act)
+            drafts = (params.branch_acceptance, params.lookahead_depth)
+            kind = (params.base, *drafts, params.window_attention, params.tau_conf, params.tau_act)
             groups.setdefault(kind, []).append(result)
     largest = max(groups.values(), key=len, default=[])
     distinct = {result.setting.params.lookaheads: result for result in largest}
@@ -129,7 +130,9 @@ def _strategy(result: Result) -> str:
     name = params.decoding
     if params.base != "d2f":
         name += f" over {params.base}"
-    return name if params.branch_acceptance == "published" else f"{name}, {params.branch_acceptance}"
+    if params.branch_acceptance != "published":
+        name += f", {params.branch_acceptance}"
+    return name if params.lookahead_depth == 1 else f"{name}, depth {params.lookahead_depth}, k = {params.num_branches}"
 
 
 def draw_strategies(found: Sequence[Result], axes: Axes) -> bool:

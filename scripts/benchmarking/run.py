@@ -95,9 +95,9 @@ def run(llm: LLM, maker: PromptMaker, plan: Plan, file: SampleFile, *, quiet: bo
 
 
 def filled_tokens(output: GenerationOutput) -> tuple[int, ...]:
-    """How many tokens each forward pass has filled. A winning lookahead branch brings a token of its own."""
+    """How many tokens each forward pass has filled. A winning lookahead branch brings tokens of its own."""
     assert output.trace is not None
-    return tuple(len(record.fills) + (record.branches[record.winner].lookahead is not None) for record in output.trace)
+    return tuple(len(record.fills) + len(record.branches[record.winner].own_fills) for record in output.trace)
 
 
 def _seeded(params: DecodingParams, repetition: int, index: int) -> DecodingParams:

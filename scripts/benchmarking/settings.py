@@ -25,6 +25,8 @@ STRATEGIES: tuple[dict[str, Any], ...] = (
     {"decoding": "d2f"},
     {"decoding": "lopa", "branch_acceptance": "exact"},
     {"decoding": "lopa", "branch_acceptance": "verified"},
+    {"decoding": "lopa", "branch_acceptance": "exact", "num_branches": 15, "lookahead_depth": 8},
+    {"decoding": "lopa", "branch_acceptance": "verified", "num_branches": 15, "lookahead_depth": 8},
     {"decoding": "lopa"},
 )
 

@@ -19,11 +19,12 @@ WINDOWS = ("block_causal", "full")
 
 
 def job(model: str, **options: Any) -> dict[str, Any]:
-    """For each kind of window d2f, exact and verified."""
+    """For each kind of window d2f, exact, verified, and exact with drafts of several tokens."""
     variants: list[dict[str, Any]] = [
         {"decoding": "d2f"},
         {"num_branches": 5, "branch_acceptance": "exact"},
         {"num_branches": 5, "branch_acceptance": "verified"},
+        {"num_branches": 5, "branch_acceptance": "exact", "lookahead_depth": 3},
     ]
     return {
         "model": model,
@@ -43,9 +44,10 @@ def test_exact_is_d2f_on_ranks(tp: int, bp: int, tmp_path: Path) -> None:
     outputs = ranks.generate(tp * bp, [job(model, tensor_parallel_size=tp, branch_parallel_size=bp)], tmp_path)[0]
     assert [output["tokens"] for output in outputs] == [output["tokens"] for output in alone]
     assert [output["winners"] for output in outputs] == [output["winners"] for output in alone]
-    for d2f, exact, verified in (outputs[:3], outputs[3:]):
-        assert exact["tokens"] == d2f["tokens"]
-        assert exact["alternatives"] == d2f["alternatives"]
+    for d2f, exact, verified, deep in (outputs[:4], outputs[4:]):
+        for same in (exact, deep):
+            assert same["tokens"] == d2f["tokens"]
+            assert same["alternatives"] == d2f["alternatives"]
         assert verified["forwards"] < exact["forwards"] < d2f["forwards"]
 
 

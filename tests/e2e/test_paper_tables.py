@@ -2,10 +2,12 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lopa_ascend.config import DecodingParams
 from scripts import paper_tables
 from scripts.evaluation import latex
 from scripts.tables.rows import METRICS, TABLES, models_of, rows_of
@@ -34,6 +36,9 @@ def test_tables_have_the_papers_rows():
     row = next(row for row in rows_of("table1") if row.name == "D2F-Dream-vanilla-mbpp")
     assert row.preset.merged(row.options)["decoding"] == "d2f"
     assert "num_branches" not in row.preset.merged(row.options)
+    dream = {row.name: row.preset.merged(row.options) for row in rows_of("table1") if row.name.startswith("Dream-")}
+    lopa, without = (DecodingParams(**dream[f"Dream-{name}-gsm8k"]) for name in ("LoPA", "Fast-dLLM"))
+    assert replace(lopa, decoding="fast_dllm", base="d2f", num_branches=0) == without
 
 
 @pytest.fixture(scope="module")

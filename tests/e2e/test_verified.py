@@ -47,9 +47,10 @@ def test_exact_is_d2f_to_the_last_bit(seed: int, tmp_path: Path) -> None:
     saved = 0
     requests = [random_request(rng) for _ in range(6)]
     requests = [(prompt, replace(params, **extras(rng), top_logprobs=2)) for prompt, params in requests]
-    for prompt, params in requests:
+    for index, (prompt, settings) in enumerate(requests):
+        params = replace(settings, lookahead_depth=(1, 2, 8)[index % 3])
         exact = llm.generate([prompt], params, quiet=True)[0]
-        alone = replace(params, decoding="d2f", num_branches=0, branch_acceptance="published")
+        alone = replace(params, decoding="d2f", num_branches=0, branch_acceptance="published", lookahead_depth=1)
         d2f = llm.generate([prompt], alone, quiet=True)[0]
         assert exact.token_ids == d2f.token_ids
         assert exact.max_probs == d2f.max_probs

@@ -114,6 +114,7 @@ def test_the_sweep_of_the_figures_has_what_each_figure_needs():
     assert {p.lookaheads for p in found if p.decoding == "lopa" and p.tau_conf == 0.9} >= {1, 2, 3, 5, 7, 10, 14}
     assert {p.window_attention for p in found if p.decoding == "lopa"} == {"full", "block_causal"}
     assert {p.tau_conf for p in found if p.lookaheads == 7} >= {0.95, 0.9, 0.85, 0.8, 0.75, 0.7}
+    assert {p.branch_acceptance for p in found if p.lookahead_depth > 1} == {"exact", "verified"}
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def test_graph_support() -> None:
     processed |= {"bad_words", "top_logprobs"}
     unusual = {"temperature", "acceptance", "branch_acceptance", "branch_score", "creation_weight", "min_new_tokens"}
     assert of[GraphSupport.PIPELINED] == {"decoding"}
-    assert of[GraphSupport.DEFAULT] == processed | unusual | {"base"}
+    assert of[GraphSupport.DEFAULT] == processed | unusual | {"base", "lookahead_depth"}
     assert of[GraphSupport.COMPILED] == {"confidence", "window_attention"}
     assert of[GraphSupport.BUCKET] == {"num_branches", "block_size", "eos_token_id"}
 

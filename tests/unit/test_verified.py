@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lopa_ascend.config import DecodingParams, ParameterError
+from lopa_ascend.config.combinations import fitting_defaults
 from lopa_ascend.config.research_params import BRANCH_ACCEPTANCES
 from lopa_ascend.decode import BRANCH_ACCEPTANCES as STRATEGIES
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.d2f import D2F
+from lopa_ascend.decode.verified import draft_ranks
 from lopa_ascend.types import RowPlan, RowResult, SequencePlan, StepRecord
 from tests.tiers import examples
 
@@ -35,6 +37,8 @@ setups = st.fixed_dictionaries(
         "finish_at_eos": st.booleans(),
     }
 )
+depths = st.sampled_from([1, 2, 3, 8])
+"""Values of lookahead_depth."""
 
 
 class Model:
@@ -78,8 +82,11 @@ def decoded(setup: dict, seed: int, **changes) -> tuple[list[int], list[float], 
     passes = [(strategy, record) for strategy, _, _, record in run(setup, seed, **changes)]
     strategy, order = passes[-1][0], []
     for _, record in passes:
-        won = record.branches[record.winner].lookahead
-        order += [(fill.position, fill.token) for fill in ([won] if won else [])]
+        won = record.branches[record.winner]
+        # Who has more tokens of its own was confirmed later; of one pass the positions ascend.
+        since = [len(record.branches[source].own_fills) for source in won.confirmed_by]
+        own = sorted(zip(since, won.own_fills, strict=True), key=lambda pair: (pair[0], pair[1].position))
+        order += [(fill.position, fill.token) for _, fill in own]
         order += [(fill.position, fill.token) for fill in record.fills]
     tokens = strategy.final_tokens()
     return tokens, strategy.winner.probs[: len(tokens)], strategy.num_forwards, order
@@ -119,47 +126,68 @@ D2F_TAU = {0.5: 0.5, 0.8: 0.800000011920929, 0.9: 0.8999999761581421, 1.0: 1.0}
 """float32 of tau_conf."""
 
 
+def added(row: RowPlan, anchor: RowPlan) -> set[tuple[int, int]]:
+    """The tokens that a row has beside the anchor's."""
+    tokens = dict(enumerate(row.tokens, row.start))
+    return {(position, tokens[position]) for position in anchor.masked if tokens.get(position, MASK) != MASK}
+
+
 @settings(max_examples=examples(150))
-@given(setups, st.integers(0, 10**6))
-def test_verified_every_token_passed_the_rule_given_committed_tokens_alone(setup: dict, seed: int) -> None:
+@given(setups, st.integers(0, 10**6), depths)
+def test_verified_every_token_passed_the_rule_given_committed_tokens_alone(setup: dict, seed: int, depth: int) -> None:
     committed: dict[int, int] = {}
-    params = DecodingParams(**setup, branch_acceptance="verified")
-    for _, plan, results, record in run(setup, seed, branch_acceptance="verified"):
-        anchor, won = plan.rows[-1], record.branches[record.winner].lookahead
+    changes: dict[str, Any] = {"branch_acceptance": "verified", "lookahead_depth": depth}
+    params = DecodingParams(**setup, **changes)
+    for strategy, plan, results, record in run(setup, seed, **changes):
+        anchor, won = plan.rows[-1], record.branches[record.winner]
         for position, token in enumerate(anchor.tokens, anchor.start):
             assert position < len(PROMPT) or committed.get(position, MASK) == token
-        filled_now = rule(params, anchor, results[-1])
         row, result = plan.rows[record.winner], results[record.winner]
-        if won is not None:
-            assert (won.position, won.token) in filled_now
-            assert won.max_prob == results[-1].max_probs[anchor.masked.index(won.position)]
-            committed[won.position] = won.token
+        own = added(row, anchor)
+        assert own == {(fill.position, fill.token) for fill in won.own_fills}
+        assert len(own) <= depth
+        for fill, source in zip(won.own_fills, won.confirmed_by, strict=True):
+            judge, judged = plan.rows[source], results[source]
+            assert added(judge, anchor) < own, "confirmed by what is not accepted"
+            assert (fill.position, fill.token) in rule(params, judge, judged)
+            assert fill.max_prob == judged.max_probs[judge.masked.index(fill.position)]
+            assert strategy.winner.probs[fill.position - len(PROMPT)] == fill.max_prob
+        committed |= dict(own)
         for position, token in enumerate(row.tokens, row.start):
             if position >= len(PROMPT):
                 assert committed.get(position, MASK) == token, "predicted from a token that is not committed"
         assert {(fill.position, fill.token) for fill in record.fills} == rule(params, row, result)
         committed |= {fill.position: fill.token for fill in record.fills}
         # No confirmed branch would have filled more.
-        progress = (won is not None) + len(record.fills)
-        for branch, other, predicted in zip(record.branches, plan.rows, results, strict=True):
-            draft = branch.lookahead
-            if draft is None or (draft.position, draft.token) in filled_now:
-                assert (draft is not None) + len(rule(params, other, predicted)) <= progress
+        rows = [
+            (added(other, anchor), rule(params, other, seen)) for other, seen in zip(plan.rows, results, strict=True)
+        ]
+        confirmed = [rows[-1]]
+        for _ in rows:
+            confirmed += [
+                other
+                for other in rows
+                if other not in confirmed
+                and any(tokens < other[0] and other[0] <= tokens | fills for tokens, fills in confirmed)
+            ]
+        assert max(len(tokens) + len(fills) for tokens, fills in confirmed) == len(own) + len(record.fills)
 
 
 @settings(max_examples=examples(200))
-@given(setups, st.integers(0, 10**6))
-def test_exact_is_d2f(setup: dict, seed: int) -> None:
+@given(setups, st.integers(0, 10**6), depths)
+def test_exact_is_d2f(setup: dict, seed: int, depth: int) -> None:
     tokens, probs, passes, order = decoded(setup, seed, decoding="d2f", num_branches=0)
-    exact = decoded(setup, seed, branch_acceptance="exact")
+    exact = decoded(setup, seed, branch_acceptance="exact", lookahead_depth=depth)
     assert exact[:2] == (tokens, probs)
     assert exact[2] <= passes
     assert exact[3][: len(order)] == order
 
 
 @pytest.mark.parametrize("window", ["block_causal", "full"])
-@pytest.mark.parametrize(("acceptance", "least"), [("verified", 1.2), ("exact", 1.05)])
-def test_confirmed_branches_save_passes(window: str, acceptance: str, least: float) -> None:
+@pytest.mark.parametrize(
+    ("acceptance", "depth", "least"), [("verified", 1, 1.2), ("exact", 1, 1.05), ("verified", 4, 0), ("exact", 4, 0)]
+)
+def test_confirmed_branches_save_passes(window: str, acceptance: str, depth: int, least: float) -> None:
     setup: dict[str, Any] = {
         "num_branches": 6,
         "block_size": 8,
@@ -168,7 +196,8 @@ def test_confirmed_branches_save_passes(window: str, acceptance: str, least: flo
         "ignore_eos": True,
     }
     setup |= {"window_attention": window}
-    passes = [sum(1 for _ in run(setup, seed, branch_acceptance=acceptance)) for seed in range(20)]
+    changes: dict[str, Any] = {"branch_acceptance": acceptance, "lookahead_depth": depth}
+    passes = [sum(1 for _ in run(setup, seed, **changes)) for seed in range(20)]
     alone = [sum(1 for _ in run(setup, seed, decoding="d2f", num_branches=0)) for seed in range(20)]
     assert sum(alone) > least * sum(passes)
 
@@ -212,6 +241,65 @@ def test_a_draft_without_masks_has_not_won() -> None:
             assert strategy.absorb(plan, results, 0, 0).winner == len(plan.rows) - 1  # 4 is not confirmed
         assert strategy.num_forwards == passes
         assert strategy.final_tokens() == [1, 2, 3, 4 if acceptance == "published" else 5]
+
+
+def test_exact_saves_as_many_passes_as_there_are_branches_in_a_row() -> None:
+    """D2F fills one position in each pass, the best one. The drafts hold the best, the best two, the second best, the
+    best three."""
+    params = DecodingParams(
+        block_size=8, max_new_tokens=8, num_branches=4, tau_conf=1.0, branch_acceptance="exact", lookahead_depth=3
+    )
+    strategy = begin([1], params, MASK, frozenset())
+    winners = []
+    while (plan := strategy.plan()) is not None:
+        results = []
+        for row in plan.rows:
+            probs = tuple(0.5 - 0.01 * position for position in row.masked)
+            results.append(RowResult((5,) * len(probs), probs, probs))
+        record = strategy.absorb(plan, results, 0, 0)
+        winners.append(record.winner)
+        won = record.branches[record.winner]
+        assert won.confirmed_by == {0: (), 3: (4, 0, 1), 1: (4, 0)}[record.winner]
+    assert winners == [0, 3, 1]  # 1, 4 and 3 positions; with the last one the block is to be committed
+    assert strategy.final_tokens() == [5] * 8
+
+
+def test_what_drafts_hold() -> None:
+    """The most promising sets first; positions of fully activated blocks before all others."""
+    assert draft_ranks(8, 1, 3) == ((0,), (1,), (2,))
+    assert draft_ranks(8, 2, 7) == ((0,), (0, 1), (1,), (0, 2), (2,), (0, 3), (1, 2))
+    assert draft_ranks(2, 8, 99) == ((0,), (0, 1), (1,))
+    assert draft_ranks(0, 8, 99) == ()
+    for num_ranks in range(7):
+        everything = draft_ranks(num_ranks, 16, 255)
+        assert len(set(everything)) == len(everything) == 2**num_ranks - 1
+        assert all(draft_ranks(num_ranks, 3, count) == draft_ranks(num_ranks, 3, 99)[:count] for count in range(9))
+    params = DecodingParams(
+        block_size=4, max_new_tokens=8, num_branches=3, tau_add=0.0, branch_acceptance="exact", lookahead_depth=2
+    )
+    strategy = begin([1], params, MASK, frozenset())
+    for token in (5, 6):  # so no draft of the first pass is confirmed by the second one
+        plan = strategy.plan()
+        assert plan is not None
+        results = []
+        for row in plan.rows:
+            probs = tuple(0.8 if position > 4 else 0.5 - 0.01 * position for position in row.masked)
+            results.append(RowResult((token,) * len(probs), probs, probs))
+        strategy.absorb(plan, results, 0, 0)
+    own = [tuple(fill.position for fill in branch.own_fills) for branch in strategy.branches]
+    assert own == [(3,), (3, 4), (4,), ()], "the second block, which is surer, is not fully activated"
+
+
+def test_drafts_of_several_tokens_must_be_confirmed() -> None:
+    message = r'lookahead_depth.*2 does not go with branch_acceptance "published"; use "verified" or "exact"'
+    with pytest.raises(ParameterError, match=message):
+        DecodingParams(lookahead_depth=2)
+    with pytest.raises(ParameterError, match="lookahead_depth"):
+        DecodingParams(decoding="parallel", lookahead_depth=2)
+    defaults = {"branch_acceptance": "exact", "lookahead_depth": 8}
+    for asked in ({"branch_acceptance": "published"}, {"decoding": "parallel"}, {"base": "fast_dllm"}):
+        assert "lookahead_depth" not in fitting_defaults(defaults, asked)
+    assert fitting_defaults(defaults, {"decoding": "d2f"}) == defaults
 
 
 def test_every_branch_acceptance_has_a_strategy() -> None:

@@ -35,6 +35,9 @@ class BranchState(BaseModel):
     score: float = Field(description="What the winner is chosen by.")
     masks: int = Field(description="Masked positions before the pass.")
     lookahead: FilledPosition | None = Field(description="The token that the branch has beside the anchor's.")
+    further: list[FilledPosition] = Field(
+        description="More tokens that the branch has beside the anchor's, where lookahead_depth is above 1."
+    )
 
 
 class DiffusionStart(BaseModel):
@@ -59,7 +62,7 @@ class DiffusionStep(BaseModel):
     index: int = Field(description="Number of the pass, from 0.")
     canvas_length: int = Field(description="Positions of the canvas, filled or masked.")
     fills: list[FilledPosition] = Field(
-        description="All positions that the pass filled; the winner's lookahead is first."
+        description="All positions that the pass filled; the winner's own tokens are first."
     )
     committed: int = Field(description="Positions from 0 on that no later pass computes.")
     winner: int = Field(description="Index of the winner in branches, which is its rank.")
@@ -131,7 +134,7 @@ class StepEncoder(Encoder):
 
     def _step(self, record: StepRecord) -> Json:
         winner = record.branches[record.winner]
-        fills = [*([] if winner.lookahead is None else [winner.lookahead]), *record.fills]
+        fills = [*winner.own_fills, *record.fills]
         self._sent.update(fill.position - self._num_prompt for fill in fills)
         *lookaheads, anchor = record.branches
         return {
@@ -166,7 +169,9 @@ class StepEncoder(Encoder):
 
     def _branch(self, rank: int, branch: BranchRecord) -> Json:
         lookahead = None if branch.lookahead is None else self._fill(branch.lookahead)
-        return {"rank": rank, "score": branch.score, "masks": branch.masks, "lookahead": lookahead}
+        further = [self._fill(fill) for fill in branch.further]
+        state = {"rank": rank, "score": branch.score, "masks": branch.masks}
+        return {**state, "lookahead": lookahead, "further": further}
 
     def _fill(self, fill: Fill) -> Json:
         return self._filled(fill.position - self._num_prompt, fill.token, fill.max_prob, fill.confidence)
