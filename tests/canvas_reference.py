@@ -51,7 +51,7 @@ class CanvasReference(Reference):
         with torch.no_grad():
             out = self.model(
                 torch.tensor([ids]),
-                attention_mask={"full_attention": torch.zeros(1, 1, len(ids), num_past + len(ids))},
+                attention_mask=torch.zeros(1, 1, len(ids), num_past + len(ids)),
                 position_ids=torch.arange(start, start + len(ids))[None],
                 past_key_values=cache,
                 use_cache=True,

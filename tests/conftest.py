@@ -1,4 +1,4 @@
-"""Settings that must stand before torch is imported, and one hypothesis profile for everyone.
+"""Settings that must stand before torch is imported, and the hypothesis profile of all tests.
 
 This file imports no torch but for those who ask, and neither do the tests in ``unit/``.
 """
@@ -15,9 +15,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
+# For scripts/mutants.py, which asks whether tests fail, not for the smallest example.
+settings.register_profile("first-failure", settings.get_profile("repeatable"), phases=(Phase.explicit, Phase.generate))
 settings.load_profile("repeatable")
 
 

@@ -71,7 +71,7 @@ class Reference:
         with torch.no_grad():
             out = self.model(
                 ids,
-                attention_mask={"full_attention": bias},
+                attention_mask=bias,
                 position_ids=torch.arange(start, start + n)[None],
                 past_key_values=cache,
                 use_cache=True,

@@ -33,7 +33,7 @@ def _check_inductor() -> None:
     """Refuses a torch that cannot compile steps whose KV lengths change."""
     import torch
 
-    if not hasattr(torch.compiler.config, "dynamic_sources"):
+    if not hasattr(getattr(torch.compiler, "config", None), "dynamic_sources"):
         message = (
             f'"inductor" needs the option dynamic_sources of torch.compile, which torch {torch.__version__} does not '
             'have; use "eager", or torch 2.13'

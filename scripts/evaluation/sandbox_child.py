@@ -21,21 +21,21 @@ PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
 ALLOWED_CALLS = {
     "x86_64": (
         0xC000003E,
-        # read write close fstat lseek mmap mprotect munmap brk rt_sigaction rt_sigprocmask rt_sigreturn sched_yield
-        (0, 1, 3, 5, 8, 9, 10, 11, 12, 13, 14, 15, 24,
-         # mremap madvise nanosleep getitimer setitimer getpid exit gettimeofday getrusage times sigaltstack gettid time
-         25, 28, 35, 36, 38, 39, 60, 96, 98, 100, 131, 186, 201,
-         # futex restart_syscall clock_gettime clock_getres clock_nanosleep exit_group getrandom
-         202, 219, 228, 229, 230, 231, 318),
+        # read write close fstat lseek mmap mprotect munmap brk rt_sigaction rt_sigprocmask rt_sigreturn select
+        (0, 1, 3, 5, 8, 9, 10, 11, 12, 13, 14, 15, 23,
+         # sched_yield mremap madvise nanosleep getitimer setitimer getpid exit gettimeofday getrusage times sigaltstack
+         24, 25, 28, 35, 36, 38, 39, 60, 96, 98, 100, 131,
+         # gettid time futex restart_syscall clock_gettime clock_getres clock_nanosleep exit_group pselect6 getrandom
+         186, 201, 202, 219, 228, 229, 230, 231, 270, 318),
     ),
     "aarch64": (
         0xC00000B7,
-        # close lseek read write fstat exit exit_group futex nanosleep getitimer setitimer clock_gettime clock_getres
-        (57, 62, 63, 64, 80, 93, 94, 98, 101, 102, 103, 113, 114,
-         # clock_nanosleep sched_yield restart_syscall sigaltstack rt_sigaction rt_sigprocmask rt_sigreturn times
-         115, 124, 128, 132, 134, 135, 139, 153,
-         # getrusage gettimeofday getpid gettid brk munmap mremap mmap mprotect madvise getrandom
-         165, 169, 172, 178, 214, 215, 216, 222, 226, 233, 278),
+        # close lseek read write pselect6 fstat exit exit_group futex nanosleep getitimer setitimer clock_gettime
+        (57, 62, 63, 64, 72, 80, 93, 94, 98, 101, 102, 103, 113,
+         # clock_getres clock_nanosleep sched_yield restart_syscall sigaltstack rt_sigaction rt_sigprocmask rt_sigreturn
+         114, 115, 124, 128, 132, 134, 135, 139,
+         # times getrusage gettimeofday getpid gettid brk munmap mremap mmap mprotect madvise getrandom
+         153, 165, 169, 172, 178, 214, 215, 216, 222, 226, 233, 278),
     ),
 }  # fmt: skip
 """By machine: its number in the kernel, and the numbers of the calls that a program may make. Every other one fails

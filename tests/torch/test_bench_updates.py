@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from scripts.bench_updates import Counting, main
+from tests.versions import compiles_steps
 
 
 def test_lengths_are_compared_with_those_of_the_last_step_of_the_same_bucket() -> None:
@@ -25,6 +26,7 @@ def test_lengths_are_compared_with_those_of_the_last_step_of_the_same_bucket() -
     assert (counting.num_changed, counting.num_pages_changed) == (4, 1)
 
 
+@compiles_steps
 def test_the_bundled_model_keeps_lengths_in_some_steps(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--problems", "1"])
     replays, before, after, pages = capsys.readouterr().out.splitlines()

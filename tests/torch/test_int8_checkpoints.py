@@ -20,6 +20,7 @@ from lopa_ascend.config import EngineConfig, ParameterError
 from tests.tiny import write_dream
 from tests.torch.paging import randn
 from tests.torch.test_checkpoint import edit_json, read_all
+from tests.versions import compiles_steps
 
 ALL = EngineConfig(quantization="w8a8").int8_projections()
 LAYER = "model.layers.0."
@@ -165,6 +166,7 @@ def test_an_adapter_is_merged_before(float_path: Path, int8_path: Path, tmp_path
             refuse()
 
 
+@compiles_steps
 def test_settings_that_do_not_go_with_int8_weights(int8_path: Path, tmp_path: Path) -> None:
     LLM(int8_path, quantization="w8a8")
     with pytest.raises(ParameterError, match=r"model: .*whose weights are int8, runs with graph_mode .eager"):

@@ -31,7 +31,7 @@ def dense_losses(path: Path, noisy: torch.Tensor, tokens: torch.Tensor) -> torch
     n = len(tokens)
     bias = torch.zeros(len(noisy), 1, n, n)
     with torch.no_grad():
-        logits = model(noisy, attention_mask={"full_attention": bias}).logits
+        logits = model(noisy, attention_mask=bias).logits
     logprobs = logits[:, :-1].log_softmax(-1).gather(2, tokens[None, 1:, None].expand(len(noisy), -1, 1))[..., 0]
     return -(logprobs * (noisy[:, 1:] == MASK)).sum(1)
 

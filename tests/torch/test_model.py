@@ -83,7 +83,7 @@ def test_logits_are_those_of_qwen2(seed: int, full: bool, tmp_path) -> None:
     sees = torch.ones(end, end, dtype=torch.bool) if full else owner[:, None] >= owner[None, :]
     bias = torch.zeros(1, 1, end, end).masked_fill(~sees, torch.finfo(torch.float32).min)
     with torch.no_grad():
-        theirs = reference.load(tmp_path)(torch.tensor([tokens]), attention_mask={"full_attention": bias}).logits[0]
+        theirs = reference.load(tmp_path)(torch.tensor([tokens]), attention_mask=bias).logits[0]
     theirs = theirs[prompt - 1 : end - 1]
     assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-5
 

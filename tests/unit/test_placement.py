@@ -70,33 +70,62 @@ def test_every_branch_is_computed_once_and_every_group_has_what_commits(window: 
             assert shares[group].slots[at] == slot
             assert shares[group].rows[at].tokens == row.tokens
             assert shares[group].rows[at].masked == row.masked
+        if placements[0].sends_values(plan):
+            assert not any(share.rows for share in shares[len(plan.rows) :])
         for share in shares:
             if plan.num_new and not placements[0].sends_values(plan):
                 assert share.rows
                 assert share.rows[-1].tokens[: plan.num_new] == plan.rows[-1].tokens[: plan.num_new]
+            if share.rows and not any(row.masked for row in share.rows):
+                (row,) = share.rows
+                assert (share.slots, share.branches) == ((0,), (len(plan.rows) - 1,))
+                assert row.entry_ends == plan.rows[-1].entry_ends[: len(row.entry_ends)]
+                assert row.entry_ends[-1] == row.end
             seen_idle += not share.rows
-        demands = {placement.demand(plan) for placement in placements}
-        assert len(demands) == 1
-        (demand,) = demands
-        computed = [sum(row.end - row.compute_from for row in share.rows) for share in shares]
-        assert demand.num_computed == max(computed)
-        assert all(
-            end >= row.end
-            for share in shares
-            for row, end in zip(share.rows, ends(share, demand.slot_ends), strict=True)
-        )
-        assert demand.committed_end == plan.start + plan.num_new
+        check_demand(plan, shares, placements)
     assert seen_idle or size == 1
 
 
-def ends(share: Share, by_slot: tuple[int, ...]) -> list[int]:
-    return [max(by_slot[slot], share.plan.start + share.plan.num_new) for slot in share.slots]
+def check_demand(plan: SequencePlan, shares: list[Share], placements: list[Placement]) -> None:
+    """Checks that all groups ask for the same pages, and only for those that rows fill."""
+    (demand,) = {placement.demand(plan) for placement in placements}
+    computed = [sum(row.end - row.compute_from for row in share.rows) for share in shares]
+    assert demand.num_computed == max(computed)
+    assert demand.committed_end == plan.start + plan.num_new
+    own = [(slot, row.end) for share in shares for slot, row in zip(share.slots, share.rows, strict=True) if row.masked]
+    assert demand.slot_ends == tuple(
+        max((end for filled, end in own if filled == slot), default=0) for slot in range(shares[0].num_slots)
+    )
+
+
+@pytest.mark.parametrize(("num_rows", "size", "places"), [(1, 1, 1), (3, 1, 3), (1, 2, 2), (4, 2, 4), (8, 3, 9)])
+def test_places_are_the_rows_that_all_groups_could_evaluate(num_rows: int, size: int, places: int) -> None:
+    assert Placement(size).num_places(num_rows) == places
+
+
+def test_rows_share_what_the_anchor_computes_where_the_group_has_it() -> None:
+    plan = next(plan for seed in range(9) for plan in plans(seed, "block_causal") if len(plan.rows) > 3)
+    anchor = len(plan.rows) - 1
+    for group in range(2):
+        share = Placement(2, group).share(plan)
+        later = max(sorted(share.branches), key=lambda branch: plan.rows[branch].compute_from)
+        assert share.branches[-1] == (anchor if anchor % 2 == group else later)
+
+
+def test_a_row_that_fills_all_slots_needs_pages_in_all_of_them() -> None:
+    params = DecodingParams(base="fast_dllm", num_branches=3, block_size=8, max_new_tokens=24)
+    plan = begin(list(range(10)), params, 99, frozenset()).plan()
+    assert plan is not None
+    assert plan.fills_all_slots
+    assert Placement(2).demand(plan).slot_ends == (34, 34)
 
 
 def test_a_group_without_a_branch_computes_only_what_commits() -> None:
     first = plans(0, "block_causal")[0]
     assert len(first.rows) == 1
-    (row,) = Placement(2, 1).share(first).rows
+    share = Placement(2, 1).share(first)
+    assert (share.slots, share.branches) == ((0,), (0,))
+    (row,) = share.rows
     assert (row.tokens, row.entry_ends, row.masked) == (tuple(range(10)), (10,), ())
 
 

@@ -133,12 +133,14 @@ class Paper:
         if plan is None:
             return
         for copy in plan.copies:
+            assert 0 < copy.num_positions < PAGE_SIZE
             target = self.pages.setdefault(copy.target, [None] * PAGE_SIZE)
             target[: copy.num_positions] = self.pages[copy.source][: copy.num_positions]
         self.plans.append(plan)
         decoding = any(not s.in_prefill for s in scheduler.running.values())
         assert not (plan.prefill and decoding and len(self.plans) > 1 and self.plans[-2].prefill)
         sequences = [scheduler.running[s.request_id] for s in plan.sequences]
+        assert {s.in_prefill for s in sequences} == {plan.prefill}
         tokens = sum(s.demand.num_computed for s in sequences if s.demand is not None)
         assert tokens <= scheduler.limits.max_num_batched_tokens or len(plan.sequences) == 1
         self.check_owners()
@@ -320,6 +322,29 @@ def test_a_whole_prompt_is_reused_and_a_beginning_only_when_asked_for() -> None:
     assert cache.longest(PrefixKey((1,) * 700, "block_causal", 0)) == ()
     assert cache.longest(PrefixKey((0,) * 700, "full", 3)) == ()
     assert len(cache.longest(PrefixKey((0,) * 256, "block_causal", 0))) == 1
+
+
+def test_a_decoding_step_has_as_many_sequences_as_fit() -> None:
+    """Each computes at most 300 tokens."""
+    run = paper(0, max_num_batched_tokens=1000)
+    run.drive([Arrival(0, 1, n, 300, 1, False, None) for n in range(4)])
+    assert max(len(plan.sequences) for plan in run.plans if not plan.prefill) > 2
+    assert run.scheduler.num_prefill_steps == sum(plan.prefill for plan in run.plans)
+    assert run.scheduler.num_steps == len(run.plans)
+
+
+def test_a_prompt_is_copied_into_the_cache_once() -> None:
+    run = paper(0)
+    run.drive([Arrival(0, 130, 0, 200, 1, False, None)])
+    assert sum(len(plan.copies) for plan in run.plans) == 1
+
+
+def test_a_prompt_on_a_cached_beginning_is_cached_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Paper, "check", lambda *_: None)  # the beginning was computed for another prompt
+    run = paper(0)
+    run.scheduler.approximate = True
+    run.drive([Arrival(10 * n, prompt, 0, 1, 1, False, None) for n, prompt in enumerate((128, 300, 300))])
+    assert run.scheduler.prefix_hits == 128 + 300
 
 
 def test_a_cached_prompt_is_reused_only_if_its_own_pages_can_stay() -> None:

@@ -54,7 +54,7 @@ def test_a_prompt_is_overtaken_so_many_times_and_no_more() -> None:
 def test_prompts_that_came_later_do_not_count_as_overtaken() -> None:
     turns = Turns(1024)
     for step in range(3 * MAX_OVERTAKEN):
-        turns.choose([short(step), LONG], decoding=False)
+        assert turns.choose([short(step), LONG], decoding=False) == [f"short {step}"]
     assert turns.choose([LONG, short(0)], decoding=False) == ["short 0"]
 
 

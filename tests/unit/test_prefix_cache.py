@@ -1,0 +1,68 @@
+"""Cached prompts: which pages of them another prompt can use."""
+
+from __future__ import annotations
+
+import pytest
+
+from lopa_ascend.config import DecodingParams
+from lopa_ascend.engine.scheduler import prefix_key
+from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator
+from lopa_ascend.kv.prefix_cache import PrefixCache, PrefixEntry, PrefixKey
+from lopa_ascend.sequence import Request
+
+PROMPT = tuple(range(3 * PAGE_SIZE + 40))
+
+
+def key(tokens: tuple[int, ...]) -> PrefixKey:
+    return PrefixKey(tokens, "block_causal", 0)
+
+
+def cache_of(*prompts: tuple[int, ...]) -> PrefixCache:
+    """With the pages 0 to 3 for the first prompt, 4 to 7 for the second and so on."""
+    cache = PrefixCache(PageAllocator(4 * len(prompts)))
+    for index, tokens in enumerate(prompts):
+        cache.insert(key(tokens), range(4 * index, 4 * index + 4), None)
+    return cache
+
+
+def differing_at(position: int) -> tuple[int, ...]:
+    return (*PROMPT[:position], -1, *PROMPT[position + 1 :])
+
+
+@pytest.mark.parametrize("page", range(3))
+@pytest.mark.parametrize("offset", [0, 1, PAGE_SIZE - 1])
+def test_pages_before_the_first_difference_can_be_reused(page: int, offset: int) -> None:
+    cache = cache_of(PROMPT)
+    assert cache.longest(key(differing_at(page * PAGE_SIZE + offset))) == tuple(range(page))
+
+
+def test_one_token_is_left_to_compute() -> None:
+    cache = cache_of(PROMPT)
+    assert cache.longest(key(PROMPT[: 2 * PAGE_SIZE])) == (0,)
+    assert cache.longest(key(PROMPT[: 2 * PAGE_SIZE + 1])) == (0, 1)
+
+
+def test_the_longest_common_beginning_is_taken_and_the_first_of_equals() -> None:
+    second = differing_at(PAGE_SIZE)
+    cache = cache_of(second, PROMPT, differing_at(3 * PAGE_SIZE))
+    assert cache.longest(key((*PROMPT, 5))) == (4, 5, 6)
+    assert cache.longest(key((*second, 5))) == (0, 1, 2)
+    assert cache.longest(key((-2, *PROMPT))) == ()
+
+
+@pytest.mark.parametrize("num_tokens", [1, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 2 * PAGE_SIZE])
+def test_the_last_page_is_partial_unless_the_prompt_fills_it(num_tokens: int) -> None:
+    pages = tuple(range(-(-num_tokens // PAGE_SIZE)))
+    entry = PrefixEntry(key(PROMPT[:num_tokens]), pages, None)
+    assert entry.full_pages == pages[: num_tokens // PAGE_SIZE]
+    assert entry.partial_page == (pages[-1] if num_tokens % PAGE_SIZE else None)
+
+
+@pytest.mark.parametrize(
+    ("window_attention", "block_size", "first_block"), [("block_causal", 16, 0), ("full", 16, 16), ("full", 64, 50)]
+)
+def test_keys_and_values_depend_on_the_first_block_if_the_prompt_sees_it(
+    window_attention: str, block_size: int, first_block: int
+) -> None:
+    params = DecodingParams(window_attention=window_attention, block_size=block_size, max_new_tokens=50)
+    assert prefix_key(Request("a", (1, 2), params)) == PrefixKey((1, 2), window_attention, first_block)
