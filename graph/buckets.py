@@ -56,6 +56,12 @@ class Bucket(NamedTuple):
         return self.sequences * self.slots * self.cells
 
     @property
+    def state_sizes(self) -> tuple[int, ...]:
+        """Elements of each part of a ``policy.State``."""
+        cells, branches = self.sequences * self.cells, self.sequences * self.branches
+        return cells, cells, self.sequences * ((1 + MAX_EOS) * self.blocks + 1), branches, branches
+
+    @property
     def name(self) -> str:
         """For messages and for files of compiled graphs."""
         return f"sequences{self.sequences}_blocks{self.blocks}_pages{self.pages}"
@@ -72,15 +78,18 @@ class Bucket(NamedTuple):
             "C": self.cells,
             "P": self.pages,
             "M": self.max_blocks,
-            "E": MAX_EOS,
             "T": self.tokens,
             "A": self.sequences * self.slots * self.entries,
-            "K": 1 + self.blocks,
+            "K": 1 + MAX_EOS,
             "U": (self.max_blocks - self.blocks) * self.block_length,
             "F": MaskLimits(self.max_blocks).size,
-            "X": self.max_blocks * self.block_length + 4 + 2 * self.branches,
+            "Q": self.state_sizes[2],
+            "G": sum(self.state_sizes),
+            "X": 2 * self.max_blocks * self.block_length + 4 + self.branches,
+            "Y": 3 * self.cells,
             "1": 1,
             "2": 2,
+            "3": 3,
         }
 
     def shape(self, dims: str) -> tuple[int, ...]:
@@ -91,14 +100,15 @@ class Bucket(NamedTuple):
 class MaskLimits(NamedTuple):
     """Columns of ``RequestParams.mask_limits``: how many masks a block may hold for another block to be opened.
 
-    A branch opens a block if none of its blocks holds more masks than its limit. Which limit a block has depends on the
-    number n of open blocks, which only the device knows: the host writes a base column, and the device adds n. With
-    M = ``max_blocks`` the columns are
+    A branch opens a block if none of its blocks holds more masks than its limit, and none an EOS. Which limit a block
+    has depends on the number n of open blocks, which only the device knows: the host writes a base column, and the
+    device adds n. With M = ``max_blocks`` the columns are
 
         0 to M              blocks that are not open: no limit
         M + 1 to 2 M        open blocks, from the last one backwards
         2 M + 1 to 3 M + 1  a sequence that may have more than n blocks: no limit
         3 M + 2             a sequence that may not: -1, which no block meets
+        3 M + 3 to 4 M + 4  EOS of a block, by the open blocks of the window: 0
     """
 
     max_blocks: int
@@ -106,20 +116,28 @@ class MaskLimits(NamedTuple):
     @property
     def size(self) -> int:
         """Number of columns."""
-        return 3 * self.max_blocks + 3
+        return 4 * self.max_blocks + 5
 
     def by_distance(self, distance: int) -> int:
         """Column of the open block that is the ``distance``-th from the end, 1 for the last one."""
         return self.max_blocks + distance
 
+    @property
+    def no_room(self) -> int:
+        """Column of a sequence that may have no more blocks."""
+        return 3 * self.max_blocks + 2
+
     def base_by_distance(self, blocks: Tensor) -> Tensor:
-        """Base columns for the blocks before ``blocks``: of n open blocks, the one before block b is the (n - b + 1)-th
-        from the end."""
-        return self.by_distance(1) - blocks
+        """Base columns for ``blocks``: of n open blocks, block b is the (n - b)-th from the end."""
+        return self.by_distance(0) - blocks
 
     def base_by_room(self, max_open: Tensor) -> Tensor:
-        """Base columns for sequences that may have ``max_open`` blocks: with so many open ones the last column."""
-        return self.size - 1 - max_open
+        """Base columns for sequences that may have ``max_open`` blocks: with so many open ones ``no_room``."""
+        return self.no_room - max_open
+
+    def base_of_ends(self, start: Tensor) -> Tensor:
+        """Base columns for the EOS of sequences whose windows begin with block ``start``."""
+        return self.no_room + 1 - start
 
 
 @dataclass(frozen=True)

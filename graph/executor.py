@@ -71,8 +71,9 @@ class GraphExecutor:
         self.num_rows = self.idle_rows = 0
         self._placement = Placement(bp.size, bp.rank)
         hidden = model.head.new_empty(0, model.config.hidden_size)
-        self.seats = Seats(graphs.num_seats, graphs.shape, model.config.mask_token_id, hidden, model.ops)
         declared = graphs.buckets.declared
+        num_tokens = max(bucket.tokens for bucket in declared)
+        self.seats = Seats(graphs.num_seats, graphs.shape, model.config.mask_token_id, hidden, model.ops, num_tokens)
         self._memory = torch.zeros(max(map(input_size, declared)), dtype=torch.int32, device=model.ops.device)
         steps = [DecodeStep(bucket, model, graphs.score, bp) for bucket in declared]
         caches = pool.k, pool.v

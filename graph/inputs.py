@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lopa_ascend.config import PIPELINED, DecodingParams, GraphSupport
 from lopa_ascend.graph.buckets import MAX_EOS, Bucket, MaskLimits
-from lopa_ascend.graph.tensors import RequestParams, StepInputs, specs
+from lopa_ascend.graph.tensors import FIRST_CELL, RequestParams, StepInputs, specs
 from lopa_ascend.kv.pages import PAGE_SIZE
 
 NO_TOKEN = -1
@@ -90,22 +90,25 @@ def empty_params(num_seats: int, mask: int, shape: Bucket) -> RequestParams:
         shape: the engine's largest bucket.
     """
     seats = shape._replace(sequences=num_seats)
-    values: dict[str, float] = {"eos": NO_TOKEN, "tau_conf": 1.0, "mask_limits": math.inf, "min_rank": math.inf}
+    values: dict[str, float] = {"marks": NO_TOKEN, "tau_conf": 1.0, "mask_limits": math.inf, "min_rank": math.inf}
     params = RequestParams(
         *(
             torch.full(seats.shape(spec.dims), values.get(name, 0), dtype=spec.dtype)
             for name, spec in specs(RequestParams).items()
         )
     )
-    params.blank[:] = torch.tensor([mask, 0 if mask else 1])
-    params.mask_limits[:, -1] = -1.0  # met by no block
+    params.blank[:] = torch.tensor([mask, 0 if mask else 1, FIRST_CELL])
+    params.marks[:, 0] = mask
+    limits = MaskLimits(shape.max_blocks)
+    params.mask_limits[:, limits.no_room] = -1.0  # met by no block
+    params.mask_limits[:, limits.no_room + 1 :] = 0.0  # of EOS
     return params
 
 
 def empty_states(num_seats: int, shape: Bucket) -> Tensor:
     """Packed states float32 [num_seats, X] without tokens, blocks and lookahead branches."""
     states = torch.zeros(num_seats, shape.dims["X"], dtype=torch.int32)
-    states[:, -2 * shape.branches : -shape.branches] = -1  # State.lookahead_cells: none
+    states[:, -shape.branches :] = -1  # State.lookahead_cells: none
     return states.view(torch.float32)
 
 
@@ -129,13 +132,13 @@ def write_params(
     """
     neither_mask_nor_end = next(token for token in range(len(ends) + 2) if token != mask and token not in ends)
     params.blank[seat, 1] = neither_mask_nor_end
-    params.eos[seat] = NO_TOKEN
-    params.eos[seat, : len(ends)] = torch.tensor(ends, dtype=torch.int32)
+    params.marks[seat, 1:] = NO_TOKEN
+    params.marks[seat, 1 : 1 + len(ends)] = torch.tensor(ends, dtype=torch.int32)
     params.tau_conf[seat] = request.tau_conf
     params.activation_masks[seat] = request.block_size - filled_to_activate
     params.min_rank[seat] = math.inf
-    params.min_rank[seat, : request.lookaheads] = 0.0
-    columns = MaskLimits(params.mask_limits.shape[1] // 3 - 1)
+    params.min_rank[seat, : request.lookaheads] = 1.0
+    columns = MaskLimits((params.mask_limits.shape[1] - 5) // 4)
     limits = params.mask_limits[seat, : columns.by_distance(columns.max_blocks + 1)]
     limits[:] = math.inf
     limits[columns.by_distance(1)] = request.block_size - filled_to_add
@@ -158,7 +161,7 @@ def packed_state(blank: Tensor, request: DecodingParams, snapshot: Snapshot, sha
     """A sequence's packed state float32 [X], for a window that begins at ``snapshot.window_start``.
 
     Args:
-        blank: the seat's ``RequestParams.blank`` [2].
+        blank: the seat's ``RequestParams.blank`` [3].
     """
     size, length = request.block_size, shape.block_length
     offset = torch.arange(length)
@@ -167,14 +170,14 @@ def packed_state(blank: Tensor, request: DecodingParams, snapshot: Snapshot, sha
     cells = blank[(~has_position).long()]
     is_given = has_position & (position < len(snapshot.tokens))
     cells[is_given] = torch.tensor(snapshot.tokens, dtype=torch.int32)[position[is_given]]
-    num_open_blocks = -(-len(snapshot.tokens) // size)
-    counts = torch.tensor([num_open_blocks, len(snapshot.lookaheads)], dtype=torch.int32)
+    num_open_blocks = torch.tensor([-(-len(snapshot.tokens) // size)], dtype=torch.int32)
     lookahead_cells = torch.full((shape.branches,), -1, dtype=torch.int32)
-    lookahead_tokens = torch.zeros(shape.branches, dtype=torch.int32)
+    guesses = torch.zeros_like(cells).flatten()
     for branch, (generated, token) in enumerate(snapshot.lookaheads):
-        lookahead_cells[branch] = generated // size * length + generated % size
-        lookahead_tokens[branch] = token
-    return torch.cat([cells.flatten(), blank, counts, lookahead_cells, lookahead_tokens]).view(torch.float32)
+        cell = generated // size * length + generated % size
+        lookahead_cells[branch] = FIRST_CELL + cell
+        guesses[cell - snapshot.window_start * length] = token
+    return torch.cat([cells.flatten(), guesses, blank, num_open_blocks, lookahead_cells]).view(torch.float32)
 
 
 # ---- inputs of a launch --------------------------------------------------------------------------------------------
@@ -221,31 +224,57 @@ def write_inputs(
         The ends of the windows' blocks, int64 [S, W]: in a block-causal window the KV lengths of its entries.
     """
     window = _WindowCells(views, bucket)
-    _write_launch(inputs, bucket, window, page_tables, first_padding_slot)
     for target, values in zip(inputs.params, params, strict=True):
         torch.index_select(values, 0, window.seat.flatten(), out=target)
-    _write_model_inputs(inputs, bucket, window, page_tables, first_padding_slot)
+    inputs.params.min_rank.mul_(bucket.cells)
+    _write_launch(inputs, bucket, window, page_tables, first_padding_slot)
+    first_own_row = len(params.blank) * (1 + bucket.max_blocks)
+    _write_model_inputs(inputs, bucket, window, page_tables, first_padding_slot, first_own_row)
     return window.block_ends()
 
 
 def _write_launch(
     inputs: StepInputs, bucket: Bucket, window: _WindowCells, page_tables: Tensor, first_padding_slot: int
 ) -> None:
-    dims, limits = bucket.dims, MaskLimits(bucket.max_blocks)
+    state_index, open_base = _state_index(bucket, window), _open_base(bucket, window)
+    cells = FIRST_CELL + window.block * bucket.block_length + window.offset
+    tau_bits = inputs.params.tau_conf.view(torch.int32)[:, None, None].expand(bucket.shape("S B C"))
+    bars = torch.cat([torch.full_like(tau_bits, -1), tau_bits], 2)  # confidences are not negative, so -1 is below them
+    slot_mapping = _slot_mapping(bucket, window, page_tables, first_padding_slot)
+    _copy(inputs.launch, (window.seat, state_index, cells, window.block, open_base, bars, slot_mapping))
+
+
+def _state_index(bucket: Bucket, window: _WindowCells) -> Tensor:
+    """``Launch.state_index``, int64 [G]."""
+    S, B, K, L, M, X = (bucket.dims[letter] for letter in "SBKLMX")
     # A packed state holds the cells of the last window as the last step left them; all other cells are blank.
     last_block = window.block - window.last_start
     in_last_window = (last_block >= 0) & (last_block < window.last_blocks)
-    cell_column = last_block * dims["L"] + window.offset
-    blank_column = dims["M"] * dims["L"] + (~window.has_position).long()
-    token_index = window.seat * dims["X"] + torch.where(in_last_window, cell_column, blank_column)
-    limit_base = limits.base_by_distance(window.block[..., 0])
+    cell_column = last_block * L + window.offset
+    first_blank = 2 * M * L
+    blank_column = first_blank + (~window.has_position).long()
+    first_column = window.seat * X
+    tokens = first_column + torch.where(in_last_window, cell_column, blank_column)
+    guesses = first_column + torch.where(in_last_window, M * L + cell_column, blank_column)
+    num_open_blocks = first_column.view(S, 1) + first_blank + 3
+    lookahead_cells = num_open_blocks + 1 + torch.arange(B)
+    before = torch.cat([num_open_blocks - 1, lookahead_cells[:, :-1]], 1)
+    by_limit = num_open_blocks.expand(-1, K * bucket.blocks)
+    parts = [tokens, guesses, by_limit, num_open_blocks, lookahead_cells, before]
+    return torch.cat([part.flatten() for part in parts])
+
+
+def _open_base(bucket: Bucket, window: _WindowCells) -> Tensor:
+    """``Launch.open_base``, int64 [Q]."""
+    S, W, K = (bucket.dims[letter] for letter in "SWK")
+    limits = MaskLimits(bucket.max_blocks)
+    base = limits.base_of_ends(window.start).expand(S, K, W).clone()
+    base[:, 0] = limits.base_by_distance(window.block[..., 0])
     # More blocks than a window can reach make no difference, and would lead out of the columns.
     max_open = torch.minimum(window.max_open_blocks, window.start + bucket.max_blocks + 1)
-    limit_base[:, 0] = limits.base_by_room(max_open.view(-1))
-    limit_base += torch.arange(bucket.sequences)[:, None] * limits.size
-    cells = window.block * dims["L"] + window.offset
-    slot_mapping = _slot_mapping(bucket, window, page_tables, first_padding_slot)
-    _copy(inputs.launch, (window.seat, token_index, cells, window.block, limit_base, slot_mapping))
+    base[:, 0, -1] = limits.base_by_room(max_open.view(-1))
+    base += torch.arange(S)[:, None, None] * limits.size
+    return torch.cat([base.flatten(), torch.ones(S, dtype=torch.int64)])
 
 
 def _slot_mapping(bucket: Bucket, window: _WindowCells, page_tables: Tensor, first_padding_slot: int) -> Tensor:
@@ -262,34 +291,41 @@ def _slot_mapping(bucket: Bucket, window: _WindowCells, page_tables: Tensor, fir
 
 
 def _write_model_inputs(
-    inputs: StepInputs, bucket: Bucket, window: _WindowCells, page_tables: Tensor, first_padding_slot: int
+    inputs: StepInputs,
+    bucket: Bucket,
+    window: _WindowCells,
+    page_tables: Tensor,
+    first_padding_slot: int,
+    first_own_row: int,
 ) -> None:
     positions = window.position.flatten(1)[:, None].expand(bucket.shape("S R C"))
-    predicted_by, saved = _seen_hidden_states(bucket, window.block_size)
-    rows_per_seat = 1 + bucket.max_blocks
-    before_window = window.seat * rows_per_seat + window.start - window.last_start
-    save_rows = window.seat.view(-1, 1) * rows_per_seat + torch.arange(1 + bucket.blocks)
     padding_page = first_padding_slot // PAGE_SIZE
     tables = torch.where(page_tables < 0, padding_page, page_tables).repeat_interleave(bucket.entries, 1)
-    _copy(inputs.model, (positions, predicted_by, saved, before_window, save_rows, tables))
+    _copy(inputs.model, (positions, *_hidden_rows(bucket, window, first_own_row), tables))
 
 
-def _seen_hidden_states(bucket: Bucket, block_size: Tensor) -> tuple[Tensor, Tensor]:
-    """(``predicted_by``, ``saved``) of ModelInputs.
+def _hidden_rows(bucket: Bucket, window: _WindowCells, first_own_row: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(``hidden_rows``, ``predicted_by``, ``block_ends``, ``save_rows``) of ModelInputs.
 
     Args:
-        block_size: int64 [S, 1, 1].
+        first_own_row: row of ``Storage.hidden`` from which on rows are of this step alone.
     """
-    S, R, W, L, C = (bucket.dims[letter] for letter in "SRWLC")
-    sequence, block, offset = torch.arange(S)[:, None], torch.arange(W)[:, None], torch.arange(L)
+    S, R, W, L, M = (bucket.dims[letter] for letter in "SRWLM")
+    block, offset, rows_per_seat = torch.arange(W)[:, None], torch.arange(L), 1 + M
+    seat, start = window.seat.view(S, 1), window.start.view(S, 1)
+    saved = seat * rows_per_seat + (start + torch.arange(1 + W)) % rows_per_seat
+    before_window, save_rows = saved[:, 0], saved[:, 1:]
+    rows = first_own_row + torch.arange(bucket.tokens).view(S, R, -1)
+    last_cell = block[:, 0] * L + (window.block_size.view(S, 1) - 1).clamp_min(0)  # [S, W]
+    block_ends = rows[:, 0].gather(1, last_cell)
+    if not bucket.full_attention:
+        rows[:, 0] = rows[:, 0].scatter(1, last_cell, save_rows)
     # The cell before a block's first one is the last cell with a position of the block before it.
-    cell_before = torch.where(offset > 0, block * L + offset, (block - 1) * L + block_size) - 1
-    first_token = S + (torch.arange(S * R) * C).view(S, R, 1)
-    predicted_by = first_token + cell_before.view(S, 1, -1)
-    predicted_by[:, :, 0] = sequence  # the hidden state before the window
-    last_cell = block[:, 0] * L + (block_size.view(S, 1) - 1).clamp_min(0)
-    block_ends = S + sequence * R * C + last_cell  # in slot 0
-    return predicted_by, torch.cat([sequence, block_ends], 1)
+    cell_before = torch.where(offset > 0, block * L + offset, (block - 1) * L + window.block_size) - 1
+    cell_before = cell_before.view(S, 1, -1).clamp_min(0).expand(S, R, -1)
+    predicted_by = rows.gather(2, cell_before)
+    predicted_by[:, :, 0] = before_window[:, None]
+    return rows, predicted_by, block_ends, save_rows
 
 
 def _copy(targets: List[Tensor], values: List[Tensor]) -> None:

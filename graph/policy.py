@@ -8,9 +8,10 @@ pass, ``advance`` (winner, fills, next branches) and ``pack_state``. ``inputs.py
 Row i of a sequence is branch i in evaluation order: lookahead branches by rank, then the anchor. The rows after the
 anchor are padding copies of it.
 
-An NPU's vector cores decide how the functions are written: they find maxima of float32 but not of int32, select no
-bool, sort no integers and scatter nothing in a GE graph; torchair has no minimum over a dimension. Ranks are unique
-before anything is sorted by them, and sums that can exceed 2^31 are int64.
+An NPU's vector cores decide how the functions are written: each op is a kernel, so the fewest ops win, whatever they
+compute; the cores find maxima of float32 but not of int32, select no bool, sort no integers and scatter nothing in a GE
+graph; torchair has no minimum over a dimension. Ranks are unique before anything is sorted by them, and sums that can
+exceed 2^31 are int64.
 
 A confidence may be NaN. All indices stay inside their range then, and other sequences are not affected.
 """
@@ -22,29 +23,46 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lopa_ascend.graph.tensors import Constants, Launch, RequestParams
+from lopa_ascend.graph.tensors import NO_CONFIDENCE, Constants, Launch, RequestParams
+from lopa_ascend.score.prediction import float_bits
 
 STEP = 2.0**-16
 """Branch scores are sums of confidences rounded to multiples of this, half to even."""
+BASE = -NO_CONFIDENCE
+"""float32 numbers from 128 to 256 are multiples of ``STEP``, so a confidence from -64 to 64 that this is added to is
+rounded, and the bits of the sum are an integer: the confidence in units of ``STEP``, and the bits of ``BASE``. Means of
+them are in the order of the means of the confidences. The confidence ``NO_CONFIDENCE`` adds nothing: its bits are 0."""
 
 
 class State(NamedTuple):
-    """The state of the sequences between two steps, all int32.
+    """The state of the sequences before a step, all int32, as a step takes it out of ``Storage.states``.
 
-    Packed, a state is a row [X] of ``Storage.states``: the tokens of a window of M blocks, ``RequestParams.blank``, and
-    the other fields in this order. It is float32 with the bits of int32, because an NPU scatters rows of floats only.
+    Packed, a state is a row [X]: the tokens of a window of M blocks, what the last winner predicted for them,
+    ``RequestParams.blank``, the number of open blocks, and the lookahead cells. It is float32 with the bits of int32,
+    because an NPU scatters rows of floats only.
     """
 
     tokens: Tensor
     """Token ids of the anchor's window [S, C]."""
+    guesses: Tensor
+    """Token ids that the last step predicted for these cells [S, C]."""
     num_open_blocks: Tensor
-    """Generated blocks that are open [S, 1]."""
-    num_lookaheads: Tensor
-    """Lookahead branches [S, 1]."""
+    """Generated blocks that are open [S * (K * W + 1)]: of each sequence once for each limit, and once more."""
     lookahead_cells: Tensor
     """The cell that each branch fills in addition to the anchor [S, B]; -1: none."""
-    lookahead_tokens: Tensor
-    """Id of the token that each branch fills this cell with [S, B]."""
+    cells_before: Tensor
+    """``lookahead_cells`` of the row before each row [S, B]. It is -1 where a row has no branch, since only the first
+    row and those after a lookahead branch have one; of the first row it is ``FIRST_CELL``."""
+
+
+class NextState(NamedTuple):
+    """The state of the sequences after a step, all int32; fields as in ``State``."""
+
+    tokens: Tensor
+    guesses: Tensor
+    num_open_blocks: Tensor
+    """[S, 1]."""
+    lookahead_cells: Tensor
 
 
 class Rows(NamedTuple):
@@ -56,10 +74,8 @@ class Rows(NamedTuple):
     """Cells to predict, bool [S, B, C]."""
     num_open_blocks: Tensor
     """int32 [S, B]."""
-    kept_blocks: Tensor
-    """Whether the keys and values of a block are kept, bool [S, B, W]."""
-    masks_before: Tensor
-    """Masks in the block before each block, float32 [S, B, W]."""
+    masks: Tensor
+    """Masks in each block, float32 [S, B, W]."""
 
 
 class Predicted(NamedTuple):
@@ -79,64 +95,74 @@ def unpack_state(packed: Tensor, launch: Launch, constants: Constants) -> State:
     Args:
         packed: ``Storage.states`` [N, X].
     """
-    num_branches = constants.branch.shape[0]
-    tokens = packed.view(-1).index_select(0, launch.token_index).view(torch.int32).view(launch.cells.shape)
-    rows = packed.index_select(0, launch.seats).view(torch.int32)
-    num_cell_columns = packed.shape[1] - 2 - 2 * num_branches
-    _, *others = rows.split([num_cell_columns, 1, 1, num_branches, num_branches], 1)
-    return State(tokens, *others)
+    taken = packed.view(-1).index_select(0, launch.state_index).view(torch.int32)
+    S, B, _ = constants.row.shape
+    num_cells = launch.cells.numel()
+    tokens, guesses, num_open_blocks, lookahead_cells, cells_before = taken.split_with_sizes(
+        [num_cells, num_cells, launch.open_base.numel(), S * B, S * B]
+    )
+    return State(
+        tokens.view(S, -1), guesses.view(S, -1), num_open_blocks, lookahead_cells.view(S, B), cells_before.view(S, B)
+    )
 
 
-def pack_state(state: State, params: RequestParams, constants: Constants) -> Tensor:
+def pack_state(state: NextState, params: RequestParams, constants: Constants) -> Tensor:
     """float32 [S, X], the inverse of ``unpack_state``."""
-    tokens, *others = state
-    return torch.cat([tokens, constants.padding_tokens, params.blank, *others], 1).view(torch.float32)
+    tokens, guesses, *others = state
+    padding = constants.padding_tokens
+    return torch.cat([tokens, padding, guesses, padding, params.blank, *others], 1).view(torch.float32)
 
 
-def open_blocks(params: RequestParams, state: State, launch: Launch, constants: Constants, mask: int) -> Rows:
-    """Opens a block in every branch that may open one, and says what each branch holds (SPEC section 2, steps a and b).
-
-    Args:
-        mask: token id of the mask.
-    """
+def open_blocks(params: RequestParams, state: State, launch: Launch) -> Rows:
+    """Opens a block in every branch that may open one, and says what each branch holds (SPEC section 2, steps a and
+    b)."""
     S, B = state.lookahead_cells.shape
-    W = launch.blocks.shape[1]
+    W, K = launch.blocks.shape[1], params.marks.shape[1]
     is_lookahead = state.lookahead_cells[:, :, None] == launch.cells[:, None]
-    tokens = torch.where(is_lookahead, state.lookahead_tokens[:, :, None], state.tokens[:, None])
-    is_mask = tokens == mask
-    ones = is_mask.to(torch.float32).view(S * B, -1)  # counted by matrix products, which are exact in any format
-    masks_before = (ones @ constants.in_block_before).view(S, B, W)
-    limit_index = (state.num_open_blocks + launch.limit_base.view(S, W)).view(-1)
-    limits = params.mask_limits.view(-1).index_select(0, limit_index).view(S, 1, W)
-    has_too_many_masks = (masks_before > limits).any(-1)
-    has_eos = (tokens[..., None] == params.eos[:, None, None]).view(S, B, -1).any(-1)
-    num_open_blocks = torch.where(has_too_many_masks | has_eos, state.num_open_blocks, state.num_open_blocks + 1)
-    is_branch = constants.branch <= state.num_lookaheads
-    # Open blocks are written in every slot, also where the slot has no branch, whose row is a copy of the anchor: the
-    # next pass may commit them.
-    kept_blocks = launch.blocks[:, None] < num_open_blocks[..., None]
-    is_predicted = (kept_blocks & is_branch[..., None])[..., None]
-    masked = (is_mask.view(S, B, W, -1) & is_predicted).view(S, B, -1)
-    return Rows(tokens, masked, num_open_blocks, kept_blocks, masks_before)
+    tokens = torch.where(is_lookahead, state.guesses[:, None], state.tokens[:, None])
+    marked = tokens[:, :, None] == params.marks[:, None, :, None]  # [S, B, K, C]: masks, then each EOS
+    counts = marked.view(S, B, K, W, -1).sum(-1, dtype=torch.float32)
+    opened = state.num_open_blocks + launch.open_base
+    limits = params.mask_limits.view(-1).index_select(0, opened[:-S]).view(S, 1, K, W)
+    opens_none = (counts > limits).view(S, B, -1).any(-1)
+    num_open_blocks = torch.where(opens_none, state.num_open_blocks[-S:, None], opened[-S:, None])
+    # Numbers of cells are higher than those of blocks, and -1 is lower.
+    num_predicted_blocks = torch.minimum(num_open_blocks, state.cells_before)
+    is_predicted = (launch.blocks[:, None] < num_predicted_blocks[..., None])[..., None]
+    masked = (marked[:, :, 0].view(S, B, W, -1) & is_predicted).view(S, B, -1)
+    return Rows(tokens, masked, num_open_blocks, counts[:, :, 0])
 
 
 def rows_of_group(
-    rows: Rows, launch: Launch, constants: Constants, num_groups: int = 1, group: int = 0
+    rows: Rows,
+    launch: Launch,
+    constants: Constants,
+    num_groups: int = 1,
+    group: int = 0,
+    *,
+    full_attention: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(token ids, flat cache positions) int32 [S, R, C] of the branches that one branch-parallel group computes: branch
-    i has slot i div num_groups of group i mod num_groups. Blocks that are not kept go to padding slots."""
+    i has slot i div num_groups of group i mod num_groups.
+
+    Open blocks are written in every slot, also where the slot has no branch, whose row is a copy of the anchor: the
+    next pass may commit them. Blocks that are not open are written too, into pages of their own sequence: no open block
+    sees them, and once they are open they are written anew. With full attention every block is seen, so there they go
+    to padding slots.
+    """
     S, R, _ = launch.slot_mapping.shape
-    kept_blocks, tokens = rows.kept_blocks, rows.tokens
-    if num_groups > 1:
-        kept_blocks, tokens = kept_blocks[:, group::num_groups], tokens[:, group::num_groups]
-    W = kept_blocks.shape[2]
+    tokens = rows.tokens[:, group::num_groups] if num_groups > 1 else rows.tokens
+    if not full_attention:
+        return tokens, launch.slot_mapping
+    W = launch.blocks.shape[1]
+    is_open = launch.blocks[:, None] < rows.num_open_blocks[:, group::num_groups, None]
     kept, padding = (x.view(S, R, W, -1) for x in (launch.slot_mapping, constants.padding_slots))
-    return tokens, torch.where(kept_blocks[..., None], kept, padding).view(S, R, -1)
+    return tokens, torch.where(is_open[..., None], kept, padding).view(S, R, -1)
 
 
 def advance(
     params: RequestParams, launch: Launch, rows: Rows, predicted: Predicted, constants: Constants
-) -> tuple[State, Tensor]:
+) -> tuple[NextState, Tensor]:
     """Picks the winners, fills them, and grows the next branches from them (SPEC sections 3 to 6).
 
     Returns:
@@ -144,64 +170,70 @@ def advance(
     """
     S, B, C = rows.tokens.shape
     W = launch.blocks.shape[1]
-    winner = _winners(rows, predicted, constants)
-
-    def of_winner(x: Tensor) -> Tensor:
-        return x.view(S * B, -1).index_select(0, winner)
-
-    tokens, masked, num_open_blocks = of_winner(rows.tokens), of_winner(rows.masked), of_winner(rows.num_open_blocks)
-    guesses, probs = of_winner(predicted.tokens), of_winner(predicted.max_probs)
-    if predicted.confidences is predicted.max_probs:
-        ranks = _ranks_of_probabilities(probs, constants)
+    confidences = torch.where(rows.masked, predicted.confidences, constants.no_confidence)
+    if predicted.max_probs is predicted.confidences:
+        compared = [confidences, launch.bars]
     else:
-        ranks = _ranks(of_winner(predicted.confidences), constants)
-    # A cell's rank: -1 without a mask, C where tau_conf accepts it, otherwise how many cells it is ahead of. A block
-    # fills the cells that reach its threshold: C, or if it is fully activated its highest rank.
-    accepted, no_rank = constants.accepted_rank, constants.no_rank
-    rank = torch.where(probs > params.tau_conf[:, None], accepted, ranks)
-    rank = torch.where(masked, rank, no_rank)
-    is_activated = of_winner(rows.masks_before) <= params.activation_masks[:, None]
-    threshold = torch.where(is_activated, rank.view(S, W, -1).max(-1).values, accepted)
-    filled = (rank.view(S, W, -1) >= threshold[..., None]).view(S, C) & masked
-    # Among the masks that are left, the best cells become the lookahead cells of the next branches.
-    candidate_rank, candidate = torch.where(filled, no_rank, rank).topk(B)
-    is_lookahead = candidate_rank >= params.min_rank
-    state = State(
-        tokens=torch.where(filled, guesses, tokens),
-        num_open_blocks=num_open_blocks,
-        num_lookaheads=is_lookahead.sum(-1, keepdim=True, dtype=torch.int32),
-        lookahead_cells=torch.where(is_lookahead, launch.cells.gather(1, candidate), constants.no_cell),
-        lookahead_tokens=guesses.gather(1, candidate),
+        compared = [confidences, torch.where(rows.masked, predicted.max_probs, constants.no_confidence)]
+    own = [constants.row, rows.masks, rows.num_open_blocks[..., None]]
+    columns = torch.cat(float_bits([rows.tokens, predicted.tokens, *own, *compared]), 2)
+    loses = _loses(rows.masked, confidences, constants)
+    won = torch.where(loses[..., None], constants.nothing, columns).sum(1, dtype=torch.int32)
+    tokens, guesses, winner, masks_before, _, num_open_blocks, bits = won.split_with_sizes(
+        [C, C, 1, W, 1, 1, won.shape[1] - 2 * C - W - 3], 1
     )
-    return state, winner
+    # A cell's rank: below C without a mask, from 2 C on where tau_conf accepts it, otherwise between them, by how many
+    # cells it is ahead of. A block fills the cells that reach its threshold: 2 C, or if it is fully activated, its
+    # highest rank.
+    if predicted.max_probs is predicted.confidences:
+        rank = _ranks_of_probabilities(bits, constants)
+    else:
+        ranking, probs = bits.view(torch.float32).split(C, 1)
+        is_accepted = probs > params.tau_conf[:, None]
+        rank = torch.where(is_accepted, constants.accepted_rank, _ranks(ranking, constants))
+    by_block = rank.view(S, W, -1)
+    is_activated = masks_before.view(torch.float32) <= params.activation_masks[:, None]
+    threshold = torch.where(is_activated, by_block.max(-1).values, constants.accepted_rank).clamp(C, 2 * C)
+    filled = (by_block >= threshold[..., None]).view(S, C)
+    # Among the masks that are left, the best cells become the lookahead cells of the next branches.
+    candidate_rank, candidate = torch.where(filled, constants.no_rank, rank).topk(B)
+    lookahead_cells = torch.where(
+        candidate_rank >= params.min_rank, launch.cells.gather(1, candidate), constants.no_cell
+    )
+    return NextState(torch.where(filled, guesses, tokens), guesses, num_open_blocks, lookahead_cells), winner.view(-1)
 
 
-def _winners(rows: Rows, predicted: Predicted, constants: Constants) -> Tensor:
-    """The row of the branch with the largest mean confidence over its masks, the first one among equals; int32 [S].
+def _loses(masked: Tensor, confidences: Tensor, constants: Constants) -> Tensor:
+    """Whether a row is not the one with the largest mean confidence over its masks, the first one among equals; bool
+    [S, B].
 
-    Means are compared as fractions of integers; float32 holds a cell's confidence in units of ``STEP`` exactly down to
-    -255. A row without masks has the sum 0 over 0 cells, so every later row loses to it, and no earlier one. That is
-    right, because only branch 0, which then has the score 1, and the padding rows at the end can be without masks.
-    Of two rows exactly one loses to the other, so at most one row loses to none, whatever integer a NaN becomes.
+    Means are compared as fractions of integers; see ``BASE``. A row without masks has the sum 0 over 0 cells, so every
+    later row loses to it, and no earlier one. That is right, because only branch 0, which then has the score 1, and the
+    padding rows at the end can be without masks. Of two rows exactly one loses to the other, so at most one row loses
+    to none, whatever integer a NaN becomes.
     """
-    units = (predicted.confidences / STEP).round()
-    sums = torch.where(rows.masked, units, constants.no_units).sum(-1, dtype=torch.int64)
-    counts = rows.masked.sum(-1)
+    sums = (confidences + BASE).view(torch.int32).sum(-1, dtype=torch.int64)
+    counts = masked.sum(-1)
     products = sums[:, None, :] * counts[:, :, None]  # [S, row, other row]: the other row's sum, over the row's cells
-    loses = (products + constants.earlier > products.transpose(1, 2)).any(-1)
-    return torch.where(loses, constants.no_row, constants.row).sum(-1, dtype=torch.int32)
+    return (products + constants.earlier > products.transpose(1, 2)).any(-1)
 
 
 def _ranks(confidences: Tensor, constants: Constants) -> Tensor:
-    """How many cells each cell is ahead of in the order of (-confidence, position), float32 [S, C]."""
-    mine, others = confidences[:, :, None], confidences[:, None, :]
-    is_ahead = (mine > others) | ((mine == others) & (constants.later > 0))
+    """How many cells each cell is ahead of in the order of (-confidence, position), and C more for a mask; float32
+    [S, C]."""
+    C = confidences.shape[1]
+    mine, others = confidences[:, :, None], torch.cat([confidences, constants.no_confidence.expand_as(confidences)], 1)
+    is_ahead = (mine > others[:, None]) | ((mine == others[:, None]) & (constants.later[:, : 2 * C] > 0))
     return is_ahead.sum(-1, dtype=torch.float32)
 
 
-def _ranks_of_probabilities(probs: Tensor, constants: Constants) -> Tensor:
-    """``_ranks`` of confidences that are not negative, with fewer kernels: the bits of such float32 are in the order of
-    their values, and the next larger one has the next bits. So one is added where a tie goes to the row's cell."""
-    bits = probs.view(torch.int32)
-    is_ahead = bits[:, :, None] + constants.later > bits[:, None, :]
-    return is_ahead.sum(-1, dtype=torch.float32)
+def _ranks_of_probabilities(bits: Tensor, constants: Constants) -> Tensor:
+    """``_ranks`` of probabilities, and C more where tau_conf accepts them, with fewer kernels: the bits of float32 that
+    are not negative are in the order of their values, and the next larger one has the next bits. So one is added where
+    a tie goes to the row's cell.
+
+    Args:
+        bits: of the probabilities of C cells, then ``Launch.bars``; int32 [S, Y].
+    """
+    mine = bits[:, : constants.later.shape[0], None]
+    return (mine + constants.later > bits[:, None]).sum(-1, dtype=torch.float32)

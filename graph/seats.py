@@ -24,16 +24,17 @@ class Seats:
         shape: the engine's largest bucket.
         mask: token id of the mask.
         hidden: [0, hidden], with the dtype and the device of hidden states.
+        num_tokens: tokens of the largest step.
     """
 
-    def __init__(self, num_seats: int, shape: Bucket, mask: int, hidden: Tensor, ops: Ops) -> None:
+    def __init__(self, num_seats: int, shape: Bucket, mask: int, hidden: Tensor, ops: Ops, num_tokens: int) -> None:
         self.shape, self.ops, self.num_seats, self._mask = shape, ops, num_seats, mask
         total = num_seats + shape.sequences
         self._rows_per_seat = 1 + shape.max_blocks
         self.params = empty_params(total, mask, shape)
         self.storage = Storage(
             states=empty_states(total, shape).to(ops.device),
-            hidden=hidden.new_zeros(total * self._rows_per_seat, hidden.shape[1]),
+            hidden=hidden.new_zeros(total * self._rows_per_seat + num_tokens, hidden.shape[1]),
         )
         self._free = list(range(num_seats - 1, -1, -1))
 
@@ -64,7 +65,7 @@ class Seats:
     def hidden_row(self, graph: GraphSequence, block: int) -> int:
         """Row of ``storage.hidden`` for the state that predicts the first position of a block of the last window."""
         assert graph.seat is not None
-        return graph.seat * self._rows_per_seat + block - graph.window_start
+        return graph.seat * self._rows_per_seat + block % self._rows_per_seat
 
     def host_view(self, sequence: Sequence, graph: GraphSequence, window_start: int, num_shared_pages: int) -> HostView:
         """What a launch needs to know of a sequence whose window begins with block ``window_start``."""

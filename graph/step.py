@@ -37,7 +37,7 @@ class DecodeStep:
         self._lengths = (bucket.cells // bucket.entries,) * num_entries
         self._sequences = tuple(entry // entries_per_sequence for entry in range(num_entries))
         self._prefixes = (0,) * bucket.sequences
-        self._scored_shape, self._saved_shape = bucket.shape("S R C"), bucket.shape("S K")
+        self._scored_shape = bucket.shape("S R C")
 
     def __call__(self, tensors: Sequence[Tensor], kv_lengths: Sequence[int]) -> Tensor:
         """Runs the step; it is what a compiler compiles.
@@ -50,22 +50,23 @@ class DecodeStep:
             A ``StepOutput`` as int32, one tensor after the other; see ``tensors.view_output``.
         """
         inputs, constants, storage, (k_caches, v_caches) = unflatten(tensors)
-        launch, params, mask = inputs.launch, inputs.params, self.model.config.mask_token_id
+        launch, params, ops = inputs.launch, inputs.params, self.model.ops
         state = policy.unpack_state(storage.states, launch, constants)
-        rows = policy.open_blocks(params, state, launch, constants, mask)
-        tokens, slot_mapping = policy.rows_of_group(rows, launch, constants, self.bp.size, self.bp.rank)
+        rows = policy.open_blocks(params, state, launch)
+        tokens, slot_mapping = policy.rows_of_group(
+            rows, launch, constants, self.bp.size, self.bp.rank, full_attention=self.bucket.full_attention
+        )
         forward = self._forward_inputs(inputs, tokens, slot_mapping, kv_lengths)
         hidden = self.model.forward(forward, k_caches, v_caches)
-        seen = torch.cat([storage.hidden.index_select(0, inputs.model.before_window), hidden])
-        logits = self.model.logits(seen.index_select(0, inputs.model.predicted_by))
-        scored = self.score(logits)
+        ops.put_rows(storage.hidden, inputs.model.hidden_rows, hidden)
+        scored = self.score(self.model.logits(storage.hidden.index_select(0, inputs.model.predicted_by)))
         predicted = self._gather([column.view(self._scored_shape) for column in scored[: self.score.num_columns]])
-        state, winner = policy.advance(params, launch, rows, predicted, constants)
-        ops = self.model.ops
-        ops.put_rows(storage.states, launch.seats, policy.pack_state(state, params, constants))
-        saved = seen.index_select(0, self._saved(inputs, constants, winner))
-        ops.put_rows(storage.hidden, inputs.model.save_rows, saved)
-        columns = [winner.to(torch.int32), state.tokens, *float_bits(predicted[: self.score.num_columns])]
+        after, winner = policy.advance(params, launch, rows, predicted, constants)
+        ops.put_rows(storage.states, launch.seats, policy.pack_state(after, params, constants))
+        if self.bucket.full_attention:
+            saved = storage.hidden.index_select(0, self._block_ends(inputs, constants, winner))
+            ops.put_rows(storage.hidden, inputs.model.save_rows, saved)
+        columns = [winner, after.tokens, *float_bits(predicted[: self.score.num_columns])]
         return torch.cat([column.view(-1) for column in columns])
 
     def _forward_inputs(
@@ -81,14 +82,11 @@ class DecodeStep:
             rows=None,
         )
 
-    def _saved(self, inputs: StepInputs, constants: Constants, winner: Tensor) -> Tensor:
-        """Rows of the hidden states that are saved, int [S * K]. Where hidden states differ by branch, the winner's."""
-        saved = inputs.model.saved
-        if not self.bucket.full_attention:
-            return saved
-        slot = winner - constants.row[:, 0]
-        offset = slot[:, None] * self.bucket.cells * constants.in_window
-        return (saved.view(self._saved_shape) + offset).view(-1)
+    def _block_ends(self, inputs: StepInputs, constants: Constants, winner: Tensor) -> Tensor:
+        """Rows of ``Storage.hidden`` with the hidden states at the ends of blocks in the winner's slot, int [S * W]."""
+        slot = winner - constants.row[:, 0, 0]
+        ends = inputs.model.block_ends.view(self.bucket.sequences, -1)
+        return (ends + slot[:, None] * self.bucket.cells).view(-1)
 
     def _gather(self, scored: Sequence[Tensor]) -> Predicted:
         """The predictions of all branch-parallel groups, [S, B, C] each. Branch i has slot i div size of group i mod

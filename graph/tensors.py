@@ -5,8 +5,9 @@ declarations. Dimensions, see ``Bucket.dims``:
 
     S sequences    B branches of a sequence    R slots: branches of a sequence on this rank
     W blocks of the window    L positions of a block    C = W * L cells of the window    M blocks of the largest window
-    P pages of a slot    A attention entries    T = S * R * C tokens of the step    E EOS ids
-    K = 1 + W hidden states that a step saves    F columns of mask limits    X columns of a packed state
+    P pages of a slot    A attention entries    T = S * R * C tokens of the step    K = 1 + E ids of the mask and of EOS
+    F columns of mask limits    Q = S * (K * W + 1) numbers of open blocks    X columns of a packed state
+    G elements of the packed states that a step takes    Y = 3 * C columns of a comparison of cells
     U = (M - W) * L cells that a packed state has beyond this window
 
 A **cell** is the place of a generated position, numbered block * L + offset from the end of the prompt on. Blocks may
@@ -22,8 +23,15 @@ from typing import Annotated, NamedTuple, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lopa_ascend.graph.buckets import Bucket
+
+FIRST_CELL = 2**24
+"""Number of cell 0 on the device: more than any number of blocks, so that the lower one of both is that of blocks."""
+NO_CONFIDENCE = -192.0
+"""In place of the confidence of a cell without a mask: below all confidences, and of no weight in sums; see
+``policy.BASE``."""
 
 
 class Spec(NamedTuple):
@@ -51,16 +59,19 @@ class Launch(NamedTuple):
 
     seats: Annotated[Tensor, int32("S")]
     """Row of each sequence in the packed states; padding rows have seats that are never assigned."""
-    token_index: Annotated[Tensor, int32("S*C")]
-    """Where the token of each cell of the window stands in the flat packed states."""
+    state_index: Annotated[Tensor, int32("G")]
+    """Where the parts of ``policy.State`` stand in the flat packed states, one part after the other."""
     cells: Annotated[Tensor, int32("S C")]
-    """Number of each cell of the window."""
+    """Number of each cell of the window, counted from ``FIRST_CELL``."""
     blocks: Annotated[Tensor, int32("S W")]
     """Number of each block of the window."""
-    limit_base: Annotated[Tensor, int32("S*W")]
-    """Base column, as an index into the flat ``RequestParams.mask_limits``, for the block before each block of the
-    window; see ``MaskLimits``. The window's first block has none before it there: its base is the one by which a
-    sequence that may have no more blocks opens none."""
+    open_base: Annotated[Tensor, int32("Q")]
+    """What the number of open blocks is added to. First the base column, as an index into the flat
+    ``RequestParams.mask_limits``, of each block [S, K, W]: for its masks, then for each EOS; see ``MaskLimits``. The
+    window's last block is open only if there can be no more, so its base is the one by which a sequence that may have
+    no more blocks opens none. Then 1 [S], for the number of open blocks once another is opened."""
+    bars: Annotated[Tensor, int32("S B 2*C")]
+    """Confidences, as their bits, that a cell must exceed to have a mask (C times), and to be accepted (C times)."""
     slot_mapping: Annotated[Tensor, int32("S R C")]
     """Flat cache position of each cell in each slot; of padding slots where a cell must not be written."""
 
@@ -68,38 +79,35 @@ class Launch(NamedTuple):
 class RequestParams(NamedTuple):
     """Decoding parameters by sequence."""
 
-    blank: Annotated[Tensor, int32("S 2")]
+    blank: Annotated[Tensor, int32("S 3")]
     """What a cell holds before it is filled: the mask, or in a cell without a position a token that is neither the mask
-    nor an EOS."""
-    eos: Annotated[Tensor, int32("S E")]
-    """EOS ids; unused places hold -1."""
+    nor an EOS. Then ``FIRST_CELL``, which stands in ``policy.State.cells_before`` for a first row."""
+    marks: Annotated[Tensor, int32("S K")]
+    """Id of the mask, and EOS ids; unused places hold -1."""
     tau_conf: Annotated[Tensor, float32("S")]
     activation_masks: Annotated[Tensor, float32("S")]
     """A block is fully activated once the block before it has at most so many masks."""
     mask_limits: Annotated[Tensor, float32("S F")]
     """A branch opens another block if none of its blocks has more masks than its limit; see ``MaskLimits``."""
     min_rank: Annotated[Tensor, float32("S B")]
-    """The rank that the candidate of each lookahead branch must have: 0, or infinity for branches that the request did
-    not ask for."""
+    """The rank that the candidate of each lookahead branch must have: 1, in a launch times C, or infinity for branches
+    that the request did not ask for."""
 
 
 class ModelInputs(NamedTuple):
-    """What the model needs to know about one step.
-
-    A step sees hidden states of S + T positions: first of the S positions before the windows, then of all T tokens.
-    """
+    """What the model needs to know about one step."""
 
     positions: Annotated[Tensor, int32("T")]
     """Position of each token in its sequence."""
+    hidden_rows: Annotated[Tensor, int32("T")]
+    """Row of ``Storage.hidden`` that each token's hidden state goes to. Later steps need those at the ends of blocks,
+    of slot 0; in a bucket with full attention they depend on the winner, and all rows are of this step alone."""
     predicted_by: Annotated[Tensor, int32("T")]
-    """Which seen hidden state predicts each token's cell."""
-    saved: Annotated[Tensor, int32("S*K")]
-    """Which seen hidden states are saved for later steps: that before the window and, of slot 0, those at the end of
-    each block."""
-    before_window: Annotated[Tensor, int32("S")]
-    """Row of ``Storage.hidden`` that holds the hidden state before each window."""
-    save_rows: Annotated[Tensor, int32("S*K")]
-    """Rows of ``Storage.hidden`` that the saved hidden states go to."""
+    """Row of ``Storage.hidden`` that predicts each token's cell."""
+    block_ends: Annotated[Tensor, int32("S*W")]
+    """With full attention, rows of ``Storage.hidden`` with the hidden states at the ends of blocks, in slot 0."""
+    save_rows: Annotated[Tensor, int32("S*W")]
+    """With full attention, the rows that these go to for later steps."""
     page_tables: Annotated[Tensor, int32("A P")]
     """Page ids of each attention entry."""
 
@@ -115,32 +123,27 @@ class StepInputs(NamedTuple):
 class Constants(NamedTuple):
     """Tensors that never change in a bucket."""
 
-    branch: Annotated[Tensor, int32("B")]
-    """Number of each branch, from 0."""
-    row: Annotated[Tensor, int32("S B")]
-    """Number of each branch of each sequence: sequence * B + branch."""
+    row: Annotated[Tensor, int32("S B 2")]
+    """Number of each branch of each sequence: sequence * B + branch; and 0, the masks before the first block."""
     earlier: Annotated[Tensor, int64("B B")]
     """1 where the column's branch comes before the row's."""
-    later: Annotated[Tensor, int32("C C")]
-    """1 where the column's cell comes after the row's."""
-    in_block_before: Annotated[Tensor, float32("C W")]
-    """1 where the cell lies in the block before the column's."""
+    later: Annotated[Tensor, int32("C Y")]
+    """1 where the column's cell comes after the row's; 0 in the columns of ``Launch.bars``."""
     padding_tokens: Annotated[Tensor, int32("S U")]
     """Fills a packed state up to the width of the largest window."""
     padding_slots: Annotated[Tensor, int32("S R C")]
     """Distinct flat cache positions that are written and never read."""
-    in_window: Annotated[Tensor, int64("K")]
-    """0 for the saved hidden state before the window, 1 for those of its blocks."""
-    no_row: Annotated[Tensor, int32("1")]
-    """0, in place of a number of a branch. A number in the code of a step would be filled in by a kernel each time."""
+    nothing: Annotated[Tensor, int32("1")]
+    """0, in place of what branches hold that do not win. A number in the code of a step would be filled in by a kernel
+    each time."""
     no_cell: Annotated[Tensor, int32("1")]
     """-1, the cell of branches that fill none in addition to the anchor."""
     no_rank: Annotated[Tensor, float32("1")]
-    """-1, the rank of cells without a mask."""
+    """-1, the rank of cells that are filled."""
     accepted_rank: Annotated[Tensor, float32("1")]
-    """C, the rank of cells that tau_conf accepts."""
-    no_units: Annotated[Tensor, float32("1")]
-    """0, the confidence of cells without a mask."""
+    """2 C, the lowest rank of cells that tau_conf accepts."""
+    no_confidence: Annotated[Tensor, float32("1")]
+    """The confidence of cells without a mask; see ``policy.BASE``."""
 
 
 class Storage(NamedTuple):
@@ -149,7 +152,9 @@ class Storage(NamedTuple):
     states: Tensor
     """Packed states [N, X], see ``policy.State``; float32 with the bits of int32."""
     hidden: Tensor
-    """[N * (1 + M), hidden]: for each seat the hidden state before its window and those at the end of each block."""
+    """[N * (1 + M) + T, hidden]: for each seat the hidden states at the ends of blocks, that of block b in row
+    (b + 1) mod (1 + M), so that the one before a window and those of its blocks have a row each; then T rows for a
+    step's own use."""
 
 
 class StepOutput(NamedTuple):
@@ -243,21 +248,17 @@ def _take(kind: type[TensorGroup], tensors: Sequence[Tensor]) -> tuple[TensorGro
 
 def make_constants(bucket: Bucket, first_padding_slot: int) -> Constants:
     """The constants of a bucket. The T cache positions from ``first_padding_slot`` on are never read."""
-    branch = torch.arange(bucket.branches, dtype=torch.int32)
-    cell, block = torch.arange(bucket.cells), torch.arange(bucket.blocks)
-    block_of_cell = (cell // bucket.block_length)[:, None]
+    branch, cell = torch.arange(bucket.branches), torch.arange(bucket.cells)
+    row = torch.arange(bucket.sequences * bucket.branches, dtype=torch.int32).view(bucket.shape("S B"))
     return Constants(
-        branch=branch,
-        row=torch.arange(bucket.sequences * bucket.branches, dtype=torch.int32).view(bucket.shape("S B")),
+        row=torch.stack([row, torch.zeros_like(row)], -1),
         earlier=(branch < branch[:, None]).long(),
-        later=(cell > cell[:, None]).int(),
-        in_block_before=(block_of_cell == block - 1).float(),
+        later=pad((cell > cell[:, None]).int(), (0, 2 * bucket.cells)),
         padding_tokens=torch.zeros(bucket.shape("S U"), dtype=torch.int32),
         padding_slots=first_padding_slot + torch.arange(bucket.tokens, dtype=torch.int32).view(bucket.shape("S R C")),
-        in_window=(torch.arange(1 + bucket.blocks) > 0).long(),
-        no_row=torch.tensor([0], dtype=torch.int32),
+        nothing=torch.tensor([0], dtype=torch.int32),
         no_cell=torch.tensor([-1], dtype=torch.int32),
         no_rank=torch.tensor([-1.0]),
-        accepted_rank=torch.tensor([float(bucket.cells)]),
-        no_units=torch.tensor([0.0]),
+        accepted_rank=torch.tensor([2.0 * bucket.cells]),
+        no_confidence=torch.tensor([NO_CONFIDENCE]),
     )

@@ -5,7 +5,8 @@
 
 Decodes held-out problems by the bundled model with the decode steps that graph mode npugraph_ex captures, in the same
 buckets, without capturing them. Prints the updates of a step before, when every replay writes its lengths, and after,
-when only lengths that differ from those of the graph's last replay are written; and what they cost the host.
+when only lengths that differ from those of the graph's last replay are written, and if lengths were whole pages, which
+the kernel would need a mask for; and what they cost the host.
 
 Counted for the 28 layers of Dream-7B with one attention kernel a layer. An update is priced at 184 us, as measured by
 vllm-ascend on a 910B3 (docs/ascend.md, Host time of a replay).
@@ -26,6 +27,7 @@ from lopa_ascend.backend.compiler import Eager, Run, Step
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.demo import HELD_OUT
 from lopa_ascend.graph import setup
+from lopa_ascend.kv.pages import pages_for
 
 LAYERS = 28
 UPDATE_MILLISECONDS = 0.184
@@ -37,11 +39,16 @@ class Counting(Eager):
     Attributes:
         num_replays: steps that were run.
         num_changed: those of them with other KV lengths than the bucket's last step.
+        num_pages_changed: those with other numbers of pages than it.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_replays = self.num_changed = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Counts from 0 again."""
+        self.num_replays = self.num_changed = self.num_pages_changed = 0
 
     def _compile(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: list[int]) -> Run:
         run, last = super()._compile(step, name, tensors, kv_lengths), list(kv_lengths)
@@ -50,6 +57,7 @@ class Counting(Eager):
             nonlocal last
             self.num_replays += 1
             self.num_changed += list(kv_lengths) != last
+            self.num_pages_changed += list(map(pages_for, kv_lengths)) != list(map(pages_for, last))
             last = list(kv_lengths)
             return run(kv_lengths)
 
@@ -61,7 +69,7 @@ def count(questions: Sequence[str], num_sequences: int) -> Counting:
     counting = Counting()
     with mock.patch.object(setup, "load_compiler", return_value=counting):
         llm = LLM(graph_mode="inductor", max_num_seqs=num_sequences, max_model_len=512, enable_prefix_caching=False)
-    counting.num_replays = counting.num_changed = 0  # without the padding that buckets start with
+    counting.reset()  # without the padding that buckets start with
     chats = [[{"role": "user", "content": question}] for question in questions]
     llm.chat(chats, DecodingParams(max_new_tokens=128))
     return counting
@@ -82,7 +90,13 @@ def main(argv: list[str] | None = None) -> None:
     print(
         f"{len(questions)} problems, {counting.num_replays} replays, {1 - changed:.0%} with the lengths of the last one"
     )
-    for name, share in (("before, all lengths written", 1.0), ("after, new lengths written", changed)):
+    pages = counting.num_pages_changed / counting.num_replays
+    shares = (
+        ("before, all lengths written", 1.0),
+        ("after, new lengths written", changed),
+        ("if lengths were whole pages", pages),
+    )
+    for name, share in shares:
         updates = LAYERS * share
         print(f"{name:28} {updates:4.1f} updates a step, {UPDATE_MILLISECONDS * updates:.2f} ms of the host")
 

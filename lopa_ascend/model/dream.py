@@ -60,18 +60,18 @@ class Dream:
         is_value_head = torch.arange(self.num_heads + 2 * self.num_kv_heads) >= self.num_heads + self.num_kv_heads
         self._not_rotated = is_value_head[:, None].to(device)
         # Numbers in the code would be filled in by a kernel in each step.
-        self._one, self._zero = (torch.tensor([number], dtype=dtype, device=device) for number in (1.0, 0.0))
+        self._no_angle = torch.tensor([1.0, 0.0], dtype=dtype, device=device).view(2, 1, 1, 1)  # cos, sin
         positions = torch.arange(config.max_position_embeddings, dtype=torch.float32, device=device)
         even_dims = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
         angles = torch.outer(positions, config.rope_theta ** -(even_dims / config.head_dim))
-        self.cos, self.sin = ops.rope_tables(angles.cos(), angles.sin(), dtype)
+        self._rope_tables = torch.stack(ops.rope_tables(angles.cos(), angles.sin(), dtype))
 
     def forward(self, inputs: ForwardInputs, k_caches: Caches, v_caches: Caches) -> Tensor:
         """See ``Model.forward``."""
         c, ops = self.config, self.ops
         heads, kv_heads = self.num_heads, self.num_kv_heads
-        cos, sin = (table.index_select(0, inputs.positions) for table in (self.cos, self.sin))
-        cos, sin = torch.where(self._not_rotated, self._one, cos), torch.where(self._not_rotated, self._zero, sin)
+        tables = self._rope_tables.index_select(1, inputs.positions)
+        cos, sin = torch.where(self._not_rotated, self._no_angle, tables).unbind()
         residual = self._embed(inputs.tokens)
         x = self._norm(residual, "layers.0.attn_norm", reader="layers.0.qkv")
         for n in range(c.num_layers):

@@ -175,7 +175,8 @@ def step_tensors(bucket: Bucket, hidden: int, caches: Caches = ((), ()), seats: 
     memory = torch.zeros(input_size(bucket), dtype=torch.int32, device="npu")
     constants = Constants(*(x.to("npu") for x in make_constants(bucket, NUM_PAGES * PAGE_SIZE)))
     states = torch.zeros(seats, bucket.dims["X"], device="npu")
-    kept = torch.zeros(seats * (1 + bucket.max_blocks), hidden, dtype=torch.bfloat16, device="npu")
+    num_rows = seats * (1 + bucket.max_blocks) + bucket.tokens
+    kept = torch.zeros(num_rows, hidden, dtype=torch.bfloat16, device="npu")
     return flatten(view_inputs(memory, bucket), constants, Storage(states, kept), caches)
 
 
@@ -206,9 +207,7 @@ def lowered_policy(bucket: Bucket = BUCKET) -> Lowered:
     def run(tensors: list[Tensor], ids: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
         inputs, constants, storage, _ = unflatten(tensors)
         launch, params = inputs.launch, inputs.params
-        rows = policy.open_blocks(
-            params, policy.unpack_state(storage.states, launch, constants), launch, constants, MASK
-        )
+        rows = policy.open_blocks(params, policy.unpack_state(storage.states, launch, constants), launch)
         written = policy.rows_of_group(rows, launch, constants)
         state, winner = policy.advance(params, launch, rows, Predicted(ids, probs, probs), constants)
         return *written, policy.pack_state(state, params, constants), winner

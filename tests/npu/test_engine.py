@@ -172,8 +172,8 @@ def test_a_rank_takes_the_npu_of_its_number(
     llm = strict_engine(small, max_num_seqs=1)
     runner = llm.engine.runner
     assert isinstance(runner.model, Dream)
-    cos = runner.model.cos
-    tensors = {*runner.model.weights.values(), runner.pool.caches, cos}
+    tables = runner.model._rope_tables
+    tensors = {*runner.model.weights.values(), runner.pool.caches, tables}
     assert {str(tensor.device) for tensor in tensors} == {str(runner.ops.device)} == {"npu:3"}
     assert len(llm.generate([[1, 2, 3]], DecodingParams(max_new_tokens=8, ignore_eos=True))[0].token_ids) == 8
 

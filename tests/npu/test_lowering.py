@@ -36,7 +36,7 @@ LAYER = Counter(
 )
 SUMS = Counter(HcomAllReduce=2)
 # Embedding, rows of cosines and sines with those of v in them, first norm, head.
-ENDS = Counter(GatherV2=3, SelectV2=2, RmsNorm=1, MatMul=1)
+ENDS = Counter(GatherV2=2, SelectV2=1, Unpack=1, RmsNorm=1, MatMul=1)
 SCORE = Counter(Cast=2, Add=1, ArgMaxWithValue=1, LogSoftmaxV2=1, GatherElements=1, GatherV2=1)
 
 
@@ -81,7 +81,7 @@ def test_the_same_model_in_plain_torch_is_six_times_as_many() -> None:
 def test_the_policy_is_small_whatever_the_number_of_rows() -> None:
     one, eight = lowered_policy(), lowered_policy(BUCKET._replace(sequences=8, branches=8, slots=8))
     assert one.kernels == eight.kernels
-    assert one.num_kernels <= 80, one.kernels
+    assert one.num_kernels <= 55, one.kernels
 
 
 def test_a_whole_decode_step_copies_no_cache_and_no_weight() -> None:
@@ -91,7 +91,7 @@ def test_a_whole_decode_step_copies_no_cache_and_no_weight() -> None:
     # Hidden states gathered and kept, states kept, what is told put together.
     assert more <= 12, step.kernels
     assert COPIES & set(step.by_type) == {"TensorMove", "Transpose"}
-    assert step.by_type["TensorMove"] == 2  # of the kept states and hidden states, which are small
+    assert step.by_type["TensorMove"] == 1  # of the kept states, which are small
     assert step.by_type["Transpose"] == 1  # of the products by which branches are compared, B x B integers a sequence
 
 
@@ -117,7 +117,9 @@ def test_the_report_ends_with_its_figures_in_json(
         assert found["tasks_per_layer"] == per_layer
         assert found["tasks_model"] == sum(found["by_type"].values()) == 2 * per_layer + found["tasks_outside"]
     assert list(figures) == ["bf16", "bf16_tp4", "w8a8", "w8a8_tp4", "plain_fused", "unfused"]
-    assert figures["plain_fused"] == figures["bf16"]
+    fused, own = figures["plain_fused"], figures["bf16"]
+    assert fused["kernels_per_layer"] == own["kernels_per_layer"]
+    assert fused["kernels_model"] == own["kernels_model"] + 1  # it takes cosines and sines by a kernel each
     policy = lowered_policy().num_kernels
     for name, per_layer in counts.items():
         found = figures[name]

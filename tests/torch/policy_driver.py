@@ -18,8 +18,8 @@ from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.graph import inputs, policy, tensors
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.inputs import HostView, Snapshot
-from lopa_ascend.graph.policy import Predicted, Rows, State
-from lopa_ascend.graph.tensors import RequestParams, StepInputs
+from lopa_ascend.graph.policy import NextState, Predicted, Rows, State
+from lopa_ascend.graph.tensors import FIRST_CELL, RequestParams, StepInputs
 from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
 from lopa_ascend.parallel.placement import Placement
 from lopa_ascend.runner.layout import build_layout
@@ -166,13 +166,16 @@ class Batch:
         shape, noise = rows.tokens.shape, torch.Generator().manual_seed(self.rng.randrange(2**31))
         tokens = torch.randint(0, VOCAB, shape, dtype=torch.int32, generator=noise)
         probs = torch.rand(shape, generator=noise)
-        confs = torch.full(shape, self.rng.choice([float("nan"), -100.0, 100.0]))
+        is_probability = self.rng.random() < 0.5
+        confs = probs if is_probability else torch.full(shape, self.rng.choice([float("nan"), -100.0, 100.0]))
         results: list[list[RowResult]] = [[] for _ in self.sequences]
         for row in range(shape[0]):
             common = answer(self.rng, shape[2]) if self.rng.random() < 0.5 else None
             for branch in range(shape[1]):
                 at = rows.masked[row, branch].nonzero()[:, 0]
                 columns = astuple(common or answer(self.rng, len(at)))
+                if is_probability:
+                    columns = columns[0], *[tuple(min(abs(prob), 1.0) for prob in columns[1])] * 2
                 if common is not None:
                     columns = tuple(tuple(column[i] for i in at) for column in columns)
                 for x, column in zip((tokens, probs, confs), columns, strict=True):
@@ -188,7 +191,7 @@ class Batch:
             launch, params = given.launch, given.params
             constants = constants_of(self.bucket, self.first_padding_slot)
             state = policy.unpack_state(self.storage, launch, constants)
-            rows = policy.open_blocks(params, state, launch, constants, MASK)
+            rows = policy.open_blocks(params, state, launch)
             for row in self.present - done:
                 self.compare_rows(row, given, state, rows)
             self.compare_writes(views, pages, given, rows, self.present - done)
@@ -209,14 +212,18 @@ class Batch:
                 yield row, record
             self.present -= gone if self.late else done  # launched late, a finished sequence is computed once more
 
+    def hidden_row(self, row: int, block: int) -> int:
+        """Where the hidden state before a block is kept."""
+        return self.seats[row] * (1 + CAPACITY) + block % (1 + CAPACITY)
+
     def compare_rows(self, row: int, given: StepInputs, state: State, rows: Rows) -> None:
-        seq, plan, (S, W, _, _, R, *_) = self.sequences[row], self.plans[row], self.bucket
+        seq, plan, (S, _, _, _, R, *_) = self.sequences[row], self.plans[row], self.bucket
         assert plan is not None
-        cells, first = given.launch.cells[row].tolist(), seq.first[-1]
-        assert int(state.num_lookaheads[row]) == len(plan.rows) - 1
+        cells, first = (given.launch.cells[row] - FIRST_CELL).tolist(), seq.first[-1]
+        assert (state.cells_before[row] >= 0).tolist() == [b < len(plan.rows) for b in range(self.bucket.branches)]
         numbers = given.model.positions.view(S, R, -1)[row, 0]
-        tokens = torch.arange(S * R * W * LENGTH).view(S, R, -1)[row]
-        seen = torch.cat([torch.full((S,), plan.start - 1), given.model.positions])
+        hidden_rows = given.model.hidden_rows.view(S, R, -1)[row]
+        assert len(set(given.model.hidden_rows.tolist())) == len(given.model.hidden_rows)
         for b, expected in enumerate(plan.rows):
             assert expected.start == seq.position(first * LENGTH)
             opened = int(rows.num_open_blocks[row, b])
@@ -228,10 +235,12 @@ class Batch:
             assert numbers[masked].tolist() == list(expected.masked)
             slot = b // self.size
             source = given.model.predicted_by.view(S, R, -1)[row, slot, inside].tolist()
-            assert [int(seen[i]) for i in source] == [p - 1 for p in positions]
-            assert all(i == row or i - S in tokens[slot].tolist() for i in source)
+            seen = dict(zip(hidden_rows[slot].tolist(), numbers.tolist(), strict=True))
+            assert source[0] == self.hidden_row(row, first) not in given.model.hidden_rows
+            assert [seen[i] for i in source[1:]] == [p - 1 for p in positions[1:]]
             assert tuple(self.block_ends[row, : opened - first].tolist()) == expected.entry_ends
-            activated = rows.masks_before[row, b] <= given.params.activation_masks[row]
+            masks_before = torch.cat([torch.zeros(1), rows.masks[row, b, :-1]])
+            activated = masks_before <= given.params.activation_masks[row]
             blocks = seq.strategy.branches[b].blocks[1 + first :]
             assert activated[: len(blocks)].tolist() == [block.activated for block in blocks]
 
@@ -247,14 +256,19 @@ class Batch:
             for row in present:
                 plan = self.plans[row]
                 assert plan is not None
-                found = {
-                    where: (position, token)
-                    for slot in range(at.shape[1])
-                    for where, position, token in zip(
-                        at[row, slot].tolist(), positions[row, slot].tolist(), tokens[row, slot].tolist(), strict=True
-                    )
-                    if where < self.first_padding_slot
-                }
+                ends = [branch.end for branch in plan.rows[group :: self.size]]
+                found = {}
+                for slot in range(at.shape[1]):
+                    columns = at[row, slot], positions[row, slot], tokens[row, slot]
+                    for where, position, token in zip(*(column.tolist() for column in columns), strict=True):
+                        page = position // PAGE_SIZE
+                        if where >= self.first_padding_slot:
+                            continue
+                        if slot < len(ends) and position >= ends[slot]:  # not open yet: nobody reads it
+                            assert where == int(pages[row, slot, page]) * PAGE_SIZE + position % PAGE_SIZE
+                            assert page >= views[row].num_shared_pages
+                        else:
+                            found[where] = position, token
                 expected = expected_writes(plan, pages[row], views[row].num_shared_pages, self.size, group)
                 num_rows = len(plan.rows[group :: self.size])
                 of_branches, of_others = (set(part.flatten().tolist()) for part in pages[row].split_with_sizes(
@@ -265,16 +279,15 @@ class Batch:
                 assert all(where // PAGE_SIZE in of_others - of_branches for where in others)
                 assert {where: found[where] for where in found if where not in others} == expected
 
-    def compare_state(self, row: int, given: StepInputs, state: State) -> None:
+    def compare_state(self, row: int, given: StepInputs, state: NextState) -> None:
         seq = self.sequences[row]
         branches, now = seq.strategy.branches, seq.seen[-1]
         assert int(state.num_open_blocks[row]) == now.opened
-        assert int(state.num_lookaheads[row]) == len(branches) - 1
+        cells = (given.launch.cells[row] - FIRST_CELL).tolist()
         for b in range(self.bucket.branches):
             fill = branches[b].lookahead if b < len(branches) else None
-            assert int(state.lookahead_cells[row, b]) == (-1 if fill is None else seq.cell(fill.position))
-            assert fill is None or int(state.lookahead_tokens[row, b]) == fill.token
-        cells = given.launch.cells[row].tolist()
+            assert int(state.lookahead_cells[row, b]) == (-1 if fill is None else FIRST_CELL + seq.cell(fill.position))
+            assert fill is None or int(state.guesses[row, cells.index(seq.cell(fill.position))]) == fill.token
         for i, token in enumerate(branches[-1].tokens, len(seq.strategy.prompt)):
             if seq.cell(i) >= cells[0]:
                 assert int(state.tokens[row, cells.index(seq.cell(i))]) == token

@@ -21,13 +21,16 @@ def test_lengths_are_compared_with_those_of_the_last_step_of_the_same_bucket() -
     second = counting.compile(step, "second", [], [9, 9])
     for run, kv_lengths in ((first, [9, 9]), (first, [9, 10]), (second, [9, 10]), (first, [9, 10]), (second, [9, 9])):
         assert run(kv_lengths).tolist() == kv_lengths
-    assert (counting.num_replays, counting.num_changed) == (5, 3)
+    assert (counting.num_replays, counting.num_changed, counting.num_pages_changed) == (5, 3, 0)
+    first([9, 129])
+    assert (counting.num_changed, counting.num_pages_changed) == (4, 1)
 
 
 @compiles_steps
 def test_the_bundled_model_keeps_lengths_in_some_steps(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--problems", "1"])
-    replays, before, after = capsys.readouterr().out.splitlines()
+    replays, before, after, pages = capsys.readouterr().out.splitlines()
     assert replays.startswith("1 problems, ")
     assert before == "before, all lengths written  28.0 updates a step, 5.15 ms of the host"
     assert 0 < float(after.split("written")[1].split()[0]) < 28
+    assert pages.startswith("if lengths were whole pages ")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.npu_predict import main, predict
-from scripts.planner.devices import load_device
+from scripts.npu_predict import main, predict, tasks_of
+from scripts.planner.devices import known_devices, load_device
 
 PAGE = Path(__file__).parents[2] / "docs" / "predicted-step.md"
 
@@ -29,6 +29,11 @@ def test_the_device_is_the_sum_of_its_terms_and_the_step_the_longer_of_device_an
         assert found["device"] == pytest.approx(sum(terms))
         assert found["step"] == max(found["device"], found["host"])
         assert found["tasks"] > 28 * 11
+
+
+def test_the_planner_counts_the_tasks_outside_the_layers_that_are_captured() -> None:
+    _, outside = tasks_of(1)
+    assert {load_device(name).other_kernels for name in known_devices()} == {len(outside)}
 
 
 def test_longer_contexts_and_dearer_collectives_cost_more() -> None:
