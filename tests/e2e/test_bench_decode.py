@@ -85,6 +85,7 @@ def test_a_floor_is_the_longer_of_computing_and_reading_weights_and_then_the_byt
 
 
 def test_the_command_prints_writes_and_draws(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
     model, written, plot = tmp_path / "model", tmp_path / "parts.json", tmp_path / "parts.png"
     write_dream(model, vocab_size=32000)
     options = ["--model", str(model), "--branches", "2", "--dtypes", "float32", "--windows", "full"]

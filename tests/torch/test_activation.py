@@ -48,6 +48,11 @@ def test_a_row_has_the_same_bits_alone_among_others_and_with_any_threads(rows, s
         assert torch.equal(silu(x[first:last].contiguous()), expected[first:last])
 
 
+def test_rows_may_stand_in_more_dimensions() -> None:
+    x = numbers(6, 2048, torch.bfloat16)
+    assert torch.equal(silu(x.unflatten(0, (2, 3))), silu(x).view(2, 3, 2048))
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("rows", [15, 16, 17, 31, 32, 33, 47, 48, 49, 50, 51, 52, 64, 65, 939])
 def test_shares_that_just_begin_to_be_split(rows: int, threads: int) -> None:

@@ -19,10 +19,15 @@ SHARE = 32768
 
 
 def silu(x: Tensor) -> Tensor:
-    """x / (1 + exp(-x)) of [T, C], computed in float32 and rounded once."""
-    rows, size = x.shape
-    if torch.compiler.is_compiling() or size % VECTOR or size > SHARE or x.stride(1) != 1:
+    """x / (1 + exp(-x)) of [..., C], computed in float32 and rounded once."""
+    size = x.shape[-1]
+    if torch.compiler.is_compiling() or size % VECTOR or size > SHARE or x.stride(-1) != 1:
         return plain_silu(x)
+    return _silu_of_rows(x.flatten(0, -2)).view(x.shape)
+
+
+def _silu_of_rows(x: Tensor) -> Tensor:
+    rows, size = x.shape
     threads = torch.get_num_threads()
     if threads == 1 or rows * size <= SHARE:
         return F.silu(x)
