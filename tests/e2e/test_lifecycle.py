@@ -204,7 +204,7 @@ def test_engine_killed_while_idle(small: ServerProcess):
 
 
 def test_request_timeout(model_dir: Path):
-    with running("--model", str(model_dir), "--request-timeout", "1.5") as server:
+    with running("--model", str(model_dir), "--request-timeout", "2.5") as server:
         stream = Stream(server, ENDLESS).begun()
         answer = whole(server, ENDLESS)[0]
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
@@ -212,7 +212,7 @@ def test_request_timeout(model_dir: Path):
         assert len(events) > 3
         assert (json.loads(events[-2])["error"]["code"], events[-1]) == ("timeout", "[DONE]")
         until(lambda: metric(server, "lopa:pages_in_use") == 0, 2)
-        assert whole(server, SHORT)[0].status_code == 200
+        assert whole(server, {**SHORT, "max_tokens": 1})[0].status_code == 200
 
 
 def test_no_new_requests_while_running_ones_end(model_dir: Path):
