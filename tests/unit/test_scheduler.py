@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -325,13 +325,15 @@ def test_a_whole_prompt_is_reused_and_a_beginning_only_when_asked_for() -> None:
     assert len(cache.longest(PrefixKey((0,) * 256, "block_causal", 0))) == 1
 
 
-def test_a_decoding_step_has_as_many_sequences_as_fit() -> None:
-    """Each computes at most 300 tokens."""
-    run = paper(0, max_num_batched_tokens=1000)
-    run.drive([Arrival(0, 1, n, 300, 1, False, None) for n in range(4)])
-    assert max(len(plan.sequences) for plan in run.plans if not plan.prefill) > 2
+def test_a_decoding_step_has_as_many_sequences_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    demand = Paper.demand
+    monkeypatch.setattr(Paper, "demand", lambda *args: replace(demand(*args), num_computed=100))
+    run = paper(0, max_num_batched_tokens=300)
+    run.drive([Arrival(0, 1, n, 300, 1, False, None) for n in range(5)])
+    assert max(len(plan.sequences) for plan in run.plans if not plan.prefill) == 3
     assert run.scheduler.num_prefill_steps == sum(plan.prefill for plan in run.plans)
     assert run.scheduler.num_steps == len(run.plans)
+    assert run.scheduler.prefix_queries == 5
 
 
 def test_a_prompt_is_copied_into_the_cache_once() -> None:

@@ -41,13 +41,15 @@ def test_the_shorter_prompt_goes_first_and_a_step_has_as_many_as_fit() -> None:
 
 def test_a_prompt_is_overtaken_so_many_times_and_no_more() -> None:
     turns = Turns(1024)
-    steps = 0
+    steps = overtaken = 0
     for step in range(1000):
         steps += 1
         chosen = turns.choose([LONG, short(step), short(step + 1)], decoding=True)
         if "long" in chosen:
             break
+        overtaken += bool(chosen)
     assert "long" in chosen
+    assert overtaken == MAX_OVERTAKEN
     assert steps <= 2 * MAX_OVERTAKEN + 2 * LONG.num_tokens // TOKENS_PER_DECODING_STEP
 
 
