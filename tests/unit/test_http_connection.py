@@ -72,13 +72,13 @@ def test_a_head_that_trickles_in_ends_the_connection():
 
 def test_the_second_head_has_a_limit_too_and_bodies_have_none_here():
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(HEAD + b"\r\n1")
+        writer.write(HEAD + b"\r\na")
         await asyncio.sleep(2 * TIMEOUT)
-        writer.write(b"2")
-        assert (await reader.readuntil(b"12")).startswith(b"HTTP/1.1 200")
+        writer.write(b"b")
+        assert (await reader.readuntil(b"\r\n\r\nab")).startswith(b"HTTP/1.1 200")
         await asyncio.sleep(2 * TIMEOUT)  # an idle connection is kept longer
-        writer.write(HEAD + b"\r\n34")
-        assert (await reader.readuntil(b"34")).startswith(b"HTTP/1.1 200")
+        writer.write(HEAD + b"\r\ncd")
+        assert (await reader.readuntil(b"\r\n\r\ncd")).startswith(b"HTTP/1.1 200")
         writer.write(HEAD)
         assert (await reader.read()).startswith(b"HTTP/1.1 408")
 
