@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lopa_ascend.config import DecodingParams
 from lopa_ascend.graph.buckets import Bucket
-from lopa_ascend.graph.inputs import unsupported
+from lopa_ascend.graph.inputs import unsupported, with_fixed_branches
 from lopa_ascend.graph.launcher import Graphs, Launcher, LaunchItem
 from lopa_ascend.graph.seats import Seats
 from lopa_ascend.graph.step import DecodeStep
@@ -75,7 +76,7 @@ class GraphExecutor:
         num_tokens = max(bucket.tokens for bucket in declared)
         self.seats = Seats(graphs.num_seats, graphs.shape, model.config.mask_token_id, hidden, model.ops, num_tokens)
         self._memory = torch.zeros(max(map(input_size, declared)), dtype=torch.int32, device=model.ops.device)
-        steps = [DecodeStep(bucket, model, graphs.score, bp) for bucket in declared]
+        steps = [DecodeStep(bucket, model, graphs.score, bp, graphs.kind.branch_acceptance) for bucket in declared]
         caches = pool.k, pool.v
         self.launchers = {step.bucket: Launcher(step, graphs, self.seats, self._memory, caches) for step in steps}
         self._in_flight: list[InFlightStep] = []
@@ -105,6 +106,14 @@ class GraphExecutor:
         )
 
     # ---- sequences -------------------------------------------------------------------------------------------------
+
+    def with_fixed_branches(self, params: DecodingParams, eos: Iterable[int]) -> DecodingParams:
+        """See ``inputs.with_fixed_branches``.
+
+        Args:
+            eos: EOS ids of a request with these parameters.
+        """
+        return with_fixed_branches(params, len(params.ends(eos)), self.graphs.shape, self.graphs.kind)
 
     def start(self, sequence: Sequence) -> None:
         """Decides whether graphs can decode a sequence."""

@@ -115,4 +115,4 @@ def build_executor(
 
 
 def _kind(config: EngineConfig) -> Kind:
-    return Kind(config.graph_window_attention, config.graph_confidence)
+    return Kind(config.graph_window_attention, config.graph_confidence, config.graph_branch_acceptance)

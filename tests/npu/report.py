@@ -26,7 +26,6 @@ from lopa_ascend.config import ModelConfig
 from lopa_ascend.graph import policy
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.compile import load_compiler
-from lopa_ascend.graph.policy import Predicted
 from lopa_ascend.graph.step import DecodeStep
 from lopa_ascend.graph.tensors import (
     Caches,
@@ -38,6 +37,7 @@ from lopa_ascend.graph.tensors import (
     unflatten,
     view_inputs,
 )
+from lopa_ascend.graph.winner import Predicted
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.base import Model
 from lopa_ascend.model.dream import Dream
@@ -198,7 +198,7 @@ def lowered_step(variant: Variant, num_layers: int, bucket: Bucket = BUCKET, bp_
 
 
 @functools.cache
-def lowered_policy(bucket: Bucket = BUCKET) -> Lowered:
+def lowered_policy(bucket: Bucket = BUCKET, branch_acceptance: str = "published") -> Lowered:
     """The decode policy: everything of a step but the model and its scores, and the writes to what outlives it."""
     tensors = step_tensors(bucket, 1)
     shape = (bucket.sequences, bucket.branches, bucket.cells)
@@ -209,7 +209,7 @@ def lowered_policy(bucket: Bucket = BUCKET) -> Lowered:
         launch, params = inputs.launch, inputs.params
         rows = policy.open_blocks(params, policy.unpack_state(storage.states, launch, constants), launch)
         written = policy.rows_of_group(rows, launch, constants)
-        state, winner = policy.advance(params, launch, rows, Predicted(ids, probs, probs), constants)
+        state, winner = policy.advance(params, launch, rows, Predicted(ids, probs, probs), constants, branch_acceptance)
         return *written, policy.pack_state(state, params, constants), winner
 
     return lower(run, tensors, ids, probs)
