@@ -37,7 +37,7 @@ def job(model: str, **options: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("tp", "bp"), slow_but([(1, 2), (2, 2)], [(2, 2)]))
+@pytest.mark.parametrize(("tp", "bp"), slow_but([(1, 2), (2, 2)], [(1, 2)]))
 def test_exact_is_d2f_on_ranks(tp: int, bp: int, tmp_path: Path) -> None:
     model = str(write_dream(tmp_path / "model"))
     alone = ranks.generate(1, [job(model)], tmp_path)[0]

@@ -22,6 +22,7 @@ from tests.npu.lab import capture, device, engine  # noqa: F401
 from tests.npu.lab.constraints import numeric
 from tests.npu.lab.traffic import Traffic, host_traffic
 from tests.plain_dream import as_plain, registered
+from tests.tiers import slow_but
 from tests.tiny import write_dream
 
 pytestmark = pytest.mark.npu
@@ -119,7 +120,7 @@ def test_the_bundled_model_solves_as_many_problems_as_on_the_cpu(mode: str, caps
     assert stats.num_late == 0
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_but(MODES, ["npugraph_ex"]))
 def test_a_step_is_one_launch_between_two_copies_and_the_host_waits_for_the_step_before_alone(
     mode: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
