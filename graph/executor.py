@@ -19,10 +19,10 @@ from torch import Tensor
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.graph.buckets import Bucket
-from lopa_ascend.graph.inputs import unsupported, with_fixed_branches
 from lopa_ascend.graph.launcher import Graphs, Launcher, LaunchItem
 from lopa_ascend.graph.seats import Seats
 from lopa_ascend.graph.step import DecodeStep
+from lopa_ascend.graph.support import unsupported, with_fixed_branches
 from lopa_ascend.graph.tensors import StepOutput, input_size, view_output
 from lopa_ascend.graph.window import Window, cells_of, end_of_blocks, graph_of, next_window, num_blocks
 from lopa_ascend.kv.pool import KVPool
@@ -108,7 +108,7 @@ class GraphExecutor:
     # ---- sequences -------------------------------------------------------------------------------------------------
 
     def with_fixed_branches(self, params: DecodingParams, eos: Iterable[int]) -> DecodingParams:
-        """See ``inputs.with_fixed_branches``.
+        """See ``support.with_fixed_branches``.
 
         Args:
             eos: EOS ids of a request with these parameters.

@@ -136,7 +136,7 @@ def _is_next(rows: Rows, anchor: Chosen) -> Tensor:
 
     D2F's next pass computes the anchor with all that it fills now, so this must be the branch's own cell alone. If the
     anchor opened a block in this pass, so must the branch. D2F would open no other in its next pass: that block would
-    have no filled position, and ``tau_add`` is above 0 (``inputs.unsupported``). If the anchor opened none, D2F's next
+    have no filled position, and ``tau_add`` is above 0 (``support.unsupported``). If the anchor opened none, D2F's next
     pass would open one where the branch did in this pass.
 
     The window begins with the first block that was not final before the last step's fills. So there is no commit in
