@@ -130,7 +130,7 @@ def int8_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class Sample:
     """A model of ``num_layers`` of Dream-7B with its whole vocabulary, caches and scores."""
 
-    def __init__(self, variant: Variant, num_layers: int, group: Group) -> None:
+    def __init__(self, variant: Variant, num_layers: int, group: Group, num_pages: int = NUM_PAGES) -> None:
         config = replace(dream_7b(num_layers), vocab_size=VOCABULARY, mask_token_id=MASK)
         own = share(config, group.size)
         self.model: Model
@@ -143,7 +143,7 @@ class Sample:
         first = self.model.first_token_id
         ids = range(first, first + self.model.local_vocab_size)
         self.score = GreedyScore(ids, MASK, NUM_TOKENS, group, variant.ops.device)
-        shape = (NUM_PAGES, PAGE_SIZE, own.num_kv_heads, config.head_dim)
+        shape = (num_pages, PAGE_SIZE, own.num_kv_heads, config.head_dim)
         self.k_caches, self.v_caches = (
             [torch.empty(shape, dtype=torch.bfloat16, device="npu") for _ in range(num_layers)] for _ in range(2)
         )
