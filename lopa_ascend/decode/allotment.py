@@ -1,12 +1,13 @@
 """How many lookahead branches the requests of a step get, where that may depend on the load (``num_branches`` "auto").
 
-A lookahead branch costs the time by which its row makes the step longer, and gains what it saves: where it wins, about
+A lookahead branch costs the time by which its row makes the step longer, and gains what it saves: where it wins, up to
 one pass of its request. So a row is worth computing while it raises (passes that the step is worth) / (seconds that it
-takes). How long steps take is measured on the device. How often branches win is counted by rank, and apart for requests
-that are stuck. Where memory bandwidth limits a step many rows are nearly free; on a device that is saturated every row
+takes). How long steps take is measured on the device. What branches save is counted by rank, and
+apart for requests that are stuck; a branch that was given up counts as well, where the pass shows whether it would have
+won. Where memory bandwidth limits a step many rows are nearly free; on a device that is saturated every row
 costs its full time, and none is left.
 
-All ranks choose the same numbers: they count the same wins, and use the step times that rank 0 has measured.
+All ranks choose the same numbers: they count the same wins, and use the times that rank 0 has measured.
 """
 
 from __future__ import annotations
@@ -14,18 +15,21 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.types import StepRecord
 
 PRIOR = 0.3
-"""Expected share of passes that the best lookahead branch wins, before any are counted; of rank j this by j + 1."""
+"""What the best lookahead branch is expected to save of a pass, before any are counted; of rank j this by j + 1."""
 PRIOR_WEIGHT = 4
 """Passes that this expectation counts as."""
 MEMORY = 512
 """Passes after which all counts are halved, so that old ones weigh less."""
+OBSERVED = 32
+"""Steps from which it is concluded how much longer a step takes than its costs say: the lower quartile, because what
+disturbs a step makes it longer."""
 
 
 class StepCosts:
@@ -72,28 +76,26 @@ class Ask:
 
 
 class _Counts:
-    """How often branches of each rank took part, and won."""
+    """How often branches of each rank took part, and what they saved."""
 
     def __init__(self) -> None:
         self.num_passes = 0
         self._tried: dict[int, float] = {}
-        self._won: dict[int, float] = {}
+        self._saved: dict[int, float] = {}
 
-    def chance(self, rank: int) -> float:
-        """The share of passes that a branch of a rank wins, which counts from 0."""
+    def expected(self, rank: int) -> float:
+        """The part of a pass that a branch of a rank saves, on average over all passes. Ranks count from 0."""
         prior = PRIOR / (rank + 1)
-        return (PRIOR_WEIGHT * prior + self._won.get(rank, 0)) / (PRIOR_WEIGHT + self._tried.get(rank, 0))
+        return (PRIOR_WEIGHT * prior + self._saved.get(rank, 0)) / (PRIOR_WEIGHT + self._tried.get(rank, 0))
 
-    def add(self, num_lookaheads: int, won: Iterable[int]) -> None:
-        """Counts a pass. What won and is no lookahead branch has the number ``num_lookaheads``."""
-        for rank in range(num_lookaheads):
+    def add(self, saved: Sequence[float]) -> None:
+        """Counts a pass, and what each branch saved of a pass, by rank."""
+        for rank, part in enumerate(saved):
             self._tried[rank] = self._tried.get(rank, 0) + 1
-        for rank in won:
-            if rank < num_lookaheads:
-                self._won[rank] = self._won.get(rank, 0) + 1
+            self._saved[rank] = self._saved.get(rank, 0) + part
         self.num_passes += 1
         if self.num_passes % MEMORY == 0:
-            for counts in (self._tried, self._won):
+            for counts in (self._tried, self._saved):
                 counts.update({rank: count / 2 for rank, count in counts.items()})
 
 
@@ -103,11 +105,17 @@ class Allotment:
     Args:
         costs: of steps on this device.
         max_tokens: tokens that lookahead branches may fill a step up to.
+        agree: gives all ranks the nanoseconds that rank 0 has. With it, what real steps take beyond ``costs``, most of
+            it the host's work, is added to the time of every step. Without it ``costs`` are all.
     """
 
-    def __init__(self, costs: StepCosts, max_tokens: int) -> None:
-        self.costs, self.max_tokens = costs, max_tokens
+    def __init__(self, costs: StepCosts, max_tokens: int, agree: Callable[[int], int] | None = None) -> None:
+        self.costs, self.max_tokens, self._agree = costs, max_tokens, agree
         self._counts: dict[tuple[str, str, str, int, bool], _Counts] = {}
+        self._num_tokens = 0
+        self._beyond = 0.0
+        """Seconds of a step beyond its costs."""
+        self._observed: list[float] = []
 
     def choose(self, asks: Sequence[Ask], others: Sequence[int] = ()) -> list[int]:
         """The number of lookahead branches of each request.
@@ -127,22 +135,43 @@ class Allotment:
             _, index = heapq.heappop(candidates)
             ask, count = asks[index], chosen[index]
             more = num_tokens + ask.costs[count + 1] - ask.costs[count]
-            gain = worth + self._chance(ask, count)
-            pays = gain * self.costs.seconds(num_tokens) > worth * self.costs.seconds(more)
+            gain = worth + self._expected(ask, count)
+            pays = gain * self._seconds(num_tokens) > worth * self._seconds(more)
             if more > max(self.max_tokens, num_tokens) or not pays:
                 continue
             chosen[index], num_tokens, worth = count + 1, more, gain
             self._offer(candidates, asks, [index], chosen)
+        self._num_tokens = num_tokens
         return chosen
 
-    def learn(self, ask: Ask, record: StepRecord) -> None:
-        """Counts which branches of a request have saved a pass: the winner, and those that have confirmed it."""
-        won = {record.winner, *record.branches[record.winner].confirmed_by}
-        self._counts.setdefault(ask.kind, _Counts()).add(len(record.branches) - 1, won)
+    def observe(self, seconds: float) -> None:
+        """Takes note of how long the step took that ``choose`` was asked for last."""
+        if self._agree is None:
+            return
+        self._observed.append(seconds - self.costs.seconds(self._num_tokens))
+        if len(self._observed) == OBSERVED:
+            beyond = sorted(self._observed)[OBSERVED // 4]
+            self._beyond = self._agree(max(0, round(1e9 * beyond))) / 1e9
+            self._observed.clear()
 
-    def _chance(self, ask: Ask, rank: int) -> float:
+    def learn(self, ask: Ask, record: StepRecord, saved_by_a_win: float = 1.0, given_up: Sequence[float] = ()) -> None:
+        """Counts which branches of a request have won: the winner, and those that have confirmed it.
+
+        Args:
+            saved_by_a_win: passes that a lookahead branch saves where it wins.
+            given_up: for each branch that was given up, by rank, the probability with which it would have won.
+        """
+        num_lookaheads = len(record.branches) - 1
+        won = {record.winner, *record.branches[record.winner].confirmed_by}
+        wins = [*(float(rank in won) for rank in range(num_lookaheads)), *given_up]
+        self._counts.setdefault(ask.kind, _Counts()).add([saved_by_a_win * win for win in wins])
+
+    def _seconds(self, num_tokens: int) -> float:
+        return self._beyond + self.costs.seconds(num_tokens)
+
+    def _expected(self, ask: Ask, rank: int) -> float:
         counts = self._counts.get(ask.kind) or _Counts()
-        return counts.chance(rank)
+        return counts.expected(rank)
 
     def _offer(
         self, candidates: list[tuple[float, int]], asks: Sequence[Ask], indices: Iterable[int], chosen: Sequence[int]
@@ -152,4 +181,4 @@ class Allotment:
             ask, count = asks[index], chosen[index]
             if count + 1 < len(ask.costs):
                 tokens = max(1, ask.costs[count + 1] - ask.costs[count])
-                heapq.heappush(candidates, (-self._chance(ask, count) / tokens, index))
+                heapq.heappush(candidates, (-self._expected(ask, count) / tokens, index))

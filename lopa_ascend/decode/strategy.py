@@ -25,6 +25,9 @@ class Strategy(ABC):
         limit: the most positions that the sequence can have.
         ends: token ids that end the answer.
         is_stuck: the last pass filled nothing that a rule had accepted.
+        given_up: for each lookahead branch that was given up before the last pass, by rank, with which probability it
+            would have won; empty where the pass does not show it.
+        saved_by_a_win: forward passes that a lookahead branch saves where it wins.
         accept: the acceptance rule.
 
     Args:
@@ -35,6 +38,7 @@ class Strategy(ABC):
     """
 
     like: ClassVar[str]
+    saved_by_a_win: ClassVar[float] = 1.0
 
     def __init__(
         self,
@@ -55,6 +59,7 @@ class Strategy(ABC):
         self.num_committed = num_committed
         self.num_forwards = 0
         self.is_stuck = False
+        self.given_up: tuple[float, ...] = ()
         state = BlockState.IN_CACHE if num_committed == len(prompt) else BlockState.TO_CACHE
         blocks = [Block(0, len(prompt), 0, state, activated=True)]
         self.branches = [Branch([], blocks)]

@@ -15,6 +15,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
+from typing import ClassVar
 
 from lopa_ascend.decode.blocks import BlockState, Branch
 from lopa_ascend.decode.lopa import Lopa
@@ -28,6 +29,15 @@ Confirmed = Mapping[Place, tuple[int, Fill]]
 
 class DraftingLopa(Lopa):
     """What both kinds of confirmation have in common."""
+
+    _left_out: Sequence[Branch] = ()
+    """Lookahead branches of this pass that were given up."""
+    _would_win_if_confirmed: ClassVar[float] = 1.0
+    """Share of the branches that the anchor confirms that win, if they are the first of these."""
+
+    def keep(self, plan: SequencePlan, num_lookaheads: int) -> SequencePlan:
+        self._left_out = self.branches[:-1][num_lookaheads:]
+        return super().keep(plan, num_lookaheads)
 
     def _spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
         """With ``lookahead_depth`` above 1 the sets of ``draft_ranks``. Positions of fully activated blocks have the
@@ -50,6 +60,7 @@ class DraftingLopa(Lopa):
         branch = self.branches[winner]
         if branch.lookahead is not None:
             branch.confirm([confirmed[_place(fill)] for fill in branch.own_fills])
+        self.given_up = self._would_win(winner, predicted[-1])
         return winner, [float(score) for score in scores]
 
     @abstractmethod
@@ -60,6 +71,25 @@ class DraftingLopa(Lopa):
             predicted: the predictions for each branch.
             scores: the branch scores.
         """
+
+    def _would_win(self, winner: int, predicted: list[Fill]) -> tuple[float, ...]:
+        """For each branch that was given up, the probability with which it would have won: 0 for all but the first that
+        the anchor confirms, if the anchor has won.
+
+        Args:
+            winner: index.
+            predicted: the predictions for the anchor.
+        """
+        left_out, self._left_out = self._left_out, ()
+        if not left_out or winner < len(self.branches) - 1:
+            return (0.0,) * len(left_out)
+        fills, _ = self._choose(self.branches[winner], predicted)
+        first = next((rank for rank, branch in enumerate(left_out) if self._confirms(fills, branch)), None)
+        return tuple(self._would_win_if_confirmed * (rank == first) for rank in range(len(left_out)))
+
+    @abstractmethod
+    def _confirms(self, fills: Sequence[Fill], branch: Branch) -> bool:
+        """Whether what the anchor fills now confirms a lookahead branch."""
 
     def _finish_without_forward(self) -> bool:
         """A lookahead branch without masks is a draft until the next pass has confirmed it."""
@@ -74,6 +104,10 @@ class VerifiedLopa(DraftingLopa):
     So D2F's fill rule has accepted every token, on predictions from accepted tokens alone. The order in which
     positions are filled, and with it the answer, may be another one than D2F's.
     """
+
+    # Measured with the bundled model, tau_conf 0.7 and 0.9, 1 to 7 branches: from 0.71 to 0.78 passes for each win.
+    saved_by_a_win = 0.75
+    _would_win_if_confirmed = 0.7
 
     def _confirmed_winner(self, predicted: Sequence[list[Fill]], scores: Sequence[Fraction]) -> tuple[int, Confirmed]:
         own = [{_place(fill) for fill in branch.own_fills} for branch in self.branches]
@@ -92,6 +126,9 @@ class VerifiedLopa(DraftingLopa):
                     to_visit.append(other)
         winner = min(num_filled, key=lambda index: (-num_filled[index], -scores[index], index))
         return winner, confirmed[winner]
+
+    def _confirms(self, fills: Sequence[Fill], branch: Branch) -> bool:
+        return {_place(fill) for fill in branch.own_fills} <= {_place(fill) for fill in fills}
 
 
 class ExactLopa(DraftingLopa):
@@ -117,6 +154,9 @@ class ExactLopa(DraftingLopa):
                 return winner, confirmed
             confirmed |= {_place(fill): (winner, fill) for fill in fills}
             winner = following
+
+    def _confirms(self, fills: Sequence[Fill], branch: Branch) -> bool:
+        return bool(fills) and tuple(branch.tokens) == self._next_tokens(self.branches[-1], fills)
 
     def _next_tokens(self, branch: Branch, fills: Sequence[Fill]) -> tuple[int, ...]:
         """The token ids, masks included, that D2F's next pass would begin with; none if there is a commit in this pass

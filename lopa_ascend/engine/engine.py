@@ -205,7 +205,12 @@ class Engine:
         runner = self.runner
         if runner.allotment is None and any(s.request.params.follows_load for s in self.scheduler.running.values()):
             max_tokens = self.limits.max_num_batched_tokens
-            runner.allotment = Allotment(measure_step_costs(runner, max_tokens, self.mesh.world), max_tokens)
+            world = self.mesh.world
+
+            def agree(nanoseconds: int) -> int:
+                return int(world.broadcast(torch.tensor([nanoseconds]), 0, "control"))
+
+            runner.allotment = Allotment(measure_step_costs(runner, max_tokens, world), max_tokens, agree)
 
     def stats(self) -> EngineStats:
         """Counters and sizes at this moment."""

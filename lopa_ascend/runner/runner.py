@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -100,11 +101,15 @@ class Runner:
         asks = [Ask(s.strategy.params, s.strategy.is_stuck, self.eager.placement.costs(planned(s))) for s in followers]
         for sequence, count in zip(followers, self.allotment.choose(asks, others), strict=True):
             sequence.plan = sequence.strategy.keep(planned(sequence), count)
+        start = time.perf_counter()
         results = self.eager.run(chosen, steps)
+        self.allotment.observe(time.perf_counter() - start)
         asked = {sequence.request_id: ask for sequence, ask in zip(followers, asks, strict=True)}
         for result in results:
             if result.record is not None and result.request_id in asked:
-                self.allotment.learn(asked[result.request_id], result.record)
+                strategy = sequences[result.request_id].strategy
+                ask = asked[result.request_id]
+                self.allotment.learn(ask, result.record, strategy.saved_by_a_win, strategy.given_up)
         return results
 
     def _num_computed(self, sequence: Sequence) -> int:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lopa_ascend.config import DecodingParams, ParameterError, fitting_defaults
 from lopa_ascend.decode import begin
-from lopa_ascend.decode.allotment import Allotment, Ask, StepCosts
+from lopa_ascend.decode.allotment import OBSERVED, Allotment, Ask, StepCosts
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.parallel.placement import Placement
 from lopa_ascend.types import BranchRecord, RowPlan, RowResult, SequencePlan, StepRecord
@@ -73,6 +73,60 @@ def test_what_has_won_is_tried_again_and_what_never_wins_is_not() -> None:
         allotment.learn(free, record(1, 1))
     assert (allotment.choose([stuck]), allotment.choose([free])) == ([1], [0])
     assert allotment.choose([free, stuck]) == [0, 1]
+
+
+def test_branches_that_were_given_up_are_tried_once_they_would_have_won() -> None:
+    costs = StepCosts([(32, 1.0), (64, 1.4), (4096, 60.0)])
+    allotment, ask = Allotment(costs, 10_000), Ask(AUTO, False, FULL[:2])
+    assert allotment.choose([ask]) == [0]
+    for would_win, chosen in ((1.0, 1), (0.0, 0)):
+        for _ in range(100):
+            allotment.learn(ask, record(0, 0), 0.75, (would_win,))
+        assert allotment.choose([ask]) == [chosen]
+
+
+def test_what_steps_take_beyond_their_costs_makes_rows_cheaper() -> None:
+    """For every rank as much as rank 0 says, once enough steps were observed."""
+    costs, ask = StepCosts([(32, 1.0), (64, 1.4), (4096, 60.0)]), Ask(AUTO, False, FULL[:2])
+    asked: list[int] = []
+
+    def agree(nanoseconds: int) -> int:
+        asked.append(nanoseconds)
+        return 3 * 10**9
+
+    allotment = Allotment(costs, 10_000, agree)
+    for _ in range(OBSERVED):
+        assert allotment.choose([ask]) == [0]
+        allotment.observe(1.5)
+    assert asked == [5 * 10**8]
+    assert allotment.choose([ask]) == [1]
+    alone = Allotment(costs, 10_000)
+    for _ in range(OBSERVED):
+        alone.observe(100.0)
+    assert alone.choose([ask]) == [0]
+
+
+@pytest.mark.parametrize(("acceptance", "probability"), [("verified", 0.7), ("exact", 1.0)])
+@pytest.mark.parametrize("token", [5, 6])
+def test_a_pass_shows_whether_a_branch_that_was_given_up_would_have_won(
+    acceptance: str, probability: float, token: int
+) -> None:
+    """The lookahead token is 5, and the anchor's next pass predicts it above tau_conf, or another token."""
+    params = replace(AUTO, branch_acceptance=acceptance, block_size=8, max_new_tokens=8)
+    strategy = begin([1], params, 99, frozenset())
+
+    def step(token: int, probs: tuple[float, ...], kept: int) -> None:
+        plan = strategy.plan()
+        assert plan is not None
+        plan = strategy.keep(plan, kept)
+        found = [RowResult((token,) * len(r.masked), probs[: len(r.masked)], probs) for r in plan.rows]
+        strategy.absorb(plan, found, 0, 0)
+
+    step(5, (0.95, 0.5, *[0.2] * 6), 0)
+    assert strategy.given_up == ()
+    assert strategy.branches[0].lookahead is not None
+    step(token, (0.95, *[0.2] * 6), 0)
+    assert strategy.given_up == (probability * (token == 5),)
 
 
 @pytest.mark.parametrize("bp", [1, 2, 4])
