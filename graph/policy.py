@@ -162,11 +162,12 @@ def rows_of_group(
 
 def advance(
     params: RequestParams, launch: Launch, rows: Rows, predicted: Predicted, constants: Constants
-) -> tuple[NextState, Tensor]:
+) -> tuple[NextState, Tensor, Tensor]:
     """Picks the winners, fills them, and grows the next branches from them (SPEC sections 3 to 6).
 
     Returns:
-        The next state, and the winners' rows int32 [S]: sequence * B + branch.
+        The next state, the winners' rows int32 [S] (sequence * B + branch), and all that was taken of the winners,
+        int32 [S, V]; see ``tensors.winner_column``.
     """
     S, B, C = rows.tokens.shape
     W = launch.blocks.shape[1]
@@ -200,7 +201,8 @@ def advance(
     lookahead_cells = torch.where(
         candidate_rank >= params.min_rank, launch.cells.gather(1, candidate), constants.no_cell
     )
-    return NextState(torch.where(filled, guesses, tokens), guesses, num_open_blocks, lookahead_cells), winner.view(-1)
+    after = NextState(torch.where(filled, guesses, tokens), guesses, num_open_blocks, lookahead_cells)
+    return after, winner.view(-1), won
 
 
 def _loses(masked: Tensor, confidences: Tensor, constants: Constants) -> Tensor:
