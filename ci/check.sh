@@ -3,10 +3,12 @@
 # --fast runs the unit tests alone; --slow also the tests marked slow, which are long or repeat another case, and all examples
 # of properties instead of three of ten.
 # mypy runs beside the tests. Every stage runs whatever the ones before it said; the exit status is 1 if any failed.
+# Tests that fail run once more by themselves, because a busy machine misses deadlines that an idle one keeps.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 # Of two processes, each runs one file of tests after another; the files begin in the order of testpaths.
-tests=(-n 2 --dist loadfile --no-loadscope-reorder)
+processes=(-n 2 --dist loadfile --no-loadscope-reorder)
+tests=()
 case "${*:-}" in
     "") tests+=(-m "not slow" --hypothesis-profile=ordinary) ;;
     --slow) ;;
@@ -60,11 +62,22 @@ types() {
     return $status
 }
 
+# run_tests: fails if a test fails that then fails by itself too. `late` says that some failed only beside others.
+late=
+run_tests() {
+    python -m pytest --durations=10 "${processes[@]}" "${tests[@]}"
+    local status=$?
+    ((status == 1)) || return $status # 1: tests failed; above: pytest itself did
+    echo "== pytest: those that failed, by themselves, up to the first that fails again"
+    python -m pytest --exitfirst --last-failed --last-failed-no-failures=none -rp "${tests[@]}" || return
+    late="tests that failed beside others passed by themselves: see 'those that failed' above"
+}
+
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 types >"$log" 2>&1 &
 mypy=$!
-stage pytest python -m pytest --durations=10 "${tests[@]}"
+stage pytest run_tests
 wait "$mypy"
 verdict mypy $? "$(tail -n 1 "$log")"
 echo "== mypy"
@@ -72,6 +85,7 @@ cat "$log"
 
 echo "== summary"
 printf '%s\n' "${report[@]}"
+[[ -n $late ]] && echo "$late"
 if ((${#failed[@]})); then
     echo "failed: ${failed[*]}"
     exit 1

@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lopa_ascend.config import DecodingParams
 from lopa_ascend.graph.buckets import Bucket
-from lopa_ascend.graph.inputs import unsupported
 from lopa_ascend.graph.launcher import Graphs, InputMemory, Launcher, LaunchItem
 from lopa_ascend.graph.seats import Seats
 from lopa_ascend.graph.step import DecodeStep
+from lopa_ascend.graph.support import unsupported, with_fixed_branches
 from lopa_ascend.graph.tensors import StepOutput, input_size, view_output
 from lopa_ascend.graph.window import Window, cells_of, end_of_blocks, graph_of, next_window, num_blocks
 from lopa_ascend.kv.pool import KVPool
@@ -76,7 +77,7 @@ class GraphExecutor:
         num_tokens = max(bucket.tokens for bucket in declared)
         self.seats = Seats(graphs.num_seats, graphs.shape, model.config.mask_token_id, hidden, model.ops, num_tokens)
         self.inputs = InputMemory(max(map(input_size, declared)), model.ops.device)
-        steps = [DecodeStep(bucket, model, graphs.score, bp) for bucket in declared]
+        steps = [DecodeStep(bucket, model, graphs.score, bp, graphs.kind.branch_acceptance) for bucket in declared]
         caches = pool.k, pool.v
         self.launchers = {step.bucket: Launcher(step, graphs, self.seats, self.inputs, caches) for step in steps}
         self._in_flight: list[InFlightStep] = []
@@ -106,6 +107,14 @@ class GraphExecutor:
         )
 
     # ---- sequences -------------------------------------------------------------------------------------------------
+
+    def with_fixed_branches(self, params: DecodingParams, eos: Iterable[int]) -> DecodingParams:
+        """See ``support.with_fixed_branches``.
+
+        Args:
+            eos: EOS ids of a request with these parameters.
+        """
+        return with_fixed_branches(params, len(params.ends(eos)), self.graphs.shape, self.graphs.kind)
 
     def start(self, sequence: Sequence) -> None:
         """Decides whether graphs can decode a sequence."""

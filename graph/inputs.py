@@ -13,48 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lopa_ascend.config import PIPELINED, DecodingParams, GraphSupport
-from lopa_ascend.graph.buckets import MAX_EOS, Bucket, MaskLimits
+from lopa_ascend.config import DecodingParams
+from lopa_ascend.graph.buckets import Bucket, MaskLimits
 from lopa_ascend.graph.tensors import FIRST_CELL, RequestParams, StepInputs, specs
 from lopa_ascend.kv.pages import PAGE_SIZE
 
 NO_TOKEN = -1
-
-
-class Kind(NamedTuple):
-    """Decoding parameters that are compiled into all graphs of an engine; requests with other values run eagerly."""
-
-    window_attention: str = "block_causal"
-    confidence: str = "max_prob"
-
-
-def unsupported(request: DecodingParams, num_ends: int, shape: Bucket, kind: Kind) -> str | None:
-    """The field of a request that no graph of this shape and kind supports; None if graphs can decode the request.
-
-    Which values graphs support is declared with each field of ``DecodingParams``.
-
-    Args:
-        num_ends: token ids that end the request.
-    """
-    sizes: dict[str, tuple[float, int]] = {  # (what the request needs, what the graphs hold)
-        # A graph computes the number of its branches itself; the host cannot choose it.
-        "num_branches": (math.inf if request.is_auto else 1 + request.lookaheads, shape.branches),
-        "block_size": (request.block_size, shape.block_length),
-        "eos_token_id": (num_ends, MAX_EOS),
-    }
-    for name, support in DecodingParams.graph_support().items():
-        value = getattr(request, name)
-        if support is GraphSupport.PIPELINED and value not in PIPELINED:
-            return name
-        if support is GraphSupport.DEFAULT and value != getattr(DecodingParams, name):
-            return name
-        if support is GraphSupport.COMPILED and value != getattr(kind, name):
-            return name
-        if support is GraphSupport.BUCKET:
-            needed, held = sizes[name]
-            if needed > held:
-                return name
-    return None
 
 
 class HostView(NamedTuple):
@@ -124,7 +88,7 @@ def write_params(
     """Writes a request's parameters into a seat.
 
     Args:
-        request: graphs support it, see ``unsupported``.
+        request: graphs support it, see ``support.py``.
         ends: token ids that end the request.
         mask: token id of the mask.
         filled_to_add: filled positions that a whole block must have for another block to be opened.

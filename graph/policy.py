@@ -2,8 +2,8 @@
 
 ``decode/`` is the definition; this does the same for S sequences at once and reads no value on the host. A step is
 ``unpack_state``, ``open_blocks`` (what each branch holds), ``rows_of_group`` (what this rank computes), the forward
-pass, ``advance`` (winner, fills, next branches) and ``pack_state``. ``inputs.py`` is the host's part. Dimensions as in
-``tensors.py``; they never change inside a bucket.
+pass, ``advance`` (winner, fills, next branches) and ``pack_state``. ``winner.py`` picks the winner; ``inputs.py`` is
+the host's part. Dimensions as in ``tensors.py``; they never change inside a bucket.
 
 Row i of a sequence is branch i in evaluation order: lookahead branches by rank, then the anchor. The rows after the
 anchor are padding copies of it.
@@ -23,15 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lopa_ascend.graph.tensors import NO_CONFIDENCE, Constants, Launch, RequestParams
+from lopa_ascend.graph.tensors import Constants, Launch, RequestParams
+from lopa_ascend.graph.winner import Chosen, Predicted, Rows, losers
 from lopa_ascend.score.prediction import float_bits
-
-STEP = 2.0**-16
-"""Branch scores are sums of confidences rounded to multiples of this, half to even."""
-BASE = -NO_CONFIDENCE
-"""float32 numbers from 128 to 256 are multiples of ``STEP``, so a confidence from -64 to 64 that this is added to is
-rounded, and the bits of the sum are an integer: the confidence in units of ``STEP``, and the bits of ``BASE``. Means of
-them are in the order of the means of the confidences. The confidence ``NO_CONFIDENCE`` adds nothing: its bits are 0."""
 
 
 class State(NamedTuple):
@@ -63,30 +57,6 @@ class NextState(NamedTuple):
     num_open_blocks: Tensor
     """[S, 1]."""
     lookahead_cells: Tensor
-
-
-class Rows(NamedTuple):
-    """The branches of a step."""
-
-    tokens: Tensor
-    """Token ids, int32 [S, B, C]."""
-    masked: Tensor
-    """Cells to predict, bool [S, B, C]."""
-    num_open_blocks: Tensor
-    """int32 [S, B]."""
-    masks: Tensor
-    """Masks in each block, float32 [S, B, W]."""
-
-
-class Predicted(NamedTuple):
-    """What the model predicts for every cell of every branch; only the masked cells count."""
-
-    tokens: Tensor
-    """Token ids, int32 [S, B, C]."""
-    max_probs: Tensor
-    """float32 [S, B, C]."""
-    confidences: Tensor
-    """float32 [S, B, C]; NaN where a logit was not finite."""
 
 
 def unpack_state(packed: Tensor, launch: Launch, constants: Constants) -> State:
@@ -130,7 +100,7 @@ def open_blocks(params: RequestParams, state: State, launch: Launch) -> Rows:
     num_predicted_blocks = torch.minimum(num_open_blocks, state.cells_before)
     is_predicted = (launch.blocks[:, None] < num_predicted_blocks[..., None])[..., None]
     masked = (marked[:, :, 0].view(S, B, W, -1) & is_predicted).view(S, B, -1)
-    return Rows(tokens, masked, num_open_blocks, counts[:, :, 0])
+    return Rows(tokens, masked, num_open_blocks, counts[:, :, 0], is_lookahead, state.cells_before)
 
 
 def rows_of_group(
@@ -161,32 +131,71 @@ def rows_of_group(
 
 
 def advance(
-    params: RequestParams, launch: Launch, rows: Rows, predicted: Predicted, constants: Constants
+    params: RequestParams,
+    launch: Launch,
+    rows: Rows,
+    predicted: Predicted,
+    constants: Constants,
+    branch_acceptance: str = "published",
 ) -> tuple[NextState, Tensor, Tensor]:
     """Picks the winners, fills them, and grows the next branches from them (SPEC sections 3 to 6).
+
+    Args:
+        branch_acceptance: see ``DecodingParams``; the lookahead branches have one token of their own.
 
     Returns:
         The next state, the winners' rows int32 [S] (sequence * B + branch), and all that was taken of the winners,
         int32 [S, V]; see ``tensors.winner_column``.
     """
-    S, B, C = rows.tokens.shape
-    W = launch.blocks.shape[1]
+    B = rows.tokens.shape[1]
+    is_probability = predicted.max_probs is predicted.confidences
     confidences = torch.where(rows.masked, predicted.confidences, constants.no_confidence)
-    if predicted.max_probs is predicted.confidences:
+    if is_probability:
         compared = [confidences, launch.bars]
     else:
         compared = [confidences, torch.where(rows.masked, predicted.max_probs, constants.no_confidence)]
     own = [constants.row, rows.masks, rows.num_open_blocks[..., None]]
     columns = torch.cat(float_bits([rows.tokens, predicted.tokens, *own, *compared]), 2)
-    loses = _loses(rows.masked, confidences, constants)
-    won = torch.where(loses[..., None], constants.nothing, columns).sum(1, dtype=torch.int32)
-    tokens, guesses, winner, masks_before, _, num_open_blocks, bits = won.split_with_sizes(
-        [C, C, 1, W, 1, 1, won.shape[1] - 2 * C - W - 3], 1
+
+    def choose(is_left_out: Tensor) -> Chosen:
+        return _choose(columns, is_left_out, params, launch, constants, is_probability=is_probability)
+
+    is_left_out = losers(rows, predicted, confidences, params, constants, choose, branch_acceptance)
+    won = choose(is_left_out)
+    # Among the masks that are left, the best cells become the lookahead cells of the next branches.
+    candidate_rank, candidate = torch.where(won.filled, constants.no_rank, won.rank).topk(B)
+    lookahead_cells = torch.where(
+        candidate_rank >= params.min_rank, launch.cells.gather(1, candidate), constants.no_cell
     )
-    # A cell's rank: below C without a mask, from 2 C on where tau_conf accepts it, otherwise between them, by how many
-    # cells it is ahead of. A block fills the cells that reach its threshold: 2 C, or if it is fully activated, its
-    # highest rank.
-    if predicted.max_probs is predicted.confidences:
+    tokens = torch.where(won.filled, won.guesses, won.tokens)
+    after = NextState(tokens, won.guesses, won.num_open_blocks, lookahead_cells)
+    return after, won.row.view(-1), won.taken
+
+
+def _choose(
+    columns: Tensor,
+    is_left_out: Tensor,
+    params: RequestParams,
+    launch: Launch,
+    constants: Constants,
+    *,
+    is_probability: bool,
+) -> Chosen:
+    """Takes one branch of each sequence, and applies the fill rule to it: a block fills the cells that reach its
+    threshold, which is the rank 2 C, or in a fully activated block its highest rank.
+
+    Args:
+        columns: int32 [S, B, ...], see ``advance``.
+        is_left_out: all branches but one, bool [S, B].
+        is_probability: whether confidences are probabilities.
+    """
+    S, W = launch.blocks.shape
+    C = launch.cells.shape[1]
+    taken = torch.where(is_left_out[..., None], constants.nothing, columns).sum(1, dtype=torch.int32)
+    tokens, guesses, row, masks_before, _, num_open_blocks, bits = taken.split_with_sizes(
+        [C, C, 1, W, 1, 1, taken.shape[1] - 2 * C - W - 3], 1
+    )
+    if is_probability:
         rank = _ranks_of_probabilities(bits, constants)
     else:
         ranking, probs = bits.view(torch.float32).split(C, 1)
@@ -196,28 +205,7 @@ def advance(
     is_activated = masks_before.view(torch.float32) <= params.activation_masks[:, None]
     threshold = torch.where(is_activated, by_block.max(-1).values, constants.accepted_rank).clamp(C, 2 * C)
     filled = (by_block >= threshold[..., None]).view(S, C)
-    # Among the masks that are left, the best cells become the lookahead cells of the next branches.
-    candidate_rank, candidate = torch.where(filled, constants.no_rank, rank).topk(B)
-    lookahead_cells = torch.where(
-        candidate_rank >= params.min_rank, launch.cells.gather(1, candidate), constants.no_cell
-    )
-    after = NextState(torch.where(filled, guesses, tokens), guesses, num_open_blocks, lookahead_cells)
-    return after, winner.view(-1), won
-
-
-def _loses(masked: Tensor, confidences: Tensor, constants: Constants) -> Tensor:
-    """Whether a row is not the one with the largest mean confidence over its masks, the first one among equals; bool
-    [S, B].
-
-    Means are compared as fractions of integers; see ``BASE``. A row without masks has the sum 0 over 0 cells, so every
-    later row loses to it, and no earlier one. That is right, because only branch 0, which then has the score 1, and the
-    padding rows at the end can be without masks. Of two rows exactly one loses to the other, so at most one row loses
-    to none, whatever integer a NaN becomes.
-    """
-    sums = (confidences + BASE).view(torch.int32).sum(-1, dtype=torch.int64)
-    counts = masked.sum(-1)
-    products = sums[:, None, :] * counts[:, :, None]  # [S, row, other row]: the other row's sum, over the row's cells
-    return (products + constants.earlier > products.transpose(1, 2)).any(-1)
+    return Chosen(tokens, guesses, row, num_open_blocks, rank, filled, taken)
 
 
 def _ranks(confidences: Tensor, constants: Constants) -> Tensor:

@@ -10,8 +10,8 @@ from lopa_ascend.config import EngineConfig
 from lopa_ascend.graph.buckets import Bucket, Buckets, declare
 from lopa_ascend.graph.compile import load_compiler
 from lopa_ascend.graph.executor import GraphExecutor
-from lopa_ascend.graph.inputs import Kind
 from lopa_ascend.graph.launcher import Graphs
+from lopa_ascend.graph.support import Kind
 from lopa_ascend.kv.pages import PAGE_SIZE, pages_for, slots_for
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.model.base import Model
@@ -115,4 +115,4 @@ def build_executor(
 
 
 def _kind(config: EngineConfig) -> Kind:
-    return Kind(config.graph_window_attention, config.graph_confidence)
+    return Kind(config.graph_window_attention, config.graph_confidence, config.graph_branch_acceptance)

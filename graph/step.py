@@ -14,8 +14,8 @@ from torch import Tensor
 from lopa_ascend.backend import Entries
 from lopa_ascend.graph import policy
 from lopa_ascend.graph.buckets import Bucket
-from lopa_ascend.graph.policy import Predicted
 from lopa_ascend.graph.tensors import Constants, StepInputs, unflatten
+from lopa_ascend.graph.winner import Predicted
 from lopa_ascend.model.base import ForwardInputs, Model
 from lopa_ascend.parallel.collectives import Group
 from lopa_ascend.score.greedy import GreedyScore
@@ -28,10 +28,14 @@ class DecodeStep:
 
     Args:
         bp: the ranks that evaluate other branches.
+        branch_acceptance: see ``DecodingParams``.
     """
 
-    def __init__(self, bucket: Bucket, model: Model, score: GreedyScore, bp: Group) -> None:
+    def __init__(
+        self, bucket: Bucket, model: Model, score: GreedyScore, bp: Group, branch_acceptance: str = "published"
+    ) -> None:
         self.bucket, self.model, self.score, self.bp = bucket, model, score, bp
+        self._branch_acceptance = branch_acceptance
         entries_per_sequence = bucket.slots * bucket.entries
         num_entries = bucket.sequences * entries_per_sequence
         self._lengths = (bucket.cells // bucket.entries,) * num_entries
@@ -61,7 +65,7 @@ class DecodeStep:
         ops.put_rows(storage.hidden, inputs.model.hidden_rows, hidden)
         scored = self.score(self.model.logits(storage.hidden.index_select(0, inputs.model.predicted_by)))
         predicted, bits = self._gather([column.view(self._scored_shape) for column in scored[: self.score.num_columns]])
-        after, winner, won = policy.advance(params, launch, rows, predicted, constants)
+        after, winner, won = policy.advance(params, launch, rows, predicted, constants, self._branch_acceptance)
         ops.put_rows(storage.states, launch.seats, policy.pack_state(after, params, constants))
         if self.bucket.full_attention:
             saved = storage.hidden.index_select(0, self._block_ends(inputs, constants, winner))

@@ -31,7 +31,7 @@ FIRST_CELL = 2**24
 """Number of cell 0 on the device: more than any number of blocks, so that the lower one of both is that of blocks."""
 NO_CONFIDENCE = -192.0
 """In place of the confidence of a cell without a mask: below all confidences, and of no weight in sums; see
-``policy.BASE``."""
+``winner.BASE``."""
 
 
 class Spec(NamedTuple):
@@ -143,7 +143,7 @@ class Constants(NamedTuple):
     accepted_rank: Annotated[Tensor, float32("1")]
     """2 C, the lowest rank of cells that tau_conf accepts."""
     no_confidence: Annotated[Tensor, float32("1")]
-    """The confidence of cells without a mask; see ``policy.BASE``."""
+    """The confidence of cells without a mask; see ``winner.BASE``."""
 
 
 class Storage(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -87,6 +88,14 @@ class DecodingParams(ResearchParams, UsualParams):
         """``eos_token_id``, which is never a single id after construction; None: the model's own ids."""
         assert not isinstance(self.eos_token_id, int)
         return self.eos_token_id
+
+    def ends(self, eos: Iterable[int]) -> frozenset[int]:
+        """Token ids that end the answer.
+
+        Args:
+            eos: EOS ids, which end it unless ``ignore_eos``.
+        """
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else frozenset(eos))
 
     @classmethod
     def preset(cls, name: str, **options: Any) -> DecodingParams:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.kinds import INT64_MAX, Boolean, Bytes, Choice, Choices, Integer, Number, Text
-from lopa_ascend.config.research_params import CONFIDENCES, WINDOW_ATTENTIONS
+from lopa_ascend.config.research_params import BRANCH_ACCEPTANCES, CONFIDENCES, WINDOW_ATTENTIONS
 from lopa_ascend.config.settings import Group, Setting, check_settings, declare
 
 GRAPH_MODES_BY_DEVICE = {"cpu": ("eager", "inductor"), "npu": ("npugraph_ex", "ge", "eager")}
@@ -211,6 +211,10 @@ class EngineConfig:
     )
     graph_confidence: str = declare(
         "max_prob", Setting(Choice(CONFIDENCES), "the `confidence` that graphs are compiled for", group=Group.GRAPHS)
+    )
+    graph_branch_acceptance: str = declare(
+        "published",
+        Setting(Choice(BRANCH_ACCEPTANCES), "the `branch_acceptance` that graphs are compiled for", group=Group.GRAPHS),
     )
     graph_cache: str | None = declare(
         None,

@@ -108,7 +108,7 @@ class ResearchParams:
             'whose lookahead token "d2f" would fill now; "exact": that which "d2f" would have next, so that the answer '
             'is that of "d2f"',
             group=Group.RESEARCH,
-            graphs=GraphSupport.DEFAULT,
+            graphs=GraphSupport.COMPILED,
         ),
     )
     lookahead_depth: int = declare(

@@ -47,7 +47,7 @@ class Strategy(ABC):
         self.params = params
         self.prompt = tuple(prompt)
         self.mask = mask
-        self.ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
+        self.ends = params.ends(eos)
         self._cuts = self.ends | {mask} if params.finish_at_eos else frozenset({mask})
         """Token ids before which the final tokens end."""
         self.limit = len(prompt) + params.max_canvas

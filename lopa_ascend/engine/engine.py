@@ -168,6 +168,9 @@ class Engine:
         if request_id in self.scheduler.running or request_id in self.scheduler.waiting:
             raise ValueError(f"request id {request_id!r} is in use")
         self.limits.check(len(prompt), params)
+        if self.runner.graphs is not None:
+            eos = self.model_config.eos_token_ids if params.eos_token_ids is None else params.eos_token_ids
+            params = self.runner.graphs.with_fixed_branches(params, eos)
         if params.is_random and params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(SEED_BITS))
         self.scheduler.add(Request(request_id, tuple(prompt), params, trace))

@@ -69,8 +69,10 @@ def graph_settings(params: DecodingParams) -> dict[str, Any]:
     if not params.is_pipelined:
         return {}
     found = {setting: getattr(params, name) for setting, name in GRAPH_DEFAULTS.items()}
-    if params.is_auto:  # such requests run eagerly
+    if params.is_auto:
         del found["graph_num_branches"]
+        if params.branch_acceptance == "exact":  # others run eagerly
+            found["graph_num_branches"] = params.max_auto_branches
     return found
 
 

@@ -37,7 +37,7 @@ def job(model: str, **options: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("tp", "bp"), slow_but([(1, 2), (2, 2)], [(2, 2)]))
+@pytest.mark.parametrize(("tp", "bp"), slow_but([(1, 2), (2, 2)], [(1, 2)]))
 def test_exact_is_d2f_on_ranks(tp: int, bp: int, tmp_path: Path) -> None:
     model = str(write_dream(tmp_path / "model"))
     alone = ranks.generate(1, [job(model)], tmp_path)[0]
@@ -49,6 +49,33 @@ def test_exact_is_d2f_on_ranks(tp: int, bp: int, tmp_path: Path) -> None:
             assert same["tokens"] == d2f["tokens"]
             assert same["alternatives"] == d2f["alternatives"]
         assert verified["forwards"] < exact["forwards"] < d2f["forwards"]
+
+
+@pytest.mark.parametrize(("tp", "bp"), slow_but([(1, 2), (2, 2)], [(2, 2)]))
+def test_graphs_on_ranks_accept_the_branches_that_one_eager_process_accepts(tp: int, bp: int, tmp_path: Path) -> None:
+    model = str(write_dream(tmp_path / "model"))
+    kinds = ("verified", "exact")
+    requests: list[list[dict[str, Any]]] = [
+        [{"num_branches": 5, "branch_acceptance": kind}, {"num_branches": 0, "decoding": "d2f"}] for kind in kinds
+    ]
+    requests[1].append({"num_branches": "auto", "max_auto_branches": 5, "branch_acceptance": "exact"})
+    jobs: list[dict[str, Any]] = [
+        {
+            "model": model,
+            "options": {"dtype": "float32", "agreement_interval": 1},
+            "requests": [{"prompt": PROMPT, "params": {**FIELDS, **fields}} for fields in asked],
+        }
+        for asked in requests
+    ]
+    eager = ranks.generate(1, jobs, tmp_path)
+    ranked: dict[str, Any] = {"tensor_parallel_size": tp, "branch_parallel_size": bp, "max_num_seqs": 2}
+    for job, kind in zip(jobs, kinds, strict=True):
+        job["options"] |= {"graph_mode": "inductor", "graph_branch_acceptance": kind, "graph_num_branches": 5, **ranked}
+    (verified, d2f), (exact, _, auto) = ranks.generate(tp * bp, jobs, tmp_path)
+    assert [verified, d2f, exact] == [*eager[0], eager[1][0]]
+    assert {**auto, "cached": 0} == exact
+    assert exact["tokens"] == d2f["tokens"]
+    assert verified["forwards"] < exact["forwards"] < d2f["forwards"]
 
 
 @pytest.mark.parametrize(("tp", "bp"), slow_but([(2, 1), (1, 2)], [(1, 2)]))

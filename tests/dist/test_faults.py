@@ -101,9 +101,7 @@ def started(command: Sequence[str], output: int = subprocess.PIPE) -> Iterator[s
 # ---- the server ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("tp", "bp", "rank"), slow_but([(1, 2, 0), (2, 1, 1), (2, 2, 0), (2, 2, 3)], [(1, 2, 0), (2, 1, 1)])
-)
+@pytest.mark.parametrize(("tp", "bp", "rank"), slow_but([(1, 2, 0), (2, 1, 1), (2, 2, 0), (2, 2, 3)], [(2, 1, 1)]))
 def test_killed_rank(tp: int, bp: int, rank: int, family: Family, tmp_path: Path) -> None:
     """One of each kind; the judge kills all four."""
     log = tmp_path / "log"

@@ -75,7 +75,7 @@ def check_golden(llm: LLM, case: str) -> None:
 
 
 @pytest.mark.usefixtures("plain_registered")
-@pytest.mark.parametrize("model", sorted({model for model, *_ in BY_KIND}))
+@pytest.mark.parametrize("model", slow_but(sorted({model for model, *_ in BY_KIND}), ["A"]))
 def test_golden_cases_in_eager_steps(model: str, tmp_path: Path) -> None:
     path = as_plain(golden.FOLDER / "models" / model, tmp_path / model)
     llm = LLM(path, dtype="float32", enable_prefix_caching=False)

@@ -26,7 +26,6 @@ from lopa_ascend.config import ModelConfig
 from lopa_ascend.graph import policy
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.compile import load_compiler
-from lopa_ascend.graph.policy import Predicted
 from lopa_ascend.graph.step import DecodeStep
 from lopa_ascend.graph.tensors import (
     Caches,
@@ -38,6 +37,7 @@ from lopa_ascend.graph.tensors import (
     unflatten,
     view_inputs,
 )
+from lopa_ascend.graph.winner import Predicted
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.base import Model
 from lopa_ascend.model.dream import Dream
@@ -130,7 +130,7 @@ def int8_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class Sample:
     """A model of ``num_layers`` of Dream-7B with its whole vocabulary, caches and scores."""
 
-    def __init__(self, variant: Variant, num_layers: int, group: Group) -> None:
+    def __init__(self, variant: Variant, num_layers: int, group: Group, num_pages: int = NUM_PAGES) -> None:
         config = replace(dream_7b(num_layers), vocab_size=VOCABULARY, mask_token_id=MASK)
         own = share(config, group.size)
         self.model: Model
@@ -143,7 +143,7 @@ class Sample:
         first = self.model.first_token_id
         ids = range(first, first + self.model.local_vocab_size)
         self.score = GreedyScore(ids, MASK, NUM_TOKENS, group, variant.ops.device)
-        shape = (NUM_PAGES, PAGE_SIZE, own.num_kv_heads, config.head_dim)
+        shape = (num_pages, PAGE_SIZE, own.num_kv_heads, config.head_dim)
         self.k_caches, self.v_caches = (
             [torch.empty(shape, dtype=torch.bfloat16, device="npu") for _ in range(num_layers)] for _ in range(2)
         )
@@ -198,7 +198,7 @@ def lowered_step(variant: Variant, num_layers: int, bucket: Bucket = BUCKET, bp_
 
 
 @functools.cache
-def lowered_policy(bucket: Bucket = BUCKET) -> Lowered:
+def lowered_policy(bucket: Bucket = BUCKET, branch_acceptance: str = "published") -> Lowered:
     """The decode policy: everything of a step but the model and its scores, and the writes to what outlives it."""
     tensors = step_tensors(bucket, 1)
     shape = (bucket.sequences, bucket.branches, bucket.cells)
@@ -209,7 +209,9 @@ def lowered_policy(bucket: Bucket = BUCKET) -> Lowered:
         launch, params = inputs.launch, inputs.params
         rows = policy.open_blocks(params, policy.unpack_state(storage.states, launch, constants), launch)
         written = policy.rows_of_group(rows, launch, constants)
-        state, winner, _ = policy.advance(params, launch, rows, Predicted(ids, probs, probs), constants)
+        state, winner, _ = policy.advance(
+            params, launch, rows, Predicted(ids, probs, probs), constants, branch_acceptance
+        )
         return *written, policy.pack_state(state, params, constants), winner
 
     return lower(run, tensors, ids, probs)

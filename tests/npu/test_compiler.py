@@ -32,6 +32,7 @@ from lopa_ascend.model.dream import Dream
 from tests.npu.lab import capture, device, engine  # noqa: F401
 from tests.npu.lab.traffic import host_traffic
 from tests.npu.samples import SMALL_VOCABULARY, dream_weights, small_dream
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.npu
 MODES = {"npugraph_ex": "replay", "ge": "ge graph"}
@@ -122,7 +123,7 @@ def sample() -> Sample:
     return Sample()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_but(MODES, ["npugraph_ex"]))
 def test_60_steps_of_three_buckets_compile_three_graphs(sample: Sample, mode: str) -> None:
     compiler = load_compiler("npu", mode, key="sample")
     graphs, captures = counters["stats"]["unique_graphs"], len(capture.tapes())
@@ -172,7 +173,7 @@ def test_graphs_share_their_memory(sample: Sample) -> None:
     assert held[2] == held[0]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_but(MODES, ["npugraph_ex"]))
 def test_the_cache_outlives_a_compiler(sample: Sample, mode: str, tmp_path: Path) -> None:
     for key, loaded in (("a", 0), ("a", 1), ("b", 0)):
         compiler = load_compiler("npu", mode, key=key, cache_dir=tmp_path)
@@ -183,7 +184,7 @@ def test_the_cache_outlives_a_compiler(sample: Sample, mode: str, tmp_path: Path
         assert torch.equal(bucket.run([100, 300]).cpu(), result)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_but(MODES, ["npugraph_ex"]))
 def test_a_damaged_entry_is_compiled_anew(
     sample: Sample, mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

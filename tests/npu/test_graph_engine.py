@@ -22,6 +22,7 @@ from tests.npu.lab import capture, device, engine  # noqa: F401
 from tests.npu.lab.constraints import numeric
 from tests.npu.lab.traffic import Traffic, host_traffic
 from tests.plain_dream import as_plain, registered
+from tests.tiers import slow_but
 from tests.tiny import write_dream
 
 pytestmark = pytest.mark.npu
@@ -80,6 +81,26 @@ def check_golden_cases(mode: str, kind: tuple[str, str, str], model: Path) -> No
     assert stats.num_late == 0
 
 
+@pytest.mark.parametrize("branch_acceptance", ["verified", "exact"])
+@pytest.mark.parametrize("mode", MODES)
+def test_branches_that_must_be_confirmed_win_as_on_the_cpu(mode: str, branch_acceptance: str, tmp_path: Path) -> None:
+    path = write_dream(tmp_path)
+    fields: dict[str, Any] = {"block_size": 8, "max_new_tokens": 40, "tau_conf": 0.5, "ignore_eos": True}
+    params = DecodingParams(**fields, num_branches=3, branch_acceptance=branch_acceptance)
+    graphs = options(graph_branch_acceptance=branch_acceptance, graph_block_size=8, graph_window_blocks=4)
+    with numeric():
+        llm = LLM(path, dtype="float32", graph_mode=mode, max_model_len=128, **graphs)
+        output = llm.generate([[5, 3, 8, 2, 9]], params, trace=True, quiet=True)[0]
+    on_cpu = LLM(path, dtype="float32").generate([[5, 3, 8, 2, 9]], params, trace=True, quiet=True)[0]
+    assert output.token_ids == on_cpu.token_ids
+    winners = [record.winner for record in output.trace or ()]
+    assert winners == [record.winner for record in on_cpu.trace or ()]
+    assert min(winners[1:]) < 3
+    stats = llm.engine.stats().graphs
+    assert stats is not None
+    assert (stats.num_steps > 0, stats.eager_steps) == (True, {})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_the_bundled_model_solves_as_many_problems_as_on_the_cpu(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,7 +120,7 @@ def test_the_bundled_model_solves_as_many_problems_as_on_the_cpu(mode: str, caps
     assert stats.num_late == 0
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_but(MODES, ["npugraph_ex"]))
 def test_a_step_is_one_launch_between_two_copies_and_the_host_waits_for_the_step_before_alone(
     mode: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -84,6 +84,11 @@ def test_the_policy_is_small_whatever_the_number_of_rows() -> None:
     assert one.num_kernels <= 55, one.kernels
 
 
+@pytest.mark.parametrize(("branch_acceptance", "most"), [("verified", 99), ("exact", 81)])
+def test_branches_that_must_be_confirmed_need_more_kernels(branch_acceptance: str, most: int) -> None:
+    assert lowered_policy(BUCKET, branch_acceptance).num_kernels <= most
+
+
 def test_a_whole_decode_step_copies_no_cache_and_no_weight() -> None:
     variant = Variant(UNFILLED)
     step = lowered_step(variant, 1)

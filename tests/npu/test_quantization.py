@@ -21,6 +21,7 @@ from tests.npu.lab.constraints import numeric
 from tests.npu.lab.device import is_tiled
 from tests.npu.lab.traffic import host_traffic
 from tests.npu.report import UnfilledOps, Variant, lowered_model
+from tests.tiers import slow_but
 from tests.tiny import write_dream
 
 pytestmark = pytest.mark.npu
@@ -124,7 +125,7 @@ PARAMS = DecodingParams(num_branches=3, max_new_tokens=64, block_size=16, tau_co
         pytest.param(("qkv_proj", "gate_up_proj"), id="o and down alone", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("mode", ["npugraph_ex", "ge"])
+@pytest.mark.parametrize("mode", slow_but(["npugraph_ex", "ge"], ["npugraph_ex"]))
 def test_compiled_steps_give_the_tokens_of_eager_ones(small: Path, mode: str, excluded: tuple[str, ...]) -> None:
     options = {**GRAPHS, **W8A8, "quantization_exclude": excluded, "graph_window_blocks": 4}
     llm = LLM(small, graph_mode=mode, **options)
@@ -139,6 +140,7 @@ def test_compiled_steps_give_the_tokens_of_eager_ones(small: Path, mode: str, ex
     assert not stats.eager_steps
 
 
+@pytest.mark.slow  # test_compiler.py keeps and takes graphs by their key
 def test_kept_graphs_are_taken_with_the_same_layers_as_int8_alone(small: Path, tmp_path: Path) -> None:
     made, num_files = [], []
     for changes in (W8A8, W8A8, {**W8A8, "quantization_exclude": ("down_proj",)}, {"dtype": "bfloat16"}):

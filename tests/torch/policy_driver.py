@@ -15,11 +15,12 @@ from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.blocks import BlockState, threshold_count
 from lopa_ascend.decode.strategy import Strategy
-from lopa_ascend.graph import inputs, policy, tensors
+from lopa_ascend.graph import inputs, policy, tensors, winner
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.inputs import HostView, Snapshot
-from lopa_ascend.graph.policy import NextState, Predicted, Rows, State
+from lopa_ascend.graph.policy import NextState, State
 from lopa_ascend.graph.tensors import FIRST_CELL, RequestParams, StepInputs
+from lopa_ascend.graph.winner import Predicted, Rows
 from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
 from lopa_ascend.parallel.placement import Placement
 from lopa_ascend.runner.layout import build_layout
@@ -33,7 +34,7 @@ constants_of = cache(tensors.make_constants)
 GRIDS: tuple[Callable[[random.Random], float], ...] = (
     lambda rng: rng.choice([0.25, 0.5, 0.75]),  # ties everywhere
     lambda rng: rng.choice([0.1, 0.25, 0.5, 0.75, 0.95, 1.0]),  # on the thresholds
-    lambda rng: (rng.randrange(8) + 0.5) * policy.STEP,
+    lambda rng: (rng.randrange(8) + 0.5) * winner.STEP,
     lambda rng: rng.choice([-12.0, -0.5, -0.0, 0.0]),
     lambda rng: rng.random(),
     lambda rng: -12 * rng.random(),
@@ -62,6 +63,8 @@ class Sequence:
     def __init__(self, rng: random.Random, request: dict, prompt: int, steps: int):
         decoding = "lopa" if request["num_branches"] else "d2f"
         self.params = DecodingParams(decoding=decoding, **request)
+        self.usual = answer(rng, CAPACITY * LENGTH).tokens
+        """By cell, what many steps predict, so that one confirms what another has guessed."""
         self.size = self.params.block_size
         text = [rng.randrange(VOCAB) for _ in range(prompt)]
         self.strategy: Strategy = begin(text, self.params, MASK, frozenset(EOS), 0 if steps else prompt)
@@ -115,9 +118,18 @@ class Batch:
     """Sequences under both policies, each in a seat of its own. ``late``: a step is launched on what was known before
     the last one. ``size`` branch-parallel groups."""
 
-    def __init__(self, specs: list[tuple[dict, int, int]], seed: int, late: bool, size: int):
+    def __init__(
+        self,
+        specs: list[tuple[dict, int, int]],
+        seed: int,
+        late: bool,
+        size: int,
+        branch_acceptance: str = "published",
+    ):
         self.rng, self.late, self.size = random.Random(seed), late, size
-        self.sequences = [Sequence(self.rng, *spec) for spec in specs]
+        self.branch_acceptance = branch_acceptance
+        kind = {"branch_acceptance": branch_acceptance}
+        self.sequences = [Sequence(self.rng, request | kind, *others) for request, *others in specs]
         slots = -(-max(1 + seq.params.lookaheads for seq in self.sequences) // size)
         self.bucket = Bucket(len(specs), CAPACITY, 1, slots * size, slots, LENGTH, CAPACITY)
         self.seats = self.rng.sample(range(SEATS), len(specs))
@@ -171,6 +183,8 @@ class Batch:
         results: list[list[RowResult]] = [[] for _ in self.sequences]
         for row in range(shape[0]):
             common = answer(self.rng, shape[2]) if self.rng.random() < 0.5 else None
+            usual = self.sequences[row].usual[self.sequences[row].first[-1] * LENGTH :]
+            is_usual = self.rng.random() < 0.5
             for branch in range(shape[1]):
                 at = rows.masked[row, branch].nonzero()[:, 0]
                 columns = astuple(common or answer(self.rng, len(at)))
@@ -178,6 +192,8 @@ class Batch:
                     columns = columns[0], *[tuple(min(abs(prob), 1.0) for prob in columns[1])] * 2
                 if common is not None:
                     columns = tuple(tuple(column[i] for i in at) for column in columns)
+                if is_usual:
+                    columns = tuple(usual[i] if i < len(usual) else 0 for i in at), *columns[1:]
                 for x, column in zip((tokens, probs, confs), columns, strict=True):
                     x[row, branch, at] = torch.tensor(column, dtype=x.dtype)
                 results[row].append(RowResult(*columns))
@@ -196,7 +212,7 @@ class Batch:
                 self.compare_rows(row, given, state, rows)
             self.compare_writes(views, pages, given, rows, self.present - done)
             predicted, results = self.predict(rows)
-            after, winner, _ = policy.advance(params, launch, rows, predicted, constants)
+            after, winner, _ = policy.advance(params, launch, rows, predicted, constants, self.branch_acceptance)
             self.storage[launch.seats] = policy.pack_state(after, params, constants)
             self.held = self.bucket.blocks
             gone = set(done)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +18,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode import begin
-from lopa_ascend.graph import inputs, policy, tensors
+from lopa_ascend.graph import inputs, policy, support, tensors
 from lopa_ascend.graph.buckets import Bucket
-from lopa_ascend.graph.inputs import HostView, Kind
-from lopa_ascend.graph.policy import Predicted
+from lopa_ascend.graph.inputs import HostView
+from lopa_ascend.graph.support import Kind
+from lopa_ascend.graph.winner import Predicted
 from tests.tiers import examples
 from tests.torch.policy_driver import LENGTH, MASK, Batch, constants_of
 
@@ -43,25 +46,41 @@ requests = st.fixed_dictionaries(
 batches = st.lists(st.tuples(requests, st.integers(1, 300), st.integers(0, 3)), min_size=1, max_size=3)
 
 
+@pytest.mark.parametrize("branch_acceptance", ["published", "verified", "exact"])
 @settings(max_examples=EXAMPLES)
-@given(batches, st.integers(0, 10**9), st.booleans(), st.sampled_from([1, 1, 2, 3]))
-def test_every_step_is_what_decode_makes_of_it(batch, seed: int, late: bool, size: int) -> None:
-    for _ in Batch(batch, seed, late, size).run():
+@given(batch=batches, seed=st.integers(0, 10**9), late=st.booleans(), size=st.sampled_from([1, 1, 2, 3]))
+def test_every_step_is_what_decode_makes_of_it(
+    branch_acceptance: str, batch: list, seed: int, late: bool, size: int
+) -> None:
+    if branch_acceptance == "exact":  # graphs do not take 0
+        batch = [({**request, "tau_add": request["tau_add"] or 0.01}, *rest) for request, *rest in batch]
+    for _ in Batch(batch, seed, late, size, branch_acceptance).run():
         pass
 
 
-def test_what_was_not_finite_is_noticed_by_no_other_sequence() -> None:
+def test_no_exact_branch_wins_that_has_opened_fewer_blocks_than_the_anchor() -> None:
+    """One that holds an EOS opens none."""
+    request = {"num_branches": 6, "block_size": 3, "max_new_tokens": 24, "tau_conf": 1.0, "finish_at_eos": False}
+    num_won = 0
+    for seed in range(40):
+        for _, record in Batch([(request, 5, 1)], seed, seed % 2 == 0, 1, "exact").run():
+            num_won += record.winner < len(record.branches) - 1
+    assert num_won > 10
+
+
+@pytest.mark.parametrize("branch_acceptance", ["published", "verified", "exact"])
+def test_what_was_not_finite_is_noticed_by_no_other_sequence(branch_acceptance: str) -> None:
     request = {"num_branches": 2, "block_size": 3, "max_new_tokens": 8, "tau_conf": 1.0}
     after = []
     for bad in (0.5, float("nan"), float("inf")):
-        batch = Batch([(request, 5, 2)] * 3, 0, False, 1)
+        batch = Batch([(request, 5, 2)] * 3, 0, False, 1, branch_acceptance)
         _, _, given = batch.launch()
         launch, params = given.launch, given.params
         constants = constants_of(batch.bucket, batch.first_padding_slot)
         rows = policy.open_blocks(params, policy.unpack_state(batch.storage, launch, constants), launch)
         predicted, _ = batch.predict(rows)
         predicted.max_probs[1], predicted.confidences[1] = bad, bad
-        state, winner, _ = policy.advance(params, launch, rows, predicted, constants)
+        state, winner, _ = policy.advance(params, launch, rows, predicted, constants, branch_acceptance)
         assert bool(((winner >= 0) & (winner < rows.tokens[..., 0].numel())).all())
         cells = state.lookahead_cells[1]
         assert bool(((cells < 0) | torch.isin(cells, launch.cells[1])).all())
@@ -95,7 +114,48 @@ def test_what_was_not_finite_is_noticed_by_no_other_sequence() -> None:
 )
 def test_what_graphs_cannot_do_is_named(request_: DecodingParams, field: str | None) -> None:
     shape = Bucket(1, 2, 1, 4, 4, 32, 8)
-    assert inputs.unsupported(request_, 2, shape, Kind()) == field
+    assert support.unsupported(request_, 2, shape, Kind()) == field
+
+
+@pytest.mark.parametrize(
+    ("asked", "compiled", "field"),
+    [
+        ({"branch_acceptance": "verified"}, "verified", None),
+        ({"branch_acceptance": "exact"}, "exact", None),
+        ({"branch_acceptance": "exact"}, "verified", "branch_acceptance"),
+        ({}, "exact", "branch_acceptance"),
+        ({"num_branches": 0}, "exact", None),
+        ({"num_branches": 0, "branch_acceptance": "exact", "tau_add": 0.0}, "exact", None),
+        ({"decoding": "d2f"}, "verified", None),
+        ({"branch_acceptance": "verified", "tau_add": 0.0}, "verified", None),
+        ({"branch_acceptance": "exact", "tau_add": 0.0}, "exact", "tau_add"),
+        ({"branch_acceptance": "verified", "lookahead_depth": 2}, "verified", "lookahead_depth"),
+        ({"branch_acceptance": "exact", "num_branches": "auto"}, "exact", "num_branches"),
+    ],
+)
+def test_graphs_decode_the_branch_acceptance_that_they_are_compiled_for(
+    asked: dict[str, Any], compiled: str, field: str | None
+) -> None:
+    shape = Bucket(1, 2, 1, 4, 4, 32, 8)
+    kind = Kind(branch_acceptance=compiled)
+    assert support.unsupported(DecodingParams(**asked), 2, shape, kind) == field
+
+
+def test_exact_with_auto_gets_the_branches_that_there_is_room_for() -> None:
+    shape, exact = Bucket(1, 2, 1, 4, 4, 32, 8), Kind(branch_acceptance="exact")
+    auto = DecodingParams(num_branches="auto", branch_acceptance="exact")
+    assert support.with_fixed_branches(auto, 2, shape, exact).num_branches == 3
+    assert support.with_fixed_branches(replace(auto, max_auto_branches=2), 2, shape, exact).num_branches == 2
+    unchanged = [
+        (replace(auto, branch_acceptance="verified"), exact, shape),
+        (replace(auto, branch_acceptance="verified"), Kind(branch_acceptance="verified"), shape),
+        (auto, Kind(), shape),
+        (auto, exact, shape._replace(branches=1, slots=1)),
+        (replace(auto, tau_add=0.0), exact, shape),
+        (replace(auto, num_branches=2), exact, shape),
+    ]
+    for params, kind, bucket in unchanged:
+        assert support.with_fixed_branches(params, 2, bucket, kind) is params
 
 
 def test_more_eos_ids_than_a_graph_takes_are_named_unless_they_are_ignored() -> None:
@@ -103,10 +163,10 @@ def test_more_eos_ids_than_a_graph_takes_are_named_unless_they_are_ignored() -> 
     for ignored, reason in ((False, "eos_token_id"), (True, None)):
         params = DecodingParams(ignore_eos=ignored)
         ends = begin([1], params, 99, frozenset(range(9))).ends
-        assert inputs.unsupported(params, len(ends), shape, Kind()) == reason
+        assert support.unsupported(params, len(ends), shape, Kind()) == reason
 
 
-def kernels(sequences: int) -> Counter[str]:
+def kernels(sequences: int, branch_acceptance: str) -> Counter[str]:
     """The compute ops of a whole step's policy, traced without values: whoever reads one fails here."""
     bucket = Bucket(sequences, 4, 2, 8, 8, 32, 6)
     params = inputs.empty_params(sequences, MASK, bucket)
@@ -120,7 +180,7 @@ def kernels(sequences: int) -> Counter[str]:
 
     def step(storage, params, launch, predicted, constants):
         rows = policy.open_blocks(params, policy.unpack_state(storage, launch, constants), launch)
-        state, winner, _ = policy.advance(params, launch, rows, predicted, constants)
+        state, winner, _ = policy.advance(params, launch, rows, predicted, constants, branch_acceptance)
         return policy.rows_of_group(rows, launch, constants), policy.pack_state(state, params, constants), winner
 
     traced = make_fx(step, tracing_mode="fake")(storage, given.params, given.launch, predicted, constants_of(bucket, 0))
@@ -128,10 +188,11 @@ def kernels(sequences: int) -> Counter[str]:
     return Counter(str(op) for op in ops if isinstance(op, torch._ops.OpOverload) and not op.is_view)
 
 
-def test_the_number_of_kernels_is_small_and_does_not_grow_with_the_sequences() -> None:
-    found = kernels(1)
-    assert found.total() <= 46
-    assert found == kernels(5)
+@pytest.mark.parametrize(("branch_acceptance", "most"), [("published", 46), ("verified", 88), ("exact", 76)])
+def test_the_number_of_kernels_is_small_and_does_not_grow_with_the_sequences(branch_acceptance: str, most: int) -> None:
+    found = kernels(1, branch_acceptance)
+    assert found.total() <= most
+    assert found == kernels(5, branch_acceptance)
     # Not for a compiled step: shapes that depend on values, ties in an order of the kernel's own, AICPU kernels.
     assert not any(
         word in op for op in found for word in ("nonzero", "masked_select", "item", "sort", "scatter", "amin")

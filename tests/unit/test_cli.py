@@ -61,6 +61,17 @@ def test_a_chosen_number_of_branches_leaves_the_graphs_their_own():
     assert config.engine == EngineConfig()
 
 
+def test_graphs_have_room_for_all_branches_of_auto_where_they_run_it():
+    auto = ["--num-branches", "auto", "--max-auto-branches", "5", "--branch-acceptance"]
+    rooms = {kind: parse_args([*auto, kind]).engine for kind in ("published", "verified", "exact")}
+    assert {kind: engine.graph_num_branches for kind, engine in rooms.items()} == {
+        "published": 3,
+        "verified": 3,
+        "exact": 5,
+    }
+    assert all(engine.graph_branch_acceptance == kind for kind, engine in rooms.items())
+
+
 def test_every_setting_has_one_flag():
     assert set(DecodingParams.names()) - {"seed", "top_logprobs"} == DECODING_FLAGS.keys()
     settings = {f.name for f in fields(ServeConfig)} - {"engine", "decoding"}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 aten = torch.ops.aten
 collectives = torch.ops._c10d_functional
-OUT_VARIANTS = {
+OUT_VARIANTS: dict[Any, Any] = {
     aten.exp.default: aten.exp.out,
     aten.gather.default: aten.gather.out,
     aten.index_select.default: aten.index_select.out,

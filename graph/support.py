@@ -1,0 +1,70 @@
+"""Which requests the compiled steps of an engine can decode."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+from lopa_ascend.config import PIPELINED, DecodingParams, GraphSupport
+from lopa_ascend.graph.buckets import MAX_EOS, Bucket
+
+
+class Kind(NamedTuple):
+    """Decoding parameters that are compiled into all graphs of an engine; requests with other values run eagerly."""
+
+    window_attention: str = "block_causal"
+    confidence: str = "max_prob"
+    branch_acceptance: str = "published"
+
+    def decodes(self, request: DecodingParams, name: str) -> bool:
+        """Whether graphs of this kind decode what a request has in its field ``name``, which is one of these."""
+        if name == "branch_acceptance" and not request.lookaheads:
+            return True  # the anchor wins
+        return bool(getattr(request, name) == getattr(self, name))
+
+
+def unsupported(request: DecodingParams, num_ends: int, shape: Bucket, kind: Kind) -> str | None:
+    """The field of a request that no graph of this shape and kind supports; None if graphs can decode the request.
+
+    Which values graphs support is declared with each field of ``DecodingParams``.
+
+    Args:
+        num_ends: token ids that end the request.
+    """
+    sizes: dict[str, tuple[float, int]] = {  # (what the request needs, what the graphs hold)
+        # A graph computes the number of its branches itself; the host cannot choose it.
+        "num_branches": (math.inf if request.is_auto else 1 + request.lookaheads, shape.branches),
+        "block_size": (request.block_size, shape.block_length),
+        "eos_token_id": (num_ends, MAX_EOS),
+    }
+    for name, support in DecodingParams.graph_support().items():
+        value = getattr(request, name)
+        if support is GraphSupport.PIPELINED and value not in PIPELINED:
+            return name
+        if support is GraphSupport.DEFAULT and value != getattr(DecodingParams, name):
+            return name
+        if support is GraphSupport.COMPILED and not kind.decodes(request, name):
+            return name
+        if support is GraphSupport.BUCKET:
+            needed, held = sizes[name]
+            if needed > held:
+                return name
+    if request.branch_acceptance == "exact" and request.lookaheads and not request.tau_add:
+        return "tau_add"  # a block may open in every pass, and graphs do not look two blocks ahead
+    return None
+
+
+def with_fixed_branches(request: DecodingParams, num_ends: int, shape: Bucket, kind: Kind) -> DecodingParams:
+    """The request with as many lookahead branches as graphs have room for, if these can decode it then and its tokens
+    are the same with any number of branches; otherwise the request as it is.
+
+    Args:
+        request: maybe one that has its number of branches chosen for each pass.
+        num_ends: token ids that end the request.
+    """
+    room = shape.branches - 1
+    if not (request.is_auto and request.branch_acceptance == kind.branch_acceptance == "exact" and room):
+        return request
+    fixed = replace(request, num_branches=min(request.max_auto_branches, room), branches_by_load=None)
+    return request if unsupported(fixed, num_ends, shape, kind) else fixed
