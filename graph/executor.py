@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.graph.buckets import Bucket
-from lopa_ascend.graph.launcher import Graphs, Launcher, LaunchItem
+from lopa_ascend.graph.launcher import Graphs, InputMemory, Launcher, LaunchItem
 from lopa_ascend.graph.seats import Seats
 from lopa_ascend.graph.step import DecodeStep
 from lopa_ascend.graph.support import unsupported, with_fixed_branches
@@ -61,6 +61,7 @@ class GraphExecutor:
 
     Attributes:
         num_rows, idle_rows: see ``EngineStats``.
+        inputs: the device's memory for the inputs of steps.
 
     Args:
         bp: the ranks that hold the same part of the model and evaluate other branches.
@@ -75,10 +76,10 @@ class GraphExecutor:
         declared = graphs.buckets.declared
         num_tokens = max(bucket.tokens for bucket in declared)
         self.seats = Seats(graphs.num_seats, graphs.shape, model.config.mask_token_id, hidden, model.ops, num_tokens)
-        self._memory = torch.zeros(max(map(input_size, declared)), dtype=torch.int32, device=model.ops.device)
+        self.inputs = InputMemory(max(map(input_size, declared)), model.ops.device)
         steps = [DecodeStep(bucket, model, graphs.score, bp, graphs.kind.branch_acceptance) for bucket in declared]
         caches = pool.k, pool.v
-        self.launchers = {step.bucket: Launcher(step, graphs, self.seats, self._memory, caches) for step in steps}
+        self.launchers = {step.bucket: Launcher(step, graphs, self.seats, self.inputs, caches) for step in steps}
         self._in_flight: list[InFlightStep] = []
         self._num_launches = self._tokens = self._padded_tokens = self._wasted_steps = 0
         self._eager_steps: Counter[str] = Counter()
@@ -93,7 +94,7 @@ class GraphExecutor:
     def stats(self) -> GraphStats:
         compiler, pool, storage = self.graphs.compiler, self.pool, self.seats.storage
         padding_pages = pool.caches.nbytes - pool.caches[:, :, : pool.num_pages].nbytes
-        own = storage.states.nbytes + storage.hidden.nbytes + self._memory.nbytes
+        own = storage.states.nbytes + storage.hidden.nbytes + self.inputs.tensor.nbytes
         return GraphStats(
             num_buckets=compiler.num_compilations + compiler.num_loaded,
             memory=compiler.memory + padding_pages + own,
@@ -247,7 +248,7 @@ class GraphExecutor:
         """Reads launched steps and updates their sequences, except those that have ended meanwhile."""
         results = []
         for step in steps:
-            output = view_output(step.read(), step.bucket)
+            output = view_output(step.read(), step.bucket, self.graphs.score.num_columns)
             for row, item in enumerate(step.items):
                 graph = graph_of(item.sequence)
                 if graph.in_flight == step.number:

@@ -137,14 +137,15 @@ def advance(
     predicted: Predicted,
     constants: Constants,
     branch_acceptance: str = "published",
-) -> tuple[NextState, Tensor]:
+) -> tuple[NextState, Tensor, Tensor]:
     """Picks the winners, fills them, and grows the next branches from them (SPEC sections 3 to 6).
 
     Args:
         branch_acceptance: see ``DecodingParams``; the lookahead branches have one token of their own.
 
     Returns:
-        The next state, and the winners' rows int32 [S]: sequence * B + branch.
+        The next state, the winners' rows int32 [S] (sequence * B + branch), and all that was taken of the winners,
+        int32 [S, V]; see ``tensors.winner_column``.
     """
     B = rows.tokens.shape[1]
     is_probability = predicted.max_probs is predicted.confidences
@@ -167,7 +168,8 @@ def advance(
         candidate_rank >= params.min_rank, launch.cells.gather(1, candidate), constants.no_cell
     )
     tokens = torch.where(won.filled, won.guesses, won.tokens)
-    return NextState(tokens, won.guesses, won.num_open_blocks, lookahead_cells), won.row.view(-1)
+    after = NextState(tokens, won.guesses, won.num_open_blocks, lookahead_cells)
+    return after, won.row.view(-1), won.taken
 
 
 def _choose(
@@ -203,7 +205,7 @@ def _choose(
     is_activated = masks_before.view(torch.float32) <= params.activation_masks[:, None]
     threshold = torch.where(is_activated, by_block.max(-1).values, constants.accepted_rank).clamp(C, 2 * C)
     filled = (by_block >= threshold[..., None]).view(S, C)
-    return Chosen(tokens, guesses, row, num_open_blocks, rank, filled)
+    return Chosen(tokens, guesses, row, num_open_blocks, rank, filled, taken)
 
 
 def _ranks(confidences: Tensor, constants: Constants) -> Tensor:

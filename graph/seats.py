@@ -19,6 +19,7 @@ class Seats:
     Attributes:
         params: the parameters of all seats, on the host.
         storage: their states and hidden states, on the device.
+        num_taken: how often a sequence has taken a seat, which writes the seat's parameters.
 
     Args:
         shape: the engine's largest bucket.
@@ -37,6 +38,7 @@ class Seats:
             hidden=hidden.new_zeros(total * self._rows_per_seat + num_tokens, hidden.shape[1]),
         )
         self._free = list(range(num_seats - 1, -1, -1))
+        self.num_taken = 0
 
     @property
     def num_free(self) -> int:
@@ -48,6 +50,7 @@ class Seats:
         request, strategy = sequence.request.params, sequence.strategy
         snapshot = take_snapshot(sequence)
         seat = graph.seat = self._free.pop()
+        self.num_taken += 1
         graph.window_start, graph.window_blocks = snapshot.window_start, self.shape.max_blocks
         to_add, to_activate = (threshold_count(tau, request.block_size) for tau in (request.tau_add, request.tau_act))
         write_params(self.params, seat, request, sorted(strategy.ends), self._mask, to_add, to_activate)

@@ -64,14 +64,14 @@ class DecodeStep:
         hidden = self.model.forward(forward, k_caches, v_caches)
         ops.put_rows(storage.hidden, inputs.model.hidden_rows, hidden)
         scored = self.score(self.model.logits(storage.hidden.index_select(0, inputs.model.predicted_by)))
-        predicted = self._gather([column.view(self._scored_shape) for column in scored[: self.score.num_columns]])
-        after, winner = policy.advance(params, launch, rows, predicted, constants, self._branch_acceptance)
+        predicted, bits = self._gather([column.view(self._scored_shape) for column in scored[: self.score.num_columns]])
+        after, winner, won = policy.advance(params, launch, rows, predicted, constants, self._branch_acceptance)
         ops.put_rows(storage.states, launch.seats, policy.pack_state(after, params, constants))
         if self.bucket.full_attention:
             saved = storage.hidden.index_select(0, self._block_ends(inputs, constants, winner))
             ops.put_rows(storage.hidden, inputs.model.save_rows, saved)
-        columns = [winner, after.tokens, *float_bits(predicted[: self.score.num_columns])]
-        return torch.cat([column.view(-1) for column in columns])
+        # An NPU computes each of these in its place, so they are whole results, and neither parts nor inputs.
+        return torch.cat([column.view(-1) for column in (won, after.tokens, *bits)])
 
     def _forward_inputs(
         self, inputs: StepInputs, tokens: Tensor, slot_mapping: Tensor, kv_lengths: Sequence[int]
@@ -92,21 +92,23 @@ class DecodeStep:
         ends = inputs.model.block_ends.view(self.bucket.sequences, -1)
         return (ends + slot[:, None] * self.bucket.cells).view(-1)
 
-    def _gather(self, scored: Sequence[Tensor]) -> Predicted:
-        """The predictions of all branch-parallel groups, [S, B, C] each. Branch i has slot i div size of group i mod
-        size.
+    def _gather(self, scored: Sequence[Tensor]) -> tuple[Predicted, list[Tensor]]:
+        """The predictions of all branch-parallel groups, [S, B, C] each, and the tensors that they lie in, as int32.
+        Branch i has slot i div size of group i mod size.
 
         Args:
             scored: this group's token ids, probabilities and, if they differ from these, confidences [S, R, C].
         """
         ids, *others = scored
+        whole = float_bits(scored)
         if self.bp.size > 1:
-            message = torch.stack(float_bits(scored))
+            message = torch.stack(whole)
             num_columns, S, R, C = message.shape
             gathered = self.bp.all_gather(message, "branches").permute(1, 2, 3, 0, 4).contiguous()
             ids, *bits = gathered.view(num_columns, S, R * self.bp.size, C).unbind()
             others = [column.view(torch.float32) for column in bits]
-        return Predicted(ids, others[0], others[-1])
+            whole = [gathered]
+        return Predicted(ids, others[0], others[-1]), whole
 
     def traffic(self) -> list[tuple[Group, Traffic]]:
         """What a launch sends, by the group that it goes to."""

@@ -158,7 +158,11 @@ class Storage(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """What a step tells the host."""
+    """What a step tells the host.
+
+    A step returns all that it takes of the winners, int32 [S, V], and then ``tokens`` and the predictions: an NPU
+    computes these where they lie in the output, while a part of a tensor would have to be copied there.
+    """
 
     winners: Annotated[Tensor, int32("S")]
     """Row of the winner: sequence * B + branch."""
@@ -204,13 +208,22 @@ def view_inputs(memory: Tensor, bucket: Bucket) -> StepInputs:
     )
 
 
-def view_output(memory: Tensor, bucket: Bucket) -> StepOutput:
-    """The output of a step in ``memory`` int32 [n], which the step returned."""
-    declared = specs(StepOutput)
-    if len(memory) == num_elements(StepOutput, bucket):
-        return StepOutput(*_views(memory, declared.values(), bucket))
-    winners, tokens, ids, max_probs = _views(memory, list(declared.values())[:-1], bucket)
-    return StepOutput(winners, tokens, ids, max_probs, confidences=max_probs)
+def view_output(memory: Tensor, bucket: Bucket, num_columns: int) -> StepOutput:
+    """The output of a step in ``memory`` int32 [n], which the step returned.
+
+    Args:
+        num_columns: tensors of predictions: 2 if the confidences are the probabilities, otherwise 3.
+    """
+    declared = list(specs(StepOutput).values())[1 : 2 + num_columns]
+    num_won = len(memory) - sum(math.prod(bucket.shape(spec.dims)) for spec in declared)
+    won = memory[:num_won].view(bucket.sequences, -1)
+    tokens, ids, max_probs, *others = _views(memory[num_won:], declared, bucket)
+    return StepOutput(won[:, winner_column(bucket.cells)], tokens, ids, max_probs, *(others or [max_probs]))
+
+
+def winner_column(cells: int) -> int:
+    """The column of what a step takes of the winners that has their rows: after their tokens and predictions."""
+    return 2 * cells
 
 
 def _views(memory: Tensor, declared: Iterable[Spec], bucket: Bucket) -> list[Tensor]:

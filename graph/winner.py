@@ -67,6 +67,8 @@ class Chosen(NamedTuple):
     them, by how many cells it is ahead of."""
     filled: Tensor
     """Cells that the fill rule fills, bool [S, C]."""
+    taken: Tensor
+    """All that is taken of the branch, int32 [S, V]: tokens, guesses, row, and what the other fields come from."""
 
 
 def losers(

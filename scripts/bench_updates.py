@@ -4,7 +4,8 @@
     python -m scripts.bench_updates --problems 24 --sequences 4
 
 Decodes held-out problems by the bundled model with the decode steps that graph mode npugraph_ex captures, in the same
-buckets, without capturing them. Prints the updates of a step before, when every replay writes its lengths, and after,
+buckets, without capturing them. Prints how many steps find their inputs on the device
+as they need them, and the updates of a step before, when every replay writes its lengths, and after,
 when only lengths that differ from those of the graph's last replay are written, and if lengths were whole pages, which
 the kernel would need a mask for; and what they cost the host.
 
@@ -40,6 +41,7 @@ class Counting(Eager):
         num_replays: steps that were run.
         num_changed: those of them with other KV lengths than the bucket's last step.
         num_pages_changed: those with other numbers of pages than it.
+        num_written: how often the inputs of a step were written to the device.
     """
 
     def __init__(self) -> None:
@@ -48,7 +50,7 @@ class Counting(Eager):
 
     def reset(self) -> None:
         """Counts from 0 again."""
-        self.num_replays = self.num_changed = self.num_pages_changed = 0
+        self.num_replays = self.num_changed = self.num_pages_changed = self.num_written = 0
 
     def _compile(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: list[int]) -> Run:
         run, last = super()._compile(step, name, tensors, kv_lengths), list(kv_lengths)
@@ -71,7 +73,11 @@ def count(questions: Sequence[str], num_sequences: int) -> Counting:
         llm = LLM(graph_mode="inductor", max_num_seqs=num_sequences, max_model_len=512, enable_prefix_caching=False)
     counting.reset()  # without the padding that buckets start with
     chats = [[{"role": "user", "content": question}] for question in questions]
+    graphs = llm.engine.runner.graphs
+    assert graphs is not None
+    before = graphs.inputs.num_written
     llm.chat(chats, DecodingParams(max_new_tokens=128))
+    counting.num_written = graphs.inputs.num_written - before
     return counting
 
 
@@ -90,6 +96,7 @@ def main(argv: list[str] | None = None) -> None:
     print(
         f"{len(questions)} problems, {counting.num_replays} replays, {1 - changed:.0%} with the lengths of the last one"
     )
+    print(f"inputs written before {counting.num_written / counting.num_replays:.0%} of the replays")
     pages = counting.num_pages_changed / counting.num_replays
     shares = (
         ("before, all lengths written", 1.0),

@@ -27,6 +27,8 @@ LAYERS = 28
 WRITTEN = 0.27
 """Share of replays of one sequence whose KV lengths differ from the replay before: 73 % of 248 replays of the bundled
 model had equal ones (docs/ascend.md). Of several sequences, one that has changed is enough."""
+INPUTS_WRITTEN = 0.54
+"""Share of replays of one sequence whose inputs differ from those that the device has (the same document)."""
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::matmul")
 Task = tuple[str, int, int]
 """Name, bytes moved, FLOPs."""
@@ -48,7 +50,7 @@ class Predicted:
     updates: float
     """Host: KV lengths that are written into the graph, on average."""
     other_host: float
-    """Host: launch, inputs, and results of each sequence."""
+    """Host: launch, inputs where they are written, and results of each sequence."""
     host: float
     step: float
     bound_by: str
@@ -103,7 +105,8 @@ def predict(sequences: int, device: Device, context: int, case: str) -> Predicte
             terms[term] += 1000 * repeats * duration
     on_device = sum(terms.values())
     updates = 1000 * LAYERS * device.host_layer_s * (1 - (1 - WRITTEN) ** sequences)
-    other = 1000 * (device.host_launch_s + device.host_inputs_s + sequences * device.host_request_s)
+    inputs = device.host_inputs_s * (1 - (1 - INPUTS_WRITTEN) ** sequences)
+    other = 1000 * (device.host_launch_s + inputs + sequences * device.host_request_s)
     host = updates + other
     largest = max(terms, key=terms.__getitem__)
     return Predicted(

@@ -196,6 +196,22 @@ def test_a_window_that_outgrows_the_graphs_runs_eager_and_is_reported(path: str)
     assert shown(outputs[0]) == shown(outputs[1])
 
 
+def test_inputs_are_written_only_where_they_changed_and_for_each_request(path: str) -> None:
+    """The second request differs from the first in nothing but parameters, and takes the same seat."""
+    served, alone = engine(path), engine(path)
+    slow = DecodingParams(max_new_tokens=32, ignore_eos=True, block_size=16, tau_conf=1.0)
+    for params in (slow, replace(slow, tau_conf=0.0)):
+        expected = run(alone, [([5, 6, 7], params)])[0]
+        (output,) = run(served, [([5, 6, 7], params)])
+        assert output.token_ids == expected.token_ids
+        alone = engine(path)
+    graphs = served.runner.graphs
+    assert graphs is not None
+    num_steps = graphs.stats().num_steps
+    warm_up = graphs.stats().num_buckets
+    assert 0 < graphs.inputs.num_written - warm_up < 0.7 * num_steps
+
+
 def test_what_is_ended_in_flight_leaves_its_seat_and_nobody_notices(path: str) -> None:
     served = engine(path, max_num_seqs=2)
     params = DecodingParams(max_new_tokens=64, ignore_eos=True, block_size=8, tau_conf=1.0)
@@ -249,10 +265,10 @@ def test_a_device_that_decides_otherwise_is_noticed(path: str, falsified: str, m
     alone = run(engine(path), [([5, 6, 7], params)])[0]
     launches = 0
 
-    def falsify(message, bucket):
+    def falsify(*message):
         nonlocal launches
         launches += 1
-        output = original(message, bucket)
+        output = original(*message)
         if launches != 3:
             return output
         bad = next(row for row, item in enumerate(seen[-1].items) if item.step.request_id == "bad")

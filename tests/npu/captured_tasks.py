@@ -70,13 +70,17 @@ def size(places: list[Place]) -> int:
 def described(task: Task) -> list[Any]:
     """[name, bytes, FLOPs] of a task."""
     name = task.op.name()
-    given = [x for x in tree_leaves((task.args, task.kwargs)) if isinstance(x, Place)]
+    outputs = {argument.name for argument in task.op._schema.arguments if argument.is_out}
+    read = {key: value for key, value in task.kwargs.items() if key not in outputs}
+    given = [x for x in tree_leaves((task.args, read)) if isinstance(x, Place)]
     flops = 0
     if name in ("aten::mm", "aten::addmm"):
         left, right = given[-2:]
         flops = 2 * left.size[0] * left.size[1] * right.size[1]
     if name in ("aten::index_select", "aten::gather"):
         moved = 2 * size(task.results)
+    elif name == "aten::copy_":
+        moved = size(given[1:]) + size(task.results)
     elif "scatter_nd" in name:
         moved = 2 * size(given[2:])
     elif "scatter_pa" in name:

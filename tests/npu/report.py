@@ -209,7 +209,9 @@ def lowered_policy(bucket: Bucket = BUCKET, branch_acceptance: str = "published"
         launch, params = inputs.launch, inputs.params
         rows = policy.open_blocks(params, policy.unpack_state(storage.states, launch, constants), launch)
         written = policy.rows_of_group(rows, launch, constants)
-        state, winner = policy.advance(params, launch, rows, Predicted(ids, probs, probs), constants, branch_acceptance)
+        state, winner, _ = policy.advance(
+            params, launch, rows, Predicted(ids, probs, probs), constants, branch_acceptance
+        )
         return *written, policy.pack_state(state, params, constants), winner
 
     return lower(run, tensors, ids, probs)

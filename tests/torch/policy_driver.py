@@ -212,7 +212,7 @@ class Batch:
                 self.compare_rows(row, given, state, rows)
             self.compare_writes(views, pages, given, rows, self.present - done)
             predicted, results = self.predict(rows)
-            after, winner = policy.advance(params, launch, rows, predicted, constants, self.branch_acceptance)
+            after, winner, _ = policy.advance(params, launch, rows, predicted, constants, self.branch_acceptance)
             self.storage[launch.seats] = policy.pack_state(after, params, constants)
             self.held = self.bucket.blocks
             gone = set(done)

@@ -80,7 +80,7 @@ def test_what_was_not_finite_is_noticed_by_no_other_sequence(branch_acceptance: 
         rows = policy.open_blocks(params, policy.unpack_state(batch.storage, launch, constants), launch)
         predicted, _ = batch.predict(rows)
         predicted.max_probs[1], predicted.confidences[1] = bad, bad
-        state, winner = policy.advance(params, launch, rows, predicted, constants, branch_acceptance)
+        state, winner, _ = policy.advance(params, launch, rows, predicted, constants, branch_acceptance)
         assert bool(((winner >= 0) & (winner < rows.tokens[..., 0].numel())).all())
         cells = state.lookahead_cells[1]
         assert bool(((cells < 0) | torch.isin(cells, launch.cells[1])).all())
@@ -180,7 +180,7 @@ def kernels(sequences: int, branch_acceptance: str) -> Counter[str]:
 
     def step(storage, params, launch, predicted, constants):
         rows = policy.open_blocks(params, policy.unpack_state(storage, launch, constants), launch)
-        state, winner = policy.advance(params, launch, rows, predicted, constants, branch_acceptance)
+        state, winner, _ = policy.advance(params, launch, rows, predicted, constants, branch_acceptance)
         return policy.rows_of_group(rows, launch, constants), policy.pack_state(state, params, constants), winner
 
     traced = make_fx(step, tracing_mode="fake")(storage, given.params, given.launch, predicted, constants_of(bucket, 0))

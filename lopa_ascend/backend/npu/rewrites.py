@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 aten = torch.ops.aten
 collectives = torch.ops._c10d_functional
+OUT_VARIANTS: dict[Any, Any] = {
+    aten.exp.default: aten.exp.out,
+    aten.gather.default: aten.gather.out,
+    aten.index_select.default: aten.index_select.out,
+    aten.sub.Tensor: aten.sub.out,
+    aten.sum.dim_IntList: aten.sum.IntList_out,
+    aten.where.self: aten.where.self_out,
+}
+"""Ops with one result, and their variants that write it into given memory."""
+SAME_MEMORY = {aten.detach.default, aten.reshape.default, aten.unsqueeze.default, aten.view.default, aten.view.dtype}
+"""Ops whose result is all of their first argument, where that is contiguous."""
 
 
 def sum_in_place(module: GraphModule) -> None:
@@ -70,3 +82,92 @@ def contiguous_parts(split: Node) -> list[Node] | None:
     sizes = split.args[1]
     assert isinstance(sizes, Sequence)
     return [copies[index] for index in range(len(sizes))] if len(copies) == len(sizes) else None
+
+
+def join_in_place(module: GraphModule) -> None:
+    """Lets the parts of a tensor that is joined along its first dimension be computed where they lie in it.
+
+    A joint whose parts cannot all be computed in place stays: a copy of each other part would cost as much.
+    """
+    graph = module.graph
+    for target in (aten.stack.default, aten.cat.default):
+        for joint in graph.find_nodes(op="call_function", target=target):
+            parts, *dimension = joint.args
+            assert isinstance(parts, Sequence)
+            sources = [source_of(part) for part in parts]
+            writable = [source for source in sources if source is not None]
+            if any(dimension) or len(set(writable)) < len(parts):
+                continue
+            _compute_inside(joint, writable)
+    graph.eliminate_dead_code()
+    module.recompile()
+
+
+def source_of(part: Node) -> Node | None:
+    """The node whose result has the bytes of a part, if it can write it into given memory: an op of ``OUT_VARIANTS``, a
+    contiguous copy, or the values of a maximum."""
+    while part.target in SAME_MEMORY:
+        (part, *_) = part.all_input_nodes
+    copies = part.target is aten.clone.default and part.kwargs == {"memory_format": torch.contiguous_format}
+    is_maximum = part.target is operator.getitem and part.args[1] == 0 and _whole(part).target is aten.max.dim
+    writes = part.target in OUT_VARIANTS or copies or is_maximum
+    return part if writes and part.meta["val"].is_contiguous() else None
+
+
+def _whole(getitem: Node) -> Node:
+    """The node that a ``getitem`` takes a result of."""
+    (whole,) = getitem.all_input_nodes
+    return whole
+
+
+def _compute_inside(joint: Node, sources: list[Node]) -> None:
+    """Replaces a joint by memory that ``sources`` write one after the other."""
+    graph, result = joint.graph, joint.meta["val"]
+    first = min(_whole(source) if source.target is operator.getitem else source for source in sources)
+    with graph.inserting_before(first):
+        memory = graph.call_function(
+            aten.new_empty.default, (first.all_input_nodes[0], [result.numel()]), {"dtype": result.dtype}
+        )
+    begin = 0
+    for source in sources:
+        value = source.meta["val"]
+        with graph.inserting_after(memory):
+            place = graph.call_function(aten.slice.Tensor, (memory, 0, begin, begin + value.numel()))
+        with graph.inserting_after(place):
+            typed = graph.call_function(aten.view.dtype, (place, value.dtype))
+        with graph.inserting_after(typed):
+            shaped = graph.call_function(aten.view.default, (typed, list(value.shape)))
+        shaped.meta = dict(source.meta)
+        _write_to(source, shaped)
+        begin += value.numel()
+    assert begin == result.numel()
+    with graph.inserting_before(joint):
+        whole = graph.call_function(aten.view.default, (memory, list(result.shape)))
+    whole.meta = dict(joint.meta)
+    joint.replace_all_uses_with(whole)
+    graph.erase_node(joint)
+
+
+def _write_to(source: Node, place: Node) -> None:
+    """Lets a node write its result to ``place``, which its users read then."""
+    graph = source.graph
+    if source.target is operator.getitem:
+        maximum = _whole(source)
+        with graph.inserting_before(maximum):
+            indices = graph.call_function(
+                aten.new_empty.default, (maximum.args[0], list(source.meta["val"].shape)), {"dtype": torch.int64}
+            )
+            outputs = {"max": place, "max_values": indices}
+            written = graph.call_function(aten.max.dim_max, maximum.args, {**maximum.kwargs, **outputs})
+        written.meta = dict(maximum.meta)
+        maximum.replace_all_uses_with(written)
+        graph.erase_node(maximum)
+        return
+    with graph.inserting_before(source):
+        if source.target is aten.clone.default:
+            written = graph.call_function(aten.copy_.default, (place, source.args[0]))
+        else:
+            written = graph.call_function(OUT_VARIANTS[source.target], source.args, {**source.kwargs, "out": place})
+    written.meta = dict(source.meta)
+    source.replace_all_uses_with(written)
+    graph.erase_node(source)
