@@ -42,7 +42,7 @@ def test_a_golden_case_through_a_compiled_step() -> None:
 
 
 def test_a_server_says_what_its_graphs_do(tmp_path: Path) -> None:
-    model = write_dream(tmp_path / "tiny", eos_token_id=0)
+    model = write_dream(tmp_path / "tiny", eos_token_id=0, layers=1)
     write_tokenizer(model)
     flags = ("--graph-mode", "inductor", "--max-num-seqs", "1", "--graph-window-blocks", "2", "--max-model-len", "128")
     body = {"prompt": [5, 6, 7], "max_tokens": 16, "ignore_eos": True}

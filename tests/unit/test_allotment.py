@@ -123,7 +123,7 @@ def test_a_pass_shows_whether_a_branch_that_was_given_up_would_have_won(
         strategy.absorb(plan, found, 0, 0)
 
     step(5, (0.95, 0.5, *[0.2] * 6), 0)
-    assert strategy.given_up == ()
+    assert not strategy.given_up
     assert strategy.branches[0].lookahead is not None
     step(token, (0.95, *[0.2] * 6), 0)
     assert strategy.given_up == (probability * (token == 5),)
