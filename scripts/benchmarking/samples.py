@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from lopa_ascend.config import ParameterError
 
 HEADER = "benchmark.json"
 SAMPLES = "samples.jsonl"
+LOCK = "lock"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +69,15 @@ class SampleFile:
     Each sample is on the disk before the next one begins. A last line that was cut off by an interruption is removed.
 
     Raises:
-        ParameterError: the folder has a benchmark of something else; the message names what differs.
+        ParameterError: the folder has a benchmark of something else; the message names what differs. Or another process
+            writes to it.
     """
 
     def __init__(self, folder: Path, header: Mapping[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
+        self._lock = (folder / LOCK).open("w")
+        self._lock_folder()
         self._check_header(header)
         self._path = folder / SAMPLES
         self.samples: dict[tuple[str, int, int], Sample] = {}
@@ -83,6 +88,14 @@ class SampleFile:
         for line in whole.splitlines():
             sample = _read_sample(json.loads(line))
             self.samples[sample.identity] = sample
+
+    def _lock_folder(self) -> None:
+        """Keeps other processes out until this one ends."""
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            message = f"another process writes to {self.folder}; wait until it ends, or choose another folder"
+            raise ParameterError("out", message) from None
 
     def _check_header(self, header: Mapping[str, Any]) -> None:
         path = self.folder / HEADER

@@ -169,6 +169,19 @@ def test_a_folder_holds_one_benchmark(tmp_path: Path):
         SampleFile(tmp_path, {"model": "m", "machine": {"cores": 4}})
 
 
+def test_two_processes_do_not_write_to_one_folder(tmp_path: Path):
+    holds = "import pathlib, sys; from scripts.benchmarking import samples; "
+    holds += "file = samples.SampleFile(pathlib.Path(sys.argv[1]), {}); print(); input()"
+    command = [sys.executable, "-c", holds, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(ParameterError, match="another process writes to .*choose another folder"):
+            SampleFile(tmp_path, {})
+        other.communicate("\n")
+    SampleFile(tmp_path, {})
+
+
 # ---- metrics ---------------------------------------------------------------------------------------------------------
 
 
