@@ -16,7 +16,7 @@ A capture refuses ops and graphs that ``limits`` excludes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -169,9 +169,13 @@ def earlier_replays_are_over(tape: Tape, stream: Any) -> bool:
     return over[tape] >= tape.replays - (_Captures.waiting is tape)
 
 
-def tapes() -> list[Tape]:
-    """The tapes of all graphs that were captured, in order."""
-    return list(_Captures.tapes.values())
+def tapes(other_than: Collection[Tape] = ()) -> list[Tape]:
+    """The tapes of all graphs that were captured and still exist, in order.
+
+    Args:
+        other_than: tapes to leave out. Their number would not do: a graph of before may end meanwhile.
+    """
+    return [tape for tape in _Captures.tapes.values() if tape not in other_than]
 
 
 def replayed() -> Counter[Tape]:
