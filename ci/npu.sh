@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The NPU tests, with the real torch_npu on stand-ins for the CANN libraries: ci/npu.sh [--quick] [PYTEST_ARGUMENT ...]
-# --quick leaves the slow ones out; --lowering-report counts the kernels of Dream-7B's graphs instead, with the figures
-# as JSON in the last line. The first time it makes an environment of its own for them, .venv-npu (minutes; needs
-# gcc and binutils); .venv stays as it is.
+# --quick leaves the slow ones out, and runs those that failed once more by themselves; --lowering-report counts the
+# kernels of Dream-7B's graphs instead, with the figures as JSON in the last line. The first time it makes an environment
+# of its own for them, .venv-npu (minutes; needs gcc and binutils); .venv stays as it is.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
@@ -57,12 +57,21 @@ if [[ ${1:-} == --lowering-report ]]; then
     exec python -W ignore -m tests.npu.lab tests.npu.report
 fi
 selection=()
+quick=
 if [[ ${1:-} == --quick ]]; then
-    selection=(-m "not slow")
+    quick=1
+    # A cache of its own: the ordinary tests, which may run at the same time, note their failures too.
+    selection=(-m "not slow" -o "cache_dir=$venv/pytest-cache")
     shift
 fi
 where=(tests/npu)
 for argument in "$@"; do
     [[ -e ${argument%%::*} ]] && where=()
 done
-exec python -m pytest "${where[@]}" "${selection[@]}" "$@"
+tests=("${where[@]}" "${selection[@]}" "$@")
+[[ -z $quick ]] && exec python -m pytest "${tests[@]}"
+status=0
+python -m pytest "${tests[@]}" || status=$?
+((status == 1)) || exit $status # 1: tests failed; above: pytest itself did
+echo "npu: those that failed, by themselves, up to the first that fails again"
+exec python -m pytest --exitfirst --last-failed --last-failed-no-failures=none -rp "${tests[@]}"
