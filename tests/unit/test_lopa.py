@@ -41,6 +41,11 @@ def test_a_branch_without_masks_scores_one() -> None:
     assert branch_score((), DecodingParams(confidence="neg_entropy")) == (SCALE, 1)
 
 
+def test_scores_count_in_parts_of_two_to_the_sixteenth() -> None:
+    assert SCALE == 2**16
+    assert branch_score((0.5, 0.25), DecodingParams()) == (2**15 + 2**14, 2)
+
+
 def first_round(confs: list[float], **kwargs):
     params = DecodingParams(block_size=len(confs), max_new_tokens=2 * len(confs), tau_conf=1.0, tau_add=1.0, **kwargs)
     strategy = begin([1], params, 99, frozenset())
@@ -54,6 +59,25 @@ def test_candidates_rank_by_confidence_then_position() -> None:
     strategy = first_round([0.5, 0.9, 0.7, 0.7, 0.6], num_branches=3)
     lookaheads = [branch.lookahead and branch.lookahead.position for branch in strategy.branches]
     assert lookaheads == [3, 4, 5, None]  # position 2 was the fallback fill
+
+
+def test_with_entropies_candidates_still_rank_by_probability() -> None:
+    params = DecodingParams(block_size=4, max_new_tokens=4, tau_conf=1.0, num_branches=2, branch_score="entropy")
+    strategy = begin([1], params, 99, frozenset())
+    plan = strategy.plan()
+    assert plan is not None
+    strategy.absorb(plan, [RowResult((1, 2, 3, 4), (0.9, 0.5, 0.6, 0.7), (-0.1, -0.2, -0.3, -0.4))], 0, 0)
+    lookaheads = [branch.lookahead and branch.lookahead.position for branch in strategy.branches]
+    assert lookaheads == [4, 3, None]
+
+
+def test_a_pass_keeps_its_best_lookaheads_and_the_anchor() -> None:
+    strategy = first_round([0.5, 0.9, 0.7, 0.7, 0.6], num_branches=3)
+    plan = strategy.plan()
+    assert plan is not None
+    kept = strategy.keep(plan, 2)
+    assert kept.rows == (plan.rows[0], plan.rows[1], plan.rows[3])
+    assert [branch.lookahead and branch.lookahead.position for branch in strategy.branches] == [3, 4, None]
 
 
 def test_fewer_candidates_than_branches() -> None:
