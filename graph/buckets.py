@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from lopa_ascend.config import divided_length
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -38,12 +40,24 @@ class Bucket(NamedTuple):
     max_blocks: int
     """Blocks of the largest window of any bucket."""
     full_attention: bool = False
-    """A window is one attention entry; otherwise each of its blocks is."""
+    """All queries of a window see the same keys; otherwise those of each block do."""
+    max_queries: int | None = None
+    """Queries that an attention entry has at most; None for any number."""
+
+    @property
+    def spans(self) -> int:
+        """Parts of a slot whose queries see the same keys: attention entries, as long as these are not divided."""
+        return 1 if self.full_attention else self.blocks
+
+    @property
+    def span_lengths(self) -> tuple[int, ...]:
+        """Queries of each attention entry of a span."""
+        return divided_length(self.cells // self.spans, self.max_queries)
 
     @property
     def entries(self) -> int:
         """Attention entries of a slot."""
-        return 1 if self.full_attention else self.blocks
+        return self.spans * len(self.span_lengths)
 
     @property
     def cells(self) -> int:

@@ -150,6 +150,7 @@ class Launcher:
                 kv_lengths[row, : len(item.branch_ends)] = item.branch_ends
         else:
             kv_lengths = block_ends[:, None].expand(bucket.shape("S R W")).numpy()
+        kv_lengths = kv_lengths.repeat(len(bucket.span_lengths), -1)
         # The lengths of padding entries have no meaning, but compilers take 0 and 1 for constants.
         lengths: list[int] = kv_lengths.clip(2, bucket.pages * PAGE_SIZE).flatten().tolist()
         return lengths

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from lopa_ascend.backend.compiler import Compiler
-from lopa_ascend.config import EngineConfig
+from lopa_ascend.config import MAX_QUERIES, EngineConfig
 from lopa_ascend.graph.buckets import Bucket, Buckets, declare
 from lopa_ascend.graph.compile import load_compiler
 from lopa_ascend.graph.executor import GraphExecutor
@@ -67,6 +67,7 @@ def plan_graphs(config: EngineConfig, identity: object, max_model_len: int, max_
         block_length=block_length,
         max_blocks=blocks,
         full_attention=config.graph_window_attention == "full",
+        max_queries=MAX_QUERIES.get(config.attention_layout),
     )
     buckets = declare(shape, max_tokens)
     key = repr((identity, config.dtype, config.tensor_parallel_size, config.branch_parallel_size, _kind(config)))

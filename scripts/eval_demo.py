@@ -277,7 +277,7 @@ def main() -> None:
         "--dtype", default="auto", help="dtype of the weights: auto, float32 or bfloat16 (default: auto)"
     )
     parser.add_argument("--graph-mode", help="how a step runs (default: the engine's for the device)")
-    parser.add_argument("--attention-layout", default="TND", help="on an NPU: TND or BSH (default: TND)")
+    parser.add_argument("--attention-layout", default="TND", help="on an NPU: TND, TND16 or BSH (default: TND)")
     args = parser.parse_args()
     from lopa_ascend import LLM  # imports torch, which takes seconds
 

@@ -15,6 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lopa_ascend.config import divided_length
+
 
 @dataclass(frozen=True, eq=False)
 class Entries:
@@ -38,6 +40,21 @@ class Entries:
     their keys and values are equal, whichever entry's page table they are read through. Every entry of the sequence
     attends to at least one position after the prefix."""
 
+    def divided(self, max_queries: int | None) -> Entries:
+        """The same attention by entries of at most ``max_queries`` queries, or of any number where that is None: a
+        longer entry becomes several, each with its KV length and page table."""
+        lengths = [divided_length(length, max_queries) for length in self.lengths]
+        if len(lengths) == sum(map(len, lengths)):
+            return self
+        entry = [index for index, parts in enumerate(lengths) for _ in parts]
+        return Entries(
+            lengths=tuple(length for parts in lengths for length in parts),
+            kv_lengths=tuple(self.kv_lengths[index] for index in entry),
+            page_tables=self.page_tables.index_select(0, torch.tensor(entry, device=self.page_tables.device)),
+            sequences=tuple(self.sequences[index] for index in entry),
+            prefixes=self.prefixes,
+        )
+
 
 class Ops(Protocol):
     """The fused ops of one device. ``backend/cpu/definition.py`` defines what each of them computes."""
@@ -47,6 +64,9 @@ class Ops(Protocol):
     kernels read pages in place."""
     device: torch.device
     """Where the tensors of all calls lie."""
+    max_queries: int | None
+    """Queries that an attention entry has at most; None for any number. Callers divide longer entries on the host, by
+    ``Entries.divided``."""
 
     def stored(self, weight: Tensor) -> Tensor:
         """Converts the weight of a linear layer to the layout that ``linear`` of this device takes.

@@ -3,10 +3,11 @@
 Each setting is declared once, as ``config.settings`` describes.
 """
 
+from lopa_ascend.config.attention import ATTENTION_LAYOUTS, MAX_QUERIES, divided_length
 from lopa_ascend.config.combinations import PIPELINED, fitting_defaults
 from lopa_ascend.config.decoding import DecodingParams
 from lopa_ascend.config.decodings import DECODINGS, add_decoding, find_decoding
-from lopa_ascend.config.engine import ATTENTION_LAYOUTS, GRAPH_MODES_BY_DEVICE, EngineConfig
+from lopa_ascend.config.engine import GRAPH_MODES_BY_DEVICE, EngineConfig
 from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.fields import ConfigError
 from lopa_ascend.config.limits import Limits
@@ -23,6 +24,7 @@ __all__ = [
     "DECODINGS",
     "DREAM",
     "GRAPH_MODES_BY_DEVICE",
+    "MAX_QUERIES",
     "MIN_TEMPERATURE",
     "PIPELINED",
     "WINDOW_ATTENTIONS",
@@ -35,6 +37,7 @@ __all__ = [
     "ParameterError",
     "Preset",
     "add_decoding",
+    "divided_length",
     "find_decoding",
     "find_preset",
     "fitting_defaults",

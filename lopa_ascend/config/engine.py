@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from lopa_ascend.config.attention import ATTENTION_LAYOUTS
 from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.kinds import INT64_MAX, Boolean, Bytes, Choice, Choices, Integer, Number, Text
 from lopa_ascend.config.research_params import BRANCH_ACCEPTANCES, CONFIDENCES, WINDOW_ATTENTIONS
@@ -13,7 +14,6 @@ GRAPH_MODES_BY_DEVICE = {"cpu": ("eager", "inductor"), "npu": ("npugraph_ex", "g
 """How each kind of device can run decoding steps; the first mode is its default."""
 GRAPH_MODES = tuple(dict.fromkeys(("eager", *GRAPH_MODES_BY_DEVICE["npu"], *GRAPH_MODES_BY_DEVICE["cpu"])))
 """Every graph mode of some device."""
-ATTENTION_LAYOUTS = ("TND", "BSH")
 WEIGHT_DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("w8a8",)
 INT8_GRAPH_MODES = tuple(mode for mode in GRAPH_MODES if mode != "inductor")
@@ -239,8 +239,8 @@ class EngineConfig:
         "TND",
         Setting(
             Choice(ATTENTION_LAYOUTS),
-            "tensor layout of attention on an NPU; `python -m scripts.npu_selftest` says which one works; changes "
-            "no token",
+            "tensor layout of attention on an NPU; TND16 is TND with at most 16 queries an entry; "
+            "`python -m scripts.npu_selftest` says which one works and is faster; changes no token",
             group=Group.GRAPHS,
         ),
     )

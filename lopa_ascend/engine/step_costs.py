@@ -56,7 +56,7 @@ def _measure(runner: Runner, num_rows: int) -> int:
         page_tables=torch.zeros((num_rows, 1), dtype=torch.int32, device=device),
         sequences=tuple(range(num_rows)),
         prefixes=(0,) * num_rows,
-    )
+    ).divided(runner.ops.max_queries)
     inputs = ForwardInputs(
         tokens=torch.zeros(ROW * num_rows, dtype=torch.int64, device=device),
         positions=written.repeat(num_rows),

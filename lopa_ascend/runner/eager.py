@@ -195,12 +195,13 @@ class EagerExecutor:
         for part in layout.parts:
             tokens = part.predictions.tokens
             wanted += [tokens[tokens != BEFORE_WINDOW], part.last_committing]
+        entries = layout.entries.divided(self.ops.max_queries)
         inputs = ForwardInputs(
             tokens=self._on_device(layout.tokens),
             positions=self._on_device(layout.positions),
             slot_mapping=self._on_device(layout.slot_mapping),
             source=self._on_device(layout.source),
-            entries=replace(layout.entries, page_tables=layout.entries.page_tables.to(self.ops.device)),
+            entries=replace(entries, page_tables=entries.page_tables.to(self.ops.device)),
             rows=self._on_device(np.concatenate(wanted)),
         )
         with self.probe("forward", inputs):

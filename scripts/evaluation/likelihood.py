@@ -111,7 +111,7 @@ class MaskedLikelihood:
                 page_tables=torch.arange(batch * pages, dtype=torch.int32).view(batch, pages).to(device),
                 sequences=tuple(range(batch)),
                 prefixes=(0,) * batch,
-            ),
+            ).divided(self._model.ops.max_queries),
             rows=wanted.to(device),
         )
         return self._model.forward(inputs, *self._caches)

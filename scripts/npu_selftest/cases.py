@@ -137,7 +137,8 @@ def entries_of(lengths: Sequence[int], kv_lengths: Sequence[int], num_pages: int
 
 
 def on_device(entries: Entries, ops: Ops) -> Entries:
-    """The entries with their page tables on the device of ``ops``."""
+    """The entries as ``ops`` take them, with their page tables on its device."""
+    entries = entries.divided(ops.max_queries)
     return replace(entries, page_tables=entries.page_tables.to(ops.device))
 
 
@@ -163,19 +164,21 @@ def attention_cases(ops: Ops, layout: str) -> Iterator[Case]:
         yield Case(f"attention {layout}, {name}", run, CPU.attention(q, caches[0], caches[1], entries))
 
 
-def asked_case(ops: Ops, layout: str) -> Case:
+def asked_case(ops: Ops) -> Case:
     """Asks whether the kernel minds entries that together have more pages than the pool.
 
     NpuOps avoids such calls by further launches when the pool is nearly full, so the engine does not depend on the
     answer.
     """
-    from lopa_ascend.backend.npu.ops import attend
+    from lopa_ascend.backend.npu.ops import NpuOps, attend
 
+    assert isinstance(ops, NpuOps)
     q, caches = randn(sum(BLOCK_LENGTHS), HEADS, DIM), randn(2, SMALL_POOL, PAGE_SIZE, KV_HEADS, DIM)
     entries = entries_of(BLOCK_LENGTHS, BLOCK_KV_LENGTHS, SMALL_POOL)
     k_cache, v_cache = caches.to(ops.device)
-    page_tables = entries.page_tables.to(ops.device)
-    run = partial(attend, layout, q.to(ops.device), k_cache, v_cache, BLOCK_LENGTHS, BLOCK_KV_LENGTHS, page_tables)
+    given = on_device(entries, ops)
+    lengths = given.lengths, given.kv_lengths
+    run = partial(attend, ops.kernel_layout, q.to(ops.device), k_cache, v_cache, *lengths, given.page_tables)
     return Case(ASKED, run, CPU.attention(q, caches[0], caches[1], entries))
 
 
@@ -226,7 +229,7 @@ def captured_case(ops: Ops, name: str, kv_lengths: list[int]) -> Case:
     caches = randn(2, num_pages, PAGE_SIZE, KV_HEADS, DIM)
 
     def make_inputs(kv_lengths: list[int]) -> tuple[Tensor, Tensor, Entries]:
-        entries = widened(entries_of([BLOCK] * 4, kv_lengths, num_pages), page_table_width)
+        entries = widened(entries_of([BLOCK] * 4, kv_lengths, num_pages), page_table_width).divided(ops.max_queries)
         return randn(TOKENS, HIDDEN), torch.randperm(num_pages * PAGE_SIZE)[:TOKENS], entries
 
     x, slot_mapping, entries = make_inputs(LENGTHS_OF_CAPTURE)
@@ -241,11 +244,11 @@ def captured_case(ops: Ops, name: str, kv_lengths: list[int]) -> Case:
         graph = npu.NPUGraph()
         with npu.graph(graph, auto_dispatch_capture=True):
             out = layer(npu_x, npu_caches, npu_slot_mapping, npu_entries)
-        replay = CapturedRun(graph, layer, out, name, LENGTHS_OF_CAPTURE)
+        replay = CapturedRun(graph, layer, out, name, list(entries.kv_lengths))
         npu_x.copy_(later_x)
         npu_slot_mapping.copy_(later_slot_mapping)
         npu_entries.page_tables.copy_(later_entries.page_tables)
-        replay(kv_lengths)
+        replay(later_entries.kv_lengths)
         return [out.cpu(), npu_caches]  # the memory of ``out`` belongs to the graph
 
     expected = Layer(CPU, *weights)(later_x, caches, later_slot_mapping, later_entries)

@@ -26,6 +26,7 @@ from scripts.npu_selftest.cases import (
     linear_cases,
     write_cases,
 )
+from scripts.npu_selftest.speed import CALLS, KV_LENGTHS, SPEED, TIMED_LAYOUTS, speed_cases, speed_name
 
 TOLERANCE = 0.02
 """Largest error that is ok, as a share of the largest value: a few roundings of bfloat16."""
@@ -33,6 +34,8 @@ VERDICTS = ("ok", "asked", "refused", "WRONG")
 """From the best to the worst."""
 SIZES = tuple(2**exponent for exponent in range(10, 21, 2))
 """Bytes of the all-reduces that are timed. One of Dream-7B with 128 tokens has 896 KiB."""
+FASTER = 0.95
+"""The share of the first layout's time that another one may take at most to be chosen instead."""
 WARM_UP = 3
 """All-reduces of each size before those that are timed."""
 
@@ -103,19 +106,42 @@ def examine_all(repeats: int) -> list[Finding]:
     findings = [examine(case, repeats) for case in cases]
     for layout, layout_ops in by_layout.items():
         findings += [examine(case, repeats) for case in attention_cases(layout_ops, layout)]
-    layout = working_layout(findings) or ATTENTION_LAYOUTS[0]
+    findings += [examine(case, repeats) for case in speed_cases(by_layout)]
+    layout = chosen_layout(findings) or ATTENTION_LAYOUTS[0]
     findings += [examine(case, repeats) for case in captured_cases(by_layout[layout])]
-    asked = examine(asked_case(ops, layout), repeats)  # last: after an error the process cannot use the device any more
+    # Last, because after an error the process cannot use the device any more.
+    asked = examine(asked_case(by_layout[layout]), repeats)
     answers = {"ok": "the kernel does not mind", "WRONG": "the kernel computes something else"}
     return [*findings, replace(asked, verdict="asked", message=answers.get(asked.verdict, asked.message))]
 
 
-def working_layout(findings: Sequence[Finding]) -> str | None:
-    """The first attention layout in which every case is ok; None if there is none."""
-    for layout in ATTENTION_LAYOUTS:
-        if all(finding.verdict == "ok" for finding in findings if finding.name.startswith(f"attention {layout},")):
-            return layout
-    return None
+def chosen_layout(findings: Sequence[Finding]) -> str | None:
+    """Of the attention layouts in which every case is ok the first one, or one that is clearly faster; None if there is
+    none."""
+    working = [
+        layout
+        for layout in ATTENTION_LAYOUTS
+        if all(finding.verdict == "ok" for finding in findings if finding.name.startswith(f"attention {layout},"))
+    ]
+    if not working:
+        return None
+    times = {layout: sum(by_length.values()) for layout, by_length in attention_times(findings).items()}
+    timed = [layout for layout in working if layout in times]
+    fastest = min(timed, key=times.__getitem__, default=working[0])
+    is_faster = working[0] in times and times[fastest] < FASTER * times[working[0]]
+    return fastest if is_faster else working[0]
+
+
+def attention_times(findings: Sequence[Finding]) -> dict[str, dict[str, float]]:
+    """Microseconds of attention in a graph, by layout and keys, for the layouts in which all of it was ok."""
+    micros = {finding.name: finding.micros for finding in findings if finding.verdict == "ok"}
+    times: dict[str, dict[str, float]] = {}
+    for layout in TIMED_LAYOUTS:
+        by_length = {str(keys): micros.get(speed_name(layout, keys)) for keys in KV_LENGTHS}
+        measured = {keys: taken / CALLS for keys, taken in by_length.items() if taken is not None}
+        if len(measured) == len(by_length):
+            times[layout] = measured
+    return times
 
 
 def options(findings: Sequence[Finding]) -> str | None:
@@ -123,8 +149,8 @@ def options(findings: Sequence[Finding]) -> str | None:
 
     They quantise nothing, whether the ops of W8A8 are ok or not.
     """
-    layout = working_layout(findings)
-    avoidable = (CAPTURED, ASKED, INT8, *(f"attention {layout}," for layout in ATTENTION_LAYOUTS))
+    layout = chosen_layout(findings)
+    avoidable = (CAPTURED, SPEED, ASKED, INT8, *(f"attention {layout}," for layout in ATTENTION_LAYOUTS))
     needed = [finding for finding in findings if not finding.name.startswith(avoidable)]
     if layout is None or any(finding.verdict != "ok" for finding in needed):
         return None

@@ -16,7 +16,16 @@ from lopa_ascend.config.npu_versions import driver_version
 from lopa_ascend.parallel.launch import Rendezvous, exit_rank, rank_in_environment
 from lopa_ascend.parallel.mesh import Mesh
 from scripts.npu_selftest.collectives import collectives_case
-from scripts.npu_selftest.findings import Finding, examine, examine_all, latencies, merged, options, slowest
+from scripts.npu_selftest.findings import (
+    Finding,
+    attention_times,
+    examine,
+    examine_all,
+    latencies,
+    merged,
+    options,
+    slowest,
+)
 
 VARIABLES = ("HCCL_OP_EXPANSION_MODE", "HCCL_BUFFSIZE", "CPU_AFFINITY_CONF", *npu_environment.VARIABLES)
 """Environment variables that the report names."""
@@ -50,6 +59,7 @@ def examine_node(tensor_parallel_size: int, repeats: int) -> tuple[dict[str, Any
         "stack": _software_and_device(),
         "ranks": mesh.size,
         "findings": [asdict(finding) for finding in findings],
+        "attention_us": attention_times(findings),
         "all_reduce_us": times,
         "options": options(findings),
     }
@@ -97,6 +107,8 @@ def report_text(report: dict[str, Any], findings: Sequence[Finding]) -> str:
         if finding.ranks:
             lines.append(f"{'':9s}on ranks {', '.join(map(str, finding.ranks))}")
     lines.append("")
+    for layout, by_length in report["attention_us"].items():
+        lines.append(f"attention, {layout}: " + ", ".join(f"{keys} keys {us:.1f} us" for keys, us in by_length.items()))
     for group, times in report["all_reduce_us"].items():
         lines.append(f"all-reduce, {group} groups: " + ", ".join(f"{n} B {us:.0f} us" for n, us in times.items()))
     if not report["all_reduce_us"]:

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from lopa_ascend.backend.npu.rewrites import join_in_place
 from tests.npu import captured_tasks
 from tests.npu.captured_tasks import described
-from tests.npu.report import captured_step, variants
+from tests.npu.report import BUCKET, UnfilledOps, Variant, captured_step, variants
 
 pytestmark = pytest.mark.npu
 OUTSIDE = {"bf16": 54, "bf16_tp4": 63}
@@ -44,6 +44,12 @@ def test_a_layer_is_captured_in_few_tasks_and_nothing_else_grows_with_the_layers
     # Constants; functional all-reduces, which copy; and parts that are not computed where they lie in a message.
     for other in ("aten::fill_.Scalar", "aten::clone", "aten::stack"):
         assert not three[other], other
+
+
+def test_entries_of_16_queries_add_no_task() -> None:
+    halved = Variant(UnfilledOps(attention_layout="TND16"))
+    tasks = captured_step(halved, 1, BUCKET._replace(max_queries=16))
+    assert tasks == captured_step(variants()["bf16"], 1)
 
 
 def test_the_tasks_that_predictions_add_up_are_those_that_are_captured() -> None:

@@ -14,7 +14,7 @@ from torch_npu import npu
 
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.backend.memory import default_kv_memory, free_memory
-from lopa_ascend.config import ParameterError
+from lopa_ascend.config import ATTENTION_LAYOUTS, ParameterError
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.model.dream import Dream
 from lopa_ascend.types import GenerationOutput
@@ -111,17 +111,37 @@ def answers(llm: LLM, window: str) -> list[GenerationOutput]:
 @pytest.mark.parametrize("window", ["block_causal", "full"])
 def test_no_step_breaks_a_constraint(small: Path, window: str) -> None:
     by_layout = []
-    for layout in ("TND", "BSH"):
+    for layout in ATTENTION_LAYOUTS:
         llm = strict_engine(small, attention_layout=layout)
         first, second = answers(llm, window), answers(llm, window)
         assert [len(output.token_ids) for output in first] == [20] * 4
         assert [output.cached_tokens for output in second] == [300, 20, 129, 300]
         assert [output.token_ids for output in second] == [output.token_ids for output in first]
         by_layout.append([output.token_ids for output in first])
-    assert by_layout[0] == by_layout[1]
+    assert by_layout[0] == by_layout[1] == by_layout[2]
 
 
-@pytest.mark.parametrize("layout", ["TND", "BSH"])
+def test_tnd16_copies_no_page_table_on_the_device(small: Path) -> None:
+    """Entries are divided on the host, so a step launches what it launches in TND."""
+    params = DecodingParams(num_branches=3, max_new_tokens=64, ignore_eos=True)
+    launches, tokens = [], []
+    for layout in ("TND", "TND16"):
+        llm = LLM(small, device="npu", graph_mode="eager", enable_prefix_caching=False, attention_layout=layout)
+        with host_traffic() as traffic:
+            tokens.append(llm.generate([[1, 2, 3]], params, quiet=True)[0].token_ids)
+        launches.append(traffic.launches)
+    assert tokens[0] == tokens[1]
+    assert launches[0] == launches[1]
+
+
+def test_the_costs_of_steps_are_measured_in_tnd16(small: Path) -> None:
+    llm = strict_engine(small, attention_layout="TND16", max_num_batched_tokens=256)
+    params = DecodingParams(num_branches="auto", branches_by_load=True, max_new_tokens=8, ignore_eos=True)
+    assert len(llm.generate([[1, 2, 3]], params, quiet=True)[0].token_ids) == 8
+    assert llm.engine.runner.allotment is not None
+
+
+@pytest.mark.parametrize("layout", ATTENTION_LAYOUTS)
 def test_a_pool_with_fewer_pages_than_the_entries_have_together(small: Path, layout: str) -> None:
     """Pages that branches share count once in the pool and once an entry in the documents of the kernel."""
     roomy = strict_engine(small, attention_layout=layout)

@@ -3,6 +3,7 @@ graphs, and through torchair's FX graphs after its passes; what a step launches,
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,39 @@ def test_branches_that_must_be_confirmed_win_as_on_the_cpu(mode: str, branch_acc
     stats = llm.engine.stats().graphs
     assert stats is not None
     assert (stats.num_steps > 0, stats.eager_steps) == (True, {})
+
+
+@pytest.mark.parametrize(
+    ("mode", "window", "block_size"),
+    slow_but(
+        product(MODES, ("block_causal", "full"), (32, 24)),
+        [("npugraph_ex", "block_causal", 32), ("npugraph_ex", "full", 24)],
+    ),
+)
+def test_entries_of_16_queries_change_no_token(mode: str, window: str, block_size: int, tmp_path: Path) -> None:
+    """Blocks of 32 are two entries of 16, blocks of 24 one of 16 and one of 8."""
+    path = write_dream(tmp_path, hidden=64, heads=4, kv_heads=2, dtype=torch.bfloat16)
+    blocks: dict[str, Any] = {"block_size": block_size, "max_active_blocks": 2, "window_attention": window}
+    params = DecodingParams(num_branches=3, max_new_tokens=96, tau_conf=1.0, ignore_eos=True, **blocks)
+    # With so many pages one kernel takes all entries of a layer.
+    graphs = options(max_model_len=256, graph_window_blocks=2, graph_block_size=block_size, kv_cache_memory=2**22)
+    tokens, entries, updates, steps = [], [], [], []
+    with numeric():
+        for layout in ("TND", "TND16"):
+            changes = {**graphs, "attention_layout": layout, "graph_window_attention": window}
+            llm = LLM(path, graph_mode=mode, **changes)
+            assert llm.engine.runner.graphs is not None
+            entries += [sum(launcher.bucket.entries for launcher in llm.engine.runner.graphs.launchers.values())]
+            with host_traffic() as traffic:
+                tokens += [llm.generate([[5, 3, 8]], params, quiet=True)[0].token_ids]
+            updates += [traffic.updates]
+            stats = llm.engine.stats().graphs
+            assert stats is not None
+            steps += [stats.num_steps]
+    assert tokens[0] == tokens[1]
+    assert updates[0] == updates[1]
+    assert steps[0] == steps[1] > 5
+    assert entries[1] == (2 if window == "block_causal" else 2 * block_size // 16) * entries[0]
 
 
 @pytest.mark.slow

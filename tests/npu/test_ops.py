@@ -15,9 +15,11 @@ from torch import Tensor
 from lopa_ascend.backend import Entries
 from lopa_ascend.backend.cpu import CpuOps
 from lopa_ascend.backend.npu.ops import NpuOps
+from lopa_ascend.config import ATTENTION_LAYOUTS
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.types import KVShape
+from tests.npu.lab import attention as lab_attention
 from tests.npu.lab import device  # noqa: F401
 from tests.npu.lab.constraints import numeric
 from tests.npu.lab.traffic import host_traffic
@@ -142,7 +144,8 @@ def attention_case(
 
 
 def assert_attends(ops: NpuOps, q: Tensor, caches: Tensor, entries: Entries) -> None:
-    on_npu = replace(entries, page_tables=entries.page_tables.to("npu"))
+    divided = entries.divided(ops.max_queries)
+    on_npu = replace(divided, page_tables=divided.page_tables.to("npu"))
     query = torch.empty_strided(q.shape, q.stride(), dtype=q.dtype, device="npu").copy_(q)
     k_cache, v_cache = caches.to("npu")
     with host_traffic() as traffic:
@@ -152,7 +155,7 @@ def assert_attends(ops: NpuOps, q: Tensor, caches: Tensor, entries: Entries) -> 
     assert_same(out, expected)
 
 
-@pytest.mark.parametrize("layout", ["TND", "BSH"])
+@pytest.mark.parametrize("layout", ATTENTION_LAYOUTS)
 def test_queries_can_be_a_part_of_a_packed_projection(layout: str) -> None:
     q, caches, entries = attention_case(0, [32, 32], [40, 70], 14, 2, 128, torch.bfloat16)
     packed = torch.cat([q, torch.zeros(64, 4, 128, dtype=q.dtype)], 1)
@@ -172,12 +175,12 @@ def test_attention_over_any_entries(
 ) -> None:
     lengths, kv_lengths = zip(*spans, strict=True)
     case = attention_case(seed, lengths, kv_lengths, *heads, dim, dtype)
-    for layout in ("TND", "BSH"):
+    for layout in ATTENTION_LAYOUTS:
         with numeric():
             assert_attends(NpuOps(attention_layout=layout), *case)
 
 
-@pytest.mark.parametrize("layout", ["TND", "BSH"])
+@pytest.mark.parametrize("layout", ATTENTION_LAYOUTS)
 def test_attention_at_the_shapes_of_dream_7b(layout: str) -> None:
     """A prompt, three branches of two sequences with blocks of 32, a single token: in strict mode."""
     lengths = [150, *[32] * 6, 1]
@@ -185,7 +188,7 @@ def test_attention_at_the_shapes_of_dream_7b(layout: str) -> None:
     assert_attends(NpuOps(attention_layout=layout), *attention_case(0, lengths, kv_lengths, 28, 4, 128, torch.bfloat16))
 
 
-@pytest.mark.parametrize("layout", ["TND", "BSH"])
+@pytest.mark.parametrize("layout", ATTENTION_LAYOUTS)
 def test_entries_with_more_places_than_the_pool_has_pages_come_in_turn(layout: str) -> None:
     """Eight entries of up to three pages out of a pool of seven, so two at a time."""
     lengths, kv_lengths = (32,) * 8, (300, 64, 300, 200, 300, 32, 100, 300)
@@ -195,11 +198,27 @@ def test_entries_with_more_places_than_the_pool_has_pages_come_in_turn(layout: s
     case = q, caches, Entries(lengths, kv_lengths, tables, tuple(range(8)), (0,) * 8)
     with host_traffic() as traffic:
         assert_attends(NpuOps(attention_layout=layout), *case)
-    assert traffic.launches.count("npu::npu_fused_infer_attention_score") == 4
+    # In TND16 every entry is two.
+    assert traffic.launches.count("npu::npu_fused_infer_attention_score") == (8 if layout == "TND16" else 4)
+
+
+def test_tnd16_gives_the_kernel_entries_of_at_most_16_queries_with_the_kv_length_of_their_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attend, calls = lab_attention.attend, []
+
+    def noted(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        calls.append((len(query), len(key)))
+        return attend(query, key, value, scale)
+
+    monkeypatch.setattr(lab_attention, "attend", noted)
+    q, caches, entries = attention_case(0, [32, 16, 40, 1], [160, 33, 300, 7], 7, 1, 128, torch.bfloat16)
+    assert_attends(NpuOps(attention_layout="TND16"), q, caches, entries)
+    assert calls == [(16, 160), (16, 160), (16, 33), (16, 300), (16, 300), (8, 300), (1, 7)]
 
 
 def test_an_unknown_layout_is_refused_with_the_choices() -> None:
-    with pytest.raises(ValueError, match="'BNSD'; choose one of TND, BSH"):
+    with pytest.raises(ValueError, match="'BNSD'; choose one of TND, TND16, BSH"):
         NpuOps(attention_layout="BNSD")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,20 @@ from tests.npu.lab.constraints import require
 from tests.tiers import slow_but
 
 pytestmark = pytest.mark.npu
+
+
+@pytest.fixture(autouse=True)
+def price_of_an_entry(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float]]:
+    """[queries, seconds]: entries with at least so many queries, at as many keys as the longer timed case has, take so
+    much longer. So what is faster does not depend on what else this machine does."""
+    attend, prices = attention.attend, [(1, 0.02)]
+
+    def priced(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        time.sleep(sum(seconds for queries, seconds in prices if len(query) >= queries and len(key) == 4096))
+        return attend(query, key, value, scale)
+
+    monkeypatch.setattr(attention, "attend", priced)
+    return prices
 
 
 @contextmanager
@@ -44,7 +59,7 @@ def test_where_all_is_well(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     status, verdicts, last = reported(capsys, "--json", str(file))
     assert last == "options for the server: --device npu --attention-layout TND --graph-mode npugraph_ex"
     assert status == 0
-    assert len(verdicts) == 22
+    assert len(verdicts) == 29
     assert sum(name.startswith("W8A8: ") for name in verdicts) == 5
     assert [name for name, verdict in verdicts.items() if verdict != "ok"] == [
         "attention, pool smaller than the entries' pages, at once"
@@ -53,6 +68,11 @@ def test_where_all_is_well(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert {finding["name"]: finding["verdict"] for finding in report["findings"]} == verdicts
     assert report["stack"]["CANN"] == "9.1.0"
     assert last.endswith(report["options"])
+    assert {layout: list(times) for layout, times in report["attention_us"].items()} == {
+        "TND": ["544", "4096"],
+        "TND16": ["544", "4096"],
+    }
+    assert report["attention_us"]["TND"]["4096"] > report["attention_us"]["TND"]["544"]
 
 
 def wrong_swiglu(x: Tensor, dim: int = -1) -> Tensor:
@@ -95,8 +115,18 @@ def test_where_tnd_refuses_many_queries(capsys: pytest.CaptureFixture[str], monk
     monkeypatch.setattr(attention, "query_spans", at_most_16)
     status, verdicts, last = reported(capsys)
     assert verdicts["attention TND, 32 queries each"] == "refused"
-    assert last == "options for the server: --device npu --attention-layout BSH --graph-mode npugraph_ex"
+    assert verdicts["attention TND16, 32 queries each"] == "ok"
+    assert last == "options for the server: --device npu --attention-layout TND16 --graph-mode npugraph_ex"
     assert status == 0, "nothing wrong was computed, and there are options without it"
+
+
+def test_where_entries_of_16_queries_are_faster(
+    capsys: pytest.CaptureFixture[str], price_of_an_entry: list[tuple[int, float]]
+) -> None:
+    price_of_an_entry[:] = [(17, 0.1)]
+    status, _, last = reported(capsys)
+    assert last == "options for the server: --device npu --attention-layout TND16 --graph-mode npugraph_ex"
+    assert status == 0
 
 
 def test_where_tnd_computes_something_else(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

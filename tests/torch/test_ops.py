@@ -148,6 +148,19 @@ def test_attention_sees_the_pages_of_its_entry_and_no_further(
         start += length
 
 
+@either
+@pytest.mark.parametrize("max_queries", [1, 3, 7, None])
+def test_divided_entries_attend_to_the_same_keys(ops: Any, max_queries: int | None) -> None:
+    entries, k_cache, v_cache = paged_step(ENTRIES, PREFIXES, 1, 8, torch.float32)
+    q = randn(sum(entries.lengths), 7, 8)
+    divided = entries.divided(max_queries)
+    assert sum(divided.lengths) == sum(entries.lengths)
+    assert max(divided.lengths) == (max_queries or 7)
+    assert (divided is entries) == (max_queries in (7, None))
+    whole = ops.attention(q, k_cache, v_cache, entries)
+    torch.testing.assert_close(ops.attention(q, k_cache, v_cache, divided), whole)
+
+
 def test_a_prefix_outweighs_or_vanishes_without_overflow() -> None:
     entries, k_cache, v_cache = paged_step([(0, 1, 1)], (3,), 1, 8, torch.float32)
     q = torch.full((1, 1, 8), 100.0)

@@ -65,3 +65,17 @@ def test_none_computes_more_tokens_than_a_step_may_unless_it_is_the_smallest() -
 @pytest.mark.parametrize(("branches", "least"), [(1, 2), (65, 3)])
 def test_windows_have_as_many_cells_as_there_are_branches(branches: int, least: int) -> None:
     assert min(b.blocks for b in buckets(branches=branches).declared) == least
+
+
+@pytest.mark.parametrize(
+    ("length", "full", "spans", "lengths"),
+    [(32, False, 4, (16, 16)), (24, False, 4, (16, 8)), (16, False, 4, (16,)), (24, True, 1, (16,) * 6)],
+)
+def test_spans_are_divided_into_entries_of_few_queries(
+    length: int, full: bool, spans: int, lengths: tuple[int, ...]
+) -> None:
+    bucket = Bucket(2, 4, 300, 4, 1, length, 8, full_attention=full, max_queries=16)
+    assert (bucket.spans, bucket.span_lengths, bucket.entries) == (spans, lengths, spans * len(lengths))
+    assert sum(lengths) * spans == bucket.cells
+    assert bucket.shape("A P") == (2 * bucket.entries, 300)
+    assert bucket._replace(max_queries=None).entries == spans

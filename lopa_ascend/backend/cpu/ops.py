@@ -55,6 +55,7 @@ class CpuOps:
     def __init__(self) -> None:
         keep_freed_memory()
         self.gathered_bytes = 0
+        self.max_queries: int | None = None
         self.device = torch.device("cpu")
         self._products = Products(emulated_dtypes(), F.linear)
         self._int8_products = Int8Products()

@@ -23,7 +23,7 @@ import torch_npu
 from torch import Tensor
 
 from lopa_ascend.backend.base import Entries
-from lopa_ascend.config import ATTENTION_LAYOUTS
+from lopa_ascend.config import ATTENTION_LAYOUTS, MAX_QUERIES
 
 npu = torch.ops.npu
 MAX_ENTRIES = 4096
@@ -40,10 +40,14 @@ class NpuOps:
     """``Ops`` on the NPU that is the current one when they are made. All tensors of a call lie on it.
 
     Args:
-        attention_layout: TND takes entries of any lengths at once. BSH is for devices and versions that refuse TND: it
-            takes entries of equal length that follow one another.
+        attention_layout: TND takes entries of any lengths at once. TND16 is TND, but divides entries so that none has
+            more than 16 queries. BSH is for devices and versions that refuse TND: it takes entries of equal length that
+            follow one another.
         debug: read the positions of every write and the page ids of every attention back, and check them. For eager
             mode only, since the host waits for the device.
+
+    Attributes:
+        kernel_layout: the layout by the kernel's name, "TND" or "BSH".
 
     Raises:
         ValueError: the layout is unknown; later, with ``debug``, positions or page ids are not valid.
@@ -55,7 +59,8 @@ class NpuOps:
             raise ValueError(f"attention layout: unknown value {attention_layout!r}; choose one of {choices}")
         self.device = torch.device("npu", torch_npu.npu.current_device())
         self.gathered_bytes = 0
-        self._attention_layout = attention_layout
+        self.max_queries = MAX_QUERIES.get(attention_layout)
+        self.kernel_layout = "BSH" if attention_layout == "BSH" else "TND"
         self._debug = debug
 
     def stored(self, weight: Tensor) -> Tensor:
@@ -159,6 +164,7 @@ class NpuOps:
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
         if self._debug:
             check_pages(entries, k_cache.shape[0], k_cache.shape[1])
+        assert self.max_queries is None or max(entries.lengths) <= self.max_queries, "see Ops.max_queries"
         q = q.contiguous()
         outputs, begin = [], 0
         for group in self._kernel_groups(entries, k_cache.shape[0]):
@@ -166,7 +172,7 @@ class NpuOps:
             end = begin + sum(lengths)
             outputs.append(
                 attend(
-                    self._attention_layout,
+                    self.kernel_layout,
                     q[begin:end],
                     k_cache,
                     v_cache,
@@ -191,7 +197,7 @@ class NpuOps:
         most = min(MAX_ENTRIES, max(1, num_pages // pages_per_entry))
         groups, first = [], 0
         for index, length in enumerate(entries.lengths):
-            is_other_length = self._attention_layout == "BSH" and length != entries.lengths[first]
+            is_other_length = self.kernel_layout == "BSH" and length != entries.lengths[first]
             if is_other_length or index - first == most:
                 groups.append(slice(first, index))
                 first = index
