@@ -1,8 +1,9 @@
-"""Settings that must stand before torch is imported, and the hypothesis profile of all tests.
+"""Settings that must stand before torch is imported, the hypothesis profile of all tests, and their garbage collection.
 
 This file imports no torch but for those who ask, and neither do the tests in ``unit/``.
 """
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -23,6 +24,12 @@ settings.register_profile("ordinary", settings.get_profile("repeatable"), max_ex
 # For scripts/mutants.py, which asks whether tests fail, not for the smallest example.
 settings.register_profile("first-failure", settings.get_profile("repeatable"), phases=(Phase.explicit, Phase.generate))
 settings.load_profile("repeatable")
+
+
+def pytest_collection_finish() -> None:
+    """Spares the garbage collector the objects of all imported modules, which live as long as the process. Each full
+    collection would look at a million of them, and one precedes every capture of a graph for NPUs."""
+    gc.freeze()
 
 
 @pytest.fixture

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from lopa_ascend.types import Demand
 
 PAGE_SIZE = 128
@@ -89,13 +86,6 @@ def worst_case(positions: int, num_slots: int, committed: int) -> int:
     """
     full = committed // PAGE_SIZE
     return full + num_slots * (pages_for(positions) - full)
-
-
-def slot_mapping(page_table: Sequence[int], begin: int, end: int) -> NDArray[np.int64]:
-    """Flat cache positions (page * 128 + offset) int64 [end - begin] of the sequence positions [begin, end)."""
-    positions = np.arange(begin, end)
-    pages = np.asarray(page_table, dtype=np.int64)[positions // PAGE_SIZE]
-    return pages * PAGE_SIZE + positions % PAGE_SIZE
 
 
 class PageTables:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, slot_mapping
+from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator
+from lopa_ascend.kv.slot_mapping import slot_mapping
 from lopa_ascend.types import KVShape, PageCopy
 
 

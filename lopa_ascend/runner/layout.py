@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from lopa_ascend.backend import Entries
-from lopa_ascend.kv.pages import PAGE_SIZE, slot_mapping
+from lopa_ascend.kv.pages import PAGE_SIZE
+from lopa_ascend.kv.slot_mapping import slot_mapping
 from lopa_ascend.types import RowPlan, SequenceStep, Share
 
 Indices = NDArray[np.int64]

@@ -18,6 +18,7 @@ from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.decode.lopa import Lopa
 from lopa_ascend.parallel.collectives import RankError
 from lopa_ascend.types import RowResult, SequencePlan
+from tests.dist.ranks import KV_MEMORY
 
 select = Lopa._select
 
@@ -39,6 +40,7 @@ def main() -> None:
         mock.patch.object(Lopa, "_select", {"winner": drift, "hang": hang}[case]).start()
     seed = int(differs and case == "seed")
     try:
+        sizes |= {"kv_cache_memory": KV_MEMORY}
         llm = LLM(**sizes, distributed_timeout_seconds=2, agreement_interval=1, seed=seed)
         # One position a pass: many passes.
         llm.generate("hi", DecodingParams(max_new_tokens=64, tau_conf=1.0, ignore_eos=True), quiet=True)

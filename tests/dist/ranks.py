@@ -14,7 +14,11 @@ from lopa_ascend.parallel.launch import Rendezvous, free_port
 from tests.dist import forks
 from tests.dist.forks import ENVIRONMENT, ROOT, TIMEOUT
 
-__all__ = ["ENVIRONMENT", "ROOT", "TIMEOUT", "finish", "generate", "start"]
+__all__ = ["ENVIRONMENT", "KV_MEMORY", "ROOT", "TIMEOUT", "finish", "generate", "start"]
+
+KV_MEMORY = 2**27
+"""Bytes of the KV pool of one rank of the bundled model. The default is for 32 long requests: up to 1.5 GiB, which a
+process of a test would spend a second on getting from the system."""
 
 
 def start(world_size: int, *command: str) -> list[subprocess.Popen[str]]:

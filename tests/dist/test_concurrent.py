@@ -44,6 +44,7 @@ def job(together: bool, **options: Any) -> dict[str, Any]:
         {"prompt": prompt, "params": settings | {"max_new_tokens": 64}}
         for prompt, settings in zip([prompts[0], *prompts], SETTINGS, strict=True)
     ]
+    options = {"kv_cache_memory": ranks.KV_MEMORY, **options}
     return {"model": None, "options": options, "requests": requests, "together": together}
 
 

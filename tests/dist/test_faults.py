@@ -128,7 +128,9 @@ def test_hanging_ranks(tmp_path: Path) -> None:
 
 
 def test_idle_server_lives_on_until_its_http_process_is_killed(family: Family, tmp_path: Path) -> None:
-    with serving(None, tmp_path / "log", *flags(1, 2, distributed_timeout_seconds=2)) as server:
+    with serving(
+        None, tmp_path / "log", *flags(1, 2, distributed_timeout_seconds=2, kv_cache_memory=ranks.KV_MEMORY)
+    ) as server:
         time.sleep(4)
         assert httpx.post(f"{server.url}/v1/chat/completions", json=QUESTION, timeout=60).status_code == 200
         assert len(family.all()) == 3
@@ -155,6 +157,7 @@ START = """
 import json, os, signal, sys, time
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.parallel.collectives import RankError
+from tests.dist.ranks import KV_MEMORY
 
 def generate(llm, count):
     params = DecodingParams(max_new_tokens=count, tau_conf=1.0, ignore_eos=True)  # one position a pass: many passes
@@ -167,7 +170,7 @@ def followers():
 # Prints of each engine its tokens, the error, after how many seconds it came, and the followers left after close().
 ENGINES = """
 def engine(blow):
-    llm, error, seconds = LLM(tensor_parallel_size=2, distributed_timeout_seconds=4), "", 0.0
+    llm, error, seconds = LLM(tensor_parallel_size=2, distributed_timeout_seconds=4, kv_cache_memory=KV_MEMORY), "", 0.0
     tokens = generate(llm, 8)
     if blow is not None:
         os.kill(*followers(), blow)
@@ -184,7 +187,7 @@ for blow in None, signal.SIGKILL, signal.SIGSTOP:
     engine(blow)
 """
 ENDS = """
-llm = LLM(branch_parallel_size=2)
+llm = LLM(branch_parallel_size=2, kv_cache_memory=KV_MEMORY)
 print("begins", flush=True)
 generate(llm, int(sys.argv[1]))
 """

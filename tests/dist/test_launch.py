@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.dist.ranks import KV_MEMORY
 from tests.listeners import check_loopback_alone
 from tests.ports import free_ports
 
@@ -35,6 +36,7 @@ class Launched:
     def launch(self, name: str, *flags: str) -> None:
         command = [str(ROOT / f"scripts/launch_{name}.sh"), "--device", "cpu", "--tp", "2", "--bp", "2"]
         command += ["--port", str(self.port), "--master-port", str(self.port + 1), *flags]
+        command += ["--", "--kv-cache-memory", str(KV_MEMORY)]
         name, _, value = self._mark.partition("=")
         environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", name: value}
         self.stderr.append(self._folder / f"stderr.{len(self.stderr)}")

@@ -177,7 +177,7 @@ def test_key_and_log(model_dir: Path):
     (line,) = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
     assert (line["id"], line["request_id"]) == (answer.id, "mine")
     assert line["completion_tokens"] == answer.usage.completion_tokens
-    assert line["forwards"] == answer.lopa["num_forwards"]  # type: ignore[attr-defined]
+    assert line["forwards"] == answer.lopa["num_forwards"]
     assert 0 < line["latency_s"] < 60
     assert line["finish_reason"] == answer.choices[0].finish_reason
     assert "secret" not in log + server.stdout.all()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import time
 from collections.abc import Callable
 
 import pytest
@@ -51,6 +53,14 @@ def test_the_host_is_seen_to_wait(read: Callable[[Tensor], object]) -> None:
     with host_traffic() as traffic:
         read(x)
     assert len(traffic.stalls) == 1
+
+
+def test_a_thread_that_looks_for_work_seldom_wakes() -> None:
+    """torch_npu's own does ten thousand times a second."""
+    ramp().cpu()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+    time.sleep(0.5)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before < 1000
 
 
 def test_kernels_and_asynchronous_copies_do_not_make_the_host_wait() -> None:

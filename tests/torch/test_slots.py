@@ -11,8 +11,9 @@ import torch
 from lopa_ascend import DecodingParams, checkpoint
 from lopa_ascend.backend.cpu import CpuOps
 from lopa_ascend.decode import begin
-from lopa_ascend.kv.pages import PAGE_SIZE, PageTables, pages_for, slot_mapping
+from lopa_ascend.kv.pages import PAGE_SIZE, PageTables, pages_for
 from lopa_ascend.kv.pool import KVPool
+from lopa_ascend.kv.slot_mapping import slot_mapping
 from lopa_ascend.model.dream import Dream
 from lopa_ascend.runner.eager import EagerExecutor, ForwardResult
 from lopa_ascend.sequence import Request, Sequence

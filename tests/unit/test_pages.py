@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lopa_ascend.kv.pages import PAGE_SIZE, OutOfPages, PageAllocator, PageTables, slot_mapping
+from lopa_ascend.kv.pages import PAGE_SIZE, OutOfPages, PageAllocator, PageTables
+from lopa_ascend.kv.slot_mapping import slot_mapping
 
 
 @given(st.lists(st.integers(0, 6), max_size=60))
