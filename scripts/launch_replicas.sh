@@ -33,21 +33,24 @@ prepare() {
     make_command $((flag[port] + $1)) $((flag[master-port] + $1)) --nnodes 1 --master-addr 127.0.0.1
 }
 
-# Sends SIGTERM to all replicas that were started.
+# Sends SIGTERM to the replicas that were started and have got none: a second one, while torchrun acts on the first, makes
+# it write a traceback.
 end_all() {
-    ((${#pids[@]} == 0)) || kill -TERM "${pids[@]}" 2>/dev/null || true
+    local untold=("${pids[@]:told}")
+    told=${#pids[@]}
+    ((${#untold[@]} == 0)) || kill -TERM "${untold[@]}" 2>/dev/null || true
 }
 
 parse_flags "$@"
 choose_python
 preflight
 IFS=, read -ra dies <<<"${ASCEND_RT_VISIBLE_DEVICES-$(seq -s, 0 $((ranks * flag[replicas] - 1)))}"
-scheme=http host=${flag[host]} pids=() stopped="" status=0
+scheme=http host=${flag[host]} pids=() told=0 stopped="" status=0
 [[ " ${server_flags[*]}" != *" --ssl-certfile"* ]] || scheme=https
 [[ $host != *:* ]] || host="[$host]"
 
-# A signal ends the replicas, and then this script. Replicas that start meanwhile are ended after the loop.
-trap 'stopped=1 && end_all' TERM INT HUP
+# Each signal ends the replicas, and then this script. Replicas that start meanwhile are ended after the loop.
+trap 'stopped=1 told=0 && end_all' TERM INT HUP
 for ((replica = 0; replica < flag[replicas]; replica++)); do
     prepare "$replica"
     if [[ -n $dry_run ]]; then

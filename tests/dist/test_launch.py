@@ -1,6 +1,7 @@
 """The launch scripts on CPUs: one node, and two "nodes" that are both this machine."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -133,4 +134,6 @@ def test_replicas_answer_and_end(launched: Launched):
         launched.await_health(True, 120)
         assert "47" in launched.answer()
     launched.end()
+    ended = re.findall(r"Sending process (\d+) closing signal", launched.said())
+    assert len(ended) == len(set(ended)), "a replica got a second signal while it ended"
     assert launched.processes() == {}
