@@ -107,10 +107,10 @@ def rows_of_group(
     rows: Rows,
     launch: Launch,
     constants: Constants,
-    num_groups: int = 1,
-    group: int = 0,
+    num_groups: int,
+    group: int,
     *,
-    full_attention: bool = False,
+    full_attention: bool,
 ) -> tuple[Tensor, Tensor]:
     """(token ids, flat cache positions) int32 [S, R, C] of the branches that one branch-parallel group computes: branch
     i has slot i div num_groups of group i mod num_groups.

@@ -208,7 +208,7 @@ def lowered_policy(bucket: Bucket = BUCKET, branch_acceptance: str = "published"
         inputs, constants, storage, _ = unflatten(tensors)
         launch, params = inputs.launch, inputs.params
         rows = policy.open_blocks(params, policy.unpack_state(storage.states, launch, constants), launch)
-        written = policy.rows_of_group(rows, launch, constants)
+        written = policy.rows_of_group(rows, launch, constants, 1, 0, full_attention=False)
         state, winner, _ = policy.advance(
             params, launch, rows, Predicted(ids, probs, probs), constants, branch_acceptance
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import astuple
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -266,7 +266,12 @@ class Batch:
         positions = given.model.positions.view(self.bucket.sequences, self.bucket.slots, -1)
         for group in range(self.size):
             constants = constants_of(self.bucket, self.first_padding_slot)
-            tokens, at = policy.rows_of_group(rows, given.launch, constants, self.size, group)
+            of_group = partial(policy.rows_of_group, rows, given.launch, constants, self.size, group)
+            tokens, at = of_group(full_attention=False)
+            block = (given.launch.cells - FIRST_CELL) // LENGTH
+            is_open = block[:, None] < rows.num_open_blocks[:, group :: self.size, None]
+            at_in_full_attention = torch.where(is_open, at, constants.padding_slots)
+            assert torch.equal(of_group(full_attention=True)[1], at_in_full_attention)
             assert len(set(at.flatten().tolist())) == at.numel()
             assert int(at.max()) < self.first_padding_slot + at.numel()
             for row in present:

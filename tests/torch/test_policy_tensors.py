@@ -182,7 +182,8 @@ def kernels(sequences: int, branch_acceptance: str) -> Counter[str]:
     def step(storage, params, launch, predicted, constants):
         rows = policy.open_blocks(params, policy.unpack_state(storage, launch, constants), launch)
         state, winner, _ = policy.advance(params, launch, rows, predicted, constants, branch_acceptance)
-        return policy.rows_of_group(rows, launch, constants), policy.pack_state(state, params, constants), winner
+        written = policy.rows_of_group(rows, launch, constants, 1, 0, full_attention=False)
+        return written, policy.pack_state(state, params, constants), winner
 
     traced = make_fx(step, tracing_mode="fake")(storage, given.params, given.launch, predicted, constants_of(bucket, 0))
     ops = [node.target for node in traced.graph.nodes if node.op == "call_function"]
