@@ -2,10 +2,12 @@
 
     python -m scripts.branch_scores --plot branch_scores.png    all scores at tau_conf 0.7 and 0.9, on 500 problems
     python -m scripts.branch_scores --limit 10                  a first look
+    python -m scripts.branch_scores --scores entropy            one score beside "mean"
 
-Prints one row for each score and tau_conf. In brackets are 95 % intervals: the problems are drawn again 10,000 times,
-with replacement, the same draws for every row. The last two columns compare a row with "mean" at the same tau_conf, by
-differences within each draw. Takes some minutes for each row on two cores.
+Prints one row for each score and tau_conf; "tokens, ..." are scores of branches over the tokens of one position. In
+brackets are 95 % intervals: the problems are drawn again 10,000 times, with replacement, the same draws for every row.
+The last two columns compare a row with "mean" at the same tau_conf, by differences within each draw. Takes some minutes
+for each row on two cores.
 """
 
 from __future__ import annotations
@@ -32,6 +34,13 @@ TAUS = (0.7, 0.9)
 """Values of tau_conf."""
 DRAWS = 10_000
 BASELINE = "mean"
+OVER_TOKENS = ("mean", "pivot")
+"""Scores that are measured with branches over the tokens of one position."""
+SCORES: dict[str, dict[str, str]] = {
+    **{score: {"branch_score": score} for score in BRANCH_SCORES if score != "pivot"},
+    **{f"tokens, {score}": {"branch_score": score, "branch_candidates": "tokens"} for score in OVER_TOKENS},
+}
+"""Decoding parameters by the name of a row; the baseline is the first."""
 Numbers = NDArray[np.float64]
 
 
@@ -114,7 +123,7 @@ def draw(found: dict[tuple[float, str], Measured], draws: NDArray[np.int64], num
         x, y = measured.tpf(draws), measured.accuracy(draws)
         bars: list[Any] = [np.abs(np.subtract(e.interval(), e.value))[:, None] for e in (x, y)]
         marker = "o" if tau == max(TAUS) else "s"
-        color = f"C{BRANCH_SCORES.index(score)}"
+        color = f"C{list(SCORES).index(score)}"
         axis.errorbar(
             x.value, y.value, xerr=bars[0], yerr=bars[1], fmt=marker, color=color, capsize=2, label=f"{score}, {tau}"
         )
@@ -132,6 +141,14 @@ def main() -> None:
     parser.add_argument("--model", metavar="DIR", help="another model directory (default: the bundled model)")
     parser.add_argument("--limit", type=int, default=500, metavar="N", help="number of problems (default: 500)")
     parser.add_argument("--branches", type=int, default=7, metavar="K", help="lookahead branches (default: 7)")
+    parser.add_argument(
+        "--scores",
+        nargs="+",
+        choices=list(SCORES),
+        default=list(SCORES),
+        metavar="NAME",
+        help=f'scores that are compared with "{BASELINE}": {", ".join(SCORES)} (default: all)',
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also write the table as a picture")
     args = parser.parse_args()
     from lopa_ascend import LLM  # imports torch, which takes seconds
@@ -140,10 +157,12 @@ def main() -> None:
     draws = make_draws(len(problems))
     found: dict[tuple[float, str], Measured] = {}
     print("| tau_conf | score | exact, % | TPF | exact, against mean | TPF, against mean |\n|---|---|---|---|---|---|")
-    with tqdm(total=len(TAUS) * len(BRANCH_SCORES), disable=None) as bar:
+    names = [name for name in SCORES if name == BASELINE or name in args.scores]
+    with tqdm(total=len(TAUS) * len(names), disable=None) as bar:
         for tau in TAUS:
-            for score in BRANCH_SCORES:  # "mean" is the first
-                params = replace(decoding(args.branches, tau), branch_score=score)
+            for score in names:
+                fields: dict[str, Any] = {**SCORES[score]}
+                params = replace(decoding(args.branches, tau), **fields)
                 found[tau, score] = measure(llm, problems, params)
                 print(row(score, tau, found[tau, score], found[tau, BASELINE], draws), flush=True)
                 bar.update()

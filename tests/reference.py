@@ -228,16 +228,13 @@ class Reference:
     def spawn(self, winner: dict, predicted: dict, fills: list[tuple[int, int]]) -> list[dict]:
         filled = {q for q, _ in fills}
         finished = {b["start"] for b in winner["blocks"] if b["state"] == "active" and not self.masks(winner, b)}
-        ranked = sorted((q for q in predicted if q not in filled), key=lambda q: -predicted[q][2])
-        for a, b in zip(ranked, ranked[1 : self.p.num_branches + 1], strict=False):
-            self.near(predicted[a][2] - predicted[b][2])
         branches = []
-        for q in ranked[: self.p.num_branches]:
+        for q, token, creation in self.own_tokens(winner, predicted, filled):
             branch = copy.deepcopy(winner)
-            branch["x"][q] = predicted[q][0]
-            branch["eos"] |= predicted[q][0] in self.eos
-            branch["creation"] = predicted[q][2]
-            branch["draft"] = (q, predicted[q][0])
+            branch["x"][q] = token
+            branch["eos"] |= token in self.eos
+            branch["creation"] = creation
+            branch["draft"] = (q, token)
             branches.append(branch)
         winner["creation"] = 1.0
         branches.append(winner)
@@ -252,6 +249,13 @@ class Reference:
                     else:
                         waiting = True
         return branches
+
+    def own_tokens(self, winner: dict, predicted: dict, filled: set[int]) -> list[tuple[int, int, float]]:
+        """The own position and token of each lookahead branch, and the confidence of that."""
+        ranked = sorted((q for q in predicted if q not in filled), key=lambda q: -predicted[q][2])
+        for a, b in zip(ranked, ranked[1 : self.p.num_branches + 1], strict=False):
+            self.near(predicted[a][2] - predicted[b][2])
+        return [(q, predicted[q][0], predicted[q][2]) for q in ranked[: self.p.num_branches]]
 
 
 def layers(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -91,12 +91,31 @@ def check_combinations(params: DecodingParams) -> None:
         raise ParameterError("branch_score", message)
     if params.branch_score == "entropy" and params.confidence == "margin":
         raise ParameterError("branch_score", '"entropy" does not go with confidence "margin"; use "max_prob"')
+    if params.branch_score == "pivot" and params.branch_candidates != "tokens":
+        message = f'"pivot" needs branch_candidates "tokens", got "{params.branch_candidates}"'
+        raise ParameterError("branch_score", message)
+    if params.branch_candidates == "tokens" and built_in(params.decoding) == "lopa":
+        _check_tokens(params)
     if params.lookahead_depth > 1 and params.branch_acceptance == "published":
         message = f'{params.lookahead_depth} does not go with branch_acceptance "published"; use "verified" or "exact"'
         raise ParameterError("lookahead_depth", message)
     if params.branch_acceptance == "exact" and params.temperature:
         # A draw depends on the number of its forward pass, which is another one than d2f's.
         raise ParameterError("branch_acceptance", f'"exact" needs temperature 0, got {params.temperature}')
+
+
+def _check_tokens(params: DecodingParams) -> None:
+    """Checks what does not go with branches over the tokens of one position."""
+    if params.confidence == "margin":
+        message = '"tokens" does not go with confidence "margin"; use "max_prob" or "neg_entropy"'
+        raise ParameterError("branch_candidates", message)
+    if params.temperature:
+        # A branch holds one of the most probable tokens, not a drawn one.
+        raise ParameterError("branch_candidates", f'"tokens" needs temperature 0, got {params.temperature}')
+    if params.lookahead_depth > 1:
+        # The ranks of drafts are positions.
+        message = f'"tokens" does not go with lookahead_depth {params.lookahead_depth}; use 1, or "positions"'
+        raise ParameterError("branch_candidates", message)
 
 
 def _check_decoding(params: DecodingParams) -> None:

@@ -64,11 +64,17 @@ class DecodingParams(ResearchParams, UsualParams):
     @property
     def ranking(self) -> str:
         """What a pass reports beside the probability: ``confidence``, with "vanilla" what ``alg`` stands for, or with
-        ``branch_score`` "entropy" the negative entropy."""
+        branches that need it the negative entropy."""
         own = built_in(self.decoding)
-        if own == "lopa" and self.branch_score == "entropy":
+        if own == "lopa" and (self.branch_candidates == "tokens" or self.branch_score == "entropy"):
             return "neg_entropy"
         return ALGS[self.alg] if own == "vanilla" else self.confidence
+
+    @property
+    def num_candidates(self) -> int:
+        """Most probable tokens that a pass reports of each position: as many as the pivot can have branches."""
+        branches_differ_in_tokens = built_in(self.decoding) == "lopa" and self.branch_candidates == "tokens"
+        return self.lookaheads if branches_differ_in_tokens else 0
 
     @property
     def is_random(self) -> bool:

@@ -14,7 +14,8 @@ ALGS = {"origin": "max_prob", "maskgit_plus": "max_prob", "topk_margin": "margin
 BASES = ("d2f", "parallel", "fast_dllm")
 BLOCK_CACHES = ("prefix", "dual")
 BRANCH_ACCEPTANCES = ("published", "verified", "exact")
-BRANCH_SCORES = ("mean", "tail", "window", "expected", "entropy")
+BRANCH_CANDIDATES = ("positions", "tokens")
+BRANCH_SCORES = ("mean", "tail", "window", "expected", "entropy", "pivot")
 WINDOW_ATTENTIONS = ("block_causal", "full")
 
 
@@ -134,13 +135,41 @@ class ResearchParams:
             default_text='true with `branch_acceptance` "verified" and "exact", otherwise false',
         ),
     )
+    branch_candidates: str = declare(
+        "positions",
+        Parameter(
+            Choice(BRANCH_CANDIDATES),
+            'what lookahead branches differ in: "positions": each fills one of the surest open positions; "tokens": '
+            "all fill the same uncertain position, the pivot, each with another of its most probable tokens",
+            group=Group.RESEARCH,
+            graphs=GraphSupport.DEFAULT,
+        ),
+    )
+    pivot_mass: float = declare(
+        0.9,
+        Parameter(
+            Number(0, 1),
+            'with `branch_candidates` "tokens" the least probability that the tokens of all branches have together at '
+            "the pivot",
+            group=Group.RESEARCH,
+        ),
+    )
+    pivot_weight: float = declare(
+        0.1,
+        Parameter(
+            Number(0, 1000),
+            'with `branch_score` "pivot" the weight of the log-probability of a branch\'s own token',
+            group=Group.RESEARCH,
+        ),
+    )
     branch_score: str = declare(
         "mean",
         Parameter(
             Choice(BRANCH_SCORES),
             'score of a branch from the confidences of its masked positions: "mean" of all; "tail": mean of the '
             'lowest; "window": lowest mean over consecutive positions; "expected": expected number of positions that '
-            'pass `tau_conf`; "entropy": mean of the negative entropies, whatever `confidence` ranks positions by',
+            'pass `tau_conf`; "entropy": mean of the negative entropies, whatever `confidence` ranks positions by; '
+            '"pivot": that without the pivot, and with the log-probability of the branch\'s own token',
             group=Group.RESEARCH,
             graphs=GraphSupport.DEFAULT,
         ),

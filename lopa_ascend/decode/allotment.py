@@ -69,10 +69,11 @@ class Ask:
     """Tokens that the step computes for it, by the number of its lookahead branches."""
 
     @property
-    def kind(self) -> tuple[str, str, str, int, bool]:
+    def kind(self) -> tuple[str, str, str, str, int, bool]:
         """Requests whose branches are counted together."""
         params = self.params
-        return params.decoding, params.base, params.branch_acceptance, params.lookahead_depth, self.is_stuck
+        kinds = params.decoding, params.base, params.branch_candidates, params.branch_acceptance
+        return *kinds, params.lookahead_depth, self.is_stuck
 
 
 class _Counts:
@@ -111,7 +112,7 @@ class Allotment:
 
     def __init__(self, costs: StepCosts, max_tokens: int, agree: Callable[[int], int] | None = None) -> None:
         self.costs, self.max_tokens, self._agree = costs, max_tokens, agree
-        self._counts: dict[tuple[str, str, str, int, bool], _Counts] = {}
+        self._counts: dict[tuple[str, str, str, str, int, bool], _Counts] = {}
         self._num_tokens = 0
         self._beyond = 0.0
         """Seconds of a step beyond its costs."""

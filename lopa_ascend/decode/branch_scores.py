@@ -7,12 +7,13 @@ that agrees on the confidences agrees on the winner.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.blocks import Branch
-from lopa_ascend.types import RowResult
+from lopa_ascend.types import RowPlan, RowResult
 
 SCALE = 1 << 16
 
@@ -51,19 +52,26 @@ def branch_score(confidences: Sequence[float], params: DecodingParams) -> tuple[
     return sum(values), len(values)
 
 
-def branch_scores(branches: Sequence[Branch], results: Sequence[RowResult], params: DecodingParams) -> list[Fraction]:
+def branch_scores(
+    branches: Sequence[Branch], rows: Sequence[RowPlan], results: Sequence[RowResult], params: DecodingParams
+) -> list[Fraction]:
     """(1 - w) * score + w * confidence of the lookahead token (1.0 for the anchor), exactly, where w is
     ``creation_weight``.
 
     Args:
         branches: of one pass.
+        rows: what the pass computed of each of them.
         results: the predictions for each of them.
     """
     weight = Fraction(fixed_point(params.creation_weight), SCALE)
     if params.branch_score == "expected":
         own = _expected(branches, results, params)
+    elif params.branch_score == "pivot":
+        own = _pivot(branches, rows, results, params)
     else:
-        totals = [branch_score(result.confidences, params) for result in results]
+        # The confidences are entropies also where only the pivot is chosen by these.
+        by_entropy = params.branch_score == "entropy" or params.ranking == params.confidence
+        totals = [branch_score(r.confidences if by_entropy else r.max_probs, params) for r in results]
         own = [Fraction(total, count * SCALE) for total, count in totals]
     scores = []
     for branch, score in zip(branches, own, strict=True):
@@ -87,4 +95,25 @@ def _expected(branches: Sequence[Branch], results: Sequence[RowResult], params: 
     for own, result in zip(num_own, results, strict=True):
         passing = [min(SCALE, fixed_point(prob) * SCALE // tau) if tau else SCALE for prob in result.max_probs]
         scores.append(Fraction(own * SCALE + sum(passing), most * SCALE) if passing else Fraction(1))
+    return scores
+
+
+def _pivot(
+    branches: Sequence[Branch], rows: Sequence[RowPlan], results: Sequence[RowResult], params: DecodingParams
+) -> list[Fraction]:
+    """RPS (arXiv 2608.11742): the mean of the negative entropies of a branch's masked positions but the pivot, 0 if
+    there are no others; and for a lookahead branch ``pivot_weight`` times the logarithm of its token's probability.
+
+    The anchor, whose pivot is masked, is scored by the same other positions, and commits to no token.
+    """
+    pivots = {branch.lookahead.position for branch in branches if branch.lookahead is not None}
+    weight = fixed_point(params.pivot_weight)
+    scores = []
+    for branch, row, result in zip(branches, rows, results, strict=True):
+        at = zip(row.masked, result.confidences, strict=True)
+        others = [fixed_point(confidence) for position, confidence in at if position not in pivots]
+        score = Fraction(sum(others), SCALE * max(1, len(others)))
+        if branch.lookahead is not None:
+            score += Fraction(weight * fixed_point(math.log(branch.lookahead.max_prob)), SCALE**2)
+        scores.append(score)
     return scores

@@ -9,9 +9,10 @@ from fractions import Fraction
 
 from lopa_ascend.decode.blocks import Branch
 from lopa_ascend.decode.branch_scores import branch_scores
-from lopa_ascend.decode.canvas import Parallel
+from lopa_ascend.decode.canvas import Parallel, first_masked
 from lopa_ascend.decode.d2f import D2F
 from lopa_ascend.decode.fast_dllm import FastDllm
+from lopa_ascend.decode.pivot import pivot_fills
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.types import Fill, RowPlan, RowResult, SequencePlan
 
@@ -40,23 +41,35 @@ class Lookaheads(Strategy):
         return super().keep(plan, num_lookaheads)
 
     def _predicted(self, row: RowPlan, result: RowResult) -> list[Fill]:
-        """Where branches are scored by entropies that positions are not ranked by, the probability ranks these."""
+        """Where the pass reports entropies that positions are not ranked by, the probability ranks these."""
         predicted = super()._predicted(row, result)
-        if self.params.branch_score != "entropy" or self.params.confidence == "neg_entropy":
+        if self.params.ranking == self.params.confidence:
             return predicted
         return [replace(fill, confidence=fill.max_prob) for fill in predicted]
 
-    def _scores(self, results: Sequence[RowResult]) -> list[Fraction]:
-        return branch_scores(self.branches, results, self.params)
+    def _scores(self, plan: SequencePlan, results: Sequence[RowResult]) -> list[Fraction]:
+        return branch_scores(self.branches, plan.rows, results, self.params)
 
     def _select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, list[float]]:
-        scores = self._scores(results)
+        scores = self._scores(plan, results)
         return scores.index(max(scores)), [float(score) for score in scores]
 
     def _spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
-        """One branch for each of the most confident open positions, and the anchor after them."""
-        ranked = sorted(open_positions, key=lambda fill: (-fill.confidence, fill.position))
+        """One branch for each of the most confident open positions, or for each of the most probable tokens of one
+        open position; and the anchor after them."""
+        if self.params.branch_candidates == "tokens":
+            ranked = self._pivot_fills(anchor, open_positions)
+        else:
+            ranked = sorted(open_positions, key=lambda fill: (-fill.confidence, fill.position))
         return self._branches(anchor, [[fill] for fill in ranked[: self._num_wanted]])
+
+    def _pivot_fills(self, anchor: Branch, open_positions: list[Fill]) -> list[Fill]:
+        """What branches over the tokens of one position fill into it, best first."""
+        if not open_positions or not self.params.lookaheads:
+            return []
+        block = first_masked(anchor)
+        here = [fill for fill in open_positions if fill.position < block.end]
+        return pivot_fills(*self._won, here, self.params, self.ends)
 
     def _branches(self, anchor: Branch, drafts: Sequence[Sequence[Fill]]) -> list[Branch]:
         """A lookahead branch for each of ``drafts``, which are its own tokens; and the anchor after them."""
@@ -69,8 +82,9 @@ class Lookaheads(Strategy):
         return [*branches, anchor]
 
     def _finish_without_forward(self) -> bool:
-        """A lookahead branch without masks scores 1.0 and would win the pass with the tokens that it has already."""
-        if not self.params.finish_at_eos or self.params.creation_weight:
+        """A lookahead branch without masks scores 1.0, and would win the pass with the tokens that it has already. With
+        the score "pivot" it may lose."""
+        if not self.params.finish_at_eos or self.params.creation_weight or self.params.branch_score == "pivot":
             return False
         done = next((branch for branch in self.branches if not branch.masks), None)
         if done is None:

@@ -60,6 +60,8 @@ class Strategy(ABC):
         self.num_forwards = 0
         self.is_stuck = False
         self.given_up: tuple[float, ...] = ()
+        self._won: tuple[RowPlan, RowResult]
+        """The winner's row of the last forward pass, and its predictions."""
         state = BlockState.IN_CACHE if num_committed == len(prompt) else BlockState.TO_CACHE
         blocks = [Block(0, len(prompt), 0, state, activated=True)]
         self.branches = [Branch([], blocks)]
@@ -122,6 +124,7 @@ class Strategy(ABC):
         for fill in fills:
             branch.fill(fill, self.ends)
         self.is_stuck = len(fills) == fallbacks
+        self._won = row, results[winner]
         filled = {fill.position for fill in fills}
         self._grow(branch, [fill for fill in predicted if fill.position not in filled])
         record = StepRecord(

@@ -54,7 +54,7 @@ class DraftingLopa(Lopa):
         return self._branches(anchor, [[ranked[rank] for rank in shape] for shape in shapes])
 
     def _select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, list[float]]:
-        scores = self._scores(results)
+        scores = self._scores(plan, results)
         predicted = [self._predicted(row, result) for row, result in zip(plan.rows, results, strict=True)]
         winner, confirmed = self._confirmed_winner(predicted, scores)
         branch = self.branches[winner]

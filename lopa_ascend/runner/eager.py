@@ -79,7 +79,8 @@ class EagerExecutor:
             sequence.round += 1
             self.num_rows += len(plan.rows)
             self.idle_rows += self.placement.num_places(len(plan.rows)) - len(plan.rows)
-        results = self.exchange(plans, [forward.predictions for forward in forwards])
+        num_candidates = [sequence.scoring.num_candidates for sequence in sequences]
+        results = self.exchange(plans, [forward.predictions for forward in forwards], num_candidates)
         return [self._advance(*item) for item in zip(sequences, steps, shares, forwards, results, strict=True)]
 
     def _advance(
@@ -107,44 +108,75 @@ class EagerExecutor:
 
     # ---- predictions of all groups ---------------------------------------------------------------------------------
 
-    def exchange(self, plans: List[SequencePlan], own: List[Predictions]) -> list[list[RowResult] | None]:
+    def exchange(
+        self, plans: List[SequencePlan], own: List[Predictions], num_candidates: List[int] | None = None
+    ) -> list[list[RowResult] | None]:
         """What all groups predict, by sequence and row; None for a sequence with logits that were not finite.
 
-        The only message of a step between branch-parallel groups: 12 bytes for each masked position, padded to the
-        group that has most of them.
+        The only message of a step between branch-parallel groups: 12 bytes for each masked position, then 8 for each
+        candidate of those sequences that ask for candidates, padded to the group that has most.
 
         Args:
             own: this group's predictions for each sequence.
+            num_candidates: what each sequence asks for at every position; None: nothing.
         """
         with self.probe("exchange", plans):
-            gathered = self._gather(plans, own)
-            num_read = [0] * self.bp.size
+            counts = num_candidates or [0] * len(plans)
+            num_masked = self._by_group(plans, [1] * len(plans))
+            ends = [NUM_COLUMNS * num for num in num_masked]
+            sizes = ends
+            if any(counts):
+                sizes = [end + 2 * num for end, num in zip(ends, self._by_group(plans, counts), strict=True)]
+            gathered = self._gather(own, sizes)
+            predicted = [
+                Predictions.decode(numbers[:end].reshape(-1, NUM_COLUMNS))
+                for numbers, end in zip(gathered, ends, strict=True)
+            ]
+            num_read, first_unread = [0] * self.bp.size, list(ends)
             results: list[list[RowResult] | None] = []
-            for plan in plans:
+            for plan, count in zip(plans, counts, strict=True):
                 rows = []
                 for branch, row in enumerate(plan.rows):
                     group, _ = self.placement.home(branch)
                     first, last = num_read[group], num_read[group] + len(row.masked)
-                    rows.append(gathered[group].take(slice(first, last)))
+                    found = predicted[group].take(slice(first, last))
                     num_read[group] = last
+                    if count:
+                        begin, first_unread[group] = (
+                            first_unread[group],
+                            first_unread[group] + 2 * count * len(row.masked),
+                        )
+                        numbers = gathered[group, begin : first_unread[group]]
+                        found = found.with_candidates(numbers.reshape(-1, 2 * count))
+                    rows.append(found)
                 valid = all(row.valid for row in rows)
                 results.append([row.row_result() for row in rows] if valid else None)
             return results
 
-    def _gather(self, plans: List[SequencePlan], own: List[Predictions]) -> list[Predictions]:
-        """By group, its predictions for all sequences."""
-        counts = [0] * self.bp.size
-        for plan in plans:
+    def _by_group(self, plans: List[SequencePlan], weights: List[int]) -> list[int]:
+        """For each group the number of its masked positions, each with the weight of its sequence."""
+        numbers = [0] * self.bp.size
+        for plan, weight in zip(plans, weights, strict=True):
             for branch, row in enumerate(plan.rows):
                 group, _ = self.placement.home(branch)
-                counts[group] += len(row.masked)
-        message = np.zeros((max(counts), NUM_COLUMNS), dtype=np.int32)
-        message[: counts[self.bp.rank]] = np.concatenate([predictions.encode() for predictions in own])
+                numbers[group] += weight * len(row.masked)
+        return numbers
+
+    def _gather(self, own: List[Predictions], sizes: List[int]) -> NDArray[np.int32]:
+        """By group, its encoded predictions for all sequences, then their candidates, int32 [groups, n].
+
+        Args:
+            sizes: how many numbers each group has.
+        """
+        message = np.zeros(max(sizes), dtype=np.int32)
+        parts = [predictions.encode().ravel() for predictions in own]
+        parts += [predictions.encode_candidates().ravel() for predictions in own if predictions.candidates is not None]
+        message[: sizes[self.bp.rank]] = np.concatenate(parts)
         gathered = np.broadcast_to(message, (self.bp.size, *message.shape))
         if message.size:
             on_device = torch.from_numpy(message).to(self.ops.device)
             gathered = self.bp.all_gather(on_device, "branches").cpu().numpy()
-        return [Predictions.decode(encoded) for encoded in gathered]
+        return gathered
 
     # ---- forward pass ----------------------------------------------------------------------------------------------
 

@@ -101,8 +101,12 @@ class Scorer:
         columns = [torch.cat(column) for column in zip(*stats, strict=True)]
         if tp.size > 1:
             columns = list(merge_scores(tp.all_gather(columns[0], "vocabulary"), scoring, where, round_))
-        tokens, probs, confidences = (column[:num_rows].cpu().numpy() for column in columns)
-        return Predictions(tokens.astype(np.int32), probs, confidences)
+        tokens, probs, confidences, *best = (column[:num_rows].cpu().numpy() for column in columns)
+        predictions = Predictions(tokens.astype(np.int32), probs, confidences)
+        if best:
+            ids, their_probs = best
+            predictions = predictions._replace(candidates=ids.astype(np.int32), candidate_probs=their_probs)
+        return predictions
 
 
 def _batches(jobs: List[Job]) -> list[_Batch]:

@@ -13,7 +13,7 @@ from lopa_ascend.score.shards import columns
 from lopa_ascend.types import Scoring
 
 
-def merge_scores(stats: Tensor, scoring: Scoring, positions: Tensor, round_: int) -> tuple[Tensor, Tensor, Tensor]:
+def merge_scores(stats: Tensor, scoring: Scoring, positions: Tensor, round_: int) -> tuple[Tensor, ...]:
     """The predictions of R rows. Each row's result is a function of that row's statistics.
 
     The confidence "margin" is the chosen token's probability minus the largest other one, "neg_entropy" the sum of
@@ -26,7 +26,9 @@ def merge_scores(stats: Tensor, scoring: Scoring, positions: Tensor, round_: int
         round_: number of the forward pass.
 
     Returns:
-        Token ids int64, probabilities float32 and confidences float32, [R] each.
+        Token ids int64, probabilities float32 and confidences float32, [R] each. With ``num_candidates`` then the
+        most probable tokens, best first, the lowest ids first among equals: token ids int64 and probabilities float32,
+        [R, candidates] each. The probability is 0 where there are fewer tokens.
     """
     names, temperature = columns(scoring), scoring.temperature
     by_name = dict(zip(names, stats[..., : len(names)].unbind(-1), strict=True))  # [shards, R] each
@@ -51,7 +53,12 @@ def merge_scores(stats: Tensor, scoring: Scoring, positions: Tensor, round_: int
     else:
         dot = _sum_over_shards(weight * (by_name["dot"] + by_name["total"] * shift))
         confidence = dot / total - total.log()
-    return ids.gather(-1, chosen)[:, 0], prob, confidence
+    predicted = ids.gather(-1, chosen)[:, 0], prob, confidence
+    if not scoring.num_candidates:
+        return predicted
+    best, order = values.sort(dim=-1, descending=True, stable=True)
+    best, order = best[:, : scoring.num_candidates], order[:, : scoring.num_candidates]
+    return *predicted, ids.gather(-1, order), scaled(best, high[:, None], temperature).exp() / total[:, None]
 
 
 def _sum_over_shards(x: Tensor) -> Tensor:

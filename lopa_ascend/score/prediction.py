@@ -19,7 +19,7 @@ from lopa_ascend.types import RowResult
 NOT_FINITE = "the model produced logits that are not finite; the request cannot go on"
 """The error of a request with predictions that are not valid."""
 NUM_COLUMNS = 3
-"""Integers of an encoded prediction."""
+"""Integers of an encoded prediction; its candidates have two each."""
 
 
 class Predictions(NamedTuple):
@@ -30,6 +30,10 @@ class Predictions(NamedTuple):
     max_probs: NDArray[np.float32]
     """Probabilities of these tokens."""
     confidences: NDArray[np.float32]
+    candidates: NDArray[np.int32] | None = None
+    """Token ids of the most probable tokens [..., candidates]; None unless these are asked for."""
+    candidate_probs: NDArray[np.float32] | None = None
+    """Their probabilities [..., candidates]."""
 
     @classmethod
     def decode(cls, encoded: NDArray[np.int32]) -> Predictions:
@@ -39,12 +43,28 @@ class Predictions(NamedTuple):
         return cls(tokens, max_probs, confidences)
 
     def encode(self) -> NDArray[np.int32]:
-        """int32 [..., 3]."""
+        """int32 [..., 3], without the candidates."""
         return np.stack([self.tokens, self.max_probs.view(np.int32), self.confidences.view(np.int32)], axis=-1)
+
+    def with_candidates(self, encoded: NDArray[np.int32]) -> Predictions:
+        """The same with the candidates of int32 [..., 2 * candidates], as ``encode_candidates`` gave them."""
+        ids, bits = np.split(encoded, 2, -1)
+        return self._replace(candidates=ids, candidate_probs=np.ascontiguousarray(bits).view(np.float32))
+
+    def encode_candidates(self) -> NDArray[np.int32]:
+        """int32 [..., 2 * candidates]."""
+        if self.candidates is None or self.candidate_probs is None:
+            return np.empty((*self.tokens.shape, 0), np.int32)
+        return np.concatenate([self.candidates, self.candidate_probs.view(np.int32)], -1)
 
     def take(self, index: NDArray[np.int64] | slice) -> Predictions:
         """The predictions at some places of the last dimension."""
-        return Predictions(self.tokens[..., index], self.max_probs[..., index], self.confidences[..., index])
+        taken = Predictions(self.tokens[..., index], self.max_probs[..., index], self.confidences[..., index])
+        if self.candidates is None or self.candidate_probs is None:
+            return taken
+        return taken._replace(
+            candidates=self.candidates[..., index, :], candidate_probs=self.candidate_probs[..., index, :]
+        )
 
     @property
     def valid(self) -> bool:
@@ -53,7 +73,16 @@ class Predictions(NamedTuple):
 
     def row_result(self) -> RowResult:
         """The same as Python numbers, for a one-dimensional array."""
-        return RowResult(*(tuple(column.tolist()) for column in self))
+        candidates: tuple[tuple[tuple[int, float], ...], ...] = ()
+        if self.candidates is not None and self.candidate_probs is not None:
+            pairs = zip(self.candidates.tolist(), self.candidate_probs.tolist(), strict=True)
+            candidates = tuple(tuple(zip(ids, probs, strict=True)) for ids, probs in pairs)
+        return RowResult(
+            tokens=tuple(self.tokens.tolist()),
+            max_probs=tuple(self.max_probs.tolist()),
+            confidences=tuple(self.confidences.tolist()),
+            candidates=candidates,
+        )
 
 
 NO_PREDICTIONS = Predictions(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.float32))

@@ -78,7 +78,7 @@ def shard_scores(
 ) -> Tensor:
     """The statistics of one shard, float32 [R, C].
 
-    A shard offers one token, or for top_p, top_k and min_p several.
+    A shard offers one token, or for top_p, top_k, min_p and ``num_candidates`` several.
 
     Args:
         logits: [R, n] with n >= 1; may be overwritten.
@@ -105,7 +105,8 @@ def shard_scores(
 def _offer_one(
     x: Tensor, high: Tensor, scoring: Scoring, positions: Tensor, round_: int, first: int, bans: Bans | None
 ) -> Offer:
-    """Offers the most probable token or, at a temperature, the drawn one: K is 1."""
+    """Offers the most probable token or, at a temperature, the drawn one: K is 1. With ``num_candidates`` K is that
+    number, and the most probable ones are offered, best first; -inf stands for tokens that are missing."""
     banned = _ban(x, scoring, positions, first, bans)
     if scoring.temperature:
         ids = torch.arange(first, first + x.shape[-1], device=x.device)
@@ -114,6 +115,10 @@ def _offer_one(
     else:
         chosen = first_argmax(x)
     values = x.gather(-1, chosen)
+    for _ in range(1, scoring.num_candidates):
+        x.scatter_(-1, chosen[:, -1:], -math.inf)
+        following = first_argmax(x)
+        chosen, values = torch.cat([chosen, following], -1), torch.cat([values, x.gather(-1, following)], -1)
     # "other" is the largest logit of all ids but the chosen one; ids that may not be chosen count too.
     x.scatter_(-1, chosen, -math.inf)
     for place, logits in banned:

@@ -37,6 +37,8 @@ class Scoring:
     min_p: float = 0.0
     seed: int = 0
     """Seed of the draws."""
+    num_candidates: int = 0
+    """How many of the most probable tokens are reported beside the chosen one; see ``RowResult.candidates``."""
     eos_columns: dict[tuple[int, int], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     """The columns of ``eos`` in a shard, by the shard's first token id and size; ``score.shards`` fills it once."""
 

@@ -111,6 +111,7 @@ def test_what_only_decode_defines_runs_eagerly_and_is_counted(path: str, monkeyp
     changes: dict[str, list[dict[str, Any]]] = {
         "num_branches": [{"num_branches": "auto"}, {"num_branches": "auto", "branch_acceptance": "exact"}],
         "branch_score": [{"branch_score": "expected"}, {"branch_score": "entropy"}],
+        "branch_candidates": [{"branch_candidates": "tokens", "branch_score": "pivot", "pivot_mass": 0.0}],
         "base": [{"base": "fast_dllm", "block_cache": "dual", "window_attention": "full"}],
         "decoding": [{"decoding": "near_first"}],
     }

@@ -102,6 +102,7 @@ def test_what_was_not_finite_is_noticed_by_no_other_sequence(branch_acceptance: 
         (DecodingParams(branch_score="tail"), "branch_score"),
         (DecodingParams(branch_score="expected"), "branch_score"),
         (DecodingParams(branch_score="entropy"), "branch_score"),
+        (DecodingParams(branch_candidates="tokens"), "branch_candidates"),
         (DecodingParams(num_branches="auto", max_auto_branches=3), "num_branches"),
         (DecodingParams(base="parallel"), "base"),
         (DecodingParams(base="fast_dllm"), "base"),

@@ -75,6 +75,17 @@ def test_what_has_won_is_tried_again_and_what_never_wins_is_not() -> None:
     assert allotment.choose([free, stuck]) == [0, 1]
 
 
+def test_branches_over_tokens_are_counted_apart() -> None:
+    allotment = Allotment(StepCosts([(32, 1.0), (64, 1.1), (4096, 40.0)]), 10_000)
+    positions, tokens = (
+        Ask(replace(AUTO, branch_candidates=kind), False, FULL[:2]) for kind in ("positions", "tokens")
+    )
+    for _ in range(100):
+        allotment.learn(positions, record(1, 0))
+        allotment.learn(tokens, record(1, 1))
+    assert (allotment.choose([positions]), allotment.choose([tokens])) == ([1], [0])
+
+
 def test_branches_that_were_given_up_are_tried_once_they_would_have_won() -> None:
     costs = StepCosts([(32, 1.0), (64, 1.4), (4096, 60.0)])
     allotment, ask = Allotment(costs, 10_000), Ask(AUTO, False, FULL[:2])

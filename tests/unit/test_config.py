@@ -186,7 +186,7 @@ def test_graph_support() -> None:
     of = {kind: {name for name, value in support.items() if value is kind} for kind in GraphSupport}
     processed = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
     processed |= {"bad_words", "top_logprobs"}
-    unusual = {"temperature", "acceptance", "branch_score", "creation_weight", "min_new_tokens"}
+    unusual = {"temperature", "acceptance", "branch_candidates", "branch_score", "creation_weight", "min_new_tokens"}
     assert of[GraphSupport.PIPELINED] == {"decoding"}
     assert of[GraphSupport.DEFAULT] == processed | unusual | {"base", "lookahead_depth"}
     assert of[GraphSupport.COMPILED] == {"confidence", "window_attention", "branch_acceptance"}

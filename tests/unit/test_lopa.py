@@ -12,7 +12,7 @@ from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.blocks import Branch
 from lopa_ascend.decode.branch_scores import SCALE, branch_score, branch_scores, fixed_point
-from lopa_ascend.types import Fill, RowResult
+from lopa_ascend.types import Fill, RowPlan, RowResult
 
 confidences = st.lists(st.floats(-12, 1, width=32), min_size=1, max_size=40)
 
@@ -132,9 +132,10 @@ def test_expected_counts_what_passes_and_the_branchs_own_token() -> None:
     params = DecodingParams(branch_score="expected", tau_conf=0.5)
     own, anchor = Branch([], [], lookahead=Fill(9, 5, 0.5, 0.5)), Branch([], [])
     rows = [RowResult((1,) * len(row), row, (0.0,) * len(row)) for row in [(0.75, 0.25), (0.75, 0.25, 0.125), ()]]
-    scores = branch_scores([own, anchor, own], rows, params)
+    plans = [RowPlan(0, (), 0, (), tuple(range(len(row.tokens)))) for row in rows]
+    scores = branch_scores([own, anchor, own], plans, rows, params)
     assert scores == [Fraction(5, 6), Fraction(7, 12), 1]  # of three: 1 + 1 + 0.5; 1 + 0.5 + 0.25; without masks
-    free = branch_scores([own, anchor, own], rows, DecodingParams(branch_score="expected", tau_conf=0.0))
+    free = branch_scores([own, anchor, own], plans, rows, DecodingParams(branch_score="expected", tau_conf=0.0))
     assert free == [1, 1, 1]
 
 

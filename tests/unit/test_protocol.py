@@ -48,6 +48,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "min_new_tokens": {"max_new_tokens": 400},
     "acceptance": {"confidence": "neg_entropy"},
     "branch_acceptance": {"temperature": 0},
+    "branch_candidates": {"temperature": 0},
+    "branch_score": {"temperature": 0, "branch_candidates": "tokens"},
     "lookahead_depth": {"branch_acceptance": "verified"},
     "steps": {"decoding": "vanilla"},
     "alg": {"decoding": "vanilla"},

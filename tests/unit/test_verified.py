@@ -59,7 +59,11 @@ class Model:
             tokens.append(EOS if rng.random() < 0.03 else rng.randrange(VOCAB))
             # The same positions tend to be the surest ones.
             probs.append(0.7 * usual.random() + 0.3 * now.random())
-        return RowResult(tuple(tokens), tuple(probs), tuple(probs))
+        candidates = tuple(
+            ((token, prob), ((token + 1) % VOCAB, 0.6 * (1 - prob)), ((token + 2) % VOCAB, 0.3 * (1 - prob)))
+            for token, prob in zip(tokens, probs, strict=True)
+        )
+        return RowResult(tuple(tokens), tuple(probs), tuple(probs), candidates)
 
     def commit(self, plan: SequencePlan, record: StepRecord) -> None:
         if plan.num_new:
