@@ -70,7 +70,10 @@ TARGETS = {
     ),
     "placement": Target(("parallel/placement.py",), ("tests/unit/test_placement.py",)),
     "policy": Target(("graph/policy.py",), ("tests/unit/test_policy.py", "tests/torch/test_policy_tensors.py")),
-    "graphs": Target(("graph/executor.py", "graph/window.py", "graph/seats.py"), ("tests/e2e/test_graph.py",)),
+    "graphs": Target(
+        ("graph/executor.py", "graph/window.py", "graph/seats.py"),
+        ("tests/e2e/test_graph.py", "tests/e2e/test_graph_windows.py"),
+    ),
 }
 
 
