@@ -109,69 +109,46 @@ class EagerExecutor:
     # ---- predictions of all groups ---------------------------------------------------------------------------------
 
     def exchange(
-        self, plans: List[SequencePlan], own: List[Predictions], num_candidates: List[int] | None = None
+        self, plans: List[SequencePlan], own: List[Predictions], num_candidates: List[int]
     ) -> list[list[RowResult] | None]:
         """What all groups predict, by sequence and row; None for a sequence with logits that were not finite.
 
-        The only message of a step between branch-parallel groups: 12 bytes for each masked position, then 8 for each
-        candidate of those sequences that ask for candidates, padded to the group that has most.
+        The only message of a step between branch-parallel groups: 12 bytes for each masked position, and 8 for each of
+        its candidates, padded to the group that has most.
 
         Args:
             own: this group's predictions for each sequence.
-            num_candidates: what each sequence asks for at every position; None: nothing.
+            num_candidates: what each sequence asks for at every position.
         """
         with self.probe("exchange", plans):
-            counts = num_candidates or [0] * len(plans)
-            num_masked = self._by_group(plans, [1] * len(plans))
-            ends = [NUM_COLUMNS * num for num in num_masked]
-            sizes = ends
-            if any(counts):
-                sizes = [end + 2 * num for end, num in zip(ends, self._by_group(plans, counts), strict=True)]
-            gathered = self._gather(own, sizes)
-            predicted = [
-                Predictions.decode(numbers[:end].reshape(-1, NUM_COLUMNS))
-                for numbers, end in zip(gathered, ends, strict=True)
-            ]
-            num_read, first_unread = [0] * self.bp.size, list(ends)
+            widths = [NUM_COLUMNS + 2 * count for count in num_candidates]
+            gathered = self._gather(plans, own, widths)
+            num_read = [0] * self.bp.size
             results: list[list[RowResult] | None] = []
-            for plan, count in zip(plans, counts, strict=True):
+            for plan, width in zip(plans, widths, strict=True):
                 rows = []
                 for branch, row in enumerate(plan.rows):
                     group, _ = self.placement.home(branch)
-                    first, last = num_read[group], num_read[group] + len(row.masked)
-                    found = predicted[group].take(slice(first, last))
+                    first, last = num_read[group], num_read[group] + width * len(row.masked)
+                    rows.append(Predictions.decode(gathered[group, first:last].reshape(-1, width)))
                     num_read[group] = last
-                    if count:
-                        begin, first_unread[group] = (
-                            first_unread[group],
-                            first_unread[group] + 2 * count * len(row.masked),
-                        )
-                        numbers = gathered[group, begin : first_unread[group]]
-                        found = found.with_candidates(numbers.reshape(-1, 2 * count))
-                    rows.append(found)
                 valid = all(row.valid for row in rows)
                 results.append([row.row_result() for row in rows] if valid else None)
             return results
 
-    def _by_group(self, plans: List[SequencePlan], weights: List[int]) -> list[int]:
-        """For each group the number of its masked positions, each with the weight of its sequence."""
-        numbers = [0] * self.bp.size
-        for plan, weight in zip(plans, weights, strict=True):
-            for branch, row in enumerate(plan.rows):
-                group, _ = self.placement.home(branch)
-                numbers[group] += weight * len(row.masked)
-        return numbers
-
-    def _gather(self, own: List[Predictions], sizes: List[int]) -> NDArray[np.int32]:
-        """By group, its encoded predictions for all sequences, then their candidates, int32 [groups, n].
+    def _gather(self, plans: List[SequencePlan], own: List[Predictions], widths: List[int]) -> NDArray[np.int32]:
+        """By group, its encoded predictions for all sequences, one after the other: int32 [groups, n].
 
         Args:
-            sizes: how many numbers each group has.
+            widths: integers of a prediction of each sequence.
         """
+        sizes = [0] * self.bp.size
+        for plan, width in zip(plans, widths, strict=True):
+            for branch, row in enumerate(plan.rows):
+                group, _ = self.placement.home(branch)
+                sizes[group] += width * len(row.masked)
         message = np.zeros(max(sizes), dtype=np.int32)
-        parts = [predictions.encode().ravel() for predictions in own]
-        parts += [predictions.encode_candidates().ravel() for predictions in own if predictions.candidates is not None]
-        message[: sizes[self.bp.rank]] = np.concatenate(parts)
+        message[: sizes[self.bp.rank]] = np.concatenate([predictions.encode().ravel() for predictions in own])
         gathered = np.broadcast_to(message, (self.bp.size, *message.shape))
         if message.size:
             on_device = torch.from_numpy(message).to(self.ops.device)

@@ -19,7 +19,7 @@ from lopa_ascend.types import RowResult
 NOT_FINITE = "the model produced logits that are not finite; the request cannot go on"
 """The error of a request with predictions that are not valid."""
 NUM_COLUMNS = 3
-"""Integers of an encoded prediction; its candidates have two each."""
+"""Integers of an encoded prediction without candidates; each candidate has two more."""
 
 
 class Predictions(NamedTuple):
@@ -37,25 +37,21 @@ class Predictions(NamedTuple):
 
     @classmethod
     def decode(cls, encoded: NDArray[np.int32]) -> Predictions:
-        """The predictions of int32 [..., 3], as ``encode`` gave them."""
-        tokens, *bits = np.moveaxis(encoded, -1, 0)
+        """The predictions of int32 [..., 3 + 2 * candidates], as ``encode`` gave them."""
+        tokens, *bits = np.moveaxis(encoded[..., :NUM_COLUMNS], -1, 0)
         max_probs, confidences = (np.ascontiguousarray(column).view(np.float32) for column in bits)
-        return cls(tokens, max_probs, confidences)
+        predictions = cls(tokens, max_probs, confidences)
+        if encoded.shape[-1] == NUM_COLUMNS:
+            return predictions
+        candidates, probs = np.split(encoded[..., NUM_COLUMNS:], 2, -1)
+        return predictions._replace(candidates=candidates, candidate_probs=np.ascontiguousarray(probs).view(np.float32))
 
     def encode(self) -> NDArray[np.int32]:
-        """int32 [..., 3], without the candidates."""
-        return np.stack([self.tokens, self.max_probs.view(np.int32), self.confidences.view(np.int32)], axis=-1)
-
-    def with_candidates(self, encoded: NDArray[np.int32]) -> Predictions:
-        """The same with the candidates of int32 [..., 2 * candidates], as ``encode_candidates`` gave them."""
-        ids, bits = np.split(encoded, 2, -1)
-        return self._replace(candidates=ids, candidate_probs=np.ascontiguousarray(bits).view(np.float32))
-
-    def encode_candidates(self) -> NDArray[np.int32]:
-        """int32 [..., 2 * candidates]."""
+        """int32 [..., 3 + 2 * candidates]."""
+        encoded = np.stack([self.tokens, self.max_probs.view(np.int32), self.confidences.view(np.int32)], axis=-1)
         if self.candidates is None or self.candidate_probs is None:
-            return np.empty((*self.tokens.shape, 0), np.int32)
-        return np.concatenate([self.candidates, self.candidate_probs.view(np.int32)], -1)
+            return encoded
+        return np.concatenate([encoded, self.candidates, self.candidate_probs.view(np.int32)], -1)
 
     def take(self, index: NDArray[np.int64] | slice) -> Predictions:
         """The predictions at some places of the last dimension."""
