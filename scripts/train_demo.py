@@ -27,12 +27,13 @@ from lopa_ascend.demo import DEMO_MODEL, HELD_OUT
 from scripts.demo_problems import problems
 
 NUM_HELD_OUT = 500
+HELD_OUT_SEED = 99
 
 
-def write_held_out(path: Path, count: int, seed: int) -> None:
+def write_held_out(path: Path, count: int) -> None:
     """Writes different held-out problems, one JSON object a line."""
     chosen: dict[str, dict[str, str]] = {}
-    for problem in problems(seed, held_out=True, plain=True):
+    for problem in problems(HELD_OUT_SEED, held_out=True, plain=True):
         row = {"question": problem.question, "answer": problem.answer, "kind": problem.kind}
         chosen.setdefault(problem.question, row)
         if len(chosen) == count:
@@ -73,6 +74,14 @@ def build_parser() -> argparse.ArgumentParser:
         ("--threads", int, 2, "threads of torch"),
     ):
         training.add_argument(name, type=kind, default=default, metavar="N", help=f"{text} (default: {default})")
+    training.add_argument(
+        "--dtype", default="float32", choices=("float32", "bfloat16"),
+        help="number format of matrix products; bfloat16 is faster where the processor has it (default: float32)",
+    )  # fmt: skip
+    training.add_argument(
+        "--compile", action="store_true", help="compile what lies between the products; needs a C++ compiler"
+    )
+    training.add_argument("--go-on", action="store_true", help="start with the weights in --out instead of random ones")
     reports = parser.add_argument_group("reports, every N steps")
     for name, default, text in (
         ("--log-every", 50, "print the loss"),
@@ -93,8 +102,8 @@ def main() -> None:
 
     torch.set_num_threads(args.threads)
     keep_freed_memory()  # without it a quarter of the time went into page faults
-    write_held_out(args.held_out, NUM_HELD_OUT, seed=args.seed + 99)
-    tokenizer = load(args.out) if args.state.exists() else build(args.out)
+    write_held_out(args.held_out, NUM_HELD_OUT)
+    tokenizer = load(args.out) if args.go_on or args.state.exists() else build(args.out)
     Trainer(args, tokenizer).run()
 
 

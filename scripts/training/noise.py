@@ -29,21 +29,6 @@ def causal(length: int) -> torch.Tensor:
     return torch.ones(length, length, dtype=torch.bool).tril()
 
 
-def after_prompt(prompt: int, *answers: torch.Tensor) -> torch.Tensor:
-    """Attention mask [1, 1, s, s] bool of a prompt with several answers behind it, each as if it stood there alone.
-
-    The prompt sees itself; an answer sees the prompt and itself.
-
-    Args:
-        prompt: positions of the prompt.
-        answers: which positions of each answer see which [a, a] bool.
-    """
-    mask = torch.block_diag(torch.ones(prompt, prompt), *answers).bool()
-    mask[:, :prompt] = True
-    mask[:prompt, prompt:] = False
-    return mask[None, None]
-
-
 def noise(answer: torch.Tensor, eos: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Which positions of answers are masked, and how much each counts in the loss.
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tqdm import tqdm
 from transformers import Qwen2Config, Qwen2Model
@@ -23,8 +22,9 @@ from scripts.demo_problems import problems
 from scripts.demo_tokenizer import EOS, MASK, VOCABULARY
 from scripts.eval_demo import decoding, evaluate
 from scripts.training.batches import Batches, Tokens
+from scripts.training.forward import Forward, Shapes, visible
 from scripts.training.muon import Muon
-from scripts.training.noise import BLOCK, after_prompt, block_causal, causal, noise
+from scripts.training.noise import BLOCK, block_causal, causal, noise
 
 GEOMETRY: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6,
@@ -70,6 +70,10 @@ class Trainer:
         torch.manual_seed(args.seed)
         self.model = Qwen2Model(Qwen2Config(**GEOMETRY))
         self.optimizers = self._initialise()
+        if args.go_on:
+            weights = load_file(args.out / "model.safetensors")
+            self.model.load_state_dict({name.removeprefix("model."): w.float() for name, w in weights.items()})
+        self.forward = Forward(self.model, getattr(torch, args.dtype), is_compiled=args.compile)
         self.step = 0
         """Steps that were made."""
         self.batches = self._new_batches(plain=True)
@@ -167,25 +171,17 @@ class Trainer:
             is_full: the prompt sees the answer, of which there is one.
         """
         prompt, length = tokens.prompt.shape[1], answers[0].ids.shape[1]
-        answer_positions = torch.arange(prompt, prompt + length)
-        position_ids = torch.cat([torch.arange(prompt), answer_positions.repeat(len(answers))])
-        mask = after_prompt(prompt, *(answer.mask for answer in answers))
-        if is_full:
-            mask = torch.ones_like(mask)
-        hidden = self.model(
-            torch.cat([tokens.prompt, *(answer.ids for answer in answers)], 1),
-            attention_mask={"full_attention": without_padding(mask, tokens)},
-            position_ids=position_ids[None],
-            use_cache=False,
-        ).last_hidden_state
+        shapes = Shapes(prompt, length, len(answers))
+        seen = visible(tokens.padding, prompt, [answer.mask for answer in answers], is_full=is_full)
+        ids = torch.cat([tokens.prompt, *(answer.ids for answer in answers)], 1)
+        hidden = self.forward.hidden(ids, shapes, seen)
         predictor = torch.arange(prompt - 1, prompt - 1 + length * len(answers))
         predictor[::length] = prompt - 1
         wanted = torch.cat([answer.wanted for answer in answers], 1)
         truth = torch.cat([answer.truth for answer in answers], 1)[wanted]
         weight = torch.cat([answer.weight for answer in answers], 1)[wanted]
         row, column = wanted.nonzero(as_tuple=True)
-        logits = F.linear(hidden[row, predictor[column]], self.model.embed_tokens.weight)
-        return (F.cross_entropy(logits, truth, reduction="none") * weight).sum() / weight.sum()
+        return self.forward.cross_entropy(hidden[row, predictor[column]], truth, weight)
 
     def rate(self) -> float:
         """The learning rate as a share of ``lr``: a warm-up, then a linear decay to zero over the last fifth."""
@@ -251,9 +247,3 @@ class Trainer:
         }
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-
-
-def without_padding(mask: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-    """An attention mask [n, 1, s, s] in which only padding sees padding, from one [1, 1, s, s] for all."""
-    is_padding = torch.arange(mask.shape[-1]) < tokens.padding[:, None]
-    return (mask & ~is_padding[:, None, None, :]) | torch.eye(mask.shape[-1], dtype=torch.bool)

@@ -1,0 +1,213 @@
+"""The forward pass of the bundled model in training.
+
+It computes what transformers' Qwen2Model computes, faster: the answers behind a prompt attend to the prompt and to
+themselves without the products between different answers, and in bfloat16 everything between two matrix products can be
+compiled to one kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Qwen2Model
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+
+HIDDEN_FROM = -1e9
+"""Added to the score of a position that is not seen."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """How the positions of a batch lie: n rows of a prompt of p positions and c answers of a positions each."""
+
+    prompt: int
+    answer: int
+    copies: int
+
+    @property
+    def positions(self) -> Tensor:
+        """The position within its conversation of each position of a row [p + c * a]; all answers follow the prompt."""
+        after = torch.arange(self.prompt, self.prompt + self.answer)
+        return torch.cat([torch.arange(self.prompt), after.repeat(self.copies)])
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What is added to attention scores: 0 where a position is seen, ``HIDDEN_FROM`` where not."""
+
+    prompt: Tensor | None
+    """What prompts see of prompts [n, 1, p, p]; None if prompts see the answer, of which there is one then."""
+    answers: Tensor
+    """What answers see of the prompt and of themselves [n * c, 1, a, p + a], or what all positions see of one another
+    [n, 1, p + a, p + a]."""
+
+
+def visible(padding: Tensor, prompt: int, masks: list[Tensor], *, is_full: bool) -> Visible:
+    """What each position of a batch sees; padding is seen by itself alone.
+
+    Args:
+        padding: positions of padding at the left of each prompt [n].
+        prompt: positions of a prompt, p.
+        masks: for each of the c answers behind a prompt, which of its positions see which [a, a] bool.
+        is_full: all positions see one another, and there is one answer.
+    """
+    n, copies, length = len(padding), len(masks), masks[0].shape[0]
+    is_real = torch.arange(prompt) >= padding[:, None]
+    if is_full:
+        seen = F.pad(is_real, (0, length), value=True)[:, None, :] | torch.eye(prompt + length, dtype=torch.bool)
+        return Visible(None, added(seen)[:, None])
+    of_prompt = is_real[:, None, :] | torch.eye(prompt, dtype=torch.bool)
+    of_answers = torch.cat(
+        [
+            is_real[:, None, None, :].expand(n, copies, length, prompt),
+            torch.stack(masks).expand(n, copies, length, length),
+        ],
+        dim=-1,
+    )
+    return Visible(added(of_prompt)[:, None], added(of_answers).flatten(0, 1)[:, None])
+
+
+def added(seen: Tensor) -> Tensor:
+    """What is added to the scores of positions that are seen or not, float32."""
+    return torch.where(seen, 0.0, HIDDEN_FROM)
+
+
+class Forward:
+    """The forward pass of a model.
+
+    Args:
+        model: whose weights are used; they stay in float32.
+        dtype: in which matrices are multiplied.
+        is_compiled: compile what lies between the products; needs a C++ compiler.
+    """
+
+    def __init__(self, model: Qwen2Model, dtype: torch.dtype, *, is_compiled: bool):
+        self.model = model
+        self.dtype = dtype
+        config = model.config
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.hidden_size // self.heads
+        exponent = torch.arange(0, self.head_dim, 2) / self.head_dim
+        self.frequency = config.rope_parameters["rope_theta"] ** -exponent
+        compiled: Callable[..., Callable[..., Tensor]] = (
+            torch.compile(dynamic=True) if is_compiled else lambda function: function
+        )
+        self._norm = compiled(partial(norm, eps=config.rms_norm_eps, dtype=dtype))
+        self._add_and_norm = compiled(partial(add_and_norm, eps=config.rms_norm_eps, dtype=dtype))
+        self._rotated = compiled(rotated)
+        self._probabilities = compiled(partial(probabilities, dtype=dtype))
+        self._swiglu = compiled(swiglu)
+        self._cross_entropy = compiled(cross_entropy)
+
+    def hidden(self, ids: Tensor, shapes: Shapes, seen: Visible) -> Tensor:
+        """Token ids [n, s] -> hidden states before the weight of the last norm [n, s, C], with s = p + c * a."""
+        n, s = ids.shape
+        angles = (shapes.positions[:, None] * self.frequency).repeat(n, 1)[:, None]
+        cos, sin = angles.cos(), angles.sin()
+        x = self.model.embed_tokens(ids).flatten(0, 1)
+        normed = self._norm(x)
+        for layer in self.model.layers:
+            q, k, v = self._queries_keys_values(layer, normed)
+            q, k = self._rotated(q, cos, sin), self._rotated(k, cos, sin)
+            q, k, v = (heads.unflatten(0, (n, s)) for heads in (q, k, v))
+            attended = self._attention(q, k, v, shapes, seen).reshape(n * s, -1)
+            x, normed = self._add_and_norm(x, self._linear(attended, layer.self_attn.o_proj))
+            before = layer.post_attention_layernorm.weight
+            gate, up = (self._linear(normed, part, before) for part in (layer.mlp.gate_proj, layer.mlp.up_proj))
+            x, normed = self._add_and_norm(x, self._linear(self._swiglu(gate, up), layer.mlp.down_proj))
+        return normed.view(n, s, -1)
+
+    def cross_entropy(self, hidden: Tensor, truth: Tensor, weight: Tensor) -> Tensor:
+        """Weighted mean cross entropy of token ids [m] that hidden states [m, C] predict."""
+        head = self.model.embed_tokens.weight * self.model.norm.weight
+        return self._cross_entropy(F.linear(hidden, head.to(self.dtype)), truth, weight)
+
+    def _queries_keys_values(self, layer: Qwen2DecoderLayer, normed: Tensor) -> list[Tensor]:
+        """[T, C] -> queries, keys and values, each [T, heads, D]."""
+        attention, before = layer.self_attn, layer.input_layernorm.weight
+        parts = attention.q_proj, attention.k_proj, attention.v_proj
+        return [self._linear(normed, part, before).unflatten(-1, (-1, self.head_dim)) for part in parts]
+
+    def _linear(self, x: Tensor, layer: nn.Linear, norm_weight: Tensor | None = None) -> Tensor:
+        """A linear layer of [T, in] -> [T, out], behind a norm whose weight [in] its own weight takes up.
+
+        The gradient of a norm's weight is a sum over all T; with this it is a sum over the layer's outputs.
+        """
+        weight = layer.weight if norm_weight is None else layer.weight * norm_weight
+        return F.linear(x, weight.to(self.dtype), None if layer.bias is None else layer.bias.to(self.dtype))
+
+    # ---- attention -------------------------------------------------------------------------------------------------
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, shapes: Shapes, seen: Visible) -> Tensor:
+        """Queries [n, s, H, D], keys and values [n, s, K, D] -> [n, s, H, D]."""
+        if seen.prompt is None:
+            return self._attend(q, k, v, seen.answers)
+        n, p, c, a = len(q), shapes.prompt, shapes.copies, shapes.answer
+        of_prompt = self._attend(q[:, :p], k[:, :p], v[:, :p], seen.prompt)
+        keys, values = (
+            torch.cat(
+                [
+                    x[:, None, :p].expand(n, c, p, *x.shape[2:]),
+                    x[:, p:].unflatten(1, (c, a)),
+                ],
+                dim=2,
+            ).flatten(0, 1)
+            for x in (k, v)
+        )
+        queries = q[:, p:].unflatten(1, (c, a)).flatten(0, 1)
+        of_answers = self._attend(queries, keys, values, seen.answers)
+        return torch.cat([of_prompt, of_answers.unflatten(0, (n, c)).flatten(1, 2)], 1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, added_to_scores: Tensor) -> Tensor:
+        """Queries [b, a, H, D], keys and values [b, s, K, D] -> [b, a, H, D].
+
+        The heads of a group share their keys, so their queries are rows of one product.
+        """
+        b, a, heads, dim = q.shape
+        s, kv_heads = k.shape[1:3]
+        scaled = q * dim**-0.5
+        rows = scaled.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).reshape(b * kv_heads, -1, dim)
+        keys, values = (x.transpose(1, 2).reshape(b * kv_heads, s, dim) for x in (k, v))
+        scores = torch.bmm(rows, keys.mT).view(b, heads, a, s)
+        probabilities = self._probabilities(scores, added_to_scores).view(b * kv_heads, -1, s)
+        return torch.bmm(probabilities, values).view(b, heads, a, dim).transpose(1, 2)
+
+
+# ---- what lies between products ------------------------------------------------------------------------------------
+
+
+def norm(x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """RMSNorm [T, C] without its weight."""
+    return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)).to(dtype)
+
+
+def add_and_norm(x: Tensor, y: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The sum of the residual stream, float32 [T, C], and a layer's output [T, C]; and its norm."""
+    total = x + y
+    return total, norm(total, eps, dtype)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of [T, heads, D] with cosines and sines [T, 1, D / 2]."""
+    left, right = x.float().chunk(2, -1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1).to(x.dtype)
+
+
+def probabilities(scores: Tensor, added_to_scores: Tensor, dtype: torch.dtype) -> Tensor:
+    """Softmax of scores [b, H, a, s] over what is seen."""
+    return torch.softmax(scores.float() + added_to_scores, -1).to(dtype)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, [T, I]."""
+    return (F.silu(gate.float()) * up.float()).to(gate.dtype)
+
+
+def cross_entropy(logits: Tensor, truth: Tensor, weight: Tensor) -> Tensor:
+    """Weighted mean cross entropy of token ids [m] under logits [m, V]."""
+    return (F.cross_entropy(logits.float(), truth, reduction="none") * weight).sum() / weight.sum()

@@ -1,0 +1,97 @@
+"""The training of the bundled model: its forward pass, and what answers behind one prompt see of one another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from packaging import version
+from torch import Tensor
+
+from scripts.demo_tokenizer import build
+from scripts.train_demo import build_parser
+from scripts.training.batches import Batches, Tokens
+from scripts.training.forward import Forward, Shapes, visible
+from scripts.training.noise import block_causal, causal
+from scripts.training.trainer import Trainer
+
+pytestmark = pytest.mark.skipif(
+    version.parse(transformers.__version__).major < 5, reason="training needs transformers 5"
+)
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Trainer:
+    args = build_parser().parse_args(["--out", str(tmp_path), "--state", str(tmp_path / "state.pt")])
+    return Trainer(args, build(tmp_path, corpus_size=300))
+
+
+@pytest.fixture
+def tokens(trainer: Trainer) -> Tokens:
+    return Batches(trainer.tokenizer, seed=1, plain=False).next(4)
+
+
+def seen_by_all(tokens: Tokens, masks: list[Tensor], *, is_full: bool) -> Tensor:
+    """Which positions see which, as transformers takes it: bool [n, 1, s, s]."""
+    prompt = tokens.prompt.shape[1]
+    mask = torch.block_diag(torch.ones(prompt, prompt), *masks).bool()
+    mask[:, :prompt] = True
+    mask[:prompt, prompt:] = is_full
+    is_padding = torch.arange(len(mask)) < tokens.padding[:, None]
+    return ((mask & ~is_padding[:, None, :]) | torch.eye(len(mask), dtype=torch.bool))[:, None]
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+@pytest.mark.parametrize("is_full", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 0.1)], ids=str)
+def test_the_forward_pass_is_that_of_transformers(
+    trainer: Trainer, tokens: Tokens, copies: int, is_full: bool, dtype: torch.dtype, tolerance: float
+) -> None:
+    if is_full and copies > 1:
+        pytest.skip("with full attention there is one answer")
+    (n, prompt), length = tokens.prompt.shape, tokens.answer.shape[1]
+    masks = [torch.ones(length, length, dtype=torch.bool)] if is_full else [causal(length)] * copies
+    if copies > 1:
+        masks[1] = block_causal(length)
+    for name, param in trainer.model.named_parameters():
+        if "norm" in name or "bias" in name:
+            torch.nn.init.normal_(param, mean=1.0, std=0.3)
+    shapes = Shapes(prompt, length, copies)
+    ids = torch.cat([tokens.prompt, *[tokens.answer] * copies], 1)
+    with torch.no_grad():
+        expected = trainer.model(
+            ids,
+            attention_mask={"full_attention": seen_by_all(tokens, masks, is_full=is_full)},
+            position_ids=shapes.positions[None],
+            use_cache=False,
+        ).last_hidden_state
+        seen = visible(tokens.padding, prompt, masks, is_full=is_full)
+        normed = Forward(trainer.model, dtype, is_compiled=False).hidden(ids, shapes, seen)
+    found = normed.float() * trainer.model.norm.weight.detach()
+    assert found.shape == (n, prompt + copies * length, 192)
+    for row, padding in enumerate(tokens.padding):
+        torch.testing.assert_close(found[row, padding:], expected[row, padding:], rtol=tolerance, atol=tolerance)
+
+
+def test_answers_behind_one_prompt_are_learnt_as_if_each_stood_there_alone(trainer: Trainer, tokens: Tokens) -> None:
+    answers = [trainer.clean(tokens), trainer.noisy(tokens), trainer.noisy(tokens)]
+    with torch.no_grad():
+        together = trainer.loss(tokens, answers)
+        alone = torch.stack([trainer.loss(tokens, [answer]) for answer in answers])
+    weights = torch.stack([answer.weight[answer.wanted].sum() for answer in answers])
+    torch.testing.assert_close(together, (alone * weights).sum() / weights.sum())
+
+
+def test_training_goes_on_from_the_weights_of_a_checkpoint(trainer: Trainer, tmp_path: Path) -> None:
+    with torch.no_grad():
+        trainer.model.norm.weight.fill_(1.5)
+    trainer.export()
+    options = ["--out", str(tmp_path), "--state", str(tmp_path / "state.pt"), "--seed", "3"]
+    fresh = Trainer(build_parser().parse_args(options), trainer.tokenizer)
+    gone_on = Trainer(build_parser().parse_args([*options, "--go-on"]), trainer.tokenizer)
+    assert not torch.equal(fresh.model.embed_tokens.weight, trainer.model.embed_tokens.weight)
+    for name, weight in trainer.model.state_dict().items():
+        assert torch.equal(gone_on.model.state_dict()[name], weight.bfloat16().float()), name
+    assert gone_on.step == 0
