@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import msgspec
 import torch
+from torch import Tensor
 
 from lopa_ascend.backend.memory import free_memory
 from lopa_ascend.config import DecodingParams, EngineConfig
@@ -124,7 +125,7 @@ class Engine:
     def _report(self, model: Model, page_bytes: int) -> tuple[RankReport, ...]:
         """What every rank holds, by rank."""
         config = self.config
-        sizes = {weight.data_ptr(): weight.nbytes for weight in (*model.weights.values(), model.head)}
+        sizes = {_address(weight): weight.nbytes for weight in (*model.weights.values(), model.head)}
         graphs = self.runner.graph_stats()
         own = RankReport(
             host=platform.node(),
@@ -280,6 +281,11 @@ class Engine:
             record=record if sequence.request.trace else None,
             alternatives=_alternatives(sequence, range(new.start, new.stop)),
         )
+
+
+def _address(weight: Tensor) -> int:
+    """A number that tensors with the same memory have in common; packed ones have no address, and share nothing."""
+    return id(weight) if weight.is_mkldnn else weight.data_ptr()
 
 
 def _alternatives(sequence: Sequence, places: range) -> tuple[Alternatives, ...]:

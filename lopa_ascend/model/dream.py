@@ -12,7 +12,7 @@ after the embedding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 import torch
 from torch import Tensor
@@ -35,17 +35,21 @@ class Dream:
 
     Args:
         config: the whole model's.
-        weights: this rank's weights.
+        weights: this rank's weights; they are taken out of the mapping, so that none is in memory twice when ``ops``
+            converts them.
         tp: the ranks that split each forward pass.
     """
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], ops: Ops, tp: Group = ALONE) -> None:
+    def __init__(self, config: ModelConfig, weights: MutableMapping[str, Tensor], ops: Ops, tp: Group = ALONE) -> None:
         self.config, self.ops, self.tp = config, ops, tp
         self.num_heads, self.num_kv_heads = config.local_heads(tp.size), config.local_kv_heads(tp.size)
         shard = config.vocab_shard(tp.size)
         self.first_token_id = tp.rank * shard
         self.local_vocab_size = min(shard, config.vocab_size - self.first_token_id)
-        own = {name: ops.stored(w) if name.endswith(LINEAR) else w for name, w in weights.items()}
+        own: dict[str, Tensor] = {}
+        for name in list(weights):
+            weight = weights.pop(name)
+            own[name] = ops.stored(weight) if name.endswith(LINEAR) else weight
         embed = own["embed.weight"]
         dtype, device = embed.dtype, embed.device
         if tp.size > 1:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.backend.cpu import CpuOps, definition
-from lopa_ascend.backend.cpu.int8 import WAYS, Int8Products
+from lopa_ascend.backend.cpu.int8 import WAYS, Int8Products, has_int8_instructions
 from lopa_ascend.checkpoint import quantize_weight
 from lopa_ascend.config import ParameterError
 from tests.tiny import write_dream, write_tokenizer
@@ -39,6 +39,27 @@ def draw(*shape: int, seed: int = 0, low: int = -128) -> Tensor:
 def test_products_are_those_of_int32(multiply: Callable[..., Tensor], rows: int, inputs: int, outputs: int) -> None:
     codes, weight = draw(rows, inputs, low=-127), draw(outputs, inputs, seed=1)
     assert torch.equal(multiply(codes, weight), int32_product(codes, weight).float())
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(0, 16, 4), (1, 32, 8), (33, 1024, 1100), (7, 4999, 33)])
+def test_weights_as_they_are_stored_give_the_same_products(rows: int, inputs: int, outputs: int) -> None:
+    """Packed where the processor has int8 instructions."""
+    ops, codes, weight = CpuOps(is_packed=True), draw(rows, inputs, low=-127), draw(outputs, inputs, seed=1)
+    stored = ops.stored(weight)
+    assert stored.is_mkldnn is has_int8_instructions()
+    assert ("packed int8" in ops.settle([stored])) is stored.is_mkldnn
+    scales = torch.ones(rows), torch.ones(outputs)
+    out = ops.quant_linear(codes, scales[0], stored, scales[1], None, torch.float32)
+    assert torch.equal(out, int32_product(codes, weight).float())
+
+
+def test_a_processor_that_does_not_multiply_packed_weights_exactly_gets_plain_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lopa_ascend.backend.cpu.int8.has_int8_instructions", lambda: True)
+    monkeypatch.setattr("lopa_ascend.backend.cpu.int8.multiply_packed", lambda codes, _: torch.zeros(len(codes), 8))
+    weight = draw(8, 64)
+    assert CpuOps(is_packed=True).stored(weight) is weight
 
 
 @every_way
@@ -208,7 +229,7 @@ def test_a_model_runs_on_int8_and_as_the_definitions_say(
     assert "int8 weights are multiplied exactly" in llm.engine.ranks[0].linear
     found = tokens(llm, PROMPTS)
     assert found != tokens(LLM(path, dtype=dtype), PROMPTS)
-    monkeypatch.setattr("lopa_ascend.backend.cpu.CpuOps", PlainProducts)
+    monkeypatch.setattr("lopa_ascend.backend.cpu.CpuOps", lambda **_: PlainProducts())
     assert tokens(LLM(path, quantization="w8a8", dtype=dtype), PROMPTS) == found
 
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lopa_ascend import LLM, DecodingParams
-from lopa_ascend.backend.cpu.ops import emulated_dtypes
-from lopa_ascend.backend.cpu.products import Multiply, Products
+from lopa_ascend.backend.cpu.ops import emulated_dtypes, packed_dtypes
+from lopa_ascend.backend.cpu.products import Multiply, Products, pack
 from tests.tiny import write_dream
 
 WIDTHS = [(768, 2304), (768, 4096), (2048, 768), (3584, 512), (192, 512)]
@@ -72,6 +72,46 @@ def test_rows_are_independent_on_this_processor(widths: tuple[int, int], dtype: 
     products = Products(emulated_dtypes(), F.linear)
     assert products.settle([weight]).startswith("rows are independent")
     assert differing_rows(products, x, weight, bias) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *packed_dtypes()])
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_packed_weights_keep_rows_independent_and_give_the_same_product(
+    widths: tuple[int, int], dtype: torch.dtype
+) -> None:
+    x, weight, bias = operands(*widths, dtype)
+    products, packed = Products((), F.linear), pack(weight)
+    assert (packed.shape, packed.dtype, packed.nbytes) == (weight.shape, dtype, weight.nbytes)
+    assert torch.equal(packed.to_dense(), weight)
+    assert products.settle([packed]).startswith("rows are independent")
+    assert differing_rows(products, x, packed, bias) == []
+    rounding = 2**-8 if dtype == torch.bfloat16 else 1e-5
+    expected = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(products(x, packed, bias).double(), expected, rtol=2 * rounding, atol=40 * rounding)
+
+
+def test_a_packed_and_a_plain_weight_of_one_shape_are_settled_by_themselves() -> None:
+    x, weight, bias = operands(192, 512, torch.float32)
+    products = Products((), by_row_count)
+    products.settle([pack(weight), weight])
+    assert differing_rows(products, x, weight, bias) == []
+    assert differing_rows(products, x, pack(weight), bias) == []
+
+
+@pytest.mark.skipif(not packed_dtypes(), reason="this processor has no bfloat16 units")
+def test_packed_weights_change_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_dream(tmp_path, hidden=64, heads=4, kv_heads=2)
+    params = DecodingParams(num_branches=3, max_new_tokens=64, tau_conf=0.3, ignore_eos=True)
+
+    def answer(is_packed: bool) -> tuple[Any, ...]:
+        llm = LLM(tmp_path, dtype="bfloat16")
+        assert llm.engine.runner.eager.model.head.is_mkldnn is is_packed
+        (output,) = llm.generate([[5, 6, 7, 8]], params, quiet=True)
+        return output.token_ids, output.max_probs
+
+    packed = answer(is_packed=True)
+    monkeypatch.setattr("lopa_ascend.backend.cpu.ops.packed_dtypes", frozenset)
+    assert answer(is_packed=False) == packed
 
 
 @pytest.mark.parametrize(("multiply", "rows"), [(by_row_count, 64), (by_large_count, 256)])

@@ -1,14 +1,19 @@
 """Products of int8 activations with int8 weights, in exact integers.
 
 Integer sums do not depend on their order, so every way to compute them gives the same bits, and no row depends on the
-rows around it. Which way is fast depends on the processor: ``torch._int_mm`` uses the int8 instructions of x86 (VNNI,
-AMX) where there are any, and is a plain loop elsewhere. The other way, which is fast everywhere, multiplies in float32:
-up to ``EXACT_TERMS`` products of int8 numbers add up to less than 2^24, so float32 holds every partial sum exactly.
-Both are tried at start, and weights of each shape are multiplied in the faster way.
+rows around it. Which way is fast depends on the processor:
+
+- With int8 instructions (VNNI, AMX on x86) the weight is packed, in the order in which oneDNN's kernels read it.
+  ``torch._int_mm`` uses these instructions too, without packing.
+- Without them both are slow, and float32 is fast: up to ``EXACT_TERMS`` products of int8 numbers add up to less than
+  2^24, so float32 holds every partial sum exactly.
+
+What is not packed is multiplied in the faster of the last two ways, which are tried at start for each shape.
 """
 
 from __future__ import annotations
 
+import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -21,6 +26,8 @@ EXACT_TERMS = 1024
 """Products whose sum float32 holds exactly in any order: 1024 * 127 * 128 < 2^24, and no activation is -128."""
 PIECE_ROWS = 1024
 """Rows of a weight that are converted to float32 at a time, so that they stay in the cache."""
+SIGN_BIT = -128
+"""The bit that int8 and uint8 read differently: flipping it adds 128 to a number of int8, as uint8."""
 TRIAL_ROWS = 64
 """Rows of activations in a trial."""
 TRIAL_REPEATS = 2
@@ -54,24 +61,63 @@ def multiply_float32(codes: Tensor, weight: Tensor) -> Tensor:
     return total.float()
 
 
+def has_int8_instructions() -> bool:
+    """Whether this processor sums int8 products without saturating in between: VNNI, and AMX which comes with it."""
+    return platform.machine() in ("x86_64", "AMD64") and torch.cpu._is_vnni_supported()
+
+
+def pack_int8(weight: Tensor) -> Tensor:
+    """An int8 weight [out, in] in oneDNN's order. The result has the shape [in, out], and no address."""
+    packed: Tensor = torch.ops.onednn.qlinear_prepack(weight.contiguous(), None)
+    return packed
+
+
+def multiply_packed(codes: Tensor, weight: Tensor) -> Tensor:
+    """The product with a weight that ``pack_int8`` has made.
+
+    The instructions want activations without a sign: 128 is added to them, and oneDNN takes 128 times the sum of the
+    weights off again, in integers.
+    """
+    outputs = weight.shape[1]
+    no_scale, no_zero = torch.ones(outputs), torch.zeros(outputs, dtype=torch.int64)
+    unsigned = codes.bitwise_xor(SIGN_BIT).view(torch.uint8)
+    product: Tensor = torch.ops.onednn.qlinear_pointwise(
+        unsigned, 1.0, 128, weight, no_scale, no_zero, None, 1.0, 0, torch.float32, "none", [], ""
+    )
+    return product
+
+
 WAYS: Mapping[str, Multiply] = {"int8": multiply_int8, "float32": multiply_float32}
-"""The ways to multiply, by what the report calls them."""
+"""The ways to multiply weights that are not packed, by what the report calls them."""
 
 
 class Int8Products:
     """The int8 linear layers of one process.
 
     Args:
-        ways: the ways to multiply, by name.
+        ways: the ways to multiply weights that are not packed, by name.
     """
 
     def __init__(self, ways: Mapping[str, Multiply] = WAYS):
         self._ways = ways
         self._chosen: dict[torch.Size, str] = {}
         """By shape of the weight, the name of the way to multiply."""
+        self._packs: dict[torch.Size, bool] = {}
+        """By shape of the weight, whether it is packed."""
+
+    def stored(self, weight: Tensor) -> Tensor:
+        """An int8 weight [out, in], packed where this processor multiplies packed weights fast and exactly."""
+        shape = weight.shape
+        if shape not in self._packs:
+            self._packs[shape] = has_int8_instructions() and packs_exactly(shape)
+        return pack_int8(weight) if self._packs[shape] else weight
 
     def settle(self, weights: Iterable[Tensor]) -> str:
-        """Tries all ways for int8 weights [out, in], and chooses the fastest exact one for each shape.
+        """Tries all ways for int8 weights [out, in] that are not packed, and chooses the fastest exact one for each
+        shape.
+
+        Args:
+            weights: as ``stored`` or a checkpoint gives them.
 
         Returns:
             How the weights are multiplied, in words; empty if there are none.
@@ -79,10 +125,15 @@ class Int8Products:
         Raises:
             RuntimeError: no way gives the exact product.
         """
+        packed_shapes: set[torch.Size] = set()
         for weight in weights:
-            if weight.shape not in self._chosen:
+            if weight.is_mkldnn:
+                packed_shapes.add(weight.shape)
+            elif weight.shape not in self._chosen:
                 self._chosen[weight.shape] = self._fastest(weight.shape)
         counts = Counter(self._chosen.values())
+        if packed_shapes:
+            counts["packed int8"] = len(packed_shapes)
         if not counts:
             return ""
         shares = " and ".join(f"{counts[name]} by {name} products" for name in sorted(counts))
@@ -93,6 +144,8 @@ class Int8Products:
 
         A weight of a shape that ``settle`` has not tried is multiplied in float32, which gives the same numbers.
         """
+        if weight.is_mkldnn:
+            return multiply_packed(codes, weight)
         return self._ways[self._chosen.get(weight.shape, "float32")](codes, weight)
 
     def _fastest(self, shape: torch.Size) -> str:
@@ -110,6 +163,12 @@ class Int8Products:
         if not seconds:
             raise RuntimeError(f"no way to multiply int8 weights {list(shape)} gives the exact product")
         return min(seconds, key=lambda name: seconds[name])
+
+
+def packs_exactly(shape: torch.Size) -> bool:
+    """Whether packed weights of a shape [out, in] give exact products."""
+    codes, weight = trial_numbers(shape)
+    return torch.equal(multiply_packed(codes, pack_int8(weight)), multiply_float64(codes, weight))
 
 
 def trial_numbers(shape: torch.Size) -> tuple[Tensor, Tensor]:

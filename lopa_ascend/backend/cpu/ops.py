@@ -19,7 +19,7 @@ from lopa_ascend.backend.cpu import compiled
 from lopa_ascend.backend.cpu.activation import silu
 from lopa_ascend.backend.cpu.attention import plan_attention, planned_attention
 from lopa_ascend.backend.cpu.int8 import Int8Products
-from lopa_ascend.backend.cpu.products import Products
+from lopa_ascend.backend.cpu.products import Products, pack
 
 
 def keep_freed_memory() -> None:
@@ -41,6 +41,13 @@ def emulated_dtypes() -> frozenset[torch.dtype]:
     return frozenset({torch.float16} if has_bfloat16 else {torch.float16, torch.bfloat16})
 
 
+def packed_dtypes() -> frozenset[torch.dtype]:
+    """Dtypes in which products with packed weights are faster on this processor."""
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    has_bfloat16 = is_x86 and torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_bf16_supported()
+    return frozenset({torch.bfloat16} if has_bfloat16 else ())
+
+
 def quantize_float32_(x: Tensor) -> tuple[Tensor, Tensor]:
     """``quantize`` for x in float32, which is overwritten."""
     scale = x.abs().amax(-1) / 127
@@ -50,19 +57,29 @@ def quantize_float32_(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class CpuOps:
-    """``Ops`` on a CPU."""
+    """``Ops`` on a CPU.
 
-    def __init__(self) -> None:
+    Args:
+        is_packed: ``stored`` packs weights where that is faster. Compiled steps cannot read packed weights.
+    """
+
+    def __init__(self, *, is_packed: bool = False) -> None:
         keep_freed_memory()
         self.gathered_bytes = 0
         self.max_queries: int | None = None
         self.device = torch.device("cpu")
+        self._is_packed = is_packed
+        self._packed_dtypes = packed_dtypes()
         self._products = Products(emulated_dtypes(), F.linear)
         self._int8_products = Int8Products()
         self._number = compiled.register(self)
 
     def stored(self, weight: Tensor) -> Tensor:
-        return weight
+        if not self._is_packed:
+            return weight
+        if weight.dtype == torch.int8:
+            return self._int8_products.stored(weight)
+        return pack(weight) if weight.dtype in self._packed_dtypes else weight
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._products(x, weight, bias)

@@ -4,6 +4,9 @@ A matrix library picks its kernel, and with it the order of its sums, by the num
 other bits alone than among others. With float32 and at least ``MIN_ROWS`` rows that was not seen; oneDNN's bfloat16
 kernels for AMX do it. Therefore each weight is tried at start. Where rows differ, the library is always given the same
 number of rows: kernels are then always the same, at the price of rows of padding.
+
+A weight may be packed: oneDNN then keeps it in the order in which its kernels read it, instead of reordering it in
+every call. It gives the same bits, and a product of few rows takes 10 to 30 % less time.
 """
 
 from __future__ import annotations
@@ -32,8 +35,20 @@ WIDENED_ROWS = 1024
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """The library's ``linear(x, weight, bias)``."""
-Kind = tuple[torch.Size, torch.dtype]
-"""(shape of a weight, dtype): what the library picks a kernel by, besides the number of rows."""
+Kind = tuple[torch.Size, torch.dtype, bool]
+"""(shape of a weight, dtype, whether it is packed): what the library picks a kernel by, besides the number of rows."""
+
+
+def pack(weight: Tensor) -> Tensor:
+    """A weight [out, in] in oneDNN's order. The result has the shape and dtype of the weight, and no address."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+    return packed
+
+
+def multiply_packed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``linear(x, weight, bias)`` with a weight that ``pack`` has made."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return product
 
 
 class Products:
@@ -41,7 +56,7 @@ class Products:
 
     Args:
         emulated: dtypes that are multiplied in float32.
-        multiply: the library's linear layer.
+        multiply: the library's linear layer, of weights that are not packed.
     """
 
     def __init__(self, emulated: Iterable[torch.dtype], multiply: Multiply):
@@ -60,12 +75,12 @@ class Products:
         for weight in weights:
             is_emulated = weight.dtype in self._emulated
             for part in weight.split(WIDENED_ROWS) if is_emulated else (weight,):
-                kind = part.shape, torch.float32 if is_emulated else part.dtype
+                kind = part.shape, torch.float32 if is_emulated else part.dtype, part.is_mkldnn
                 if kind not in self._rows_at_a_time:
-                    self._rows_at_a_time[kind] = self._find_rows(part[:MOST_OUTPUTS].to(kind[1]))
+                    self._rows_at_a_time[kind] = self._find_rows(self._trial_weight(part, kind[1]))
         dependent = [kind for kind, rows in self._rows_at_a_time.items() if rows is None]
         if dependent:
-            shapes = ", ".join(f"{list(shape)} in {dtype}" for shape, dtype in sorted(dependent, key=str))
+            shapes = ", ".join(f"{list(shape)} in {dtype}" for shape, dtype, _ in sorted(dependent, key=str))
             found = f"rows depend on one another in their last bits, with weights {shapes}"
             logger.warning("%s: a request's tokens may depend on the requests beside it", found)
             return found
@@ -86,27 +101,37 @@ class Products:
         return out
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        at_a_time = self._rows_at_a_time.get((weight.shape, weight.dtype))
+        at_a_time = self._rows_at_a_time.get((weight.shape, weight.dtype, weight.is_mkldnn))
         if at_a_time:
             return self.in_pieces(x, weight, bias, at_a_time)
         rows = x.shape[0]  # not len(x), which in a traced step would be a constant
         padded = F.pad(x, (0, 0, 0, MIN_ROWS - rows)) if rows < MIN_ROWS else x
-        return self._multiply(padded, weight, bias)[:rows]
+        return self._call(padded, weight, bias)[:rows]
 
     def in_pieces(self, x: Tensor, weight: Tensor, bias: Tensor | None, at_a_time: int) -> Tensor:
         """The product with so many rows in every call of the library, the last of which has rows of padding."""
         rows = x.shape[0]
         padded = F.pad(x, (0, 0, 0, -rows % at_a_time))
-        pieces = [self._multiply(piece, weight, bias) for piece in padded.split(at_a_time)]
+        pieces = [self._call(piece, weight, bias) for piece in padded.split(at_a_time)]
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[:rows]
 
+    def _call(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """One call of the library."""
+        return multiply_packed(x, weight, bias) if weight.is_mkldnn else self._multiply(x, weight, bias)
+
     # ---- trying ----------------------------------------------------------------------------------------------------
+
+    def _trial_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """The first outputs of a weight, as it will be multiplied."""
+        if weight.is_mkldnn:
+            return pack(weight.to_dense()[:MOST_OUTPUTS])
+        return weight[:MOST_OUTPUTS].to(dtype)
 
     def _find_rows(self, weight: Tensor) -> int | None:
         """How many rows to compute at a time so that rows are independent; 0 for any number, None if none was found."""
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(MOST_ROWS, weight.shape[1], generator=generator).to(weight.dtype)
-        whole = self._multiply(x, weight, None)
+        whole = self._call(x, weight, None)
         if all(self._same_rows(x, whole, weight, count) for count in ROW_COUNTS):
             return 0
         for at_a_time in PIECES:
@@ -121,4 +146,4 @@ class Products:
         """Whether some rows have the bits alone that they have among all, where they lie at other places."""
         first = (len(x) - count) // 2 + 1
         rows = slice(first, first + count)
-        return torch.equal(self._multiply(x[rows], weight, None), whole[rows])
+        return torch.equal(self._call(x[rows], weight, None), whole[rows])
