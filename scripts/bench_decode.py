@@ -2,7 +2,7 @@
 the least time that it could take on this machine. Peaks and times are of one run.
 
     python -m scripts.bench_decode
-    python -m scripts.bench_decode --branches 8 --dtypes bfloat16 --windows full --plot step.png
+    python -m scripts.bench_decode --branches 8 --formats bfloat16 --windows full --plot step.png
 
 The workload is a random Dream of 125 M parameters (hidden size 768, 12 layers, vocabulary 32,000) with a prompt of 128
 tokens, 128 new tokens and blocks of 32. Times are CPU seconds of this process, so other work on the machine disturbs
@@ -44,7 +44,7 @@ from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.types import GenerationOutput
 from scripts.benchmarking.machine import describe_machine
 from scripts.decode_bench.draw import StepParts, draw_parts
-from scripts.decode_bench.parts import PARTS, Parts, Peaks, copy_peak, gemm_peak, measure_parts, memory_peak
+from scripts.decode_bench.parts import PARTS, Parts, Peaks, copy_peak, gemm_peak, int8_peak, measure_parts, memory_peak
 from scripts.decode_bench.stand_in import StandIn
 from scripts.decode_bench.workload import WORKLOAD, workload_prompt, write_model
 
@@ -80,7 +80,7 @@ def report(llm: LLM, measured: Measurement, peak: float, stand_in: float | None,
     Args:
         llm: the model.
         measured: the decode.
-        peak: FLOP/s of the GEMM peak.
+        peak: FLOP/s of the GEMM peak in the model's dtype.
         stand_in: CPU seconds of the stand-in; None if it was not run.
         verdict: whether the output ids are those of the published code; empty if these were not recorded.
     """
@@ -136,10 +136,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="lookahead branches, the paper's k; 0 is D2F (default: 0 4 8)",
     )
     for name, choices, text in (
-        ("--dtypes", ["float32", "bfloat16"], "number formats of the weights"),
+        ("--formats", ["float32", "bfloat16", "w8a8"], "number formats of the weights; w8a8 is int8 beside bfloat16"),
         ("--windows", ["full", "block_causal"], "window attentions"),
     ):
-        parser.add_argument(name, nargs="+", default=choices, choices=choices, help=f"{text} (default: both)")
+        parser.add_argument(name, nargs="+", default=choices, choices=choices, help=f"{text} (default: all)")
     parser.add_argument(
         "--threads", type=int, nargs="+", default=[1], metavar="N", help="numbers of CPU threads (default: 1)"
     )
@@ -180,15 +180,16 @@ def compare_ids(output: GenerationOutput, expected: dict[str, Any] | None) -> st
     return "same ids" if list(output.token_ids) == expected["output_ids"] else "OTHER IDS"
 
 
-def run_dtype(args: argparse.Namespace, work: dict[str, Any], dtype: str, threads: int) -> list[StepParts]:
-    """Measures and prints the decodes in one dtype with one number of threads."""
+def run_format(args: argparse.Namespace, work: dict[str, Any], form: str, threads: int) -> list[StepParts]:
+    """Measures and prints the decodes in one number format with one number of threads."""
     prompt = workload_prompt(work)
-    llm = LLM(args.model, dtype=dtype, enable_prefix_caching=False)
+    dtype, quantization = ("bfloat16", form) if form == "w8a8" else (form, None)
+    llm = LLM(args.model, dtype=dtype, quantization=quantization, enable_prefix_caching=False)
     stand_in = None if args.no_stand_in else StandIn(args.model, getattr(torch, dtype))
     torch.set_num_threads(threads)
     own, wide = gemm_peak(getattr(torch, dtype)), gemm_peak(torch.float32)
     # A processor without bfloat16 units is faster in float32, and that is the floor then.
-    peaks = Peaks(max(own, wide), copy_peak(), memory_peak())
+    peaks = Peaks(max(own, wide), int8_peak(), copy_peak(), memory_peak())
     before = json.loads(args.before.read_text()) if args.before else {}
     kinds = [(window, k) for window in args.windows for k in args.branches]
     ours: dict[tuple[str, int], list[Measurement]] = {kind: [] for kind in kinds}
@@ -200,7 +201,8 @@ def run_dtype(args: argparse.Namespace, work: dict[str, Any], dtype: str, thread
         for window, k in kinds:
             ours[window, k].append(measure(llm, prompt, decoding_params(k, window, args.new_tokens)))
     print(
-        f"\n{dtype}, {threads} thread(s): GEMM peak {own / 1e9:.1f} GFLOP/s a core, float32 {wide / 1e9:.1f}; "
+        f"\n{form}, {threads} thread(s): {dtype} GEMM peak {own / 1e9:.1f} GFLOP/s a core, float32 {wide / 1e9:.1f}, "
+        f"int8 {peaks.int8_flops / 1e9:.1f}; "
         f"copies {peaks.bytes / 1e9:.1f} GB/s, "
         f"reads from memory {peaks.memory / 1e9:.1f} GB/s"
     )
@@ -208,11 +210,11 @@ def run_dtype(args: argparse.Namespace, work: dict[str, Any], dtype: str, thread
     found = []
     for (window, k), measured in ours.items():
         middle = sorted(measured, key=lambda one: one.total)[len(measured) // 2]
-        is_recorded = window == "full" and dtype == "float32" and k in RECORDED and args.new_tokens == NEW_TOKENS
+        is_recorded = window == "full" and form == "float32" and k in RECORDED and args.new_tokens == NEW_TOKENS
         verdict = compare_ids(middle.output, work["expected"][f"{RECORDED[k]}/float32"] if is_recorded else None)
         seconds = statistics.median(theirs[k]) if theirs[k] else None
         print(f"{window:>12s} {k:3d}  {report(llm, middle, peaks.flops, seconds, verdict)}", flush=True)
-        label = f"{dtype}, {window}, k = {k}, {threads} thread(s)"
+        label = f"{form}, {window}, k = {k}, {threads} thread(s)"
         found.append(step_parts(label, middle, peaks, before))
     return found
 
@@ -232,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     work = json.loads(WORKLOAD.read_text())
     if not (args.model / "config.json").exists():
         write_model(args.model, work)
-    decodes = [part for dtype in args.dtypes for n in args.threads for part in run_dtype(args, work, dtype, n)]
+    decodes = [part for form in args.formats for n in args.threads for part in run_format(args, work, form, n)]
     print_parts(decodes)
     if args.write:
         args.write.write_text(json.dumps({decode.label: dict(decode.taken) for decode in decodes}, indent=1) + "\n")

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lopa_ascend import LLM
 from lopa_ascend.backend import Entries, Ops
+from lopa_ascend.backend.cpu.int8 import Int8Products
 
 PARTS = ("products", "attention", "norms and activations", "head and score", "host")
 PART_OF_OP = {
@@ -32,7 +33,7 @@ PART_OF_OP = {
     "attention": "attention",
     "kv_write": "attention",
 } | dict.fromkeys(
-    ("rms_norm", "add_rms_norm", "rms_norm_quant", "add_rms_norm_quant", "quantize", "rope", "swiglu"),
+    ("rms_norm", "add_rms_norm", "rms_norm_quant", "add_rms_norm_quant", "quantize", "rope", "swiglu", "swiglu_quant"),
     "norms and activations",
 )  # fmt: skip
 """Ops that are timed."""
@@ -48,6 +49,8 @@ class Peaks:
 
     flops: float
     """Of matrix products, in the faster of the model's dtype and float32."""
+    int8_flops: float
+    """Of int8 products, two for each multiplication."""
     bytes: float
     """Of a copy, read and written."""
     memory: float
@@ -61,12 +64,14 @@ class PartWork:
     seconds: float = 0.0
     """CPU seconds of this process."""
     flops: int = 0
+    int8_flops: int = 0
     bytes: int = 0
     weight_bytes: int = 0
 
     def floor(self, peaks: Peaks) -> float:
         """The least CPU seconds that the work takes."""
-        return max(self.flops / peaks.flops, self.weight_bytes / peaks.memory) + self.bytes / peaks.bytes
+        products = self.flops / peaks.flops + self.int8_flops / peaks.int8_flops
+        return max(products, self.weight_bytes / peaks.memory) + self.bytes / peaks.bytes
 
 
 @dataclass
@@ -101,7 +106,10 @@ class Parts:
         else:
             part = self.by_name[PART_OF_OP[op]]
         part.seconds += seconds
-        part.flops += flops
+        if op == "quant_linear":
+            part.int8_flops += flops
+        else:
+            part.flops += flops
         part.bytes += num_bytes
         part.weight_bytes += weight_bytes
 
@@ -167,12 +175,39 @@ def measure_parts(llm: LLM, run: Callable[[], object]) -> Parts:
 
 def gemm_peak(dtype: torch.dtype) -> float:
     """The FLOP/s of CPU time that torch reaches in the fastest of some linear layers of the model's sizes."""
+
+    def layer(rows: int, inner: int, outer: int) -> Callable[[], object]:
+        x, weight = torch.randn(rows, inner).to(dtype), torch.randn(outer, inner).to(dtype)
+        return lambda: torch.nn.functional.linear(x, weight)
+
+    return fastest(layer)
+
+
+def int8_peak() -> float:
+    """The same of exact int8 products, as the engine multiplies them on this processor."""
+    products = Int8Products()
+
+    def layer(rows: int, inner: int, outer: int) -> Callable[[], object]:
+        x, weight = torch.ones(rows, inner, dtype=torch.int8), torch.ones(outer, inner, dtype=torch.int8)
+        stored = products.stored(weight)
+        products.settle([stored])
+        return lambda: products(x, stored)
+
+    return fastest(layer)
+
+
+def fastest(layer: Callable[[int, int, int], Callable[[], object]]) -> float:
+    """The largest FLOP/s of CPU time of some linear layers.
+
+    Args:
+        layer: makes a linear layer of so many rows, inputs and outputs.
+    """
     best = 0.0
     for rows, inner, outer in ((1152, 768, 4096), (1152, 2048, 768), (2048, 2048, 2048)):
-        x, weight = torch.randn(rows, inner).to(dtype), torch.randn(outer, inner).to(dtype)
+        multiply = layer(rows, inner, outer)
         for _ in range(6):
             start = time.process_time()
-            torch.nn.functional.linear(x, weight)
+            multiply()
             best = max(best, 2 * rows * inner * outer / (time.process_time() - start))
     return best
 

@@ -67,6 +67,16 @@ def test_timing_changes_no_token_and_counts_the_work(tmp_path) -> None:
     assert 0 < parts.forward < sum(part.seconds for part in parts.by_name.values())
 
 
+def test_int8_products_are_counted_by_themselves(tmp_path) -> None:
+    write_dream(tmp_path)
+    llm = LLM(tmp_path, quantization="w8a8", enable_prefix_caching=False)
+    params = DecodingParams(num_branches=2, block_size=8, max_new_tokens=16, ignore_eos=True)
+    parts = measure_parts(llm, lambda: llm.generate([PROMPT], params, quiet=True))
+    assert parts.by_name["products"].int8_flops > 0
+    assert parts.by_name["products"].flops == 0
+    assert parts.by_name["head and score"].int8_flops == 0
+
+
 def test_the_work_of_ops() -> None:
     x, weight = torch.zeros(6, 4), torch.zeros(10, 4)
     assert work_of("linear", (x, weight), torch.zeros(6, 10)) == (2 * 6 * 4 * 10, 0, 160)
@@ -79,22 +89,23 @@ def test_the_work_of_ops() -> None:
 
 
 def test_a_floor_is_the_longer_of_computing_and_reading_weights_and_then_the_bytes() -> None:
-    peaks = Peaks(flops=100.0, bytes=10.0, memory=5.0)
+    peaks = Peaks(flops=100.0, int8_flops=200.0, bytes=10.0, memory=5.0)
     assert PartWork(flops=200, weight_bytes=5, bytes=30).floor(peaks) == 2 + 3
     assert PartWork(flops=200, weight_bytes=20, bytes=30).floor(peaks) == 4 + 3
+    assert PartWork(flops=200, int8_flops=200, weight_bytes=5, bytes=30).floor(peaks) == 3 + 3
 
 
 def test_the_command_prints_writes_and_draws(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     model, written, plot = tmp_path / "model", tmp_path / "parts.json", tmp_path / "parts.png"
     write_dream(model, vocab_size=32000)
-    options = ["--model", str(model), "--branches", "2", "--dtypes", "float32", "--windows", "full"]
+    options = ["--model", str(model), "--branches", "2", "--formats", "float32", "--windows", "full"]
     options += ["--new-tokens", "32", "--rounds", "2", "--write", str(written)]
     main(options)
     label = "float32, full, k = 2, 1 thread(s)"
     assert set(json.loads(written.read_text())[label]) == set(PARTS)
     main([*options, "--no-stand-in", "--before", str(written), "--plot", str(plot)])
-    first, second = capsys.readouterr().out.split("\nfloat32, 1 thread(s): GEMM peak")[1:]
+    first, second = capsys.readouterr().out.split("\nfloat32, 1 thread(s): float32 GEMM peak")[1:]
     assert " x" in first.splitlines()[2]
     assert " x" not in second.splitlines()[2]
     assert plot.read_bytes().startswith(b"\x89PNG")
