@@ -37,7 +37,7 @@ class FusedModel:
     ):
         self.config, self.ops, self.tp, self.graph, self.report = config, ops, ALONE, graph, report
         weight, self.head_bias = head
-        self.head = ops.stored(weight)
+        self.head = ops.packed(ops.stored(weight))
         self.weights = dict(graph.named_buffers())
         if self.head_bias is not None:
             self.weights["lm_head.bias"] = self.head_bias

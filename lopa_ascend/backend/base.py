@@ -76,12 +76,23 @@ class Ops(Protocol):
         """
         ...
 
+    def packed(self, weight: Tensor) -> Tensor:
+        """Reorders a weight so that ``linear`` and ``quant_linear`` are faster, where this device has such an order.
+
+        Args:
+            weight: what ``stored`` returned; no traced graph may hold it.
+
+        Returns:
+            The weight, or a tensor of its dtype without an address, which these ops take in place of it.
+        """
+        ...
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """A linear layer. The result of a row does not depend on the other rows.
 
         Args:
             x: [T, in].
-            weight: what ``stored`` returned for the weight [out, in].
+            weight: what ``stored`` or ``packed`` returned for the weight [out, in].
             bias: [out]; None for none.
 
         Returns:
@@ -114,7 +125,7 @@ class Ops(Protocol):
         Args:
             codes: int8 [T, in].
             scale: of each row of ``codes``, float32 [T].
-            weight: what ``stored`` returned for the int8 weight [out, in].
+            weight: what ``stored`` or ``packed`` returned for the int8 weight [out, in].
             weight_scale: of each output, float32 [out].
             bias: [out]; None for none.
             dtype: of the result.
@@ -128,7 +139,7 @@ class Ops(Protocol):
         """Decides at start how ``linear`` computes, so that no row depends on the others.
 
         Args:
-            weights: one for each linear layer that will be computed, as ``stored`` returned them.
+            weights: one for each linear layer that will be computed, as ``stored`` or ``packed`` returned them.
 
         Returns:
             What is known of the independence of rows on this device, in words.

@@ -90,7 +90,8 @@ def load(
 
         - ``qkv``: the rows [q; k; v] of this rank's heads; ``o``: the matching columns.
         - ``gate_up``: this rank's rows [gate; up] of the MLP; ``down``: the matching columns.
-        - ``embed``, ``head``: ``config.vocab_shard(shard.size)`` rows, zero beyond the vocabulary.
+        - ``embed``: [vocab, hidden], on every rank.
+        - ``head``: ``config.vocab_shard(shard.size)`` rows, zero beyond the vocabulary.
         - norms: whole.
         - int8 layers: ``weight`` is int8, and ``weight_scale`` [out] float32.
 

@@ -23,10 +23,10 @@ class Shard:
     """Number of tensor-parallel ranks."""
 
     def tensor_slices(self, config: ModelConfig) -> TensorSlices:
-        """The rank's slices of every tensor: heads, MLP and vocabulary are split between the ranks, the rest is whole.
+        """The rank's slices of every tensor: heads, MLP and LM head are split between the ranks, the rest is whole.
 
-        Every rank has the same number of rows of the vocabulary, so those of the last rank may reach beyond its end;
-        the rows that the model lacks are padding.
+        Every rank has the same number of rows of the LM head, so those of the last rank may reach beyond the end of the
+        vocabulary; the rows that the model lacks are padding.
         """
         heads = self._even_slice(config.num_heads * config.head_dim)
         # With more ranks than KV heads, several ranks hold the same head.
@@ -42,7 +42,6 @@ class Shard:
             "v_proj": kv_heads,
             "gate_proj": inner,
             "up_proj": inner,
-            "embed_tokens": vocab,
             "lm_head": vocab,
         }
         split_columns = {"o_proj": heads, "down_proj": inner}

@@ -77,7 +77,7 @@ class ModelConfig:
         return KVShape(self.num_layers, self.local_kv_heads(size), self.head_dim)
 
     def vocab_shard(self, size: int) -> int:
-        """Rows of the embedding on each of ``size`` ranks; the last rank may have fewer."""
+        """Rows of the LM head on each of ``size`` ranks; the last rank may have fewer."""
         return -(-self.vocab_size // size)
 
     @classmethod

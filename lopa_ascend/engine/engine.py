@@ -125,12 +125,11 @@ class Engine:
     def _report(self, model: Model, page_bytes: int) -> tuple[RankReport, ...]:
         """What every rank holds, by rank."""
         config = self.config
-        sizes = {_address(weight): weight.nbytes for weight in (*model.weights.values(), model.head)}
         graphs = self.runner.graph_stats()
         own = RankReport(
             host=platform.node(),
             device=str(model.ops.device),
-            weights=sum(sizes.values()),
+            weights=_num_bytes([*model.weights.values(), model.head]),
             num_pages=self.limits.num_pages,
             page_bytes=page_bytes,
             num_graphs=graphs.num_buckets if graphs else 0,
@@ -283,9 +282,16 @@ class Engine:
         )
 
 
-def _address(weight: Tensor) -> int:
-    """A number that tensors with the same memory have in common; packed ones have no address, and share nothing."""
-    return id(weight) if weight.is_mkldnn else weight.data_ptr()
+def _num_bytes(weights: List[Tensor]) -> int:
+    """The memory of weights. A tied head, or a rank's part of one, is in the memory of the embedding before it."""
+    total, memory = 0, set[int]()
+    for weight in weights:
+        address = None if weight.is_mkldnn else weight.untyped_storage().data_ptr()
+        if address is None or address not in memory:
+            total += weight.nbytes
+        if address is not None:
+            memory.add(address)
+    return total
 
 
 def _alternatives(sequence: Sequence, places: range) -> tuple[Alternatives, ...]:

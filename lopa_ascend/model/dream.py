@@ -6,8 +6,8 @@ four linear layers of a layer may be int8; it then has a ``weight_scale`` of eac
 activations are quantised when it runs.
 
 Under tensor parallelism a rank holds its heads of qkv, the matching columns of o, its part of the MLP, and its part of
-the vocabulary, padded to the same size on every rank. The ranks sum twice a layer, after o and after down, and once
-after the embedding.
+the LM head, padded to the same size on every rank. The ranks sum twice a layer, after o and after down. Each holds the
+whole embedding, because a sum over the ranks would take longer than the embedding's memory is worth.
 """
 
 from __future__ import annotations
@@ -49,17 +49,12 @@ class Dream:
         own: dict[str, Tensor] = {}
         for name in list(weights):
             weight = weights.pop(name)
-            own[name] = ops.stored(weight) if name.endswith(LINEAR) else weight
+            own[name] = ops.packed(ops.stored(weight)) if name.endswith(LINEAR) else weight
         embed = own["embed.weight"]
         dtype, device = embed.dtype, embed.device
-        if tp.size > 1:
-            # One more row, of zeros, for the tokens of other ranks.
-            own["embed.weight"] = torch.cat([embed, embed.new_zeros(1, config.hidden_size)])
-            row = torch.arange(config.vocab_size, dtype=torch.int32) - self.first_token_id
-            self._row_of_token = row.masked_fill((row < 0) | (row >= shard), shard).to(device)
         self.weights: Mapping[str, Tensor] = own
         is_tied = config.tie_word_embeddings
-        self.head = ops.stored(own["embed.weight"][:shard]) if is_tied else own["head.weight"]
+        self.head = ops.packed(ops.stored(tied_head(embed, tp, shard))) if is_tied else own["head.weight"]
         # v is rotated by an angle of 0: one kernel for q, k and v costs less than one for q and one for k.
         is_value_head = torch.arange(self.num_heads + 2 * self.num_kv_heads) >= self.num_heads + self.num_kv_heads
         self._not_rotated = is_value_head[:, None].to(device)
@@ -76,7 +71,7 @@ class Dream:
         heads, kv_heads = self.num_heads, self.num_kv_heads
         tables = self._rope_tables.index_select(1, inputs.positions)
         cos, sin = torch.where(self._not_rotated, self._no_angle, tables).unbind()
-        residual = self._embed(inputs.tokens)
+        residual = self.weights["embed.weight"].index_select(0, inputs.tokens)
         x = self._norm(residual, "layers.0.attn_norm", reader="layers.0.qkv")
         for n in range(c.num_layers):
             p = f"layers.{n}."
@@ -127,11 +122,6 @@ class Dream:
         codes, scale = self.ops.quantize(x) if isinstance(x, Tensor) else x
         return self.ops.quant_linear(codes, scale, weight, weight_scale, bias, self.head.dtype)
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        """[T] -> [T, hidden]."""
-        rows = tokens if self.tp.size == 1 else self._row_of_token.index_select(0, tokens)
-        return self.tp.all_reduce(self.weights["embed.weight"].index_select(0, rows), "embedding")
-
     def logits(self, hidden: Tensor) -> Tensor:
         """See ``Model.logits``."""
         return self.ops.linear(hidden, self.head)[:, : self.local_vocab_size]
@@ -141,5 +131,15 @@ class Dream:
         if self.tp.size == 1:
             return ()
         size = num_computed * self.config.hidden_size * self.head.dtype.itemsize
-        calls = {"embedding": 1, "layers": 2 * self.config.num_layers}
-        return tuple(Traffic(purpose, count, count * size) for purpose, count in calls.items())
+        count = 2 * self.config.num_layers
+        return (Traffic("layers", count, count * size),)
+
+
+def tied_head(embed: Tensor, tp: Group, shard: int) -> Tensor:
+    """This rank's rows of an LM head that is the embedding [vocab, hidden]; rows beyond the vocabulary are 0.
+
+    Args:
+        shard: rows on each rank.
+    """
+    own = embed[tp.rank * shard : (tp.rank + 1) * shard]
+    return own if len(own) == shard else torch.cat([own, own.new_zeros(shard - len(own), own.shape[1])])

@@ -189,9 +189,9 @@ def int8_peak() -> float:
 
     def layer(rows: int, inner: int, outer: int) -> Callable[[], object]:
         x, weight = torch.ones(rows, inner, dtype=torch.int8), torch.ones(outer, inner, dtype=torch.int8)
-        stored = products.stored(weight)
-        products.settle([stored])
-        return lambda: products(x, stored)
+        packed = products.packed(weight)
+        products.settle([packed])
+        return lambda: products(x, packed)
 
     return fastest(layer)
 

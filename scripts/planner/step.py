@@ -225,20 +225,23 @@ def _host(model: ModelConfig, device: Device, work: Workload) -> float:
 
 
 def _collectives(model: ModelConfig, device: Device, work: Workload, case: str) -> float:
-    """Two all-reduces a layer and one of the embedding, a merge of scores, and an exchange of predictions by groups."""
+    """Two all-reduces a layer, a merge of scores, and an exchange of predictions by groups."""
     summed = collective_seconds(device, work.tp, all_reduce_bytes(model, work), case, reduce=True)
     merged = collective_seconds(device, work.tp, MERGED * work.tp * work.tokens, case, reduce=False)
     gathered = collective_seconds(device, work.bp, EXCHANGED * work.bp * work.tokens, case, reduce=False)
-    return (2 * model.num_layers + 1) * summed + merged + gathered
+    return 2 * model.num_layers * summed + merged + gathered
 
 
 def memory_bytes(model: ModelConfig, work: Workload) -> int:
-    """Bytes that a rank must hold: weights with its share of the embedding, and keys and values of its rows.
+    """Bytes that a rank must hold: weights with the whole embedding, and keys and values of its rows.
 
     The positions in front of the window are shared by a request's rows.
     """
     layers, head = weight_bytes(model, work.precision, work.tp)
-    embedding = 0 if model.tie_word_embeddings else model.vocab_shard(work.tp) * model.hidden_size
+    # A tied head of one rank is the embedding itself; of several, each has its part of the head as a part of it.
+    embedding = model.vocab_size * model.hidden_size
+    if model.tie_word_embeddings:
+        embedding -= head_parameters(model, work.tp)
     cached = work.requests * work.context + work.tokens
     held = embedding * element_bytes(work.precision)
     return layers + head + held + cached * kv_bytes_per_position(model, work.precision, work.tp)

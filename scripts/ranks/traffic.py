@@ -26,7 +26,7 @@ DREAM_7B = ModelConfig(
     head_dim=128, max_position_embeddings=131072, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=False,
     attention_bias=True, mask_token_id=151666, eos_token_ids=(), dtype="bfloat16",
 )  # fmt: skip
-PURPOSES = ("layers", "embedding", "vocabulary", "branches", "kv", "control", "agreement")
+PURPOSES = ("layers", "vocabulary", "branches", "kv", "control", "agreement")
 BRANCH_PARALLEL_PURPOSES = ("branches", "control", "agreement")
 CONTROL_BYTES = 8
 """Bytes of a control message without new requests or aborts."""
@@ -55,7 +55,6 @@ class Formulas:
         if self.tp > 1:
             hidden_states = (config.num_layers - 1) * step.tokens + step.rows
             sent["layers"] = 2 * hidden_states * config.hidden_size * item_size
-            sent["embedding"] = step.tokens * config.hidden_size * item_size
             sent["vocabulary"] = sum(4 * rows * columns for rows, columns in step.scored)
         if self.bp > 1:
             placement = Placement(self.bp)

@@ -59,11 +59,10 @@ def test_every_step_sends_what_the_formulas_say(tp: int, bp: int) -> None:
     steps = [step for rank in recorded(tp, bp) for step in rank]
     second_phases = commits = 0
     for step in steps:
-        sent = {purpose: step.sent(purpose) for purpose in ("layers", "embedding", "branches", "control", "kv")}
+        sent = {purpose: step.sent(purpose) for purpose in ("layers", "branches", "control", "kv")}
         rows = 2 * (model.num_layers - 1) * step.tokens + 2 * step.rows  # in the last layer the wanted ones alone
         assert sent["layers"].num_bytes == (hidden * rows if tp > 1 else 0)
         assert sent["layers"].calls == (2 * model.num_layers if tp > 1 and step.tokens else 0)
-        assert sent["embedding"].num_bytes == (hidden * step.tokens if tp > 1 else 0)
         bound = sum(branches_bound(plan, bp) for plan in step.plans)
         assert sent["branches"].num_bytes <= bound
         assert sent["branches"].calls <= 1

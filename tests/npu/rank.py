@@ -58,7 +58,7 @@ def part(config: ModelConfig, name: str, weight: Tensor, group: Group) -> Tensor
         return torch.cat([own(x) for x in weight.chunk(2)])
     if ".o." in name or ".down." in name:
         return own(weight, 1)
-    return own(weight) if name in ("embed.weight", "head.weight") else weight
+    return own(weight) if name == "head.weight" else weight
 
 
 class Sample:

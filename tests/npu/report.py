@@ -138,6 +138,7 @@ class Sample:
             self.model = plain_dream(config, variant.ops)
         else:
             weights = dream_weights(own, torch.bfloat16, filled=False)
+            weights["embed.weight"] = weights["embed.weight"].new_empty(config.vocab_size, config.hidden_size)
             weights |= int8_weights(weights) if variant.is_int8 else {}
             self.model = Dream(config, weights, variant.ops, group)
         first = self.model.first_token_id

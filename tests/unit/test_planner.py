@@ -136,7 +136,7 @@ def test_a_host_that_does_not_work_ahead_adds_its_time(dream: ModelConfig, die: 
 def test_collectives_of_a_step(dream: ModelConfig, die: Device):
     work = Workload(tp=4, bp=4, k=3, window=32)
     slow, fast = (predict(dream, die, work, case).collectives for case in ("pessimistic", "optimistic"))
-    assert slow - fast == pytest.approx((57 + 1 + 1) * 110e-6)  # 57 sums, one merge of scores, one exchange
+    assert slow - fast == pytest.approx((56 + 1 + 1) * 110e-6)  # 56 sums, one merge of scores, one exchange
     alone = predict(dream, die, replace(work, tp=1, bp=1), "pessimistic")
     assert alone.collectives == 0
 

@@ -105,7 +105,7 @@ class Int8Products:
         self._packs: dict[torch.Size, bool] = {}
         """By shape of the weight, whether it is packed."""
 
-    def stored(self, weight: Tensor) -> Tensor:
+    def packed(self, weight: Tensor) -> Tensor:
         """An int8 weight [out, in], packed where this processor multiplies packed weights fast and exactly."""
         shape = weight.shape
         if shape not in self._packs:
@@ -117,7 +117,7 @@ class Int8Products:
         shape.
 
         Args:
-            weights: as ``stored`` or a checkpoint gives them.
+            weights: as a checkpoint or ``packed`` gives them.
 
         Returns:
             How the weights are multiplied, in words; empty if there are none.

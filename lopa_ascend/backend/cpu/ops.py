@@ -60,7 +60,7 @@ class CpuOps:
     """``Ops`` on a CPU.
 
     Args:
-        is_packed: ``stored`` packs weights where that is faster. Compiled steps cannot read packed weights.
+        is_packed: ``packed`` packs weights where that is faster. Compiled steps cannot read packed weights.
     """
 
     def __init__(self, *, is_packed: bool = False) -> None:
@@ -75,10 +75,13 @@ class CpuOps:
         self._number = compiled.register(self)
 
     def stored(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def packed(self, weight: Tensor) -> Tensor:
         if not self._is_packed:
             return weight
         if weight.dtype == torch.int8:
-            return self._int8_products.stored(weight)
+            return self._int8_products.packed(weight)
         return pack(weight) if weight.dtype in self._packed_dtypes else weight
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -67,6 +67,9 @@ class NpuOps:
         transposed = weight.t().contiguous()
         return as_fractal_nz(transposed) if weight.dtype == torch.int8 else transposed
 
+    def packed(self, weight: Tensor) -> Tensor:
+        return weight
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
 

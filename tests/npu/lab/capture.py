@@ -197,6 +197,7 @@ def _capture_begin(begin: Callable[..., Any]) -> Callable[..., Any]:
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> None:
         nothing_waits()
         begin(self, *args, **kwargs)
+        _Captures.tapes.pop(id(self), None)  # of a graph that has ended: the new tape is the last one
         _Captures.tape = _Captures.tapes[id(self)] = Tape()
         _Captures.graphs.add(self)
         device.recorder.take = record
