@@ -24,7 +24,8 @@ def llm() -> LLM:
 @pytest.mark.parametrize("count", slow_but([20, 60], [20]))
 def test_it_solves_held_out_problems_in_few_forward_passes(llm: LLM, count: int) -> None:
     """Floors below the measured figures: it fails when the model or the decoding is broken. Of the first 60 problems
-    d2f solved 72 % with 4.0 tokens per forward pass, lopa 68 % with 8.5; of the first 20, 65 % with 4.1 and 55 % with 8.1."""
+    d2f solved 72 % with 4.0 tokens per forward pass, lopa 68 % with 8.5; of the first 20
+    65 % with 4.1 and 55 % with 8.1."""
     problems = read(count)
     d2f, lopa = (evaluate(llm, problems, decoding(k, 0.9)) for k in (0, 7))
     assert d2f.accuracy >= 0.55
