@@ -26,7 +26,7 @@ def load_ops(config: EngineConfig) -> Ops:
         _check_inductor()
     from lopa_ascend.backend.cpu import CpuOps
 
-    return CpuOps(is_packed=config.mode == "eager")
+    return CpuOps(packs_weights=config.mode == "eager")
 
 
 def _check_inductor() -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.backend.cpu import CpuOps, definition
-from lopa_ascend.backend.cpu.int8 import WAYS, Int8Products, has_int8_instructions
+from lopa_ascend.backend.cpu.int8 import WAYS, Int8Products
+from lopa_ascend.backend.cpu.processor import has_int8_instructions
 from lopa_ascend.checkpoint import quantize_weight
 from lopa_ascend.config import ParameterError
 from tests.tiny import write_dream, write_tokenizer
@@ -44,7 +45,7 @@ def test_products_are_those_of_int32(multiply: Callable[..., Tensor], rows: int,
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(0, 16, 4), (1, 32, 8), (33, 1024, 1100), (7, 4999, 33)])
 def test_weights_as_they_are_packed_give_the_same_products(rows: int, inputs: int, outputs: int) -> None:
     """Packed where the processor has int8 instructions."""
-    ops, codes, weight = CpuOps(is_packed=True), draw(rows, inputs, low=-127), draw(outputs, inputs, seed=1)
+    ops, codes, weight = CpuOps(packs_weights=True), draw(rows, inputs, low=-127), draw(outputs, inputs, seed=1)
     packed = ops.packed(weight)
     assert packed.is_mkldnn is has_int8_instructions()
     assert ("packed int8" in ops.settle([packed])) is packed.is_mkldnn
@@ -59,7 +60,7 @@ def test_a_processor_that_does_not_multiply_packed_weights_exactly_gets_plain_on
     monkeypatch.setattr("lopa_ascend.backend.cpu.int8.has_int8_instructions", lambda: True)
     monkeypatch.setattr("lopa_ascend.backend.cpu.int8.multiply_packed", lambda codes, _: torch.zeros(len(codes), 8))
     weight = draw(8, 64)
-    assert CpuOps(is_packed=True).packed(weight) is weight
+    assert CpuOps(packs_weights=True).packed(weight) is weight
 
 
 @every_way

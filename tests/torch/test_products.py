@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lopa_ascend import LLM, DecodingParams
-from lopa_ascend.backend.cpu.ops import emulated_dtypes, packed_dtypes
+from lopa_ascend.backend.cpu.processor import emulated_dtypes, packed_dtypes
 from lopa_ascend.backend.cpu.products import Multiply, Products, pack
 from tests.tiny import write_dream
 

@@ -13,7 +13,6 @@ What is not packed is multiplied in the faster of the last two ways, which are t
 
 from __future__ import annotations
 
-import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -21,6 +20,8 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from lopa_ascend.backend.cpu.processor import has_int8_instructions
 
 EXACT_TERMS = 1024
 """Products whose sum float32 holds exactly in any order: 1024 * 127 * 128 < 2^24, and no activation is -128."""
@@ -59,11 +60,6 @@ def multiply_float32(codes: Tensor, weight: Tensor) -> Tensor:
             terms = slice(begin, begin + EXACT_TERMS)
             total[:, rows] += F.linear(wide[:, terms], weight[rows, terms].float()).int()
     return total.float()
-
-
-def has_int8_instructions() -> bool:
-    """Whether this processor sums int8 products without saturating in between: VNNI, and AMX which comes with it."""
-    return platform.machine() in ("x86_64", "AMD64") and torch.cpu._is_vnni_supported()
 
 
 def pack_int8(weight: Tensor) -> Tensor:

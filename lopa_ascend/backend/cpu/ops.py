@@ -7,7 +7,6 @@ threads. Kernels that round differently at the end of a tensor, or of a thread's
 from __future__ import annotations
 
 import ctypes
-import platform
 from collections.abc import Callable, Iterable
 
 import torch
@@ -19,6 +18,7 @@ from lopa_ascend.backend.cpu import compiled
 from lopa_ascend.backend.cpu.activation import silu
 from lopa_ascend.backend.cpu.attention import plan_attention, planned_attention
 from lopa_ascend.backend.cpu.int8 import Int8Products
+from lopa_ascend.backend.cpu.processor import emulated_dtypes, packed_dtypes
 from lopa_ascend.backend.cpu.products import Products, pack
 
 
@@ -35,19 +35,6 @@ def keep_freed_memory() -> None:
         mallopt(trim_threshold, 2**31 - 1)
 
 
-def emulated_dtypes() -> frozenset[torch.dtype]:
-    """Dtypes that this processor cannot multiply; torch's own GEMM in them runs at a fifth of the speed of float32."""
-    has_bfloat16 = platform.machine() not in ("x86_64", "AMD64") or torch.cpu._is_avx512_bf16_supported()
-    return frozenset({torch.float16} if has_bfloat16 else {torch.float16, torch.bfloat16})
-
-
-def packed_dtypes() -> frozenset[torch.dtype]:
-    """Dtypes in which products with packed weights are faster on this processor."""
-    is_x86 = platform.machine() in ("x86_64", "AMD64")
-    has_bfloat16 = is_x86 and torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_bf16_supported()
-    return frozenset({torch.bfloat16} if has_bfloat16 else ())
-
-
 def quantize_float32_(x: Tensor) -> tuple[Tensor, Tensor]:
     """``quantize`` for x in float32, which is overwritten."""
     scale = x.abs().amax(-1) / 127
@@ -60,15 +47,15 @@ class CpuOps:
     """``Ops`` on a CPU.
 
     Args:
-        is_packed: ``packed`` packs weights where that is faster. Compiled steps cannot read packed weights.
+        packs_weights: ``packed`` packs weights where that is faster. Compiled steps cannot read packed weights.
     """
 
-    def __init__(self, *, is_packed: bool = False) -> None:
+    def __init__(self, *, packs_weights: bool = False) -> None:
         keep_freed_memory()
         self.gathered_bytes = 0
         self.max_queries: int | None = None
         self.device = torch.device("cpu")
-        self._is_packed = is_packed
+        self._packs_weights = packs_weights
         self._packed_dtypes = packed_dtypes()
         self._products = Products(emulated_dtypes(), F.linear)
         self._int8_products = Int8Products()
@@ -78,7 +65,7 @@ class CpuOps:
         return weight
 
     def packed(self, weight: Tensor) -> Tensor:
-        if not self._is_packed:
+        if not self._packs_weights:
             return weight
         if weight.dtype == torch.int8:
             return self._int8_products.packed(weight)
