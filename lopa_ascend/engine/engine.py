@@ -129,7 +129,7 @@ class Engine:
         own = RankReport(
             host=platform.node(),
             device=str(model.ops.device),
-            weights=_num_bytes([*model.weights.values(), model.head]),
+            weights=_num_bytes(model),
             num_pages=self.limits.num_pages,
             page_bytes=page_bytes,
             num_graphs=graphs.num_buckets if graphs else 0,
@@ -282,16 +282,16 @@ class Engine:
         )
 
 
-def _num_bytes(weights: List[Tensor]) -> int:
-    """The memory of weights. A tied head, or a rank's part of one, is in the memory of the embedding before it."""
-    total, memory = 0, set[int]()
-    for weight in weights:
-        address = None if weight.is_mkldnn else weight.untyped_storage().data_ptr()
-        if address is None or address not in memory:
-            total += weight.nbytes
-        if address is not None:
-            memory.add(address)
-    return total
+def _num_bytes(model: Model) -> int:
+    """The memory of a model's weights. A head that is one of them, or a view of one, takes no memory of its own."""
+    weights = list(model.weights.values())
+    is_among_weights = _memory(model.head) in map(_memory, weights)
+    return sum(weight.nbytes for weight in weights) + (0 if is_among_weights else model.head.nbytes)
+
+
+def _memory(weight: Tensor) -> int:
+    """Equal for tensors in the same memory. Packed weights have no address."""
+    return id(weight) if weight.is_mkldnn else weight.untyped_storage().data_ptr()
 
 
 def _alternatives(sequence: Sequence, places: range) -> tuple[Alternatives, ...]:

@@ -12,7 +12,8 @@ from lopa_ascend.backend.cpu import CpuOps
 from lopa_ascend.decode import begin
 from lopa_ascend.kv.pages import PageTables, pages_for
 from lopa_ascend.kv.pool import KVPool
-from lopa_ascend.model.dream import Dream
+from lopa_ascend.model.dream import Dream, tied_head
+from lopa_ascend.parallel.collectives import Group
 from lopa_ascend.runner.eager import EagerExecutor
 from lopa_ascend.sequence import Request, Sequence
 from lopa_ascend.types import RowPlan, Scoring, SequencePlan, SequenceStep
@@ -103,3 +104,15 @@ def test_without_biases(tmp_path) -> None:
         forward(model, SequencePlan(0, 4, (RowPlan(0, (1, 2, 3, 4, 5, 6), 0, (4, 6), (4, 5)),), 1, 0, False, 4))
         outputs.append(model.hidden)
     torch.testing.assert_close(outputs[0], outputs[1])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_ranks_parts_of_a_tied_head_are_the_embedding_and_rows_of_zeros(size: int) -> None:
+    embed = torch.randn(10, 4)
+    shard = -(-10 // size)
+    parts = [tied_head(embed, Group(rank, size), shard) for rank in range(size)]
+    assert all(part.shape == (shard, 4) for part in parts)
+    joined = torch.cat(parts)
+    assert torch.equal(joined[:10], embed)
+    assert not joined[10:].any()
+    assert parts[0].data_ptr() == embed.data_ptr(), "a whole part is a view of the embedding"
