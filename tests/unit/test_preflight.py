@@ -1,6 +1,5 @@
 """Every check before a launch, on directories made for it."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,11 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import scripts.checks.model
 from lopa_ascend.config.npu_versions import can_run
-from lopa_ascend.demo import DEMO_MODEL
 from scripts.checks.launch import Finding, Launch
-from scripts.checks.model import check_model
 from scripts.checks.network import check_network
 from scripts.checks.npu import (
     check_affinity,
@@ -313,89 +309,6 @@ def test_ports(tmp_path: Path):
         assert told(check_network(other_node, tmp_path)) == []
     (not_ours,) = told(check_network(replace(launch, replicas=1, host="192.0.2.1"), tmp_path))[:1]
     assert not_ours.startswith(f"FAIL  network: cannot listen on 192.0.2.1:{free} (")
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    """A Dream of 28 heads with weights in two files, whose content nobody reads."""
-    path = tmp_path / "model"
-    path.mkdir()
-    config = json.loads((DEMO_MODEL / "config.json").read_text())
-    config |= {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18944}
-    (path / "config.json").write_text(json.dumps(config))
-    weight_map = {"a": "model-00001.safetensors", "b": "model-00002.safetensors"}
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    for file in weight_map.values():
-        (path / file).touch()
-    return path
-
-
-def model_findings(model: Path, **changes: object) -> list[str]:
-    launch = Launch(device="cpu", tp=2, bp=1, model=model)
-    return told(check_model(replace(launch, **changes)))  # type: ignore[arg-type]
-
-
-def test_a_model_that_is_whole(model: Path):
-    assert model_findings(model) == [f"ok    model: {model}", "ok    model: tp 2 splits 28 query and 4 KV heads"]
-    assert model_findings(DEMO_MODEL) == [
-        f"ok    model: {DEMO_MODEL}",
-        "ok    model: tp 2 splits 4 query and 2 KV heads",
-    ]
-
-
-WHOLE = "give a whole Hugging Face directory of a Dream or of a registered model"
-DOWNLOAD = "finish its download, or let this user read it"
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "line"),
-    [
-        ("model-00002.safetensors", None, "{}/model-00002.safetensors is not there or cannot be read; " + DOWNLOAD),
-        ("model.safetensors.index.json", None, "{}/model.safetensors is not there or cannot be read; " + DOWNLOAD),
-        ("model.safetensors.index.json", "{}", "{}/model.safetensors.index.json: has no weight_map; " + WHOLE),
-        (
-            "model.safetensors.index.json",
-            "[]",
-            "{}/model.safetensors.index.json: expected a JSON object, found list; " + WHOLE,
-        ),
-        (
-            "config.json",
-            None,
-            "{}/config.json: cannot be read (No such file or directory), expected a JSON object; " + WHOLE,
-        ),
-        ("config.json", "{", "{}/config.json: is not valid JSON (Expecting property name enclosed in double quotes"),
-        ("config.json", "{}", "{}/config.json: model_type is None, expected 'Dream'; " + WHOLE),
-    ],
-)
-def test_a_model_that_is_not_whole(model: Path, file: str, content: str | None, line: str):
-    if content is None:
-        (model / file).unlink()
-    else:
-        (model / file).write_text(content)
-    (found,) = [line for line in model_findings(model) if not line.startswith("ok")]
-    assert found.startswith("FAIL  model: " + line.replace("{}", str(model)))
-
-
-def test_a_model_that_tp_does_not_split(model: Path):
-    reason = "tp 7 does not split a model with 28 query and 4 KV heads; choose --tp from 1, 2, 4"
-    assert model_findings(model, tp=7) == [f"ok    model: {model}", f"FAIL  model: {reason}"]
-
-
-def test_a_model_in_plain_torch_is_not_split(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scripts.checks.model, "known_models", lambda: ("Dream", "Mine"))
-    config = json.loads((model / "config.json").read_text()) | {"model_type": "Mine", "hidden_act": "gelu"}
-    (model / "config.json").write_text(json.dumps(config))
-    assert model_findings(model, tp=1)[-1] == "ok    model: tp 1 splits 28 query and 4 KV heads"
-    assert model_findings(model, tp=2)[-1].endswith("choose --tp from 1")
-
-
-def test_an_adapter_that_is_not_there(model: Path, tmp_path: Path):
-    names = ("adapter_config.json", "adapter_model.safetensors")
-    missing = [f"FAIL  model: {tmp_path / name} is not there or cannot be read; {DOWNLOAD}" for name in names]
-    assert model_findings(model, lora_path=tmp_path)[:-1] == missing
-    for name in names:
-        (tmp_path / name).touch()
-    assert model_findings(model, lora_path=tmp_path)[0] == f"ok    model: {model}"
 
 
 def test_the_checks_bring_no_torch():
