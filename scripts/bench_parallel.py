@@ -25,7 +25,6 @@ where s is the size of a hidden state's number:
 
   layers      2 (layers - 1) tokens x hidden x s, and for the last layer 2 x hidden x s for each row that is needed;
               at most 2 x layers x tokens x hidden x s
-  embedding   tokens x hidden x s
   vocabulary  a few float32 numbers for each predicted position: the shard's best token, its logit, and sums of the
               softmax
   branches    12 for each masked position of the group that has most of them; at most, with control and agreement,

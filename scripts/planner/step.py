@@ -238,7 +238,7 @@ def memory_bytes(model: ModelConfig, work: Workload) -> int:
     The positions in front of the window are shared by a request's rows.
     """
     layers, head = weight_bytes(model, work.precision, work.tp)
-    # A tied head of one rank is the embedding itself; of several, each has its part of the head as a part of it.
+    # A tied head is a part of the embedding.
     embedding = model.vocab_size * model.hidden_size
     if model.tie_word_embeddings:
         embedding -= head_parameters(model, work.tp)
