@@ -3,6 +3,8 @@ r"""Trains the bundled model from scratch on a CPU, and writes it as a Dream che
     python -m scripts.train_demo                                         replaces the bundled model; hours on two cores
     python -m scripts.train_demo --out build/demo/model --held-out build/demo/heldout.jsonl --ar-steps 50 \
         --diffusion-steps 200                                            a short try elsewhere; some minutes
+    python -m scripts.train_demo --go-on --ar-steps 0 --dtype bfloat16 --compile --seed 1
+                                                                         trains the bundled model further, faster
 
 There are two stages, as in the training of Dream: an autoregressive warm-up on plain problems, from which the logits
 are shifted by one position, and masked diffusion on whole conversations with D2F's block-wise monotone noise. Most
@@ -81,7 +83,11 @@ def build_parser() -> argparse.ArgumentParser:
     training.add_argument(
         "--compile", action="store_true", help="compile what lies between the products; needs a C++ compiler"
     )
-    training.add_argument("--go-on", action="store_true", help="start with the weights in --out instead of random ones")
+    training.add_argument(
+        "--go-on", action="store_true",
+        help="start with the weights in --out instead of random ones; if they have fewer layers than GEOMETRY, layers "
+        "are added that change nothing at first. A saved --state comes before them",
+    )  # fmt: skip
     reports = parser.add_argument_group("reports, every N steps")
     for name, default, text in (
         ("--log-every", 50, "print the loss"),

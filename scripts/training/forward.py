@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import Qwen2Model
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
-HIDDEN_FROM = -1e9
-"""Added to the score of a position that is not seen."""
+NOT_ATTENDED = -1e9
+"""Added to the attention score of a position that is not attended to."""
 
 
 @dataclass(frozen=True)
@@ -37,30 +37,30 @@ class Shapes:
 
 
 @dataclass(frozen=True)
-class Visible:
-    """What is added to attention scores: 0 where a position is seen, ``HIDDEN_FROM`` where not."""
+class AttentionMasks:
+    """What is added to attention scores, float32: 0 where a key is attended to, ``NOT_ATTENDED`` elsewhere."""
 
     prompt: Tensor | None
-    """What prompts see of prompts [n, 1, p, p]; None if prompts see the answer, of which there is one then."""
+    """Queries of prompts, keys of prompts [n, 1, p, p]; None with full attention."""
     answers: Tensor
-    """What answers see of the prompt and of themselves [n * c, 1, a, p + a], or what all positions see of one another
-    [n, 1, p + a, p + a]."""
+    """Queries of answers, keys of the prompt and the same answer [n * c, 1, a, p + a]; with full attention queries and
+    keys of the prompt and its one answer [n, 1, p + a, p + a]."""
 
 
-def visible(padding: Tensor, prompt: int, masks: list[Tensor], *, is_full: bool) -> Visible:
-    """What each position of a batch sees; padding is seen by itself alone.
+def attention_masks(padding: Tensor, prompt: int, masks: list[Tensor], *, is_full: bool) -> AttentionMasks:
+    """The attention masks of a batch; padding is attended to by itself alone.
 
     Args:
         padding: positions of padding at the left of each prompt [n].
         prompt: positions of a prompt, p.
-        masks: for each of the c answers behind a prompt, which of its positions see which [a, a] bool.
-        is_full: all positions see one another, and there is one answer.
+        masks: for each of the c answers behind a prompt, which of its positions attend to which [a, a] bool.
+        is_full: all positions attend to one another, and there is one answer.
     """
     n, copies, length = len(padding), len(masks), masks[0].shape[0]
     is_real = torch.arange(prompt) >= padding[:, None]
     if is_full:
-        seen = F.pad(is_real, (0, length), value=True)[:, None, :] | torch.eye(prompt + length, dtype=torch.bool)
-        return Visible(None, added(seen)[:, None])
+        of_all = F.pad(is_real, (0, length), value=True)[:, None, :] | torch.eye(prompt + length, dtype=torch.bool)
+        return AttentionMasks(None, additive(of_all)[:, None])
     of_prompt = is_real[:, None, :] | torch.eye(prompt, dtype=torch.bool)
     of_answers = torch.cat(
         [
@@ -69,12 +69,12 @@ def visible(padding: Tensor, prompt: int, masks: list[Tensor], *, is_full: bool)
         ],
         dim=-1,
     )
-    return Visible(added(of_prompt)[:, None], added(of_answers).flatten(0, 1)[:, None])
+    return AttentionMasks(additive(of_prompt)[:, None], additive(of_answers).flatten(0, 1)[:, None])
 
 
-def added(seen: Tensor) -> Tensor:
-    """What is added to the scores of positions that are seen or not, float32."""
-    return torch.where(seen, 0.0, HIDDEN_FROM)
+def additive(mask: Tensor) -> Tensor:
+    """A bool mask as what is added to scores, float32."""
+    return torch.where(mask, 0.0, NOT_ATTENDED)
 
 
 class Forward:
@@ -104,7 +104,7 @@ class Forward:
         self._swiglu = compiled(swiglu)
         self._cross_entropy = compiled(cross_entropy)
 
-    def hidden(self, ids: Tensor, shapes: Shapes, seen: Visible) -> Tensor:
+    def hidden(self, ids: Tensor, shapes: Shapes, masks: AttentionMasks) -> Tensor:
         """Token ids [n, s] -> hidden states before the weight of the last norm [n, s, C], with s = p + c * a."""
         n, s = ids.shape
         angles = (shapes.positions[:, None] * self.frequency).repeat(n, 1)[:, None]
@@ -115,7 +115,7 @@ class Forward:
             q, k, v = self._queries_keys_values(layer, normed)
             q, k = self._rotated(q, cos, sin), self._rotated(k, cos, sin)
             q, k, v = (heads.unflatten(0, (n, s)) for heads in (q, k, v))
-            attended = self._attention(q, k, v, shapes, seen).reshape(n * s, -1)
+            attended = self._attention(q, k, v, shapes, masks).reshape(n * s, -1)
             x, normed = self._add_and_norm(x, self._linear(attended, layer.self_attn.o_proj))
             before = layer.post_attention_layernorm.weight
             gate, up = (self._linear(normed, part, before) for part in (layer.mlp.gate_proj, layer.mlp.up_proj))
@@ -143,12 +143,12 @@ class Forward:
 
     # ---- attention -------------------------------------------------------------------------------------------------
 
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor, shapes: Shapes, seen: Visible) -> Tensor:
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, shapes: Shapes, masks: AttentionMasks) -> Tensor:
         """Queries [n, s, H, D], keys and values [n, s, K, D] -> [n, s, H, D]."""
-        if seen.prompt is None:
-            return self._attend(q, k, v, seen.answers)
+        if masks.prompt is None:
+            return self._attend(q, k, v, masks.answers)
         n, p, c, a = len(q), shapes.prompt, shapes.copies, shapes.answer
-        of_prompt = self._attend(q[:, :p], k[:, :p], v[:, :p], seen.prompt)
+        of_prompt = self._attend(q[:, :p], k[:, :p], v[:, :p], masks.prompt)
         keys, values = (
             torch.cat(
                 [
@@ -160,10 +160,10 @@ class Forward:
             for x in (k, v)
         )
         queries = q[:, p:].unflatten(1, (c, a)).flatten(0, 1)
-        of_answers = self._attend(queries, keys, values, seen.answers)
+        of_answers = self._attend(queries, keys, values, masks.answers)
         return torch.cat([of_prompt, of_answers.unflatten(0, (n, c)).flatten(1, 2)], 1)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, added_to_scores: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         """Queries [b, a, H, D], keys and values [b, s, K, D] -> [b, a, H, D].
 
         The heads of a group share their keys, so their queries are rows of one product.
@@ -174,7 +174,7 @@ class Forward:
         rows = scaled.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).reshape(b * kv_heads, -1, dim)
         keys, values = (x.transpose(1, 2).reshape(b * kv_heads, s, dim) for x in (k, v))
         scores = torch.bmm(rows, keys.mT).view(b, heads, a, s)
-        probabilities = self._probabilities(scores, added_to_scores).view(b * kv_heads, -1, s)
+        probabilities = self._probabilities(scores, mask).view(b * kv_heads, -1, s)
         return torch.bmm(probabilities, values).view(b, heads, a, dim).transpose(1, 2)
 
 
@@ -198,9 +198,9 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([left * cos - right * sin, right * cos + left * sin], -1).to(x.dtype)
 
 
-def probabilities(scores: Tensor, added_to_scores: Tensor, dtype: torch.dtype) -> Tensor:
-    """Softmax of scores [b, H, a, s] over what is seen."""
-    return torch.softmax(scores.float() + added_to_scores, -1).to(dtype)
+def probabilities(scores: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Softmax of scores [b, H, a, s] over the keys that are attended to."""
+    return torch.softmax(scores.float() + mask, -1).to(dtype)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -22,12 +22,13 @@ from scripts.demo_problems import problems
 from scripts.demo_tokenizer import EOS, MASK, VOCABULARY
 from scripts.eval_demo import decoding, evaluate
 from scripts.training.batches import Batches, Tokens
-from scripts.training.forward import Forward, Shapes, visible
+from scripts.training.forward import Forward, Shapes, attention_masks
+from scripts.training.growth import with_layers
 from scripts.training.muon import Muon
 from scripts.training.noise import BLOCK, block_causal, causal, noise
 
 GEOMETRY: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6,
+    "vocab_size": VOCABULARY, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 9,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "rope_theta": 10000.0,
     "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "attention_dropout": 0.0,
 }  # fmt: skip
@@ -72,7 +73,8 @@ class Trainer:
         self.optimizers = self._initialise()
         if args.go_on:
             weights = load_file(args.out / "model.safetensors")
-            self.model.load_state_dict({name.removeprefix("model."): w.float() for name, w in weights.items()})
+            named = {name.removeprefix("model."): weight.float() for name, weight in weights.items()}
+            self.model.load_state_dict(with_layers(named, self.model.config.num_hidden_layers))
         self.forward = Forward(self.model, getattr(torch, args.dtype), is_compiled=args.compile)
         self.step = 0
         """Steps that were made."""
@@ -172,9 +174,9 @@ class Trainer:
         """
         prompt, length = tokens.prompt.shape[1], answers[0].ids.shape[1]
         shapes = Shapes(prompt, length, len(answers))
-        seen = visible(tokens.padding, prompt, [answer.mask for answer in answers], is_full=is_full)
+        masks = attention_masks(tokens.padding, prompt, [answer.mask for answer in answers], is_full=is_full)
         ids = torch.cat([tokens.prompt, *(answer.ids for answer in answers)], 1)
-        hidden = self.forward.hidden(ids, shapes, seen)
+        hidden = self.forward.hidden(ids, shapes, masks)
         predictor = torch.arange(prompt - 1, prompt - 1 + length * len(answers))
         predictor[::length] = prompt - 1
         wanted = torch.cat([answer.wanted for answer in answers], 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,15 @@ import torch
 import transformers
 from packaging import version
 from torch import Tensor
+from transformers import Qwen2Config, Qwen2Model
 
 from scripts.demo_tokenizer import build
 from scripts.train_demo import build_parser
 from scripts.training.batches import Batches, Tokens
-from scripts.training.forward import Forward, Shapes, visible
+from scripts.training.forward import Forward, Shapes, attention_masks
+from scripts.training.growth import with_layers
 from scripts.training.noise import block_causal, causal
-from scripts.training.trainer import Trainer
+from scripts.training.trainer import GEOMETRY, Trainer
 
 pytestmark = pytest.mark.skipif(
     version.parse(transformers.__version__).major < 5, reason="training needs transformers 5"
@@ -33,7 +36,7 @@ def tokens(trainer: Trainer) -> Tokens:
     return Batches(trainer.tokenizer, seed=1, plain=False).next(4)
 
 
-def seen_by_all(tokens: Tokens, masks: list[Tensor], *, is_full: bool) -> Tensor:
+def attended_by_all(tokens: Tokens, masks: list[Tensor], *, is_full: bool) -> Tensor:
     """Which positions see which, as transformers takes it: bool [n, 1, s, s]."""
     prompt = tokens.prompt.shape[1]
     mask = torch.block_diag(torch.ones(prompt, prompt), *masks).bool()
@@ -63,12 +66,12 @@ def test_the_forward_pass_is_that_of_transformers(
     with torch.no_grad():
         expected = trainer.model(
             ids,
-            attention_mask={"full_attention": seen_by_all(tokens, masks, is_full=is_full)},
+            attention_mask={"full_attention": attended_by_all(tokens, masks, is_full=is_full)},
             position_ids=shapes.positions[None],
             use_cache=False,
         ).last_hidden_state
-        seen = visible(tokens.padding, prompt, masks, is_full=is_full)
-        normed = Forward(trainer.model, dtype, is_compiled=False).hidden(ids, shapes, seen)
+        attended = attention_masks(tokens.padding, prompt, masks, is_full=is_full)
+        normed = Forward(trainer.model, dtype, is_compiled=False).hidden(ids, shapes, attended)
     found = normed.float() * trainer.model.norm.weight.detach()
     assert found.shape == (n, prompt + copies * length, 192)
     for row, padding in enumerate(tokens.padding):
@@ -95,3 +98,28 @@ def test_training_goes_on_from_the_weights_of_a_checkpoint(trainer: Trainer, tmp
     for name, weight in trainer.model.state_dict().items():
         assert torch.equal(gone_on.model.state_dict()[name], weight.bfloat16().float()), name
     assert gone_on.step == 0
+
+
+def test_new_layers_change_nothing_at_first(trainer: Trainer, tokens: Tokens) -> None:
+    """A model of three layers grows to nine: each old layer is followed by two new ones."""
+    weights = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+    small = {name: weight for name, weight in weights.items() if not re.search(r"layers\.[3-8]\.", name)}
+    grown = with_layers(small, 9)
+    assert grown.keys() == weights.keys()
+    for new, old in enumerate([0, 0, 0, 1, 1, 1, 2, 2, 2]):
+        for part in ("self_attn.q_proj.weight", "mlp.down_proj.weight", "input_layernorm.weight"):
+            weight = grown[f"layers.{new}.{part}"]
+            expected = small[f"layers.{old}.{part}"]
+            is_output_of_a_new_layer = part == "mlp.down_proj.weight" and new % 3 > 0
+            assert torch.equal(weight, torch.zeros_like(expected) if is_output_of_a_new_layer else expected)
+    few = Qwen2Model(Qwen2Config(**{**GEOMETRY, "num_hidden_layers": 3}))
+    few.load_state_dict(small)
+    trainer.model.load_state_dict(grown)
+    with torch.no_grad():
+        expected, found = (model(tokens.prompt).last_hidden_state for model in (few, trainer.model))
+    assert torch.equal(found, expected)
+
+
+def test_layers_are_not_taken_away(trainer: Trainer) -> None:
+    with pytest.raises(ValueError, match=r"has 9 layers, and a model of 8 was asked for"):
+        with_layers(trainer.model.state_dict(), 8)
