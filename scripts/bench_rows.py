@@ -47,7 +47,7 @@ def main() -> None:
     import torch  # takes seconds
     import torch.nn.functional as F
 
-    from lopa_ascend.backend.cpu.ops import emulated_dtypes
+    from lopa_ascend.backend.cpu.processor import emulated_dtypes
     from lopa_ascend.backend.cpu.products import PIECES, Products
 
     torch.set_num_threads(args.threads)
