@@ -33,6 +33,8 @@ GEOMETRY: dict[str, Any] = {
     "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "attention_dropout": 0.0,
 }  # fmt: skip
 WARM_UP_STEPS = 40
+DECAY_SHARE = 0.4
+"""Share of the steps, the last ones, over which the learning rate falls to zero."""
 NOISY_COPIES = 2
 """Answers with different noise that a batch has behind each prompt; a prompt costs as much as an answer."""
 EVALUATION_SEED = 12345
@@ -186,9 +188,9 @@ class Trainer:
         return self.forward.cross_entropy(hidden[row, predictor[column]], truth, weight)
 
     def rate(self) -> float:
-        """The learning rate as a share of ``lr``: a warm-up, then a linear decay to zero over the last fifth."""
+        """The learning rate as a share of ``lr``: a warm-up, and a linear decay to zero at the end."""
         warm_up = (self.step + 1) / WARM_UP_STEPS
-        decay = 5 * (self.num_steps - self.step) / self.num_steps
+        decay = (self.num_steps - self.step) / (DECAY_SHARE * self.num_steps)
         return min(1.0, warm_up, max(0.0, decay))
 
     # ---- evaluation and files --------------------------------------------------------------------------------------
