@@ -72,7 +72,7 @@ def kept_traces() -> Iterator[None]:
 
 def load(path: Path, **options: Any) -> Model:
     """The model of a checkpoint, on the CPU."""
-    return open_model(path, EngineConfig(model=str(path), **options), OPS.device).load(OPS, ALONE)
+    return open_model(path, EngineConfig(model=str(path), **options), OPS.device).load(OPS, ALONE, num_positions=2048)
 
 
 def hidden_states(model: Model, num_tokens: int, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -61,7 +61,7 @@ class Engine:
         self.config, self.mesh = config, mesh or Mesh()
         self.model_name = "demo" if config.model is None else model_path(config).resolve().name
         prepared = self._prepare()
-        model = prepared.model_source.load(prepared.ops, self.mesh.tp)
+        model = prepared.model_source.load(prepared.ops, self.mesh.tp, prepared.max_model_len)
         self.model_config = model.config
         tensors = *model.weights.values(), model.head
         matrices = [w for w in tensors if w.dim() == 2 and (w.is_floating_point() or w.dtype == torch.int8)]

@@ -34,8 +34,11 @@ class ModelSource(ABC):
         """What the model's compiled steps depend on. Its ``repr`` is part of the key of graphs kept on disk."""
 
     @abstractmethod
-    def load(self, ops: Ops, tp: Group) -> Model:
+    def load(self, ops: Ops, tp: Group, num_positions: int) -> Model:
         """Reads the weights of this rank's part.
+
+        Args:
+            num_positions: positions that a sequence may have.
 
         Raises:
             CheckpointError: the adapter cannot be loaded; found before any weight is read.
@@ -107,7 +110,7 @@ class DreamSource(ModelSource):
     def identity(self) -> object:
         return self.config, self._int8_layers
 
-    def load(self, ops: Ops, tp: Group) -> Model:
+    def load(self, ops: Ops, tp: Group, num_positions: int) -> Model:
         options = self._options
         config, weights = checkpoint.load(
             self._path,
@@ -117,7 +120,7 @@ class DreamSource(ModelSource):
             shard=checkpoint.Shard(tp.rank, tp.size),
             int8=options.int8_projections(),
         )
-        return Dream(config, weights, ops, tp)
+        return Dream(config, weights, ops, tp, num_positions)
 
 
 def _check_stored_int8(config: EngineConfig, found: checkpoint.Checkpoint) -> None:
@@ -157,7 +160,7 @@ class PlainSource(ModelSource):
     def identity(self) -> object:
         return self.config, self._trace.digest
 
-    def load(self, ops: Ops, tp: Group) -> Model:
+    def load(self, ops: Ops, tp: Group, num_positions: int) -> Model:
         from lopa_ascend.graph.fusion.model import fuse_model  # likewise
 
         options = self._options

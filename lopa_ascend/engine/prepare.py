@@ -68,7 +68,7 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
     max_num_batched_tokens = config.max_num_batched_tokens or max(4096, max_model_len)
     graph_plan = None
     if config.mode != "eager":
-        identity = model_source.identity, num_token_ids, mesh.tp.rank, mesh.bp.rank
+        identity = model_source.identity, max_model_len, num_token_ids, mesh.tp.rank, mesh.bp.rank
         graph_plan = plan_graphs(config, identity, max_model_len, max_num_batched_tokens)
     return Prepared(model_source, ops, num_token_ids, max_model_len, max_num_batched_tokens, graph_plan)
 

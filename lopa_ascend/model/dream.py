@@ -38,9 +38,17 @@ class Dream:
         weights: this rank's weights; they are taken out of the mapping, so that none is in memory twice when ``ops``
             converts them.
         tp: the ranks that split each forward pass.
+        num_positions: positions that a sequence may have; by default all that the model allows.
     """
 
-    def __init__(self, config: ModelConfig, weights: MutableMapping[str, Tensor], ops: Ops, tp: Group = ALONE) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: MutableMapping[str, Tensor],
+        ops: Ops,
+        tp: Group = ALONE,
+        num_positions: int | None = None,
+    ) -> None:
         self.config, self.ops, self.tp = config, ops, tp
         self.num_heads, self.num_kv_heads = config.local_heads(tp.size), config.local_kv_heads(tp.size)
         shard = config.vocab_shard(tp.size)
@@ -51,26 +59,32 @@ class Dream:
             weight = weights.pop(name)
             own[name] = ops.packed(ops.stored(weight)) if name.endswith(LINEAR) else weight
         embed = own["embed.weight"]
-        dtype, device = embed.dtype, embed.device
         self.weights: Mapping[str, Tensor] = own
         is_tied = config.tie_word_embeddings
         self.head = ops.packed(ops.stored(tied_head(embed, tp, shard))) if is_tied else own["head.weight"]
-        # v is rotated by an angle of 0: one kernel for q, k and v costs less than one for q and one for k.
-        is_value_head = torch.arange(self.num_heads + 2 * self.num_kv_heads) >= self.num_heads + self.num_kv_heads
-        self._not_rotated = is_value_head[:, None].to(device)
-        # Numbers in the code would be filled in by a kernel in each step.
-        self._no_angle = torch.tensor([1.0, 0.0], dtype=dtype, device=device).view(2, 1, 1, 1)  # cos, sin
-        positions = torch.arange(config.max_position_embeddings, dtype=torch.float32, device=device)
-        even_dims = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
-        angles = torch.outer(positions, config.rope_theta ** -(even_dims / config.head_dim))
-        self._rope_tables = torch.stack(ops.rope_tables(angles.cos(), angles.sin(), dtype))
+        self._rope_tables = self._make_rope_tables(num_positions or config.max_position_embeddings, embed)
+
+    def _make_rope_tables(self, num_positions: int, embed: Tensor) -> Tensor:
+        """Cosines and sines [2, positions, heads + 2 * kv_heads, ...] of ``Ops.rope``, on the embedding's device.
+
+        v is rotated by an angle of 0: one kernel for q, k and v costs less than one for q and one for k. The tables
+        have a row for each head, so that a step takes its rows with one kernel.
+        """
+        head_dim, device = self.config.head_dim, embed.device
+        positions = torch.arange(num_positions, dtype=torch.float32, device=device)
+        even_dims = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
+        angles = torch.outer(positions, self.config.rope_theta ** -(even_dims / head_dim))
+        tables = torch.stack(self.ops.rope_tables(angles.cos(), angles.sin(), embed.dtype))
+        head = torch.arange(self.num_heads + 2 * self.num_kv_heads, device=device)
+        is_value_head = head >= self.num_heads + self.num_kv_heads
+        no_angle = torch.tensor([1.0, 0.0], dtype=embed.dtype, device=device)  # cos, sin
+        return torch.where(is_value_head[:, None], no_angle.view(2, 1, 1, 1), tables)
 
     def forward(self, inputs: ForwardInputs, k_caches: Caches, v_caches: Caches) -> Tensor:
         """See ``Model.forward``."""
         c, ops = self.config, self.ops
         heads, kv_heads = self.num_heads, self.num_kv_heads
-        tables = self._rope_tables.index_select(1, inputs.positions)
-        cos, sin = torch.where(self._not_rotated, self._no_angle, tables).unbind()
+        cos, sin = self._rope_tables.index_select(1, inputs.positions).unbind()
         residual = self.weights["embed.weight"].index_select(0, inputs.tokens)
         x = self._norm(residual, "layers.0.attn_norm", reader="layers.0.qkv")
         for n in range(c.num_layers):

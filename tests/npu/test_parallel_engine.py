@@ -19,7 +19,7 @@ from tests.tiny import write_dream
 
 pytestmark = [pytest.mark.npu, pytest.mark.multirank]
 MODULE = ("-m", "tests.npu.lab", "--numeric", "tests.npu.generate")
-CASE = "lopa_bf3_causal_b16"
+CAUSAL, FULL = "lopa_bf3_causal_b16", "lopa_bf2_full_b32"
 SUM, GATHER = "lab::all_reduce_", "lab::all_gather_into_tensor"
 LAYERS = 3
 TIMEOUT = 900
@@ -27,9 +27,16 @@ TIMEOUT = 900
 
 
 @pytest.mark.timeout(TIMEOUT)
-@pytest.mark.parametrize(("tp", "bp"), slow_but([(2, 1), (1, 2), (2, 2)], [(2, 1)]), ids=["tp2", "bp2", "tp2-bp2"])
-def test_golden_tokens_through_captured_collectives(tp: int, bp: int, tmp_path: Path) -> None:
-    trace = golden.read(CASE)
+@pytest.mark.parametrize(
+    ("tp", "bp", "case", "layout"),
+    slow_but(
+        [(2, 1, CAUSAL, "TND"), (1, 2, CAUSAL, "TND"), (2, 2, CAUSAL, "TND"), (2, 1, FULL, "TND16")],
+        [(2, 1, CAUSAL, "TND")],
+    ),
+    ids=["tp2", "bp2", "tp2-bp2", "tp2-entries-of-16"],
+)
+def test_golden_tokens_through_captured_collectives(tp: int, bp: int, case: str, layout: str, tmp_path: Path) -> None:
+    trace = golden.read(case)
     params = golden.decoding_params(trace)
     options = {
         "device": "npu",
@@ -41,6 +48,8 @@ def test_golden_tokens_through_captured_collectives(tp: int, bp: int, tmp_path: 
         "graph_confidence": params.confidence,
         "graph_num_branches": params.lookaheads,
         "graph_block_size": params.block_size,
+        "graph_window_attention": params.window_attention,
+        "attention_layout": layout,
         "tensor_parallel_size": tp,
         "branch_parallel_size": bp,
     }

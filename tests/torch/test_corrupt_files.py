@@ -103,7 +103,7 @@ def start(path: Path) -> None:
     load_template(path)
     config = EngineConfig(model=str(path), lora=str(path / "adapter"), max_model_len=64)
     prepared = prepare(config, Mesh())
-    prepared.model_source.load(prepared.ops, Mesh().tp)
+    prepared.model_source.load(prepared.ops, Mesh().tp, prepared.max_model_len)
 
 
 @pytest.mark.timeout(30)
