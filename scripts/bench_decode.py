@@ -12,6 +12,7 @@ them little. Takes minutes; prints one row for each decode, with the columns
   TPF            visible tokens for each forward pass
   tokens/step    tokens computed in a step; positions that branches share are computed once
   cpu secs       CPU seconds of the decode; the median of the rounds
+  wall secs      seconds of the same decode by the clock: what more threads shorten, if nothing else runs
   forward        FLOP/s of the model's forward passes (linear layers); in brackets as a share of the GEMM peak
   decode         FLOP/s of the whole decode: linear layers and LM head by all CPU seconds; in brackets as a share of the
                  GEMM peak
@@ -30,6 +31,7 @@ import argparse
 import json
 import os
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +62,8 @@ class Measurement:
 
     output: GenerationOutput
     parts: Parts
+    wall: float
+    """Seconds by the clock."""
 
     @property
     def total(self) -> float:
@@ -70,8 +74,9 @@ class Measurement:
 def measure(llm: LLM, prompt: list[int], params: DecodingParams) -> Measurement:
     """Decodes a prompt, and measures the CPU time of the parts."""
     outputs: list[GenerationOutput] = []
+    started = time.perf_counter()
     parts = measure_parts(llm, lambda: outputs.extend(llm.generate([prompt], params, trace=True, quiet=True)))
-    return Measurement(outputs[0], parts)
+    return Measurement(outputs[0], parts, time.perf_counter() - started)
 
 
 def report(llm: LLM, measured: Measurement, peak: float, stand_in: float | None, verdict: str) -> str:
@@ -97,6 +102,7 @@ def report(llm: LLM, measured: Measurement, peak: float, stand_in: float | None,
         f"{output.tokens_per_forward:6.2f}",
         f"{output.model_tokens / output.num_forwards:11.1f}",
         f"{measured.total:9.2f}",
+        f"{measured.wall:9.2f}",
         f"{forward_speed / 1e9:8.1f} ({forward_speed / peak:4.2f})",
         f"{decode_speed / 1e9:8.1f} ({decode_speed / peak:4.2f})",
         " " * 9 if stand_in is None else f"{stand_in / measured.total:7.2f} x",
@@ -206,7 +212,17 @@ def run_format(args: argparse.Namespace, work: dict[str, Any], form: str, thread
         f"copies {peaks.bytes / 1e9:.1f} GB/s, "
         f"reads from memory {peaks.memory / 1e9:.1f} GB/s"
     )
-    print(f"{'window':>12s}   k  forwards     TPF  tokens/step  cpu secs  forward GFLOP/s   decode GFLOP/s   stand-in")
+    heads = (
+        "forwards",
+        "   TPF",
+        "tokens/step",
+        " cpu secs",
+        "wall secs",
+        "forward GFLOP/s",
+        "  decode GFLOP/s",
+        " stand-in",
+    )
+    print("  ".join([f"{'window':>12s}   k", *heads]))
     found = []
     for (window, k), measured in ours.items():
         middle = sorted(measured, key=lambda one: one.total)[len(measured) // 2]
