@@ -51,11 +51,12 @@ class Plain:
 
 
 def test_a_plain_dream_lowers_to_the_kernels_of_the_one_written_by_hand() -> None:
-    """But for the angles of the rope: here cosines and sines are gathered from a table each, there both from one."""
+    """But for the angles of the rope: here cosines and sines are gathered from a table each, and those of v put among
+    them; there both are gathered from one table, which has the angles of v."""
     by_hand, fused = Variant(UNFILLED), Variant(UNFILLED, is_plain=True)
 
     def with_two_tables(kernels: Counter[str]) -> Counter[str]:
-        return kernels - Counter(Unpack=1) + Counter(GatherV2=1, SelectV2=1)
+        return kernels - Counter(Unpack=1) + Counter(GatherV2=1, SelectV2=2)
 
     assert LAYER.total() == 11
     assert lowered_model(fused, 2).kernels == with_two_tables(layers(LAYER, 2) + ENDS + SCORE + Counter(Exp=1))
