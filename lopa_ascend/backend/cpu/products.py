@@ -6,7 +6,7 @@ kernels for AMX do it. Therefore each weight is tried at start. Where rows diffe
 number of rows: kernels are then always the same, at the price of rows of padding.
 
 A weight may be packed: oneDNN then keeps it in the order in which its kernels read it, instead of reordering it in
-every call. On the processors at hand it gives the same bits, and a product of few rows takes 10 to 30 % less time.
+every call. On the processor at hand it gives the same bits, and a product of few rows takes 10 to 30 % less time.
 """
 
 from __future__ import annotations
