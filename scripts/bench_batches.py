@@ -130,7 +130,12 @@ def build_parser() -> argparse.ArgumentParser:
         shown = " ".join(map(str, default))
         parser.add_argument(name, type=int, nargs="+", default=default, metavar="N", help=f"{text} (default: {shown})")
     parser.add_argument("--new-tokens", type=int, default=64, metavar="N", help="tokens to decode (default: 64)")
-    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"), help="(default: bfloat16)")
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=("float32", "bfloat16"),
+        help="number format of the weights (default: bfloat16)",
+    )
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of torch (default: 1)")
     parser.add_argument(
         "--model", type=Path, default=Path("build/bench-model"), metavar="DIR",

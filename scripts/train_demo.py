@@ -85,8 +85,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     training.add_argument(
         "--go-on", action="store_true",
-        help="start with the weights in --out instead of random ones; if they have fewer layers than GEOMETRY, layers "
-        "are added that change nothing at first. A saved --state comes before them",
+        help="start with the weights in --out instead of random ones; if they have fewer than 9 layers, layers are "
+        "added that change nothing at first. If --state exists, it is used instead",
     )  # fmt: skip
     reports = parser.add_argument_group("reports, every N steps")
     for name, default, text in (

@@ -36,7 +36,7 @@ def tokens(trainer: Trainer) -> Tokens:
     return Batches(trainer.tokenizer, seed=1, plain=False).next(4)
 
 
-def attended_by_all(tokens: Tokens, masks: list[Tensor], *, is_full: bool) -> Tensor:
+def whole_mask(tokens: Tokens, masks: list[Tensor], *, is_full: bool) -> Tensor:
     """Which positions see which, as transformers takes it: bool [n, 1, s, s]."""
     prompt = tokens.prompt.shape[1]
     mask = torch.block_diag(torch.ones(prompt, prompt), *masks).bool()
@@ -66,12 +66,12 @@ def test_the_forward_pass_is_that_of_transformers(
     with torch.no_grad():
         expected = trainer.model(
             ids,
-            attention_mask={"full_attention": attended_by_all(tokens, masks, is_full=is_full)},
+            attention_mask={"full_attention": whole_mask(tokens, masks, is_full=is_full)},
             position_ids=shapes.positions[None],
             use_cache=False,
         ).last_hidden_state
-        attended = attention_masks(tokens.padding, prompt, masks, is_full=is_full)
-        normed = Forward(trainer.model, dtype, is_compiled=False).hidden(ids, shapes, attended)
+        attention = attention_masks(tokens.padding, prompt, masks, is_full=is_full)
+        normed = Forward(trainer.model, dtype, is_compiled=False).hidden(ids, shapes, attention)
     found = normed.float() * trainer.model.norm.weight.detach()
     assert found.shape == (n, prompt + copies * length, 192)
     for row, padding in enumerate(tokens.padding):
