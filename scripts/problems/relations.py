@@ -1,4 +1,5 @@
-"""Problems in which nothing changes: parts and wholes, comparisons, groups, shares, prices, measures, ages, times."""
+"""Problems that one template tells whole: parts and wholes, comparisons, groups, shares, prices, measures, ages, times,
+and small stories of one to three steps."""
 
 from __future__ import annotations
 
@@ -19,4 +20,5 @@ class Relation:
     """The problem; the numbers are its slots."""
 
 
-RELATIONS = [Relation(*line.split(" :: ")) for lines in read("relations").values() for line in lines]
+FILES = ("relations", "singles", "changes", "products")
+RELATIONS = [Relation(*line.split(" :: ")) for file in FILES for section in read(file).values() for line in section]

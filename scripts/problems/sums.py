@@ -6,7 +6,7 @@ import random
 
 from scripts.problems.language import words
 from scripts.problems.wordings import read
-from scripts.problems.working import Step, draw_numbers, work
+from scripts.problems.working import LARGEST, Step, draw_numbers, work
 
 SUMS = read("sums")
 """By section of sums.txt."""
@@ -17,6 +17,8 @@ SYMBOLS = {
     "*": ("*", " * ", " times ", " x ", "x", " multiplied by "), "/": ("/", " / ", " divided by ", " : ", "÷", " ÷ "),
 }  # fmt: skip
 SHORT = ("n+m", "n+m", "n+m", "n-m", "n-m", "n-m", "n*m", "n*m", "n/m", "n/m", "n/2", "n*2")
+HARD_SHARE = 0.5
+"""Share of the sums of a practice that have long calculations."""
 LONGER = ("n+m+k", "n-m+k", "n+m-k", "n-m-k", "n*m+k", "n*m-k", "n+m*k", "n-m*k", "n+m+k+j", "n+m-k+j")
 
 
@@ -49,13 +51,29 @@ def make_practice(rng: random.Random) -> tuple[str, list[Step]]:
     """Several sums that have nothing to do with one another, and a step for each.
 
     >>> make_practice(random.Random(0))[0]
-    '28*5, 154/7, 88-36, 244/4, 3*2, 327-6'
+    '18*5, 28-4, 30/2, 760/5, 156/6'
     """
     steps: list[Step] = []
     length = 0
     while True:
-        (step,) = draw_numbers(rng, rng.choice(SHORT))[1]
+        step = _hard_step(rng) if rng.random() < HARD_SHARE else draw_numbers(rng, rng.choice(SHORT))[1][0]
         length += len(work(step)) + 5
         if length > PRACTICE_LENGTH:
             return ", ".join(f"{step.left}{_symbol(rng, step.op, 0.0)}{step.right}" for step in steps), steps
         steps.append(step)
+
+
+def _hard_step(rng: random.Random) -> Step:
+    """A sum with a long calculation, which problems seldom have: numbers of two or three digits, mostly products."""
+    op = rng.choice("+-**//")
+    if op == "+":
+        left = rng.randint(100, LARGEST - 10)
+        return Step(left, op, rng.randint(10, LARGEST - left))
+    if op == "-":
+        left = rng.randint(100, LARGEST)
+        return Step(left, op, rng.randint(10, left))
+    few = rng.randint(2, 15 if op == "*" else 12)
+    many = rng.randint(11, LARGEST // few)
+    if op == "/":
+        return Step(few * many, op, few)
+    return Step(few, op, many) if rng.random() < 0.5 else Step(many, op, few)

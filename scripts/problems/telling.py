@@ -41,11 +41,11 @@ def tell(rng: random.Random) -> Narrative:
     if chosen < 0.16:
         question, steps = make_sum(rng)
         return Narrative(question, steps, "")
-    return tell_story(rng) if chosen < 0.58 else tell_relation(rng)
+    return tell_story(rng) if chosen < 0.48 else tell_relation(rng)
 
 
 def tell_relation(rng: random.Random) -> Narrative:
-    """A problem in which nothing changes."""
+    """A problem that one template tells."""
     relation = rng.choice(RELATIONS)
     scene = random_scene(rng)
     scene.names_only = "{B}" in relation.template

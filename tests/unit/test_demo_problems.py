@@ -66,7 +66,7 @@ def test_an_answer_takes_its_numbers_from_the_conversation() -> None:
         question = problem.question.lower()
         numbers = {int(n) for n in re.findall(r"\d+", question)}
         numbers |= {told[word] for word in re.findall(r"[a-z]+(?:-[a-z]+)?", question) if word in told}
-        numbers |= {2, 3, 4, 7, 12, 24}  # half, a third, a quarter, days, months and dozens, hours
+        numbers |= {2, 3, 4, 7, 12, 24, 60}  # half, a third, legs and wheels, days, months and dozens, hours, minutes
         for left, right in re.findall(r": (\d+)[-+*/](\d+)=", problem.answer):
             assert int(right) in numbers or f"={right}." in problem.answer
             assert int(left) in numbers or f"={left}." in problem.answer
@@ -148,13 +148,17 @@ def test_steps_follow_the_order_of_operations() -> None:
     assert steps_of("n*m", {"n": 40, "m": 30}) is None
 
 
+ASKS = re.compile(r"\?|\b([Ff]ind|[Ww]ork out|[Cc]alculate|Give|Count|Add up|Say)\b")
+
+
 def test_every_relation_has_numbers_and_asks() -> None:
     rng = random.Random(0)
     for relation in RELATIONS:
         numbers, steps = draw_numbers(rng, relation.expression)
         assert steps
         assert all(f"{{{name}}}" in relation.template for name in numbers), relation
-        assert "?" in relation.template
+        assert relation.template.count("[") == relation.template.count("]")
+        assert ASKS.search(relation.template), relation
 
 
 def test_every_story_template_has_its_number() -> None:
