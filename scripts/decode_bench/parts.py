@@ -25,6 +25,8 @@ from torch import Tensor
 from lopa_ascend import LLM
 from lopa_ascend.backend import Entries, Ops
 from lopa_ascend.backend.cpu.int8 import Int8Products
+from lopa_ascend.backend.cpu.processor import packed_dtypes
+from lopa_ascend.backend.cpu.products import multiply_packed, pack
 
 PARTS = ("products", "attention", "norms and activations", "head and score", "host")
 PART_OF_OP = {
@@ -174,11 +176,14 @@ def measure_parts(llm: LLM, run: Callable[[], object]) -> Parts:
 
 
 def gemm_peak(dtype: torch.dtype) -> float:
-    """The FLOP/s of CPU time that torch reaches in the fastest of some linear layers of the model's sizes."""
+    """The FLOP/s of CPU time of the fastest of some linear layers of the model's sizes, packed as the engine packs."""
 
     def layer(rows: int, inner: int, outer: int) -> Callable[[], object]:
         x, weight = torch.randn(rows, inner).to(dtype), torch.randn(outer, inner).to(dtype)
-        return lambda: torch.nn.functional.linear(x, weight)
+        if dtype not in packed_dtypes():
+            return lambda: torch.nn.functional.linear(x, weight)
+        packed = pack(weight)
+        return lambda: multiply_packed(x, packed, None)
 
     return fastest(layer)
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lopa_ascend import LLM, DecodingParams
+from lopa_ascend.backend.cpu import processor
 from lopa_ascend.backend.cpu.processor import emulated_dtypes, packed_dtypes
 from lopa_ascend.backend.cpu.products import Multiply, Products, pack
 from tests.tiny import write_dream
@@ -74,7 +75,7 @@ def test_rows_are_independent_on_this_processor(widths: tuple[int, int], dtype: 
     assert differing_rows(products, x, weight, bias) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *packed_dtypes()])
+@pytest.mark.parametrize("dtype", [torch.float32, *({torch.bfloat16} - emulated_dtypes())])
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_packed_weights_keep_rows_independent_and_give_the_same_product(
     widths: tuple[int, int], dtype: torch.dtype
@@ -98,20 +99,50 @@ def test_a_packed_and_a_plain_weight_of_one_shape_are_settled_by_themselves() ->
     assert differing_rows(products, x, pack(weight), bias) == []
 
 
-@pytest.mark.skipif(not packed_dtypes(), reason="this processor has no bfloat16 units")
-def test_packed_weights_change_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_packed_weights_change_no_token(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if dtype == "bfloat16" and torch.bfloat16 in emulated_dtypes():
+        pytest.skip("this processor has no bfloat16 units")
     write_dream(tmp_path, hidden=64, heads=4, kv_heads=2)
     params = DecodingParams(num_branches=3, max_new_tokens=64, tau_conf=0.3, ignore_eos=True)
 
-    def answer(is_packed: bool) -> tuple[Any, ...]:
-        llm = LLM(tmp_path, dtype="bfloat16")
-        assert llm.engine.runner.eager.model.head.is_mkldnn is is_packed
+    def answer(*dtypes: torch.dtype) -> tuple[Any, ...]:
+        monkeypatch.setattr("lopa_ascend.backend.cpu.ops.packed_dtypes", lambda: frozenset(dtypes))
+        llm = LLM(tmp_path, dtype=dtype)
+        assert llm.engine.runner.eager.model.head.is_mkldnn is bool(dtypes)
         (output,) = llm.generate([[5, 6, 7, 8]], params, quiet=True)
         return output.token_ids, output.max_probs
 
-    packed = answer(is_packed=True)
-    monkeypatch.setattr("lopa_ascend.backend.cpu.ops.packed_dtypes", frozenset)
-    assert answer(is_packed=False) == packed
+    token_ids, max_probs = answer(torch.float32, torch.bfloat16)
+    plain_ids, plain_probs = answer()
+    assert token_ids == plain_ids
+    assert max_probs == pytest.approx(plain_probs, abs=0 if dtype == "bfloat16" else 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("is_intel", "has_avx512", "has_bfloat16", "packed"),
+    [
+        (False, True, True, {torch.float32, torch.bfloat16}),
+        (False, True, False, {torch.float32}),
+        (False, False, False, set()),
+        (True, True, True, {torch.bfloat16}),
+    ],
+)
+def test_weights_are_packed_where_the_processor_gains(
+    is_intel: bool, has_avx512: bool, has_bfloat16: bool, packed: set[torch.dtype],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    info = tmp_path / "cpuinfo"
+    info.write_text(f"vendor_id\t: {'GenuineIntel' if is_intel else 'AuthenticAMD'}\n")
+    monkeypatch.setattr(processor, "CPU_INFO", info)
+    monkeypatch.setattr(processor, "IS_X86", True)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: has_avx512)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bfloat16)
+    assert packed_dtypes() == packed
+    info.unlink()
+    assert torch.float32 not in packed_dtypes(), "nobody says who made the processor"
+    monkeypatch.setattr(processor, "IS_X86", False)
+    assert packed_dtypes() == frozenset()
 
 
 @pytest.mark.parametrize(("multiply", "rows"), [(by_row_count, 64), (by_large_count, 256)])
@@ -144,6 +175,7 @@ def test_a_request_is_the_same_alone_and_among_others_on_such_a_processor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(F, "linear", by_row_count)
+    monkeypatch.setattr("lopa_ascend.backend.cpu.ops.packed_dtypes", frozenset)
     write_dream(tmp_path, hidden=64, heads=4, kv_heads=2)
     prompts: list[Any] = [[5 + i for i in range(count)] for count in (3, 40, 70)]
     params = DecodingParams(num_branches=3, max_new_tokens=64, tau_conf=0.3, ignore_eos=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import platform
+from pathlib import Path
 
 import torch
 
 IS_X86 = platform.machine() in ("x86_64", "AMD64")
+CPU_INFO = Path("/proc/cpuinfo")
 
 
 def emulated_dtypes() -> frozenset[torch.dtype]:
@@ -16,9 +18,23 @@ def emulated_dtypes() -> frozenset[torch.dtype]:
 
 
 def packed_dtypes() -> frozenset[torch.dtype]:
-    """Dtypes in which products with packed weights are faster on this processor."""
-    has_bfloat16 = IS_X86 and torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_bf16_supported()
-    return frozenset({torch.bfloat16} if has_bfloat16 else ())
+    """Dtypes in which products with packed weights are faster on this processor.
+
+    oneDNN multiplies packed weights. Plain float32 weights are MKL's, which uses AVX-512 on processors of Intel alone.
+    """
+    if not IS_X86 or not torch.backends.mkldnn.is_available():
+        return frozenset()
+    dtypes = set()
+    if torch.cpu._is_avx512_supported() and not is_from_intel():
+        dtypes.add(torch.float32)
+    if torch.cpu._is_avx512_bf16_supported():
+        dtypes.add(torch.bfloat16)
+    return frozenset(dtypes)
+
+
+def is_from_intel() -> bool:
+    """Whether Intel made this processor; also true where the system does not say who did."""
+    return not CPU_INFO.exists() or "GenuineIntel" in CPU_INFO.read_text()
 
 
 def has_int8_instructions() -> bool:
