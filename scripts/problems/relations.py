@@ -20,5 +20,5 @@ class Relation:
     """The problem; the numbers are its slots."""
 
 
-FILES = ("relations", "singles", "changes", "products")
+FILES = ("relations", "singles", "changes", "products", "comparisons", "longer", "informal")
 RELATIONS = [Relation(*line.split(" :: ")) for file in FILES for section in read(file).values() for line in section]

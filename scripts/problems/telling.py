@@ -41,7 +41,7 @@ def tell(rng: random.Random) -> Narrative:
     if chosen < 0.16:
         question, steps = make_sum(rng)
         return Narrative(question, steps, "")
-    return tell_story(rng) if chosen < 0.48 else tell_relation(rng)
+    return tell_story(rng) if chosen < 0.44 else tell_relation(rng)
 
 
 def tell_relation(rng: random.Random) -> Narrative:
