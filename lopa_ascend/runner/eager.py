@@ -160,7 +160,8 @@ class EagerExecutor:
     @torch.inference_mode()
     def forward(self, sequences: List[Sequence], shares: List[Share], steps: List[SequenceStep]) -> list[ForwardResult]:
         """This rank's part of the forward pass of some sequences, one result each."""
-        nothing = ForwardResult(NO_PREDICTIONS, self.model.head.new_empty(0), model_tokens=0, head_rows=0)
+        no_hidden = torch.empty(0, dtype=self.model.head.dtype, device=self.model.head.device)
+        nothing = ForwardResult(NO_PREDICTIONS, no_hidden, model_tokens=0, head_rows=0)
         results = [nothing] * len(sequences)
         busy = [index for index, share in enumerate(shares) if share.rows]
         if not busy:
