@@ -92,7 +92,8 @@ def plain_problem(rng: random.Random) -> Problem:
 def practice(seed: int) -> Iterator[Problem]:
     """An endless stream of unrelated sums to work out one after the other, for training alone.
 
-    An answer has about four times as many calculations as that of a problem, so arithmetic is learned in fewer steps.
+    An answer has some five calculations, where that of a problem has one to four, so arithmetic is learned in fewer
+    steps.
     """
     rng = random.Random(seed)
     while True:
