@@ -81,12 +81,13 @@ class MeasuringOps:
     """
 
     def __init__(self, ops: Ops, weights: dict[str, Tensor]):
+        from lopa_ascend.backend.cpu.products import unpacked
         from lopa_ascend.checkpoint import quantize_weight
 
         self._ops = ops
         names = [name for name in weights if name.startswith("layers.") and weights[name].dim() == 2]
         self._names = {id(weights[name]): name.removesuffix(".weight") for name in names}
-        self._int8 = {name.removesuffix(".weight"): quantize_weight(plain(weights[name])) for name in names}
+        self._int8 = {name.removesuffix(".weight"): quantize_weight(unpacked(weights[name])) for name in names}
         self.errors = {name.removesuffix(".weight"): LayerError() for name in names}
 
     def __getattr__(self, name: str) -> Any:
@@ -111,11 +112,6 @@ class MeasuringOps:
         error.activations += squares(self._ops.linear(x_codes * x_scale[:, None], weight) - product)
         outliers = x.abs().amax(1) / x.square().mean(1).sqrt().clamp_min(1e-30)
         error.outlier = max(error.outlier, float(outliers.max()))
-
-
-def plain(weight: Tensor) -> Tensor:
-    """A weight as it was before a CPU packed it for its kernels."""
-    return weight.to_dense() if weight.is_mkldnn else weight
 
 
 def squares(x: Tensor) -> float:

@@ -160,6 +160,7 @@ class EagerExecutor:
     @torch.inference_mode()
     def forward(self, sequences: List[Sequence], shares: List[Share], steps: List[SequenceStep]) -> list[ForwardResult]:
         """This rank's part of the forward pass of some sequences, one result each."""
+        # Not new_empty of the head: it would be packed where the head is, and such a tensor has no slices.
         no_hidden = torch.empty(0, dtype=self.model.head.dtype, device=self.model.head.device)
         nothing = ForwardResult(NO_PREDICTIONS, no_hidden, model_tokens=0, head_rows=0)
         results = [nothing] * len(sequences)

@@ -24,9 +24,8 @@ from torch import Tensor
 
 from lopa_ascend import LLM
 from lopa_ascend.backend import Entries, Ops
+from lopa_ascend.backend.cpu import CpuOps
 from lopa_ascend.backend.cpu.int8 import Int8Products
-from lopa_ascend.backend.cpu.processor import packed_dtypes
-from lopa_ascend.backend.cpu.products import multiply_packed, pack
 
 PARTS = ("products", "attention", "norms and activations", "head and score", "host")
 PART_OF_OP = {
@@ -176,14 +175,13 @@ def measure_parts(llm: LLM, run: Callable[[], object]) -> Parts:
 
 
 def gemm_peak(dtype: torch.dtype) -> float:
-    """The FLOP/s of CPU time of the fastest of some linear layers of the model's sizes, packed as the engine packs."""
+    """The largest FLOP/s of CPU time of some linear layers of the model's sizes, multiplied as the engine does."""
+    ops = CpuOps(packs_weights=True)
 
     def layer(rows: int, inner: int, outer: int) -> Callable[[], object]:
         x, weight = torch.randn(rows, inner).to(dtype), torch.randn(outer, inner).to(dtype)
-        if dtype not in packed_dtypes():
-            return lambda: torch.nn.functional.linear(x, weight)
-        packed = pack(weight)
-        return lambda: multiply_packed(x, packed, None)
+        packed = ops.packed(weight)
+        return lambda: ops.linear(x, packed)
 
     return fastest(layer)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lopa_ascend import LLM, DecodingParams
+from lopa_ascend.backend.cpu.products import unpacked
 from lopa_ascend.config import ParameterError
 from lopa_ascend.llm import GenerationError
 from tests.tiny import VOCAB_SIZE, write_dream, write_tokenizer
@@ -190,11 +191,10 @@ def test_penalties_count_what_is_committed(llm: LLM) -> None:
 
 
 def writable_head(llm: LLM) -> Tensor:
-    """The weights of the LM head, in place of packed ones, which nobody can write to."""
+    """The weights of the LM head, unpacked, because packed weights cannot be changed."""
     model = llm.engine.runner.model
-    if model.head.is_mkldnn:
-        model.head = model.head.to_dense()
-    head: Tensor = model.head
+    head: Tensor = unpacked(model.head)
+    model.head = head
     return head
 
 

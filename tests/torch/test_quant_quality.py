@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lopa_ascend import LLM, DecodingParams
+from lopa_ascend.backend.cpu.products import unpacked
 from lopa_ascend.checkpoint import quantize_weight
-from scripts.quant_quality import MeasuringOps, measure_layers, plain, print_layers, read_prompts, table
+from scripts.quant_quality import MeasuringOps, measure_layers, print_layers, read_prompts, table
 from tests.tiny import write_dream, write_tokenizer
 from tests.torch.paging import randn
 
@@ -57,7 +58,7 @@ def test_errors_are_those_of_the_outputs(path: Path) -> None:
     ops = MeasuringOps(model.ops, dict(model.weights))
     weight, x = model.weights["layers.0.o.weight"], randn(30, 64)
     assert torch.equal(ops.linear(x, weight), model.ops.linear(x, weight))
-    weight = plain(weight)
+    weight = unpacked(weight)
     codes, scale = quantize_weight(weight)
     x_codes, x_scale = model.ops.quantize(x)
     exact = x.double() @ weight.double().T
