@@ -3,10 +3,11 @@
     python -m scripts.demo_problems                        prints three problems
     python -m scripts.demo_problems --count 100 --json     a hundred, one JSON object a line
 
-A problem is a story of an amount that changes in one to four steps, a relation (parts, comparisons, groups, shares,
-measures, prices), or a plain sum, with numbers from 0 to 999. Every sentence has many wordings, which multiply with
-hundreds of names and objects; scripts/problems/ has them. Some problems stand behind a system prompt or earlier turns,
-go on from an earlier answer, or are typed carelessly; some questions are no problems, and have a short honest answer.
+A problem is a story that is put together sentence by sentence, a text from one template (parts, comparisons, groups,
+shares, prices, small stories), or a plain sum. It has one to four steps, seldom five, and numbers from 0 to 999. Every
+sentence has many wordings, which multiply with hundreds of names and objects; scripts/problems/ has them. Some
+problems stand behind a system prompt or earlier turns, go on from an earlier answer, or are typed carelessly; some
+questions are no problems, and have a short honest answer.
 
 The answer states each operation, works it out in links that are easy (24+18=34+8=42), and repeats the result. Each
 sentence of the answer has four phrasings of equally many words, and the question does not say which one is taken: that

@@ -1,5 +1,4 @@
-"""Problems that one template tells whole: parts and wholes, comparisons, groups, shares, prices, measures, ages, times,
-and small stories of one to three steps."""
+"""Problems that are told by one template each: comparisons, groups, prices, measures, ages, and small stories."""
 
 from __future__ import annotations
 
@@ -21,4 +20,5 @@ class Relation:
 
 
 FILES = ("relations", "singles", "changes", "products", "comparisons", "longer", "informal")
+"""Text files of templates in scripts/problems/wordings/."""
 RELATIONS = [Relation(*line.split(" :: ")) for file in FILES for section in read(file).values() for line in section]

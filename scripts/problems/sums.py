@@ -12,13 +12,13 @@ SUMS = read("sums")
 """By section of sums.txt."""
 PRACTICE_LENGTH = 105
 """Characters of all calculations of a practice, with five more for each; its answer then has less than four blocks."""
+LONG_SHARE = 0.5
+"""Share of the sums of a practice that have long calculations."""
 SYMBOLS = {
     "+": ("+", " + ", " plus ", " + "), "-": ("-", " - ", " minus ", " - "),
     "*": ("*", " * ", " times ", " x ", "x", " multiplied by "), "/": ("/", " / ", " divided by ", " : ", "÷", " ÷ "),
 }  # fmt: skip
 SHORT = ("n+m", "n+m", "n+m", "n-m", "n-m", "n-m", "n*m", "n*m", "n/m", "n/m", "n/2", "n*2")
-HARD_SHARE = 0.5
-"""Share of the sums of a practice that have long calculations."""
 LONGER = ("n+m+k", "n-m+k", "n+m-k", "n-m-k", "n*m+k", "n*m-k", "n+m*k", "n-m*k", "n+m+k+j", "n+m-k+j")
 
 
@@ -56,15 +56,16 @@ def make_practice(rng: random.Random) -> tuple[str, list[Step]]:
     steps: list[Step] = []
     length = 0
     while True:
-        step = _hard_step(rng) if rng.random() < HARD_SHARE else draw_numbers(rng, rng.choice(SHORT))[1][0]
+        step = _long_sum(rng) if rng.random() < LONG_SHARE else draw_numbers(rng, rng.choice(SHORT))[1][0]
         length += len(work(step)) + 5
         if length > PRACTICE_LENGTH:
             return ", ".join(f"{step.left}{_symbol(rng, step.op, 0.0)}{step.right}" for step in steps), steps
         steps.append(step)
 
 
-def _hard_step(rng: random.Random) -> Step:
-    """A sum with a long calculation, which problems seldom have: numbers of two or three digits, mostly products."""
+def _long_sum(rng: random.Random) -> Step:
+    """A sum of large numbers, whose calculation is long; problems seldom have one. Two of three are products and
+    quotients."""
     op = rng.choice("+-**//")
     if op == "+":
         left = rng.randint(100, LARGEST - 10)

@@ -45,7 +45,7 @@ def tell(rng: random.Random) -> Narrative:
 
 
 def tell_relation(rng: random.Random) -> Narrative:
-    """A problem that one template tells."""
+    """A problem that is told by one template."""
     relation = rng.choice(RELATIONS)
     scene = random_scene(rng)
     scene.names_only = "{B}" in relation.template

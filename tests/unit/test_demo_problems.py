@@ -148,7 +148,8 @@ def test_steps_follow_the_order_of_operations() -> None:
     assert steps_of("n*m", {"n": 40, "m": 30}) is None
 
 
-ASKS = re.compile(r"\?|\b(find|work out|calculate|tell|say|give|count|add|how many|how much)\b", re.IGNORECASE)
+ASKS = re.compile(r"\?|\b(Find|Work out|Calculate|Tell|Say|Give|Count|Add up)\b")
+"""A question, or a sentence that begins with a command."""
 
 
 def test_every_relation_has_numbers_and_asks() -> None:
