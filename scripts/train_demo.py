@@ -9,7 +9,8 @@ r"""Trains the bundled model from scratch on a CPU, and writes it as a Dream che
 There are two stages, as in the training of Dream: an autoregressive warm-up on plain problems, from which the logits
 are shifted by one position, and masked diffusion on whole conversations with D2F's block-wise monotone noise. Most
 diffusion batches are block-causal, with several answers behind each prompt: two with different noise, and one to
-predict autoregressively, which teaches arithmetic faster, because each of its positions can be predicted. The other
+predict autoregressively, which teaches arithmetic faster, because each of its positions can be predicted. Some steps
+later the two come once more, filled where the model was sure and right, as a step of decoding fills them. The other
 batches have full attention within the window.
 
 Prints the loss, and from time to time the accuracy on problems that were not trained on. The state is saved to --state:
@@ -85,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     training.add_argument(
         "--go-on", action="store_true",
-        help="start with the weights in --out instead of random ones; if they have fewer than 9 layers, layers are "
+        help="start with the weights in --out instead of random ones; if they have fewer than 12 layers, layers are "
         "added that change nothing at first. If --state exists, it is used instead",
     )  # fmt: skip
     reports = parser.add_argument_group("reports, every N steps")

@@ -24,7 +24,7 @@ SPELLED_SHARE, CUT_SHARE = 0.15, 0.1
 model learns to read words that are not in its vocabulary."""
 CUT = re.compile(r"(?<=[A-Za-z])(?=[a-z])")
 """Places within words."""
-PRACTICE_SHARE = 0.35
+PRACTICE_SHARE = 0.3
 """Share of sums to practise among the problems."""
 EXTRA_BLOCK_SHARE = 0.15
 """Share of batches with one more block than the longest answer needs, all EOS, as decoding meets it."""

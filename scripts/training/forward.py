@@ -122,10 +122,10 @@ class Forward:
             x, normed = self._add_and_norm(x, self._linear(self._swiglu(gate, up), layer.mlp.down_proj))
         return normed.view(n, s, -1)
 
-    def cross_entropy(self, hidden: Tensor, truth: Tensor, weight: Tensor) -> Tensor:
-        """Weighted mean cross entropy of token ids [m] that hidden states [m, C] predict."""
+    def cross_entropy(self, hidden: Tensor, truth: Tensor) -> Tensor:
+        """Cross entropy [m] of token ids [m] that hidden states [m, C] predict."""
         head = self.model.embed_tokens.weight * self.model.norm.weight
-        return self._cross_entropy(F.linear(hidden, head.to(self.dtype)), truth, weight)
+        return self._cross_entropy(F.linear(hidden, head.to(self.dtype)), truth)
 
     def _queries_keys_values(self, layer: Qwen2DecoderLayer, normed: Tensor) -> list[Tensor]:
         """[T, C] -> queries, keys and values, each [T, heads, D]."""
@@ -208,6 +208,6 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return (F.silu(gate.float()) * up.float()).to(gate.dtype)
 
 
-def cross_entropy(logits: Tensor, truth: Tensor, weight: Tensor) -> Tensor:
-    """Weighted mean cross entropy of token ids [m] under logits [m, V]."""
-    return (F.cross_entropy(logits.float(), truth, reduction="none") * weight).sum() / weight.sum()
+def cross_entropy(logits: Tensor, truth: Tensor) -> Tensor:
+    """Cross entropy [m] of token ids [m] under logits [m, V]."""
+    return F.cross_entropy(logits.float(), truth, reduction="none")

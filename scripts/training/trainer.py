@@ -7,9 +7,10 @@ import itertools
 import json
 import math
 import time
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -28,7 +29,7 @@ from scripts.training.muon import Muon
 from scripts.training.noise import BLOCK, block_causal, causal, noise
 
 GEOMETRY: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 9,
+    "vocab_size": VOCABULARY, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 12,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "rope_theta": 10000.0,
     "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "attention_dropout": 0.0,
 }  # fmt: skip
@@ -37,6 +38,11 @@ DECAY_SHARE = 0.4
 """Share of the steps, the last ones, over which the learning rate falls to zero."""
 NOISY_COPIES = 2
 """Answers with different noise that a batch has behind each prompt; a prompt costs as much as an answer."""
+STEPS_TO_SECOND = 8
+"""Batches that wait for their second step at a time."""
+LOWEST_FILLED, HIGHEST_FILLED = 0.5, 0.95
+"""Between them lies the probability from which on a token is filled for a batch's second step; decoding fills tokens
+from tau_conf on, and with branches less probable ones too."""
 EVALUATION_SEED = 12345
 """Of problems on the training side that no batch is drawn from."""
 
@@ -55,6 +61,17 @@ class Answer:
     """Weight of each position in the loss [n, a]."""
     mask: torch.Tensor
     """Which positions of the answer see which [a, a] bool."""
+
+
+Kind = Literal["clean", "noisy", "second", "full"]
+"""Of a batch: autoregressive alone; block-causal with noise; a batch with noise once more; with full attention."""
+
+
+def weighted_mean(losses: torch.Tensor, answers: list[Answer]) -> torch.Tensor:
+    """The mean of the wanted positions' losses [m] with their weights."""
+    wanted = torch.cat([answer.wanted for answer in answers], 1)
+    weight = torch.cat([answer.weight for answer in answers], 1)[wanted]
+    return (losses * weight).sum() / weight.sum()
 
 
 class Trainer:
@@ -81,6 +98,8 @@ class Trainer:
         self.step = 0
         """Steps that were made."""
         self.batches = self._new_batches(plain=True)
+        self.waiting: deque[tuple[Tokens, list[Answer]]] = deque()
+        """Batches for a second step, with what their first one filled."""
         self.generator = torch.Generator().manual_seed(args.seed + 2)
         self.num_steps: int = args.ar_steps + args.diffusion_steps
 
@@ -125,19 +144,11 @@ class Trainer:
 
     def train_step(self) -> float:
         """Makes one step; returns the loss, NaN if nothing was masked."""
-        is_plain = self.step < self.args.ar_steps
-        if self.batches.plain and not is_plain:
-            self.batches = self._new_batches(plain=False)
-        tokens = self.batches.next(self.args.batch)
-        if is_plain:
-            loss = self.loss(tokens, [self.clean(tokens)])
-        elif torch.rand((), generator=self.generator) < self.args.full_share:
-            loss = self.loss(tokens, [self.noisy(tokens, is_full=True)], is_full=True)
-        else:
-            copies = [self.noisy(tokens) for _ in range(NOISY_COPIES)]
-            loss = self.loss(tokens, [self.clean(tokens), *copies])
-        if math.isnan(loss.item()):
+        tokens, answers, kind = self.next_batch()
+        losses = self.cross_entropies(tokens, answers, is_full=kind == "full")
+        if not len(losses):
             return math.nan
+        loss = weighted_mean(losses, answers)
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -145,7 +156,23 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.param_groups[0]["lr"] = self.args.lr * self.rate()
             optimizer.step()
+        if kind == "noisy":
+            self.waiting.append((tokens, self.filled(answers, losses.detach())[1:]))
         return float(loss.detach())
+
+    def next_batch(self) -> tuple[Tokens, list[Answer], Kind]:
+        """Problems, the answers behind each prompt, and which kind of batch it is."""
+        is_plain = self.step < self.args.ar_steps
+        if self.batches.plain and not is_plain:
+            self.batches = self._new_batches(plain=False)
+        if len(self.waiting) == STEPS_TO_SECOND:
+            return *self.waiting.popleft(), "second"
+        tokens = self.batches.next(self.args.batch)
+        if is_plain:
+            return tokens, [self.clean(tokens)], "clean"
+        if torch.rand((), generator=self.generator) < self.args.full_share:
+            return tokens, [self.noisy(tokens, is_full=True)], "full"
+        return tokens, [self.clean(tokens), *(self.noisy(tokens) for _ in range(NOISY_COPIES))], "noisy"
 
     def clean(self, tokens: Tokens) -> Answer:
         """Answers to predict autoregressively: every position up to the first EOS."""
@@ -166,8 +193,27 @@ class Trainer:
         mask = torch.ones(end, end, dtype=torch.bool)
         return Answer(ids[:, :end], truth[:, :end], masked[:, :end], weight[:, :end], mask)
 
-    def loss(self, tokens: Tokens, answers: list[Answer], *, is_full: bool = False) -> torch.Tensor:
-        """Weighted mean cross entropy of the wanted positions; the hidden state of a position predicts the next one.
+    def filled(self, answers: list[Answer], losses: torch.Tensor) -> list[Answer]:
+        """The answers as a step of decoding leaves them: filled where the model is confident, and right.
+
+        Random masks leave easy and hard positions alike. In decoding the easy ones are filled first, and a position
+        that the model is sure of, and wrong, spoils the answer.
+
+        Args:
+            answers: what the model saw.
+            losses: cross entropy of each wanted position of all answers [m].
+        """
+        lowest = LOWEST_FILLED + (HIGHEST_FILLED - LOWEST_FILLED) * torch.rand((), generator=self.generator)
+        wanted = torch.cat([answer.wanted for answer in answers], 1)
+        is_filled = torch.zeros_like(wanted)
+        is_filled[wanted] = torch.exp(-losses) > lowest
+        return [
+            replace(answer, ids=torch.where(now, answer.truth, answer.ids), wanted=answer.wanted & ~now)
+            for answer, now in zip(answers, is_filled.chunk(len(answers), 1), strict=True)
+        ]
+
+    def cross_entropies(self, tokens: Tokens, answers: list[Answer], *, is_full: bool = False) -> torch.Tensor:
+        """Cross entropy [m] of the wanted positions, row by row; the hidden state of a position predicts the next one.
 
         Args:
             tokens: prompts, and how they are padded.
@@ -183,9 +229,8 @@ class Trainer:
         predictor[::length] = prompt - 1
         wanted = torch.cat([answer.wanted for answer in answers], 1)
         truth = torch.cat([answer.truth for answer in answers], 1)[wanted]
-        weight = torch.cat([answer.weight for answer in answers], 1)[wanted]
         row, column = wanted.nonzero(as_tuple=True)
-        return self.forward.cross_entropy(hidden[row, predictor[column]], truth, weight)
+        return self.forward.cross_entropy(hidden[row, predictor[column]], truth)
 
     def rate(self) -> float:
         """The learning rate as a share of ``lr``: a warm-up, and a linear decay to zero at the end."""

@@ -18,7 +18,7 @@ from scripts.training.batches import Batches, Tokens
 from scripts.training.forward import Forward, Shapes, attention_masks
 from scripts.training.growth import with_layers
 from scripts.training.noise import block_causal, causal
-from scripts.training.trainer import GEOMETRY, Trainer
+from scripts.training.trainer import GEOMETRY, NOISY_COPIES, STEPS_TO_SECOND, Trainer, weighted_mean
 
 pytestmark = pytest.mark.skipif(
     version.parse(transformers.__version__).major < 5, reason="training needs transformers 5"
@@ -81,10 +81,34 @@ def test_the_forward_pass_is_that_of_transformers(
 def test_answers_behind_one_prompt_are_learnt_as_if_each_stood_there_alone(trainer: Trainer, tokens: Tokens) -> None:
     answers = [trainer.clean(tokens), trainer.noisy(tokens), trainer.noisy(tokens)]
     with torch.no_grad():
-        together = trainer.loss(tokens, answers)
-        alone = torch.stack([trainer.loss(tokens, [answer]) for answer in answers])
+        together = weighted_mean(trainer.cross_entropies(tokens, answers), answers)
+        alone = torch.stack([weighted_mean(trainer.cross_entropies(tokens, [answer]), [answer]) for answer in answers])
     weights = torch.stack([answer.weight[answer.wanted].sum() for answer in answers])
     torch.testing.assert_close(together, (alone * weights).sum() / weights.sum())
+
+
+def test_tokens_that_the_model_is_sure_of_are_filled_for_a_second_step(trainer: Trainer, tokens: Tokens) -> None:
+    answers = [trainer.noisy(tokens), trainer.noisy(tokens)]
+    probabilities = [torch.rand(answer.ids.shape).round() * 0.98 + 0.01 for answer in answers]
+    losses = torch.cat([-p.log() for p in probabilities], 1)[torch.cat([answer.wanted for answer in answers], 1)]
+    for before, after, probability in zip(answers, trainer.filled(answers, losses), probabilities, strict=True):
+        is_filled = before.wanted & (probability > 0.5)
+        assert 0 < is_filled.sum() < before.wanted.sum()
+        assert torch.equal(after.wanted, before.wanted & ~is_filled)
+        assert torch.equal(after.ids == trainer.mask, after.wanted)
+        assert torch.equal(after.ids, torch.where(is_filled, before.truth, before.ids))
+
+
+def test_a_batch_with_noise_has_a_second_step_without_its_autoregressive_answer(trainer: Trainer) -> None:
+    trainer.args.ar_steps, trainer.args.batch, trainer.args.full_share = 0, 2, 0.0
+    for _ in range(STEPS_TO_SECOND):
+        trainer.train_step()
+    first = trainer.waiting[0][0]
+    tokens, answers, kind = trainer.next_batch()
+    assert (kind, len(answers)) == ("second", NOISY_COPIES)
+    assert tokens is first
+    assert all(torch.equal(answer.truth, first.answer) for answer in answers)
+    assert trainer.next_batch()[2] == "noisy"
 
 
 def test_training_goes_on_from_the_weights_of_a_checkpoint(trainer: Trainer, tmp_path: Path) -> None:
@@ -101,16 +125,16 @@ def test_training_goes_on_from_the_weights_of_a_checkpoint(trainer: Trainer, tmp
 
 
 def test_new_layers_change_nothing_at_first(trainer: Trainer, tokens: Tokens) -> None:
-    """A model of three layers grows to nine: each old layer is followed by two new ones."""
+    """A model of three layers grows to twelve: each old layer is followed by three new ones."""
     weights = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
-    small = {name: weight for name, weight in weights.items() if not re.search(r"layers\.[3-8]\.", name)}
-    grown = with_layers(small, 9)
+    small = {name: weight for name, weight in weights.items() if not re.search(r"layers\.([3-9]|1\d)\.", name)}
+    grown = with_layers(small, 12)
     assert grown.keys() == weights.keys()
-    for new, old in enumerate([0, 0, 0, 1, 1, 1, 2, 2, 2]):
+    for new, old in enumerate([0] * 4 + [1] * 4 + [2] * 4):
         for part in ("self_attn.q_proj.weight", "mlp.down_proj.weight", "input_layernorm.weight"):
             weight = grown[f"layers.{new}.{part}"]
             expected = small[f"layers.{old}.{part}"]
-            is_output_of_a_new_layer = part == "mlp.down_proj.weight" and new % 3 > 0
+            is_output_of_a_new_layer = part == "mlp.down_proj.weight" and new % 4 > 0
             assert torch.equal(weight, torch.zeros_like(expected) if is_output_of_a_new_layer else expected)
     few = Qwen2Model(Qwen2Config(**{**GEOMETRY, "num_hidden_layers": 3}))
     few.load_state_dict(small)
@@ -121,5 +145,5 @@ def test_new_layers_change_nothing_at_first(trainer: Trainer, tokens: Tokens) ->
 
 
 def test_layers_are_not_taken_away(trainer: Trainer) -> None:
-    with pytest.raises(ValueError, match=r"has 9 layers, and a model of 8 was asked for"):
+    with pytest.raises(ValueError, match=r"has 12 layers, and a model of 8 was asked for"):
         with_layers(trainer.model.state_dict(), 8)
