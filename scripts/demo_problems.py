@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lopa_ascend.config.help import HelpFormatter
-from lopa_ascend.demo import HANDWRITTEN
+from lopa_ascend.demo import HANDWRITTEN, INDEPENDENT
 from scripts.problems import chats
 from scripts.problems.sums import make_practice
 from scripts.problems.telling import Narrative, tell, tell_next
@@ -36,7 +36,7 @@ from scripts.problems.working import answer
 
 HELD_OUT_BUCKETS = 64
 """Questions fall into so many buckets, of which one is held out."""
-SYSTEM_SHARE, SECOND_TURN_SHARE, SMALL_TALK_SHARE = 0.14, 0.09, 0.03
+SYSTEM_SHARE, SECOND_TURN_SHARE, SMALL_TALK_SHARE = 0.14, 0.12, 0.03
 """Shares of the conversations with a system prompt, with a second turn, and without a problem."""
 
 Message = dict[str, str]
@@ -73,13 +73,13 @@ def is_held_out(question: str) -> bool:
     return zlib.crc32(normalised(question).encode()) % HELD_OUT_BUCKETS == 0
 
 
-def _handwritten() -> frozenset[str]:
-    """The questions worded by hand, normalised; no problem may be one of them."""
-    lines = HANDWRITTEN.read_text(encoding="utf-8").splitlines()
+def _worded_by_others() -> frozenset[str]:
+    """Questions that measure the model and are not the generator's, normalised; no problem may be one of them."""
+    lines = [line for path in (HANDWRITTEN, INDEPENDENT) for line in path.read_text(encoding="utf-8").splitlines()]
     return frozenset(normalised(json.loads(line)["question"]) for line in lines)
 
 
-HANDWRITTEN_QUESTIONS = _handwritten()
+WORDED_BY_OTHERS = _worded_by_others()
 
 
 def plain_problem(rng: random.Random) -> Problem:
@@ -155,7 +155,7 @@ def problems(seed: int, held_out: bool, *, plain: bool = False) -> Iterator[Prob
     make = plain_problem if plain else make_problem
     while True:
         problem = make(rng)
-        if problem.held_out == held_out and normalised(problem.question) not in HANDWRITTEN_QUESTIONS:
+        if problem.held_out == held_out and normalised(problem.question) not in WORDED_BY_OTHERS:
             yield problem
 
 

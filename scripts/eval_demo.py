@@ -2,7 +2,7 @@
 
     python -m scripts.eval_demo targets                 exact and TPF of the usual ways to decode, on 500 problems
     python -m scripts.eval_demo table --plot demo.png   branches by tau_conf by window attention, on 200 problems
-    python -m scripts.eval_demo kinds                   exact by kind of problem, on 500 problems and 200 worded by hand
+    python -m scripts.eval_demo kinds                   exact by kind of problem, also where others worded them
     python -m scripts.eval_demo typed                   exact with a system prompt, in a second turn, without "?" ...
     python -m scripts.eval_demo prefix                  what approximate prefix caching does to answers, on 50 problems
 
@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.config.help import HelpFormatter
-from lopa_ascend.demo import HANDWRITTEN, HELD_OUT
+from lopa_ascend.demo import HANDWRITTEN, HELD_OUT, INDEPENDENT
 from lopa_ascend.types import GenerationOutput
 from scripts.demo_problems import Message, is_held_out, parse_result
 from scripts.problems import lexicon
@@ -144,28 +144,29 @@ def table(llm: LLM, limit: int, plot: Path | None) -> None:
 
 
 def kinds(llm: LLM, limit: int) -> None:
-    """Prints exact by kind of problem, held-out and worded by hand."""
-    held_out = [json.loads(line) for line in HELD_OUT.read_text(encoding="utf-8").splitlines()[:limit]]
-    by_hand = [json.loads(line) for line in HANDWRITTEN.read_text(encoding="utf-8").splitlines()[:limit]]
-    rows = [(parse_result(row["answer"]), row) for row in held_out] + [(row["answer"], row) for row in by_hand]
-    # Held-out problems that are older than the kinds have none.
-    kind_of_row = [row.get("kind", "no kind") for _, row in rows]
-    exact: dict[int, list[bool]] = {}
-    for num_branches in (0, 7):
-        outputs = llm.chat([asked(row["question"]) for _, row in rows], decoding(num_branches, 0.9))
-        exact[num_branches] = [
-            parse_result(output.text or "") == result for output, (result, _) in zip(outputs, rows, strict=True)
-        ]
-    print("| kind | held-out | d2f | lopa, k = 7 | by hand | d2f | lopa, k = 7 |")
-    print("|---|---|---|---|---|---|---|")
-    names = list(dict.fromkeys(kind_of_row))
-    for name in [*names, "all"]:
-        cells = [name]
-        for numbers in (range(len(held_out)), range(len(held_out), len(rows))):
-            chosen = [i for i in numbers if name in (kind_of_row[i], "all")]
+    """Prints exact by kind of problem: held-out, worded by hand, and by an independent author."""
+    sets: dict[str, list[dict[str, Any]]] = {}
+    for name, path in (("held-out", HELD_OUT), ("by hand", HANDWRITTEN), ("independent", INDEPENDENT)):
+        sets[name] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[:limit]]
+    for row in sets["held-out"]:
+        row["answer"] = parse_result(row["answer"])
+        row.setdefault("kind", "no kind")  # problems that are older than the kinds
+    exact: dict[tuple[str, int], list[bool]] = {}
+    for name, rows in sets.items():
+        for num_branches in (0, 7):
+            outputs = llm.chat([asked(row["question"]) for row in rows], decoding(num_branches, 0.9))
+            exact[name, num_branches] = [
+                parse_result(output.text or "") == row["answer"] for output, row in zip(outputs, rows, strict=True)
+            ]
+    print(f"| kind | {' | '.join(f'{name} | d2f | lopa, k = 7' for name in sets)} |")
+    print(f"|---|{'---|---|---|' * len(sets)}")
+    for kind in [*dict.fromkeys(row["kind"] for rows in sets.values() for row in rows), "all"]:
+        cells = [kind]
+        for name, rows in sets.items():
+            chosen = [i for i, row in enumerate(rows) if kind in (row["kind"], "all")]
             cells.append(str(len(chosen)))
-            for by_problem in exact.values():
-                right = sum(by_problem[i] for i in chosen)
+            for num_branches in (0, 7):
+                right = sum(exact[name, num_branches][i] for i in chosen)
                 cells.append(f"{right / len(chosen):.0%}" if chosen else "")
         print(f"| {' | '.join(cells)} |", flush=True)
 

@@ -9,3 +9,6 @@ HELD_OUT = Path(__file__).parent / "heldout.jsonl"
 HANDWRITTEN = Path(__file__).parent / "handwritten.jsonl"
 """Easy problems worded by hand, from which no training problem is made: JSON objects with "question", "answer" (a
 number) and "kind" (of problem), one on each line."""
+INDEPENDENT = Path(__file__).parent / "independent.jsonl"
+"""Easy problems of one and two steps by an author who knew nothing of this project, in the same form; from them no
+training problem is made either."""

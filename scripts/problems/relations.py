@@ -19,6 +19,9 @@ class Relation:
     """The problem; the numbers are its slots."""
 
 
-FILES = ("relations", "singles", "changes", "products", "comparisons", "longer", "informal")
+FILES = (
+    "relations", "singles", "changes", "products", "comparisons", "longer", "informal", "ordinary", "scenes",
+    "contrasts",
+)  # fmt: skip
 """Text files of templates in scripts/problems/wordings/."""
 RELATIONS = [Relation(*line.split(" :: ")) for file in FILES for section in read(file).values() for line in section]

@@ -9,12 +9,17 @@ from dataclasses import dataclass
 from scripts.problems import stories
 from scripts.problems.chats import CHATS
 from scripts.problems.language import Scene, capitalise, random_scene
-from scripts.problems.lexicon import WORDS
+from scripts.problems.lexicon import MEN, WOMEN, WORDS
 from scripts.problems.relations import RELATIONS
 from scripts.problems.stories import SECTIONS, STORIES, Story
 from scripts.problems.sums import make_sum
 from scripts.problems.working import LARGEST, Step, draw_number, draw_numbers, draw_small, kind_of
 
+ALSO_WORDS = frozenset({"Bill", "Jan", "June", "Mark", "Pat", "Penny", "Ray", "Will"})
+"""Names that a template may have as something else."""
+NAME = re.compile(rf"\b(?:{'|'.join(name for name in WOMEN + MEN if name not in ALSO_WORDS)})\b")
+OTHER_NAMES_SHARE = 0.6
+"""Share of the templates with names whose names become others."""
 SIGNS = {"dollars": "$", "euros": "€", "pounds": "£"}
 
 
@@ -38,10 +43,10 @@ class Narrative:
 def tell(rng: random.Random) -> Narrative:
     """A random problem."""
     chosen = rng.random()
-    if chosen < 0.16:
+    if chosen < 0.12:
         question, steps = make_sum(rng)
         return Narrative(question, steps, "")
-    return tell_story(rng) if chosen < 0.44 else tell_relation(rng)
+    return tell_story(rng) if chosen < 0.32 else tell_relation(rng)
 
 
 def tell_relation(rng: random.Random) -> Narrative:
@@ -51,11 +56,23 @@ def tell_relation(rng: random.Random) -> Narrative:
     scene.names_only = "{B}" in relation.template
     others = "".join(name for name in "nmkj" if f"{{{name}}}" in relation.template)
     numbers, steps = draw_numbers(rng, relation.expression, others)
-    sentences = scene.say(relation.template, **numbers)
+    has_other_names = rng.random() < OTHER_NAMES_SHARE
+    template = with_other_names(rng, relation.template) if has_other_names else relation.template
+    sentences = scene.say(template, **numbers)
     if rng.random() < 0.05:
         sentences = _with_filler(rng, scene, sentences)
     unit = scene.say(relation.unit)
     return Narrative(with_sign(rng, capitalise(sentences), scene.slots["coin"]), steps, unit, scene)
+
+
+def with_other_names(rng: random.Random, template: str) -> str:
+    """A template whose own names have become others, of women for women and of men for men."""
+    others: dict[str, str] = {}
+    for name in NAME.findall(template):
+        if name not in others:
+            free = [other for other in (WOMEN if name in WOMEN else MEN) if other not in template]
+            others[name] = rng.choice([other for other in free if other not in others.values()])
+    return NAME.sub(lambda found: others[found[0]], template)
 
 
 def with_sign(rng: random.Random, text: str, coin: str) -> str:
