@@ -41,7 +41,7 @@ def test_a_server_of_several_ranks_says_what_they_do() -> None:
         calls, steps = counted(server, "lopa:collective_calls"), counted(server, "lopa:steps")[""]
         assert steps == answer.json()["lopa"]["num_forwards"]
         assert calls["branches"] == steps
-        assert calls["layers"] == 2 * 9 * steps
+        assert calls["layers"] == 2 * 12 * steps
         assert "kv" not in calls
         assert counted(server, "lopa:collective_bytes")["branches"] % 12 == 0
         assert counted(server, "lopa:idle_rows")[""] >= 1  # the first pass has one branch for two groups
