@@ -56,6 +56,8 @@ class Problem:
     """For tables: "add", "two steps", "sum"... """
     held_out: bool
     """Whether the model must not be trained on it."""
+    template: str | None = None
+    """The template that tells the question, if one tells all of it."""
 
     @property
     def question(self) -> str:
@@ -87,7 +89,14 @@ def plain_problem(rng: random.Random) -> Problem:
     narrative = tell(rng)
     messages = [{"role": "user", "content": narrative.question}]
     text = answer(rng, narrative.steps, narrative.unit)
-    return Problem(messages, text, narrative.steps[-1].result, narrative.kind, is_held_out(narrative.question))
+    return Problem(
+        messages,
+        text,
+        narrative.steps[-1].result,
+        narrative.kind,
+        is_held_out(narrative.question),
+        narrative.template,
+    )
 
 
 def practice(seed: int) -> Iterator[Problem]:
@@ -124,7 +133,12 @@ def make_problem(rng: random.Random) -> Problem:
         question = narrative.question
     messages.append({"role": "user", "content": chats.typed(rng, question)})
     return Problem(
-        messages, answer(rng, narrative.steps, narrative.unit), narrative.steps[-1].result, narrative.kind, held_out
+        messages,
+        answer(rng, narrative.steps, narrative.unit),
+        narrative.steps[-1].result,
+        narrative.kind,
+        held_out,
+        narrative.template,
     )
 
 

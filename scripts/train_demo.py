@@ -72,7 +72,8 @@ def build_parser() -> argparse.ArgumentParser:
         ("--diffusion-steps", int, 5000, "steps of masked diffusion"),
         ("--batch", int, 48, "problems in a step"),
         ("--lr", float, 3e-3, "highest learning rate"),
-        ("--full-share", float, 0.2, "share of the batches after the warm-up with full attention within the window"),
+        ("--clean-share", float, 0.5, "share of the batches after the warm-up that are autoregressive alone"),
+        ("--full-share", float, 0.12, "share of the batches after the warm-up with full attention within the window"),
         ("--seed", int, 0, "seed of weights, problems and noise"),
         ("--threads", int, 2, "threads of torch"),
     ):

@@ -33,6 +33,8 @@ class Narrative:
     """What the result counts; "" for nothing."""
     scene: Scene | None = None
     """Who and what it is about, for a next question; None for a plain sum."""
+    template: str | None = None
+    """The template that tells all of it, if there is one."""
 
     @property
     def kind(self) -> str:
@@ -62,7 +64,8 @@ def tell_relation(rng: random.Random) -> Narrative:
     if rng.random() < 0.05:
         sentences = _with_filler(rng, scene, sentences)
     unit = scene.say(relation.unit)
-    return Narrative(with_sign(rng, capitalise(sentences), scene.slots["coin"]), steps, unit, scene)
+    question = with_sign(rng, capitalise(sentences), scene.slots["coin"])
+    return Narrative(question, steps, unit, scene, relation.template)
 
 
 def with_other_names(rng: random.Random, template: str) -> str:

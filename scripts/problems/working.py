@@ -14,8 +14,13 @@ PHRASES = {
     "*": ("We multiply", "Multiplying gives", "Take times", "Count groups"),
     "/": ("We divide", "Dividing gives", "Share equally", "Split up"),
 }
-"""What a step begins with; the question does not say which, and that is the uncertainty that branches resolve."""
+"""What a step begins with, in each of four styles. An answer has one style; the question does not say which, and that
+is an uncertainty that branches resolve."""
 ENDINGS = ("So the answer is", "The final answer is", "The result here is", "Therefore it is now")
+"""How the last sentence begins, in each style."""
+STYLE_WEIGHTS = (6, 2, 1, 1)
+"""How frequent each style is. One prevails, so that decoding is not least sure of an answer's first word: it would fill
+positions of later sentences before it."""
 OPERATORS: Mapping[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
 
@@ -136,13 +141,14 @@ def answer(rng: random.Random, steps: list[Step], unit: str) -> str:
     """A worked answer that ends in "#### N".
 
     Args:
-        rng: of the phrasings.
+        rng: of the style.
         steps: at least one; the last one has the result.
         unit: what the result counts; "" for nothing.
     """
-    lines = [f"{rng.choice(PHRASES[step.op])}: {work(step)}." for step in steps]
+    style = rng.choices(range(len(STYLE_WEIGHTS)), STYLE_WEIGHTS)[0]
+    lines = [f"{PHRASES[step.op][style]}: {work(step)}." for step in steps]
     result = steps[-1].result
-    ending = f"{rng.choice(ENDINGS)} {result}{' ' + unit if unit and result != 1 else ''}."
+    ending = f"{ENDINGS[style]} {result}{' ' + unit if unit and result != 1 else ''}."
     return f"{' '.join(lines)} {ending}\n#### {result}"
 
 

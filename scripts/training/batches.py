@@ -13,9 +13,10 @@ from tokenizers import Tokenizer
 
 from scripts.demo_problems import Problem, practice, problems
 from scripts.demo_tokenizer import ASSISTANT, EOS
-from scripts.training.noise import BLOCK
+from scripts.training.focus import Focus, source_of
+from scripts.training.noise import BLOCKS, LONGEST_BLOCK
 
-MAX_PROMPT, MAX_ANSWER = 192, 4 * BLOCK - 1
+MAX_PROMPT, MAX_ANSWER = 192, 4 * LONGEST_BLOCK - 1
 """Tokens; longer problems are left out."""
 POOL = 64
 """Batches that are cut from one pool, sorted by length."""
@@ -24,8 +25,8 @@ SPELLED_SHARE, CUT_SHARE = 0.15, 0.1
 model learns to read words that are not in its vocabulary."""
 CUT = re.compile(r"(?<=[A-Za-z])(?=[a-z])")
 """Places within words."""
-PRACTICE_SHARE = 0.3
-"""Share of sums to practise among the problems."""
+PRACTICE_SHARE = 0.25
+"""Share of sums to practise among the problems, before some of them are left out because the model solves them."""
 EXTRA_BLOCK_SHARE = 0.15
 """Share of batches with one more block than the longest answer needs, all EOS, as decoding meets it."""
 
@@ -40,6 +41,20 @@ class Tokens:
     """Positions of padding at the left of each prompt [n]."""
     answer: torch.Tensor
     """Token ids [n, a], padded with at least one EOS."""
+    block: int
+    """Positions of a block; 1 where answers are not padded to whole blocks."""
+    sources: list[str]
+    """What each problem was made from."""
+
+
+@dataclass
+class Example:
+    """A problem in tokens."""
+
+    prompt: list[int]
+    answer: list[int]
+    source: str
+    """What the problem was made from."""
 
 
 class Batches:
@@ -48,12 +63,15 @@ class Batches:
     Args:
         tokenizer: of prompts and answers.
         seed: of the problems.
-        plain: problems in one clean message each, and answers as long as the longest of a batch; otherwise whole
-            conversations, and answers of whole blocks.
+        focus: which problems are kept.
+        plain: problems in one clean message each, otherwise whole conversations.
+        whole_blocks: answers of whole blocks, otherwise as long as the longest of a batch.
     """
 
-    def __init__(self, tokenizer: Tokenizer, seed: int, *, plain: bool):
+    def __init__(self, tokenizer: Tokenizer, seed: int, focus: Focus, *, plain: bool, whole_blocks: bool):
         self.plain = plain
+        self.whole_blocks = whole_blocks
+        self.focus = focus
         self.tokenizer = tokenizer
         self.rng = random.Random(seed)
         self.problems = problems(seed, held_out=False, plain=plain)
@@ -69,15 +87,17 @@ class Batches:
         self.batches = iter(self._cut(self._pool(POOL * n), n))
         return next(self.batches)
 
-    def _pool(self, size: int) -> list[tuple[list[int], list[int]]]:
-        """Token ids of prompts and answers."""
-        pool: list[tuple[list[int], list[int]]] = []
+    def _pool(self, size: int) -> list[Example]:
+        """Problems whose length fits, with more of what the model fails at."""
+        pool: list[Example] = []
         while len(pool) < size:
             problem = next(self.practice if self.rng.random() < PRACTICE_SHARE else self.problems)
-            prompt = self.prompt(problem)
-            answer = self.tokenizer.encode(problem.answer).ids
-            if len(prompt) <= MAX_PROMPT and len(answer) <= MAX_ANSWER:
-                pool.append((prompt, answer))
+            source = source_of(problem)
+            if not self.focus.keeps(self.rng, source):
+                continue
+            example = Example(self.prompt(problem), self.tokenizer.encode(problem.answer).ids, source)
+            if len(example.prompt) <= MAX_PROMPT and len(example.answer) <= MAX_ANSWER:
+                pool.append(example)
         return pool
 
     def prompt(self, problem: Problem) -> list[int]:
@@ -98,20 +118,23 @@ class Batches:
         bounds = itertools.pairwise([0, *cuts, len(text)])
         return [token_id for start, end in bounds for token_id in self.tokenizer.encode(text[start:end]).ids]
 
-    def _cut(self, pool: list[tuple[list[int], list[int]]], n: int) -> list[Tokens]:
+    def _cut(self, pool: list[Example], n: int) -> list[Tokens]:
         """Batches of n, in random order."""
-        pool.sort(key=lambda pair: (len(pair[1]) // (8 if self.plain else BLOCK), len(pair[0])))
+        step = 16 if self.whole_blocks else 8
+        pool.sort(key=lambda example: (len(example.answer) // step, len(example.prompt)))
         batches = [self._padded(pool[i : i + n]) for i in range(0, len(pool), n)]
         self.rng.shuffle(batches)
         return batches
 
-    def _padded(self, pairs: list[tuple[list[int], list[int]]]) -> Tokens:
+    def _padded(self, examples: list[Example]) -> Tokens:
         """Prompts and answers as tensors."""
-        prompt_length = max(len(prompt) for prompt, _ in pairs)
-        length = max(len(answer) for _, answer in pairs) + 1
-        if not self.plain:
-            length = BLOCK * (-(-length // BLOCK) + (self.rng.random() < EXTRA_BLOCK_SHARE))
-        padding = torch.tensor([prompt_length - len(prompt) for prompt, _ in pairs])
-        prompts = torch.tensor([[self.eos] * (prompt_length - len(prompt)) + prompt for prompt, _ in pairs])
-        answers = torch.tensor([answer + [self.eos] * (length - len(answer)) for _, answer in pairs])
-        return Tokens(prompts, padding, answers)
+        prompt_length = max(len(example.prompt) for example in examples)
+        length = max(len(example.answer) for example in examples) + 1
+        block = self.rng.choice(BLOCKS) if self.whole_blocks else 1
+        is_longer = self.whole_blocks and self.rng.random() < EXTRA_BLOCK_SHARE
+        length = block * (-(-length // block) + is_longer)
+        padding = torch.tensor([prompt_length - len(example.prompt) for example in examples])
+        prompts = [[self.eos] * (prompt_length - len(example.prompt)) + example.prompt for example in examples]
+        answers = [example.answer + [self.eos] * (length - len(example.answer)) for example in examples]
+        sources = [example.source for example in examples]
+        return Tokens(torch.tensor(prompts), padding, torch.tensor(answers), block, sources)

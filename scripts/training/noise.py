@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-BLOCK = 32
-"""Positions of a block."""
+BLOCKS = (8, 16, 16, 32)
+"""Positions of a block; a batch has one of these."""
+LONGEST_BLOCK = max(BLOCKS)
 FRONT_LEVEL = 1.1
 """The front block's masked share is drawn from 0 to this, so a tenth of the front blocks are masked completely."""
 FULL_LEVEL = 1.05
@@ -18,10 +19,15 @@ FAR_WEIGHT = 0.2
 """Their weight in the loss."""
 
 
-def block_causal(length: int) -> torch.Tensor:
-    """Which positions of an answer see which [length, length] bool: those of their block and of earlier ones."""
-    block = torch.arange(length) // BLOCK
-    return block[:, None] >= block[None, :]
+def block_causal(length: int, block: int) -> torch.Tensor:
+    """Which positions of an answer see which [length, length] bool: those of their block and of earlier ones.
+
+    Args:
+        length: positions of the answer.
+        block: positions of a block.
+    """
+    index = torch.arange(length) // block
+    return index[:, None] >= index[None, :]
 
 
 def causal(length: int) -> torch.Tensor:
@@ -29,11 +35,12 @@ def causal(length: int) -> torch.Tensor:
     return torch.ones(length, length, dtype=torch.bool).tril()
 
 
-def noise(answer: torch.Tensor, eos: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def noise(answer: torch.Tensor, block: int, eos: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Which positions of answers are masked, and how much each counts in the loss.
 
     Args:
         answer: token ids [n, a], whole blocks.
+        block: positions of a block.
         eos: id of the EOS, with which answers are padded.
         generator: of all that is random.
 
@@ -44,40 +51,41 @@ def noise(answer: torch.Tensor, eos: int, generator: torch.Generator) -> tuple[t
     length = answer.shape[1]
     share, ramp_end = ramp_noise(content, length, generator)
     is_blockwise = torch.rand(len(answer), 1, generator=generator) < BLOCKWISE_SHARE
-    share = torch.where(is_blockwise, blockwise_noise(content, length // BLOCK, generator), share)
+    share = torch.where(is_blockwise, blockwise_noise(content, block, length // block, generator), share)
     is_far = ~is_blockwise & (torch.arange(length) > ramp_end + FAR_BEHIND_RAMP)
     masked = torch.rand(share.shape, generator=generator) < share
     return masked, torch.where(is_far, FAR_WEIGHT, 1.0)
 
 
-def blockwise_noise(content: torch.Tensor, blocks: int, generator: torch.Generator) -> torch.Tensor:
+def blockwise_noise(content: torch.Tensor, block: int, blocks: int, generator: torch.Generator) -> torch.Tensor:
     """The masked share of each position [n, a] in D2F's monotone noise.
 
     Blocks before a random front block are clean; from there on the share rises from block to block.
 
     Args:
         content: tokens up to the first EOS [n].
+        block: positions of a block.
         blocks: of the answers.
         generator: of all that is random.
     """
     n = content.shape[0]
-    num_content_blocks = (content // BLOCK + 1).clamp(max=blocks)
+    num_content_blocks = (content // block + 1).clamp(max=blocks)
     front = (torch.rand(n, generator=generator) * num_content_blocks).long()
     share = torch.zeros(n, blocks)
     level = torch.rand(n, generator=generator) * FRONT_LEVEL
-    for block in range(blocks):
-        is_noisy = block >= front
-        share[:, block] = torch.where(is_noisy, level, 0.0)
+    for index in range(blocks):
+        is_noisy = index >= front
+        share[:, index] = torch.where(is_noisy, level, 0.0)
         rise = (FULL_LEVEL - level).clamp(min=0) * torch.rand(n, generator=generator)
         level = torch.where(is_noisy, level + rise, level)
-    return share.repeat_interleave(BLOCK, dim=1)
+    return share.repeat_interleave(block, dim=1)
 
 
 def ramp_noise(content: torch.Tensor, length: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """The masked share of each position [n, length], which rises from 0 to 1, and where the rise ends [n, 1].
 
     Decoding meets such states: positions are filled from the left, with gaps. The ramp is between a step, as in
-    autoregressive decoding, and two blocks wide; its centre is random.
+    autoregressive decoding, and two of the longest blocks wide; its centre is random.
 
     Args:
         content: tokens up to the first EOS [n].
@@ -86,6 +94,6 @@ def ramp_noise(content: torch.Tensor, length: int, generator: torch.Generator) -
     """
     n = content.shape[0]
     centre = torch.rand(n, generator=generator) * (content + 1)
-    width = 1 + 2 * BLOCK * torch.rand(n, generator=generator) ** 2
+    width = 1 + 2 * LONGEST_BLOCK * torch.rand(n, generator=generator) ** 2
     share = (torch.arange(length) - centre[:, None]) / width[:, None] + 0.5
     return share.clamp(0, 1), (centre + width / 2)[:, None]

@@ -23,10 +23,11 @@ from scripts.demo_problems import problems
 from scripts.demo_tokenizer import EOS, MASK, VOCABULARY
 from scripts.eval_demo import decoding, evaluate
 from scripts.training.batches import Batches, Tokens
+from scripts.training.focus import Focus
 from scripts.training.forward import Forward, Shapes, attention_masks
 from scripts.training.growth import with_layers
 from scripts.training.muon import Muon
-from scripts.training.noise import BLOCK, block_causal, causal, noise
+from scripts.training.noise import block_causal, causal, noise
 
 GEOMETRY: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 12,
@@ -34,8 +35,13 @@ GEOMETRY: dict[str, Any] = {
     "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "attention_dropout": 0.0,
 }  # fmt: skip
 WARM_UP_STEPS = 40
-DECAY_SHARE = 0.4
+DECAY_SHARE = 0.5
 """Share of the steps, the last ones, over which the learning rate falls to zero."""
+CLEAN_FACTOR = 3
+"""A batch after the warm-up that is autoregressive alone has so many times the problems of another, in as many tokens:
+reading is learned from many problems, and an answer to predict autoregressively is enough for it."""
+SYMBOLS = "0123456789+-*/="
+"""Tokens that must be predicted for a problem to count as solved."""
 NOISY_COPIES = 2
 """Answers with different noise that a batch has behind each prompt; a prompt costs as much as an answer."""
 STEPS_TO_SECOND = 8
@@ -97,7 +103,10 @@ class Trainer:
         self.forward = Forward(self.model, getattr(torch, args.dtype), is_compiled=args.compile)
         self.step = 0
         """Steps that were made."""
-        self.batches = self._new_batches(plain=True)
+        self.focus = Focus()
+        self.symbols = torch.tensor([vocab[symbol] for symbol in SYMBOLS])
+        self.clean_batches = self._new_batches(plain=True, whole_blocks=False)
+        self.batches = self._new_batches(plain=False, whole_blocks=True)
         self.waiting: deque[tuple[Tokens, list[Answer]]] = deque()
         """Batches for a second step, with what their first one filled."""
         self.generator = torch.Generator().manual_seed(args.seed + 2)
@@ -113,13 +122,14 @@ class Trainer:
                 torch.nn.init.normal_(param, std=0.02 if is_embedding else param.shape[1] ** -0.5)
             (matrices if param.dim() == 2 and not is_embedding else rest).append(param)
         return [
-            Muon(matrices, self.args.lr),
+            Muon(matrices, self.args.lr, getattr(torch, self.args.dtype)),
             torch.optim.AdamW(rest, lr=self.args.lr, betas=(0.9, 0.95), weight_decay=0.0),
         ]
 
-    def _new_batches(self, plain: bool) -> Batches:
+    def _new_batches(self, *, plain: bool, whole_blocks: bool) -> Batches:
         """Batches of problems that no earlier step had."""
-        return Batches(self.tokenizer, self.args.seed + 1 + self.step, plain=plain)
+        seed = 2 * (self.args.seed + 1 + self.step) + whole_blocks
+        return Batches(self.tokenizer, seed, self.focus, plain=plain, whole_blocks=whole_blocks)
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
@@ -156,21 +166,28 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.param_groups[0]["lr"] = self.args.lr * self.rate()
             optimizer.step()
+        losses = losses.detach()
+        if kind in ("clean", "noisy"):
+            self.focus.record(tokens.sources, self.solved(answers, losses))
         if kind == "noisy":
-            self.waiting.append((tokens, self.filled(answers, losses.detach())[1:]))
+            self.waiting.append((tokens, self.filled(answers, losses)[1:]))
         return float(loss.detach())
 
     def next_batch(self) -> tuple[Tokens, list[Answer], Kind]:
         """Problems, the answers behind each prompt, and which kind of batch it is."""
-        is_plain = self.step < self.args.ar_steps
-        if self.batches.plain and not is_plain:
-            self.batches = self._new_batches(plain=False)
+        if self.step < self.args.ar_steps:
+            tokens = self.clean_batches.next(self.args.batch)
+            return tokens, [self.clean(tokens)], "clean"
+        if self.clean_batches.plain:
+            self.clean_batches = self._new_batches(plain=False, whole_blocks=False)
         if len(self.waiting) == STEPS_TO_SECOND:
             return *self.waiting.popleft(), "second"
-        tokens = self.batches.next(self.args.batch)
-        if is_plain:
+        chosen = torch.rand((), generator=self.generator)
+        if chosen < self.args.clean_share:
+            tokens = self.clean_batches.next(CLEAN_FACTOR * self.args.batch)
             return tokens, [self.clean(tokens)], "clean"
-        if torch.rand((), generator=self.generator) < self.args.full_share:
+        tokens = self.batches.next(self.args.batch)
+        if chosen < self.args.clean_share + self.args.full_share:
             return tokens, [self.noisy(tokens, is_full=True)], "full"
         return tokens, [self.clean(tokens), *(self.noisy(tokens) for _ in range(NOISY_COPIES))], "noisy"
 
@@ -184,14 +201,28 @@ class Trainer:
     def noisy(self, tokens: Tokens, *, is_full: bool = False) -> Answer:
         """Answers of masked diffusion: block-causal, or with full attention and a random number of blocks."""
         truth = tokens.answer
-        masked, weight = noise(truth, self.eos, self.generator)
+        masked, weight = noise(truth, tokens.block, self.eos, self.generator)
         ids = torch.where(masked, self.mask, truth)
         length = truth.shape[1]
         if not is_full:
-            return Answer(ids, truth, masked, weight, block_causal(length))
-        end = BLOCK * (1 + int(torch.randint(length // BLOCK, (), generator=self.generator)))
+            return Answer(ids, truth, masked, weight, block_causal(length, tokens.block))
+        end = tokens.block * (1 + int(torch.randint(length // tokens.block, (), generator=self.generator)))
         mask = torch.ones(end, end, dtype=torch.bool)
         return Answer(ids[:, :end], truth[:, :end], masked[:, :end], weight[:, :end], mask)
+
+    def solved(self, answers: list[Answer], losses: torch.Tensor) -> list[bool]:
+        """Whether each digit and sign of a problem's answer was predicted, autoregressively; for each problem.
+
+        Args:
+            answers: the first one is the answer to predict autoregressively.
+            losses: cross entropy of each wanted position of all answers [m].
+        """
+        wanted = torch.cat([answer.wanted for answer in answers], 1)
+        is_missed = torch.zeros_like(wanted)
+        is_missed[wanted] = torch.exp(-losses) < 0.5
+        clean = answers[0].truth
+        is_wrong = is_missed[:, : clean.shape[1]] & torch.isin(clean, self.symbols)
+        return [not any_wrong for any_wrong in is_wrong.any(1).tolist()]
 
     def filled(self, answers: list[Answer], losses: torch.Tensor) -> list[Answer]:
         """The answers as a step of decoding leaves them: filled where the model is confident, and right.
@@ -258,7 +289,9 @@ class Trainer:
             optimizer.load_state_dict(saved)
         self.generator.set_state(state["generator"])
         self.step = state["step"]
-        self.batches = self._new_batches(plain=self.step < self.args.ar_steps)
+        self.focus.failures = state["failures"]
+        self.clean_batches = self._new_batches(plain=self.step < self.args.ar_steps, whole_blocks=False)
+        self.batches = self._new_batches(plain=False, whole_blocks=True)
         print(f"resumed at step {self.step}")
 
     def save(self) -> None:
@@ -268,6 +301,7 @@ class Trainer:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "generator": self.generator.get_state(),
             "step": self.step,
+            "failures": self.focus.failures,
         }
         self.args.state.parent.mkdir(parents=True, exist_ok=True)
         torch.save(state, self.args.state.with_suffix(".tmp"))

@@ -15,10 +15,19 @@ from transformers import Qwen2Config, Qwen2Model
 from scripts.demo_tokenizer import build
 from scripts.train_demo import build_parser
 from scripts.training.batches import Batches, Tokens
+from scripts.training.focus import UNKNOWN, Focus
 from scripts.training.forward import Forward, Shapes, attention_masks
 from scripts.training.growth import with_layers
 from scripts.training.noise import block_causal, causal
-from scripts.training.trainer import GEOMETRY, NOISY_COPIES, STEPS_TO_SECOND, Trainer, weighted_mean
+from scripts.training.trainer import (
+    CLEAN_FACTOR,
+    GEOMETRY,
+    NOISY_COPIES,
+    STEPS_TO_SECOND,
+    SYMBOLS,
+    Trainer,
+    weighted_mean,
+)
 
 pytestmark = pytest.mark.skipif(
     version.parse(transformers.__version__).major < 5, reason="training needs transformers 5"
@@ -33,7 +42,7 @@ def trainer(tmp_path: Path) -> Trainer:
 
 @pytest.fixture
 def tokens(trainer: Trainer) -> Tokens:
-    return Batches(trainer.tokenizer, seed=1, plain=False).next(4)
+    return Batches(trainer.tokenizer, 1, Focus(), plain=False, whole_blocks=True).next(4)
 
 
 def whole_mask(tokens: Tokens, masks: list[Tensor], *, is_full: bool) -> Tensor:
@@ -57,7 +66,7 @@ def test_the_forward_pass_is_that_of_transformers(
     (n, prompt), length = tokens.prompt.shape, tokens.answer.shape[1]
     masks = [torch.ones(length, length, dtype=torch.bool)] if is_full else [causal(length)] * copies
     if copies > 1:
-        masks[1] = block_causal(length)
+        masks[1] = block_causal(length, 16)
     for name, param in trainer.model.named_parameters():
         if "norm" in name or "bias" in name:
             torch.nn.init.normal_(param, mean=1.0, std=0.3)
@@ -100,7 +109,8 @@ def test_tokens_that_the_model_is_sure_of_are_filled_for_a_second_step(trainer: 
 
 
 def test_a_batch_with_noise_has_a_second_step_without_its_autoregressive_answer(trainer: Trainer) -> None:
-    trainer.args.ar_steps, trainer.args.batch, trainer.args.full_share = 0, 2, 0.0
+    trainer.args.ar_steps, trainer.args.batch = 0, 2
+    trainer.args.clean_share = trainer.args.full_share = 0.0
     for _ in range(STEPS_TO_SECOND):
         trainer.train_step()
     first = trainer.waiting[0][0]
@@ -109,6 +119,29 @@ def test_a_batch_with_noise_has_a_second_step_without_its_autoregressive_answer(
     assert tokens is first
     assert all(torch.equal(answer.truth, first.answer) for answer in answers)
     assert trainer.next_batch()[2] == "noisy"
+
+
+def test_a_problem_is_solved_if_each_digit_and_sign_is_predicted(trainer: Trainer, tokens: Tokens) -> None:
+    answers = [trainer.clean(tokens), trainer.noisy(tokens)]
+    symbols = {trainer.tokenizer.get_vocab()[symbol] for symbol in SYMBOLS}
+    probability = torch.full(answers[0].ids.shape, 0.9)
+    is_symbol = torch.tensor([[token_id in symbols for token_id in row] for row in tokens.answer.tolist()])
+    probability[0][~is_symbol[0]] = 0.1  # words may be others
+    probability[2, is_symbol[2].nonzero()[1]] = 0.4
+    probabilities = torch.cat([probability, torch.full(answers[1].ids.shape, 0.1)], 1)
+    losses = -probabilities[torch.cat([answer.wanted for answer in answers], 1)].log()
+    assert trainer.solved(answers, losses) == [True, True, False, True]
+
+
+def test_autoregressive_batches_have_more_problems_and_say_what_the_model_solves(trainer: Trainer) -> None:
+    trainer.args.ar_steps, trainer.args.batch = 0, 2
+    trainer.args.clean_share, trainer.args.full_share = 1.0, 0.0
+    trainer.train_step()
+    assert trainer.focus.failures
+    assert all(rate != UNKNOWN for rate in trainer.focus.failures.values())
+    tokens, answers, kind = trainer.next_batch()
+    assert (kind, len(answers), len(tokens.prompt)) == ("clean", 1, CLEAN_FACTOR * 2)
+    assert not trainer.clean_batches.plain
 
 
 def test_training_goes_on_from_the_weights_of_a_checkpoint(trainer: Trainer, tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ from scripts.problems.lexicon import MEN, WOMEN
 from scripts.problems.relations import RELATIONS
 from scripts.problems.stories import SECTIONS
 from scripts.problems.telling import with_other_names
-from scripts.problems.working import Step, draw_numbers, steps_of, work
+from scripts.problems.working import ENDINGS, PHRASES, Step, draw_numbers, steps_of, work
 from scripts.training.batches import Batches
-from scripts.training.noise import BLOCK
+from scripts.training.focus import LEAST_SHARE, Focus, source_of
+from scripts.training.noise import BLOCKS, LONGEST_BLOCK
 
 DEMO = Path(__file__).parents[2] / "lopa_ascend" / "demo"
 OPERATORS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}
@@ -80,7 +81,39 @@ def test_a_practice_asks_for_several_sums_that_fit_in_four_blocks() -> None:
         asked = problem.question.split(", ")
         assert len(asked) >= 3
         assert re.findall(r": (\d+[-+*/]\d+)=", problem.answer) == asked
-        assert len(tokenizer.encode(problem.answer).ids) < 4 * BLOCK
+        assert len(tokenizer.encode(problem.answer).ids) < 4 * LONGEST_BLOCK
+
+
+def test_an_answer_has_one_style() -> None:
+    counts = [0] * len(ENDINGS)
+    for problem in some(5, 1000, plain=True):
+        style = next(i for i, ending in enumerate(ENDINGS) if ending in problem.answer)
+        counts[style] += 1
+        said = re.findall(r"([A-Z][a-z ]+): \d+([-+*/])", problem.answer)
+        assert said
+        assert all(phrase == PHRASES[op][style] for phrase, op in said), problem.answer
+    assert 500 < counts[0] < 700
+    assert min(counts) > 50
+
+
+def test_templates_that_the_model_fails_at_are_kept_more_often() -> None:
+    focus, rng = Focus(), random.Random(0)
+    for _ in range(20):
+        focus.record(["easy", "hard"], [True, False])
+    kept = {source: sum(focus.keeps(rng, source) for _ in range(1000)) / 1000 for source in ("easy", "hard", "new")}
+    assert abs(kept["easy"] - LEAST_SHARE) < 0.04
+    assert kept["hard"] > 0.97
+    assert kept["easy"] + 0.2 < kept["new"] < kept["hard"] - 0.2
+
+
+def test_problems_of_one_template_have_one_source() -> None:
+    sources = {source_of(problem) for problem in trained()}
+    templates = {relation.template for relation in RELATIONS}
+    assert sources - templates <= {
+        "add", "subtract", "times", "share", "half", "two steps", "three steps", "four steps", "five steps",
+        "plain sum", "no problem",
+    }  # fmt: skip
+    assert len(sources & templates) > 1000
 
 
 def test_no_template_leaves_a_slot_or_a_choice() -> None:
@@ -219,7 +252,7 @@ def test_the_tokenizer_spells_any_word_and_digits_alone(tmp_path: Path) -> None:
 
 def test_training_sees_the_chat_template_and_words_in_pieces(tmp_path: Path) -> None:
     tokenizer = build(tmp_path, corpus_size=300)
-    batches = Batches(tokenizer, seed=1, plain=False)
+    batches = Batches(tokenizer, 1, Focus(), plain=False, whole_blocks=True)
     whole = 0
     for problem in some(11, 200):
         messages = "".join(
@@ -235,8 +268,11 @@ def test_training_sees_the_chat_template_and_words_in_pieces(tmp_path: Path) -> 
 def test_a_batch_is_padded_left_of_prompts_and_right_of_answers(tmp_path: Path) -> None:
     tokenizer = build(tmp_path, corpus_size=300)
     eos = tokenizer.get_vocab()[EOS]
-    tokens = Batches(tokenizer, seed=1, plain=False).next(8)
-    assert tokens.answer.shape[1] % BLOCK == 0
+    batches = Batches(tokenizer, 1, Focus(), plain=False, whole_blocks=True)
+    all_tokens = [batches.next(8) for _ in range(20)]
+    assert {tokens.block for tokens in all_tokens} == set(BLOCKS)
+    assert all(tokens.answer.shape[1] % tokens.block == 0 for tokens in all_tokens)
+    tokens = all_tokens[0]
     for prompt, padding, answer in zip(tokens.prompt, tokens.padding, tokens.answer, strict=True):
         assert (prompt[:padding] == eos).all()
         assert int(prompt[padding]) in {tokenizer.get_vocab()[SYSTEM], tokenizer.get_vocab()[USER]}

@@ -1,0 +1,38 @@
+"""Chooses what the bundled model practises more: what it still gets wrong."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+from scripts.demo_problems import Problem
+
+LEAST_SHARE = 0.15
+"""Share of the problems that are kept of a template that the model always solves."""
+MEMORY = 0.75
+"""How much of a template's rate of failures stays with each new outcome."""
+UNKNOWN = 0.5
+"""Rate of failures of a template that was not met yet."""
+
+
+class Focus:
+    """How often the model fails at the problems of each template, and which problems to keep for that."""
+
+    def __init__(self) -> None:
+        self.failures: dict[str, float] = {}
+        """Rate of failures, by source."""
+
+    def keeps(self, rng: random.Random, source: str) -> bool:
+        """Whether a problem of this source goes into a batch; the more often the model fails, the likelier."""
+        return rng.random() < LEAST_SHARE + (1 - LEAST_SHARE) * self.failures.get(source, UNKNOWN)
+
+    def record(self, sources: Iterable[str], solved: Iterable[bool]) -> None:
+        """Takes note of what came of the problems of a batch."""
+        for source, is_solved in zip(sources, solved, strict=True):
+            before = self.failures.get(source, UNKNOWN)
+            self.failures[source] = MEMORY * before + (1 - MEMORY) * (not is_solved)
+
+
+def source_of(problem: Problem) -> str:
+    """What a problem was made from: its template, or its kind where it is put together."""
+    return problem.template or problem.kind
