@@ -1,6 +1,9 @@
-"""Which packages a build holds; everything else about the project stands in pyproject.toml."""
+"""Which packages and kernels a build holds; everything else about the project stands in pyproject.toml."""
 
-from setuptools import find_packages, setup
+import platform
+import sys
+
+from setuptools import Extension, find_packages, setup
 
 # These lie beside lopa_ascend/ and import from inside it. A build takes them from here and never needs the links
 # lopa_ascend/graph and lopa_ascend/parallel, which are for running, testing and type-checking a checkout.
@@ -11,7 +14,23 @@ OUTSIDE = {
 }
 inside = find_packages(include=["lopa_ascend", "lopa_ascend.*"])
 
+# A library of C functions, not a module of Python, which lopa_ascend/backend/cpu/native/kernels.py loads. It is linked
+# without an OpenMP library, to use the one that torch has loaded. Without a compiler the project is installed without
+# the kernels.
+NATIVE = "lopa_ascend/backend/cpu/native"
+KERNELS = Extension(
+    "lopa_ascend.backend.cpu.native.library",
+    [f"{NATIVE}/attention.cpp", f"{NATIVE}/rows.cpp"],
+    depends=[f"{NATIVE}/vectors.h"],
+    # Sums and products are rounded one by one, as the definitions of the ops have it.
+    extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off", "-fopenmp"],
+    language="c++",
+    optional=True,
+)
+has_kernels = sys.platform == "linux" and platform.machine() == "x86_64"
+
 setup(
+    ext_modules=[KERNELS] if has_kernels else [],
     packages=sorted({*inside, *OUTSIDE}),
     package_dir=OUTSIDE,
     include_package_data=False,  # exactly what the next line says, whatever an sdist's file list holds

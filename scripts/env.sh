@@ -1,13 +1,13 @@
 # shellcheck shell=bash
 # To be sourced. use_env ROOT [EXTRA] sets up ROOT/.venv with the project (editable) and one of its extras, and puts it on
-# PATH. PYTHON names the interpreter to build it from (default python3). It installs only when pyproject.toml, setup.py or
-# the place of the checkout have changed. It never installs torch_npu.
+# PATH. PYTHON names the interpreter to build it from (default python3). It installs only when pyproject.toml, setup.py,
+# the kernels in C++ or the place of the checkout have changed. It never installs torch_npu.
 
 TORCH="torch==2.13.0"
 
 use_env() {
     local root=$1 extra=${2:-} python=${PYTHON:-python3} venv="$1/.venv" wanted
-    wanted=$(cd "$root" && { echo "$TORCH" && cat pyproject.toml setup.py; } | cksum)
+    wanted=$(cd "$root" && { echo "$TORCH" && cat pyproject.toml setup.py lopa_ascend/backend/cpu/native/*.{cpp,h}; } | cksum)
 
     if [[ -e $venv/installing ]]; then
         echo "env: the last installation into $venv did not finish; starting afresh" >&2

@@ -24,9 +24,9 @@ def load_ops(config: EngineConfig) -> Ops:
             raise ParameterError(name, f"is for device npu, and this is device {config.device}")
     if config.mode == "inductor":
         _check_inductor()
-    from lopa_ascend.backend.cpu import CpuOps
+    from lopa_ascend.backend.cpu import load_cpu_ops
 
-    return CpuOps(packs_weights=config.mode == "eager")
+    return load_cpu_ops(packs_weights=config.mode == "eager")
 
 
 def _check_inductor() -> None:

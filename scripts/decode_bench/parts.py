@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lopa_ascend import LLM
 from lopa_ascend.backend import Entries, Ops
-from lopa_ascend.backend.cpu import CpuOps
+from lopa_ascend.backend.cpu import load_cpu_ops
 from lopa_ascend.backend.cpu.int8 import Int8Products
 
 PARTS = ("products", "attention", "norms and activations", "head and score", "host")
@@ -176,7 +176,7 @@ def measure_parts(llm: LLM, run: Callable[[], object]) -> Parts:
 
 def gemm_peak(dtype: torch.dtype) -> float:
     """The largest FLOP/s of CPU time of some linear layers of the model's sizes, multiplied as the engine does."""
-    ops = CpuOps(packs_weights=True)
+    ops = load_cpu_ops(packs_weights=True)
 
     def layer(rows: int, inner: int, outer: int) -> Callable[[], object]:
         x, weight = torch.randn(rows, inner).to(dtype), torch.randn(outer, inner).to(dtype)

@@ -18,9 +18,9 @@ from lopa_ascend.backend import Ops
 from lopa_ascend.backend.cpu import CpuOps, definition
 from lopa_ascend.kv.pages import PAGE_SIZE
 from tests.tiers import examples
+from tests.torch.native import native_ops
 from tests.torch.paging import paged_step, randn
 
-OPS = CpuOps()
 ATTENTION_BOUND = {torch.float32: 2e-6, torch.bfloat16: 2**-6}
 """Largest difference of two attention results, in units of the largest value attended to."""
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
@@ -30,6 +30,14 @@ seeds = st.integers(0, 2**31)
 row_counts = st.integers(1, 70)
 dtypes = st.sampled_from(list(BOUND))
 every_op = settings(max_examples=examples(40))
+vector_sizes = st.sampled_from([16, 64, 80, 192])
+"""Sizes that the ops in C++ compute; others they leave to torch."""
+
+
+@pytest.fixture(scope="module", params=["torch", "native"])
+def ops(request: pytest.FixtureRequest) -> CpuOps:
+    """The CPU's ops by torch, and in C++."""
+    return CpuOps() if request.param == "torch" else native_ops()
 
 
 def assert_near(got: Tensor, expected: Tensor) -> None:
@@ -58,8 +66,9 @@ def step_shapes(draw: st.DrawFn) -> tuple[list[tuple[int, int, int]], tuple[int,
 
 
 @settings(max_examples=examples(200))
-@given(seeds, step_shapes(), st.integers(1, 3), st.integers(1, 7), st.sampled_from([8, 16, 64]), dtypes)
+@given(seeds, step_shapes(), st.integers(1, 3), st.integers(1, 7), st.sampled_from([8, 16, 48, 64]), dtypes)
 def test_planned_attention_is_plain_attention(
+    ops: CpuOps,
     seed: int,
     step: tuple[list[tuple[int, int, int]], tuple[int, ...]],
     kv_heads: int,
@@ -71,7 +80,7 @@ def test_planned_attention_is_plain_attention(
     shapes, prefixes = step
     entries, k_cache, v_cache = paged_step(shapes, prefixes, kv_heads, dim, dtype)
     q = randn(sum(entries.lengths), kv_heads * group, dim, seed=seed).to(dtype)
-    planned = OPS.attention(q, k_cache, v_cache, entries)
+    planned = ops.attention(q, k_cache, v_cache, entries)
     plain = definition.attention(q, k_cache, v_cache, entries)
     assert (planned.dtype, planned.shape) == (plain.dtype, plain.shape) == (dtype, (len(q), kv_heads * group * dim))
     largest_value = v_cache.float().nan_to_num().abs().max()
@@ -80,7 +89,7 @@ def test_planned_attention_is_plain_attention(
 
 @every_op
 @given(seeds, st.integers(1, 4), st.integers(1, 70), st.booleans(), dtypes)
-def test_kv_write(seed: int, kv_heads: int, tokens: int, has_source: bool, dtype: torch.dtype) -> None:
+def test_kv_write(ops: CpuOps, seed: int, kv_heads: int, tokens: int, has_source: bool, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(seed)
     k, v = randn(2, tokens, kv_heads, 8, seed=seed).to(dtype)
     source = torch.randint(tokens, (90,), generator=generator) if has_source else None
@@ -89,53 +98,53 @@ def test_kv_write(seed: int, kv_heads: int, tokens: int, has_source: bool, dtype
     caches = randn(2, 3, PAGE_SIZE, kv_heads, 8, seed=seed + 1).to(dtype)
     expected = caches.clone()
     definition.kv_write(k, v, expected[0], expected[1], slot_mapping, source)
-    OPS.kv_write(k, v, caches[0], caches[1], slot_mapping, source)
+    ops.kv_write(k, v, caches[0], caches[1], slot_mapping, source)
     assert torch.equal(caches, expected)
 
 
 @every_op
 @given(seeds, st.integers(1, 9), st.integers(1, 20))
-def test_put_rows(seed: int, num_rows: int, width: int) -> None:
+def test_put_rows(ops: CpuOps, seed: int, num_rows: int, width: int) -> None:
     x, values = randn(9, width, seed=seed), randn(num_rows, width, seed=seed + 1)
     rows = torch.randperm(9, generator=torch.Generator().manual_seed(seed))[:num_rows].int()
     expected = x.clone()
     definition.put_rows(expected, rows, values)
-    OPS.put_rows(x, rows, values)
+    ops.put_rows(x, rows, values)
     assert torch.equal(x, expected)
 
 
 @every_op
 @given(seeds, row_counts, st.integers(1, 60), st.integers(1, 60), st.booleans(), dtypes)
-def test_linear(seed: int, rows: int, inner: int, outer: int, has_bias: bool, dtype: torch.dtype) -> None:
+def test_linear(ops: CpuOps, seed: int, rows: int, inner: int, outer: int, has_bias: bool, dtype: torch.dtype) -> None:
     x, weight = randn(rows, inner, seed=seed).to(dtype), randn(outer, inner, seed=seed + 1).to(dtype)
     bias = randn(outer, seed=seed + 2).to(dtype) if has_bias else None
     expected = definition.linear(x, weight, bias)
     scale = inner**0.5  # sums of products are about this large, and so are the errors of their parts
-    assert_near(OPS.linear(x, weight, bias) / scale, expected / scale)
+    assert_near(ops.linear(x, weight, bias) / scale, expected / scale)
 
 
 @every_op
-@given(seeds, row_counts, st.integers(1, 200), dtypes)
-def test_norms(seed: int, rows: int, hidden: int, dtype: torch.dtype) -> None:
+@given(seeds, row_counts, st.integers(1, 200) | vector_sizes, dtypes)
+def test_norms(ops: CpuOps, seed: int, rows: int, hidden: int, dtype: torch.dtype) -> None:
     x, residual = randn(2, rows, hidden, seed=seed).to(dtype)
     weight = randn(hidden, seed=seed + 1).to(dtype)
-    assert_near(OPS.rms_norm(x, weight, 0.1), definition.rms_norm(x, weight, 0.1))
+    assert_near(ops.rms_norm(x, weight, 0.1), definition.rms_norm(x, weight, 0.1))
     expected_norm, expected_total = definition.add_rms_norm(x, residual, weight, 0.1)
-    norm, total = OPS.add_rms_norm(x, residual.clone(), weight, 0.1)
+    norm, total = ops.add_rms_norm(x, residual.clone(), weight, 0.1)
     assert torch.equal(total, expected_total)
     assert_near(norm, expected_norm)
 
 
 @every_op
-@given(seeds, row_counts, st.integers(1, 200), dtypes)
-def test_norms_in_int8(seed: int, rows: int, hidden: int, dtype: torch.dtype) -> None:
+@given(seeds, row_counts, st.integers(1, 200) | vector_sizes, dtypes)
+def test_norms_in_int8(ops: CpuOps, seed: int, rows: int, hidden: int, dtype: torch.dtype) -> None:
     x, residual = randn(2, rows, hidden, seed=seed).to(dtype)
     weight = randn(hidden, seed=seed + 1).to(dtype)
     expected = [
         *definition.rms_norm_quant(x, weight, 0.1),
         *definition.add_rms_norm_quant(x, residual, weight, 0.1),
     ]
-    got = [*OPS.rms_norm_quant(x, weight, 0.1), *OPS.add_rms_norm_quant(x, residual.clone(), weight, 0.1)]
+    got = [*ops.rms_norm_quant(x, weight, 0.1), *ops.add_rms_norm_quant(x, residual.clone(), weight, 0.1)]
     for result, defined in zip(got, expected, strict=True):
         if result.dtype == torch.int8:
             torch.testing.assert_close(result, defined, rtol=0, atol=1)  # a quotient near a half may go either way
@@ -145,27 +154,27 @@ def test_norms_in_int8(seed: int, rows: int, hidden: int, dtype: torch.dtype) ->
 
 @every_op
 @given(seeds, row_counts, st.integers(1, 9), st.sampled_from([2, 8, 64]), dtypes)
-def test_rope(seed: int, rows: int, heads: int, dim: int, dtype: torch.dtype) -> None:
+def test_rope(ops: CpuOps, seed: int, rows: int, heads: int, dim: int, dtype: torch.dtype) -> None:
     x, angles = randn(rows, heads, dim, seed=seed).to(dtype), randn(rows, dim // 2, seed=seed + 1) * 5
-    cos, sin = OPS.rope_tables(angles.cos(), angles.sin(), dtype)
-    rotated, expected = OPS.rope(x, cos, sin), definition.rope(x, cos, sin)
+    cos, sin = ops.rope_tables(angles.cos(), angles.sin(), dtype)
+    rotated, expected = ops.rope(x, cos, sin), definition.rope(x, cos, sin)
     # The fast op rounds its products, which are up to |x|, before it adds them.
     bound = 2 * BOUND[dtype] * x.abs().max().float()
     assert (rotated.float() - expected.float()).abs().max() <= bound
 
 
 @every_op
-@given(seeds, row_counts, st.integers(1, 80), dtypes)
-def test_swiglu(seed: int, rows: int, inner: int, dtype: torch.dtype) -> None:
+@given(seeds, row_counts, st.integers(1, 80) | vector_sizes, dtypes)
+def test_swiglu(ops: CpuOps, seed: int, rows: int, inner: int, dtype: torch.dtype) -> None:
     gate_up = randn(rows, 2 * inner, seed=seed).to(dtype)
-    assert_near(OPS.swiglu(gate_up), definition.swiglu(gate_up))
+    assert_near(ops.swiglu(gate_up), definition.swiglu(gate_up))
 
 
 @every_op
-@given(seeds, row_counts, st.integers(1, 80), dtypes)
-def test_swiglu_in_int8(seed: int, rows: int, inner: int, dtype: torch.dtype) -> None:
+@given(seeds, row_counts, st.integers(1, 80) | vector_sizes, dtypes)
+def test_swiglu_in_int8(ops: CpuOps, seed: int, rows: int, inner: int, dtype: torch.dtype) -> None:
     gate_up = randn(rows, 2 * inner, seed=seed).to(dtype)
-    (codes, scale), (expected_codes, expected_scale) = OPS.swiglu_quant(gate_up), definition.swiglu_quant(gate_up)
+    (codes, scale), (expected_codes, expected_scale) = ops.swiglu_quant(gate_up), definition.swiglu_quant(gate_up)
     assert codes.dtype == torch.int8
     assert scale.dtype == torch.float32
     # The products that are quantised may be rounded to neighbours, the largest of a row too.

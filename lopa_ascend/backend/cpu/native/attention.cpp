@@ -1,0 +1,241 @@
+// Attention over pages, in bfloat16, on x86 processors with AVX512-BF16.
+//
+// A task is some queries of one entry, up to TASK_ROWS of those whose heads share a key/value head. It goes over the keys
+// page by page: the products of queries and keys, a running softmax in float32, and the products of weights and values.
+// The instruction vdpbf16ps multiplies pairs of bfloat16 numbers and adds both products to a float32 number, so a page is
+// first packed into words of 32 bits that hold such pairs: neighbouring elements of a key, or the same element of two
+// neighbouring values.
+//
+// Every query goes through the same operations in the same order, whatever queries are computed beside it and whichever
+// thread computes it: its result has the same bits alone and among others.
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "vectors.h"
+
+namespace {
+
+using word = std::uint32_t;  // a pair of bfloat16 numbers
+
+constexpr int ROWS = 6;             // queries multiplied together: their 24 sums of a product stay in registers
+constexpr int COLUMNS = 4 * LANES;  // columns multiplied together
+constexpr int PAGE = 128;           // positions of a page
+constexpr int TASK_ROWS = 32 * ROWS;
+constexpr int MAX_DIM = 256;
+constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
+
+// What a task keeps in memory: 400 KiB, which fit in the level-2 cache.
+struct Scratch {
+  alignas(64) word keys[MAX_DIM / 2 * PAGE];    // [D / 2][PAGE]: elements 2 i and 2 i + 1 of each key
+  alignas(64) word values[PAGE / 2 * MAX_DIM];  // [PAGE / 2][D]: each element of values 2 i and 2 i + 1
+  alignas(64) float sums[TASK_ROWS * MAX_DIM];  // [rows][D]: values weighted by 2 ^ (score - largest)
+  float largest[TASK_ROWS];                     // largest score so far, in units of ln 2
+  float total[TASK_ROWS];                       // sum of 2 ^ (score - largest)
+};
+
+// Rows of numbers in memory.
+template <typename T>
+struct Rows {
+  T* begin;
+  std::int64_t stride;
+  T* operator[](std::int64_t row) const { return begin + row * stride; }
+};
+
+// Transposes 16 vectors of 16 words.
+AVX512 inline void transpose(__m512i* a) {
+  __m512i t[LANES];
+  for (int i = 0; i < LANES; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+  }
+  for (int i = 0; i < LANES; i += 4)
+    for (int j = 0; j < 2; j++) {
+      a[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+      a[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+    }
+  for (int half = 0; half < LANES; half += 8)
+    for (int i = half; i < half + 4; i++) {
+      t[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
+      t[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
+    }
+  for (int quarter = 0; quarter < 8; quarter++) {
+    a[quarter] = _mm512_shuffle_i32x4(t[quarter], t[quarter + 8], 0x88);
+    a[quarter + 8] = _mm512_shuffle_i32x4(t[quarter], t[quarter + 8], 0xdd);
+  }
+}
+
+// Keys [count][D] -> words [D / 2][PAGE]; keys behind the last one are zero.
+AVX512 void pack_keys(Rows<const bfloat16> keys, int count, int dim, word* packed) {
+  for (int first = 0; first < PAGE; first += LANES)
+    for (int column = 0; column < dim; column += 2 * LANES) {
+      __m512i words[LANES];
+      const __mmask16 present = lanes_below((dim - column) / 2);
+      for (int i = 0; i < LANES; i++)
+        words[i] = first + i < count ? _mm512_maskz_loadu_epi32(present, keys[first + i] + column) : _mm512_setzero_si512();
+      transpose(words);
+      for (int i = 0; i < LANES && column + 2 * i < dim; i++)
+        _mm512_store_si512(packed + (column / 2 + i) * PAGE + first, words[i]);
+    }
+}
+
+// Values [count][D] -> words [PAGE / 2][D]; values behind the last one are zero.
+AVX512 void pack_values(Rows<const bfloat16> values, int count, int dim, word* packed) {
+  const auto widened = [&](int row, int column) __attribute__((target("avx512f"))) {
+    if (row >= count) return _mm512_setzero_si512();
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(values[row] + column)));
+  };
+  for (int pair = 0; pair < PAGE / 2; pair++)
+    for (int column = 0; column < dim; column += LANES) {
+      const __m512i low = widened(2 * pair, column), high = widened(2 * pair + 1, column);
+      _mm512_store_si512(packed + pair * dim + column, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    }
+}
+
+// Adds to sums [ROWS][VECTORS * LANES] the products of left [ROWS][count] and right [count][VECTORS * LANES].
+template <int VECTORS>
+AVX512 inline void multiply(const word* const* left, int count, Rows<const word> right, float* const* sums) {
+  __m512 sum[ROWS][VECTORS];
+  for (int row = 0; row < ROWS; row++)
+    for (int i = 0; i < VECTORS; i++) sum[row][i] = _mm512_load_ps(sums[row] + i * LANES);
+  for (int k = 0; k < count; k++) {
+    __m512bh columns[VECTORS];
+    for (int i = 0; i < VECTORS; i++) columns[i] = (__m512bh)_mm512_load_si512(right[k] + i * LANES);
+    for (int row = 0; row < ROWS; row++) {
+      const __m512bh pair = (__m512bh)_mm512_set1_epi32(static_cast<int>(left[row][k]));
+      for (int i = 0; i < VECTORS; i++) sum[row][i] = _mm512_dpbf16_ps(sum[row][i], columns[i], pair);
+    }
+  }
+  for (int row = 0; row < ROWS; row++)
+    for (int i = 0; i < VECTORS; i++) _mm512_store_ps(sums[row] + i * LANES, sum[row][i]);
+}
+
+// The same for any number of columns that is a multiple of LANES.
+AVX512 void multiply_columns(const word* const* left, int count, Rows<const word> right, int columns, Rows<float> sums) {
+  for (int first = 0; first < columns; first += COLUMNS) {
+    float* begin[ROWS];
+    for (int row = 0; row < ROWS; row++) begin[row] = sums[row] + first;
+    const Rows<const word> part{right[0] + first, right.stride};
+    switch (std::min(columns - first, COLUMNS) / LANES) {
+      case 1: multiply<1>(left, count, part, begin); break;
+      case 2: multiply<2>(left, count, part, begin); break;
+      case 3: multiply<3>(left, count, part, begin); break;
+      default: multiply<4>(left, count, part, begin);
+    }
+  }
+}
+
+// Scores of a query to the `count` keys of a page -> weights 2 ^ (score - largest), in bfloat16; 0 up to a whole vector.
+// Corrects what the query has summed up so far, if the largest score has changed.
+AVX512 void soften(const float* scores, int count, float scale, int dim, bfloat16* weights, float* sums, float& largest,
+                   float& total) {
+  const __m512 factor = _mm512_set1_ps(scale * LOG2_E), nothing = _mm512_set1_ps(MINUS_INFINITY);
+  const int vectors = (count + LANES - 1) / LANES;
+  __m512 scaled[PAGE / LANES], top = _mm512_set1_ps(largest), sum = _mm512_setzero_ps();
+  for (int i = 0; i < vectors; i++) {
+    const __m512 score = _mm512_load_ps(scores + i * LANES);
+    scaled[i] = _mm512_mask_mul_ps(nothing, lanes_below(count - i * LANES), score, factor);
+    top = _mm512_max_ps(top, scaled[i]);
+  }
+  const float now = _mm512_reduce_max_ps(top);
+  for (int i = 0; i < vectors; i++) {
+    const __m512 weight = power_of_two(_mm512_sub_ps(scaled[i], _mm512_set1_ps(now)));
+    sum = _mm512_add_ps(sum, weight);
+    store(weights + i * LANES, weight);
+  }
+  const float correction = std::exp2(largest - now);
+  total = total * correction + _mm512_reduce_add_ps(sum);
+  largest = now;
+  if (correction == 1) return;
+  for (int i = 0; i < dim; i += LANES)
+    _mm512_store_ps(sums + i, _mm512_mul_ps(_mm512_load_ps(sums + i), _mm512_set1_ps(correction)));
+}
+
+// Queries of an entry whose heads share a key/value head, or their outputs: row r is that of head r % group of token
+// r / group.
+template <typename T>
+struct Heads {
+  T* begin;
+  std::int64_t token_stride, group, dim;
+  T* operator[](std::int64_t row) const { return begin + row / group * token_stride + row % group * dim; }
+};
+
+// The pages of one key/value head, of keys or of values.
+struct Pages {
+  const bfloat16* begin;
+  const std::int32_t* table;
+  std::int64_t page_stride, position_stride;
+  Rows<const bfloat16> operator[](std::int64_t page) const {
+    return {begin + table[page] * page_stride, position_stride};
+  }
+};
+
+// The attention of the rows from `first` on, of which there are up to TASK_ROWS.
+AVX512 void attend(const Heads<const bfloat16>& queries, const Heads<bfloat16>& out, std::int64_t first, int num_rows,
+                   const Pages& keys, const Pages& values, std::int64_t num_keys, float scale, Scratch& scratch) {
+  const int dim = static_cast<int>(queries.dim);
+  const Rows<float> sums{scratch.sums, dim};
+  std::fill_n(scratch.sums, TASK_ROWS * dim, 0.0f);
+  std::fill_n(scratch.largest, TASK_ROWS, MINUS_INFINITY);
+  std::fill_n(scratch.total, TASK_ROWS, 0.0f);
+  for (std::int64_t page = 0; page * PAGE < num_keys; page++) {
+    const int count = static_cast<int>(std::min<std::int64_t>(num_keys - page * PAGE, PAGE));
+    const int columns = (count + LANES - 1) / LANES * LANES;
+    pack_keys(keys[page], count, dim, scratch.keys);
+    pack_values(values[page], count, dim, scratch.values);
+    for (int begin = 0; begin < num_rows; begin += ROWS) {
+      alignas(64) float scores[ROWS][PAGE] = {};
+      alignas(64) bfloat16 weights[ROWS][PAGE];
+      const word *query[ROWS], *weight[ROWS];
+      for (int i = 0; i < ROWS; i++) {  // rows behind the last one repeat it; their sums are not read
+        query[i] = reinterpret_cast<const word*>(queries[first + std::min(begin + i, num_rows - 1)]);
+        weight[i] = reinterpret_cast<const word*>(weights[i]);
+      }
+      multiply_columns(query, dim / 2, {scratch.keys, PAGE}, columns, {scores[0], PAGE});
+      for (int i = 0; i < ROWS; i++)
+        soften(scores[i], count, scale, dim, weights[i], sums[begin + i], scratch.largest[begin + i],
+               scratch.total[begin + i]);
+      multiply_columns(weight, (count + 1) / 2, {scratch.values, dim}, dim, {sums[begin], dim});
+    }
+  }
+  for (int row = 0; row < num_rows; row++) {
+    const __m512 share = _mm512_set1_ps(1 / scratch.total[row]);
+    for (int i = 0; i < dim; i += LANES)
+      store(out[first + row] + i, _mm512_mul_ps(_mm512_load_ps(sums[row] + i), share));
+  }
+}
+
+struct Task {
+  std::int64_t entry, first_token, kv_head, first_row, num_rows;
+};
+
+}  // namespace
+
+// Attention of queries [T, heads, dim] over the pages of two caches [N, PAGE, kv_heads, dim] -> out, as queries.
+// `lengths` and `kv_lengths` are those of the entries; entry e reads the pages from tables + e * table_stride on.
+// `strides` are those of the first three dimensions of both caches, in elements. dim is a multiple of 16, and at most
+// MAX_DIM.
+extern "C" void lopa_attention(const bfloat16* queries, const bfloat16* keys, const bfloat16* values, bfloat16* out,
+                               const std::int64_t* lengths, const std::int64_t* kv_lengths, std::int64_t num_entries,
+                               const std::int32_t* tables, std::int64_t table_stride, const std::int64_t* strides,
+                               std::int64_t heads, std::int64_t kv_heads, std::int64_t dim, float scale, int threads) {
+  const std::int64_t group = heads / kv_heads;
+  std::vector<Task> tasks;
+  for (std::int64_t entry = 0, token = 0; entry < num_entries; token += lengths[entry++])
+    for (std::int64_t kv_head = 0; kv_head < kv_heads; kv_head++)
+      for (std::int64_t row = 0, rows = lengths[entry] * group; row < rows; row += TASK_ROWS)
+        tasks.push_back({entry, token, kv_head, row, std::min<std::int64_t>(rows - row, TASK_ROWS)});
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
+  for (std::size_t i = 0; i < tasks.size(); i++) {
+    static thread_local Scratch scratch;
+    const Task& task = tasks[i];
+    const std::int64_t offset = task.first_token * heads * dim + task.kv_head * group * dim;
+    const auto pages_of = [&](const bfloat16* cache, const std::int64_t* of) {
+      return Pages{cache + task.kv_head * of[2], tables + task.entry * table_stride, of[0], of[1]};
+    };
+    attend({queries + offset, heads * dim, group, dim}, {out + offset, heads * dim, group, dim}, task.first_row,
+           static_cast<int>(task.num_rows), pages_of(keys, strides), pages_of(values, strides + 3),
+           kv_lengths[task.entry], scale, scratch);
+  }
+}

@@ -1,0 +1,80 @@
+"""Loads the kernels in C++ and calls them with tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+LIBRARY = "lopa_ascend.backend.cpu.native.library"
+"""What ``setup.py`` compiles: a library of C functions that lies where an extension module of this name would."""
+OPENMP = re.compile(r"/\S*/lib(?:gomp|iomp5|omp)\b[^/\s]*\.so\S*")
+"""The file of an OpenMP library in the memory map of a process."""
+MEMORY_MAP = Path("/proc/self/maps")
+ARGUMENTS = {
+    "lopa_attention": "pppppplplplllfi",
+    "lopa_swiglu": "pllpi",
+    "lopa_swiglu_quant": "pllppi",
+    "lopa_norm": "pppllfpi",
+    "lopa_norm_quant": "pppllfppi",
+    "lopa_rope": "plpplllpi",
+    "lopa_dequantize": "ppppllpi",
+}
+"""The functions and the types of their arguments: pointer, long, float, int. The last one is the number of threads."""
+TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "f": ctypes.c_float, "i": ctypes.c_int}
+SMALL = 32768
+"""Operations up to which one thread is faster than waking another."""
+
+
+class Kernels:
+    """The functions of the library.
+
+    Args:
+        library: as ``setup.py`` compiles it.
+    """
+
+    def __init__(self, library: ctypes.CDLL):
+        self._functions = {name: getattr(library, name) for name in ARGUMENTS}
+        for name, types in ARGUMENTS.items():
+            self._functions[name].argtypes = [TYPES[letter] for letter in types]
+            self._functions[name].restype = None
+
+    def call(self, name: str, *arguments: Tensor | ctypes.Array[ctypes.c_int64] | float | None, work: int) -> None:
+        """Calls a function, with torch's number of threads unless there is little to do.
+
+        Args:
+            name: a key of ``ARGUMENTS``.
+            arguments: all but the number of threads. None is a null pointer.
+            work: about how many vector elements are computed.
+        """
+        pointers = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
+        self._functions[name](*pointers, torch.get_num_threads() if work > SMALL else 1)
+
+
+def numbers(*values: int) -> ctypes.Array[ctypes.c_int64]:
+    """An array of integers as an argument of a function."""
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+def find_kernels() -> Kernels | None:
+    """The kernels, or None where they were not compiled or this processor does not have their instructions."""
+    spec = find_spec(LIBRARY)
+    if spec is None or spec.origin is None or not torch.cpu._is_avx512_bf16_supported():
+        return None
+    # The library is linked without an OpenMP library: it is to use torch's, and its threads.
+    openmp = OPENMP.search(MEMORY_MAP.read_text())
+    if openmp is None:
+        return None
+    try:
+        ctypes.CDLL(openmp[0], ctypes.RTLD_GLOBAL)
+        return Kernels(ctypes.CDLL(spec.origin))
+    except OSError as error:  # as when the compiler expected another OpenMP library
+        logger.warning("%s could not be loaded, so torch computes everything: %s", spec.origin, error)
+        return None

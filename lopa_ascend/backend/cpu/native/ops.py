@@ -1,0 +1,144 @@
+"""The fused ops on a CPU, with those in C++ that the kernels of this package compute."""
+
+from __future__ import annotations
+
+import math
+from operator import mul
+
+import torch
+from torch import Tensor
+
+from lopa_ascend.backend.base import Entries
+from lopa_ascend.backend.cpu.native.kernels import Kernels, numbers
+from lopa_ascend.backend.cpu.ops import CpuOps
+
+LANES = 16
+"""Elements of a vector; the kernels compute whole vectors."""
+MAX_DIM = 256
+"""The largest head dimension of the attention kernel (``attention.cpp``)."""
+PAGE = 128
+"""Positions of a page, as the attention kernel has them."""
+LONGEST_ROW = 65536
+"""The longest row of ``lopa_swiglu_quant`` (``rows.cpp``)."""
+
+
+def is_whole(x: Tensor, size: int) -> bool:
+    """Whether the kernels compute rows of ``size`` elements of x: bfloat16 without gaps, in whole vectors.
+
+    What torch.compile traces is left to torch, whose ops it compiles.
+    """
+    has_whole_vectors = size % LANES == 0 and 0 < size <= LONGEST_ROW
+    return x.dtype == torch.bfloat16 and has_whole_vectors and x.is_contiguous() and not torch.compiler.is_compiling()
+
+
+class NativeOps(CpuOps):
+    """``Ops`` on a CPU in bfloat16 by the kernels, and otherwise by torch.
+
+    Args:
+        kernels: of this processor.
+        packs_weights: see ``CpuOps``.
+    """
+
+    def __init__(self, kernels: Kernels, *, packs_weights: bool = False):
+        super().__init__(packs_weights=packs_weights)
+        self._kernels = kernels
+        # With AMX torch multiplies faster; the two were not compared there.
+        self._has_attention = not torch.cpu._is_amx_tile_supported()
+
+    def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
+        tokens, heads, dim = q.shape
+        if not self._has_attention or not is_whole(q, dim) or dim > MAX_DIM:
+            return super().attention(q, k_cache, v_cache, entries)
+        assert k_cache.shape[1] == PAGE
+        out, tables = torch.empty_like(q), entries.page_tables.contiguous()
+        lengths, kv_lengths = numbers(*entries.lengths), numbers(*entries.kv_lengths)
+        strides = numbers(*k_cache.stride()[:3], *v_cache.stride()[:3])
+        arguments = q, k_cache, v_cache, out, lengths, kv_lengths, len(entries.lengths), tables, tables.shape[1]
+        work = sum(map(mul, entries.lengths, entries.kv_lengths)) * heads * dim // LANES
+        sizes = heads, k_cache.shape[2], dim
+        self._kernels.call("lopa_attention", *arguments, strides, *sizes, 1 / math.sqrt(dim), work=work)
+        return out.view(tokens, heads * dim)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._norm(x, None, weight, eps) if is_whole(x, x.shape[-1]) else super().rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if not (is_whole(x, x.shape[-1]) and residual.is_contiguous()):
+            return super().add_rms_norm(x, residual, weight, eps)
+        return self._norm(x, residual, weight, eps), residual
+
+    def rms_norm_quant(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if not is_whole(x, x.shape[-1]):
+            return super().rms_norm_quant(x, weight, eps)
+        return self._norm_quant(x, None, weight, eps)
+
+    def add_rms_norm_quant(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not (is_whole(x, x.shape[-1]) and residual.is_contiguous()):
+            return super().add_rms_norm_quant(x, residual, weight, eps)
+        return *self._norm_quant(x, residual, weight, eps), residual
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        rows, heads, dim = x.shape
+        has_whole_rows = x.dtype == cos.dtype and x.stride()[1:] == (dim, 1)
+        if not (has_whole_rows and is_whole(cos, dim // 2) and sin.is_contiguous()):
+            return super().rope(x, cos, sin)
+        out = x.new_empty(x.shape)
+        self._kernels.call("lopa_rope", x, x.stride(0), cos, sin, rows, heads, dim // 2, out, work=x.numel())
+        return out
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        if not is_whole(gate_up, size):
+            return super().swiglu(gate_up)
+        out = gate_up.new_empty(rows, size)
+        self._kernels.call("lopa_swiglu", gate_up, rows, size, out, work=out.numel())
+        return out
+
+    def swiglu_quant(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        if not is_whole(gate_up, size):
+            return super().swiglu_quant(gate_up)
+        codes, scale = _empty_codes(gate_up, rows, size)
+        self._kernels.call("lopa_swiglu_quant", gate_up, rows, size, codes, scale, work=codes.numel())
+        return codes, scale
+
+    def quant_linear(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        size = len(weight_scale)
+        if dtype != torch.bfloat16 or size % LANES or torch.compiler.is_compiling():
+            return super().quant_linear(codes, scale, weight, weight_scale, bias, dtype)
+        product = self._int8_products(codes, weight)
+        out = product.new_empty(product.shape, dtype=dtype)
+        rows, factors = len(out), weight_scale.contiguous()
+        offset = None if bias is None else bias.to(dtype).contiguous()
+        arguments = product, scale.contiguous(), factors, offset, rows, size, out
+        self._kernels.call("lopa_dequantize", *arguments, work=out.numel())
+        return out
+
+    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm of x [T, hidden], or of x + residual, which receives the sum."""
+        out, size = torch.empty_like(x), x.shape[-1]
+        arguments = x, residual, weight, x.numel() // size, size, eps, out
+        self._kernels.call("lopa_norm", *arguments, work=x.numel())
+        return out
+
+    def _norm_quant(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """The same as int8 [T, hidden], and a scale for each row [T]."""
+        codes, scale = _empty_codes(x, *x.shape)
+        arguments = x, residual, weight, *x.shape, eps, codes, scale
+        self._kernels.call("lopa_norm_quant", *arguments, work=x.numel())
+        return codes, scale
+
+
+def _empty_codes(x: Tensor, rows: int, size: int) -> tuple[Tensor, Tensor]:
+    """Memory for int8 [rows, size] and a scale for each row."""
+    return x.new_empty(rows, size, dtype=torch.int8), x.new_empty(rows, dtype=torch.float32)

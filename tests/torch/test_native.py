@@ -1,0 +1,147 @@
+"""The ops in C++: what they promise beyond the definitions, which test_definition.py holds them to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lopa_ascend.backend import Entries
+from lopa_ascend.backend.cpu import definition
+from lopa_ascend.backend.cpu.native import NativeOps, kernels
+from lopa_ascend.backend.cpu.native.ops import is_whole
+from tests.tiers import examples
+from tests.torch.native import native_ops
+from tests.torch.paging import paged_step, randn
+
+
+@pytest.fixture(scope="module")
+def ops() -> NativeOps:
+    return native_ops()
+
+
+@pytest.fixture(params=[1, 2, 5])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def one_entry(entries: Entries, i: int) -> Entries:
+    """Entry i in a step of its own."""
+    prefix = entries.prefixes[entries.sequences[i]]
+    return Entries(entries.lengths[i : i + 1], entries.kv_lengths[i : i + 1], entries.page_tables[[i]], (0,), (prefix,))
+
+
+@settings(max_examples=examples(100))
+@given(
+    st.integers(1, 14) | st.integers(100, 300),
+    st.integers(1, 700),
+    st.integers(1, 3),
+    st.integers(1, 7),
+    st.sampled_from([16, 32, 48, 80, 128, 256]),
+    st.sampled_from([0.1, 1.0, 30.0]),
+)
+def test_long_entries_and_all_head_dimensions(
+    ops: NativeOps, length: int, own_keys: int, kv_heads: int, group: int, dim: int, size: float
+) -> None:
+    """Entries that several tasks share, and scores of any size; test_definition.py has many small entries."""
+    entries, k_cache, v_cache = paged_step([(0, length, own_keys), (1, 3, 5)], (0, 150), kv_heads, dim, torch.bfloat16)
+    q = (size * randn(length + 3, kv_heads * group, dim)).bfloat16()
+    plain = definition.attention(q, k_cache, v_cache, entries).float()
+    largest_value = v_cache.float().nan_to_num().abs().max()
+    assert (ops.attention(q, k_cache, v_cache, entries).float() - plain).abs().max() <= 2**-7 * largest_value
+    assert ops.gathered_bytes == 0
+
+
+@pytest.mark.parametrize(("kv_heads", "group"), [(1, 7), (2, 3)])
+def test_attention_of_an_entry_does_not_depend_on_the_others(
+    ops: NativeOps, threads: int, kv_heads: int, group: int
+) -> None:
+    shapes = [(i % 3, length, 3 + length % 40) for i, length in enumerate((1, 2, 7, 31, 32, 33, 70, 200, 32, 32))]
+    entries, k_cache, v_cache = paged_step(shapes, (0, 131, 200), kv_heads, 64, torch.bfloat16)
+    q = randn(sum(entries.lengths), group * kv_heads, 64).bfloat16()
+    together = ops.attention(q, k_cache, v_cache, entries)
+    assert torch.equal(ops.attention(q, k_cache, v_cache, entries.divided(16)), together)
+    torch.set_num_threads(1)
+    for i, (start, length) in enumerate(zip(accumulate(entries.lengths, initial=0), entries.lengths, strict=False)):
+        span = slice(start, start + length)
+        assert torch.equal(ops.attention(q[span], k_cache, v_cache, one_entry(entries, i)), together[span])
+
+
+def test_scores_far_apart_overflow_nothing(ops: NativeOps) -> None:
+    entries, k_cache, v_cache = paged_step([(0, 1, 1)], (150,), 1, 16, torch.bfloat16)
+    q = torch.full((1, 1, 16), 100.0).bfloat16()
+    k_cache[entries.page_tables[0].long()] = -10
+    k_cache[entries.page_tables[0, 1], 22] = 10
+    values = v_cache[entries.page_tables[0].long()].flatten(0, 1)[:151, 0]
+    assert torch.equal(ops.attention(q, k_cache, v_cache, entries)[0], values[150])
+    k_cache[entries.page_tables[0].long()] = 10
+    k_cache[entries.page_tables[0, 1], 22] = -10
+    expected = values[:150].float().mean(0)
+    torch.testing.assert_close(ops.attention(q, k_cache, v_cache, entries)[0].float(), expected, rtol=2**-7, atol=2**-7)
+
+
+def test_element_wise_results_do_not_depend_on_the_other_rows(ops: NativeOps, threads: int) -> None:
+    rows, size = 705, 192
+    x, residual = randn(2, rows, size).bfloat16()
+    weight, bias = randn(2, size, seed=1).bfloat16()
+    heads, angles = randn(rows, 3, 64, seed=2).bfloat16(), randn(rows, 1, 32, seed=3)
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    matrix, weight_scale = (randn(size, size, seed=4) * 40).to(torch.int8), randn(size, seed=5).abs()
+
+    def results(part: slice) -> list[Tensor]:
+        codes, scale = ops.rms_norm_quant(x[part], weight, 1e-6)
+        return [
+            ops.rms_norm(x[part], weight, 1e-6),
+            *ops.add_rms_norm(x[part], residual[part].clone(), weight, 1e-6),
+            *ops.add_rms_norm_quant(x[part], residual[part].clone(), weight, 1e-6),
+            ops.swiglu(x[part]),
+            *ops.swiglu_quant(x[part]),
+            ops.rope(heads[part], cos[part], sin[part]),
+            ops.quant_linear(codes, scale, matrix, weight_scale, bias, torch.bfloat16),
+        ]
+
+    whole = results(slice(None))
+    torch.set_num_threads(1)
+    for begin in range(0, rows, 47):
+        part = slice(begin, begin + 13)
+        for alone, among_others in zip(results(part), whole, strict=True):
+            assert torch.equal(alone, among_others[part])
+
+
+def test_infinite_gates_and_empty_rows(ops: NativeOps) -> None:
+    gate = torch.tensor([3e38, -3e38, 0.0, -100.0] * 4).bfloat16()
+    up = torch.full((16,), 2.0).bfloat16()
+    out = ops.swiglu(torch.cat([gate, up])[None])
+    assert out[0, :4].tolist() == [torch.inf, 0, 0, 0]
+    codes, scale = ops.swiglu_quant(torch.zeros(2, 32).bfloat16())
+    assert not codes.any()
+    assert not scale.any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "is_taken"),
+    [(torch.bfloat16, 64, True), (torch.float32, 64, False), (torch.bfloat16, 24, False)],
+)
+def test_what_is_left_to_torch(dtype: torch.dtype, size: int, is_taken: bool) -> None:
+    x = torch.zeros(3, 2, size, dtype=dtype)
+    assert is_whole(x, size) == is_taken
+    assert not is_whole(x.transpose(0, 1), size)
+
+
+def test_a_library_that_does_not_load_is_reported(
+    ops: NativeOps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = tmp_path / "library.so"
+    broken.write_bytes(b"no library")
+    monkeypatch.setattr(kernels, "find_spec", lambda name: type("Spec", (), {"origin": str(broken)}))
+    assert kernels.find_kernels() is None
+    assert "torch computes everything" in caplog.text
