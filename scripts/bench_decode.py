@@ -18,6 +18,8 @@ them little. Takes minutes; prints one row for each decode, with the columns
                  GEMM peak
   stand-in       CPU seconds of the stand-in with as many branches and full attention, in the same rounds, by ours. The
                  stand-in computes branches one after the other with transformers' Qwen2 (scripts/decode_bench)
+  a token        the same for each computed token. In half precision rounding can lead the two to other tokens, and so
+                 to more or fewer forward passes; this does not depend on their number
 
 and below the table, for each decode, the CPU milliseconds of a step's parts (scripts/decode_bench/parts.py) with their
 floors in brackets.
@@ -30,7 +32,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ from lopa_ascend.types import GenerationOutput
 from scripts.benchmarking.machine import describe_machine
 from scripts.decode_bench.draw import StepParts, draw_parts
 from scripts.decode_bench.parts import PARTS, Parts, Peaks, copy_peak, gemm_peak, int8_peak, measure_parts, memory_peak
-from scripts.decode_bench.stand_in import StandIn
+from scripts.decode_bench.stand_in import StandIn, StandInOutput
 from scripts.decode_bench.workload import WORKLOAD, workload_prompt, write_model
 
 RECORDED = {0: "d2f", 4: "bf4", 8: "bf8"}
@@ -79,14 +80,14 @@ def measure(llm: LLM, prompt: list[int], params: DecodingParams) -> Measurement:
     return Measurement(outputs[0], parts, time.perf_counter() - started)
 
 
-def report(llm: LLM, measured: Measurement, peak: float, stand_in: float | None, verdict: str) -> str:
+def report(llm: LLM, measured: Measurement, peak: float, stand_in: StandInOutput | None, verdict: str) -> str:
     """The row of the table for one decode.
 
     Args:
         llm: the model.
         measured: the decode.
         peak: FLOP/s of the GEMM peak in the model's dtype.
-        stand_in: CPU seconds of the stand-in; None if it was not run.
+        stand_in: the same decode by the stand-in; None if it was not run.
         verdict: whether the output ids are those of the published code; empty if these were not recorded.
     """
     c, output = llm.config, measured.output
@@ -105,10 +106,19 @@ def report(llm: LLM, measured: Measurement, peak: float, stand_in: float | None,
         f"{measured.wall:9.2f}",
         f"{forward_speed / 1e9:8.1f} ({forward_speed / peak:4.2f})",
         f"{decode_speed / 1e9:8.1f} ({decode_speed / peak:4.2f})",
-        " " * 9 if stand_in is None else f"{stand_in / measured.total:7.2f} x",
+        *_compared(measured, stand_in),
         verdict,
     )
     return "  ".join(cells)
+
+
+def _compared(measured: Measurement, stand_in: StandInOutput | None) -> tuple[str, str]:
+    """CPU seconds of the stand-in by ours, of the decode and of a computed token."""
+    if stand_in is None:
+        return " " * 9, " " * 9
+    ratio = stand_in.seconds / measured.total
+    a_token = ratio * measured.output.model_tokens / stand_in.model_tokens
+    return f"{ratio:7.2f} x", f"{a_token:7.2f} x"
 
 
 def step_parts(label: str, measured: Measurement, peaks: Peaks, before: dict[str, dict[str, float]]) -> StepParts:
@@ -199,11 +209,11 @@ def run_format(args: argparse.Namespace, work: dict[str, Any], form: str, thread
     before = json.loads(args.before.read_text()) if args.before else {}
     kinds = [(window, k) for window in args.windows for k in args.branches]
     ours: dict[tuple[str, int], list[Measurement]] = {kind: [] for kind in kinds}
-    theirs: dict[int, list[float]] = {k: [] for k in args.branches}
+    theirs: dict[int, list[StandInOutput]] = {k: [] for k in args.branches}
     for _ in range(args.rounds):
         if stand_in is not None:
             for k in args.branches:
-                theirs[k].append(stand_in.decode(prompt, decoding_params(k, "full", args.new_tokens)).seconds)
+                theirs[k].append(stand_in.decode(prompt, decoding_params(k, "full", args.new_tokens)))
         for window, k in kinds:
             ours[window, k].append(measure(llm, prompt, decoding_params(k, window, args.new_tokens)))
     print(
@@ -221,6 +231,7 @@ def run_format(args: argparse.Namespace, work: dict[str, Any], form: str, thread
         "forward GFLOP/s",
         "  decode GFLOP/s",
         " stand-in",
+        "  a token",
     )
     print("  ".join([f"{'window':>12s}   k", *heads]))
     found = []
@@ -228,8 +239,8 @@ def run_format(args: argparse.Namespace, work: dict[str, Any], form: str, thread
         middle = sorted(measured, key=lambda one: one.total)[len(measured) // 2]
         is_recorded = window == "full" and form == "float32" and k in RECORDED and args.new_tokens == NEW_TOKENS
         verdict = compare_ids(middle.output, work["expected"][f"{RECORDED[k]}/float32"] if is_recorded else None)
-        seconds = statistics.median(theirs[k]) if theirs[k] else None
-        print(f"{window:>12s} {k:3d}  {report(llm, middle, peaks.flops, seconds, verdict)}", flush=True)
+        other = sorted(theirs[k], key=lambda one: one.seconds)[len(theirs[k]) // 2] if theirs[k] else None
+        print(f"{window:>12s} {k:3d}  {report(llm, middle, peaks.flops, other, verdict)}", flush=True)
         label = f"{form}, {window}, k = {k}, {threads} thread(s)"
         found.append(step_parts(label, middle, peaks, before))
     return found

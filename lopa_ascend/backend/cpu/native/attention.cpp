@@ -200,9 +200,9 @@ AVX512 void attend(const Heads<const bfloat16>& queries, const Heads<bfloat16>& 
     }
   }
   for (int row = 0; row < num_rows; row++) {
+    bfloat16* result = out[first + row];
     const __m512 share = _mm512_set1_ps(1 / scratch.total[row]);
-    for (int i = 0; i < dim; i += LANES)
-      store(out[first + row] + i, _mm512_mul_ps(_mm512_load_ps(sums[row] + i), share));
+    for (int i = 0; i < dim; i += LANES) store(result + i, _mm512_mul_ps(_mm512_load_ps(sums[row] + i), share));
   }
 }
 
@@ -212,14 +212,16 @@ struct Task {
 
 }  // namespace
 
-// Attention of queries [T, heads, dim] over the pages of two caches [N, PAGE, kv_heads, dim] -> out, as queries.
+// Attention of queries [T, heads, dim], whose tokens are `token_stride` elements apart, over the pages of two caches
+// [N, PAGE, kv_heads, dim] -> out [T, heads, dim].
 // `lengths` and `kv_lengths` are those of the entries; entry e reads the pages from tables + e * table_stride on.
 // `strides` are those of the first three dimensions of both caches, in elements. dim is a multiple of 16, and at most
 // MAX_DIM.
-extern "C" void lopa_attention(const bfloat16* queries, const bfloat16* keys, const bfloat16* values, bfloat16* out,
-                               const std::int64_t* lengths, const std::int64_t* kv_lengths, std::int64_t num_entries,
-                               const std::int32_t* tables, std::int64_t table_stride, const std::int64_t* strides,
-                               std::int64_t heads, std::int64_t kv_heads, std::int64_t dim, float scale, int threads) {
+extern "C" void lopa_attention(const bfloat16* queries, std::int64_t token_stride, const bfloat16* keys,
+                               const bfloat16* values, bfloat16* out, const std::int64_t* lengths,
+                               const std::int64_t* kv_lengths, std::int64_t num_entries, const std::int32_t* tables,
+                               std::int64_t table_stride, const std::int64_t* strides, std::int64_t heads,
+                               std::int64_t kv_heads, std::int64_t dim, float scale, int threads) {
   const std::int64_t group = heads / kv_heads;
   std::vector<Task> tasks;
   for (std::int64_t entry = 0, token = 0; entry < num_entries; token += lengths[entry++])
@@ -230,12 +232,14 @@ extern "C" void lopa_attention(const bfloat16* queries, const bfloat16* keys, co
   for (std::size_t i = 0; i < tasks.size(); i++) {
     static thread_local Scratch scratch;
     const Task& task = tasks[i];
-    const std::int64_t offset = task.first_token * heads * dim + task.kv_head * group * dim;
+    const Heads<const bfloat16> rows{queries + task.first_token * token_stride + task.kv_head * group * dim,
+                                     token_stride, group, dim};
+    const Heads<bfloat16> results{out + (task.first_token * heads + task.kv_head * group) * dim, heads * dim, group,
+                                  dim};
     const auto pages_of = [&](const bfloat16* cache, const std::int64_t* of) {
       return Pages{cache + task.kv_head * of[2], tables + task.entry * table_stride, of[0], of[1]};
     };
-    attend({queries + offset, heads * dim, group, dim}, {out + offset, heads * dim, group, dim}, task.first_row,
-           static_cast<int>(task.num_rows), pages_of(keys, strides), pages_of(values, strides + 3),
-           kv_lengths[task.entry], scale, scratch);
+    attend(rows, results, task.first_row, static_cast<int>(task.num_rows), pages_of(keys, strides),
+           pages_of(values, strides + 3), kv_lengths[task.entry], scale, scratch);
   }
 }

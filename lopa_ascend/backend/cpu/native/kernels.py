@@ -19,7 +19,7 @@ OPENMP = re.compile(r"/\S*/lib(?:gomp|iomp5|omp)\b[^/\s]*\.so\S*")
 """The file of an OpenMP library in the memory map of a process."""
 MEMORY_MAP = Path("/proc/self/maps")
 ARGUMENTS = {
-    "lopa_attention": "pppppplplplllfi",
+    "lopa_attention": "plppppplplplllfi",
     "lopa_swiglu": "pllpi",
     "lopa_swiglu_quant": "pllppi",
     "lopa_norm": "pppllfpi",

@@ -47,17 +47,21 @@ class NativeOps(CpuOps):
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
         tokens, heads, dim = q.shape
-        if not self._has_attention or not is_whole(q, dim) or dim > MAX_DIM:
+        has_whole_rows = q.stride()[1:] == (dim, 1) and is_whole(q[:1], dim)
+        if not (self._has_attention and has_whole_rows and dim <= MAX_DIM):
             return super().attention(q, k_cache, v_cache, entries)
         assert k_cache.shape[1] == PAGE
-        out, tables = torch.empty_like(q), entries.page_tables.contiguous()
-        lengths, kv_lengths = numbers(*entries.lengths), numbers(*entries.kv_lengths)
-        strides = numbers(*k_cache.stride()[:3], *v_cache.stride()[:3])
-        arguments = q, k_cache, v_cache, out, lengths, kv_lengths, len(entries.lengths), tables, tables.shape[1]
-        work = sum(map(mul, entries.lengths, entries.kv_lengths)) * heads * dim // LANES
-        sizes = heads, k_cache.shape[2], dim
-        self._kernels.call("lopa_attention", *arguments, strides, *sizes, 1 / math.sqrt(dim), work=work)
-        return out.view(tokens, heads * dim)
+        out, tables = q.new_empty(tokens, heads * dim), entries.page_tables.contiguous()
+        pairs = sum(map(mul, entries.lengths, entries.kv_lengths))
+        self._kernels.call(
+            "lopa_attention",
+            *(q, q.stride(0), k_cache, v_cache, out),
+            *(numbers(*entries.lengths), numbers(*entries.kv_lengths), len(entries.lengths), tables, tables.shape[1]),
+            *(numbers(*k_cache.stride()[:3], *v_cache.stride()[:3]), heads, k_cache.shape[2], dim),
+            1 / math.sqrt(dim),
+            work=pairs * heads * dim // LANES,
+        )
+        return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._norm(x, None, weight, eps) if is_whole(x, x.shape[-1]) else super().rms_norm(x, weight, eps)
