@@ -11,7 +11,13 @@ from typing import Any, TypeGuard
 
 from tqdm import tqdm
 
-from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
+from lopa_ascend.config import (
+    DecodingParams,
+    EngineConfig,
+    ParameterError,
+    fitting_defaults,
+    recommended_decoding,
+)
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.ranks import start_engine
 from lopa_ascend.text.output import OutputStream
@@ -74,10 +80,13 @@ class LLM:
                 raise ParameterError(name, f"unknown option; choose from {', '.join(names)}")
         lora = options.pop("lora", None)
         path = None if model is None else str(model)
-        load_template(DEMO_MODEL if model is None else model)  # refused here, a broken one costs no loading
+        directory = DEMO_MODEL if model is None else model
+        # Refused here, broken files cost no loading.
+        load_template(directory)
+        self._recommended = recommended_decoding(directory)
         self.engine = start_engine(EngineConfig(model=path, lora=None if lora is None else str(lora), **options))
         self.config = self.engine.model_config
-        self.tokenizer = load_tokenizer(DEMO_MODEL if model is None else model, self.config.vocab_size)
+        self.tokenizer = load_tokenizer(directory, self.config.vocab_size)
         self.prompts = Prompts(
             self.tokenizer, self.config.vocab_size, self.config.mask_token_id, self.engine.model_name
         )
@@ -95,6 +104,21 @@ class LLM:
         self.engine.close(None if kind is None else kind.__name__)
 
     # ---- requests --------------------------------------------------------------------------------------------------
+
+    def params(self, **options: Any) -> DecodingParams:
+        """Decoding parameters for this model: what its directory recommends (``generation_config.json``), and for all
+        others the usual defaults.
+
+        Args:
+            options: parameters in place of these.
+
+        Raises:
+            ParameterError: an option is unknown or not allowed.
+        """
+        for name in options:
+            if name not in DecodingParams.names():
+                raise ParameterError(name, f"unknown option; choose from {', '.join(DecodingParams.names())}")
+        return DecodingParams(**{**fitting_defaults(self._recommended, options), **options})
 
     def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
         """The token ids of a prompt.
@@ -131,7 +155,7 @@ class LLM:
 
         Args:
             prompt: a text or token ids.
-            params: how it is decoded.
+            params: how it is decoded; by default as the model's directory recommends, see ``params``.
             trace: whether the output has a record of each forward pass.
 
         Yields:
@@ -141,7 +165,7 @@ class LLM:
             ParameterError: see ``tokenize`` and ``check``.
             GenerationError: the model's logits are not finite.
         """
-        params = params or DecodingParams()
+        params = params or self.params()
         token_ids = self.tokenize(prompt)
         self.check(token_ids, params)
         running = self._begin(token_ids, params, trace)
@@ -179,7 +203,7 @@ class LLM:
 
         Args:
             prompts: texts or lists of token ids; one text or one list of token ids alone is one prompt.
-            params: how all of them are decoded.
+            params: how all of them are decoded; by default as the model's directory recommends, see ``params``.
             trace: the outputs have a record of each forward pass.
             quiet: show no progress bar.
 
@@ -205,7 +229,7 @@ class LLM:
         Args:
             conversations: lists of messages, which have "role" and "content"; one list of messages is one
                 conversation.
-            params: how all of them are decoded.
+            params: how all of them are decoded; by default as the model's directory recommends, see ``params``.
             trace: the outputs have a record of each forward pass.
             quiet: show no progress bar.
 
@@ -222,7 +246,7 @@ class LLM:
     def _generate_all(
         self, prompts: list[list[int]], params: DecodingParams | None, trace: bool, quiet: bool
     ) -> list[GenerationOutput]:
-        params = params or DecodingParams()
+        params = params or self.params()
         for prompt in prompts:
             self.check(prompt, params)
         unfinished = dict(enumerate([self._begin(prompt, params, trace) for prompt in prompts]))

@@ -2,6 +2,7 @@
 
     python -m scripts.eval_demo targets                 exact and TPF of the usual ways to decode, on 500 problems
     python -m scripts.eval_demo table --plot demo.png   branches by tau_conf by window attention, on 200 problems
+    python -m scripts.eval_demo blocks                  the same by block size and branches, on 500 problems
     python -m scripts.eval_demo kinds                   exact by kind of problem, also where others worded them
     python -m scripts.eval_demo typed                   exact with a system prompt, in a second turn, without "?" ...
     python -m scripts.eval_demo prefix                  what approximate prefix caching does to answers, on 50 problems
@@ -18,15 +19,15 @@ import json
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from lopa_ascend.config import DecodingParams
+from lopa_ascend.config import DecodingParams, recommended_decoding
 from lopa_ascend.config.help import HelpFormatter
-from lopa_ascend.demo import HANDWRITTEN, HELD_OUT, INDEPENDENT
+from lopa_ascend.demo import DEMO_MODEL, HANDWRITTEN, HELD_OUT, INDEPENDENT
 from lopa_ascend.types import GenerationOutput
 from scripts.demo_problems import Message, is_held_out, parse_result
 from scripts.problems import lexicon
@@ -36,14 +37,13 @@ from scripts.problems.working import answer
 if TYPE_CHECKING:
     from lopa_ascend import LLM
 
-DEFAULT_LIMITS = {"targets": 500, "table": 200, "kinds": 500, "typed": 200, "prefix": 50}
+DEFAULT_LIMITS = {"targets": 500, "table": 200, "blocks": 500, "kinds": 500, "typed": 200, "prefix": 50}
 """Problems, by what is measured."""
-ONE_A_STEP = DecodingParams(decoding="d2f", tau_add=1.0, tau_act=1.0, tau_conf=1.0, max_new_tokens=192)
-"""Fills one position in each forward pass."""
 BRANCHES = (0, 1, 3, 7)
 """Lookahead branches, the paper's k; 0 is D2F."""
 TAUS = (0.95, 0.9, 0.8, 0.7)
 """Values of tau_conf."""
+BLOCK_SIZES = (4, 8, 16, 32)
 WINDOWS = ("block_causal", "full")
 NEW_NAMES = ("Quentin", "Philippa", "Xiomara", "Thabo", "Ludmila", "Siobhan", "Ngozi", "Rufus", "Henrietta", "Bertram")
 """Names that no training problem has."""
@@ -70,14 +70,16 @@ def read(limit: int) -> list[tuple[str, int]]:
 
 
 def decoding(num_branches: int, tau_conf: float, window: str = "block_causal") -> DecodingParams:
-    """LoPA, or D2F without branches, with answers of at most 192 tokens."""
-    return DecodingParams(
-        decoding="lopa" if num_branches else "d2f",
-        num_branches=num_branches,
-        tau_conf=tau_conf,
-        window_attention=window,
-        max_new_tokens=192,
-    )
+    """LoPA, or D2F without branches, as the bundled model recommends, with answers of at most 192 tokens."""
+    fields = {
+        **recommended_decoding(DEMO_MODEL),
+        "decoding": "lopa" if num_branches else "d2f",
+        "num_branches": num_branches,
+        "tau_conf": tau_conf,
+        "window_attention": window,
+        "max_new_tokens": 192,
+    }
+    return DecodingParams(**fields)
 
 
 def share_of_exact(outputs: Sequence[GenerationOutput], problems: Sequence[tuple[str, int]]) -> float:
@@ -110,7 +112,7 @@ def targets(llm: LLM, limit: int) -> None:
     """Prints exact and TPF of the usual ways to decode."""
     problems = read(limit)
     runs = {
-        "d2f, one token a step": ONE_A_STEP,
+        "d2f, one token a step": replace(decoding(0, 1.0), tau_add=1.0, tau_act=1.0),
         "d2f, tau_conf 0.9": decoding(0, 0.9),
         "lopa, k = 3": decoding(3, 0.9),
         "lopa, k = 7": decoding(7, 0.9),
@@ -141,6 +143,20 @@ def table(llm: LLM, limit: int, plot: Path | None) -> None:
                 print(f"| {window} | {k} | {' | '.join(cells)} |", flush=True)
     if plot:
         draw(outcomes, plot)
+
+
+def blocks(llm: LLM, limit: int) -> None:
+    """Prints exact, TPF and computed tokens a pass by block size and number of branches."""
+    problems = read(limit)
+    print("| block size | k | exact | TPF | tokens computed a pass |")
+    print("|---|---|---|---|---|")
+    for size in BLOCK_SIZES:
+        for k in (0, 3, 7):
+            outcome = evaluate(llm, problems, replace(decoding(k, 0.9), block_size=size), quiet=False)
+            print(
+                f"| {size} | {k} | {outcome.accuracy:.1%} | {outcome.tpf:.2f} | {outcome.model_tokens:.0f} |",
+                flush=True,
+            )
 
 
 def kinds(llm: LLM, limit: int) -> None:
@@ -288,6 +304,8 @@ def main() -> None:
         targets(LLM(args.model, **options), limit)
     elif args.what == "table":
         table(LLM(args.model, **options), limit, args.plot)
+    elif args.what == "blocks":
+        blocks(LLM(args.model, **options), limit)
     elif args.what == "kinds":
         kinds(LLM(args.model, **options), limit)
     elif args.what == "typed":

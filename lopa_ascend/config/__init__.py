@@ -13,6 +13,7 @@ from lopa_ascend.config.fields import ConfigError
 from lopa_ascend.config.limits import Limits
 from lopa_ascend.config.model import DREAM, ModelConfig
 from lopa_ascend.config.presets import Preset, find_preset, presets
+from lopa_ascend.config.recommended import recommended_decoding
 from lopa_ascend.config.research_params import BRANCH_SCORES, CONFIDENCES, WINDOW_ATTENTIONS
 from lopa_ascend.config.settings import GraphSupport
 from lopa_ascend.config.usual_params import MIN_TEMPERATURE
@@ -42,4 +43,5 @@ __all__ = [
     "find_preset",
     "fitting_defaults",
     "presets",
+    "recommended_decoding",
 ]

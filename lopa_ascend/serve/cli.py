@@ -15,10 +15,18 @@ from typing import Any
 
 import yaml
 
-from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
+from lopa_ascend.config import (
+    ConfigError,
+    DecodingParams,
+    EngineConfig,
+    ParameterError,
+    fitting_defaults,
+    recommended_decoding,
+)
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.config.kinds import Boolean, Choice
 from lopa_ascend.config.presets import LIST, find_preset, presets_text
+from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.parallel.launch import Rendezvous, rank_in_environment
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.flags import (
@@ -95,6 +103,8 @@ def _serve_config(given: Mapping[str, Any]) -> ServeConfig:
     decoding = field_values(given, DECODING_FLAGS)
     if "preset" in given:
         decoding = find_preset(given["preset"]).merged(decoding)
+    else:
+        decoding = {**_recommended(given, decoding), **decoding}
     params = DecodingParams(**decoding)
     # Graphs are compiled for what most requests will ask for, unless a flag says otherwise.
     engine = EngineConfig(**{**graph_settings(params), **field_values(given, ENGINE_FLAGS)})
@@ -108,6 +118,14 @@ def _serve_config(given: Mapping[str, Any]) -> ServeConfig:
     _check_stream_blocks(given, engine)
     _check_secrets_and_tls(given)
     return ServeConfig(engine=engine, decoding=decoding, **field_values(given, SERVE_FLAGS))
+
+
+def _recommended(given: Mapping[str, Any], decoding: Mapping[str, Any]) -> dict[str, Any]:
+    """What the model's directory recommends, as far as it goes with the flags."""
+    try:
+        return fitting_defaults(recommended_decoding(given.get("model", DEMO_MODEL)), decoding)
+    except ConfigError as error:
+        raise ParameterError("model", f"cannot be served: {error}") from error
 
 
 def _check_stream_blocks(given: Mapping[str, Any], engine: EngineConfig) -> None:

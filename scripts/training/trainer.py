@@ -19,6 +19,7 @@ from tqdm import tqdm
 from transformers import Qwen2Config, Qwen2Model
 
 from lopa_ascend import LLM
+from lopa_ascend.config import recommended
 from scripts.demo_problems import problems
 from scripts.demo_tokenizer import EOS, MASK, VOCABULARY
 from scripts.eval_demo import decoding, evaluate
@@ -40,6 +41,9 @@ DECAY_SHARE = 0.5
 CLEAN_FACTOR = 3
 """A batch after the warm-up that is autoregressive alone has so many times the problems of another, in as many tokens:
 reading is learned from many problems, and an answer to predict autoregressively is enough for it."""
+RECOMMENDED = {"block_size": 8}
+"""Decoding parameters that the checkpoint recommends. In longer blocks positions far ahead are filled too early
+(docs/bundled-model.md)."""
 SYMBOLS = "0123456789+-*/="
 """Tokens that must be predicted for a problem to count as solved."""
 NOISY_COPIES = 2
@@ -316,7 +320,12 @@ class Trainer:
         out: Path = self.args.out
         weights = {f"model.{name}": w.bfloat16().contiguous() for name, w in self.model.state_dict().items()}
         save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-        generation = {"eos_token_id": self.eos, "pad_token_id": self.eos, "mask_token_id": self.mask}
+        generation = {
+            "eos_token_id": self.eos,
+            "pad_token_id": self.eos,
+            "mask_token_id": self.mask,
+            recommended.NAME: RECOMMENDED,
+        }
         config = {
             "architectures": ["DreamModel"],
             "model_type": "Dream",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,6 +47,22 @@ def test_prompts_as_text_texts_and_token_ids(llm: LLM) -> None:
     assert llm.generate([ids], params(), quiet=True)[0] == text
     assert text.prompt_token_ids == tuple(ids)
     assert text.text == llm.tokenizer.decode(list(text.token_ids))
+
+
+def test_a_directory_recommends_how_its_model_is_decoded(tmp_path: Path) -> None:
+    write_dream(tmp_path, eos_token_id=3)
+    write_tokenizer(tmp_path)
+    recommended = {"eos_token_id": 3, "lopa_ascend": {"block_size": 8, "num_branches": 2, "max_new_tokens": 24}}
+    (tmp_path / "generation_config.json").write_text(json.dumps(recommended))
+    llm = LLM(tmp_path, enable_prefix_caching=False)
+    assert llm.params() == DecodingParams(block_size=8, num_branches=2, max_new_tokens=24)
+    assert llm.params(decoding="d2f", tau_conf=0.5) == params(decoding="d2f", max_new_tokens=24)
+    messages = [{"role": "user", "content": "hello"}]
+    assert llm.generate("hello", quiet=True) == llm.generate("hello", llm.params(), quiet=True)
+    assert llm.chat(messages, quiet=True) == llm.chat(messages, llm.params(), quiet=True)
+    assert llm.generate("hello", quiet=True) != llm.generate("hello", DecodingParams(), quiet=True)
+    with pytest.raises(ParameterError, match="block_sizes: unknown option; choose from .*block_size"):
+        llm.params(block_sizes=8)
 
 
 def test_chat_goes_through_the_template(llm: LLM) -> None:
@@ -203,7 +221,7 @@ def test_ids_behind_the_tokenizer_and_the_mask_are_never_produced(path, tmp_path
     """A head that wants nothing but the mask and ids that the tokenizer lacks."""
     write_dream(tmp_path, vocab_size=VOCAB_SIZE + 60, mask_token_id=VOCAB_SIZE - 1)
     write_tokenizer(tmp_path)
-    llm = LLM(tmp_path)
+    llm = LLM(tmp_path, enable_prefix_caching=False)
     writable_head(llm)[VOCAB_SIZE - 1 :] *= 20
     for seed in range(3):
         output = one(llm, temperature=temperature, seed=seed, ignore_eos=True)
@@ -225,7 +243,7 @@ def test_logits_that_are_not_finite_fail_the_request_alone(path) -> None:
 
 def test_without_a_tokenizer_prompts_are_ids(tmp_path) -> None:
     write_dream(tmp_path)
-    llm = LLM(tmp_path)
+    llm = LLM(tmp_path, enable_prefix_caching=False)
     output = llm.generate([[1, 2, 3]], params(ignore_eos=True), quiet=True)[0]
     assert output.text is None
     assert len(output.token_ids) == 40

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lopa_ascend.config import DecodingParams, EngineConfig
+from lopa_ascend.config import DecodingParams, EngineConfig, recommended_decoding
+from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.serve import cli
 from lopa_ascend.serve.cli import parse_args
 from lopa_ascend.serve.config import ServeConfig
@@ -32,8 +33,9 @@ def write(path: Path, text: str) -> str:
     return str(path)
 
 
-def test_no_flags_are_the_defaults():
-    assert parse_args([]) == ServeConfig()
+def test_no_flags_are_the_defaults_and_what_the_bundled_model_recommends():
+    assert parse_args([]) == ServeConfig(decoding=recommended_decoding(DEMO_MODEL))
+    assert parse_args(["--model", "absent"]) == ServeConfig(engine=EngineConfig(model="absent"))
 
 
 def test_flags_reach_their_fields():
@@ -56,9 +58,9 @@ def test_flags_reach_their_fields():
 
 
 def test_a_chosen_number_of_branches_leaves_the_graphs_their_own():
-    config = parse_args(["--num-branches", "auto", "--max-auto-branches", "5"])
+    config = parse_args(["--model", "M", "--num-branches", "auto", "--max-auto-branches", "5"])
     assert config.decoding == {"num_branches": "auto", "max_auto_branches": 5}
-    assert config.engine == EngineConfig()
+    assert config.engine == EngineConfig(model="M")
 
 
 def test_graphs_have_room_for_all_branches_of_auto_where_they_run_it():
