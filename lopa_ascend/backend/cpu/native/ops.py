@@ -7,6 +7,7 @@ from operator import mul
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lopa_ascend.backend.base import Entries
 from lopa_ascend.backend.cpu.native.kernels import Kernels, numbers
@@ -22,13 +23,17 @@ LONGEST_ROW = 65536
 """The longest row of ``lopa_swiglu_quant`` (``rows.cpp``)."""
 
 
-def is_whole(x: Tensor, size: int) -> bool:
-    """Whether the kernels compute rows of ``size`` elements of x: bfloat16 without gaps, in whole vectors.
+def is_traced(x: Tensor) -> bool:
+    """Whether x has no data for the kernels: torch.compile or a graph's fusion traces, and torch's ops are recorded."""
+    return torch.compiler.is_compiling() or isinstance(x, FakeTensor)
 
-    What torch.compile traces is left to torch, whose ops it compiles.
-    """
+
+def is_whole(x: Tensor, size: int) -> bool:
+    """Whether the kernels compute rows of ``size`` elements of x: bfloat16 without gaps, in whole vectors."""
+    if is_traced(x):
+        return False
     has_whole_vectors = size % LANES == 0 and 0 < size <= LONGEST_ROW
-    return x.dtype == torch.bfloat16 and has_whole_vectors and x.is_contiguous() and not torch.compiler.is_compiling()
+    return x.dtype == torch.bfloat16 and has_whole_vectors and x.is_contiguous()
 
 
 class NativeOps(CpuOps):
@@ -118,7 +123,7 @@ class NativeOps(CpuOps):
         dtype: torch.dtype,
     ) -> Tensor:
         size = len(weight_scale)
-        if dtype != torch.bfloat16 or size % LANES or torch.compiler.is_compiling():
+        if dtype != torch.bfloat16 or size % LANES or is_traced(codes):
             return super().quant_linear(codes, scale, weight, weight_scale, bias, dtype)
         product = self._int8_products(codes, weight)
         out = product.new_empty(product.shape, dtype=dtype)
