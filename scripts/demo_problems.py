@@ -9,9 +9,9 @@ sentence has many wordings, which multiply with hundreds of names and objects; s
 problems stand behind a system prompt or earlier turns, go on from an earlier answer, or are typed carelessly; some
 questions are no problems, and have a short honest answer.
 
-The answer states each operation, works it out in links that are easy (24+18=34+8=42), and repeats the result. Each
-sentence of the answer has four phrasings of equally many words, and the question does not say which one is taken: that
-is the uncertainty that lookahead branches resolve.
+The answer states each operation, works it out in links that are easy (24+18=34+8=42), and repeats the result. An
+answer has one of four styles, whose sentences have equally many words, and the question does not say which one: that is
+an uncertainty that lookahead branches resolve.
 
 Training and held-out problems are disjoint by construction: a hash of the question decides on which side it is.
 """

@@ -110,6 +110,9 @@ def _fold(a: int, op: str, b: int) -> str:
 def steps_of(expression: str, numbers: Mapping[str, int]) -> list[Step] | None:
     """The steps of an expression like "n*m-k" in order; None if one is not easy.
 
+    A sum or product begins with the result of the step before, if it uses that: so the order of its numbers follows
+    from what was calculated, and does not have to be learned of every template.
+
     Args:
         expression: names, numbers, "+-*/" and brackets.
         numbers: of the names.
@@ -124,7 +127,10 @@ def steps_of(expression: str, numbers: Mapping[str, int]) -> list[Step] | None:
             return node.value
         assert isinstance(node, ast.BinOp)
         left, right = value(node.left), value(node.right)
-        step = Step(left, OPERATORS[type(node.op)], right)
+        op = OPERATORS[type(node.op)]
+        if op in "+*" and steps and steps[-1].result == right:
+            left, right = right, left
+        step = Step(left, op, right)
         if not step.is_easy:
             raise ValueError
         steps.append(step)

@@ -47,6 +47,11 @@ def value(term: str) -> int:
     return total
 
 
+def test_sums_and_products_begin_with_the_result_of_the_step_before() -> None:
+    steps = steps_of("2*(n+m*k)-j", {"n": 30, "m": 3, "k": 4, "j": 7})
+    assert steps == [Step(3, "*", 4), Step(12, "+", 30), Step(42, "*", 2), Step(84, "-", 7)]
+
+
 def test_every_calculation_is_right() -> None:
     for problem in [*trained()[:2000], *itertools.islice(practice(5), 200)]:
         if problem.result is None:
