@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 from scripts.demo_problems import Problem
 
-LEAST_SHARE = 0.15
-"""Share of the problems that are kept of a template that the model always solves."""
 MEMORY = 0.75
 """How much of a template's rate of failures stays with each new outcome."""
 UNKNOWN = 0.5
@@ -16,15 +14,20 @@ UNKNOWN = 0.5
 
 
 class Focus:
-    """How often the model fails at the problems of each template, and which problems to keep for that."""
+    """How often the model fails at the problems of each template, and which problems to keep for that.
 
-    def __init__(self) -> None:
+    Args:
+        least_share: share of the problems that are kept of a template that the model always solves; 1 keeps all.
+    """
+
+    def __init__(self, least_share: float) -> None:
+        self.least_share = least_share
         self.failures: dict[str, float] = {}
         """Rate of failures, by source."""
 
     def keeps(self, rng: random.Random, source: str) -> bool:
         """Whether a problem of this source goes into a batch; the more often the model fails, the likelier."""
-        return rng.random() < LEAST_SHARE + (1 - LEAST_SHARE) * self.failures.get(source, UNKNOWN)
+        return rng.random() < self.least_share + (1 - self.least_share) * self.failures.get(source, UNKNOWN)
 
     def record(self, sources: Iterable[str], solved: Iterable[bool]) -> None:
         """Takes note of what came of the problems of a batch."""

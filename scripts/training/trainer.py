@@ -107,7 +107,7 @@ class Trainer:
         self.forward = Forward(self.model, getattr(torch, args.dtype), is_compiled=args.compile)
         self.step = 0
         """Steps that were made."""
-        self.focus = Focus()
+        self.focus = Focus(args.least_share)
         self.symbols = torch.tensor([vocab[symbol] for symbol in SYMBOLS])
         self.clean_batches = self._new_batches(plain=True, whole_blocks=False)
         self.batches = self._new_batches(plain=False, whole_blocks=True)

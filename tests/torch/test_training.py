@@ -15,7 +15,7 @@ from transformers import Qwen2Config, Qwen2Model
 from scripts.demo_tokenizer import build
 from scripts.train_demo import build_parser
 from scripts.training.batches import Batches, Tokens
-from scripts.training.focus import UNKNOWN, Focus
+from scripts.training.focus import UNKNOWN
 from scripts.training.forward import Forward, Shapes, attention_masks
 from scripts.training.growth import with_layers
 from scripts.training.noise import block_causal, causal
@@ -42,7 +42,7 @@ def trainer(tmp_path: Path) -> Trainer:
 
 @pytest.fixture
 def tokens(trainer: Trainer) -> Tokens:
-    return Batches(trainer.tokenizer, 1, Focus(), plain=False, whole_blocks=True).next(4)
+    return Batches(trainer.tokenizer, 1, trainer.focus, plain=False, whole_blocks=True).next(4)
 
 
 def whole_mask(tokens: Tokens, masks: list[Tensor], *, is_full: bool) -> Tensor:

@@ -21,7 +21,7 @@ from scripts.problems.stories import SECTIONS
 from scripts.problems.telling import with_other_names
 from scripts.problems.working import ENDINGS, PHRASES, Step, draw_numbers, steps_of, work
 from scripts.training.batches import Batches
-from scripts.training.focus import LEAST_SHARE, Focus, source_of
+from scripts.training.focus import Focus, source_of
 from scripts.training.noise import BLOCKS, LONGEST_BLOCK
 
 DEMO = Path(__file__).parents[2] / "lopa_ascend" / "demo"
@@ -102,11 +102,11 @@ def test_an_answer_has_one_style() -> None:
 
 
 def test_templates_that_the_model_fails_at_are_kept_more_often() -> None:
-    focus, rng = Focus(), random.Random(0)
+    focus, rng = Focus(least_share=0.15), random.Random(0)
     for _ in range(20):
         focus.record(["easy", "hard"], [True, False])
     kept = {source: sum(focus.keeps(rng, source) for _ in range(1000)) / 1000 for source in ("easy", "hard", "new")}
-    assert abs(kept["easy"] - LEAST_SHARE) < 0.04
+    assert abs(kept["easy"] - focus.least_share) < 0.04
     assert kept["hard"] > 0.97
     assert kept["easy"] + 0.2 < kept["new"] < kept["hard"] - 0.2
 
@@ -257,7 +257,7 @@ def test_the_tokenizer_spells_any_word_and_digits_alone(tmp_path: Path) -> None:
 
 def test_training_sees_the_chat_template_and_words_in_pieces(tmp_path: Path) -> None:
     tokenizer = build(tmp_path, corpus_size=300)
-    batches = Batches(tokenizer, 1, Focus(), plain=False, whole_blocks=True)
+    batches = Batches(tokenizer, 1, Focus(0.15), plain=False, whole_blocks=True)
     whole = 0
     for problem in some(11, 200):
         messages = "".join(
@@ -273,7 +273,7 @@ def test_training_sees_the_chat_template_and_words_in_pieces(tmp_path: Path) -> 
 def test_a_batch_is_padded_left_of_prompts_and_right_of_answers(tmp_path: Path) -> None:
     tokenizer = build(tmp_path, corpus_size=300)
     eos = tokenizer.get_vocab()[EOS]
-    batches = Batches(tokenizer, 1, Focus(), plain=False, whole_blocks=True)
+    batches = Batches(tokenizer, 1, Focus(0.15), plain=False, whole_blocks=True)
     all_tokens = [batches.next(8) for _ in range(20)]
     assert {tokens.block for tokens in all_tokens} == set(BLOCKS)
     assert all(tokens.answer.shape[1] % tokens.block == 0 for tokens in all_tokens)
