@@ -34,7 +34,9 @@ def write(path: Path, text: str) -> str:
 
 
 def test_no_flags_are_the_defaults_and_what_the_bundled_model_recommends():
-    assert parse_args([]) == ServeConfig(decoding=recommended_decoding(DEMO_MODEL))
+    recommended = recommended_decoding(DEMO_MODEL)
+    engine = EngineConfig(graph_block_size=recommended["block_size"])
+    assert parse_args([]) == ServeConfig(engine=engine, decoding=recommended)
     assert parse_args(["--model", "absent"]) == ServeConfig(engine=EngineConfig(model="absent"))
 
 
@@ -125,15 +127,16 @@ def test_more_branches_than_allowed_name_both_flags(capsys: pytest.CaptureFixtur
 
 
 def test_graphs_are_compiled_for_a_decoding_that_they_can_run():
-    assert parse_args(["--window-attention", "full"]).engine.graph_window_attention == "full"
+    model = ["--model", "M"]
+    assert parse_args([*model, "--window-attention", "full"]).engine.graph_window_attention == "full"
     for decoding in (["--decoding", "parallel"], ["--base", "parallel"]):
-        config = parse_args([*decoding, "--block-size", "8"])
-        assert config.engine == parse_args([]).engine
+        config = parse_args([*model, *decoding, "--block-size", "8"])
+        assert config.engine == parse_args(model).engine
         assert DecodingParams(**config.decoding).window_attention == "full"
 
 
 def test_graphs_must_have_room_for_the_blocks_of_streams(capsys: pytest.CaptureFixture[str]):
-    compiled = ["--graph-mode", "inductor", "--stream-block-size"]
+    compiled = ["--model", "M", "--graph-mode", "inductor", "--stream-block-size"]
     message = refusal(capsys, *compiled, "64")
     assert "--stream-block-size" in message
     assert "--graph-block-size 32" in message
@@ -146,17 +149,18 @@ def test_config_file_and_command_line(tmp_path: Path):
     file = write(
         tmp_path / "serve.yaml",
         "port: 9000\nmax-num-seqs: 4\nkv_cache_memory: 64MiB\ntau_conf: 0.8\nstop: ['- x', y]\nignore-eos: true\n"
-        "enable_prefix_caching: false\nrequest-timeout: 30\nlora-path: null\nserved-model-name: 7\neos_token_id: 3\n",
+        "enable_prefix_caching: false\nrequest-timeout: 30\nlora-path: null\nserved-model-name: 7\neos_token_id: 3\n"
+        "model: M\n",
     )
     config = parse_args(["--config", file, "--port", "1", "--enable-prefix-caching", "--tau-conf", "0.7"])
     assert config == ServeConfig(
-        engine=EngineConfig(max_num_seqs=4, kv_cache_memory=2**26, enable_prefix_caching=True),
+        engine=EngineConfig(model="M", max_num_seqs=4, kv_cache_memory=2**26, enable_prefix_caching=True),
         served_model_name="7",
         port=1,
         request_timeout=30.0,
         decoding={"tau_conf": 0.7, "stop": ("- x", "y"), "ignore_eos": True, "eos_token_id": (3,)},
     )
-    assert parse_args(["--config", write(tmp_path / "empty.yaml", "")]) == ServeConfig()
+    assert parse_args(["--config", write(tmp_path / "empty.yaml", "")]) == parse_args([])
 
 
 @pytest.mark.parametrize(
