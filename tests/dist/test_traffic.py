@@ -20,6 +20,8 @@ pytestmark = pytest.mark.multirank
 INTERVAL = 4
 """Steps between two comparisons of the ranks' decisions."""
 LOOKAHEADS = 4
+REQUEST = {"num_branches": LOOKAHEADS, "block_size": 8, "tau_conf": 0.995, "max_new_tokens": 80}
+"""A threshold that leaves enough undecided for all branches."""
 
 
 def recorded(tp: int, bp: int) -> list[list[Step]]:
@@ -34,7 +36,7 @@ def recorded(tp: int, bp: int) -> list[list[Step]]:
     )
     windows = ("block_causal", "full", "block_causal", "full")
     requests = [
-        (prompt, DecodingParams(num_branches=LOOKAHEADS, block_size=8, max_new_tokens=80, window_attention=window))
+        (prompt, DecodingParams(window_attention=window, **REQUEST))
         for prompt, window in zip(prompts(DEMO_MODEL, len(windows)), windows, strict=True)
     ]
     ranks: list[list[Step]] = run(TrafficJob(config, requests), list[Step])
