@@ -126,9 +126,17 @@ def targets(llm: LLM, limit: int) -> None:
     print(f"lopa over d2f: {lopa.tpf / d2f.tpf:.2f} times the TPF, {points:+.1f} points")
 
 
-def table(llm: LLM, limit: int, plot: Path | None) -> None:
-    """Prints exact and TPF by window attention, lookahead branches and tau_conf."""
+def table(llm: LLM, limit: int, block_size: int | None, plot: Path | None) -> None:
+    """Prints exact and TPF by window attention, lookahead branches and tau_conf.
+
+    Args:
+        llm: the model.
+        limit: number of problems.
+        block_size: None for the recommended one.
+        plot: file of a picture of the table.
+    """
     problems = read(limit)
+    size = decoding(0, 0.9).block_size if block_size is None else block_size
     outcomes: dict[tuple[str, int, float], Outcome] = {}
     print(f"| window | k | {' | '.join(f'tau_conf {tau}' for tau in TAUS)} |")
     print(f"|---|---|{'---|' * len(TAUS)}")
@@ -136,7 +144,8 @@ def table(llm: LLM, limit: int, plot: Path | None) -> None:
         for window in WINDOWS:
             for k in BRANCHES:
                 for tau in TAUS:
-                    outcomes[window, k, tau] = evaluate(llm, problems, decoding(k, tau, window))
+                    params = replace(decoding(k, tau, window), block_size=size)
+                    outcomes[window, k, tau] = evaluate(llm, problems, params)
                     bar.update()
                 row = [outcomes[window, k, tau] for tau in TAUS]
                 cells = (f"{outcome.accuracy:.1%}, {outcome.tpf:.2f}" for outcome in row)
@@ -288,6 +297,7 @@ def main() -> None:
     parser.add_argument("--model", metavar="DIR", help="another model directory (default: the bundled model)")
     limits = ", ".join(f"{limit} for {what}" for what, limit in DEFAULT_LIMITS.items())
     parser.add_argument("--limit", type=int, metavar="N", help=f"number of problems (default: {limits})")
+    parser.add_argument("--block-size", type=int, metavar="N", help="with table: instead of the recommended one")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="with table: also write it as a picture")
     parser.add_argument("--device", default="cpu", help="cpu or npu (default: cpu)")
     parser.add_argument(
@@ -303,7 +313,7 @@ def main() -> None:
     if args.what == "targets":
         targets(LLM(args.model, **options), limit)
     elif args.what == "table":
-        table(LLM(args.model, **options), limit, args.plot)
+        table(LLM(args.model, **options), limit, args.block_size, args.plot)
     elif args.what == "blocks":
         blocks(LLM(args.model, **options), limit)
     elif args.what == "kinds":

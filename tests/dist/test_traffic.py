@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.multirank
 INTERVAL = 4
 """Steps between two comparisons of the ranks' decisions."""
 LOOKAHEADS = 4
-REQUEST = {"num_branches": LOOKAHEADS, "block_size": 8, "tau_conf": 0.995, "max_new_tokens": 80}
+REQUEST = DecodingParams(num_branches=LOOKAHEADS, block_size=8, tau_conf=0.995, max_new_tokens=80)
 """A threshold that leaves enough undecided for all branches."""
 
 
@@ -36,7 +37,7 @@ def recorded(tp: int, bp: int) -> list[list[Step]]:
     )
     windows = ("block_causal", "full", "block_causal", "full")
     requests = [
-        (prompt, DecodingParams(window_attention=window, **REQUEST))
+        (prompt, replace(REQUEST, window_attention=window))
         for prompt, window in zip(prompts(DEMO_MODEL, len(windows)), windows, strict=True)
     ]
     ranks: list[list[Step]] = run(TrafficJob(config, requests), list[Step])
