@@ -74,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("--lr", float, 3e-3, "highest learning rate"),
         ("--clean-share", float, 0.5, "share of the batches after the warm-up that are autoregressive alone"),
         ("--full-share", float, 0.12, "share of the batches after the warm-up with full attention within the window"),
-        ("--least-share", float, 0.15, "share of the problems kept of a template that the model solves; 1 at the end"),
+        ("--least-share", float, 0.15, "share of the problems kept of a template that the model solves; 1 keeps all"),
         ("--seed", int, 0, "seed of weights, problems and noise"),
         ("--threads", int, 2, "threads of torch"),
     ):
