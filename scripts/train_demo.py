@@ -88,8 +88,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     training.add_argument(
         "--go-on", action="store_true",
-        help="start with the weights in --out instead of random ones; if they have fewer than 12 layers, layers are "
-        "added that change nothing at first. If --state exists, it is used instead",
+        help="start with the weights in --out instead of random ones; if they have fewer than 12 layers, or fewer "
+        "than 1,024 units in a feed-forward part, some are added that change nothing at first. If --state exists, it "
+        "is used instead",
     )  # fmt: skip
     reports = parser.add_argument_group("reports, every N steps")
     for name, default, text in (

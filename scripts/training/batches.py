@@ -25,7 +25,7 @@ SPELLED_SHARE, CUT_SHARE = 0.15, 0.1
 model learns to read words that are not in its vocabulary."""
 CUT = re.compile(r"(?<=[A-Za-z])(?=[a-z])")
 """Places within words."""
-PRACTICE_SHARE = 0.25
+PRACTICE_SHARE = 0.12
 """Share of sums to practise among the problems, before some of them are left out because the model solves them."""
 EXTRA_BLOCK_SHARE = 0.15
 """Share of batches with one more block than the longest answer needs, all EOS, as decoding meets it."""

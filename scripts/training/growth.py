@@ -1,4 +1,4 @@
-"""More layers for a model that was trained with fewer."""
+"""More layers, and wider ones, for a model that was trained with less."""
 
 from __future__ import annotations
 
@@ -38,4 +38,29 @@ def with_layers(weights: dict[str, Tensor], count: int) -> dict[str, Tensor]:
             weight = weights[name]
             is_zero = is_new and name.endswith(OUTPUTS)
             grown[LAYER.sub(str(layer), name)] = torch.zeros_like(weight) if is_zero else weight
+    return grown
+
+
+def with_units(weights: dict[str, Tensor], wide: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a model with more units in each feed-forward part that computes the same.
+
+    New units have the inputs that they have in ``wide``, and outputs of zero.
+
+    Args:
+        weights: of a model, by name; names of layers contain ``layers.N.``.
+        wide: weights of a model with the units wanted and as many layers; new units come from its last ones.
+
+    Raises:
+        ValueError: the model has more units than that.
+    """
+    grown = dict(weights)
+    for name, weight in weights.items():
+        if ".mlp." not in name:
+            continue
+        axis = 1 if name.endswith(OUTPUTS) else 0
+        have, wanted = weight.shape[axis], wide[name].shape[axis]
+        if have > wanted:
+            raise ValueError(f"the checkpoint has {have} units in {name}, and a model of {wanted} was asked for")
+        new = wide[name].narrow(axis, have, wanted - have)
+        grown[name] = torch.cat([weight, torch.zeros_like(new) if axis == 1 else new], axis)
     return grown

@@ -26,12 +26,12 @@ from scripts.eval_demo import decoding, evaluate
 from scripts.training.batches import Batches, Tokens
 from scripts.training.focus import Focus
 from scripts.training.forward import Forward, Shapes, attention_masks
-from scripts.training.growth import with_layers
+from scripts.training.growth import with_layers, with_units
 from scripts.training.muon import Muon
 from scripts.training.noise import block_causal, causal, noise
 
 GEOMETRY: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 12,
+    "vocab_size": VOCABULARY, "hidden_size": 192, "intermediate_size": 1024, "num_hidden_layers": 12,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "rope_theta": 10000.0,
     "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "attention_dropout": 0.0,
 }  # fmt: skip
@@ -103,7 +103,8 @@ class Trainer:
         if args.go_on:
             weights = load_file(args.out / "model.safetensors")
             named = {name.removeprefix("model."): weight.float() for name, weight in weights.items()}
-            self.model.load_state_dict(with_layers(named, self.model.config.num_hidden_layers))
+            deep = with_layers(named, self.model.config.num_hidden_layers)
+            self.model.load_state_dict(with_units(deep, self.model.state_dict()))
         self.forward = Forward(self.model, getattr(torch, args.dtype), is_compiled=args.compile)
         self.step = 0
         """Steps that were made."""

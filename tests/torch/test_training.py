@@ -17,7 +17,7 @@ from scripts.train_demo import build_parser
 from scripts.training.batches import Batches, Tokens
 from scripts.training.focus import UNKNOWN
 from scripts.training.forward import Forward, Shapes, attention_masks
-from scripts.training.growth import with_layers
+from scripts.training.growth import with_layers, with_units
 from scripts.training.noise import block_causal, causal
 from scripts.training.trainer import (
     CLEAN_FACTOR,
@@ -180,3 +180,30 @@ def test_new_layers_change_nothing_at_first(trainer: Trainer, tokens: Tokens) ->
 def test_layers_are_not_taken_away(trainer: Trainer) -> None:
     with pytest.raises(ValueError, match=r"has 12 layers, and a model of 8 was asked for"):
         with_layers(trainer.model.state_dict(), 8)
+
+
+def test_new_units_change_nothing_at_first(trainer: Trainer, tokens: Tokens) -> None:
+    """Feed-forward parts of 512 units grow to 1,024: the new units read the input, and add nothing."""
+    wide = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+    narrow = dict(wide)
+    for layer in range(12):
+        part = f"layers.{layer}.mlp."
+        narrow[part + "gate_proj.weight"] = wide[part + "gate_proj.weight"][:512]
+        narrow[part + "up_proj.weight"] = wide[part + "up_proj.weight"][:512]
+        narrow[part + "down_proj.weight"] = wide[part + "down_proj.weight"][:, :512]
+    grown = with_units(narrow, wide)
+    assert torch.equal(grown["layers.3.mlp.up_proj.weight"], wide["layers.3.mlp.up_proj.weight"])
+    assert not grown["layers.3.mlp.down_proj.weight"][:, 512:].any()
+    few = Qwen2Model(Qwen2Config(**{**GEOMETRY, "intermediate_size": 512}))
+    few.load_state_dict(narrow)
+    trainer.model.load_state_dict(grown)
+    with torch.no_grad():
+        expected, found = (model(tokens.prompt).last_hidden_state for model in (few, trainer.model))
+    torch.testing.assert_close(found, expected)
+
+
+def test_units_are_not_taken_away(trainer: Trainer) -> None:
+    weights = {"layers.0.mlp.down_proj.weight": trainer.model.state_dict()["layers.0.mlp.down_proj.weight"]}
+    narrow = {name: weight[:, :512] for name, weight in weights.items()}
+    with pytest.raises(ValueError, match=r"has 1024 units in layers.0.mlp.down.*, and a model of 512"):
+        with_units(weights, narrow)
