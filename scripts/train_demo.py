@@ -13,6 +13,8 @@ predict autoregressively, which teaches arithmetic faster, because each of its p
 later the two come once more, filled where the model was sure and right, as a step of decoding fills them. The other
 batches have full attention within the window.
 
+The checkpoint has the mean of the weights over the last steps, which solves many more problems than the last weights.
+
 Prints the loss, and from time to time the accuracy on problems that were not trained on. The state is saved to --state:
 started again, the same command goes on where the last one stopped. Everything is seeded: with --threads 1 two runs on
 one machine give the same weights. With more threads sums may be ordered differently, so weights differ in their last
@@ -75,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("--clean-share", float, 0.5, "share of the batches after the warm-up that are autoregressive alone"),
         ("--full-share", float, 0.12, "share of the batches after the warm-up with full attention within the window"),
         ("--least-share", float, 0.15, "share of the problems kept of a template that the model solves; 1 keeps all"),
+        ("--average-steps", int, 500, "steps over which the checkpoint's weights are averaged"),
         ("--seed", int, 0, "seed of weights, problems and noise"),
         ("--threads", int, 2, "threads of torch"),
     ):

@@ -105,6 +105,8 @@ class Trainer:
             named = {name.removeprefix("model."): weight.float() for name, weight in weights.items()}
             deep = with_layers(named, self.model.config.num_hidden_layers)
             self.model.load_state_dict(with_units(deep, self.model.state_dict()))
+        self.average = {name: weight.clone() for name, weight in self.model.state_dict().items()}
+        """The mean of the weights over the last steps, by name; the checkpoint has these."""
         self.forward = Forward(self.model, getattr(torch, args.dtype), is_compiled=args.compile)
         self.step = 0
         """Steps that were made."""
@@ -146,6 +148,7 @@ class Trainer:
         for step in tqdm(remaining, initial=self.step, total=self.num_steps, mininterval=30):
             recent.append(self.train_step())
             self.step = step
+            self.update_average()
             is_last = step == self.num_steps
             if step % self.args.log_every == 0:
                 losses = [loss for loss in recent if not math.isnan(loss)]
@@ -177,6 +180,13 @@ class Trainer:
         if kind == "noisy":
             self.waiting.append((tokens, self.filled(answers, losses)[1:]))
         return float(loss.detach())
+
+    def update_average(self) -> None:
+        """Takes the weights after a step into their mean: of all steps at first, then with a memory of
+        ``average_steps``."""
+        share = 1 / min(self.step + 1, self.args.average_steps)
+        for name, weight in self.model.state_dict().items():
+            self.average[name].lerp_(weight, share)
 
     def next_batch(self) -> tuple[Tokens, list[Answer], Kind]:
         """Problems, the answers behind each prompt, and which kind of batch it is."""
@@ -290,6 +300,7 @@ class Trainer:
             return
         state = torch.load(self.args.state, weights_only=True)
         self.model.load_state_dict(state["model"])
+        self.average = state["average"]
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.generator.set_state(state["generator"])
@@ -303,6 +314,7 @@ class Trainer:
         """Writes the state from which a run can go on, and the checkpoint."""
         state = {
             "model": self.model.state_dict(),
+            "average": self.average,
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "generator": self.generator.get_state(),
             "step": self.step,
@@ -316,10 +328,10 @@ class Trainer:
     def export(self) -> None:
         """Writes the checkpoint in Dream's layout: config.json, generation_config.json, model.safetensors.
 
-        Weights are stored in bfloat16, half the size, and run in float32.
+        The weights are the mean of the last steps, stored in bfloat16, half the size, and run in float32.
         """
         out: Path = self.args.out
-        weights = {f"model.{name}": w.bfloat16().contiguous() for name, w in self.model.state_dict().items()}
+        weights = {f"model.{name}": weight.bfloat16().contiguous() for name, weight in self.average.items()}
         save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
         generation = {
             "eos_token_id": self.eos,

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from packaging import version
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2Model
 
@@ -147,6 +148,7 @@ def test_autoregressive_batches_have_more_problems_and_say_what_the_model_solves
 def test_training_goes_on_from_the_weights_of_a_checkpoint(trainer: Trainer, tmp_path: Path) -> None:
     with torch.no_grad():
         trainer.model.norm.weight.fill_(1.5)
+    trainer.update_average()
     trainer.export()
     options = ["--out", str(tmp_path), "--state", str(tmp_path / "state.pt"), "--seed", "3"]
     fresh = Trainer(build_parser().parse_args(options), trainer.tokenizer)
@@ -155,6 +157,24 @@ def test_training_goes_on_from_the_weights_of_a_checkpoint(trainer: Trainer, tmp
     for name, weight in trainer.model.state_dict().items():
         assert torch.equal(gone_on.model.state_dict()[name], weight.bfloat16().float()), name
     assert gone_on.step == 0
+
+
+def test_the_checkpoint_has_the_mean_of_the_last_weights(trainer: Trainer, tmp_path: Path) -> None:
+    """Of all weights, the first ones too, while they are fewer than the steps to average over; then old ones fade."""
+    trainer.args.average_steps = 3
+    weight = trainer.model.norm.weight
+    for step, (value, mean) in enumerate([(4.0, 2.5), (7.0, 4.0), (1.0, 3.0), (6.0, 4.0)], 1):
+        with torch.no_grad():
+            weight.fill_(value)
+        trainer.step = step
+        trainer.update_average()
+        torch.testing.assert_close(trainer.average["norm.weight"], torch.full_like(weight, mean))
+    trainer.save()
+    torch.testing.assert_close(load_file(tmp_path / "model.safetensors")["model.norm.weight"][0].item(), 4.0)
+    fresh = Trainer(trainer.args, trainer.tokenizer)
+    fresh.resume()
+    assert torch.equal(fresh.average["norm.weight"], trainer.average["norm.weight"])
+    assert torch.equal(fresh.model.norm.weight, weight)
 
 
 def test_new_layers_change_nothing_at_first(trainer: Trainer, tokens: Tokens) -> None:
