@@ -50,7 +50,7 @@ def test_weights_of_a_rank_of_four(dream: ModelConfig):
     assert step.head_parameters(dream, 4) == 38_016 * 3584
     assert dream.tensor_parallel_sizes() == (1, 2, 4)
     demo = load_model(str(DEMO_MODEL))  # 4 query heads and 2 KV heads of 48: each of 4 ranks has one KV head
-    assert step.layer_parameters(demo, 4) == 192 * 48 * (1 + 2) + 48 * 192 + 3 * 192 * 128
+    assert step.layer_parameters(demo, 4) == 192 * 48 * (1 + 2) + 48 * 192 + 3 * 192 * 256
     assert step.kv_bytes_per_position(demo, "fp32", 4) == 2 * 12 * 48 * 4
 
 
