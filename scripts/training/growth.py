@@ -1,4 +1,4 @@
-"""More layers, and wider ones, for a model that was trained with less."""
+"""Adds layers and feed-forward units to a trained model without changing what it computes."""
 
 from __future__ import annotations
 
