@@ -1,0 +1,80 @@
+"""Writes the mean of the weights of two checkpoints of the same model, such as two ends of a training.
+
+    python -m scripts.mean_weights build/demo/before build/demo/after --out build/demo/model
+    python -m scripts.mean_weights build/demo/before build/demo/after --share 0.25 --out build/demo/model
+
+Weights at the end of a training are noisy, and the mean of two ends can solve more problems than either of them
+(docs/bundled-model.md). Two trainings that began with different random weights have no such mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+from lopa_ascend.config.help import HelpFormatter
+
+WEIGHTS = "model.safetensors"
+
+
+def share_of(text: str) -> float:
+    """Reads a share from 0 to 1."""
+    share = float(text)
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a share from 0 to 1")
+    return share
+
+
+def write_mean(first: Path, second: Path, share: float, out: Path) -> None:
+    """Writes a checkpoint with the mean of two checkpoints' weights, each in the number format of the first one.
+
+    Args:
+        first: directory of a checkpoint in one file; its configuration and tokenizer are copied.
+        second: directory of a checkpoint with tensors of the same names and shapes.
+        share: of the second checkpoint in the mean, from 0 to 1.
+        out: directory that is written; it may be one of the two.
+
+    Raises:
+        ValueError: the tensors differ in names or shapes.
+    """
+    from safetensors.torch import load_file, save_file
+
+    ours, theirs = load_file(first / WEIGHTS), load_file(second / WEIGHTS)
+    different = sorted(
+        name
+        for name in ours.keys() | theirs.keys()
+        if name not in ours or name not in theirs or ours[name].shape != theirs[name].shape
+    )
+    if different:
+        raise ValueError(f"{first} and {second} are no checkpoints of one model: {different[0]} differs or is missing")
+    mean = {name: ours[name].float().lerp(theirs[name].float(), share).to(ours[name].dtype) for name in ours}
+    if out != first:
+        shutil.copytree(first, out, dirs_exist_ok=True)
+    save_file(mean, out / WEIGHTS, metadata={"format": "pt"})
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.mean_weights", description=__doc__, formatter_class=HelpFormatter
+    )
+    parser.add_argument("first", type=Path, help="directory of a checkpoint; configuration and tokenizer come from it")
+    parser.add_argument("second", type=Path, help="directory of another checkpoint of the same model")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the mean goes")
+    parser.add_argument(
+        "--share", type=share_of, default=0.5, metavar="X", help="share of the second checkpoint (default: 0.5)"
+    )
+    return parser
+
+
+def main() -> None:
+    parser = build_parser()
+    args = parser.parse_args()
+    try:
+        write_mean(args.first, args.second, args.share, args.out)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()
