@@ -1,6 +1,7 @@
 """Compares branch scores: tokens per forward pass (TPF) against accuracy of the bundled model, with error bars.
 
     python -m scripts.branch_scores --plot branch_scores.png    all scores at tau_conf 0.7 and 0.9, on 500 problems
+    python -m scripts.branch_scores --block-size 32             in longer blocks, where branches differ more
     python -m scripts.branch_scores --limit 10                  a first look
     python -m scripts.branch_scores --scores entropy            one score beside "mean"
 
@@ -141,6 +142,7 @@ def main() -> None:
     parser.add_argument("--model", metavar="DIR", help="another model directory (default: the bundled model)")
     parser.add_argument("--limit", type=int, default=500, metavar="N", help="number of problems (default: 500)")
     parser.add_argument("--branches", type=int, default=7, metavar="K", help="lookahead branches (default: 7)")
+    parser.add_argument("--block-size", type=int, metavar="N", help="positions in a block (default: the model's)")
     parser.add_argument(
         "--scores",
         nargs="+",
@@ -162,6 +164,8 @@ def main() -> None:
         for tau in TAUS:
             for score in names:
                 fields: dict[str, Any] = {**SCORES[score]}
+                if args.block_size is not None:
+                    fields["block_size"] = args.block_size
                 params = replace(decoding(args.branches, tau), **fields)
                 found[tau, score] = measure(llm, problems, params)
                 print(row(score, tau, found[tau, score], found[tau, BASELINE], draws), flush=True)

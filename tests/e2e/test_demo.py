@@ -25,21 +25,21 @@ def llm() -> LLM:
 @pytest.mark.parametrize("count", slow_but([20, 60], [20]))
 def test_it_solves_held_out_problems_in_few_forward_passes(llm: LLM, count: int) -> None:
     """Floors below the measured figures: it fails when the model or the decoding is broken. Of the first 60 problems
-    d2f solved 93 % with 7.0 tokens per forward pass, lopa 90 % with 7.3; of the first 20
-    90 % with 6.7 and 80 % with 7.3."""
+    d2f solved 93 % with 7.2 tokens per forward pass, lopa 92 % with 7.3; of the first 20
+    85 % with 7.1 and 90 % with 7.3."""
     problems = read(count)
     d2f, lopa = (evaluate(llm, problems, decoding(k, 0.9)) for k in (0, 7))
-    assert d2f.accuracy >= 0.8
-    assert lopa.accuracy >= 0.7
+    assert d2f.accuracy >= 0.75
+    assert lopa.accuracy >= 0.75
     assert d2f.tpf > 5
     assert lopa.tpf > d2f.tpf
 
 
 def test_branches_fill_more_in_longer_blocks(llm: LLM) -> None:
-    """A floor below the 1.57 times that were measured on 500 problems, and 1.69 on these."""
+    """A floor below the 2.1 times that were measured on 500 problems, and 1.9 on these."""
     problems = read(20)
-    d2f, lopa = (evaluate(llm, problems, replace(decoding(k, 0.9), block_size=16)) for k in (0, 7))
-    assert lopa.tpf > 1.4 * d2f.tpf
+    d2f, lopa = (evaluate(llm, problems, replace(decoding(k, 0.9), block_size=32)) for k in (0, 7))
+    assert lopa.tpf > 1.5 * d2f.tpf
 
 
 def test_it_solves_problems_in_other_peoples_words(llm: LLM) -> None:
