@@ -237,6 +237,14 @@ class ProcessWatch:
         with suppress(OSError):  # gone again, or the last rank has joined in this very round
             self._add(_Connection(listener.accept()[0], None))
 
+    def _accept_waiting(self, listener: socket.socket) -> None:
+        """Accepts every connection that waits, so that it is told why the watch ends."""
+        with suppress(OSError):  # none waits any more
+            while True:
+                connection = _Connection(listener.accept()[0], None)
+                self._add(connection)
+                connection.receive()  # closing with unread bytes would reset the connection
+
     def _read(self, connection: _Connection) -> None:
         """Handles the lines that have arrived on a connection, or its end."""
         if not connection.receive():
@@ -279,7 +287,9 @@ class ProcessWatch:
             self._fail(f"rank {rank} has sent {line!r}, which is no message")
 
     def _fail(self, message: str) -> None:
-        """Tells every rank of a failure, and ends the watch."""
+        """Tells every rank of a failure, also one that is joining, and ends the watch."""
+        if self._listener is not None:
+            self._accept_waiting(self._listener)
         # The one that failed is told as well: it may have been suspended, and then it learns why the others have ended.
         for connection in self._connections:
             connection.send(_FAILED + message.encode())

@@ -25,6 +25,7 @@ def run(config: EngineConfig) -> int:
     """Joins the other ranks and follows rank 0 until it ends the engine; returns the exit status."""
     from lopa_ascend.engine.engine import Engine  # these import torch, which takes seconds
     from lopa_ascend.engine.ranks import follow, make_engine
+    from lopa_ascend.parallel.collectives import RankError
     from lopa_ascend.parallel.mesh import Mesh
 
     mesh = Mesh.join(config, Rendezvous.from_environment(), exit_rank)
@@ -36,7 +37,10 @@ def run(config: EngineConfig) -> int:
         if mesh.start_refused:  # rank 0 says why
             return 1
         raise
-    follow(engine)
+    try:
+        follow(engine)
+    except RankError as error:
+        exit_rank(str(error))  # it names the rank that has ended; a traceback of this one would say no more
     mesh.close()
     return 0
 
