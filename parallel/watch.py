@@ -238,8 +238,8 @@ class ProcessWatch:
             self._add(_Connection(listener.accept()[0], None))
 
     def _accept_waiting(self, listener: socket.socket) -> None:
-        """Accepts every connection that waits, so that it is told why the watch ends."""
-        with suppress(OSError):  # none waits any more
+        """Accepts the connections that still wait at the listener, so that ``_fail`` can send them its message."""
+        with suppress(OSError):  # none waits, or all ranks have joined and the listener is closed
             while True:
                 connection = _Connection(listener.accept()[0], None)
                 self._add(connection)
@@ -287,7 +287,7 @@ class ProcessWatch:
             self._fail(f"rank {rank} has sent {line!r}, which is no message")
 
     def _fail(self, message: str) -> None:
-        """Tells every rank of a failure, also one that is joining, and ends the watch."""
+        """Tells every rank of a failure, also a rank that is still connecting, and ends the watch."""
         if self._listener is not None:
             self._accept_waiting(self._listener)
         # The one that failed is told as well: it may have been suspended, and then it learns why the others have ended.
