@@ -203,6 +203,13 @@ def test_every_relation_has_numbers_and_asks() -> None:
         assert ASKS.search(relation.template), relation
 
 
+def test_expressions_follow_the_order_in_which_a_template_mentions_its_numbers() -> None:
+    for relation in RELATIONS:
+        for first, second in re.findall(r"(?<![-*/])([nmkj])(?:\*|\+(?!.[*/]))([nmkj])", relation.expression):
+            assert relation.template.index(f"{{{first}}}") <= relation.template.index(f"{{{second}}}"), relation
+        assert not re.search(r"-\([nmkj]\+[nmkj]\)", relation.expression), relation
+
+
 def test_names_of_a_template_become_others_of_the_same_gender() -> None:
     rng = random.Random(3)
     template = "[Anna's|Tom's] dog saw Anna and Annabel in June. Will Tom come?"
