@@ -84,9 +84,9 @@ def _worded_by_others() -> frozenset[str]:
 WORDED_BY_OTHERS = _worded_by_others()
 
 
-def plain_problem(rng: random.Random) -> Problem:
+def plain_problem(rng: random.Random, *, other_nouns: bool = False) -> Problem:
     """A random problem of either side in one clean message."""
-    narrative = tell(rng)
+    narrative = tell(rng, other_nouns=other_nouns)
     messages = [{"role": "user", "content": narrative.question}]
     text = answer(rng, narrative.steps, narrative.unit)
     return Problem(
@@ -112,7 +112,7 @@ def practice(seed: int) -> Iterator[Problem]:
         yield Problem(messages, answer(rng, steps, ""), steps[-1].result, "practice", held_out=False)
 
 
-def make_problem(rng: random.Random) -> Problem:
+def make_problem(rng: random.Random, *, other_nouns: bool = False) -> Problem:
     """A random conversation of either side, typed as people type."""
     chosen = rng.random()
     messages: list[Message] = []
@@ -122,13 +122,13 @@ def make_problem(rng: random.Random) -> Problem:
         question, text = chats.small_talk(rng)
         messages.append({"role": "user", "content": chats.typed(rng, question)})
         return Problem(messages, text, None, "no problem", is_held_out(question))
-    narrative = tell(rng)
+    narrative = tell(rng, other_nouns=other_nouns)
     held_out = is_held_out(narrative.question)
     question = narrative.question
     if chosen < SMALL_TALK_SHARE + SECOND_TURN_SHARE:
         messages += _earlier_turn(rng, narrative)
         following = tell_next(rng, narrative) if rng.random() < 0.6 else None
-        narrative = following or tell(rng)
+        narrative = following or tell(rng, other_nouns=other_nouns)
         held_out = held_out or (following is None and is_held_out(narrative.question))
         question = narrative.question
     messages.append({"role": "user", "content": chats.typed(rng, question)})
@@ -157,18 +157,19 @@ def _earlier_turn(rng: random.Random, narrative: Narrative) -> list[Message]:
     return turn
 
 
-def problems(seed: int, held_out: bool, *, plain: bool = False) -> Iterator[Problem]:
+def problems(seed: int, held_out: bool, *, plain: bool = False, other_nouns: bool = False) -> Iterator[Problem]:
     """An endless stream of problems.
 
     Args:
         seed: of the stream.
         held_out: which side the problems are from.
         plain: problems in one clean message each, not whole conversations.
+        other_nouns: exchange rare nouns of templates, for training.
     """
     rng = random.Random(seed)
     make = plain_problem if plain else make_problem
     while True:
-        problem = make(rng)
+        problem = make(rng, other_nouns=other_nouns)
         if problem.held_out == held_out and normalised(problem.question) not in WORDED_BY_OTHERS:
             yield problem
 

@@ -31,7 +31,8 @@ from lopa_ascend.demo import DEMO_MODEL, HANDWRITTEN, HELD_OUT, INDEPENDENT
 from lopa_ascend.types import GenerationOutput
 from scripts.demo_problems import Message, is_held_out, parse_result
 from scripts.problems import lexicon
-from scripts.problems.telling import tell, tell_next
+from scripts.problems.relations import UNSEEN
+from scripts.problems.telling import tell, tell_next, tell_relation
 from scripts.problems.working import answer
 
 if TYPE_CHECKING:
@@ -169,13 +170,14 @@ def blocks(llm: LLM, limit: int) -> None:
 
 
 def kinds(llm: LLM, limit: int) -> None:
-    """Prints exact by kind of problem: held-out, worded by hand, and by an independent author."""
+    """Prints exact by kind of problem: held-out, in unseen wordings, worded by hand, and by an independent author."""
     sets: dict[str, list[dict[str, Any]]] = {}
     for name, path in (("held-out", HELD_OUT), ("by hand", HANDWRITTEN), ("independent", INDEPENDENT)):
         sets[name] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[:limit]]
     for row in sets["held-out"]:
         row["answer"] = parse_result(row["answer"])
         row.setdefault("kind", "no kind")  # problems that are older than the kinds
+    sets["unseen wordings"] = unseen(limit)
     exact: dict[tuple[str, int], list[bool]] = {}
     for name, rows in sets.items():
         for num_branches in (0, 7):
@@ -194,6 +196,14 @@ def kinds(llm: LLM, limit: int) -> None:
                 right = sum(exact[name, num_branches][i] for i in chosen)
                 cells.append(f"{right / len(chosen):.0%}" if chosen else "")
         print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def unseen(count: int) -> list[dict[str, Any]]:
+    """Problems of different templates that no training problem is made from: question, answer and kind."""
+    rng = random.Random(3)
+    chosen = rng.sample(UNSEEN, min(count, len(UNSEEN)))
+    narratives = [tell_relation(rng, relation) for relation in chosen]
+    return [{"question": one.question, "answer": one.steps[-1].result, "kind": one.kind} for one in narratives]
 
 
 def typed(llm: LLM, limit: int) -> None:

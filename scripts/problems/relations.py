@@ -21,7 +21,16 @@ class Relation:
 
 FILES = (
     "relations", "singles", "changes", "products", "comparisons", "longer", "informal", "ordinary", "scenes",
-    "contrasts",
+    "contrasts", "worksheets", "textbooks", "daily", "typed", "world", "tricky", "topics", "combined",
+    "subtraction", "addition", "division", "crowd", "money", "relative", "measures", "everyday",
 )  # fmt: skip
 """Text files of templates in scripts/problems/wordings/."""
-RELATIONS = [Relation(*line.split(" :: ")) for file in FILES for section in read(file).values() for line in section]
+
+
+def _relations(file: str) -> list[Relation]:
+    return [Relation(*line.split(" :: ")) for section in read(file).values() for line in section]
+
+
+RELATIONS = [relation for file in FILES for relation in _relations(file)]
+UNSEEN = _relations("unseen")
+"""Wordings that are never trained on: they tell what the model makes of other people's words."""

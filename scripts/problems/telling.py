@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from scripts.problems import stories
 from scripts.problems.chats import CHATS
+from scripts.problems.exchange import with_other_nouns
 from scripts.problems.language import Scene, capitalise, random_scene
 from scripts.problems.lexicon import MEN, WOMEN, WORDS
-from scripts.problems.relations import RELATIONS
+from scripts.problems.relations import RELATIONS, Relation
 from scripts.problems.stories import SECTIONS, STORIES, Story
 from scripts.problems.sums import make_sum
 from scripts.problems.working import LARGEST, Step, draw_number, draw_numbers, draw_small, kind_of
@@ -42,18 +43,25 @@ class Narrative:
         return kind_of(self.steps) if self.scene else "plain sum"
 
 
-def tell(rng: random.Random) -> Narrative:
-    """A random problem."""
+def tell(rng: random.Random, *, other_nouns: bool = False) -> Narrative:
+    """A random problem.
+
+    Args:
+        rng: of everything.
+        other_nouns: exchange rare nouns of templates, for training.
+    """
     chosen = rng.random()
     if chosen < 0.12:
         question, steps = make_sum(rng)
         return Narrative(question, steps, "")
-    return tell_story(rng) if chosen < 0.32 else tell_relation(rng)
+    return tell_story(rng) if chosen < 0.32 else tell_relation(rng, rng.choice(RELATIONS), other_nouns=other_nouns)
 
 
-def tell_relation(rng: random.Random) -> Narrative:
-    """A problem that is told by one template."""
-    relation = rng.choice(RELATIONS)
+def tell_relation(rng: random.Random, relation: Relation, *, other_nouns: bool = False) -> Narrative:
+    """A problem that is told by one template; ``other_nouns`` as in :func:`tell`."""
+    source = relation.template
+    if other_nouns:
+        relation = with_other_nouns(rng, relation)
     scene = random_scene(rng)
     scene.names_only = "{B}" in relation.template
     others = "".join(name for name in "nmkj" if f"{{{name}}}" in relation.template)
@@ -65,7 +73,7 @@ def tell_relation(rng: random.Random) -> Narrative:
         sentences = _with_filler(rng, scene, sentences)
     unit = scene.say(relation.unit)
     question = with_sign(rng, capitalise(sentences), scene.slots["coin"])
-    return Narrative(question, steps, unit, scene, relation.template)
+    return Narrative(question, steps, unit, scene, source)
 
 
 def with_other_names(rng: random.Random, template: str) -> str:

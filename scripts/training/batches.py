@@ -74,7 +74,7 @@ class Batches:
         self.focus = focus
         self.tokenizer = tokenizer
         self.rng = random.Random(seed)
-        self.problems = problems(seed, held_out=False, plain=plain)
+        self.problems = problems(seed, held_out=False, plain=plain, other_nouns=True)
         self.practice = practice(seed)
         self.vocab = tokenizer.get_vocab()
         self.eos = self.vocab[EOS]

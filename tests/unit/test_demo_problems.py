@@ -14,9 +14,10 @@ import pytest
 from scripts.demo_problems import Problem, is_held_out, normalised, parse_result, practice, problems
 from scripts.demo_tokenizer import ASSISTANT, EOS, SYSTEM, USER, build, load
 from scripts.problems import chats
+from scripts.problems.exchange import IS_NOUN, KEPT, NOUNS, with_other_nouns
 from scripts.problems.language import Actor, Scene, conjugate, words
 from scripts.problems.lexicon import MEN, WOMEN
-from scripts.problems.relations import RELATIONS
+from scripts.problems.relations import RELATIONS, UNSEEN, Relation
 from scripts.problems.stories import SECTIONS
 from scripts.problems.telling import with_other_names
 from scripts.problems.working import ENDINGS, PHRASES, Step, draw_numbers, steps_of, work
@@ -69,12 +70,19 @@ def test_every_calculation_is_right() -> None:
 
 
 def test_an_answer_takes_its_numbers_from_the_conversation() -> None:
+    expressions = {relation.template: relation.expression for relation in RELATIONS}
     told = {word: n for n, word in enumerate(map(words, range(100)))}
     for problem in some(6, 1000, plain=True):
         question = problem.question.lower()
         numbers = {int(n) for n in re.findall(r"\d+", question)}
-        numbers |= {told[word] for word in re.findall(r"[a-z]+(?:-[a-z]+)?", question) if word in told}
-        numbers |= {2, 3, 4, 7, 12, 24, 60}  # half, a third, legs and wheels, days, months and dozens, hours, minutes
+        numbers |= {told[word] for word in re.findall(r"[a-z]+(?:-[a-z]+)?", question) if word in told} | {
+            2,
+            12,
+        }  # half, a dozen
+        if problem.template:
+            numbers |= {
+                int(n) for n in re.findall(r"\d+", expressions[problem.template])
+            }  # 7 of "a week", 10 of "a tenth"
         for left, right in re.findall(r": (\d+)[-+*/](\d+)=", problem.answer):
             assert int(right) in numbers or f"={right}." in problem.answer
             assert int(left) in numbers or f"={left}." in problem.answer
@@ -189,13 +197,15 @@ def test_steps_follow_the_order_of_operations() -> None:
     assert steps_of("n*m", {"n": 40, "m": 30}) is None
 
 
-ASKS = re.compile(r"\?|\b(Find|Work out|Calculate|Tell|Say|Give|Count|Add up)\b")
+ASKS = re.compile(
+    r"\?|\b(Find|Work out|Calculate|Compute|Determine|Convert|Express|Tell|tell|Say|Give|Count|Add up|Help)\b"
+)
 """A question, or a sentence that begins with a command."""
 
 
 def test_every_relation_has_numbers_and_asks() -> None:
     rng = random.Random(0)
-    for relation in RELATIONS:
+    for relation in RELATIONS + UNSEEN:
         numbers, steps = draw_numbers(rng, relation.expression)
         assert steps
         assert all(f"{{{name}}}" in relation.template for name in numbers), relation
@@ -204,7 +214,7 @@ def test_every_relation_has_numbers_and_asks() -> None:
 
 
 def test_expressions_follow_the_order_in_which_a_template_mentions_its_numbers() -> None:
-    for relation in RELATIONS:
+    for relation in RELATIONS + UNSEEN:
         for first, second in re.findall(r"(?<![-*/])([nmkj])(?:\*|\+(?!.[*/]))([nmkj])", relation.expression):
             assert relation.template.index(f"{{{first}}}") <= relation.template.index(f"{{{second}}}"), relation
         assert not re.search(r"-\([nmkj]\+[nmkj]\)", relation.expression), relation
@@ -220,6 +230,39 @@ def test_names_of_a_template_become_others_of_the_same_gender() -> None:
         assert found
         assert found[1] in set(WOMEN) - {"Anna"}
         assert found[2] in set(MEN) - {"Tom"}
+
+
+def test_rare_nouns_of_a_template_become_others_in_the_unit_as_well() -> None:
+    rng = random.Random(4)
+    singular, plural = "hedge", "conkers"
+    assert singular in NOUNS[False]
+    assert plural in NOUNS[True]
+    relation = Relation(
+        "n-m", plural, "Under the hedge lay {n} conkers. Tom lost {m} [conkers|of these conkers]. How many are left?"
+    )
+    told = [with_other_nouns(rng, relation) for _ in range(400)]
+    for other in told:
+        found = re.fullmatch(
+            r"Under the (\w+) lay {n} (\w+). Tom lost {m} \[\2\|of these \2\]. How many are left\?", other.template
+        )
+        assert found
+        assert found[1] in NOUNS[False]
+        assert found[2] in NOUNS[True]
+        assert other.unit == found[2]
+        assert other.expression == "n-m"
+    assert 80 < sum(other.unit != plural for other in told) < 120
+    assert not IS_NOUN & KEPT
+
+
+def test_templates_with_constants_keep_their_nouns() -> None:
+    relation = Relation("n*8", "legs", "A farmer finds {n} spiders in the shed. How many legs do they have?")
+    assert all(with_other_nouns(random.Random(seed), relation) == relation for seed in range(20))
+
+
+def test_unseen_wordings_are_never_trained_on() -> None:
+    templates = {normalised(relation.template) for relation in RELATIONS}
+    assert len(UNSEEN) > 300
+    assert not [relation for relation in UNSEEN if normalised(relation.template) in templates]
 
 
 def test_every_story_template_has_its_number() -> None:
