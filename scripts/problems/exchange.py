@@ -56,7 +56,7 @@ def _nouns() -> dict[bool, list[str]]:
         return any(stem in kept or stem + "ed" in counts or stem + "ing" in counts for stem in stems)
 
     found: dict[bool, list[str]] = {False: [], True: []}
-    for word, count in counts.items():
+    for word, count in sorted(counts.items()):  # the order of sets differs between processes
         if count <= RARE and word not in kept and not is_verb(word):
             found[_is_plural(word)].append(word)
     return found

@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import os
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -252,6 +255,22 @@ def test_rare_nouns_of_a_template_become_others_in_the_unit_as_well() -> None:
         assert other.expression == "n-m"
     assert 80 < sum(other.unit != plural for other in told) < 120
     assert not IS_NOUN & KEPT
+
+
+def test_every_process_exchanges_the_same_nouns() -> None:
+    program = "from scripts.problems.exchange import NOUNS; print(NOUNS)"
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            cwd=DEMO.parents[1],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in "12"
+    }
+    assert len(found) == 1
 
 
 def test_templates_with_constants_keep_their_nouns() -> None:
