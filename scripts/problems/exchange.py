@@ -67,7 +67,8 @@ def _is_plural(word: str) -> bool:
 
 
 NOUNS = _nouns()
-IS_NOUN = frozenset(NOUNS[False] + NOUNS[True])
+"""Rare nouns of all templates: singular ones under False, plural ones under True."""
+ALL_NOUNS = frozenset(NOUNS[False] + NOUNS[True])
 
 
 def with_other_nouns(rng: random.Random, relation: Relation) -> Relation:
@@ -78,7 +79,7 @@ def with_other_nouns(rng: random.Random, relation: Relation) -> Relation:
     if re.search(r"\d", relation.expression) or rng.random() >= TEMPLATE_SHARE:
         return relation
     others: dict[str, str] = {}
-    for word in sorted(IS_NOUN.intersection(WORD.findall(relation.template))):
+    for word in sorted(ALL_NOUNS.intersection(WORD.findall(relation.template))):
         if rng.random() < WORD_SHARE:
             others[word] = rng.choice(NOUNS[_is_plural(word)])
 

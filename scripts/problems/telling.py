@@ -58,7 +58,13 @@ def tell(rng: random.Random, *, other_nouns: bool = False) -> Narrative:
 
 
 def tell_relation(rng: random.Random, relation: Relation, *, other_nouns: bool = False) -> Narrative:
-    """A problem that is told by one template; ``other_nouns`` as in :func:`tell`."""
+    """A problem that is told by one template.
+
+    Args:
+        rng: of numbers, names and choices.
+        relation: the template, and how its result is calculated.
+        other_nouns: exchange rare nouns of the template, for training.
+    """
     source = relation.template
     if other_nouns:
         relation = with_other_nouns(rng, relation)

@@ -17,7 +17,7 @@ import pytest
 from scripts.demo_problems import Problem, is_held_out, normalised, parse_result, practice, problems
 from scripts.demo_tokenizer import ASSISTANT, EOS, SYSTEM, USER, build, load
 from scripts.problems import chats
-from scripts.problems.exchange import IS_NOUN, KEPT, NOUNS, with_other_nouns
+from scripts.problems.exchange import ALL_NOUNS, KEPT, NOUNS, with_other_nouns
 from scripts.problems.language import Actor, Scene, conjugate, words
 from scripts.problems.lexicon import MEN, WOMEN
 from scripts.problems.relations import RELATIONS, UNSEEN, Relation
@@ -78,14 +78,10 @@ def test_an_answer_takes_its_numbers_from_the_conversation() -> None:
     for problem in some(6, 1000, plain=True):
         question = problem.question.lower()
         numbers = {int(n) for n in re.findall(r"\d+", question)}
-        numbers |= {told[word] for word in re.findall(r"[a-z]+(?:-[a-z]+)?", question) if word in told} | {
-            2,
-            12,
-        }  # half, a dozen
-        if problem.template:
-            numbers |= {
-                int(n) for n in re.findall(r"\d+", expressions[problem.template])
-            }  # 7 of "a week", 10 of "a tenth"
+        numbers |= {told[word] for word in re.findall(r"[a-z]+(?:-[a-z]+)?", question) if word in told}
+        numbers |= {2, 12}  # half, a dozen
+        constants = expressions[problem.template] if problem.template else ""
+        numbers |= {int(n) for n in re.findall(r"\d+", constants)}  # 7 of "a week", 10 of "a tenth"
         for left, right in re.findall(r": (\d+)[-+*/](\d+)=", problem.answer):
             assert int(right) in numbers or f"={right}." in problem.answer
             assert int(left) in numbers or f"={left}." in problem.answer
@@ -243,8 +239,8 @@ def test_rare_nouns_of_a_template_become_others_in_the_unit_as_well() -> None:
     relation = Relation(
         "n-m", plural, "Under the hedge lay {n} conkers. Tom lost {m} [conkers|of these conkers]. How many are left?"
     )
-    told = [with_other_nouns(rng, relation) for _ in range(400)]
-    for other in told:
+    exchanged = [with_other_nouns(rng, relation) for _ in range(400)]
+    for other in exchanged:
         found = re.fullmatch(
             r"Under the (\w+) lay {n} (\w+). Tom lost {m} \[\2\|of these \2\]. How many are left\?", other.template
         )
@@ -253,8 +249,9 @@ def test_rare_nouns_of_a_template_become_others_in_the_unit_as_well() -> None:
         assert found[2] in NOUNS[True]
         assert other.unit == found[2]
         assert other.expression == "n-m"
-    assert 80 < sum(other.unit != plural for other in told) < 120
-    assert not IS_NOUN & KEPT
+    # Half of the templates have exchanged nouns, and half of the rare nouns of these are exchanged: 100 of 400 units.
+    assert 80 < sum(other.unit != plural for other in exchanged) < 120
+    assert not ALL_NOUNS & KEPT
 
 
 def test_every_process_exchanges_the_same_nouns() -> None:
