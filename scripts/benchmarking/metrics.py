@@ -34,29 +34,34 @@ METRICS = {
     "model_tokens": "computed tokens of an answer, mean",
 }
 """Metric -> what it is. Those that begin with "published" count as the published code does: a token is a position that
-was opened, also one behind the end of the answer, and time begins after the first forward pass. Those that begin with
+was opened, also one behind the end of the answer, and time begins after the first forward pass. Tokens/s of that kind
+leave out answers that the first pass completes, and are None where no other answer is left. Those that begin with
 "user" count what a user sees: tokens of the answer, and all the time from the prompt to its end."""
 
 
-def published_tps(sample: Sample) -> float:
-    """Tokens/s of one answer as the published code counts; 0 where no time has passed after the first pass."""
-    seconds = sample.seconds - sample.first_seconds
-    return sample.opened_tokens / seconds if seconds > 0 else 0.0
+def published_tps(samples: Iterable[Sample]) -> list[float]:
+    """Tokens/s of each answer as the published code counts.
+
+    Time begins after the first forward pass, so answers that the first pass completes are left out: what remains of
+    their time is the return of the result.
+    """
+    timed = [sample for sample in samples if sample.num_forwards > 1]
+    return [sample.opened_tokens / (sample.seconds - sample.first_seconds) for sample in timed]
 
 
-def user_tps(sample: Sample) -> float:
-    """Tokens/s of one answer as a user sees them."""
-    return sample.visible_tokens / sample.seconds
+def user_tps(samples: Iterable[Sample]) -> list[float]:
+    """Tokens/s of each answer as a user sees them."""
+    return [sample.visible_tokens / sample.seconds for sample in samples]
 
 
 def measure(samples: Sequence[Sample]) -> dict[str, float | None]:
     """All metrics of one run of one setting."""
     found: dict[str, float | None] = {}
-    for name, tps in (("published", published_tps), ("user", user_tps)):
-        fastest_first = sorted(map(tps, samples), reverse=True)
-        found[f"{name}_avg_tps"] = statistics.fmean(fastest_first)
-        found[f"{name}_max_tps"] = fastest_first[0]
-        found[f"{name}_top10_tps"] = statistics.fmean(fastest_first[:TOP])
+    for name, speeds in (("published", published_tps(samples)), ("user", user_tps(samples))):
+        fastest_first = sorted(speeds, reverse=True)
+        found[f"{name}_avg_tps"] = statistics.fmean(fastest_first) if fastest_first else None
+        found[f"{name}_max_tps"] = fastest_first[0] if fastest_first else None
+        found[f"{name}_top10_tps"] = statistics.fmean(fastest_first[:TOP]) if fastest_first else None
     seconds = sum(sample.seconds for sample in samples)
     forwards = sum(sample.num_forwards for sample in samples)
     found["published_tpf"] = sum(sample.opened_tokens for sample in samples) / (forwards + len(samples))

@@ -48,7 +48,8 @@ def markdown(table: str, done: Sequence[tuple[Row, Outcome]]) -> str:
 def _ours(row: Row, outcome: Outcome, heading: str) -> float | None:
     if isinstance(outcome, RowPlan):
         return None
-    return outcome.result.value(METRICS[row.table][heading])
+    spread = outcome.result.metrics[METRICS[row.table][heading]]
+    return None if spread is None else spread.median
 
 
 def _provenance(outcome: Outcome) -> tuple[int, str]:

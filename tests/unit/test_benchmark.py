@@ -200,7 +200,14 @@ def test_tokens_per_second_are_counted_as_published_and_as_seen():
     assert found["score"] == 50
     assert found["outside_share"] == pytest.approx(1 - 4.8 / 8)
     assert found["host_share"] is None
-    assert measure([replace(SAMPLE, first_seconds=3.0)])["published_avg_tps"] == 0
+
+
+def test_published_tokens_per_second_leave_out_answers_of_one_pass():
+    one_pass = replace(SAMPLE, num_forwards=1, first_seconds=SAMPLE.seconds - 1e-6, index=1)
+    found = measure([SAMPLE, one_pass])
+    assert found["published_max_tps"] == found["published_avg_tps"] == 64 / 2
+    assert found["user_avg_tps"] == 10
+    assert measure([one_pass])["published_top10_tps"] is None
 
 
 def test_the_ten_fastest_answers_are_those_of_the_whole_run():
