@@ -236,6 +236,29 @@ def test_who_does_not_know_the_token_is_dropped_and_not_missed(group: Group) -> 
         assert group.everything(0.3) == [(rank, "rank 3 has ended") for rank in (0, 1, 2)]
 
 
+def test_ranks_that_are_joining_when_another_one_ends_are_told_of_it() -> None:
+    """Rank 0 is stopped while rank 1 ends and ranks 2 and 3 connect, so that it finds all three at once."""
+    with ExitStack() as stack:
+        leader = Rank(0, 4, 60)
+        stack.callback(leader.end)
+        port, token = leader.line(20).split()
+
+        def connect(rank: int) -> socket.socket:
+            connection = stack.enter_context(socket.create_connection((HOST, int(port)), timeout=3))
+            connection.sendall(f"{token} {rank}\n".encode())
+            return connection
+
+        ends = connect(1)
+        time.sleep(0.2)
+        leader.signal(signal.SIGSTOP)
+        ends.close()
+        joining = [connect(rank) for rank in (2, 3)]
+        leader.signal(signal.SIGCONT)
+        for connection in joining:
+            with connection.makefile() as lines:
+                assert lines.read().splitlines()[-1] == "failed rank 1 has ended"
+
+
 def test_what_is_no_message_is_a_failure(group: Group) -> None:
     message = "rank 1 has sent b'what', which is no message"
     with group.connect(f"{group.token} 1\n\nwhat\n") as connection, connection.makefile() as lines:
