@@ -23,6 +23,8 @@ FILES = (
     "relations", "singles", "changes", "products", "comparisons", "longer", "informal", "ordinary", "scenes",
     "contrasts", "worksheets", "textbooks", "daily", "typed", "world", "tricky", "topics", "combined",
     "subtraction", "addition", "division", "crowd", "money", "relative", "measures", "everyday",
+    "totals", "gains", "groups", "needless", "multiples", "quizzes", "easy", "sharing",
+    "classroom", "trials", "mine", "verbs", "trades", "structures", "things", "quantities",
 )  # fmt: skip
 """Text files of templates in scripts/problems/wordings/."""
 

@@ -219,6 +219,17 @@ def test_expressions_follow_the_order_in_which_a_template_mentions_its_numbers()
         assert not re.search(r"-\([nmkj]\+[nmkj]\)", relation.expression), relation
 
 
+def test_a_half_that_is_left_is_worked_out_in_one_way() -> None:
+    assert not [relation for relation in RELATIONS if re.match(r"\(?n-n/2", relation.expression)]
+
+
+def test_a_compared_amount_is_worked_out_before_the_total() -> None:
+    compared = re.compile(r"{m} ([a-z]+ )?(more|fewer|less|older|younger|cheaper|longer|shorter) than ")
+    found = [relation for relation in RELATIONS if re.match(r"n\+n[+-]m", relation.expression)]
+    assert found
+    assert not [relation for relation in found if compared.search(relation.template)]
+
+
 def test_names_of_a_template_become_others_of_the_same_gender() -> None:
     rng = random.Random(3)
     template = "[Anna's|Tom's] dog saw Anna and Annabel in June. Will Tom come?"
@@ -233,11 +244,11 @@ def test_names_of_a_template_become_others_of_the_same_gender() -> None:
 
 def test_rare_nouns_of_a_template_become_others_in_the_unit_as_well() -> None:
     rng = random.Random(4)
-    singular, plural = "hedge", "conkers"
+    singular, plural = "abbey", "conkers"
     assert singular in NOUNS[False]
     assert plural in NOUNS[True]
     relation = Relation(
-        "n-m", plural, "Under the hedge lay {n} conkers. Tom lost {m} [conkers|of these conkers]. How many are left?"
+        "n-m", plural, "Under the abbey lay {n} conkers. Tom lost {m} [conkers|of these conkers]. How many are left?"
     )
     exchanged = [with_other_nouns(rng, relation) for _ in range(400)]
     for other in exchanged:
