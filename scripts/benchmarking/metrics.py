@@ -34,16 +34,16 @@ METRICS = {
     "model_tokens": "computed tokens of an answer, mean",
 }
 """Metric -> what it is. Those that begin with "published" count as the published code does: a token is a position that
-was opened, also one behind the end of the answer, and time begins after the first forward pass. Tokens/s of that kind
-leave out answers that the first pass completes, and are None where no other answer is left. Those that begin with
-"user" count what a user sees: tokens of the answer, and all the time from the prompt to its end."""
+was opened, also one behind the end of the answer, and time begins after the first forward pass. Published
+tokens/s leave out the answers that are complete after the first pass; without any other answer they are None. Metrics
+that begin with "user" count what a user sees: tokens of the answer, and all the time from the prompt to its end."""
 
 
 def published_tps(samples: Iterable[Sample]) -> list[float]:
     """Tokens/s of each answer as the published code counts.
 
-    Time begins after the first forward pass, so answers that the first pass completes are left out: what remains of
-    their time is the return of the result.
+    Time begins after the first forward pass. Answers that are complete by then are left out: the microseconds that
+    remain of their time would make millions of tokens/s.
     """
     timed = [sample for sample in samples if sample.num_forwards > 1]
     return [sample.opened_tokens / (sample.seconds - sample.first_seconds) for sample in timed]
@@ -59,9 +59,9 @@ def measure(samples: Sequence[Sample]) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
     for name, speeds in (("published", published_tps(samples)), ("user", user_tps(samples))):
         fastest_first = sorted(speeds, reverse=True)
-        found[f"{name}_avg_tps"] = statistics.fmean(fastest_first) if fastest_first else None
-        found[f"{name}_max_tps"] = fastest_first[0] if fastest_first else None
-        found[f"{name}_top10_tps"] = statistics.fmean(fastest_first[:TOP]) if fastest_first else None
+        found[f"{name}_avg_tps"] = _mean(fastest_first)
+        found[f"{name}_max_tps"] = max(fastest_first, default=None)
+        found[f"{name}_top10_tps"] = _mean(fastest_first[:TOP])
     seconds = sum(sample.seconds for sample in samples)
     forwards = sum(sample.num_forwards for sample in samples)
     found["published_tpf"] = sum(sample.opened_tokens for sample in samples) / (forwards + len(samples))
@@ -80,6 +80,11 @@ def measure(samples: Sequence[Sample]) -> dict[str, float | None]:
     found["pages"] = statistics.fmean(sample.pages for sample in samples)
     found["model_tokens"] = statistics.fmean(sample.model_tokens for sample in samples)
     return {name: found[name] for name in METRICS}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    """The mean; None if there are no values."""
+    return statistics.fmean(values) if values else None
 
 
 def _total(values: Iterable[float | None]) -> float | None:

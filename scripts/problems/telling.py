@@ -58,7 +58,7 @@ def tell(rng: random.Random, *, other_nouns: bool = False) -> Narrative:
 
 
 def tell_relation(rng: random.Random, relation: Relation, *, other_nouns: bool = False) -> Narrative:
-    """A problem that is told by one template.
+    """Makes a word problem from one template.
 
     Args:
         rng: of numbers, names and choices.

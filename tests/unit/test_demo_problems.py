@@ -74,11 +74,12 @@ def test_every_calculation_is_right() -> None:
 
 def test_an_answer_takes_its_numbers_from_the_conversation() -> None:
     expressions = {relation.template: relation.expression for relation in RELATIONS}
-    told = {word: n for n, word in enumerate(map(words, range(100)))}
+    number_words = {word: n for n, word in enumerate(map(words, range(100)))}
     for problem in some(6, 1000, plain=True):
         question = problem.question.lower()
         numbers = {int(n) for n in re.findall(r"\d+", question)}
-        numbers |= {told[word] for word in re.findall(r"[a-z]+(?:-[a-z]+)?", question) if word in told}
+        said = re.findall(r"[a-z]+(?:-[a-z]+)?", question)
+        numbers |= {number_words[word] for word in said if word in number_words}
         numbers |= {2, 12}  # half, a dozen
         constants = expressions[problem.template] if problem.template else ""
         numbers |= {int(n) for n in re.findall(r"\d+", constants)}  # 7 of "a week", 10 of "a tenth"
