@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.decode.allotment import Allotment, StepCosts
-from scripts.eval_demo import asked, read
+from scripts.demo_sets import asked, read
 from scripts.planner.devices import load_device
 from scripts.planner.models import load_model
 from scripts.planner.step import Workload, predict

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from lopa_ascend.config.help import HelpFormatter
 from scripts.demo_problems import parse_result
-from scripts.eval_demo import read
+from scripts.demo_sets import read
 from scripts.judge.client import Answer, ask, chat, connect
 from scripts.judge.server import ROOT, serving
 

@@ -26,7 +26,8 @@ from tqdm import tqdm
 from lopa_ascend.config import BRANCH_SCORES, DecodingParams
 from lopa_ascend.config.help import HelpFormatter
 from scripts.demo_problems import parse_result
-from scripts.eval_demo import asked, decoding, read
+from scripts.demo_sets import asked, read
+from scripts.eval_demo import decoding
 
 if TYPE_CHECKING:
     from lopa_ascend import LLM

@@ -3,7 +3,7 @@
     python -m scripts.eval_demo targets                 exact and TPF of the usual ways to decode, on 500 problems
     python -m scripts.eval_demo table --plot demo.png   branches by tau_conf by window attention, on 200 problems
     python -m scripts.eval_demo blocks                  the same by block size and branches, on 500 problems
-    python -m scripts.eval_demo kinds                   exact by kind of problem, also where others worded them
+    python -m scripts.eval_demo kinds                   exact by kind and steps, also where others worded them
     python -m scripts.eval_demo typed                   exact with a system prompt, in a second turn, without "?" ...
     python -m scripts.eval_demo prefix                  what approximate prefix caching does to answers, on 50 problems
 
@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,11 +27,8 @@ from lopa_ascend.config import DecodingParams, recommended_decoding
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.demo import DEMO_MODEL, HANDWRITTEN, HELD_OUT, INDEPENDENT
 from lopa_ascend.types import GenerationOutput
-from scripts.demo_problems import Message, is_held_out, parse_result
-from scripts.problems import lexicon
-from scripts.problems.relations import UNSEEN
-from scripts.problems.telling import tell, tell_next, tell_relation
-from scripts.problems.working import answer
+from scripts.demo_problems import parse_result
+from scripts.demo_sets import Conversation, asked, going_on, read, read_set, typed_ways, unseen
 
 if TYPE_CHECKING:
     from lopa_ascend import LLM
@@ -46,10 +41,6 @@ TAUS = (0.95, 0.9, 0.8, 0.7)
 """Values of tau_conf."""
 BLOCK_SIZES = (4, 8, 16, 32)
 WINDOWS = ("block_causal", "full")
-NEW_NAMES = ("Quentin", "Philippa", "Xiomara", "Thabo", "Ludmila", "Siobhan", "Ngozi", "Rufus", "Henrietta", "Bertram")
-"""Names that no training problem has."""
-SYSTEM_PROMPT = "You are a helpful assistant."
-Conversation = list[Message]
 
 
 @dataclass(frozen=True)
@@ -62,12 +53,6 @@ class Outcome:
     """Visible tokens by forward passes."""
     model_tokens: float
     """Tokens computed in a forward pass."""
-
-
-def read(limit: int) -> list[tuple[str, int]]:
-    """The first held-out problems: question and result."""
-    rows = [json.loads(line) for line in HELD_OUT.read_text(encoding="utf-8").splitlines()[:limit]]
-    return [(row["question"], parse_result(row["answer"]) or 0) for row in rows]
 
 
 def decoding(num_branches: int, tau_conf: float, window: str = "block_causal") -> DecodingParams:
@@ -86,11 +71,6 @@ def decoding(num_branches: int, tau_conf: float, window: str = "block_causal") -
 def share_of_exact(outputs: Sequence[GenerationOutput], problems: Sequence[tuple[str, int]]) -> float:
     exact = [parse_result(output.text or "") == result for output, (_, result) in zip(outputs, problems, strict=True)]
     return sum(exact) / len(exact)
-
-
-def asked(question: str) -> Conversation:
-    """A conversation that is one question."""
-    return [{"role": "user", "content": question}]
 
 
 def evaluate(llm: LLM, problems: list[tuple[str, int]], params: DecodingParams, *, quiet: bool = True) -> Outcome:
@@ -170,27 +150,47 @@ def blocks(llm: LLM, limit: int) -> None:
 
 
 def kinds(llm: LLM, limit: int) -> None:
-    """Prints exact by kind of problem: held-out, in unseen wordings, worded by hand, and by an independent author."""
-    sets: dict[str, list[dict[str, Any]]] = {}
-    for name, path in (("held-out", HELD_OUT), ("by hand", HANDWRITTEN), ("independent", INDEPENDENT)):
-        sets[name] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[:limit]]
-    for row in sets["held-out"]:
-        row["answer"] = parse_result(row["answer"])
-        row.setdefault("kind", "no kind")  # problems that are older than the kinds
-    sets["unseen wordings"] = unseen(limit)
+    """Prints exact by kind and by number of steps: held-out, in unseen wordings, by hand, by an independent author."""
+    sets = {
+        "held-out": read_set(HELD_OUT, limit),
+        "by hand": read_set(HANDWRITTEN, limit),
+        "independent": read_set(INDEPENDENT, limit),
+        "unseen wordings": unseen(limit),
+    }
     exact: dict[tuple[str, int], list[bool]] = {}
-    for name, rows in sets.items():
+    for name, questions in sets.items():
         for num_branches in (0, 7):
-            outputs = llm.chat([asked(row["question"]) for row in rows], decoding(num_branches, 0.9))
+            outputs = llm.chat([asked(question.text) for question in questions], decoding(num_branches, 0.9))
             exact[name, num_branches] = [
-                parse_result(output.text or "") == row["answer"] for output, row in zip(outputs, rows, strict=True)
+                parse_result(output.text or "") == question.result
+                for output, question in zip(outputs, questions, strict=True)
             ]
-    print(f"| kind | {' | '.join(f'{name} | d2f | lopa, k = 7' for name in sets)} |")
-    print(f"|---|{'---|---|---|' * len(sets)}")
-    for kind in [*dict.fromkeys(row["kind"] for rows in sets.values() for row in rows), "all"]:
-        cells = [kind]
-        for name, rows in sets.items():
-            chosen = [i for i, row in enumerate(rows) if kind in (row["kind"], "all")]
+    for heading, group in (("kind", lambda kind: kind), ("steps", steps_of)):
+        groups = {name: [group(question.kind) for question in questions] for name, questions in sets.items()}
+        print_groups(heading, groups, exact)
+
+
+def steps_of(kind: str) -> str:
+    """The number of steps of a kind of problem, in three classes."""
+    if not kind.endswith(" steps"):
+        return "one step"
+    return kind if kind == "two steps" else "more steps"
+
+
+def print_groups(heading: str, groups: dict[str, list[str]], exact: dict[tuple[str, int], list[bool]]) -> None:
+    """Prints a table of exact by group of problems.
+
+    Args:
+        heading: of the groups.
+        groups: the group of each problem, by name of the set.
+        exact: whether each problem is solved, by name of the set and number of branches.
+    """
+    print(f"\n| {heading} | {' | '.join(f'{name} | d2f | lopa, k = 7' for name in groups)} |")
+    print(f"|---|{'---|---|---|' * len(groups)}")
+    for group in [*dict.fromkeys(group for of_set in groups.values() for group in of_set), "all"]:
+        cells = [group]
+        for name, of_set in groups.items():
+            chosen = [i for i, its_group in enumerate(of_set) if group in (its_group, "all")]
             cells.append(str(len(chosen)))
             for num_branches in (0, 7):
                 right = sum(exact[name, num_branches][i] for i in chosen)
@@ -198,31 +198,9 @@ def kinds(llm: LLM, limit: int) -> None:
         print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def unseen(count: int) -> list[dict[str, Any]]:
-    """Problems of different templates that no training problem is made from: question, answer and kind."""
-    rng = random.Random(3)
-    chosen = rng.sample(UNSEEN, min(count, len(UNSEEN)))
-    narratives = [tell_relation(rng, relation) for relation in chosen]
-    return [{"question": one.question, "answer": one.steps[-1].result, "kind": one.kind} for one in narratives]
-
-
 def typed(llm: LLM, limit: int) -> None:
     """Prints exact of held-out problems that are typed in other ways, or stand behind other messages."""
-    rows = [json.loads(line) for line in HELD_OUT.read_text(encoding="utf-8").splitlines()[: limit + 1]]
-    results = [parse_result(row["answer"]) for row in rows[:limit]]
-    questions = [row["question"] for row in rows[:limit]]
-    system = [{"role": "system", "content": SYSTEM_PROMPT}]
-    earlier = [asked(row["question"]) + [{"role": "assistant", "content": row["answer"]}] for row in rows[1:]]
-    changes: dict[str, Callable[[str], str]] = {
-        "plain": lambda question: question,
-        'without "?"': lambda question: question.rstrip("?"),
-        "with a newline at the end": lambda question: question + "\n",
-        "in lower case": str.lower,
-        "with new names": with_new_names,
-    }
-    ways = {name: [asked(change(question)) for question in questions] for name, change in changes.items()}
-    ways["behind a system prompt"] = [system + asked(question) for question in questions]
-    ways["in a second turn"] = [before + asked(question) for before, question in zip(earlier, questions, strict=True)]
+    ways, results = typed_ways(limit)
     for name, conversations in ways.items():
         _print_exact(llm, name, conversations, results)
     _print_exact(llm, "going on from an answer", *going_on(limit))
@@ -235,29 +213,6 @@ def _print_exact(llm: LLM, name: str, conversations: list[Conversation], results
         right = sum(parse_result(out.text or "") == result for out, result in zip(outputs, results, strict=True))
         shares.append(f"{right / len(results):6.1%}")
     print(f"{name:26s} d2f {shares[0]}  lopa, k = 7 {shares[1]}", flush=True)
-
-
-def with_new_names(question: str) -> str:
-    """A question whose names are others, which no training problem has."""
-    names = [name for name in (*lexicon.WOMEN, *lexicon.MEN) if re.search(rf"\b{name}\b", question)]
-    for name, new_name in zip(names, random.Random(question).sample(NEW_NAMES, len(names)), strict=True):
-        question = re.sub(rf"\b{name}\b", new_name, question)
-    return question
-
-
-def going_on(count: int) -> tuple[list[Conversation], list[int | None]]:
-    """Conversations whose second question goes on from the answer to the first, held-out one; and their results."""
-    rng = random.Random(7)
-    conversations: list[Conversation] = []
-    results: list[int | None] = []
-    while len(conversations) < count:
-        narrative = tell(rng)
-        following = tell_next(rng, narrative) if is_held_out(narrative.question) else None
-        if following:
-            reply = {"role": "assistant", "content": answer(rng, narrative.steps, narrative.unit)}
-            conversations.append([*asked(narrative.question), reply, *asked(following.question)])
-            results.append(following.steps[-1].result)
-    return conversations, results
 
 
 def prefix(model: str | None, limit: int, options: dict[str, Any]) -> None:

@@ -36,7 +36,8 @@ from lopa_ascend.config import DecodingParams
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.demo import HELD_OUT
 from scripts.calibration import read_texts
-from scripts.eval_demo import asked, decoding, evaluate, read
+from scripts.demo_sets import asked, read
+from scripts.eval_demo import decoding, evaluate
 
 if TYPE_CHECKING:
     from torch import Tensor

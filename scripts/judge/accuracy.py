@@ -12,7 +12,7 @@ import httpx
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.demo import DEMO_MODEL
 from scripts.demo_problems import parse_result
-from scripts.eval_demo import read
+from scripts.demo_sets import read
 from scripts.judge.report import Options, Report
 from scripts.judge.server import ROOT, Server, serving
 from scripts.judge.tools import offline_environment, tool_command

@@ -11,7 +11,8 @@ import pytest
 
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.demo import HANDWRITTEN
-from scripts.eval_demo import decoding, evaluate, read
+from scripts.demo_sets import read
+from scripts.eval_demo import decoding, evaluate
 from tests.tiers import slow_but
 
 ROOT = Path(__file__).parents[2]

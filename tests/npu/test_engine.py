@@ -18,7 +18,8 @@ from lopa_ascend.config import ATTENTION_LAYOUTS, ParameterError
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.model.dream import Dream
 from lopa_ascend.types import GenerationOutput
-from scripts.eval_demo import decoding, evaluate, read
+from scripts.demo_sets import read
+from scripts.eval_demo import decoding, evaluate
 from tests import golden
 from tests.npu.lab import device  # noqa: F401
 from tests.npu.lab.constraints import NpuConstraint, numeric

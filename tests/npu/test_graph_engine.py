@@ -17,7 +17,8 @@ from lopa_ascend.config import EngineConfig
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.plain import Attend
-from scripts.eval_demo import decoding, evaluate, read
+from scripts.demo_sets import read
+from scripts.eval_demo import decoding, evaluate
 from tests import golden
 from tests.npu.lab import capture, device, engine  # noqa: F401
 from tests.npu.lab.constraints import numeric

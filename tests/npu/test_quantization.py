@@ -15,7 +15,8 @@ from lopa_ascend.backend.graph_cache import DIGESTS
 from lopa_ascend.backend.npu.ops import NpuOps
 from lopa_ascend.checkpoint import quantize_weight
 from lopa_ascend.config import ParameterError
-from scripts.eval_demo import asked, decoding, evaluate, read, share_of_exact
+from scripts.demo_sets import asked, read
+from scripts.eval_demo import decoding, evaluate, share_of_exact
 from tests.npu.lab import capture, device, engine  # noqa: F401
 from tests.npu.lab.constraints import numeric
 from tests.npu.lab.device import is_tiled

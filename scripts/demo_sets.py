@@ -1,0 +1,119 @@
+"""The sets of problems that judge the bundled model: held-out, worded by others, and typed in other ways.
+
+`scripts.eval_demo` measures the model on them. None of their problems is trained on.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lopa_ascend.demo import HELD_OUT
+from scripts.demo_problems import Message, is_held_out, parse_result
+from scripts.problems import lexicon
+from scripts.problems.relations import UNSEEN
+from scripts.problems.telling import tell, tell_next, tell_relation
+from scripts.problems.working import answer
+
+NEW_NAMES = ("Quentin", "Philippa", "Xiomara", "Thabo", "Ludmila", "Siobhan", "Ngozi", "Rufus", "Henrietta", "Bertram")
+"""Names that no training problem has."""
+SYSTEM_PROMPT = "You are a helpful assistant."
+Conversation = list[Message]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A problem of one of the sets."""
+
+    text: str
+    result: int | None
+    """The number that the answer must end in."""
+    kind: str
+    """As in `scripts.problems.working.kind_of`."""
+    worked_answer: str = ""
+    """An answer as the training has it; empty where other people worded the problem."""
+
+
+def read_set(path: Path, limit: int) -> list[Question]:
+    """The first problems of one of the files of `lopa_ascend.demo`."""
+    questions = []
+    for line in path.read_text(encoding="utf-8").splitlines()[:limit]:
+        row = json.loads(line)
+        worked_answer = row["answer"] if isinstance(row["answer"], str) else ""
+        result = parse_result(worked_answer) if worked_answer else row["answer"]
+        questions.append(Question(row["question"], result, row["kind"], worked_answer))
+    return questions
+
+
+def read(limit: int) -> list[tuple[str, int]]:
+    """The first held-out problems: question and result."""
+    return [(question.text, question.result or 0) for question in read_set(HELD_OUT, limit)]
+
+
+def asked(question: str) -> Conversation:
+    """A conversation that is one question."""
+    return [{"role": "user", "content": question}]
+
+
+def unseen(count: int) -> list[Question]:
+    """Problems of different templates that no training problem is made from."""
+    rng = random.Random(3)
+    chosen = rng.sample(UNSEEN, min(count, len(UNSEEN)))
+    narratives = [tell_relation(rng, relation) for relation in chosen]
+    return [Question(narrative.question, narrative.steps[-1].result, narrative.kind) for narrative in narratives]
+
+
+def typed_ways(limit: int) -> tuple[dict[str, list[Conversation]], list[int | None]]:
+    """Held-out problems as people type them, and behind other messages.
+
+    Args:
+        limit: number of problems.
+
+    Returns:
+        the conversations by way of typing, and the results, which are the same for each way.
+    """
+    *questions, last = read_set(HELD_OUT, limit + 1)
+    system = [{"role": "system", "content": SYSTEM_PROMPT}]
+    other_problems = [*questions[1:], last]
+    earlier = [
+        [*asked(question.text), {"role": "assistant", "content": question.worked_answer}] for question in other_problems
+    ]
+    changes: dict[str, Callable[[str], str]] = {
+        "plain": lambda text: text,
+        'without "?"': lambda text: text.rstrip("?"),
+        "with a newline at the end": lambda text: text + "\n",
+        "in lower case": str.lower,
+        "with new names": with_new_names,
+    }
+    texts = [question.text for question in questions]
+    ways = {name: [asked(change(text)) for text in texts] for name, change in changes.items()}
+    ways["behind a system prompt"] = [system + asked(text) for text in texts]
+    ways["in a second turn"] = [before + asked(text) for before, text in zip(earlier, texts, strict=True)]
+    return ways, [question.result for question in questions]
+
+
+def with_new_names(question: str) -> str:
+    """A question whose names are others, which no training problem has."""
+    names = [name for name in (*lexicon.WOMEN, *lexicon.MEN) if re.search(rf"\b{name}\b", question)]
+    for name, new_name in zip(names, random.Random(question).sample(NEW_NAMES, len(names)), strict=True):
+        question = re.sub(rf"\b{name}\b", new_name, question)
+    return question
+
+
+def going_on(count: int) -> tuple[list[Conversation], list[int | None]]:
+    """Conversations whose second question goes on from the answer to the first, held-out one; and their results."""
+    rng = random.Random(7)
+    conversations: list[Conversation] = []
+    results: list[int | None] = []
+    while len(conversations) < count:
+        narrative = tell(rng)
+        following = tell_next(rng, narrative) if is_held_out(narrative.question) else None
+        if following:
+            reply = {"role": "assistant", "content": answer(rng, narrative.steps, narrative.unit)}
+            conversations.append([*asked(narrative.question), reply, *asked(following.question)])
+            results.append(following.steps[-1].result)
+    return conversations, results
