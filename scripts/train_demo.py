@@ -68,6 +68,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--state", type=Path, default=Path("build/demo/state.pt"), metavar="FILE",
         help="where a run can go on from (default: build/demo/state.pt)",
     )  # fmt: skip
+    files.add_argument(
+        "--failures", type=Path, metavar="STATE",
+        help="the saved state of an earlier run, for what the model failed at then: with --go-on the new run "
+        "practises that more from its first step (default: nothing is known of any template)",
+    )  # fmt: skip
     training = parser.add_argument_group("training")
     for name, kind, default, text in (
         ("--ar-steps", int, 1000, "steps of the autoregressive warm-up"),

@@ -111,6 +111,8 @@ class Trainer:
         self.step = 0
         """Steps that were made."""
         self.focus = Focus(args.least_share)
+        if args.failures:
+            self.focus.failures = torch.load(args.failures, weights_only=True)["failures"]
         self.symbols = torch.tensor([vocab[symbol] for symbol in SYMBOLS])
         self.clean_batches = self._new_batches(plain=True, whole_blocks=False)
         self.batches = self._new_batches(plain=False, whole_blocks=True)

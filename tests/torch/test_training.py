@@ -159,6 +159,16 @@ def test_training_goes_on_from_the_weights_of_a_checkpoint(trainer: Trainer, tmp
     assert gone_on.step == 0
 
 
+def test_a_run_begins_with_the_failures_of_an_earlier_one(trainer: Trainer, tmp_path: Path) -> None:
+    trainer.focus.record(["easy", "hard"], [True, False])
+    trainer.save()
+    earlier = (tmp_path / "state.pt").rename(tmp_path / "earlier.pt")
+    options = ["--out", str(tmp_path), "--state", str(tmp_path / "state.pt"), "--failures", str(earlier)]
+    later = Trainer(build_parser().parse_args(options), trainer.tokenizer)
+    assert later.focus.failures == trainer.focus.failures
+    assert later.step == 0
+
+
 def test_the_checkpoint_has_the_mean_of_the_last_weights(trainer: Trainer, tmp_path: Path) -> None:
     """Of all weights, the first ones too, while they are fewer than the steps to average over; then old ones fade."""
     trainer.args.average_steps = 3
