@@ -26,28 +26,28 @@ def llm() -> LLM:
 @pytest.mark.parametrize("count", slow_but([20, 60], [20]))
 def test_it_solves_held_out_problems_in_few_forward_passes(llm: LLM, count: int) -> None:
     """Floors below the measured figures: it fails when the model or the decoding is broken. Of the first 60 problems
-    d2f solved 90 % with 6.5 tokens per forward pass, lopa 93 % with 7.1; of the first 20
-    85 % with 6.3 and 95 % with 7.1."""
+    d2f solved 97 % with 6.9 tokens per forward pass, lopa 95 % with 7.1; of the first 20
+    100 % with 7.0 and 95 % with 7.1."""
     problems = read(count)
     d2f, lopa = (evaluate(llm, problems, decoding(k, 0.9)) for k in (0, 7))
-    assert d2f.accuracy >= 0.7
-    assert lopa.accuracy >= 0.75
+    assert d2f.accuracy >= 0.8
+    assert lopa.accuracy >= 0.8
     assert d2f.tpf > 5
     assert lopa.tpf > d2f.tpf
 
 
 def test_branches_fill_more_in_longer_blocks(llm: LLM) -> None:
-    """A floor below the 2.3 times that were measured on 500 problems, and 2.6 on these."""
+    """A floor below the 2.4 times that were measured on 500 problems, and 2.2 on these."""
     problems = read(20)
     d2f, lopa = (evaluate(llm, problems, replace(decoding(k, 0.9), block_size=32)) for k in (0, 7))
     assert lopa.tpf > 1.5 * d2f.tpf
 
 
 def test_it_solves_problems_in_other_peoples_words(llm: LLM) -> None:
-    """A floor below the 98 % that were measured."""
+    """A floor below the 100 % that were measured."""
     rows = [json.loads(line) for line in HANDWRITTEN.read_text(encoding="utf-8").splitlines()[:60]]
     outcome = evaluate(llm, [(row["question"], row["answer"]) for row in rows], decoding(0, 0.9))
-    assert outcome.accuracy >= 0.8
+    assert outcome.accuracy >= 0.85
 
 
 def test_it_ends_by_itself_with_the_default_parameters(llm: LLM) -> None:
