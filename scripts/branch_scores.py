@@ -25,9 +25,8 @@ from tqdm import tqdm
 
 from lopa_ascend.config import BRANCH_SCORES, DecodingParams
 from lopa_ascend.config.help import HelpFormatter
-from scripts.demo_problems import parse_result
 from scripts.demo_sets import asked, read
-from scripts.eval_demo import decoding
+from scripts.eval_demo import decoding, solved
 
 if TYPE_CHECKING:
     from lopa_ascend import LLM
@@ -87,7 +86,7 @@ class Measured:
 def measure(llm: LLM, problems: Sequence[tuple[str, int]], params: DecodingParams) -> Measured:
     """Decodes problems (questions and results) together."""
     outputs = llm.chat([asked(question) for question, _ in problems], params, quiet=True)
-    exact = [parse_result(output.text or "") == result for output, (_, result) in zip(outputs, problems, strict=True)]
+    exact = solved(outputs, [result for _, result in problems])
     return Measured(
         np.array(exact, float),
         np.array([len(output.token_ids) for output in outputs], float),

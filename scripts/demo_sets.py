@@ -30,28 +30,38 @@ class Question:
     """A problem of one of the sets."""
 
     text: str
-    result: int | None
+    result: int
     """The number that the answer must end in."""
     kind: str
     """As in `scripts.problems.working.kind_of`."""
     worked_answer: str = ""
-    """An answer as the training has it; empty where other people worded the problem."""
+    """The answer that a training problem would have, with each step; empty where other people worded the problem."""
 
 
-def read_set(path: Path, limit: int) -> list[Question]:
-    """The first problems of one of the files of `lopa_ascend.demo`."""
+def read_set(path: Path, limit: int | None = None) -> list[Question]:
+    """The problems of one of the files of `lopa_ascend.demo`.
+
+    Args:
+        path: the file. The answers in it are worked answers, or numbers.
+        limit: how many problems, from the first one on; None for all.
+
+    Raises:
+        ValueError: an answer does not end in a number.
+    """
     questions = []
     for line in path.read_text(encoding="utf-8").splitlines()[:limit]:
         row = json.loads(line)
         worked_answer = row["answer"] if isinstance(row["answer"], str) else ""
         result = parse_result(worked_answer) if worked_answer else row["answer"]
+        if result is None:
+            raise ValueError(f"{path}: the answer to {row['question']!r} has no number behind ####")
         questions.append(Question(row["question"], result, row["kind"], worked_answer))
     return questions
 
 
 def read(limit: int) -> list[tuple[str, int]]:
     """The first held-out problems: question and result."""
-    return [(question.text, question.result or 0) for question in read_set(HELD_OUT, limit)]
+    return [(question.text, question.result) for question in read_set(HELD_OUT, limit)]
 
 
 def asked(question: str) -> Conversation:
@@ -67,11 +77,12 @@ def unseen(count: int) -> list[Question]:
     return [Question(narrative.question, narrative.steps[-1].result, narrative.kind) for narrative in narratives]
 
 
-def typed_ways(limit: int) -> tuple[dict[str, list[Conversation]], list[int | None]]:
+def typed_ways(limit: int) -> tuple[dict[str, list[Conversation]], list[int]]:
     """Held-out problems as people type them, and behind other messages.
 
     Args:
-        limit: number of problems.
+        limit: number of problems, at most one fewer than the file has: the problem behind each comes first as an
+            earlier turn.
 
     Returns:
         the conversations by way of typing, and the results, which are the same for each way.
@@ -104,11 +115,14 @@ def with_new_names(question: str) -> str:
     return question
 
 
-def going_on(count: int) -> tuple[list[Conversation], list[int | None]]:
-    """Conversations whose second question goes on from the answer to the first, held-out one; and their results."""
+def going_on(count: int) -> tuple[list[Conversation], list[int]]:
+    """Conversations of two questions, the second of which needs the answer to the first; and the results of the second.
+
+    The first question is held out, and its answer stands between the two.
+    """
     rng = random.Random(7)
     conversations: list[Conversation] = []
-    results: list[int | None] = []
+    results: list[int] = []
     while len(conversations) < count:
         narrative = tell(rng)
         following = tell_next(rng, narrative) if is_held_out(narrative.question) else None

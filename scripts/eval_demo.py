@@ -15,7 +15,6 @@ two cores, and answer sooner with a smaller --limit.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,8 +67,13 @@ def decoding(num_branches: int, tau_conf: float, window: str = "block_causal") -
     return DecodingParams(**fields)
 
 
+def solved(outputs: Sequence[GenerationOutput], results: Sequence[int]) -> list[bool]:
+    """Whether each answer ends in the right number."""
+    return [parse_result(output.text or "") == result for output, result in zip(outputs, results, strict=True)]
+
+
 def share_of_exact(outputs: Sequence[GenerationOutput], problems: Sequence[tuple[str, int]]) -> float:
-    exact = [parse_result(output.text or "") == result for output, (_, result) in zip(outputs, problems, strict=True)]
+    exact = solved(outputs, [result for _, result in problems])
     return sum(exact) / len(exact)
 
 
@@ -161,10 +165,7 @@ def kinds(llm: LLM, limit: int) -> None:
     for name, questions in sets.items():
         for num_branches in (0, 7):
             outputs = llm.chat([asked(question.text) for question in questions], decoding(num_branches, 0.9))
-            exact[name, num_branches] = [
-                parse_result(output.text or "") == question.result
-                for output, question in zip(outputs, questions, strict=True)
-            ]
+            exact[name, num_branches] = solved(outputs, [question.result for question in questions])
     for heading, group in (("kind", lambda kind: kind), ("steps", steps_of)):
         groups = {name: [group(question.kind) for question in questions] for name, questions in sets.items()}
         print_groups(heading, groups, exact)
@@ -181,7 +182,7 @@ def print_groups(heading: str, groups: dict[str, list[str]], exact: dict[tuple[s
     """Prints a table of exact by group of problems.
 
     Args:
-        heading: of the groups.
+        heading: of the first column, which has the groups.
         groups: the group of each problem, by name of the set.
         exact: whether each problem is solved, by name of the set and number of branches.
     """
@@ -190,7 +191,7 @@ def print_groups(heading: str, groups: dict[str, list[str]], exact: dict[tuple[s
     for group in [*dict.fromkeys(group for of_set in groups.values() for group in of_set), "all"]:
         cells = [group]
         for name, of_set in groups.items():
-            chosen = [i for i, its_group in enumerate(of_set) if group in (its_group, "all")]
+            chosen = [i for i, group_of_problem in enumerate(of_set) if group in (group_of_problem, "all")]
             cells.append(str(len(chosen)))
             for num_branches in (0, 7):
                 right = sum(exact[name, num_branches][i] for i in chosen)
@@ -206,12 +207,11 @@ def typed(llm: LLM, limit: int) -> None:
     _print_exact(llm, "going on from an answer", *going_on(limit))
 
 
-def _print_exact(llm: LLM, name: str, conversations: list[Conversation], results: list[int | None]) -> None:
+def _print_exact(llm: LLM, name: str, conversations: list[Conversation], results: list[int]) -> None:
     shares = []
     for num_branches in (0, 7):
         outputs = llm.chat(conversations, decoding(num_branches, 0.9))
-        right = sum(parse_result(out.text or "") == result for out, result in zip(outputs, results, strict=True))
-        shares.append(f"{right / len(results):6.1%}")
+        shares.append(f"{sum(solved(outputs, results)) / len(results):6.1%}")
     print(f"{name:26s} d2f {shares[0]}  lopa, k = 7 {shares[1]}", flush=True)
 
 
@@ -220,8 +220,8 @@ def prefix(model: str | None, limit: int, options: dict[str, Any]) -> None:
     from lopa_ascend import LLM
     from scripts.demo_tokenizer import ASSISTANT, EOS, USER
 
-    solved = [json.loads(line) for line in HELD_OUT.read_text(encoding="utf-8").splitlines()[-4:]]
-    shots = "".join(f"{USER}{row['question']}{ASSISTANT}{row['answer']}{EOS}" for row in solved)
+    examples = read_set(HELD_OUT)[-4:]
+    shots = "".join(f"{USER}{example.text}{ASSISTANT}{example.worked_answer}{EOS}" for example in examples)
     problems = read(limit)
     prompts = [f"{shots}{USER}{question}{ASSISTANT}" for question, _ in problems]
     texts: dict[str, list[str | None]] = {}

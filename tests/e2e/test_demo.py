@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.demo import HANDWRITTEN
-from scripts.demo_sets import read
+from scripts.demo_sets import read, read_set
 from scripts.eval_demo import decoding, evaluate
 from tests.tiers import slow_but
 
@@ -45,8 +44,8 @@ def test_branches_fill_more_in_longer_blocks(llm: LLM) -> None:
 
 def test_it_solves_problems_in_other_peoples_words(llm: LLM) -> None:
     """A floor below the 100 % that were measured."""
-    rows = [json.loads(line) for line in HANDWRITTEN.read_text(encoding="utf-8").splitlines()[:60]]
-    outcome = evaluate(llm, [(row["question"], row["answer"]) for row in rows], decoding(0, 0.9))
+    questions = read_set(HANDWRITTEN, 60)
+    outcome = evaluate(llm, [(question.text, question.result) for question in questions], decoding(0, 0.9))
     assert outcome.accuracy >= 0.85
 
 

@@ -22,7 +22,7 @@ def test_each_file_is_read_with_results_and_kinds() -> None:
     assert all(question.worked_answer.endswith(f"#### {question.result}") for question in read_set(HELD_OUT, 1000))
 
 
-def test_unseen_problems_come_from_templates_of_their_own() -> None:
+def test_unseen_problems_differ_and_are_the_same_each_time() -> None:
     texts = [question.text for question in unseen(100)]
     assert len(set(texts)) == 100
     assert texts == [question.text for question in unseen(100)]
