@@ -70,8 +70,9 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     files.add_argument(
         "--failures", type=Path, metavar="STATE",
-        help="the saved state of an earlier run, for what the model failed at then: with --go-on the new run "
-        "practises that more from its first step (default: nothing is known of any template)",
+        help="saved state of an earlier run, from which only its rates of failures by template are taken: templates "
+        "at which the model failed often are practised more from the first step. Use it with --go-on (default: "
+        "every template begins with a rate of 0.5)",
     )  # fmt: skip
     training = parser.add_argument_group("training")
     for name, kind, default, text in (
