@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lopa_ascend.demo import HELD_OUT
-from scripts.demo_problems import Message, is_held_out, parse_result
+from scripts.demo_problems import Message, is_held_out, parse_result, problems
 from scripts.problems import lexicon
 from scripts.problems.relations import UNSEEN
 from scripts.problems.telling import tell, tell_next, tell_relation
@@ -21,6 +22,8 @@ from scripts.problems.working import answer
 
 NEW_NAMES = ("Quentin", "Philippa", "Xiomara", "Thabo", "Ludmila", "Siobhan", "Ngozi", "Rufus", "Henrietta", "Bertram")
 """Names that no training problem has."""
+OTHER_SEED = 100
+"""Of held-out problems beside those of the file."""
 SYSTEM_PROMPT = "You are a helpful assistant."
 Conversation = list[Message]
 
@@ -75,6 +78,21 @@ def unseen(count: int) -> list[Question]:
     chosen = rng.sample(UNSEEN, min(count, len(UNSEEN)))
     narratives = [tell_relation(rng, relation) for relation in chosen]
     return [Question(narrative.question, narrative.steps[-1].result, narrative.kind) for narrative in narratives]
+
+
+def other_held_out(count: int) -> list[Question]:
+    """Held-out problems that the file has not.
+
+    They choose between checkpoints, so that the choice does not flatter the figures of the file.
+    """
+    in_file = {question.text for question in read_set(HELD_OUT)}
+    stream = problems(OTHER_SEED, held_out=True, plain=True)
+    others = (problem for problem in stream if problem.question not in in_file)
+    return [
+        Question(problem.question, problem.result, problem.kind, problem.answer)
+        for problem in itertools.islice(others, count)
+        if problem.result is not None
+    ]
 
 
 def typed_ways(limit: int) -> tuple[dict[str, list[Conversation]], list[int]]:

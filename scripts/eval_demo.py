@@ -5,6 +5,7 @@
     python -m scripts.eval_demo blocks                  the same by block size and branches, on 500 problems
     python -m scripts.eval_demo kinds                   exact by kind and steps, also where others worded them
     python -m scripts.eval_demo typed                   exact with a system prompt, in a second turn, without "?" ...
+    python -m scripts.eval_demo choose --model DIR      exact on all unseen wordings and 2,000 other held-out problems
     python -m scripts.eval_demo prefix                  what approximate prefix caching does to answers, on 50 problems
 
 "exact" is the share of answers that end in the right number. TPF is visible tokens divided by forward passes, of all
@@ -27,12 +28,12 @@ from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.demo import DEMO_MODEL, HANDWRITTEN, HELD_OUT, INDEPENDENT
 from lopa_ascend.types import GenerationOutput
 from scripts.demo_problems import parse_result
-from scripts.demo_sets import Conversation, asked, going_on, read, read_set, typed_ways, unseen
+from scripts.demo_sets import Conversation, asked, going_on, other_held_out, read, read_set, typed_ways, unseen
 
 if TYPE_CHECKING:
     from lopa_ascend import LLM
 
-DEFAULT_LIMITS = {"targets": 500, "table": 200, "blocks": 500, "kinds": 500, "typed": 200, "prefix": 50}
+DEFAULT_LIMITS = {"targets": 500, "table": 200, "blocks": 500, "kinds": 500, "typed": 200, "choose": 2000, "prefix": 50}
 """Problems, by what is measured."""
 BRANCHES = (0, 1, 3, 7)
 """Lookahead branches, the paper's k; 0 is D2F."""
@@ -207,6 +208,13 @@ def typed(llm: LLM, limit: int) -> None:
     _print_exact(llm, "going on from an answer", *going_on(limit))
 
 
+def choose(llm: LLM, limit: int) -> None:
+    """Prints exact on the problems that choose between checkpoints; the files of problems have no part in that."""
+    for name, questions in (("unseen wordings", unseen(limit)), ("other held-out problems", other_held_out(limit))):
+        conversations = [asked(question.text) for question in questions]
+        _print_exact(llm, name, conversations, [question.result for question in questions])
+
+
 def _print_exact(llm: LLM, name: str, conversations: list[Conversation], results: list[int]) -> None:
     shares = []
     for num_branches in (0, 7):
@@ -285,6 +293,8 @@ def main() -> None:
         kinds(LLM(args.model, **options), limit)
     elif args.what == "typed":
         typed(LLM(args.model, **options), limit)
+    elif args.what == "choose":
+        choose(LLM(args.model, **options), limit)
     else:
         prefix(args.model, limit, options)
 

@@ -3,7 +3,7 @@ r"""Trains the bundled model from scratch on a CPU, and writes it as a Dream che
     python -m scripts.train_demo                                         replaces the bundled model; hours on two cores
     python -m scripts.train_demo --out build/demo/model --held-out build/demo/heldout.jsonl --ar-steps 50 \
         --diffusion-steps 200                                            a short try elsewhere; some minutes
-    python -m scripts.train_demo --go-on --ar-steps 0 --dtype bfloat16 --compile --seed 1
+    python -m scripts.train_demo --go-on --measure-steps 600 --ar-steps 0 --dtype bfloat16 --compile --seed 1
                                                                          trains the bundled model further, faster
 
 There are two stages, as in the training of Dream: an autoregressive warm-up on plain problems, from which the logits
@@ -68,14 +68,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--state", type=Path, default=Path("build/demo/state.pt"), metavar="FILE",
         help="where a run can go on from (default: build/demo/state.pt)",
     )  # fmt: skip
-    files.add_argument(
-        "--failures", type=Path, metavar="STATE",
-        help="saved state of an earlier run, from which only its rates of failures by template are taken: templates "
-        "at which the model failed often are practised more from the first step. Use it with --go-on (default: "
-        "every template begins with a rate of 0.5)",
-    )  # fmt: skip
     training = parser.add_argument_group("training")
     for name, kind, default, text in (
+        ("--measure-steps", int, 0, "batches before the first step that only tell what the model fails at"),
         ("--ar-steps", int, 1000, "steps of the autoregressive warm-up"),
         ("--diffusion-steps", int, 5000, "steps of masked diffusion"),
         ("--batch", int, 48, "problems in a step"),

@@ -111,8 +111,6 @@ class Trainer:
         self.step = 0
         """Steps that were made."""
         self.focus = Focus(args.least_share)
-        if args.failures:
-            self.focus.failures = torch.load(args.failures, weights_only=True)["failures"]
         self.symbols = torch.tensor([vocab[symbol] for symbol in SYMBOLS])
         self.clean_batches = self._new_batches(plain=True, whole_blocks=False)
         self.batches = self._new_batches(plain=False, whole_blocks=True)
@@ -145,6 +143,8 @@ class Trainer:
     def run(self) -> None:
         """Trains from where the last run stopped to the end, with a progress bar."""
         self.resume()
+        if self.step == 0:
+            self.measure()
         recent: list[float] = []
         remaining = range(self.step + 1, self.num_steps + 1)
         for step in tqdm(remaining, initial=self.step, total=self.num_steps, mininterval=30):
@@ -161,6 +161,14 @@ class Trainer:
                 self.save()
             if step > self.args.ar_steps and (step % self.args.eval_every == 0 or is_last):
                 tqdm.write(f"step {step} {self.evaluate()}")
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Finds out at which templates the model fails, without training it."""
+        for _ in tqdm(range(self.args.measure_steps), desc="measuring", mininterval=30):
+            tokens = self.clean_batches.next(CLEAN_FACTOR * self.args.batch)
+            answers = [self.clean(tokens)]
+            self.focus.record(tokens.sources, self.solved(answers, self.cross_entropies(tokens, answers)))
 
     def train_step(self) -> float:
         """Makes one step; returns the loss, NaN if nothing was masked."""

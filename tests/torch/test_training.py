@@ -159,14 +159,21 @@ def test_training_goes_on_from_the_weights_of_a_checkpoint(trainer: Trainer, tmp
     assert gone_on.step == 0
 
 
-def test_a_run_begins_with_the_failures_of_an_earlier_one(trainer: Trainer, tmp_path: Path) -> None:
-    trainer.focus.record(["easy", "hard"], [True, False])
+def test_a_run_first_measures_what_the_model_fails_at(trainer: Trainer) -> None:
+    """Without training it; a run that goes on from a saved state has measured it before."""
+    trainer.args.batch, trainer.args.measure_steps, trainer.num_steps = 2, 3, 0
+    before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+    trainer.run()
+    assert 0 < len(trainer.focus.failures) <= 3 * CLEAN_FACTOR * 2
+    for name, weight in trainer.model.state_dict().items():
+        assert torch.equal(weight, before[name]), name
+
+    trainer.step = trainer.num_steps = 1
     trainer.save()
-    earlier = (tmp_path / "state.pt").rename(tmp_path / "earlier.pt")
-    options = ["--out", str(tmp_path), "--state", str(tmp_path / "state.pt"), "--failures", str(earlier)]
-    later = Trainer(build_parser().parse_args(options), trainer.tokenizer)
-    assert later.focus.failures == trainer.focus.failures
-    assert later.step == 0
+    resumed = Trainer(trainer.args, trainer.tokenizer)
+    resumed.num_steps = 1
+    resumed.run()
+    assert resumed.focus.failures == trainer.focus.failures
 
 
 def test_the_checkpoint_has_the_mean_of_the_last_weights(trainer: Trainer, tmp_path: Path) -> None:

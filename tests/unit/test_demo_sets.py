@@ -8,7 +8,7 @@ import pytest
 
 from lopa_ascend.demo import HANDWRITTEN, HELD_OUT, INDEPENDENT
 from scripts.demo_problems import is_held_out
-from scripts.demo_sets import NEW_NAMES, going_on, read_set, typed_ways, unseen
+from scripts.demo_sets import NEW_NAMES, going_on, other_held_out, read_set, typed_ways, unseen
 from scripts.eval_demo import print_groups, steps_of
 from scripts.problems import lexicon
 
@@ -26,6 +26,13 @@ def test_unseen_problems_differ_and_are_the_same_each_time() -> None:
     texts = [question.text for question in unseen(100)]
     assert len(set(texts)) == 100
     assert texts == [question.text for question in unseen(100)]
+
+
+def test_other_held_out_problems_are_not_in_the_file() -> None:
+    in_file = {question.text for question in read_set(HELD_OUT)}
+    others = other_held_out(20)
+    assert len(others) == 20
+    assert all(is_held_out(question.text) and question.text not in in_file for question in others)
 
 
 def test_ways_of_typing_keep_the_problem() -> None:
