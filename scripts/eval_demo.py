@@ -5,7 +5,7 @@
     python -m scripts.eval_demo blocks                  the same by block size and branches, on 500 problems
     python -m scripts.eval_demo kinds                   exact by kind and steps, also where others worded them
     python -m scripts.eval_demo typed                   exact with a system prompt, in a second turn, without "?" ...
-    python -m scripts.eval_demo choose --model DIR      exact on all unseen wordings and 2,000 other held-out problems
+    python -m scripts.eval_demo choose --model DIR      exact with d2f, to choose between checkpoints
     python -m scripts.eval_demo prefix                  what approximate prefix caching does to answers, on 50 problems
 
 "exact" is the share of answers that end in the right number. TPF is visible tokens divided by forward passes, of all
@@ -209,10 +209,11 @@ def typed(llm: LLM, limit: int) -> None:
 
 
 def choose(llm: LLM, limit: int) -> None:
-    """Prints exact on the problems that choose between checkpoints; the files of problems have no part in that."""
+    """Prints exact of d2f on the problems that choose between checkpoints; the files of problems have no part in it."""
     for name, questions in (("unseen wordings", unseen(limit)), ("other held-out problems", other_held_out(limit))):
-        conversations = [asked(question.text) for question in questions]
-        _print_exact(llm, name, conversations, [question.result for question in questions])
+        outputs = llm.chat([asked(question.text) for question in questions], decoding(0, 0.9))
+        exact = solved(outputs, [question.result for question in questions])
+        print(f"{name:24s} {sum(exact)} of {len(exact)}, {sum(exact) / len(exact):.1%}", flush=True)
 
 
 def _print_exact(llm: LLM, name: str, conversations: list[Conversation], results: list[int]) -> None:
