@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import time
 from collections import deque
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tqdm import tqdm
 from transformers import Qwen2Config, Qwen2Model
 
 from lopa_ascend import LLM
-from lopa_ascend.config import recommended
 from scripts.demo_problems import problems
-from scripts.demo_tokenizer import EOS, MASK, VOCABULARY
+from scripts.demo_tokenizer import EOS, MASK
 from scripts.eval_demo import decoding, evaluate
+from scripts.training import checkpoint
 from scripts.training.batches import Batches, Tokens
 from scripts.training.focus import Focus
 from scripts.training.forward import Forward, Shapes, attention_masks
@@ -30,20 +28,12 @@ from scripts.training.growth import with_layers, with_units
 from scripts.training.muon import Muon
 from scripts.training.noise import block_causal, causal, noise
 
-GEOMETRY: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 192, "intermediate_size": 1024, "num_hidden_layers": 12,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "attention_dropout": 0.0,
-}  # fmt: skip
 WARM_UP_STEPS = 40
 DECAY_SHARE = 0.5
 """Share of the steps, the last ones, over which the learning rate falls to zero."""
 CLEAN_FACTOR = 3
 """A batch after the warm-up that is autoregressive alone has so many times the problems of another, in as many tokens:
 reading is learned from many problems, and an answer to predict autoregressively is enough for it."""
-RECOMMENDED = {"block_size": 8}
-"""Decoding parameters that the checkpoint recommends. In longer blocks positions far ahead are filled too early
-(docs/bundled-model.md)."""
 SYMBOLS = "0123456789+-*/="
 """Tokens that must be predicted for a problem to count as solved."""
 NOISY_COPIES = 2
@@ -98,7 +88,7 @@ class Trainer:
         vocab = self.tokenizer.get_vocab()
         self.eos, self.mask = vocab[EOS], vocab[MASK]
         torch.manual_seed(args.seed)
-        self.model = Qwen2Model(Qwen2Config(**GEOMETRY))
+        self.model = Qwen2Model(Qwen2Config(**checkpoint.GEOMETRY))
         self.optimizers = self._initialise()
         if args.go_on:
             weights = load_file(args.out / "model.safetensors")
@@ -336,29 +326,5 @@ class Trainer:
         self.export()
 
     def export(self) -> None:
-        """Writes the checkpoint in Dream's layout: config.json, generation_config.json, model.safetensors.
-
-        The weights are the mean of the last steps, stored in bfloat16, half the size, and run in float32.
-        """
-        out: Path = self.args.out
-        weights = {f"model.{name}": weight.bfloat16().contiguous() for name, weight in self.average.items()}
-        save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
-        generation = {
-            "eos_token_id": self.eos,
-            "pad_token_id": self.eos,
-            "mask_token_id": self.mask,
-            recommended.NAME: RECOMMENDED,
-        }
-        config = {
-            "architectures": ["DreamModel"],
-            "model_type": "Dream",
-            **GEOMETRY,
-            "hidden_act": "silu",
-            "torch_dtype": "float32",
-            "mask_token_id": self.mask,
-            "pad_token_id": self.eos,
-            "bos_token_id": self.eos,
-            "eos_token_id": self.eos,
-        }
-        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+        """Writes the checkpoint, with the mean of the weights of the last steps."""
+        checkpoint.write(self.args.out, self.average, eos=self.eos, mask=self.mask)

@@ -16,13 +16,13 @@ from transformers import Qwen2Config, Qwen2Model
 from scripts.demo_tokenizer import build
 from scripts.train_demo import build_parser
 from scripts.training.batches import Batches, Tokens
+from scripts.training.checkpoint import GEOMETRY
 from scripts.training.focus import UNKNOWN
 from scripts.training.forward import Forward, Shapes, attention_masks
 from scripts.training.growth import with_layers, with_units
 from scripts.training.noise import block_causal, causal
 from scripts.training.trainer import (
     CLEAN_FACTOR,
-    GEOMETRY,
     NOISY_COPIES,
     STEPS_TO_SECOND,
     SYMBOLS,
