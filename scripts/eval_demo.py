@@ -43,6 +43,10 @@ BLOCK_SIZES = (4, 8, 16, 32)
 WINDOWS = ("block_causal", "full")
 
 
+LEAST_PERCENT = 70
+"""Where the axis of exact answers begins at the latest, so that one problem more does not look like much."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What came of decoding some problems."""
@@ -257,7 +261,8 @@ def draw(outcomes: dict[tuple[str, int, float], Outcome], path: Path) -> None:
             axis.plot(tpfs, percents, marker="o", label=f"k = {k}")
         axis.set(title=window, xlabel="tokens per forward")
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("exact answers, %")
+    lowest = min(100 * outcome.accuracy for outcome in outcomes.values())
+    axes[0].set(ylabel="exact answers, %", ylim=(min(LEAST_PERCENT, lowest), 100))
     axes[0].legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
