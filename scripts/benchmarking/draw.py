@@ -72,7 +72,8 @@ def draw_branches(found: Sequence[Result], axes: Axes) -> bool:
         if ks[0] == 0:
             axis.axhline(values[0], color=color, linestyle="--", alpha=0.6)
         axis.set_ylabel(label, color=color)
-        axis.set_ylim(bottom=0)
+    axes.set_ylim(bottom=0)
+    scores.set_ylim(0, 104)  # whole markers at 100 %
     axes.set_xlabel("lookahead branches k (dashed: none)")
     return True
 
