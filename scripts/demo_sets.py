@@ -81,7 +81,7 @@ def unseen(count: int) -> list[Question]:
 
 
 def other_held_out(count: int) -> list[Question]:
-    """Held-out problems that the file has not.
+    """Held-out problems that are not in the file.
 
     They choose between checkpoints, so that the choice does not flatter the figures of the file.
     """

@@ -41,10 +41,8 @@ TAUS = (0.95, 0.9, 0.8, 0.7)
 """Values of tau_conf."""
 BLOCK_SIZES = (4, 8, 16, 32)
 WINDOWS = ("block_causal", "full")
-
-
-LEAST_PERCENT = 70
-"""Where the axis of exact answers begins at the latest, so that one problem more does not look like much."""
+HIGHEST_START = 70
+"""The axis of exact answers begins at this percentage or lower, so that one problem more does not look like much."""
 
 
 @dataclass(frozen=True)
@@ -262,7 +260,7 @@ def draw(outcomes: dict[tuple[str, int, float], Outcome], path: Path) -> None:
         axis.set(title=window, xlabel="tokens per forward")
         axis.grid(alpha=0.3)
     lowest = min(100 * outcome.accuracy for outcome in outcomes.values())
-    axes[0].set(ylabel="exact answers, %", ylim=(min(LEAST_PERCENT, lowest), 100))
+    axes[0].set(ylabel="exact answers, %", ylim=(min(HIGHEST_START, lowest), 100))
     axes[0].legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)

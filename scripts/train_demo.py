@@ -13,6 +13,9 @@ predict autoregressively, which teaches arithmetic faster, because each of its p
 later the two come once more, filled where the model was sure and right, as a step of decoding fills them. The other
 batches have full attention within the window.
 
+Problems of a template that the model solves are mostly left out. A run that goes on from a checkpoint does not know
+these templates; with --measure-steps it finds them out before the first step.
+
 The checkpoint has the mean of the weights over the last steps, which solves many more problems than the last weights.
 
 Prints the loss, and from time to time the accuracy on problems that were not trained on. The state is saved to --state:
