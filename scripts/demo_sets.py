@@ -20,7 +20,9 @@ from scripts.problems.relations import UNSEEN
 from scripts.problems.telling import tell, tell_next, tell_relation
 from scripts.problems.working import answer
 
-NEW_NAMES = ("Quentin", "Philippa", "Xiomara", "Thabo", "Ludmila", "Siobhan", "Ngozi", "Rufus", "Henrietta", "Bertram")
+NEW_NAMES = (
+    "Thaddeus", "Eowyn", "Caspian", "Ottoline", "Balthasar", "Cressida", "Hortense", "Evander", "Guinevere", "Tiberius",
+)  # fmt: skip
 """Names that no training problem has."""
 OTHER_SEED = 100
 """Of held-out problems beside those of the file."""

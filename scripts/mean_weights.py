@@ -1,10 +1,11 @@
-"""Writes the mean of the weights of two checkpoints of the same model, such as two ends of a training.
+"""Writes the mean of the weights of two checkpoints, such as a model and the same model trained further.
 
     python -m scripts.mean_weights build/demo/before build/demo/after --out build/demo/model
     python -m scripts.mean_weights build/demo/before build/demo/after --share 0.25 --out build/demo/model
 
 Weights at the end of a training are noisy, and the mean of two ends can solve more problems than either of them
-(docs/bundled-model.md). Two trainings that began with different random weights have no such mean.
+(docs/bundled-model.md). With --share 0.25 a quarter comes from the second one. The mean of two models that began with
+different random weights is useless.
 """
 
 from __future__ import annotations

@@ -7,21 +7,21 @@ r"""Trains the bundled model from scratch on a CPU, and writes it as a Dream che
                                                                          trains the bundled model further, faster
 
 There are two stages, as in the training of Dream: an autoregressive warm-up on plain problems, from which the logits
-are shifted by one position, and masked diffusion on whole conversations with D2F's block-wise monotone noise. Most
+are shifted by one position, and masked diffusion on whole conversations, beside more autoregressive batches. Most
 diffusion batches are block-causal, with several answers behind each prompt: two with different noise, and one to
 predict autoregressively, which teaches arithmetic faster, because each of its positions can be predicted. Some steps
 later the two come once more, filled where the model was sure and right, as a step of decoding fills them. The other
 batches have full attention within the window.
 
 Problems of a template that the model solves are mostly left out. A run that goes on from a checkpoint does not know
-these templates; with --measure-steps it finds them out before the first step.
+yet which templates these are; with --measure-steps it finds them out before the first step.
 
 The checkpoint has the mean of the weights over the last steps, which solves many more problems than the last weights.
 
-Prints the loss, and from time to time the accuracy on problems that were not trained on. The state is saved to --state:
-started again, the same command goes on where the last one stopped. Everything is seeded: with --threads 1 two runs on
-one machine give the same weights. With more threads sums may be ordered differently, so weights differ in their last
-bits, and after some steps in all of them.
+Prints the loss, and from time to time the accuracy on 40 problems that are drawn like those of the training, with a
+seed of their own. The state is saved to --state: started again, the same command goes on where the last one stopped.
+Everything is seeded: with --threads 1 two uninterrupted runs on one machine give the same weights. With more threads
+sums may be ordered differently, so weights differ in their last bits, and after some steps in all of them.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ def build_parser() -> argparse.ArgumentParser:
         ("--diffusion-steps", int, 5000, "steps of masked diffusion"),
         ("--batch", int, 48, "problems in a step"),
         ("--lr", float, 3e-3, "highest learning rate"),
-        ("--clean-share", float, 0.5, "share of the batches after the warm-up that are autoregressive alone"),
-        ("--full-share", float, 0.12, "share of the batches after the warm-up with full attention within the window"),
+        ("--clean-share", float, 0.5, "share of the new batches after the warm-up that are autoregressive alone"),
+        ("--full-share", float, 0.12, "share of the new batches after the warm-up with full attention in the window"),
         ("--least-share", float, 0.15, "share of the problems kept of a template that the model solves; 1 keeps all"),
-        ("--average-steps", int, 500, "steps over which the checkpoint's weights are averaged"),
+        ("--average-steps", int, 500, "memory in steps of the running mean of the weights that the checkpoint has"),
         ("--seed", int, 0, "seed of weights, problems and noise"),
         ("--threads", int, 2, "threads of torch"),
     ):

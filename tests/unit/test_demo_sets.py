@@ -11,6 +11,7 @@ from scripts.demo_problems import is_held_out
 from scripts.demo_sets import NEW_NAMES, going_on, other_held_out, read_set, typed_ways, unseen
 from scripts.eval_demo import print_groups, steps_of
 from scripts.problems import lexicon
+from scripts.problems.relations import RELATIONS
 
 
 def test_each_file_is_read_with_results_and_kinds() -> None:
@@ -53,6 +54,8 @@ def test_new_names_replace_those_of_the_training() -> None:
     old_names = re.compile(rf"\b({'|'.join((*lexicon.WOMEN, *lexicon.MEN))})\b")
     assert not any(old_names.search(text) for text in texts)
     assert any(name in text for text in texts for name in NEW_NAMES)
+    templates = " ".join(relation.template for relation in RELATIONS)
+    assert not [name for name in NEW_NAMES if re.search(rf"\b{name}\b", templates)]
 
 
 def test_conversations_that_go_on_begin_with_a_held_out_problem() -> None:
