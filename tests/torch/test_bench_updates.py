@@ -28,9 +28,9 @@ def test_lengths_are_compared_with_those_of_the_last_step_of_the_same_bucket() -
 
 @compiles_steps
 def test_the_bundled_model_keeps_lengths_in_some_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--problems", "8"])
+    main(["--problems", "24"])
     replays, inputs, before, after, pages = capsys.readouterr().out.splitlines()
-    assert replays.startswith("8 problems, ")
+    assert replays.startswith("24 problems, ")
     assert 0 < int(inputs.removeprefix("inputs written before ").split("%")[0]) < 100
     assert before == "before, all lengths written  28.0 updates a step, 5.15 ms of the host"
     assert 0 < float(after.split("written")[1].split()[0]) < 28
