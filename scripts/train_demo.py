@@ -73,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     training = parser.add_argument_group("training")
     for name, kind, default, text in (
-        ("--measure-steps", int, 0, "batches before the first step that only tell what the model fails at"),
+        ("--measure-steps", int, 0, "batches to predict before the first step, to find what the model fails at"),
         ("--ar-steps", int, 1000, "steps of the autoregressive warm-up"),
         ("--diffusion-steps", int, 5000, "steps of masked diffusion"),
         ("--batch", int, 48, "problems in a step"),
