@@ -76,13 +76,13 @@ def build_parser() -> argparse.ArgumentParser:
         ("--measure-steps", int, 0, "batches to predict before the first step, to find what the model fails at"),
         ("--ar-steps", int, 1000, "steps of the autoregressive warm-up"),
         ("--diffusion-steps", int, 5000, "steps of masked diffusion"),
-        ("--batch", int, 48, "problems in a step"),
+        ("--batch", int, 48, "problems in a step; steps that are autoregressive alone have three times as many"),
         ("--lr", float, 3e-3, "highest learning rate"),
         ("--clean-share", float, 0.5, "share of the new batches after the warm-up that are autoregressive alone"),
         ("--full-share", float, 0.12, "share of the new batches after the warm-up with full attention in the window"),
         ("--least-share", float, 0.15, "share of the problems kept of a template that the model solves; 1 keeps all"),
         ("--average-steps", int, 500, "memory in steps of the running mean of the weights that the checkpoint has"),
-        ("--seed", int, 0, "seed of weights, problems and noise"),
+        ("--seed", int, 0, "seed of weights, problems and noise; another one draws other problems"),
         ("--threads", int, 2, "threads of torch"),
     ):
         training.add_argument(name, type=kind, default=default, metavar="N", help=f"{text} (default: {default})")

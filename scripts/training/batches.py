@@ -18,8 +18,10 @@ from scripts.training.noise import BLOCKS, LONGEST_BLOCK
 
 MAX_PROMPT, MAX_ANSWER = 192, 4 * LONGEST_BLOCK - 1
 """Tokens; longer problems are left out."""
-POOL = 64
-"""Batches that are cut from one pool, sorted by length."""
+POOL = 256
+"""Batches that are cut from one pool, sorted by length: the larger it is, the less of a batch is padding."""
+ANSWER_STEP = 16
+"""Answers whose lengths lie within so many tokens are sorted by the lengths of their prompts."""
 SPELLED_SHARE, CUT_SHARE = 0.15, 0.1
 """Share of messages with words in smaller pieces than usual, and of the places within words that are cut in them: the
 model learns to read words that are not in its vocabulary."""
@@ -120,8 +122,7 @@ class Batches:
 
     def _cut(self, pool: list[Example], n: int) -> list[Tokens]:
         """Batches of n, in random order."""
-        step = 16 if self.whole_blocks else 8
-        pool.sort(key=lambda example: (len(example.answer) // step, len(example.prompt)))
+        pool.sort(key=lambda example: (len(example.answer) // ANSWER_STEP, len(example.prompt)))
         batches = [self._padded(pool[i : i + n]) for i in range(0, len(pool), n)]
         self.rng.shuffle(batches)
         return batches

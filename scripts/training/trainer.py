@@ -34,6 +34,13 @@ DECAY_SHARE = 0.5
 CLEAN_FACTOR = 3
 """A batch after the warm-up that is autoregressive alone has so many times the problems of another, in as many tokens:
 reading is learned from many problems, and an answer to predict autoregressively is enough for it."""
+FIRST_WEIGHT = 0.25
+"""Weight of an answer's first token in the loss. It tells the style of the answer, which is drawn by chance: two thirds
+of an autoregressive loss are this chance, and a third of the noise in its gradient."""
+GRADIENT_NORM = 0.05
+"""Length to which gradients are cut. Most are longer, so that batches count alike: otherwise those for a second time,
+which learn from few positions, all of them hard, would decide the direction of the steps, and autoregressive ones
+would hardly count."""
 SYMBOLS = "0123456789+-*/="
 """Tokens that must be predicted for a problem to count as solved."""
 NOISY_COPIES = 2
@@ -170,7 +177,7 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), GRADIENT_NORM)
         for optimizer in self.optimizers:
             optimizer.param_groups[0]["lr"] = self.args.lr * self.rate()
             optimizer.step()
@@ -211,12 +218,15 @@ class Trainer:
         ids = tokens.answer
         length = ids.shape[1]
         wanted = torch.arange(length) <= ids.ne(self.eos).sum(1, keepdim=True)
-        return Answer(ids, ids, wanted, torch.ones(ids.shape), causal(length))
+        weight = torch.ones(ids.shape)
+        weight[:, 0] = FIRST_WEIGHT
+        return Answer(ids, ids, wanted, weight, causal(length))
 
     def noisy(self, tokens: Tokens, *, is_full: bool = False) -> Answer:
         """Answers of masked diffusion: block-causal, or with full attention and a random number of blocks."""
         truth = tokens.answer
         masked, weight = noise(truth, tokens.block, self.eos, self.generator)
+        weight[:, 0] *= FIRST_WEIGHT
         ids = torch.where(masked, self.mask, truth)
         length = truth.shape[1]
         if not is_full:

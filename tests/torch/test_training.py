@@ -97,6 +97,16 @@ def test_answers_behind_one_prompt_are_learnt_as_if_each_stood_there_alone(train
     torch.testing.assert_close(together, (alone * weights).sum() / weights.sum())
 
 
+def test_the_first_token_of_an_answer_counts_a_quarter(trainer: Trainer, tokens: Tokens) -> None:
+    """It tells the style of the answer, which nothing in the question decides."""
+    answer = trainer.clean(tokens)
+    is_first = answer.wanted.nonzero(as_tuple=True)[1] == 0
+    num_answers, num_others = int(is_first.sum()), int((~is_first).sum())
+    expected = torch.tensor(num_answers / 4 / (num_answers / 4 + num_others))
+    torch.testing.assert_close(weighted_mean(is_first.float(), [answer]), expected)
+    torch.testing.assert_close(trainer.noisy(tokens).weight[:, 0], answer.weight[:, 0])
+
+
 def test_tokens_that_the_model_is_sure_of_are_filled_for_a_second_step(trainer: Trainer, tokens: Tokens) -> None:
     answers = [trainer.noisy(tokens), trainer.noisy(tokens)]
     probabilities = [torch.rand(answer.ids.shape).round() * 0.98 + 0.01 for answer in answers]
