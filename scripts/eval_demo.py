@@ -6,6 +6,7 @@
     python -m scripts.eval_demo kinds                   exact by kind and steps, also where others worded them
     python -m scripts.eval_demo typed                   exact with a system prompt, in a second turn, without "?" ...
     python -m scripts.eval_demo choose --model DIR      exact with d2f, to choose between checkpoints
+    python -m scripts.eval_demo ways                    what other ways to decode would gain, on 500 problems
     python -m scripts.eval_demo prefix                  what approximate prefix caching does to answers, on 50 problems
 
 "exact" is the share of answers that end in the right number. TPF is visible tokens divided by forward passes, of all
@@ -33,7 +34,16 @@ from scripts.demo_sets import Conversation, asked, going_on, other_held_out, rea
 if TYPE_CHECKING:
     from lopa_ascend import LLM
 
-DEFAULT_LIMITS = {"targets": 500, "table": 200, "blocks": 500, "kinds": 500, "typed": 200, "choose": 2000, "prefix": 50}
+DEFAULT_LIMITS = {
+    "targets": 500,
+    "table": 200,
+    "blocks": 500,
+    "kinds": 500,
+    "typed": 200,
+    "choose": 2000,
+    "ways": 500,
+    "prefix": 50,
+}
 """Problems, by what is measured."""
 BRANCHES = (0, 1, 3, 7)
 """Lookahead branches, the paper's k; 0 is D2F."""
@@ -98,20 +108,54 @@ def evaluate(llm: LLM, problems: list[tuple[str, int]], params: DecodingParams, 
 
 def targets(llm: LLM, limit: int) -> None:
     """Prints exact and TPF of the usual ways to decode."""
-    problems = read(limit)
-    runs = {
-        "d2f, one token a step": replace(decoding(0, 1.0), tau_add=1.0, tau_act=1.0),
-        "d2f, tau_conf 0.9": decoding(0, 0.9),
-        "lopa, k = 3": decoding(3, 0.9),
-        "lopa, k = 7": decoding(7, 0.9),
-    }
-    outcomes = {}
-    for name, params in runs.items():
-        outcomes[name] = outcome = evaluate(llm, problems, params, quiet=False)
-        print(f"{name:24s} exact {outcome.accuracy:6.1%}  TPF {outcome.tpf:5.2f}", flush=True)
+    outcomes = measured(
+        llm,
+        limit,
+        {
+            "d2f, one token a step": replace(decoding(0, 1.0), tau_add=1.0, tau_act=1.0),
+            "d2f, tau_conf 0.9": decoding(0, 0.9),
+            "lopa, k = 3": decoding(3, 0.9),
+            "lopa, k = 7": decoding(7, 0.9),
+        },
+    )
     d2f, lopa = outcomes["d2f, tau_conf 0.9"], outcomes["lopa, k = 7"]
     points = 100 * (lopa.accuracy - d2f.accuracy)
     print(f"lopa over d2f: {lopa.tpf / d2f.tpf:.2f} times the TPF, {points:+.1f} points")
+
+
+def ways(llm: LLM, limit: int) -> None:
+    """Prints exact and TPF of ways to decode that are more cautious, or bolder, than the recommended one."""
+    d2f, lopa = decoding(0, 0.9), decoding(7, 0.9)
+    measured(
+        llm,
+        limit,
+        {
+            "d2f": d2f,
+            "left to right, one token a step": replace(d2f, block_size=1, tau_add=1.0, tau_act=1.0, tau_conf=1.0),
+            "d2f, tau_add 1": replace(d2f, tau_add=1.0),
+            "d2f, tau_conf 0.95": decoding(0, 0.95),
+            "d2f, tau_add 0.5": replace(d2f, tau_add=0.5),
+            "d2f, acceptance_factor 0.5": replace(d2f, acceptance="factor", acceptance_factor=0.5),
+            "lopa, k = 7": lopa,
+            "lopa, k = 7, tau_add 0.5": replace(lopa, tau_add=0.5),
+        },
+    )
+
+
+def measured(llm: LLM, limit: int, runs: dict[str, DecodingParams]) -> dict[str, Outcome]:
+    """Decodes held-out problems in several ways, and prints a line of each.
+
+    Args:
+        llm: the model.
+        limit: number of problems.
+        runs: parameters, by the name that is printed.
+    """
+    problems = read(limit)
+    outcomes = {}
+    for name, params in runs.items():
+        outcomes[name] = outcome = evaluate(llm, problems, params, quiet=False)
+        print(f"{name:31s} exact {outcome.accuracy:6.1%}  TPF {outcome.tpf:5.2f}", flush=True)
+    return outcomes
 
 
 def table(llm: LLM, limit: int, block_size: int | None, plot: Path | None) -> None:
@@ -287,20 +331,17 @@ def main() -> None:
 
     options = {name: getattr(args, name) for name in ("device", "dtype", "graph_mode", "attention_layout")}
     limit = args.limit or DEFAULT_LIMITS[args.what]
-    if args.what == "targets":
-        targets(LLM(args.model, **options), limit)
-    elif args.what == "table":
-        table(LLM(args.model, **options), limit, args.block_size, args.plot)
-    elif args.what == "blocks":
-        blocks(LLM(args.model, **options), limit)
-    elif args.what == "kinds":
-        kinds(LLM(args.model, **options), limit)
-    elif args.what == "typed":
-        typed(LLM(args.model, **options), limit)
-    elif args.what == "choose":
-        choose(LLM(args.model, **options), limit)
-    else:
+    if args.what == "prefix":
         prefix(args.model, limit, options)
+        return
+    llm = LLM(args.model, **options)
+    if args.what == "table":
+        table(llm, limit, args.block_size, args.plot)
+    else:
+        of_the_others = {
+            "targets": targets, "blocks": blocks, "kinds": kinds, "typed": typed, "choose": choose, "ways": ways,
+        }  # fmt: skip
+        of_the_others[args.what](llm, limit)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from scripts.training.growth import with_layers, with_units
 from scripts.training.noise import block_causal, causal
 from scripts.training.trainer import (
     CLEAN_FACTOR,
+    GRADIENT_NORM,
     NOISY_COPIES,
     STEPS_TO_SECOND,
     SYMBOLS,
@@ -142,6 +143,16 @@ def test_a_problem_is_solved_if_each_digit_and_sign_is_predicted(trainer: Traine
     probabilities = torch.cat([probability, torch.full(answers[1].ids.shape, 0.1)], 1)
     losses = -probabilities[torch.cat([answer.wanted for answer in answers], 1)].log()
     assert trainer.solved(answers, losses) == [True, True, False, True]
+
+
+def test_gradients_of_all_batches_are_cut_to_one_length(trainer: Trainer) -> None:
+    """A batch for a second time has gradients that are many times as long as those of an autoregressive one."""
+    trainer.args.ar_steps, trainer.args.batch, trainer.args.lr = 0, 2, 0.0
+    for clean_share, full_share in [(1.0, 0.0), (0.0, 1.0), (0.0, 0.0)]:
+        trainer.args.clean_share, trainer.args.full_share = clean_share, full_share
+        trainer.train_step()
+        length = torch.stack([param.grad.norm() for param in trainer.model.parameters()]).norm()
+        torch.testing.assert_close(length.item(), GRADIENT_NORM, rtol=1e-3, atol=0)
 
 
 def test_autoregressive_batches_have_more_problems_and_say_what_the_model_solves(trainer: Trainer) -> None:
