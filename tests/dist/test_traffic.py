@@ -21,7 +21,7 @@ pytestmark = pytest.mark.multirank
 INTERVAL = 4
 """Steps between two comparisons of the ranks' decisions."""
 LOOKAHEADS = 4
-REQUEST = DecodingParams(num_branches=LOOKAHEADS, block_size=8, tau_conf=0.995, max_new_tokens=80)
+REQUEST = DecodingParams(num_branches=LOOKAHEADS, block_size=8, tau_conf=0.9995, max_new_tokens=80)
 """A threshold that leaves enough undecided for all branches."""
 
 
