@@ -15,6 +15,7 @@ from transformers import Qwen2Config, Qwen2Model
 
 from scripts.demo_tokenizer import build
 from scripts.train_demo import build_parser
+from scripts.training import batches
 from scripts.training.batches import Batches, Tokens
 from scripts.training.checkpoint import GEOMETRY
 from scripts.training.focus import UNKNOWN
@@ -37,7 +38,8 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def trainer(tmp_path: Path) -> Trainer:
+def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    monkeypatch.setattr(batches, "POOL", 8)  # large pools take seconds to fill
     args = build_parser().parse_args(["--out", str(tmp_path), "--state", str(tmp_path / "state.pt")])
     return Trainer(args, build(tmp_path, corpus_size=300))
 
