@@ -108,7 +108,7 @@ def evaluate(llm: LLM, problems: list[tuple[str, int]], params: DecodingParams, 
 
 def targets(llm: LLM, limit: int) -> None:
     """Prints exact and TPF of the usual ways to decode."""
-    outcomes = measured(
+    outcomes = measure(
         llm,
         limit,
         {
@@ -126,7 +126,7 @@ def targets(llm: LLM, limit: int) -> None:
 def ways(llm: LLM, limit: int) -> None:
     """Prints exact and TPF of ways to decode that are more cautious, or bolder, than the recommended one."""
     d2f, lopa = decoding(0, 0.9), decoding(7, 0.9)
-    measured(
+    measure(
         llm,
         limit,
         {
@@ -142,7 +142,7 @@ def ways(llm: LLM, limit: int) -> None:
     )
 
 
-def measured(llm: LLM, limit: int, runs: dict[str, DecodingParams]) -> dict[str, Outcome]:
+def measure(llm: LLM, limit: int, runs: dict[str, DecodingParams]) -> dict[str, Outcome]:
     """Decodes held-out problems in several ways, and prints a line of each.
 
     Args:

@@ -22,7 +22,7 @@ INTERVAL = 4
 """Steps between two comparisons of the ranks' decisions."""
 LOOKAHEADS = 4
 REQUEST = DecodingParams(num_branches=LOOKAHEADS, block_size=8, tau_conf=0.9995, max_new_tokens=80)
-"""A threshold that leaves enough undecided for all branches."""
+"""So high a threshold that enough is undecided for all branches, also in steps that commit a block."""
 
 
 def recorded(tp: int, bp: int) -> list[list[Step]]:

@@ -148,7 +148,7 @@ def test_a_problem_is_solved_if_each_digit_and_sign_is_predicted(trainer: Traine
 
 
 def test_gradients_of_all_batches_are_cut_to_one_length(trainer: Trainer) -> None:
-    """A batch for a second time has gradients that are many times as long as those of an autoregressive one."""
+    """Otherwise the kinds of batches with the longest gradients would decide the direction of the steps."""
     trainer.args.ar_steps, trainer.args.batch, trainer.args.lr = 0, 2, 0.0
     for clean_share, full_share in [(1.0, 0.0), (0.0, 1.0), (0.0, 0.0)]:
         trainer.args.clean_share, trainer.args.full_share = clean_share, full_share
