@@ -37,7 +37,7 @@ def test_all_reduces_are_timed_on_every_rank(tmp_path) -> None:
     finish(start(2, "-c", RANK, str(out)))
     ranks = json.loads(out.read_text())
     assert [rank for rank, _, _ in ranks] == [0, 1]
-    alone = latencies(ALONE, torch.device("cpu"), 5)
+    alone = latencies(ALONE, torch.device("cpu"), 51)  # each takes microseconds, so a busy machine may spoil a few
     for _, found, calls in ranks:
         assert [size for size, _ in found] == list(SIZES)
         assert all(micros > alone[size] for size, micros in found)
