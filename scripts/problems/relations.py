@@ -25,6 +25,8 @@ FILES = (
     "subtraction", "addition", "division", "crowd", "money", "relative", "measures", "everyday",
     "totals", "gains", "groups", "needless", "multiples", "quizzes", "easy", "sharing",
     "classroom", "trials", "mine", "verbs", "trades", "structures", "things", "quantities",
+    "comings", "home", "lessons", "messages", "packs", "purchases", "rivals",
+    "brisk", "five", "implied", "projects", "speakers",
 )  # fmt: skip
 """Text files of templates in scripts/problems/wordings/."""
 

@@ -14,7 +14,7 @@ from scripts.problems.lexicon import MEN, WOMEN, WORDS
 from scripts.problems.relations import RELATIONS, Relation
 from scripts.problems.stories import SECTIONS, STORIES, Story
 from scripts.problems.sums import make_sum
-from scripts.problems.working import LARGEST, Step, draw_number, draw_numbers, draw_small, kind_of
+from scripts.problems.working import LARGEST, NUMBERS, Step, draw_number, draw_numbers, draw_small, kind_of
 
 ALSO_WORDS = frozenset({"Bill", "Jan", "June", "Mark", "Pat", "Penny", "Ray", "Will"})
 """Names that a template may have as something else."""
@@ -70,7 +70,7 @@ def tell_relation(rng: random.Random, relation: Relation, *, other_nouns: bool =
         relation = with_other_nouns(rng, relation)
     scene = random_scene(rng)
     scene.names_only = "{B}" in relation.template
-    others = "".join(name for name in "nmkj" if f"{{{name}}}" in relation.template)
+    others = "".join(name for name in NUMBERS if f"{{{name}}}" in relation.template)
     numbers, steps = draw_numbers(rng, relation.expression, others)
     has_other_names = rng.random() < OTHER_NAMES_SHARE
     template = with_other_names(rng, relation.template) if has_other_names else relation.template

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 LARGEST = 999
+NUMBERS = "nmkji"
+"""Names of the numbers of a template."""
 PHRASES = {
     "+": ("We add", "Adding up", "Sum up", "Put together"),
     "-": ("We subtract", "Taking away", "Take off", "That leaves"),
@@ -188,7 +190,7 @@ def draw_small(rng: random.Random) -> int:
 
 def draw_numbers(rng: random.Random, expression: str, others: str = "") -> tuple[dict[str, int], list[Step]]:
     """Numbers for the names in an expression and for others, and the expression's steps, all of which are easy."""
-    names = [name for name in "nmkj" if name in expression or name in others]
+    names = [name for name in NUMBERS if name in expression or name in others]
     while True:
         numbers = {name: draw_number(rng) for name in names}
         for name in names:
