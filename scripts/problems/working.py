@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 LARGEST = 999
 NUMBERS = "nmkji"
-"""Names of the numbers of a template."""
+"""Names of the numbers in a template and its expression: a template has at most so many."""
 PHRASES = {
     "+": ("We add", "Adding up", "Sum up", "Put together"),
     "-": ("We subtract", "Taking away", "Take off", "That leaves"),
