@@ -24,7 +24,8 @@ IRREGULAR_PASTS = dict(
         "draw:drew feed:fed hold:held think:thought know:knew shoot:shot teach:taught rise:rose sit:sat stand:stood "
         "begin:began tear:tore choose:chose drop:dropped swap:swapped hop:hopped plan:planned chop:chopped "
         "stop:stopped fit:fit cost:cost set:set hang:hung grab:grabbed tip:tipped ship:shipped knit:knitted "
-        "step:stepped trim:trimmed melt:melted wrap:wrapped weigh:weighed "
+        "step:stepped trim:trimmed melt:melted wrap:wrapped weigh:weighed wear:wore speak:spoke sleep:slept sing:sang "
+        "feel:felt hum:hummed"
     ).split()
 )
 PRONOUNS = {

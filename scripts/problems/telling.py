@@ -14,6 +14,7 @@ from scripts.problems.lexicon import MEN, WOMEN, WORDS
 from scripts.problems.relations import RELATIONS, Relation
 from scripts.problems.stories import SECTIONS, STORIES, Story
 from scripts.problems.sums import make_sum
+from scripts.problems.wordings import read
 from scripts.problems.working import LARGEST, NUMBERS, Step, draw_number, draw_numbers, draw_small, kind_of
 
 ALSO_WORDS = frozenset({"Bill", "Jan", "June", "Mark", "Pat", "Penny", "Ray", "Will"})
@@ -21,6 +22,10 @@ ALSO_WORDS = frozenset({"Bill", "Jan", "June", "Mark", "Pat", "Penny", "Ray", "W
 NAME = re.compile(rf"\b(?:{'|'.join(name for name in WOMEN + MEN if name not in ALSO_WORDS)})\b")
 OTHER_NAMES_SHARE = 0.6
 """Share of the templates with names whose names become others."""
+FILLER_SHARE, NEEDLESS_SHARE = 0.12, 0.5
+"""Share of the problems with a sentence that does not matter, and of such sentences with a number."""
+FILLERS = read("fillers")
+"""Sentences that do not matter, by section: "fillers" have no number, "needless" have one."""
 SIGNS = {"dollars": "$", "euros": "€", "pounds": "£"}
 
 
@@ -75,7 +80,7 @@ def tell_relation(rng: random.Random, relation: Relation, *, other_nouns: bool =
     has_other_names = rng.random() < OTHER_NAMES_SHARE
     template = with_other_names(rng, relation.template) if has_other_names else relation.template
     sentences = scene.say(template, **numbers)
-    if rng.random() < 0.05:
+    if rng.random() < FILLER_SHARE:
         sentences = _with_filler(rng, scene, sentences)
     unit = scene.say(relation.unit)
     question = with_sign(rng, capitalise(sentences), scene.slots["coin"])
@@ -102,8 +107,14 @@ def with_sign(rng: random.Random, text: str, coin: str) -> str:
 def _with_filler(rng: random.Random, scene: Scene, text: str) -> str:
     """A text with a sentence somewhere that does not matter."""
     sentences = text.split(". ")
-    sentences.insert(rng.randrange(len(sentences)), scene.say(rng.choice(SECTIONS["fillers"])).rstrip("."))
+    sentences.insert(rng.randrange(len(sentences)), filler(rng, scene).rstrip("."))
     return ". ".join(sentences).replace("!. ", "! ")
+
+
+def filler(rng: random.Random, scene: Scene) -> str:
+    """A sentence that does not matter."""
+    section = "needless" if rng.random() < NEEDLESS_SHARE else "fillers"
+    return scene.say(rng.choice(FILLERS[section]), n=draw_number(rng), s=draw_small(rng))
 
 
 class Teller:
@@ -206,8 +217,8 @@ class Teller:
         parts = [part for part, _ in self.parts]
         if len(parts) <= 2 and rng.random() < 0.06 and question.endswith("?") and all(p.count(".") == 1 for p in parts):
             return capitalise(f"{question[:-1]} if {' and '.join(part.rstrip('.') for part in parts)}?")
-        if rng.random() < 0.07:
-            parts.insert(rng.randint(0, len(parts)), self.scene.say(rng.choice(SECTIONS["fillers"])))
+        if rng.random() < FILLER_SHARE:
+            parts.insert(rng.randint(0, len(parts)), filler(rng, self.scene))
         text = parts[0]
         for part in parts[1:]:
             if rng.random() < 0.1 and text.endswith("."):

@@ -22,7 +22,7 @@ from scripts.problems.language import Actor, Scene, conjugate, words
 from scripts.problems.lexicon import MEN, WOMEN
 from scripts.problems.relations import RELATIONS, UNSEEN, Relation
 from scripts.problems.stories import SECTIONS
-from scripts.problems.telling import with_other_names
+from scripts.problems.telling import FILLERS, with_other_names
 from scripts.problems.working import ENDINGS, NUMBERS, PHRASES, Step, draw_numbers, steps_of, work
 from scripts.training.batches import Batches
 from scripts.training.focus import Focus, source_of
@@ -299,6 +299,12 @@ def test_every_story_template_has_its_number() -> None:
     for title, lines in SECTIONS.items():
         if title.endswith(("start", "more", "fewer")):
             assert all("{n}" in line for line in lines), title
+
+
+def test_sentences_that_do_not_matter_have_one_number_or_none() -> None:
+    assert all(not re.search(r"\d|{[ns]}", line) for line in FILLERS["fillers"])
+    assert all(len(re.findall(r"\d|{[ns]}", line)) == 1 for line in FILLERS["needless"])
+    assert all(line.endswith((".", "!")) for lines in FILLERS.values() for line in lines)
 
 
 def test_verbs_pronouns_and_numbers() -> None:
