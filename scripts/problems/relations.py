@@ -27,6 +27,9 @@ FILES = (
     "classroom", "trials", "mine", "verbs", "trades", "structures", "things", "quantities",
     "comings", "home", "lessons", "messages", "packs", "purchases", "rivals",
     "brisk", "five", "implied", "projects", "speakers",
+    "cues", "rates", "comparing", "backward", "syntax", "extras", "stages",
+    "voices", "doubles", "budget", "flows", "terse", "portions", "primer", "plans",
+    "chatter", "lengths", "trios", "idioms", "events", "readers", "goods", "kids",
 )  # fmt: skip
 """Text files of templates in scripts/problems/wordings/."""
 
