@@ -81,6 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("--clean-share", float, 0.5, "share of the new batches after the warm-up that are autoregressive alone"),
         ("--full-share", float, 0.12, "share of the new batches after the warm-up with full attention in the window"),
         ("--least-share", float, 0.15, "share of the problems kept of a template that the model solves; 1 keeps all"),
+        ("--dropout", float, 0.0, "share of the channels that prompts go without in a step, against learning by heart"),
         ("--average-steps", int, 500, "memory in steps of the running mean of the weights that the checkpoint has"),
         ("--seed", int, 0, "seed of weights, problems and noise; another one draws other problems"),
         ("--threads", int, 2, "threads of torch"),

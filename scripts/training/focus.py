@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 from scripts.demo_problems import Problem
 
-MEMORY = 0.75
+MEMORY = 0.6
 """How much of a template's rate of failures stays with each new outcome."""
-UNKNOWN = 0.5
-"""Rate of failures of a template that was not met yet."""
+UNKNOWN = 0.7
+"""Rate of failures of a template that was not met yet: high, so that new templates are met soon."""
 
 
 class Focus:

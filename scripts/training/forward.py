@@ -102,11 +102,29 @@ class Forward:
         self._rotated = compiled(rotated)
         self._probabilities = compiled(partial(probabilities, dtype=dtype))
         self._swiglu = compiled(swiglu)
+        self._dropped = compiled(dropped)
         self._cross_entropy = compiled(cross_entropy)
 
-    def hidden(self, ids: Tensor, shapes: Shapes, masks: AttentionMasks) -> Tensor:
-        """Token ids [n, s] -> hidden states before the weight of the last norm [n, s, C], with s = p + c * a."""
+    def hidden(self, ids: Tensor, shapes: Shapes, masks: AttentionMasks, dropout: float = 0.0) -> Tensor:
+        """Token ids [n, s] -> hidden states before the weight of the last norm [n, s, C], with s = p + c * a.
+
+        Args:
+            ids: rows of a prompt and its answers.
+            shapes: how their positions lie.
+            masks: what attends to what.
+            dropout: share of the channels that a row's prompt goes without, drawn anew for each output of attention
+                and of a feed-forward part. Prompts alone have it: they are read, and answers calculate.
+        """
         n, s = ids.shape
+        is_prompt = (torch.arange(s) < shapes.prompt)[:, None]
+
+        def with_dropout(output: Tensor) -> Tensor:
+            """An output [n * s, C] without the dropped channels of its prompts."""
+            if not dropout:
+                return output
+            keep = torch.rand(n, 1, output.shape[1]).ge(dropout) / (1 - dropout)
+            return self._dropped(output.view(n, s, -1), keep, is_prompt).view(n * s, -1)
+
         angles = (shapes.positions[:, None] * self.frequency).repeat(n, 1)[:, None]
         cos, sin = angles.cos(), angles.sin()
         x = self.model.embed_tokens(ids).flatten(0, 1)
@@ -116,10 +134,11 @@ class Forward:
             q, k = self._rotated(q, cos, sin), self._rotated(k, cos, sin)
             q, k, v = (heads.unflatten(0, (n, s)) for heads in (q, k, v))
             attended = self._attention(q, k, v, shapes, masks).reshape(n * s, -1)
-            x, normed = self._add_and_norm(x, self._linear(attended, layer.self_attn.o_proj))
+            x, normed = self._add_and_norm(x, with_dropout(self._linear(attended, layer.self_attn.o_proj)))
             before = layer.post_attention_layernorm.weight
             gate, up = (self._linear(normed, part, before) for part in (layer.mlp.gate_proj, layer.mlp.up_proj))
-            x, normed = self._add_and_norm(x, self._linear(self._swiglu(gate, up), layer.mlp.down_proj))
+            output = self._linear(self._swiglu(gate, up), layer.mlp.down_proj)
+            x, normed = self._add_and_norm(x, with_dropout(output))
         return normed.view(n, s, -1)
 
     def cross_entropy(self, hidden: Tensor, truth: Tensor) -> Tensor:
@@ -206,6 +225,11 @@ def probabilities(scores: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, [T, I]."""
     return (F.silu(gate.float()) * up.float()).to(gate.dtype)
+
+
+def dropped(y: Tensor, keep: Tensor, is_prompt: Tensor) -> Tensor:
+    """An output [n, s, C] whose prompt positions [s, 1] are multiplied with [n, 1, C]."""
+    return y * torch.where(is_prompt, keep, 1.0).to(y.dtype)
 
 
 def cross_entropy(logits: Tensor, truth: Tensor) -> Tensor:

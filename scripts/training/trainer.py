@@ -280,7 +280,8 @@ class Trainer:
         shapes = Shapes(prompt, length, len(answers))
         masks = attention_masks(tokens.padding, prompt, [answer.mask for answer in answers], is_full=is_full)
         ids = torch.cat([tokens.prompt, *(answer.ids for answer in answers)], 1)
-        hidden = self.forward.hidden(ids, shapes, masks)
+        dropout = self.args.dropout if torch.is_grad_enabled() else 0.0
+        hidden = self.forward.hidden(ids, shapes, masks, dropout)
         predictor = torch.arange(prompt - 1, prompt - 1 + length * len(answers))
         predictor[::length] = prompt - 1
         wanted = torch.cat([answer.wanted for answer in answers], 1)

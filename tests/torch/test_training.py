@@ -19,7 +19,7 @@ from scripts.training import batches
 from scripts.training.batches import Batches, Tokens
 from scripts.training.checkpoint import GEOMETRY
 from scripts.training.focus import UNKNOWN
-from scripts.training.forward import Forward, Shapes, attention_masks
+from scripts.training.forward import Forward, Shapes, attention_masks, dropped
 from scripts.training.growth import with_layers, with_units
 from scripts.training.noise import block_causal, causal
 from scripts.training.trainer import (
@@ -89,6 +89,24 @@ def test_the_forward_pass_is_that_of_transformers(
     assert found.shape == (n, prompt + copies * length, 192)
     for row, padding in enumerate(tokens.padding):
         torch.testing.assert_close(found[row, padding:], expected[row, padding:], rtol=tolerance, atol=tolerance)
+
+
+def test_prompts_alone_go_without_channels() -> None:
+    y, is_prompt = torch.randn(2, 5, 4), (torch.arange(5) < 3)[:, None]
+    keep = torch.tensor([[[0.0, 1.25, 1.25, 0.0]], [[1.25, 0.0, 1.25, 1.25]]])
+    found = dropped(y, keep, is_prompt)
+    torch.testing.assert_close(found[:, :3], y[:, :3] * keep)
+    torch.testing.assert_close(found[:, 3:], y[:, 3:])
+
+
+def test_dropout_is_of_training_alone(trainer: Trainer, tokens: Tokens) -> None:
+    answers = [trainer.clean(tokens)]
+    trainer.model.load_state_dict({n: torch.randn_like(w) * 0.1 for n, w in trainer.model.state_dict().items()})
+    without = trainer.cross_entropies(tokens, answers)
+    trainer.args.dropout = 0.2
+    assert not torch.allclose(trainer.cross_entropies(tokens, answers), without)
+    with torch.no_grad():
+        torch.testing.assert_close(trainer.cross_entropies(tokens, answers), without)
 
 
 def test_answers_behind_one_prompt_are_learnt_as_if_each_stood_there_alone(trainer: Trainer, tokens: Tokens) -> None:
