@@ -21,7 +21,7 @@ from scripts.problems.telling import tell, tell_next, tell_relation
 from scripts.problems.working import answer
 
 NEW_NAMES = (
-    "Thaddeus", "Eowyn", "Caspian", "Ottoline", "Balthasar", "Cressida", "Hortense", "Evander", "Guinevere", "Tiberius",
+    "Thaddeus", "Eowyn", "Caspian", "Leocadia", "Balthasar", "Cressida", "Hortense", "Evander", "Guinevere", "Tiberius",
 )  # fmt: skip
 """Names that no training problem has."""
 OTHER_SEED = 100
