@@ -84,9 +84,17 @@ def _worded_by_others() -> frozenset[str]:
 WORDED_BY_OTHERS = _worded_by_others()
 
 
+def _tell_own(rng: random.Random, *, other_nouns: bool) -> Narrative:
+    """A random problem that is not one of those worded by others."""
+    while True:
+        narrative = tell(rng, other_nouns=other_nouns)
+        if normalised(narrative.question) not in WORDED_BY_OTHERS:
+            return narrative
+
+
 def plain_problem(rng: random.Random, *, other_nouns: bool = False) -> Problem:
     """A random problem of either side in one clean message."""
-    narrative = tell(rng, other_nouns=other_nouns)
+    narrative = _tell_own(rng, other_nouns=other_nouns)
     messages = [{"role": "user", "content": narrative.question}]
     text = answer(rng, narrative.steps, narrative.unit)
     return Problem(
@@ -122,16 +130,14 @@ def make_problem(rng: random.Random, *, other_nouns: bool = False) -> Problem:
         question, text = chats.small_talk(rng)
         messages.append({"role": "user", "content": chats.typed(rng, question)})
         return Problem(messages, text, None, "no problem", is_held_out(question))
-    narrative = tell(rng, other_nouns=other_nouns)
+    narrative = _tell_own(rng, other_nouns=other_nouns)
     held_out = is_held_out(narrative.question)
-    question = narrative.question
     if chosen < SMALL_TALK_SHARE + SECOND_TURN_SHARE:
         messages += _earlier_turn(rng, narrative)
         following = tell_next(rng, narrative) if rng.random() < 0.6 else None
-        narrative = following or tell(rng, other_nouns=other_nouns)
+        narrative = following or _tell_own(rng, other_nouns=other_nouns)
         held_out = held_out or (following is None and is_held_out(narrative.question))
-        question = narrative.question
-    messages.append({"role": "user", "content": chats.typed(rng, question)})
+    messages.append({"role": "user", "content": chats.typed(rng, narrative.question)})
     return Problem(
         messages,
         answer(rng, narrative.steps, narrative.unit),
@@ -143,7 +149,7 @@ def make_problem(rng: random.Random, *, other_nouns: bool = False) -> Problem:
 
 
 def _earlier_turn(rng: random.Random, narrative: Narrative) -> list[Message]:
-    """A question and its answer, which is worked out, brief, or small talk before them."""
+    """A question and its answer, worked out or brief; sometimes small talk before them."""
     text = answer(rng, narrative.steps, narrative.unit)
     if rng.random() < 0.15:
         result = narrative.steps[-1].result
@@ -170,14 +176,14 @@ def problems(seed: int, held_out: bool, *, plain: bool = False, other_nouns: boo
     make = plain_problem if plain else make_problem
     while True:
         problem = make(rng, other_nouns=other_nouns)
-        if problem.held_out == held_out and normalised(problem.question) not in WORDED_BY_OTHERS:
+        if problem.held_out == held_out:
             yield problem
 
 
 def parse_result(text: str) -> int | None:
     """The number behind the last "####"; None if there is none."""
     words = text.rpartition("####")[2].split()
-    return int(words[0]) if "####" in text and words and words[0].isdigit() else None
+    return int(words[0]) if "####" in text and words and words[0].isdecimal() else None
 
 
 def main() -> None:

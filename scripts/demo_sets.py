@@ -15,9 +15,8 @@ from pathlib import Path
 
 from lopa_ascend.demo import HELD_OUT
 from scripts.demo_problems import Message, is_held_out, parse_result, problems
-from scripts.problems import lexicon
 from scripts.problems.relations import UNSEEN
-from scripts.problems.telling import tell, tell_next, tell_relation
+from scripts.problems.telling import NAME, tell, tell_next, tell_relation
 from scripts.problems.working import answer
 
 NEW_NAMES = (
@@ -27,6 +26,10 @@ NEW_NAMES = (
 OTHER_SEED = 100
 """Of held-out problems beside those of the file."""
 SYSTEM_PROMPT = "You are a helpful assistant."
+CALCULATION = re.compile(r": \d+[-+*/]\d")
+"""Begins each step of a worked answer."""
+STEPS = {"two steps": 2, "three steps": 3, "four steps": 4, "five steps": 5}
+"""By kind."""
 Conversation = list[Message]
 
 
@@ -41,6 +44,15 @@ class Question:
     """As in `scripts.problems.working.kind_of`."""
     worked_answer: str = ""
     """The answer that a training problem would have, with each step; empty where other people worded the problem."""
+
+    @property
+    def num_steps(self) -> int:
+        """Calculations of the worked answer; without one by the kind, where a plain sum has one fewer than numbers."""
+        if self.worked_answer:
+            return len(CALCULATION.findall(self.worked_answer))
+        if self.kind == "plain sum":
+            return max(1, len(re.findall(r"\d+", self.text)) - 1)
+        return STEPS.get(self.kind, 1)
 
 
 def read_set(path: Path, limit: int | None = None) -> list[Question]:
@@ -128,8 +140,8 @@ def typed_ways(limit: int) -> tuple[dict[str, list[Conversation]], list[int]]:
 
 
 def with_new_names(question: str) -> str:
-    """A question whose names are others, which no training problem has."""
-    names = [name for name in (*lexicon.WOMEN, *lexicon.MEN) if re.search(rf"\b{name}\b", question)]
+    """The question with its names replaced by ``NEW_NAMES``."""
+    names = list(dict.fromkeys(NAME.findall(question)))
     for name, new_name in zip(names, random.Random(question).sample(NEW_NAMES, len(names)), strict=True):
         question = re.sub(rf"\b{name}\b", new_name, question)
     return question

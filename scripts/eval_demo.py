@@ -187,7 +187,7 @@ def table(llm: LLM, limit: int, block_size: int | None, plot: Path | None) -> No
 
 
 def blocks(llm: LLM, limit: int) -> None:
-    """Prints exact, TPF and computed tokens a pass by block size and number of branches."""
+    """Prints exact, TPF and computed tokens a pass, those of prompts included, by block size and number of branches."""
     problems = read(limit)
     print("| block size | k | exact | TPF | tokens computed a pass |")
     print("|---|---|---|---|---|")
@@ -213,16 +213,15 @@ def kinds(llm: LLM, limit: int) -> None:
         for num_branches in (0, 7):
             outputs = llm.chat([asked(question.text) for question in questions], decoding(num_branches, 0.9))
             exact[name, num_branches] = solved(outputs, [question.result for question in questions])
-    for heading, group in (("kind", lambda kind: kind), ("steps", steps_of)):
-        groups = {name: [group(question.kind) for question in questions] for name, questions in sets.items()}
-        print_groups(heading, groups, exact)
+    kinds_of = {name: [question.kind for question in questions] for name, questions in sets.items()}
+    print_groups("kind", kinds_of, exact)
+    steps_of = {name: [steps_class(question.num_steps) for question in questions] for name, questions in sets.items()}
+    print_groups("steps", steps_of, exact)
 
 
-def steps_of(kind: str) -> str:
-    """The number of steps of a kind of problem, in three classes."""
-    if not kind.endswith(" steps"):
-        return "one step"
-    return kind if kind == "two steps" else "more steps"
+def steps_class(num_steps: int) -> str:
+    """Number of steps, in three classes."""
+    return {1: "one step", 2: "two steps"}.get(num_steps, "more steps")
 
 
 def print_groups(heading: str, groups: dict[str, list[str]], exact: dict[tuple[str, int], list[bool]]) -> None:
@@ -334,14 +333,15 @@ def main() -> None:
     if args.what == "prefix":
         prefix(args.model, limit, options)
         return
-    llm = LLM(args.model, **options)
+    # With cached prompts a setting would compute fewer tokens the later it is measured.
+    llm = LLM(args.model, enable_prefix_caching=False, **options)
     if args.what == "table":
         table(llm, limit, args.block_size, args.plot)
     else:
-        of_the_others = {
+        measurements = {
             "targets": targets, "blocks": blocks, "kinds": kinds, "typed": typed, "choose": choose, "ways": ways,
         }  # fmt: skip
-        of_the_others[args.what](llm, limit)
+        measurements[args.what](llm, limit)
 
 
 if __name__ == "__main__":

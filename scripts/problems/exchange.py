@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from scripts.problems.language import IRREGULAR_PASTS, UNITS
@@ -69,6 +70,10 @@ def _is_plural(word: str) -> bool:
 NOUNS = _nouns()
 """Rare nouns of all templates: singular ones under False, plural ones under True."""
 ALL_NOUNS = frozenset(NOUNS[False] + NOUNS[True])
+PAIRED = [noun for noun in NOUNS[False] if noun + "s" in ALL_NOUNS]
+"""Rare singular nouns whose plural is rare as well."""
+WRONG_AN = re.compile(r"\b([Aa])n (?=[b-df-hj-np-tv-z])(?!hour|hono|heir|x)")
+"""Before a consonant that is heard."""
 
 
 def with_other_nouns(rng: random.Random, relation: Relation) -> Relation:
@@ -78,12 +83,29 @@ def with_other_nouns(rng: random.Random, relation: Relation) -> Relation:
     """
     if re.search(r"\d", relation.expression) or rng.random() >= TEMPLATE_SHARE:
         return relation
-    others: dict[str, str] = {}
-    for word in sorted(ALL_NOUNS.intersection(WORD.findall(relation.template))):
-        if rng.random() < WORD_SHARE:
-            others[word] = rng.choice(NOUNS[_is_plural(word)])
+    others = _others(rng, ALL_NOUNS.intersection(WORD.findall(relation.template)))
 
     def exchange(text: str) -> str:
-        return WORD.sub(lambda found: others.get(found[0], found[0]), text)
+        changed = WORD.sub(lambda found: others.get(found[0], found[0]), text)
+        return WRONG_AN.sub(r"\1 ", changed)
 
     return replace(relation, unit=exchange(relation.unit), template=exchange(relation.template))
+
+
+def _others(rng: random.Random, words: Set[str]) -> dict[str, str]:
+    """By word, the noun that takes its place, a different one for each; singular and plural of a noun stay a pair."""
+    others: dict[str, str] = {}
+
+    def choose(nouns: Sequence[str]) -> str:
+        while (noun := rng.choice(nouns)) in others.values():
+            pass
+        return noun
+
+    for word in sorted(words):
+        singular, plural = word.removesuffix("s"), word + "s"
+        if singular in words and singular != word or rng.random() >= WORD_SHARE:
+            continue
+        others[word] = choose(PAIRED if plural in words else NOUNS[_is_plural(word)])
+        if plural in words:
+            others[plural] = others[word] + "s"
+    return others

@@ -36,7 +36,10 @@ CHOICE = re.compile(r"\[([^\[\]]*)\]")
 SLOT = re.compile(r"\{([^{}]+)\}")
 VERB = re.compile(r"<([a-z]+)(?:@([A-Za-z]))?>")
 SENTENCE_START = re.compile(r"(^|[.?!:] |\n)([a-z])")
-WRONG_ARTICLE = re.compile(r"\b([Aa]) (?=[aeioAEIO])")
+WRONG_ARTICLE = re.compile(r"((?:^|[.?!:;(\"] )A|\ba) (?=(?!eu|one\b|once\b)[aeioAEIO])")
+"""An article before a vowel that is heard; not the label of "Class A is"."""
+SENTENCE_END = re.compile(r"(?<!\bMr)(?<!\bMrs)(?<!\bMs)(?<!\bDr)(?<!\bSt)\. ")
+"""Between two sentences; the point of "Mr. Bell" ends none."""
 
 
 def words(n: int) -> str:
@@ -100,7 +103,9 @@ class Scene:
     slots: dict[str, str]
     numbers: dict[str, int] = field(default_factory=dict)
     names_only: bool = False
-    """No pronouns, as with two actors of one gender."""
+    """No pronouns, because there are two actors."""
+    said: set[str] = field(default_factory=set)
+    """Slots that were filled; an actor's slots count as its letter, in upper case."""
 
     def say(self, template: str, **numbers: int) -> str:
         """One sentence or more from a template, not capitalised, with these numbers."""
@@ -110,7 +115,7 @@ class Scene:
             text = CHOICE.sub(lambda found: self.rng.choice(found[1].split("|")), text, count=1)
         text = VERB.sub(self._verb, text)
         text = SLOT.sub(self._slot, text)
-        text = re.sub(rf"\b(1|one) {re.escape(self.slots['o'])}\b", rf"\1 {self.slots.get('o1', '')}", text)
+        text = re.sub(rf"(?<![\w-])(1|one) {re.escape(self.slots['o'])}\b", rf"\1 {self.slots.get('o1', '')}", text)
         text = re.sub(" +([,.?!;:])", r"\1", re.sub("  +", " ", text)).strip()
         return WRONG_ARTICLE.sub(r"\1n ", text)
 
@@ -132,7 +137,9 @@ class Scene:
         if key in self.numbers:
             return self.number(self.numbers[key])
         if key in self.slots:
+            self.said.add(key)
             return self.slots[key]
+        self.said.add(key[0].upper())
         actor = self.actors[key[0].upper()]
         he, him, his = PRONOUNS[actor.person]
         is_pronoun = actor.person in "12p" or (actor.mentioned and not self.names_only and self.rng.random() < 0.6)

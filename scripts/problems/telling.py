@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from scripts.problems import stories
 from scripts.problems.chats import CHATS
 from scripts.problems.exchange import with_other_nouns
-from scripts.problems.language import Scene, capitalise, random_scene
+from scripts.problems.language import SENTENCE_END, Scene, capitalise, random_scene
 from scripts.problems.lexicon import MEN, WOMEN, WORDS
 from scripts.problems.relations import RELATIONS, Relation
 from scripts.problems.stories import SECTIONS, STORIES, Story
@@ -26,6 +26,8 @@ FILLER_SHARE, NEEDLESS_SHARE = 0.12, 0.5
 """Share of the problems with a sentence that does not matter, and of such sentences with a number."""
 FILLERS = read("fillers")
 """Sentences that do not matter, by section: "fillers" have no number, "needless" have one."""
+WHO_AND_WHAT = re.compile(r"{([Ao])}")
+"""Slots of a next question that only somebody or something can fill of whom or which the question before told."""
 SIGNS = {"dollars": "$", "euros": "€", "pounds": "£"}
 
 
@@ -106,7 +108,7 @@ def with_sign(rng: random.Random, text: str, coin: str) -> str:
 
 def _with_filler(rng: random.Random, scene: Scene, text: str) -> str:
     """A text with a sentence somewhere that does not matter."""
-    sentences = text.split(". ")
+    sentences = SENTENCE_END.split(text)
     sentences.insert(rng.randrange(len(sentences)), filler(rng, scene).rstrip("."))
     return ". ".join(sentences).replace("!. ", "! ")
 
@@ -261,6 +263,5 @@ def tell_next(rng: random.Random, narrative: Narrative) -> Narrative | None:
         templates, step = CHATS["times"], Step(result, "*", draw_small(rng))
     if not step.is_easy or step.left == 0:
         return None
-    if narrative.scene is None:
-        templates = [template for template in templates if "{A}" not in template and "{o}" not in template] or templates
+    templates = [template for template in templates if set(WHO_AND_WHAT.findall(template)) <= scene.said]
     return Narrative(capitalise(scene.say(rng.choice(templates), n=step.right)), [step], narrative.unit, scene)

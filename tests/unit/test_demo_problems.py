@@ -17,12 +17,12 @@ import pytest
 from scripts.demo_problems import Problem, is_held_out, normalised, parse_result, practice, problems
 from scripts.demo_tokenizer import ASSISTANT, EOS, SYSTEM, USER, build, load
 from scripts.problems import chats
-from scripts.problems.exchange import ALL_NOUNS, KEPT, NOUNS, with_other_nouns
+from scripts.problems.exchange import ALL_NOUNS, KEPT, NOUNS, PAIRED, with_other_nouns
 from scripts.problems.language import Actor, Scene, conjugate, words
 from scripts.problems.lexicon import MEN, WOMEN
 from scripts.problems.relations import RELATIONS, UNSEEN, Relation
 from scripts.problems.stories import SECTIONS
-from scripts.problems.telling import FILLERS, with_other_names
+from scripts.problems.telling import FILLERS, tell_next, tell_relation, with_other_names
 from scripts.problems.working import ENDINGS, NUMBERS, PHRASES, Step, draw_numbers, steps_of, work
 from scripts.training.batches import Batches
 from scripts.training.focus import Focus, source_of
@@ -268,6 +268,20 @@ def test_rare_nouns_of_a_template_become_others_in_the_unit_as_well() -> None:
     assert not ALL_NOUNS & KEPT
 
 
+def test_singular_and_plural_of_a_noun_stay_a_pair_and_articles_fit() -> None:
+    rng = random.Random(8)
+    singular = next(noun for noun in PAIRED if noun[0] in "aeio")
+    relation = Relation(
+        "n-m", f"{singular}s", f"Of {{n}} {singular}s {{m}} are gone, and an {singular} is new. How many?"
+    )
+    for _ in range(300):
+        other = with_other_nouns(rng, relation)
+        found = re.fullmatch(r"Of {n} (\w+)s {m} are gone, and (an?) \1 is new. How many\?", other.template)
+        assert found
+        assert other.unit == f"{found[1]}s"
+        assert found[2] == "a" or found[1][0] in "aeiouhx"  # Scene.say makes "an" of "a" before a vowel
+
+
 def test_every_process_exchanges_the_same_nouns() -> None:
     program = "from scripts.problems.exchange import NOUNS; print(NOUNS)"
     found = {
@@ -305,6 +319,40 @@ def test_sentences_that_do_not_matter_have_one_number_or_none() -> None:
     assert all(not re.search(r"\d|{[ns]}", line) for line in FILLERS["fillers"])
     assert all(len(re.findall(r"\d|{[ns]}", line)) == 1 for line in FILLERS["needless"])
     assert all(line.endswith((".", "!")) for lines in FILLERS.values() for line in lines)
+
+
+def test_a_filler_does_not_part_a_title_from_its_name() -> None:
+    relation = Relation("n-m", "eggs", "Mr. Bell has {n} eggs. Dr. Ho takes {m} from Mrs. Bell. How many are there?")
+    for seed in range(300):
+        question = tell_relation(random.Random(seed), relation).question
+        assert len(re.findall(r"(?:Mr|Mrs|Dr)\. (?:[A-Z]\w+) (?:has|takes)|Mrs\. [A-Z]\w+\.", question)) == 3, question
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (
+            "Take a egg. A owl sees Class A in a one-way street.",
+            "Take an egg. An owl sees Class A in a one-way street.",
+        ),
+        ("Twenty-one {o} and one {o}, a euro each", "Twenty-one eggs and one egg, a euro each"),
+    ],
+)
+def test_articles_and_single_things(template: str, said: str) -> None:
+    actors = {"A": Actor("Ann", "f")}
+    scene = Scene(random.Random(0), False, 0.0, actors, {"o": "eggs", "o1": "egg"}, {})
+    assert scene.say(template) == said
+
+
+def test_a_next_question_is_about_whom_and_what_was_told() -> None:
+    rng = random.Random(9)
+    relation = Relation("n*m", "cards", "Each of my {n} albums has room for {m} cards. How many cards fit in?")
+    for _ in range(300):
+        scene = (narrative := tell_relation(rng, relation)).scene
+        assert scene
+        told = scene.said & {"A", "o"}  # a filler may be about somebody
+        tell_next(rng, narrative)
+        assert scene.said & {"A", "o"} == told
 
 
 def test_verbs_pronouns_and_numbers() -> None:

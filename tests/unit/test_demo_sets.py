@@ -8,8 +8,8 @@ import pytest
 
 from lopa_ascend.demo import HANDWRITTEN, HELD_OUT, INDEPENDENT
 from scripts.demo_problems import is_held_out
-from scripts.demo_sets import NEW_NAMES, going_on, other_held_out, read_set, typed_ways, unseen
-from scripts.eval_demo import print_groups, steps_of
+from scripts.demo_sets import NEW_NAMES, Question, going_on, other_held_out, read_set, typed_ways, unseen
+from scripts.eval_demo import print_groups, steps_class
 from scripts.problems import lexicon
 from scripts.problems.relations import RELATIONS
 
@@ -74,11 +74,13 @@ def test_table_counts_by_group(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_steps_of_kinds() -> None:
-    assert [steps_of(kind) for kind in ("add", "plain sum", "two steps", "three steps", "five steps")] == [
-        "one step",
-        "one step",
-        "two steps",
-        "more steps",
-        "more steps",
+def test_steps_are_counted_in_the_worked_answer_or_by_the_kind() -> None:
+    questions = [
+        Question("What is 18 + 155 + 491 + 7?", 671, "plain sum", "We add: 18+155=173. We add: 173+491=664. ..."),
+        Question("What is 18 + 155 - 7?", 166, "plain sum"),
+        Question("What is half of 8?", 4, "plain sum"),
+        Question("...", 1, "share"),
+        Question("...", 1, "four steps"),
     ]
+    assert [question.num_steps for question in questions] == [2, 2, 1, 1, 4]
+    assert [steps_class(count) for count in range(1, 6)] == ["one step", "two steps", *["more steps"] * 3]
