@@ -50,7 +50,7 @@ def write_mean(first: Path, second: Path, share: float, out: Path) -> None:
     if different:
         raise ValueError(f"{first} and {second} are no checkpoints of one model: {different[0]} differs or is missing")
     mean = {name: ours[name].float().lerp(theirs[name].float(), share).to(ours[name].dtype) for name in ours}
-    if out != first:
+    if out.resolve() != first.resolve():
         shutil.copytree(first, out, dirs_exist_ok=True)
     save_file(mean, out / WEIGHTS, metadata={"format": "pt"})
 

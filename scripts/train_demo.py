@@ -20,6 +20,7 @@ The checkpoint has the mean of the weights over the last steps, which solves man
 
 Prints the loss, and from time to time the accuracy on 40 problems that are drawn like those of the training, with a
 seed of their own. The state is saved to --state: started again, the same command goes on where the last one stopped.
+Another run needs another file.
 Everything is seeded: with --threads 1 two uninterrupted runs on one machine give the same weights. With more threads
 sums may be ordered differently, so weights differ in their last bits, and after some steps in all of them.
 """
@@ -76,7 +77,12 @@ def build_parser() -> argparse.ArgumentParser:
         ("--measure-steps", int, 0, "batches to predict before the first step, to find what the model fails at"),
         ("--ar-steps", int, 1000, "steps of the autoregressive warm-up"),
         ("--diffusion-steps", int, 5000, "steps of masked diffusion"),
-        ("--batch", int, 48, "problems in a step; steps that are autoregressive alone have three times as many"),
+        (
+            "--batch",
+            int,
+            48,
+            "problems in a step; three times as many if it is autoregressive alone, after the warm-up",
+        ),
         ("--lr", float, 3e-3, "highest learning rate"),
         ("--clean-share", float, 0.5, "share of the new batches after the warm-up that are autoregressive alone"),
         ("--full-share", float, 0.12, "share of the new batches after the warm-up with full attention in the window"),

@@ -63,13 +63,13 @@ def blockwise_noise(content: torch.Tensor, block: int, blocks: int, generator: t
     Blocks before a random front block are clean; from there on the share rises from block to block.
 
     Args:
-        content: tokens up to the first EOS [n].
+        content: tokens, the first EOS included [n].
         block: positions of a block.
         blocks: of the answers.
         generator: of all that is random.
     """
     n = content.shape[0]
-    num_content_blocks = (content // block + 1).clamp(max=blocks)
+    num_content_blocks = ((content - 1) // block + 1).clamp(max=blocks)
     front = (torch.rand(n, generator=generator) * num_content_blocks).long()
     share = torch.zeros(n, blocks)
     level = torch.rand(n, generator=generator) * FRONT_LEVEL
@@ -88,7 +88,7 @@ def ramp_noise(content: torch.Tensor, length: int, generator: torch.Generator) -
     autoregressive decoding, and two of the longest blocks wide; its centre is random.
 
     Args:
-        content: tokens up to the first EOS [n].
+        content: tokens, the first EOS included [n].
         length: positions of an answer.
         generator: of all that is random.
     """

@@ -162,8 +162,9 @@ class Trainer:
     @torch.no_grad()
     def measure(self) -> None:
         """Finds out at which templates the model fails, without training it."""
+        batches = Batches(self.tokenizer, 2 * self.args.seed, self.focus, plain=True, whole_blocks=False)
         for _ in tqdm(range(self.args.measure_steps), desc="measuring", mininterval=30):
-            tokens = self.clean_batches.next(CLEAN_FACTOR * self.args.batch)
+            tokens = batches.next(CLEAN_FACTOR * self.args.batch)
             answers = [self.clean(tokens)]
             self.focus.record(tokens.sources, self.solved(answers, self.cross_entropies(tokens, answers)))
 
@@ -306,10 +307,18 @@ class Trainer:
         return f"d2f exact {outcome.accuracy:.0%}, tokens per forward {outcome.tpf:.2f}"
 
     def resume(self) -> None:
-        """Goes on from the saved state, if there is one."""
+        """Goes on from the saved state, if there is one.
+
+        Raises:
+            SystemExit: the state has all steps, or is of another model directory.
+        """
         if not self.args.state.exists():
             return
         state = torch.load(self.args.state, weights_only=True)
+        if state["out"] != str(self.args.out.resolve()):
+            raise SystemExit(f"{self.args.state} is the state of {state['out']}; name another file by --state")
+        if state["step"] >= self.num_steps:
+            raise SystemExit(f"{self.args.state} has all {state['step']} steps; name another file by --state")
         self.model.load_state_dict(state["model"])
         self.average = state["average"]
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
@@ -329,6 +338,7 @@ class Trainer:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "generator": self.generator.get_state(),
             "step": self.step,
+            "out": str(self.args.out.resolve()),
             "failures": self.focus.failures,
         }
         self.args.state.parent.mkdir(parents=True, exist_ok=True)

@@ -212,9 +212,21 @@ def test_a_run_first_measures_what_the_model_fails_at(trainer: Trainer) -> None:
     trainer.step = trainer.num_steps = 1
     trainer.save()
     resumed = Trainer(trainer.args, trainer.tokenizer)
-    resumed.num_steps = 1
-    resumed.run()
+    resumed.num_steps = 2
+    resumed.resume()
+    assert resumed.step == 1
     assert resumed.focus.failures == trainer.focus.failures
+
+
+def test_the_state_of_another_run_is_refused(trainer: Trainer, tmp_path: Path) -> None:
+    trainer.step = trainer.num_steps = 3
+    trainer.save()
+    with pytest.raises(SystemExit, match="has all 3 steps; name another file"):
+        trainer.resume()
+    trainer.num_steps = 4
+    trainer.args.out = tmp_path / "elsewhere"
+    with pytest.raises(SystemExit, match="is the state of .*; name another file"):
+        trainer.resume()
 
 
 def test_the_checkpoint_has_the_mean_of_the_last_weights(trainer: Trainer, tmp_path: Path) -> None:
