@@ -68,7 +68,8 @@ def run(llm: LLM, maker: PromptMaker, plan: Plan, file: SampleFile, *, quiet: bo
                     for _ in llm.stream(text, setting.params):
                         pass
             task, problem = plan.problems[index]
-            output, times = decode(llm, prompts[index], _seeded(setting.params, repetition, index))
+            params = seeded(setting.params, llm.engine.config.seed, repetition, index)
+            output, times = decode(llm, prompts[index], params)
             scores = task.score(problem, task.cut(output.text or "", at_stop=plan.cut))
             sample = Sample(
                 setting=setting.key,
@@ -100,13 +101,20 @@ def filled_tokens(output: GenerationOutput) -> tuple[int, ...]:
     return tuple(len(record.fills) + len(record.branches[record.winner].own_fills) for record in output.trace)
 
 
-def _seeded(params: DecodingParams, repetition: int, index: int) -> DecodingParams:
-    """The parameters of one answer. Sampled ones get a seed that depends on nothing but the answer's place, so that a
-    run that was interrupted goes on with the same ones."""
+def seeded(params: DecodingParams, engine_seed: int | None, repetition: int, index: int) -> DecodingParams:
+    """The parameters of one answer. Sampled ones get a seed that depends on the given seeds, the run and the problem
+    alone, so that a run that was interrupted goes on with the same ones.
+
+    Args:
+        params: of the setting; their own seed, if there is one, goes before the engine's.
+        engine_seed: of --seed.
+        repetition: the run, from 0.
+        index: the problem, from 0.
+    """
     if not params.is_random:
         return params
-    seed = random.Random(f"{params.seed} {repetition} {index}").getrandbits(53)
-    return replace(params, seed=seed)
+    base = engine_seed if params.seed is None else params.seed
+    return replace(params, seed=random.Random(f"{base} {repetition} {index}").getrandbits(53))
 
 
 def decode(llm: LLM, prompt: str | Sequence[int], params: DecodingParams) -> tuple[GenerationOutput, dict[str, Any]]:

@@ -90,7 +90,7 @@ def _scores(table: str) -> list[Row]:
             numbers = {"TPF": float(tpf), "score": float(score)}
             found.append(
                 Row(table, model, algorithm, task, preset, entry["options"], preset.prompts[0].name, numbers,
-                    entry["certainty"])
+                    _certainty(entry["certainty"], preset, entry["options"]))
             )  # fmt: skip
     return found
 
@@ -126,4 +126,13 @@ def _dist_summary(table: str) -> list[Row]:
 
 def _dist_row(table: str, row: Mapping[str, Any], numbers: Mapping[str, float]) -> Row:
     model, setting = row["model"], row["setting"]
-    return Row(table, model, setting, row["task"].lower(), find_preset(setting), {}, PROMPTS[model], numbers, "Table 6")
+    preset = find_preset(setting)
+    certainty = _certainty("Table 6", preset, {})
+    return Row(table, model, setting, row["task"].lower(), preset, {}, PROMPTS[model], numbers, certainty)
+
+
+def _certainty(source: str, preset: Preset, options: Mapping[str, Any]) -> str:
+    """Where a row's setting comes from, and which decoding parameters of its preset are inferred."""
+    kept = [name for name in preset.merged(options) if name not in options]
+    inferred = [name for name in kept if "inferred" in preset.certainty[name]]
+    return f"{source}; inferred: {', '.join(inferred)}" if inferred else source

@@ -13,7 +13,7 @@ from lopa_ascend.config import DecodingParams, ParameterError
 from scripts.benchmarking.draw import by_branches, pareto_front
 from scripts.benchmarking.metrics import accuracy_under_parallelism, measure, over_runs
 from scripts.benchmarking.report import markdown, results, write_csv
-from scripts.benchmarking.run import Plan
+from scripts.benchmarking.run import Plan, seeded
 from scripts.benchmarking.samples import Sample, SampleFile
 from scripts.benchmarking.settings import Setting, one_setting, swept
 from scripts.evaluation.files import DATA, TaskFileError, read_examples, read_problems
@@ -268,3 +268,15 @@ def test_a_preset_keeps_its_values_in_a_sweep_unless_an_axis_replaces_them():
     assert {(s.params.lookaheads, s.params.confidence) for s in found} == {(5, "neg_entropy")}
     assert [s.params.tau_conf for s in swept(["tau_conf=0.9,0.7"], {"tau_conf": 0.1})] == [0.9, 0.7]
     assert swept(["decoding=vanilla"], {"num_branches": 5})[0].params == DecodingParams(decoding="vanilla")
+
+
+def test_sampled_answers_have_seeds_by_the_given_one_the_run_and_the_problem():
+    sampled = DecodingParams(temperature=0.5)
+    found = {(engine, run, index): seeded(sampled, engine, run, index).seed
+             for engine in (0, 1) for run in (0, 1) for index in (0, 1)}  # fmt: skip
+    assert len(set(found.values())) == 8
+    assert seeded(sampled, 1, 0, 1).seed == found[1, 0, 1]
+    own = replace(sampled, seed=7)
+    assert seeded(own, 0, 0, 0).seed == seeded(own, 1, 0, 0).seed
+    greedy = DecodingParams()
+    assert seeded(greedy, 0, 0, 0) == greedy
