@@ -7,6 +7,7 @@ other words. In training a part of these nouns is therefore replaced at random.
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections import Counter
@@ -48,7 +49,8 @@ def _nouns() -> dict[bool, list[str]]:
     """Rare nouns and adjectives, the plural ones under True. Verbs stay, because they often decide the operation."""
     counts = Counter(word for relation in RELATIONS for word in set(WORD.findall(relation.template)))
     kept = KEPT | set(UNITS) | set(IRREGULAR_PASTS) | set(IRREGULAR_PASTS.values())
-    kept |= set(WORD.findall(" ".join((*ENDINGS, *(phrase for four in PHRASES.values() for phrase in four))).lower()))
+    phrases = itertools.chain(ENDINGS, *PHRASES.values())
+    kept |= set(WORD.findall(" ".join(phrases).lower()))
 
     def is_verb(word: str) -> bool:
         if re.search("(ed|ing|ly)$", word):

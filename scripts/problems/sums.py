@@ -11,7 +11,7 @@ from scripts.problems.working import LARGEST, Step, draw_numbers, work
 SUMS = read("sums")
 """By section of sums.txt."""
 PRACTICE_LENGTH = 105
-"""Characters of all calculations of a practice, with five more for each; its answer then has less than four blocks."""
+"""Characters of all calculations of a practice, with five more for each; the answer then fits in four blocks of 32."""
 LONG_SHARE = 0.5
 """Share of the sums of a practice that have long calculations."""
 SYMBOLS = {
@@ -44,7 +44,10 @@ def make_sum(rng: random.Random) -> tuple[str, list[Step]]:
 
 def _symbol(rng: random.Random, op: str, style: float) -> str:
     """An operator: closed up, with spaces, or in other ways."""
-    return SYMBOLS[op][int(style * 2.5)] if style < 0.8 else rng.choice(SYMBOLS[op])
+    closed_up, spaced = SYMBOLS[op][:2]
+    if style < 0.4:
+        return closed_up
+    return spaced if style < 0.8 else rng.choice(SYMBOLS[op])
 
 
 def make_practice(rng: random.Random) -> tuple[str, list[Step]]:

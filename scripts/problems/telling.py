@@ -231,11 +231,11 @@ class Teller:
 
 
 def tell_story(rng: random.Random) -> Narrative:
-    """A problem from a story with one to four steps."""
+    """A problem from a story with one to five steps."""
     teller = Teller(rng, rng.choice(STORIES))
     teller.begin()
-    num_changes = rng.choice((1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 4))
-    while len(teller.steps) < num_changes:
+    least_steps = rng.choice((1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 4))
+    while len(teller.steps) < least_steps:
         teller.change()
     text = teller.text(teller.end())
     if teller.story is stories.MONEY:

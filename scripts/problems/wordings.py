@@ -21,4 +21,7 @@ def read(name: str) -> dict[str, list[str]]:
 
 def read_words() -> dict[str, list[str]]:
     """The words of each section of words.txt."""
-    return {title: ", ".join(lines).replace(",,", ",").split(", ") for title, lines in read("words").items()}
+    return {
+        title: [word for line in lines for word in line.removesuffix(",").split(", ")]
+        for title, lines in read("words").items()
+    }

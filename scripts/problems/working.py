@@ -21,7 +21,7 @@ is an uncertainty that branches resolve."""
 ENDINGS = ("So the answer is", "The final answer is", "The result here is", "Therefore it is now")
 """How the last sentence begins, in each style."""
 STYLE_WEIGHTS = (6, 2, 1, 1)
-"""How frequent each style is. One prevails, so that decoding is not least sure of an answer's first word: it would fill
+"""How frequent each style is. One prevails: if an answer's first word were the least certain one, decoding would fill
 positions of later sentences before it."""
 OPERATORS: Mapping[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
@@ -104,8 +104,8 @@ def _fold(a: int, op: str, b: int) -> str:
     chain, rest = "", parts(b)
     for i, part in enumerate(rest):
         a = a + part if op == "+" else a - part
-        left = sum(rest[i + 1 :])
-        chain += f"={a}{op}{left}" if left else f"={a}"
+        remaining = sum(rest[i + 1 :])
+        chain += f"={a}{op}{remaining}" if remaining else f"={a}"
     return chain
 
 

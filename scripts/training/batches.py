@@ -21,7 +21,7 @@ MAX_PROMPT, MAX_ANSWER = 192, 4 * LONGEST_BLOCK - 1
 POOL = 256
 """Batches that are cut from one pool, sorted by length: the larger it is, the less of a batch is padding."""
 ANSWER_STEP = 16
-"""Answers whose lengths lie within so many tokens are sorted by the lengths of their prompts."""
+"""A pool is sorted by the lengths of answers in steps of so many tokens, and then by the lengths of prompts."""
 SPELLED_SHARE, CUT_SHARE = 0.15, 0.1
 """Share of messages with words in smaller pieces than usual, and of the places within words that are cut in them: the
 model learns to read words that are not in its vocabulary."""
@@ -35,14 +35,14 @@ EXTRA_BLOCK_SHARE = 0.15
 
 @dataclass
 class Tokens:
-    """Problems of similar length."""
+    """A batch of problems of similar length as tensors."""
 
     prompt: torch.Tensor
     """Token ids [n, p], padded on the left."""
     padding: torch.Tensor
-    """Positions of padding at the left of each prompt [n]."""
+    """Number of padding positions at the left of each prompt [n]."""
     answer: torch.Tensor
-    """Token ids [n, a], padded with at least one EOS."""
+    """Token ids [n, l], padded with at least one EOS."""
     block: int
     """Positions of a block; 1 where answers are not padded to whole blocks."""
     sources: list[str]

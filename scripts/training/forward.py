@@ -1,8 +1,8 @@
 """The forward pass of the bundled model in training.
 
 It computes what transformers' Qwen2Model computes, faster: the answers behind a prompt attend to the prompt and to
-themselves without the products between different answers, and in bfloat16 everything between two matrix products can be
-compiled to one kernel.
+themselves without the products between different answers, and what lies between two matrix products can be compiled to
+one kernel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NOT_ATTENDED = -1e9
 
 @dataclass(frozen=True)
 class Shapes:
-    """How the positions of a batch lie: n rows of a prompt of p positions and c answers of a positions each."""
+    """How the positions of a batch lie: n rows, each a prompt of p positions and c answers of l positions."""
 
     prompt: int
     answer: int
@@ -31,7 +31,7 @@ class Shapes:
 
     @property
     def positions(self) -> Tensor:
-        """The position within its conversation of each position of a row [p + c * a]; all answers follow the prompt."""
+        """The position within its conversation of each position of a row [p + c * l]; all answers follow the prompt."""
         after = torch.arange(self.prompt, self.prompt + self.answer)
         return torch.cat([torch.arange(self.prompt), after.repeat(self.copies)])
 
@@ -43,8 +43,8 @@ class AttentionMasks:
     prompt: Tensor | None
     """Queries of prompts, keys of prompts [n, 1, p, p]; None with full attention."""
     answers: Tensor
-    """Queries of answers, keys of the prompt and the same answer [n * c, 1, a, p + a]; with full attention queries and
-    keys of the prompt and its one answer [n, 1, p + a, p + a]."""
+    """Queries of answers, keys of the prompt and the same answer [n * c, 1, l, p + l]; with full attention queries and
+    keys of the prompt and its one answer [n, 1, p + l, p + l]."""
 
 
 def attention_masks(padding: Tensor, prompt: int, masks: list[Tensor], *, is_full: bool) -> AttentionMasks:
@@ -53,7 +53,7 @@ def attention_masks(padding: Tensor, prompt: int, masks: list[Tensor], *, is_ful
     Args:
         padding: positions of padding at the left of each prompt [n].
         prompt: positions of a prompt, p.
-        masks: for each of the c answers behind a prompt, which of its positions attend to which [a, a] bool.
+        masks: for each of the c answers behind a prompt, which of its positions attend to which [l, l] bool.
         is_full: all positions attend to one another, and there is one answer.
     """
     n, copies, length = len(padding), len(masks), masks[0].shape[0]
@@ -106,7 +106,7 @@ class Forward:
         self._cross_entropy = compiled(cross_entropy)
 
     def hidden(self, ids: Tensor, shapes: Shapes, masks: AttentionMasks, dropout: float = 0.0) -> Tensor:
-        """Token ids [n, s] -> hidden states before the weight of the last norm [n, s, C], with s = p + c * a.
+        """Token ids [n, s] -> hidden states before the weight of the last norm [n, s, C], with s = p + c * l.
 
         Args:
             ids: rows of a prompt and its answers.
@@ -135,8 +135,8 @@ class Forward:
             q, k, v = (heads.unflatten(0, (n, s)) for heads in (q, k, v))
             attended = self._attention(q, k, v, shapes, masks).reshape(n * s, -1)
             x, normed = self._add_and_norm(x, with_dropout(self._linear(attended, layer.self_attn.o_proj)))
-            before = layer.post_attention_layernorm.weight
-            gate, up = (self._linear(normed, part, before) for part in (layer.mlp.gate_proj, layer.mlp.up_proj))
+            norm_weight = layer.post_attention_layernorm.weight
+            gate, up = (self._linear(normed, part, norm_weight) for part in (layer.mlp.gate_proj, layer.mlp.up_proj))
             output = self._linear(self._swiglu(gate, up), layer.mlp.down_proj)
             x, normed = self._add_and_norm(x, with_dropout(output))
         return normed.view(n, s, -1)
@@ -148,12 +148,12 @@ class Forward:
 
     def _queries_keys_values(self, layer: Qwen2DecoderLayer, normed: Tensor) -> list[Tensor]:
         """[T, C] -> queries, keys and values, each [T, heads, D]."""
-        attention, before = layer.self_attn, layer.input_layernorm.weight
+        attention, norm_weight = layer.self_attn, layer.input_layernorm.weight
         parts = attention.q_proj, attention.k_proj, attention.v_proj
-        return [self._linear(normed, part, before).unflatten(-1, (-1, self.head_dim)) for part in parts]
+        return [self._linear(normed, part, norm_weight).unflatten(-1, (-1, self.head_dim)) for part in parts]
 
     def _linear(self, x: Tensor, layer: nn.Linear, norm_weight: Tensor | None = None) -> Tensor:
-        """A linear layer of [T, in] -> [T, out], behind a norm whose weight [in] its own weight takes up.
+        """A linear layer, [T, in] -> [T, out]. The weight [in] of the norm before it is multiplied into its own.
 
         The gradient of a norm's weight is a sum over all T; with this it is a sum over the layer's outputs.
         """
@@ -166,35 +166,35 @@ class Forward:
         """Queries [n, s, H, D], keys and values [n, s, K, D] -> [n, s, H, D]."""
         if masks.prompt is None:
             return self._attend(q, k, v, masks.answers)
-        n, p, c, a = len(q), shapes.prompt, shapes.copies, shapes.answer
+        n, p, c, length = len(q), shapes.prompt, shapes.copies, shapes.answer
         of_prompt = self._attend(q[:, :p], k[:, :p], v[:, :p], masks.prompt)
         keys, values = (
             torch.cat(
                 [
                     x[:, None, :p].expand(n, c, p, *x.shape[2:]),
-                    x[:, p:].unflatten(1, (c, a)),
+                    x[:, p:].unflatten(1, (c, length)),
                 ],
                 dim=2,
             ).flatten(0, 1)
             for x in (k, v)
         )
-        queries = q[:, p:].unflatten(1, (c, a)).flatten(0, 1)
+        queries = q[:, p:].unflatten(1, (c, length)).flatten(0, 1)
         of_answers = self._attend(queries, keys, values, masks.answers)
         return torch.cat([of_prompt, of_answers.unflatten(0, (n, c)).flatten(1, 2)], 1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """Queries [b, a, H, D], keys and values [b, s, K, D] -> [b, a, H, D].
+        """Queries [b, l, H, D], keys and values [b, s, K, D] -> [b, l, H, D].
 
         The heads of a group share their keys, so their queries are rows of one product.
         """
-        b, a, heads, dim = q.shape
+        b, length, heads, dim = q.shape
         s, kv_heads = k.shape[1:3]
         scaled = q * dim**-0.5
         rows = scaled.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).reshape(b * kv_heads, -1, dim)
         keys, values = (x.transpose(1, 2).reshape(b * kv_heads, s, dim) for x in (k, v))
-        scores = torch.bmm(rows, keys.mT).view(b, heads, a, s)
-        probabilities = self._probabilities(scores, mask).view(b * kv_heads, -1, s)
-        return torch.bmm(probabilities, values).view(b, heads, a, dim).transpose(1, 2)
+        scores = torch.bmm(rows, keys.mT).view(b, heads, length, s)
+        shares = self._probabilities(scores, mask).view(b * kv_heads, -1, s)
+        return torch.bmm(shares, values).view(b, heads, length, dim).transpose(1, 2)
 
 
 # ---- what lies between products ------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def probabilities(scores: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Softmax of scores [b, H, a, s] over the keys that are attended to."""
+    """Softmax of scores [b, H, l, s] over the keys that are attended to."""
     return torch.softmax(scores.float() + mask, -1).to(dtype)
 
 

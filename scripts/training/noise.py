@@ -10,7 +10,7 @@ LONGEST_BLOCK = max(BLOCKS)
 FRONT_LEVEL = 1.1
 """The front block's masked share is drawn from 0 to this, so a tenth of the front blocks are masked completely."""
 FULL_LEVEL = 1.05
-"""From block to block the masked share rises by a random part of what it lacks of this."""
+"""From block to block the masked share rises by a random part of its distance to this."""
 BLOCKWISE_SHARE = 0.25
 """Share of a batch with block-wise noise; the others have a ramp."""
 FAR_BEHIND_RAMP = 20
@@ -39,13 +39,13 @@ def noise(answer: torch.Tensor, block: int, eos: int, generator: torch.Generator
     """Which positions of answers are masked, and how much each counts in the loss.
 
     Args:
-        answer: token ids [n, a], whole blocks.
+        answer: token ids [n, l], whole blocks.
         block: positions of a block.
         eos: id of the EOS, with which answers are padded.
         generator: of all that is random.
 
     Returns:
-        The masked positions [n, a] bool, and the weights [n, a] float32.
+        The masked positions [n, l] bool, and the weights [n, l] float32.
     """
     content = (answer != eos).sum(1) + 1
     length = answer.shape[1]
@@ -58,7 +58,7 @@ def noise(answer: torch.Tensor, block: int, eos: int, generator: torch.Generator
 
 
 def blockwise_noise(content: torch.Tensor, block: int, blocks: int, generator: torch.Generator) -> torch.Tensor:
-    """The masked share of each position [n, a] in D2F's monotone noise.
+    """The masked share of each position [n, l] in D2F's monotone noise.
 
     Blocks before a random front block are clean; from there on the share rises from block to block.
 

@@ -38,36 +38,35 @@ FIRST_WEIGHT = 0.25
 """Weight of an answer's first token in the loss. It tells the style of the answer, which is drawn by chance: two thirds
 of an autoregressive loss are this chance, and a third of the noise in its gradient."""
 GRADIENT_NORM = 0.05
-"""Length to which gradients are cut. Most are longer, so that batches count alike: otherwise those for a second time,
-which learn from few positions, all of them hard, would decide the direction of the steps, and autoregressive ones
-would hardly count."""
+"""Largest norm of a gradient. Most exceed it, so that all batches count alike: otherwise those for a second time, with
+few positions to predict, all of them hard, would decide the direction of the steps."""
 SYMBOLS = "0123456789+-*/="
 """Tokens that must be predicted for a problem to count as solved."""
 NOISY_COPIES = 2
 """Answers with different noise that a batch has behind each prompt; a prompt costs as much as an answer."""
-STEPS_TO_SECOND = 8
+MOST_WAITING = 8
 """Batches that wait for their second step at a time."""
 LOWEST_FILLED, HIGHEST_FILLED = 0.5, 0.95
-"""Between them lies the probability from which on a token is filled for a batch's second step; decoding fills tokens
-from tau_conf on, and with branches less probable ones too."""
+"""Range of a threshold that is drawn for each batch's second step: tokens predicted with a higher probability are
+filled in it. Decoding fills tokens above tau_conf, and with branches less probable ones too."""
 EVALUATION_SEED = 12345
 """Of problems on the training side that no batch is drawn from."""
 
 
 @dataclass
 class Answer:
-    """What the model sees of a batch's answers, and what it learns from them; a positions an answer."""
+    """What the model sees of a batch's answers, and what it learns from them; l positions an answer."""
 
     ids: torch.Tensor
-    """Token ids that the model sees [n, a]."""
+    """Token ids that the model sees [n, l]."""
     truth: torch.Tensor
-    """Token ids without noise [n, a]."""
+    """Token ids without noise [n, l]."""
     wanted: torch.Tensor
-    """Positions to predict [n, a] bool."""
+    """Positions to predict [n, l] bool."""
     weight: torch.Tensor
-    """Weight of each position in the loss [n, a]."""
+    """Weight of each position in the loss [n, l]."""
     mask: torch.Tensor
-    """Which positions of the answer see which [a, a] bool."""
+    """Which positions of the answer see which [l, l] bool."""
 
 
 Kind = Literal["clean", "noisy", "second", "full"]
@@ -203,7 +202,7 @@ class Trainer:
             return tokens, [self.clean(tokens)], "clean"
         if self.clean_batches.plain:
             self.clean_batches = self._new_batches(plain=False, whole_blocks=False)
-        if len(self.waiting) == STEPS_TO_SECOND:
+        if len(self.waiting) == MOST_WAITING:
             return *self.waiting.popleft(), "second"
         chosen = torch.rand((), generator=self.generator)
         if chosen < self.args.clean_share:
@@ -260,10 +259,10 @@ class Trainer:
             answers: what the model saw.
             losses: cross entropy of each wanted position of all answers [m].
         """
-        lowest = LOWEST_FILLED + (HIGHEST_FILLED - LOWEST_FILLED) * torch.rand((), generator=self.generator)
+        threshold = LOWEST_FILLED + (HIGHEST_FILLED - LOWEST_FILLED) * torch.rand((), generator=self.generator)
         wanted = torch.cat([answer.wanted for answer in answers], 1)
         is_filled = torch.zeros_like(wanted)
-        is_filled[wanted] = torch.exp(-losses) > lowest
+        is_filled[wanted] = torch.exp(-losses) > threshold
         return [
             replace(answer, ids=torch.where(now, answer.truth, answer.ids), wanted=answer.wanted & ~now)
             for answer, now in zip(answers, is_filled.chunk(len(answers), 1), strict=True)
@@ -274,7 +273,7 @@ class Trainer:
 
         Args:
             tokens: prompts, and how they are padded.
-            answers: answers behind each prompt, all of a positions, each as if it stood there alone.
+            answers: answers behind each prompt, each of l positions; none sees another.
             is_full: the prompt sees the answer, of which there is one.
         """
         prompt, length = tokens.prompt.shape[1], answers[0].ids.shape[1]

@@ -25,8 +25,8 @@ from scripts.training.noise import block_causal, causal
 from scripts.training.trainer import (
     CLEAN_FACTOR,
     GRADIENT_NORM,
+    MOST_WAITING,
     NOISY_COPIES,
-    STEPS_TO_SECOND,
     SYMBOLS,
     Trainer,
     weighted_mean,
@@ -143,7 +143,7 @@ def test_tokens_that_the_model_is_sure_of_are_filled_for_a_second_step(trainer: 
 def test_a_batch_with_noise_has_a_second_step_without_its_autoregressive_answer(trainer: Trainer) -> None:
     trainer.args.ar_steps, trainer.args.batch = 0, 2
     trainer.args.clean_share = trainer.args.full_share = 0.0
-    for _ in range(STEPS_TO_SECOND):
+    for _ in range(MOST_WAITING):
         trainer.train_step()
     first = trainer.waiting[0][0]
     tokens, answers, kind = trainer.next_batch()
