@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
 import socket
@@ -58,7 +59,10 @@ class Rank:
         return self._lines.get(timeout=seconds)
 
     def signal(self, number: int) -> None:
+        """Sends a signal; returns when the process has stopped, if the signal stops it."""
         self.process.send_signal(number)
+        if number == signal.SIGSTOP:
+            os.waitpid(self.process.pid, os.WUNTRACED)
 
     def end(self) -> list[str]:
         """Ends the process; returns the lines that were not read."""
