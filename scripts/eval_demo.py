@@ -326,6 +326,8 @@ def main() -> None:
     parser.add_argument("--graph-mode", help="how a step runs (default: the engine's for the device)")
     parser.add_argument("--attention-layout", default="TND", help="on an NPU: TND, TND16 or BSH (default: TND)")
     args = parser.parse_args()
+    if args.what != "table" and (args.block_size or args.plot):
+        parser.error(f"--block-size and --plot go with table, not with {args.what}")
     from lopa_ascend import LLM  # imports torch, which takes seconds
 
     options = {name: getattr(args, name) for name in ("device", "dtype", "graph_mode", "attention_layout")}
