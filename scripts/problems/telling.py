@@ -27,7 +27,7 @@ FILLER_SHARE, NEEDLESS_SHARE = 0.12, 0.5
 FILLERS = read("fillers")
 """Sentences that do not matter, by section: "fillers" have no number, "needless" have one."""
 WHO_AND_WHAT = re.compile(r"{([Ao])}")
-"""Slots of a next question that only somebody or something can fill of whom or which the question before told."""
+"""Slots for a person (A) and a thing (o). A next question may use one only if the question before mentioned it."""
 SIGNS = {"dollars": "$", "euros": "€", "pounds": "£"}
 
 

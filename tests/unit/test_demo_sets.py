@@ -7,6 +7,7 @@ import re
 import pytest
 
 from lopa_ascend.demo import HANDWRITTEN, HELD_OUT, INDEPENDENT
+from scripts import eval_demo
 from scripts.demo_problems import is_held_out
 from scripts.demo_sets import NEW_NAMES, Question, going_on, other_held_out, read_set, typed_ways, unseen
 from scripts.eval_demo import print_groups, steps_class
@@ -84,3 +85,12 @@ def test_steps_are_counted_in_the_worked_answer_or_by_the_kind() -> None:
     ]
     assert [question.num_steps for question in questions] == [2, 2, 1, 1, 4]
     assert [steps_class(count) for count in range(1, 6)] == ["one step", "two steps", *["more steps"] * 3]
+
+
+def test_options_without_effect_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["eval_demo", "kinds", "--block-size", "16"])
+    with pytest.raises(SystemExit):
+        eval_demo.main()
+    assert "--block-size and --plot go with table, not with kinds" in capsys.readouterr().err
