@@ -1,10 +1,10 @@
 r"""Trains the bundled model from scratch on a CPU, and writes it as a Dream checkpoint.
 
     python -m scripts.train_demo                                         replaces the bundled model; hours on two cores
-    python -m scripts.train_demo --out build/demo/model --held-out build/demo/heldout.jsonl --ar-steps 50 \
-        --diffusion-steps 200                                            a short try elsewhere; some minutes
-    python -m scripts.train_demo --go-on --measure-steps 600 --ar-steps 0 --dtype bfloat16 --compile --seed 1
-                                                                         trains the bundled model further, faster
+    python -m scripts.train_demo --out build/demo/model --held-out build/demo/heldout.jsonl --state build/demo/try.pt \
+        --ar-steps 50 --diffusion-steps 200                              a short try elsewhere; some minutes
+    python -m scripts.train_demo --go-on --measure-steps 600 --ar-steps 0 --dtype bfloat16 --compile --seed 1 \
+        --state build/demo/further.pt                                    trains the bundled model further, faster
 
 There are two stages, as in the training of Dream: an autoregressive warm-up on plain problems, from which the logits
 are shifted by one position, and masked diffusion on whole conversations, beside more autoregressive batches. Most
@@ -126,9 +126,11 @@ def main() -> None:
 
     torch.set_num_threads(args.threads)
     keep_freed_memory()  # without it a quarter of the time went into page faults
-    write_held_out(args.held_out, NUM_HELD_OUT)
     tokenizer = load(args.out) if args.go_on or args.state.exists() else build(args.out)
-    Trainer(args, tokenizer).run()
+    trainer = Trainer(args, tokenizer)
+    trainer.resume()
+    write_held_out(args.held_out, NUM_HELD_OUT)
+    trainer.run()
 
 
 if __name__ == "__main__":

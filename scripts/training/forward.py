@@ -122,7 +122,7 @@ class Forward:
             """An output [n * s, C] without the dropped channels of its prompts."""
             if not dropout:
                 return output
-            keep = torch.rand(n, 1, output.shape[1]).ge(dropout) / (1 - dropout)
+            keep = F.dropout(torch.ones(n, 1, output.shape[1]), dropout)
             return self._dropped(output.view(n, s, -1), keep, is_prompt).view(n * s, -1)
 
         angles = (shapes.positions[:, None] * self.frequency).repeat(n, 1)[:, None]

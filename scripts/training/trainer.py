@@ -36,7 +36,7 @@ CLEAN_FACTOR = 3
 reading is learned from many problems, and an answer to predict autoregressively is enough for it."""
 FIRST_WEIGHT = 0.25
 """Weight of an answer's first token in the loss. It tells the style of the answer, which is drawn by chance: two thirds
-of an autoregressive loss are this chance, and a third of the noise in its gradient."""
+of an autoregressive loss are this chance, and a quarter of the noise in its gradient."""
 GRADIENT_NORM = 0.05
 """Largest norm of a gradient. Most exceed it, so that all batches count alike: otherwise those for a second time, with
 few positions to predict, all of them hard, would decide the direction of the steps."""
@@ -137,8 +137,7 @@ class Trainer:
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Trains from where the last run stopped to the end, with a progress bar."""
-        self.resume()
+        """Trains to the end, with a progress bar."""
         if self.step == 0:
             self.measure()
         recent: list[float] = []
