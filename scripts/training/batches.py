@@ -34,7 +34,7 @@ EXTRA_BLOCK_SHARE = 0.15
 
 
 @dataclass
-class Tokens:
+class Batch:
     """A batch of problems of similar length as tensors."""
 
     prompt: torch.Tensor
@@ -80,12 +80,12 @@ class Batches:
         self.practice = practice(seed)
         self.vocab = tokenizer.get_vocab()
         self.eos = self.vocab[EOS]
-        self.batches: Iterator[Tokens] = iter(())
+        self.batches: Iterator[Batch] = iter(())
 
-    def next(self, n: int) -> Tokens:
+    def next(self, n: int) -> Batch:
         """The next n problems."""
-        for tokens in self.batches:
-            return tokens
+        for batch in self.batches:
+            return batch
         self.batches = iter(self._cut(self._pool(POOL * n), n))
         return next(self.batches)
 
@@ -120,14 +120,14 @@ class Batches:
         bounds = itertools.pairwise([0, *cuts, len(text)])
         return [token_id for start, end in bounds for token_id in self.tokenizer.encode(text[start:end]).ids]
 
-    def _cut(self, pool: list[Example], n: int) -> list[Tokens]:
+    def _cut(self, pool: list[Example], n: int) -> list[Batch]:
         """Batches of n, in random order."""
         pool.sort(key=lambda example: (len(example.answer) // ANSWER_STEP, len(example.prompt)))
         batches = [self._padded(pool[i : i + n]) for i in range(0, len(pool), n)]
         self.rng.shuffle(batches)
         return batches
 
-    def _padded(self, examples: list[Example]) -> Tokens:
+    def _padded(self, examples: list[Example]) -> Batch:
         """Prompts and answers as tensors."""
         prompt_length = max(len(example.prompt) for example in examples)
         length = max(len(example.answer) for example in examples) + 1
@@ -138,4 +138,4 @@ class Batches:
         prompts = [[self.eos] * (prompt_length - len(example.prompt)) + example.prompt for example in examples]
         answers = [example.answer + [self.eos] * (length - len(example.answer)) for example in examples]
         sources = [example.source for example in examples]
-        return Tokens(torch.tensor(prompts), padding, torch.tensor(answers), block, sources)
+        return Batch(torch.tensor(prompts), padding, torch.tensor(answers), block, sources)

@@ -21,7 +21,7 @@ from scripts.demo_problems import problems
 from scripts.demo_tokenizer import EOS, MASK
 from scripts.eval_demo import decoding, evaluate
 from scripts.training import checkpoint
-from scripts.training.batches import Batches, Tokens
+from scripts.training.batches import Batch, Batches
 from scripts.training.focus import Focus
 from scripts.training.forward import Forward, Shapes, attention_masks
 from scripts.training.growth import with_layers, with_units
@@ -110,7 +110,7 @@ class Trainer:
         self.symbols = torch.tensor([vocab[symbol] for symbol in SYMBOLS])
         self.clean_batches = self._new_batches(plain=True, whole_blocks=False)
         self.batches = self._new_batches(plain=False, whole_blocks=True)
-        self.waiting: deque[tuple[Tokens, list[Answer]]] = deque()
+        self.waiting: deque[tuple[Batch, list[Answer]]] = deque()
         """Batches for a second step, with what their first one filled."""
         self.generator = torch.Generator().manual_seed(args.seed + 2)
         self.num_steps: int = args.ar_steps + args.diffusion_steps
@@ -162,14 +162,14 @@ class Trainer:
         """Finds out at which templates the model fails, without training it."""
         batches = Batches(self.tokenizer, 2 * self.args.seed, self.focus, plain=True, whole_blocks=False)
         for _ in tqdm(range(self.args.measure_steps), desc="measuring", mininterval=30):
-            tokens = batches.next(CLEAN_FACTOR * self.args.batch)
-            answers = [self.clean(tokens)]
-            self.focus.record(tokens.sources, self.solved(answers, self.cross_entropies(tokens, answers)))
+            batch = batches.next(CLEAN_FACTOR * self.args.batch)
+            answers = [self.clean(batch)]
+            self.focus.record(batch.sources, self.solved(answers, self.cross_entropies(batch, answers)))
 
     def train_step(self) -> float:
         """Makes one step; returns the loss, NaN if nothing was masked."""
-        tokens, answers, kind = self.next_batch()
-        losses = self.cross_entropies(tokens, answers, is_full=kind == "full")
+        batch, answers, kind = self.next_batch()
+        losses = self.cross_entropies(batch, answers, is_full=kind == "full")
         if not len(losses):
             return math.nan
         loss = weighted_mean(losses, answers)
@@ -182,9 +182,9 @@ class Trainer:
             optimizer.step()
         losses = losses.detach()
         if kind in ("clean", "noisy"):
-            self.focus.record(tokens.sources, self.solved(answers, losses))
+            self.focus.record(batch.sources, self.solved(answers, losses))
         if kind == "noisy":
-            self.waiting.append((tokens, self.filled(answers, losses)[1:]))
+            self.waiting.append((batch, self.filled(answers, losses)[1:]))
         return float(loss.detach())
 
     def update_average(self) -> None:
@@ -194,43 +194,43 @@ class Trainer:
         for name, weight in self.model.state_dict().items():
             self.average[name].lerp_(weight, share)
 
-    def next_batch(self) -> tuple[Tokens, list[Answer], Kind]:
+    def next_batch(self) -> tuple[Batch, list[Answer], Kind]:
         """Problems, the answers behind each prompt, and which kind of batch it is."""
         if self.step < self.args.ar_steps:
-            tokens = self.clean_batches.next(self.args.batch)
-            return tokens, [self.clean(tokens)], "clean"
+            batch = self.clean_batches.next(self.args.batch)
+            return batch, [self.clean(batch)], "clean"
         if self.clean_batches.plain:
             self.clean_batches = self._new_batches(plain=False, whole_blocks=False)
         if len(self.waiting) == MOST_WAITING:
             return *self.waiting.popleft(), "second"
         chosen = torch.rand((), generator=self.generator)
         if chosen < self.args.clean_share:
-            tokens = self.clean_batches.next(CLEAN_FACTOR * self.args.batch)
-            return tokens, [self.clean(tokens)], "clean"
-        tokens = self.batches.next(self.args.batch)
+            batch = self.clean_batches.next(CLEAN_FACTOR * self.args.batch)
+            return batch, [self.clean(batch)], "clean"
+        batch = self.batches.next(self.args.batch)
         if chosen < self.args.clean_share + self.args.full_share:
-            return tokens, [self.noisy(tokens, is_full=True)], "full"
-        return tokens, [self.clean(tokens), *(self.noisy(tokens) for _ in range(NOISY_COPIES))], "noisy"
+            return batch, [self.noisy(batch, is_full=True)], "full"
+        return batch, [self.clean(batch), *(self.noisy(batch) for _ in range(NOISY_COPIES))], "noisy"
 
-    def clean(self, tokens: Tokens) -> Answer:
+    def clean(self, batch: Batch) -> Answer:
         """Answers to predict autoregressively: every position up to the first EOS."""
-        ids = tokens.answer
+        ids = batch.answer
         length = ids.shape[1]
         wanted = torch.arange(length) <= ids.ne(self.eos).sum(1, keepdim=True)
         weight = torch.ones(ids.shape)
         weight[:, 0] = FIRST_WEIGHT
         return Answer(ids, ids, wanted, weight, causal(length))
 
-    def noisy(self, tokens: Tokens, *, is_full: bool = False) -> Answer:
+    def noisy(self, batch: Batch, *, is_full: bool = False) -> Answer:
         """Answers of masked diffusion: block-causal, or with full attention and a random number of blocks."""
-        truth = tokens.answer
-        masked, weight = noise(truth, tokens.block, self.eos, self.generator)
+        truth = batch.answer
+        masked, weight = noise(truth, batch.block, self.eos, self.generator)
         weight[:, 0] *= FIRST_WEIGHT
         ids = torch.where(masked, self.mask, truth)
         length = truth.shape[1]
         if not is_full:
-            return Answer(ids, truth, masked, weight, block_causal(length, tokens.block))
-        end = tokens.block * (1 + int(torch.randint(length // tokens.block, (), generator=self.generator)))
+            return Answer(ids, truth, masked, weight, block_causal(length, batch.block))
+        end = batch.block * (1 + int(torch.randint(length // batch.block, (), generator=self.generator)))
         mask = torch.ones(end, end, dtype=torch.bool)
         return Answer(ids[:, :end], truth[:, :end], masked[:, :end], weight[:, :end], mask)
 
@@ -267,18 +267,18 @@ class Trainer:
             for answer, now in zip(answers, is_filled.chunk(len(answers), 1), strict=True)
         ]
 
-    def cross_entropies(self, tokens: Tokens, answers: list[Answer], *, is_full: bool = False) -> torch.Tensor:
+    def cross_entropies(self, batch: Batch, answers: list[Answer], *, is_full: bool = False) -> torch.Tensor:
         """Cross entropy [m] of the wanted positions, row by row; the hidden state of a position predicts the next one.
 
         Args:
-            tokens: prompts, and how they are padded.
+            batch: prompts, and how they are padded.
             answers: answers behind each prompt, each of l positions; none sees another.
             is_full: the prompt sees the answer, of which there is one.
         """
-        prompt, length = tokens.prompt.shape[1], answers[0].ids.shape[1]
+        prompt, length = batch.prompt.shape[1], answers[0].ids.shape[1]
         shapes = Shapes(prompt, length, len(answers))
-        masks = attention_masks(tokens.padding, prompt, [answer.mask for answer in answers], is_full=is_full)
-        ids = torch.cat([tokens.prompt, *(answer.ids for answer in answers)], 1)
+        masks = attention_masks(batch.padding, prompt, [answer.mask for answer in answers], is_full=is_full)
+        ids = torch.cat([batch.prompt, *(answer.ids for answer in answers)], 1)
         dropout = self.args.dropout if torch.is_grad_enabled() else 0.0
         hidden = self.forward.hidden(ids, shapes, masks, dropout)
         predictor = torch.arange(prompt - 1, prompt - 1 + length * len(answers))

@@ -16,7 +16,7 @@ from transformers import Qwen2Config, Qwen2Model
 from scripts.demo_tokenizer import build
 from scripts.train_demo import build_parser
 from scripts.training import batches
-from scripts.training.batches import Batches, Tokens
+from scripts.training.batches import Batch, Batches
 from scripts.training.checkpoint import GEOMETRY
 from scripts.training.focus import UNKNOWN
 from scripts.training.forward import Forward, Shapes, attention_masks, dropped
@@ -45,17 +45,17 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
 
 
 @pytest.fixture
-def tokens(trainer: Trainer) -> Tokens:
+def batch(trainer: Trainer) -> Batch:
     return Batches(trainer.tokenizer, 1, trainer.focus, plain=False, whole_blocks=True).next(4)
 
 
-def whole_mask(tokens: Tokens, masks: list[Tensor], *, is_full: bool) -> Tensor:
+def whole_mask(batch: Batch, masks: list[Tensor], *, is_full: bool) -> Tensor:
     """Which positions see which, as transformers takes it: bool [n, 1, s, s]."""
-    prompt = tokens.prompt.shape[1]
+    prompt = batch.prompt.shape[1]
     mask = torch.block_diag(torch.ones(prompt, prompt), *masks).bool()
     mask[:, :prompt] = True
     mask[:prompt, prompt:] = is_full
-    is_padding = torch.arange(len(mask)) < tokens.padding[:, None]
+    is_padding = torch.arange(len(mask)) < batch.padding[:, None]
     return ((mask & ~is_padding[:, None, :]) | torch.eye(len(mask), dtype=torch.bool))[:, None]
 
 
@@ -63,11 +63,11 @@ def whole_mask(tokens: Tokens, masks: list[Tensor], *, is_full: bool) -> Tensor:
 @pytest.mark.parametrize("is_full", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 0.1)], ids=str)
 def test_the_forward_pass_is_that_of_transformers(
-    trainer: Trainer, tokens: Tokens, copies: int, is_full: bool, dtype: torch.dtype, tolerance: float
+    trainer: Trainer, batch: Batch, copies: int, is_full: bool, dtype: torch.dtype, tolerance: float
 ) -> None:
     if is_full and copies > 1:
         pytest.skip("with full attention there is one answer")
-    (n, prompt), length = tokens.prompt.shape, tokens.answer.shape[1]
+    (n, prompt), length = batch.prompt.shape, batch.answer.shape[1]
     masks = [torch.ones(length, length, dtype=torch.bool)] if is_full else [causal(length)] * copies
     if copies > 1:
         masks[1] = block_causal(length, 16)
@@ -75,19 +75,19 @@ def test_the_forward_pass_is_that_of_transformers(
         if "norm" in name or "bias" in name:
             torch.nn.init.normal_(param, mean=1.0, std=0.3)
     shapes = Shapes(prompt, length, copies)
-    ids = torch.cat([tokens.prompt, *[tokens.answer] * copies], 1)
+    ids = torch.cat([batch.prompt, *[batch.answer] * copies], 1)
     with torch.no_grad():
         expected = trainer.model(
             ids,
-            attention_mask={"full_attention": whole_mask(tokens, masks, is_full=is_full)},
+            attention_mask={"full_attention": whole_mask(batch, masks, is_full=is_full)},
             position_ids=shapes.positions[None],
             use_cache=False,
         ).last_hidden_state
-        attention = attention_masks(tokens.padding, prompt, masks, is_full=is_full)
+        attention = attention_masks(batch.padding, prompt, masks, is_full=is_full)
         normed = Forward(trainer.model, dtype, is_compiled=False).hidden(ids, shapes, attention)
     found = normed.float() * trainer.model.norm.weight.detach()
     assert found.shape == (n, prompt + copies * length, 192)
-    for row, padding in enumerate(tokens.padding):
+    for row, padding in enumerate(batch.padding):
         torch.testing.assert_close(found[row, padding:], expected[row, padding:], rtol=tolerance, atol=tolerance)
 
 
@@ -99,37 +99,37 @@ def test_prompts_alone_go_without_channels() -> None:
     torch.testing.assert_close(found[:, 3:], y[:, 3:])
 
 
-def test_dropout_is_of_training_alone(trainer: Trainer, tokens: Tokens) -> None:
-    answers = [trainer.clean(tokens)]
+def test_dropout_is_of_training_alone(trainer: Trainer, batch: Batch) -> None:
+    answers = [trainer.clean(batch)]
     trainer.model.load_state_dict({n: torch.randn_like(w) * 0.1 for n, w in trainer.model.state_dict().items()})
-    without = trainer.cross_entropies(tokens, answers)
+    without = trainer.cross_entropies(batch, answers)
     trainer.args.dropout = 0.2
-    assert not torch.allclose(trainer.cross_entropies(tokens, answers), without)
+    assert not torch.allclose(trainer.cross_entropies(batch, answers), without)
     with torch.no_grad():
-        torch.testing.assert_close(trainer.cross_entropies(tokens, answers), without)
+        torch.testing.assert_close(trainer.cross_entropies(batch, answers), without)
 
 
-def test_answers_behind_one_prompt_are_learnt_as_if_each_stood_there_alone(trainer: Trainer, tokens: Tokens) -> None:
-    answers = [trainer.clean(tokens), trainer.noisy(tokens), trainer.noisy(tokens)]
+def test_answers_behind_one_prompt_are_learnt_as_if_each_stood_there_alone(trainer: Trainer, batch: Batch) -> None:
+    answers = [trainer.clean(batch), trainer.noisy(batch), trainer.noisy(batch)]
     with torch.no_grad():
-        together = weighted_mean(trainer.cross_entropies(tokens, answers), answers)
-        alone = torch.stack([weighted_mean(trainer.cross_entropies(tokens, [answer]), [answer]) for answer in answers])
+        together = weighted_mean(trainer.cross_entropies(batch, answers), answers)
+        alone = torch.stack([weighted_mean(trainer.cross_entropies(batch, [answer]), [answer]) for answer in answers])
     weights = torch.stack([answer.weight[answer.wanted].sum() for answer in answers])
     torch.testing.assert_close(together, (alone * weights).sum() / weights.sum())
 
 
-def test_the_first_token_of_an_answer_counts_a_quarter(trainer: Trainer, tokens: Tokens) -> None:
+def test_the_first_token_of_an_answer_counts_a_quarter(trainer: Trainer, batch: Batch) -> None:
     """It tells the style of the answer, which nothing in the question decides."""
-    answer = trainer.clean(tokens)
+    answer = trainer.clean(batch)
     is_first = answer.wanted.nonzero(as_tuple=True)[1] == 0
     num_answers, num_others = int(is_first.sum()), int((~is_first).sum())
     expected = torch.tensor(num_answers / 4 / (num_answers / 4 + num_others))
     torch.testing.assert_close(weighted_mean(is_first.float(), [answer]), expected)
-    torch.testing.assert_close(trainer.noisy(tokens).weight[:, 0], answer.weight[:, 0])
+    torch.testing.assert_close(trainer.noisy(batch).weight[:, 0], answer.weight[:, 0])
 
 
-def test_tokens_that_the_model_is_sure_of_are_filled_for_a_second_step(trainer: Trainer, tokens: Tokens) -> None:
-    answers = [trainer.noisy(tokens), trainer.noisy(tokens)]
+def test_tokens_that_the_model_is_sure_of_are_filled_for_a_second_step(trainer: Trainer, batch: Batch) -> None:
+    answers = [trainer.noisy(batch), trainer.noisy(batch)]
     probabilities = [torch.rand(answer.ids.shape).round() * 0.98 + 0.01 for answer in answers]
     losses = torch.cat([-p.log() for p in probabilities], 1)[torch.cat([answer.wanted for answer in answers], 1)]
     for before, after, probability in zip(answers, trainer.filled(answers, losses), probabilities, strict=True):
@@ -146,18 +146,18 @@ def test_a_batch_with_noise_has_a_second_step_without_its_autoregressive_answer(
     for _ in range(MOST_WAITING):
         trainer.train_step()
     first = trainer.waiting[0][0]
-    tokens, answers, kind = trainer.next_batch()
+    batch, answers, kind = trainer.next_batch()
     assert (kind, len(answers)) == ("second", NOISY_COPIES)
-    assert tokens is first
+    assert batch is first
     assert all(torch.equal(answer.truth, first.answer) for answer in answers)
     assert trainer.next_batch()[2] == "noisy"
 
 
-def test_a_problem_is_solved_if_each_digit_and_sign_is_predicted(trainer: Trainer, tokens: Tokens) -> None:
-    answers = [trainer.clean(tokens), trainer.noisy(tokens)]
+def test_a_problem_is_solved_if_each_digit_and_sign_is_predicted(trainer: Trainer, batch: Batch) -> None:
+    answers = [trainer.clean(batch), trainer.noisy(batch)]
     symbols = {trainer.tokenizer.get_vocab()[symbol] for symbol in SYMBOLS}
     probability = torch.full(answers[0].ids.shape, 0.9)
-    is_symbol = torch.tensor([[token_id in symbols for token_id in row] for row in tokens.answer.tolist()])
+    is_symbol = torch.tensor([[token_id in symbols for token_id in row] for row in batch.answer.tolist()])
     probability[0][~is_symbol[0]] = 0.1  # words may be others
     probability[2, is_symbol[2].nonzero()[1]] = 0.4
     probabilities = torch.cat([probability, torch.full(answers[1].ids.shape, 0.1)], 1)
@@ -181,8 +181,8 @@ def test_autoregressive_batches_have_more_problems_and_say_what_the_model_solves
     trainer.train_step()
     assert trainer.focus.failures
     assert all(rate != UNKNOWN for rate in trainer.focus.failures.values())
-    tokens, answers, kind = trainer.next_batch()
-    assert (kind, len(answers), len(tokens.prompt)) == ("clean", 1, CLEAN_FACTOR * 2)
+    batch, answers, kind = trainer.next_batch()
+    assert (kind, len(answers), len(batch.prompt)) == ("clean", 1, CLEAN_FACTOR * 2)
     assert not trainer.clean_batches.plain
 
 
@@ -247,7 +247,7 @@ def test_the_checkpoint_has_the_mean_of_the_last_weights(trainer: Trainer, tmp_p
     assert torch.equal(fresh.model.norm.weight, weight)
 
 
-def test_new_layers_change_nothing_at_first(trainer: Trainer, tokens: Tokens) -> None:
+def test_new_layers_change_nothing_at_first(trainer: Trainer, batch: Batch) -> None:
     """A model of three layers grows to twelve: each old layer is followed by three new ones."""
     weights = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
     small = {name: weight for name, weight in weights.items() if not re.search(r"layers\.([3-9]|1\d)\.", name)}
@@ -263,7 +263,7 @@ def test_new_layers_change_nothing_at_first(trainer: Trainer, tokens: Tokens) ->
     few.load_state_dict(small)
     trainer.model.load_state_dict(grown)
     with torch.no_grad():
-        expected, found = (model(tokens.prompt).last_hidden_state for model in (few, trainer.model))
+        expected, found = (model(batch.prompt).last_hidden_state for model in (few, trainer.model))
     assert torch.equal(found, expected)
 
 
@@ -272,7 +272,7 @@ def test_layers_are_not_taken_away(trainer: Trainer) -> None:
         with_layers(trainer.model.state_dict(), 8)
 
 
-def test_new_units_change_nothing_at_first(trainer: Trainer, tokens: Tokens) -> None:
+def test_new_units_change_nothing_at_first(trainer: Trainer, batch: Batch) -> None:
     """Feed-forward parts of 512 units grow to 1,024: the new units read the input, and add nothing."""
     wide = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
     narrow = dict(wide)
@@ -288,7 +288,7 @@ def test_new_units_change_nothing_at_first(trainer: Trainer, tokens: Tokens) -> 
     few.load_state_dict(narrow)
     trainer.model.load_state_dict(grown)
     with torch.no_grad():
-        expected, found = (model(tokens.prompt).last_hidden_state for model in (few, trainer.model))
+        expected, found = (model(batch.prompt).last_hidden_state for model in (few, trainer.model))
     torch.testing.assert_close(found, expected)
 
 
