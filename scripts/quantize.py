@@ -23,7 +23,7 @@ from pathlib import Path
 from torch import Tensor
 
 from lopa_ascend.checkpoint.smooth import smoothed_readers
-from lopa_ascend.checkpoint.write import write_int8
+from lopa_ascend.checkpoint.write import open_to_quantize, write_int8
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.config.engine import INT8_LAYERS
 from lopa_ascend.config.help import HelpFormatter
@@ -65,8 +65,9 @@ def main() -> None:
         "--smooth-limit", type=int, default=64, metavar="N", help="with --smooth: texts of the file (default: 64)"
     )
     args = parser.parse_args()
-    int8 = EngineConfig(quantization="w8a8", quantization_exclude=tuple(args.exclude)).int8_projections()
     try:
+        int8 = EngineConfig(quantization="w8a8", quantization_exclude=tuple(args.exclude)).int8_projections()
+        open_to_quantize(args.model, args.out)
         activations = None
         if args.smooth is not None:
             activations = measured(args.model, args.lora, args.smooth, args.smooth_limit, int8)

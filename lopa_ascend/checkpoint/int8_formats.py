@@ -16,14 +16,14 @@ import regex
 
 from lopa_ascend.checkpoint.files import CheckpointError
 from lopa_ascend.config.files import read_json_object, shown
+from lopa_ascend.config.int8_files import (
+    COMPRESSED_TENSORS,
+    CONFIG_FIELD,
+    DESCRIPTION,
+    MODELSLIM,
+    uses_compressed_tensors,
+)
 
-CONFIG_FIELD = "quantization_config"
-"""The field of config.json that describes int8 layers in the format compressed-tensors."""
-COMPRESSED_TENSORS = "compressed-tensors"
-"""The name of the format in that field."""
-DESCRIPTION = "quant_model_description.json"
-"""The file that describes each tensor in the format ModelSlim."""
-MODELSLIM = "ModelSlim"
 PACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linear layers that run as one, and so must agree."""
 _MODELSLIM_KINDS: Mapping[str, Kind | None] = {"FLOAT": None, "W8A8_DYNAMIC": "dynamic", "W8A8": "static"}
@@ -83,12 +83,6 @@ def describe_int8(path: Path, raw: Mapping[str, Any], linears: Iterable[str]) ->
         return None
     _check_packed(found, modules)
     return found
-
-
-def uses_compressed_tensors(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json has int8 layers in the format compressed-tensors."""
-    value = raw.get(CONFIG_FIELD)
-    return isinstance(value, dict) and value.get("quant_method") == COMPRESSED_TENSORS
 
 
 def compressed_tensors_config(kept: Iterable[str]) -> dict[str, Any]:
@@ -206,13 +200,12 @@ def _describe_modelslim(file: Path, modules: Iterable[str]) -> Int8Description:
                 f"{file}: {name} is {shown(values[name])}, expected none: only linear layers are int8"
             )
     types = {name: value for name, value in values.items() if "." in name}  # the other fields are about all of them
-    linears = list(modules)
     kinds: dict[str, Kind] = {}
     for name, value in types.items():
         if not isinstance(value, str) or value not in _MODELSLIM_KINDS:
             choices = ", ".join(_MODELSLIM_KINDS)
             raise CheckpointError(f"{file}: tensor {name}: is {shown(value)}, expected one of {choices}")
-    for module in linears:
+    for module in modules:
         value = types.get(f"{module}.weight")
         if value is None:
             raise CheckpointError(f"{file}: tensor {module}.weight: is not described")
@@ -221,8 +214,8 @@ def _describe_modelslim(file: Path, modules: Iterable[str]) -> Int8Description:
             kinds[module] = kind
     for name, value in types.items():
         module, _, member = name.rpartition(".")
-        kind = _MODELSLIM_KINDS[value]
-        if kind != kinds.get(module) and not (member == "bias" and kind is None):
-            expected = types.get(f"{module}.weight", "FLOAT") if module in kinds or module in linears else "FLOAT"
+        expected = types[f"{module}.weight"] if module in kinds else "FLOAT"
+        allowed = {expected, "FLOAT"} if member == "bias" else {expected}
+        if value not in allowed:
             raise CheckpointError(f"{file}: tensor {name}: is {value}, expected {expected}")
     return Int8Description(file, MODELSLIM, kinds, frozenset(types))

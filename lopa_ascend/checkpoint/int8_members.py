@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lopa_ascend.checkpoint.files import ITEM_SIZES, CheckpointError, Header
-from lopa_ascend.checkpoint.int8_formats import COMPRESSED_TENSORS, Int8Description
+from lopa_ascend.checkpoint.int8_formats import Int8Description
+from lopa_ascend.config.int8_files import COMPRESSED_TENSORS
 
 FLOATS = tuple(ITEM_SIZES)
 """Names in a safetensors file of the dtypes that float tensors may have."""

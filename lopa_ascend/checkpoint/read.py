@@ -21,16 +21,11 @@ from lopa_ascend.checkpoint.files import (
     no_weights_error,
     read_headers,
 )
-from lopa_ascend.checkpoint.int8_formats import (
-    CONFIG_FIELD,
-    MODELSLIM,
-    Int8Description,
-    describe_int8,
-    uses_compressed_tensors,
-)
+from lopa_ascend.checkpoint.int8_formats import Int8Description, describe_int8
 from lopa_ascend.checkpoint.int8_members import split_members
 from lopa_ascend.config import DREAM, ConfigError, ModelConfig
 from lopa_ascend.config.files import read_json_object, shown
+from lopa_ascend.config.int8_files import MODELSLIM, MODELSLIM_WEIGHTS
 from lopa_ascend.config.model import eos_ids
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -39,8 +34,6 @@ _DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Name in a safetensors file -> name in a config."""
 _SINGLE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_MODELSLIM_FILES = "quant_model_weight*.safetensors"
-"""Weights of a ModelSlim checkpoint, whose names are different from version to version."""
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -163,9 +156,7 @@ def open_checkpoint(
     raw = read_json_object(path / "config.json", CheckpointError)
     generation = read_json_object(path / "generation_config.json", CheckpointError, optional=True)
     try:
-        is_int8 = model_type == DREAM and uses_compressed_tensors(raw)
-        others = {name: value for name, value in raw.items() if name != CONFIG_FIELD} if is_int8 else raw
-        config = ModelConfig.from_json(others, generation, str(path / "config.json"), model_type)
+        config = ModelConfig.from_json(raw, generation, str(path / "config.json"), model_type)
         doubts = _doubts(path, raw, generation, config)
     except ConfigError as error:
         raise CheckpointError(str(error)) from error
@@ -218,12 +209,12 @@ def _find_tensors(path: Path, int8: Int8Description | None) -> tuple[dict[str, H
     if (path / _INDEX).exists():
         return _read_indexed_files(path / _INDEX, item_sizes), path / _INDEX
     if int8 is not None and int8.format == MODELSLIM:
-        indices, files = sorted(path.glob(f"{_MODELSLIM_FILES}.index.json")), sorted(path.glob(_MODELSLIM_FILES))
+        indices, files = sorted(path.glob(f"{MODELSLIM_WEIGHTS}.index.json")), sorted(path.glob(MODELSLIM_WEIGHTS))
         if len(indices) == 1:
             return _read_indexed_files(indices[0], item_sizes), indices[0]
         if len(files) == 1 and not indices:
             return read_headers(files[0], item_sizes), files[0]
-        raise no_weights_error(path, f"one file {_MODELSLIM_FILES}, or one index of such files")
+        raise no_weights_error(path, f"one file {MODELSLIM_WEIGHTS}, or one index of such files")
     raise no_weights_error(path, f"{_SINGLE_FILE}, or {_INDEX} and its shards")
 
 

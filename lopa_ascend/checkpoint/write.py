@@ -11,14 +11,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lopa_ascend.checkpoint.files import CheckpointError
-from lopa_ascend.checkpoint.int8_formats import CONFIG_FIELD, compressed_tensors_config
+from lopa_ascend.checkpoint.int8_formats import compressed_tensors_config
 from lopa_ascend.checkpoint.lora import merge_adapter, open_adapter
 from lopa_ascend.checkpoint.quantize import quantized, weight_name
-from lopa_ascend.checkpoint.read import open_checkpoint
+from lopa_ascend.checkpoint.read import Checkpoint, open_checkpoint
 from lopa_ascend.checkpoint.shard import whole_slices
 from lopa_ascend.checkpoint.smooth import choose_factors, smoothed
 from lopa_ascend.checkpoint.values import check_finite, checked_copies
 from lopa_ascend.config.files import read_json_object
+from lopa_ascend.config.int8_files import CONFIG_FIELD
 
 MAX_FILE_BYTES = 2 << 30
 """Bytes of tensors in a file, at most, unless a single tensor has more. They are in memory together."""
@@ -52,11 +53,7 @@ def write_int8(
         CheckpointError: the checkpoint or the adapter cannot be loaded, or ``out`` is not empty.
         ValueError: an activation is not finite.
     """
-    checkpoint = open_checkpoint(path)
-    if checkpoint.int8 is not None:
-        raise CheckpointError(f"{path}: its weights are int8 already, by {checkpoint.int8.source}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out}: exists, expected a missing or empty directory")
+    checkpoint = open_to_quantize(path, out)
     slices = whole_slices(checkpoint.expected)
     adapter = None if lora is None else open_adapter(lora, checkpoint.config)
 
@@ -87,6 +84,20 @@ def write_int8(
     # Last, so that a directory that was not finished is no checkpoint.
     _write_json(out / _CONFIG, {**config, CONFIG_FIELD: compressed_tensors_config(kept)})
     return out
+
+
+def open_to_quantize(path: Path, out: Path) -> Checkpoint:
+    """Checks the directory of a checkpoint to quantise, and where the result goes, without reading a weight.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be loaded or is int8 already, or ``out`` is not empty.
+    """
+    checkpoint = open_checkpoint(path)
+    if checkpoint.int8 is not None:
+        raise CheckpointError(f"{path}: its weights are int8 already, by {checkpoint.int8.source}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out}: exists, expected a missing or empty directory")
+    return checkpoint
 
 
 def _parts(tensors: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from lopa_ascend.config.fields import ConfigError, Fields
+from lopa_ascend.config.int8_files import CONFIG_FIELD, uses_compressed_tensors
 
 _ONLY_VALUES: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu",),
     "mlp_bias": (False,),
     "partial_rotary_factor": (1,),
-    "quantization_config": (None,),
     "rope_scaling": (None,),
     "use_sliding_window": (False,),
 }
@@ -35,6 +35,8 @@ def refuse_variants(fields: Fields, rope: Mapping[str, Any], num_layers: int) ->
     """
     for name, allowed in _ONLY_VALUES.items():
         fields.expect(name, allowed, default=allowed[0])
+    if not uses_compressed_tensors(fields.values):
+        fields.expect(CONFIG_FIELD, (None,), default=None)
     layer_types = fields.values.get("layer_types")
     if layer_types is not None and layer_types != [_FULL] * num_layers:
         raise fields.error("layer_types", f"{num_layers} times {_FULL!r}: other kinds of attention are not supported")

@@ -270,6 +270,8 @@ class EngineConfig:
             raise ParameterError("quantization_exclude", "needs quantization")
         if self.quantization is not None:
             self.check_int8("quantization", repr(self.quantization))
+            if not self.int8_projections():
+                raise ParameterError("quantization_exclude", "names all linear layers; at least one must be left")
         if self.approximate_prefix_caching and not self.enable_prefix_caching:
             raise ParameterError("approximate_prefix_caching", "needs enable_prefix_caching")
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from lopa_ascend.config import DREAM, ConfigError, ModelConfig
 from lopa_ascend.config.files import read_json_object
+from lopa_ascend.config.int8_files import DESCRIPTION, MODELSLIM_WEIGHTS
 from lopa_ascend.model.registry import known_models
 from scripts.checks.launch import Finding, Launch, fail, ok
 
@@ -21,14 +23,7 @@ def check_model(launch: Launch) -> Iterator[Finding]:
 
 
 def _check_files(launch: Launch) -> Iterator[Finding]:
-    index = launch.model / "model.safetensors.index.json"
-    names = {"model.safetensors"}
-    if index.exists():
-        weight_map = read_json_object(index, ConfigError).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise ConfigError(f"{index}: has no weight_map")
-        names = set(weight_map.values())
-    files = [launch.model / name for name in sorted(names)]
+    files = _weights(launch.model)
     if launch.lora_path is not None:
         files += [launch.lora_path / name for name in ("adapter_config.json", "adapter_model.safetensors")]
     unreadable = [file for file in files if not os.access(file, os.R_OK)]
@@ -36,6 +31,20 @@ def _check_files(launch: Launch) -> Iterator[Finding]:
         yield fail(f"model: {file} is not there or cannot be read", "finish its download, or let this user read it")
     if not unreadable:
         yield ok(f"model: {launch.model}")
+
+
+def _weights(model: Path) -> list[Path]:
+    """The files with the weights of a model, of which some may be missing."""
+    single, index = model / "model.safetensors", model / "model.safetensors.index.json"
+    if not single.exists() and not index.exists() and (model / DESCRIPTION).exists():
+        single = next(iter(sorted(model.glob(MODELSLIM_WEIGHTS))), model / MODELSLIM_WEIGHTS)
+        index = next(iter(sorted(model.glob(f"{MODELSLIM_WEIGHTS}.index.json"))), index)
+    if not index.exists():
+        return [single]
+    weight_map = read_json_object(index, ConfigError).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ConfigError(f"{index}: has no weight_map")
+    return [model / name for name in sorted(set(weight_map.values()))]
 
 
 def _check_tensor_parallel_size(launch: Launch) -> Iterator[Finding]:

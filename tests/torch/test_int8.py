@@ -257,6 +257,10 @@ def test_layers_can_be_left_out(path: Path) -> None:
             {"quantization": "w8a8", "quantization_exclude": ["lm_head"]},
             "unknown value 'lm_head'; choose one of qkv_proj",
         ),
+        (
+            {"quantization": "w8a8", "quantization_exclude": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]},
+            "quantization_exclude: names all linear layers; at least one must be left",
+        ),
         ({"quantization": "w8a8", "graph_mode": "inductor"}, "graph modes eager, npugraph_ex, ge; graph_mode is 'ind"),
     ],
 )

@@ -17,6 +17,9 @@ from lopa_ascend import LLM
 from lopa_ascend.checkpoint import CheckpointError, Shard, load, open_checkpoint
 from lopa_ascend.checkpoint.write import write_int8
 from lopa_ascend.config import EngineConfig, ParameterError
+from scripts.checks.launch import Launch
+from scripts.checks.model import check_model
+from scripts.planner.models import load_model
 from tests.tiny import write_dream
 from tests.torch.paging import randn
 from tests.torch.test_checkpoint import edit_json, read_all
@@ -139,6 +142,20 @@ def test_layers_in_ignore_stay_float(float_path: Path, tmp_path: Path) -> None:
     weights = load(out)[1]
     assert weights["layers.0.down.weight"].dtype == torch.bfloat16
     assert same(weights, load(float_path, int8=ALL - {"down_proj"})[1])
+
+
+@pytest.mark.parametrize("is_modelslim", [False, True])
+def test_checks_before_a_launch_and_plans_know_int8_directories(
+    int8_path: Path, tmp_path: Path, is_modelslim: bool
+) -> None:
+    path = write_modelslim(int8_path, tmp_path / "slim") if is_modelslim else int8_path
+    assert load_model(str(path)).num_heads == 4
+    launch = Launch(device="cpu", tp=2, bp=1, model=path)
+    assert all(str(finding).startswith("ok") for finding in check_model(launch))
+    if is_modelslim:
+        (path / "quant_model_weight_w8a8.safetensors").unlink()
+        missing, _ = check_model(launch)
+        assert "quant_model_weight*.safetensors is not there" in str(missing)
 
 
 def test_static_scales_load_with_a_warning(int8_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -195,9 +195,22 @@ def test_refusals(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "--smooth: has no effect without" in run(monkeypatch, path, out, "--smooth", texts, *excluded)
     without_tokenizer = write_dream(tmp_path / "bare")
     assert "has no tokenizer files" in run(monkeypatch, without_tokenizer, out, "--smooth", texts)
-    int8 = write_int8(path, tmp_path / "int8", int8=ALL)
-    assert "expected a Dream with float weights" in run(monkeypatch, int8, out, "--smooth", texts)
+    assert "names all linear layers" in run(monkeypatch, path, out, "--exclude", *excluded[1:], "o_proj")
     assert not out.exists()
+
+
+def test_directories_are_checked_before_anything_is_measured(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(*_: object) -> None:
+        raise AssertionError("measured before the directories were checked")
+
+    monkeypatch.setattr(quantize, "measured", measured)
+    int8, out, texts = write_int8(path, tmp_path / "int8", int8=ALL), tmp_path / "out", tmp_path / "texts"
+    texts.write_text("hello\n")
+    assert "its weights are int8 already" in run(monkeypatch, int8, out, "--smooth", texts)
+    assert not out.exists()
+    assert "expected a missing or empty directory" in run(monkeypatch, path, int8, "--smooth", texts)
 
 
 def test_activations_that_are_not_finite_are_refused(path: Path, tmp_path: Path) -> None:
