@@ -92,6 +92,9 @@ class LLM:
         )
         self._ids = itertools.count()
         self._running: dict[str, _Running] = {}
+        self._is_stepping = False
+        self._ended: list[str] = []
+        """Requests whose streams were collected as garbage in the middle of a step; they are aborted after it."""
 
     def close(self) -> None:
         """Ends the other ranks, if there are any. After this nothing can be generated."""
@@ -184,12 +187,23 @@ class LLM:
         return running
 
     def _end(self, running: _Running) -> None:
-        self.engine.abort(running.request_id)
         del self._running[running.request_id]
+        if self._is_stepping:
+            self._ended.append(running.request_id)
+        else:
+            self.engine.abort(running.request_id)
 
     def _step(self) -> None:
-        for update in self.engine.step():
-            self._running[update.request_id].updates.append(update)
+        self._is_stepping = True
+        try:
+            updates = self.engine.step()
+        finally:
+            self._is_stepping = False
+            while self._ended:
+                self.engine.abort(self._ended.pop())
+        for update in updates:
+            if update.request_id in self._running:
+                self._running[update.request_id].updates.append(update)
 
     def generate(
         self,
@@ -300,4 +314,4 @@ def _conversations(value: object) -> list[Sequence[Mapping[str, Any]]]:
 
 
 def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
-    return isinstance(value, Sequence) and not isinstance(value, str)
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)

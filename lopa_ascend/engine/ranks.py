@@ -96,7 +96,7 @@ class LeadingEngine(Engine):
         """Commands that the other ranks have not received yet."""
         self._failure: str | None = None
         """Why this rank cannot go on; what the watch over the other processes found is in ``mesh.failure``."""
-        # Reentrant: an abandoned stream may be collected, and so aborted, in the middle of a step.
+        # Reentrant: an abandoned stream may be collected, and so aborted, in the middle of another call.
         self._lock = threading.RLock()
         self._last_message = time.monotonic()
         self._closed = threading.Event()

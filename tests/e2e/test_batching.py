@@ -225,6 +225,24 @@ def test_several_streams_run_side_by_side(path: str) -> None:
     assert last.output.token_ids == llm.generate("the answer", params, quiet=True)[0].token_ids
 
 
+def test_a_stream_collected_in_the_middle_of_a_step_ends_after_it(path: str) -> None:
+    llm = LLM(path)
+    params = DecodingParams(max_new_tokens=32, ignore_eos=True)
+    expected = llm.generate("the answer", params, quiet=True)[0].token_ids
+    read, *abandoned = (llm.stream(llm.tokenize("the answer"), params) for _ in range(2))
+    next(abandoned[0]), next(read)
+
+    @contextmanager
+    def collect(part: str, work: Any) -> Iterator[None]:
+        yield
+        abandoned.clear()  # nobody else knows the stream: the interpreter closes it here
+
+    llm.engine.runner.set_probe(collect)
+    *_, last = read
+    assert last.output.token_ids == expected
+    assert not llm.engine.has_work()
+
+
 def test_no_step_writes_a_cache_position_twice_and_every_branch_has_its_rank(path: str) -> None:
     """Two writes to one position would race on a device; on one rank no row is ever idle."""
     written: list[list[int]] = []
