@@ -273,24 +273,36 @@ class TokenIds(Kind):
 
 @dataclass(frozen=True)
 class Words(Kind):
-    """Any number of words: non-empty strings, or lists of token ids, which are stored as tuples."""
+    """Any number of words: non-empty strings, or lists of token ids, which are stored as tuples.
+
+    A string becomes two lists of token ids before it reaches the engine, so there may be twice as many lists.
+    """
 
     metavar: ClassVar[str] = "TEXT"
     many: ClassVar[bool] = True
     token: ClassVar[Integer] = Integer(0)
     """One id. The model's vocabulary limits it further."""
-    max_count: int
-    max_length: int
-    """Most token ids of a word, and most characters of a string."""
+    max_texts: int
+    max_characters: int
+    """Of a string."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Most token ids of a list: a string has at most one for each byte of UTF-8, and one for a space."""
+        return 4 * self.max_characters + 1
 
     def checked(self, value: object) -> object:
         words = (value,) if isinstance(value, str) else value
-        if not isinstance(words, list | tuple) or len(words) > self.max_count:
+        if not isinstance(words, list | tuple):
             raise ValueError(f"must be {self.allowed()}, got {value!r:.100}")
+        num_lists = sum(2 if isinstance(word, str) else 1 for word in words)
+        if num_lists > 2 * self.max_texts:
+            raise ValueError(f"must be {self.allowed()}, got {len(words)} words")
         return tuple(self._checked_word(word) for word in words)
 
     def _checked_word(self, word: object) -> object:
-        if not isinstance(word, str | list | tuple) or not 0 < len(word) <= self.max_length:
+        longest = self.max_characters if isinstance(word, str) else self.max_tokens
+        if not isinstance(word, str | list | tuple) or not 0 < len(word) <= longest:
             raise ValueError(f"must be {self.allowed()}, got {word!r:.100}")
         return word if isinstance(word, str) else tuple(self.token.checked(token) for token in word)
 
@@ -298,7 +310,10 @@ class Words(Kind):
         return text
 
     def allowed(self) -> str:
-        return f"at most {self.max_count} texts or lists of token ids, each of at most {self.max_length}"
+        return (
+            f"at most {self.max_texts} texts of at most {self.max_characters} characters, or twice as many lists of at "
+            f"most {self.max_tokens} token ids"
+        )
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,8 @@ class Limits:
             raise ParameterError("max_auto_branches" if params.is_auto else "num_branches", message)
         num_more, what = min(params.block_size, params.max_canvas), "first block"
         if not params.is_pipelined:
-            num_more, what = params.max_canvas, f'canvas that decoding "{params.decoding}" computes whole'
+            name = f'decoding "{params.decoding}"' if params.base == "d2f" else f'base "{params.base}"'
+            num_more, what = params.max_canvas, f"canvas that {name} computes whole"
         if prompt_tokens + num_more > self.max_num_batched_tokens:
             message = (
                 f"has {prompt_tokens} tokens; with the {what} of {num_more} they exceed max_num_batched_tokens "
@@ -95,7 +96,16 @@ class Limits:
                 f"{1 + params.lookaheads} branches of {prompt_tokens} + {params.max_canvas} positions can need "
                 f"{pages} KV pages; there are {self.num_pages}"
             )
-            raise ParameterError("num_branches", message)
+            lookaheads = "max_auto_branches" if params.is_auto else "num_branches"
+            raise ParameterError(lookaheads if params.lookaheads else "max_new_tokens", message)
+        self._check_token_ids(params)
+
+    def _check_token_ids(self, params: DecodingParams) -> None:
+        """Refuses ids that the model does not have, and the mask where it would end every answer.
+
+        Raises:
+            ParameterError: see above.
+        """
         token_ids = {
             "eos_token_id": params.eos_token_ids or (),
             "stop_token_ids": params.stop_token_ids,
@@ -106,3 +116,5 @@ class Limits:
             for token in tokens:
                 if token >= self.vocab_size:
                     raise ParameterError(name, f"{token} is not below the vocabulary size {self.vocab_size}")
+                if token == self.mask_token_id and name in ("eos_token_id", "stop_token_ids"):
+                    raise ParameterError(name, f"{token} is the mask, which would end every answer")

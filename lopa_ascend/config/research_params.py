@@ -16,6 +16,8 @@ BLOCK_CACHES = ("prefix", "dual")
 BRANCH_ACCEPTANCES = ("published", "verified", "exact")
 BRANCH_CANDIDATES = ("positions", "tokens")
 BRANCH_SCORES = ("mean", "tail", "window", "expected", "entropy", "pivot")
+MAX_STEPS = 65536
+"""Most steps of "vanilla". Those of "origin" that fill nothing are drawn all the same, while other requests wait."""
 WINDOW_ATTENTIONS = ("block_causal", "full")
 
 
@@ -69,7 +71,7 @@ class ResearchParams:
     steps: int | None = declare(
         None,
         Parameter(
-            Integer(1, INT32_MAX),
+            Integer(1, MAX_STEPS),
             'steps of `decoding` "vanilla", each of which fills its share of the canvas',
             group=Group.RESEARCH,
             default_text="as many as the canvas has positions",

@@ -158,7 +158,7 @@ class UsualParams:
     repetition_penalty: float = declare(
         1.0,
         Parameter(
-            Number(0, 100, excludes_low=True),
+            Number(0.01, 100),
             "positive logits are divided and negative ones multiplied by this, for tokens of the prompt and of the "
             "committed part of the answer",
             graphs=GraphSupport.DEFAULT,
@@ -176,7 +176,7 @@ class UsualParams:
     bad_words: tuple[str | tuple[int, ...], ...] = declare(
         (),
         Parameter(
-            Words(max_count=256, max_length=64),
+            Words(max_texts=256, max_characters=64),
             "words that the answer does not contain, as texts or as lists of token ids",
             default_text="none",
             graphs=GraphSupport.DEFAULT,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import cache
+from functools import lru_cache
 
 from lopa_ascend.types import Fill
 
@@ -42,7 +42,7 @@ class Block:
         return self.length - self.masks
 
 
-@cache
+@lru_cache(maxsize=1024)  # thresholds come from requests
 def threshold_count(fraction: float, length: int) -> int:
     """The smallest number of filled positions of ``length`` whose share reaches ``fraction``.
 

@@ -41,9 +41,16 @@ class Vanilla(Canvas):
         return 0
 
     def _row(self, branch: Branch) -> RowPlan:
+        if self.params.alg != "origin":
+            self.step = max(self.step, self._first_that_fills())
         while not (wanted := self._wanted(branch)):
             self.step += 1
         return self._whole_row(branch, wanted)
+
+    def _first_that_fills(self) -> int:
+        """The first step at which ``_num_filled`` is not 0 with the masks that there are, but for "origin"."""
+        first = -(-1000 * self.num_steps // 999) - self.anchor.masks  # where 999 masks reach 1000 S - 999 step
+        return min(first, self.num_steps - 1)
 
     def _wanted(self, branch: Branch) -> list[int]:
         """The positions whose predictions the step needs; none if it fills nothing."""

@@ -264,6 +264,16 @@ def test_a_bad_prompt_is_refused_by_name(llm: LLM, prompt: list[int], words: str
         llm.generate([prompt], params(), quiet=True)
 
 
+@pytest.mark.parametrize("decoding", ["lopa", "parallel", "vanilla"])
+@pytest.mark.parametrize("name", ["eos_token_id", "stop_token_ids"])
+def test_a_mask_that_ends_answers_is_refused(llm: LLM, decoding: str, name: str) -> None:
+    mask = llm.config.mask_token_id
+    branches = {} if decoding == "lopa" else {"num_branches": 0}
+    chosen = params(decoding=decoding, **branches, **{name: (5, mask)})
+    with pytest.raises(ParameterError, match=f"{name}: {mask} is the mask"):
+        llm.generate("hello", chosen, quiet=True)
+
+
 def test_a_request_that_cannot_fit_is_refused_with_the_numbers(path) -> None:
     llm = LLM(path, max_model_len=64)
     with pytest.raises(ParameterError, match="max_new_tokens.*60.*5 tokens.*64.*59"):
@@ -273,6 +283,11 @@ def test_a_request_that_cannot_fit_is_refused_with_the_numbers(path) -> None:
     small = LLM(path, kv_cache_memory=10**6, max_num_branches=255)
     with pytest.raises(ParameterError, match="num_branches.*256 branches.*256 KV pages; there are 30"):
         small.generate([[1]], params(num_branches=255), quiet=True)
+    with pytest.raises(ParameterError, match="max_auto_branches.*KV pages; there are 30"):
+        small.generate([[1]], params(num_branches="auto", max_auto_branches=255), quiet=True)
+    few = LLM(path, kv_cache_memory=70_000)
+    with pytest.raises(ParameterError, match="max_new_tokens: 1 branches of 300 .*KV pages; there are 2"):
+        few.generate([[1] * 300], params(decoding="d2f", num_branches=0), quiet=True)
     with pytest.raises(ParameterError, match="num_branches.*16.*max_num_branches 15"):
         llm.generate([[1]], params(num_branches=16), quiet=True)
     with pytest.raises(ParameterError, match="max_seqs: unknown option; choose from.*max_num_seqs"):

@@ -73,7 +73,14 @@ def test_a_text_is_banned_alone_and_after_a_space(llm: LLM) -> None:
     assert set(params.bad_words) == {tuple(llm.tokenizer.encode(text)) for text in ("the", " the")} | {(1, 2)}
 
 
-@pytest.mark.parametrize("words", [[""], [[]], [[-1]], 5, ["x" * 65], [["a"]], ["x"] * 257])
+def test_as_many_and_as_long_texts_as_are_allowed_are_banned(llm: LLM) -> None:
+    words = tuple(f"{number} " + "\N{GRINNING FACE}" * 60 for number in range(256))
+    params = DecodingParams(bad_words=words, max_new_tokens=8)
+    assert len(llm.prompts.for_engine(params).bad_words) == 512
+    assert generate(llm, bad_words=words).token_ids
+
+
+@pytest.mark.parametrize("words", [[""], [[]], [[-1]], 5, ["x" * 65], [["a"]], ["x"] * 257, [[1] * 258], [[1]] * 513])
 def test_wrong_words_are_refused(words: Any) -> None:
     with pytest.raises(ParameterError, match="bad_words"):
         DecodingParams(bad_words=words)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
+
+import pytest
 
 from lopa_ascend.config import DECODINGS, DecodingParams
 from lopa_ascend.decode import STRATEGIES, begin
@@ -119,6 +123,22 @@ def test_vanilla_ranks_the_whole_canvas() -> None:
     plan, record = one_pass(strategy)
     assert len(record.fills) == 6
     assert strategy.plan() is None
+
+
+@pytest.mark.parametrize("steps", [1, 7, 10, 11, 64, 999, 1000, 1001, 5000])
+def test_steps_of_vanilla_that_fill_nothing_are_skipped(steps: int) -> None:
+    strategy = start(decoding="vanilla", steps=steps)
+    assert isinstance(strategy, Vanilla)
+    masks, made = 10, []
+    for step in range(steps):  # t(i) of the module's docstring, exactly
+        times = [1 - Fraction(i * 999, 1000 * steps) for i in (step, step + 1)]
+        filled = masks if step == steps - 1 else math.floor(masks * (1 - times[1] / times[0]))
+        masks -= filled
+        made += [(step, filled)] if filled else []
+    found = []
+    while strategy.plan() is not None:
+        found.append((strategy.step, len(one_pass(strategy)[1].fills)))
+    assert found == made
 
 
 def test_the_positions_of_origin_are_filled_at_equal_rates() -> None:

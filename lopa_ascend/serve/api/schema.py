@@ -86,10 +86,10 @@ def _range(parameter: Parameter) -> Json:
             return {"minLength": 1, "items": {"type": "string", "minLength": 1}}
         case TokenIds():
             return {"minimum": TokenIds.token.low, "items": {"minimum": TokenIds.token.low}}
-        case Words(max_count, max_length):
-            text = {"type": "string", "minLength": 1, "maxLength": max_length}
-            ids = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1, "maxItems": max_length}
-            return {"maxItems": max_count, "items": {"anyOf": [text, ids]}}
+        case Words(max_texts, max_characters) as words:
+            text = {"type": "string", "minLength": 1, "maxLength": max_characters}
+            ids = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+            return {"maxItems": max_texts, "items": {"anyOf": [text, {**ids, "maxItems": words.max_tokens}]}}
         case TokenNumbers(number):
             values = {"type": "number", "minimum": number.low, "maximum": number.high}
             return {"propertyNames": {"pattern": "^[0-9]+$"}, "additionalProperties": values}
