@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator
-from lopa_ascend.kv.slot_mapping import slot_mapping
+from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, pages_for
 from lopa_ascend.types import KVShape, PageCopy
 
 
@@ -47,23 +46,25 @@ class KVPool:
         """Pages for requests, without padding pages."""
         return self.allocator.num_pages
 
-    def read(self, positions: Tensor) -> Tensor:
-        """Keys and values [2, layers, n, kv_heads, head_dim] at the flat cache positions int64 [n]."""
-        return self.caches.flatten(2, 3).index_select(2, positions)
+    def read(self, page_table: Sequence[int], begin: int, end: int) -> Tensor:
+        """Keys and values [2, layers, end - begin, kv_heads, head_dim] of the sequence positions [begin, end)."""
+        pages = _inside_pages(begin, end)
+        return torch.cat([self.caches[:, :, page_table[index], inside] for index, inside in pages], 2)
 
-    def write(self, positions: Tensor, values: Tensor) -> None:
-        """Writes what ``read`` returned, on this rank or another, to the flat cache positions int64 [n]."""
-        self.caches.flatten(2, 3).index_copy_(2, positions, values)
-
-    def positions(self, page_table: Sequence[int], begin: int, end: int) -> Tensor:
-        """Flat cache positions int64 [end - begin] of the sequence positions [begin, end), on the pool's device."""
-        return torch.from_numpy(slot_mapping(page_table, begin, end)).to(self.caches.device)
+    def write(self, page_table: Sequence[int], begin: int, end: int, values: Tensor) -> None:
+        """Writes what ``read`` returned, on this rank or another, to the sequence positions [begin, end)."""
+        first = 0
+        for index, inside in _inside_pages(begin, end):
+            last = first + inside.stop - inside.start
+            self.caches[:, :, page_table[index], inside] = values[:, :, first:last]
+            first = last
 
     def copy(self, source: Sequence[int], target: Sequence[int], begin: int, end: int) -> None:
         """Copies the sequence positions [begin, end) from the pages of one page table to those of another."""
         if source != target and begin < end:
             self.copied_positions += end - begin
-            self.write(self.positions(target, begin, end), self.read(self.positions(source, begin, end)))
+            for index, inside in _inside_pages(begin, end):
+                self.caches[:, :, target[index], inside] = self.caches[:, :, source[index], inside]
 
     def copy_page(self, copy: PageCopy) -> None:
         """Makes one of a step plan's copies."""
@@ -76,3 +77,13 @@ class KVPool:
         first_private = max(begin, end // PAGE_SIZE * PAGE_SIZE)
         for table in page_tables[1:]:
             self.copy(page_tables[0], table, first_private, end)
+
+
+def _inside_pages(begin: int, end: int) -> Iterator[tuple[int, slice]]:
+    """The sequence positions [begin, end) page by page: the page's index in the page table, and the part of the page.
+
+    Slices and no index_copy_: along another dimension than the first, an NPU's transposes the whole pool.
+    """
+    for index in range(begin // PAGE_SIZE, pages_for(end)):
+        first = index * PAGE_SIZE
+        yield index, slice(max(begin - first, 0), min(end - first, PAGE_SIZE))

@@ -262,14 +262,13 @@ class EagerExecutor:
         Returns:
             The winner's hidden state [hidden].
         """
-        positions = self.pool.positions(page_table, begin, end)
-        values = self.pool.read(positions)
+        values = self.pool.read(page_table, begin, end)
         if self.bp.rank != group:
             hidden = values.new_empty(1, self.model.config.hidden_size)
         message = torch.cat([values.flatten(), hidden[0]])
         self.bp.broadcast(message, group, "kv")
         if self.bp.rank != group:
-            self.pool.write(positions, message[: values.numel()].view_as(values))
+            self.pool.write(page_table, begin, end, message[: values.numel()].view_as(values))
         return message[values.numel() :].clone()
 
 

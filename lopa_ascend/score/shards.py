@@ -124,8 +124,8 @@ def _offer_one(
     for place, logits in banned:
         x[place] = logits
     stats = {"other": x.amax(-1, keepdim=True)} if scoring.confidence == "margin" else {}
-    # "amax" leaves a banned id its logit where only banned ids could be chosen.
-    x.scatter_reduce_(-1, chosen, values, "amax")
+    # The larger one leaves a banned id its logit where only banned ids could be chosen.
+    x.scatter_(-1, chosen, torch.maximum(x.gather(-1, chosen), values))  # an NPU's scatter_reduce_ runs on the host
     return stats | softmax_sums(x, high, scoring), values, chosen + first
 
 

@@ -17,6 +17,7 @@ from lopa_ascend.backend.cpu.products import Products
 from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.kv.pool import KVPool
+from lopa_ascend.kv.slot_mapping import slot_mapping
 from lopa_ascend.types import KVShape
 from tests.tiers import slow_but
 from tests.torch.paging import paged_step, randn
@@ -102,6 +103,19 @@ def test_the_pool_copies_positions_in_every_layer() -> None:
     changed = (pool.caches != before).flatten(-2).any(-1)
     assert int(changed.sum()) == 2 * 3 * 4
     assert pool.copied_positions == 4
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 1), (100, PAGE_SIZE), (100, PAGE_SIZE + 1), (3, 3 * PAGE_SIZE - 1)])
+def test_the_pool_writes_what_another_has_read(begin: int, end: int) -> None:
+    one, other = (KVPool(KVShape(num_layers=3, num_kv_heads=2, head_dim=4), 4, torch.float32, "cpu") for _ in range(2))
+    one.caches.copy_(randn(*one.caches.shape))
+    table, others_table = [2, 0, 3], [1, 3, 0]
+    positions = torch.from_numpy(slot_mapping(table, begin, end))
+    values = one.read(table, begin, end)
+    assert torch.equal(values, one.caches.flatten(2, 3)[:, :, positions])
+    other.write(others_table, begin, end, values)
+    assert torch.equal(other.read(others_table, begin, end), values)
+    assert int((other.caches != 0).sum()) == values.numel()
 
 
 def one_entry(entries: Entries, i: int) -> Entries:
