@@ -19,6 +19,9 @@ from torch.distributed import _functional_collectives as functional
 
 from lopa_ascend.types import Traffic
 
+MAX_REASON = 500
+"""Characters of the communication library's own error that messages show."""
+
 
 class RankError(RuntimeError):
     """Another rank has ended, hangs, or has decided something else; the engine cannot go on."""
@@ -108,7 +111,8 @@ class Group:
         try:
             yield
         except RuntimeError as error:
-            raise RankError(f"the ranks' exchange of {purpose} failed: {self.explain()}") from error
+            reason = " ".join(str(error).split())[:MAX_REASON]
+            raise RankError(f"the ranks' exchange of {purpose} failed: {self.explain()} ({reason})") from error
 
 
 ALONE = Group()

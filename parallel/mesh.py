@@ -7,6 +7,7 @@ that split one forward pass are neighbours.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import time
 import zlib
@@ -120,6 +121,8 @@ class Mesh:
         mesh = cls()
         mesh.rank, mesh.size = rendezvous.rank, rendezvous.world_size
         mesh._timeout = timedelta(seconds=config.distributed_timeout_seconds)
+        if config.device == "npu":  # HCCL has no other timeout, and reads it when the first communicator is made
+            os.environ.setdefault("HCCL_EXEC_TIMEOUT", str(math.ceil(config.distributed_timeout_seconds)))
         try:
             open_device(config.device)
             mesh._connect(config.device, rendezvous, store, check)

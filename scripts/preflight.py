@@ -82,7 +82,7 @@ FLAGS: dict[str, tuple[Callable[[str], object], str, str]] = {
         "port on which the ranks find each other; replica i takes this + i",
     ),
     "interface": (str, "NAME", "this node's interface on the network between the nodes"),
-    "timeout": (integer(1, 1091), "SECONDS", "how long a rank may hang before all end; HCCL allows no more than 1091"),
+    "timeout": (integer(2, 86400), "SECONDS", "how long a rank may hang before all end (HCCL with AIV: at most 1091)"),
     "max_restarts": (integer(0, 10**6), "N", "how often torchrun starts all ranks again"),
     "replicas": (integer(1, 256), "N", "independent servers on this node"),
     "nnodes": (integer(1, 4096), "N", "nodes of the server"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 ATTENTION_LAYOUTS = ("TND", "TND16", "BSH")
+TND_HEADS = (128, 192)
+"""Elements of the heads that attention of an NPU takes in the layouts TND and TND16."""
 MAX_QUERIES = {"TND16": 16}
 """Queries that an attention entry has at most, by layout; any number in the others."""
 

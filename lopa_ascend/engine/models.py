@@ -13,6 +13,7 @@ from torch import Tensor
 from lopa_ascend import checkpoint
 from lopa_ascend.backend import Ops
 from lopa_ascend.config import EngineConfig, ModelConfig, ParameterError
+from lopa_ascend.config.attention import TND_HEADS
 from lopa_ascend.model.base import Model
 from lopa_ascend.model.dream import Dream
 from lopa_ascend.model.plain import Build, build_module, tensors_of
@@ -87,6 +88,19 @@ def _warn(found: checkpoint.Checkpoint) -> None:
         logger.warning("%s", doubt)
 
 
+def _warn_of_attention(config: EngineConfig, dtype: str, head_dim: int) -> None:
+    """Warns of what the attention kernel of NPUs refuses in the first step, with an error that names no setting."""
+    if dtype == "float32":
+        logger.warning("attention on an NPU takes no float32; choose dtype bfloat16")
+    if config.attention_layout != "BSH" and head_dim not in TND_HEADS:
+        logger.warning(
+            "attention_layout %s takes heads of %s elements; this model has heads of %d, so choose BSH",
+            config.attention_layout,
+            " or ".join(map(str, TND_HEADS)),
+            head_dim,
+        )
+
+
 class DreamSource(ModelSource):
     """A Dream, which is written in fused ops."""
 
@@ -105,6 +119,8 @@ class DreamSource(ModelSource):
             param, value = ("model", "int8 weights") if config.quantization is None else ("quantization", "'w8a8'")
             raise ParameterError(param, f"{value} on device npu needs dtype bfloat16, got {dtype}")
         _warn(found)
+        if config.device == "npu":
+            _warn_of_attention(config, dtype, found.config.head_dim)
 
     @property
     def identity(self) -> object:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend import load_ops
+from lopa_ascend.backend import Ops, load_ops
 from lopa_ascend.config import ATTENTION_LAYOUTS, GRAPH_MODES_BY_DEVICE, EngineConfig
 from lopa_ascend.parallel.collectives import Group
 from scripts.npu_selftest.cases import (
@@ -36,6 +36,8 @@ SIZES = tuple(2**exponent for exponent in range(10, 21, 2))
 """Bytes of the all-reduces that are timed. One of Dream-7B with 128 tokens has 896 KiB."""
 FASTER = 0.95
 """The share of the first layout's time that another one may take at most to be chosen instead."""
+FIRST_LAYOUT = ATTENTION_LAYOUTS[0]
+NOT_TIMED = "not tried, because attention in this layout is not ok"
 WARM_UP = 3
 """All-reduces of each size before those that are timed."""
 
@@ -63,7 +65,7 @@ def examine(case: Case, repeats: int) -> Finding:
     try:
         results = on_cpu(case.run())
         micros = duration(case.run, repeats) if case.timed else None
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         return Finding(case.name, "refused", message=" ".join(str(error).split())[:300])
     worst = max(relative_error(*pair) for pair in zip(results, on_cpu(case.expected), strict=True))
     verdict = "ok" if worst <= TOLERANCE else "WRONG"
@@ -95,41 +97,59 @@ def relative_error(result: Tensor, expected: Tensor) -> float:
 
 
 def examine_all(repeats: int) -> list[Finding]:
-    """Examines all cases on this process's NPU; each op is timed ``repeats`` times."""
-    by_layout = {
-        layout: load_ops(EngineConfig(device="npu", graph_mode="eager", attention_layout=layout))
-        for layout in ATTENTION_LAYOUTS
-    }
+    """Examines all cases on this process's NPU but the asked one; each op is timed ``repeats`` times.
+
+    A kernel may leave the device unusable. So what the options for the server need comes first.
+    """
+    by_layout = {layout: eager_ops(layout) for layout in ATTENTION_LAYOUTS}
     ops = next(iter(by_layout.values()))
     torch.manual_seed(0)
-    cases = [*elementwise_cases(ops), *linear_cases(ops), *write_cases(ops), *int8_cases(ops)]
-    findings = [examine(case, repeats) for case in cases]
+    findings = [examine(case, repeats) for case in (*elementwise_cases(ops), *linear_cases(ops), *write_cases(ops))]
     for layout, layout_ops in by_layout.items():
         findings += [examine(case, repeats) for case in attention_cases(layout_ops, layout)]
-    findings += [examine(case, repeats) for case in speed_cases(by_layout)]
-    layout = chosen_layout(findings) or ATTENTION_LAYOUTS[0]
-    findings += [examine(case, repeats) for case in captured_cases(by_layout[layout])]
-    # Last, because after an error the process cannot use the device any more.
-    asked = examine(asked_case(by_layout[layout]), repeats)
+    working = working_layouts(findings)
+    for layout, case in speed_cases(by_layout):
+        is_timed = layout in working
+        findings.append(examine(case, repeats) if is_timed else Finding(case.name, "refused", message=NOT_TIMED))
+    findings += [examine(case, repeats) for case in captured_cases(by_layout[chosen_layout(findings) or FIRST_LAYOUT])]
+    return findings + [examine(case, repeats) for case in int8_cases(ops)]
+
+
+def eager_ops(layout: str) -> Ops:
+    """The ops of this process's NPU with one layout of attention."""
+    return load_ops(EngineConfig(device="npu", graph_mode="eager", attention_layout=layout))
+
+
+def examine_asked(findings: Sequence[Finding], repeats: int) -> Finding:
+    """What a kernel does where the engine never calls it so. After an error the process cannot use the device any more,
+    so this comes last.
+
+    Args:
+        findings: of ``examine_all``.
+    """
+    asked = examine(asked_case(eager_ops(chosen_layout(findings) or FIRST_LAYOUT)), repeats)
     answers = {"ok": "the kernel does not mind", "WRONG": "the kernel computes something else"}
-    return [*findings, replace(asked, verdict="asked", message=answers.get(asked.verdict, asked.message))]
+    return replace(asked, verdict="asked", message=answers.get(asked.verdict, asked.message))
 
 
-def chosen_layout(findings: Sequence[Finding]) -> str | None:
-    """Of the attention layouts in which every case is ok the first one, or one that is clearly faster; None if there is
-    none."""
-    working = [
+def working_layouts(findings: Sequence[Finding]) -> list[str]:
+    """The attention layouts in which every case is ok."""
+    return [
         layout
         for layout in ATTENTION_LAYOUTS
         if all(finding.verdict == "ok" for finding in findings if finding.name.startswith(f"attention {layout},"))
     ]
+
+
+def chosen_layout(findings: Sequence[Finding]) -> str | None:
+    """Of the attention layouts that work the first one, or one that is clearly faster; None if none works."""
+    working = working_layouts(findings)
     if not working:
         return None
     times = {layout: sum(by_length.values()) for layout, by_length in attention_times(findings).items()}
-    timed = [layout for layout in working if layout in times]
-    fastest = min(timed, key=times.__getitem__, default=working[0])
-    is_faster = working[0] in times and times[fastest] < FASTER * times[working[0]]
-    return fastest if is_faster else working[0]
+    first = working[0]
+    faster = [layout for layout in working if layout in times and times[layout] < FASTER * times.get(first, 0.0)]
+    return min(faster, key=times.__getitem__, default=first)
 
 
 def attention_times(findings: Sequence[Finding]) -> dict[str, dict[str, float]]:

@@ -21,6 +21,7 @@ from scripts.npu_selftest.findings import (
     attention_times,
     examine,
     examine_all,
+    examine_asked,
     latencies,
     merged,
     options,
@@ -75,6 +76,7 @@ def _examine_rank(mesh: Mesh, repeats: int) -> tuple[list[Finding], dict[str, di
     times = {name: latencies(group, device, repeats) for name, group in groups.items()}
     if groups:
         findings.append(examine(collectives_case(list(groups.values()), device), repeats))
+    findings.append(examine_asked(findings, repeats))
     texts = mesh.all_gather_text("self-test", json.dumps([[asdict(finding) for finding in findings], times]))
     by_rank = [json.loads(text) for text in texts]
     findings_by_rank = [[Finding(**finding) for finding in findings] for findings, _ in by_rank]

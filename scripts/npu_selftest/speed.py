@@ -54,8 +54,8 @@ class ReplayedAttention:
         return CapturedRun(graph, lambda: outputs, outputs[-1], self._name, self._kv_lengths)
 
 
-def speed_cases(by_layout: Mapping[str, Ops]) -> Iterator[Case]:
-    """Attention of the same blocks in every timed layout, with the heads of a rank of TP 4."""
+def speed_cases(by_layout: Mapping[str, Ops]) -> Iterator[tuple[str, Case]]:
+    """Attention of the same blocks in every timed layout, with the heads of a rank of TP 4: layouts and cases."""
     heads, kv_heads = HEADS // TP, KV_HEADS // TP
     for num_keys in KV_LENGTHS:
         # Twice the pages, since the layout with shorter entries counts each of them twice.
@@ -67,7 +67,7 @@ def speed_cases(by_layout: Mapping[str, Ops]) -> Iterator[Case]:
             ops, name = by_layout[layout], speed_name(layout, num_keys)
             k_cache, v_cache = caches.to(ops.device)
             run = ReplayedAttention(ops, q.to(ops.device), k_cache, v_cache, on_device(entries, ops), name)
-            yield Case(name, run, expected)
+            yield layout, Case(name, run, expected)
 
 
 def speed_name(layout: str, num_keys: int) -> str:

@@ -212,3 +212,17 @@ def test_free_memory_is_what_the_device_has_left() -> None:
     assert default_kv_memory("npu", 16) == free_memory("npu", 16) * 4 // 5, "an NPU is not shared by ranks"
     del held
     assert free_memory("npu", 1) == pytest.approx(before, abs=2**22)
+
+
+def test_what_attention_refuses_in_the_first_step_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_dream(tmp_path)
+    LLM(path, device="npu", graph_mode="eager", dtype="float32")
+    assert "attention on an NPU takes no float32" in caplog.text
+    assert (
+        "takes heads of 128 or 192 elements, and this model has heads of 8; choose attention_layout BSH" in caplog.text
+    )
+    caplog.clear()
+    LLM(path, device="npu", graph_mode="eager", dtype="bfloat16", attention_layout="BSH")
+    assert "attention" not in caplog.text

@@ -64,6 +64,8 @@ def test_where_all_is_well(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert [name for name, verdict in verdicts.items() if verdict != "ok"] == [
         "attention, pool smaller than the entries' pages, at once"
     ]
+    names = [name.split(",")[0].split(":")[0] for name in verdicts]
+    assert names[-6:] == ["W8A8"] * 5 + ["attention"], "what may leave the device unusable comes last"
     report = json.loads(file.read_text())
     assert {finding["name"]: finding["verdict"] for finding in report["findings"]} == verdicts
     assert report["stack"]["CANN"] == "9.1.0"
@@ -116,6 +118,7 @@ def test_where_tnd_refuses_many_queries(capsys: pytest.CaptureFixture[str], monk
     status, verdicts, last = reported(capsys)
     assert verdicts["attention TND, 32 queries each"] == "refused"
     assert verdicts["attention TND16, 32 queries each"] == "ok"
+    assert verdicts["replayed attention TND, 4 calls of 4 blocks, 544 keys"] == "refused", "and is not even tried"
     assert last == "options for the server: --device npu --attention-layout TND16 --graph-mode npugraph_ex"
     assert status == 0, "nothing wrong was computed, and there are options without it"
 

@@ -91,3 +91,10 @@ def test_without_torch_npu_the_message_says_so(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("lopa_ascend.backend.npu.versions.metadata.version", version)
     with pytest.raises(UnsupportedStackError, match="device npu needs torch_npu, which is not installed"):
         check_installed("eager")
+
+
+@pytest.mark.parametrize("cann", ["", "\x7f", "9.0.0"])
+def test_a_cann_that_nobody_can_name_is_taken(monkeypatch: pytest.MonkeyPatch, cann: str) -> None:
+    monkeypatch.setattr("lopa_ascend.backend.npu.versions.metadata.version", lambda name: "2.13.0")
+    monkeypatch.setattr("lopa_ascend.backend.npu.versions.cann_version", lambda: cann)
+    check_installed("eager")

@@ -165,11 +165,11 @@ def test_what_the_user_has_set_wins(scripts: Scripts):
     assert [environment["HCCL_IF_BASE_PORT"] for environment, _ in servers] == ["50000", "50032"]
 
 
-@pytest.mark.parametrize(("flags", "own"), [(("--timeout", "90"), "60"), ((), "90")])
+@pytest.mark.parametrize(("flags", "own"), [(("--timeout", "1800"), "60"), ((), "1800")])
 def test_hccl_gives_up_when_the_engine_does(scripts: Scripts, flags: tuple[str, ...], own: str):
     ((environment, command),) = scripts.dry_run("node", *flags, HCCL_EXEC_TIMEOUT=own)
-    assert environment["HCCL_EXEC_TIMEOUT"] == "90"
-    assert command[command.index("--distributed-timeout-seconds") + 1] == "90"
+    assert environment["HCCL_EXEC_TIMEOUT"] == "1800"
+    assert command[command.index("--distributed-timeout-seconds") + 1] == "1800"
 
 
 def test_nothing_is_preloaded_that_is_not_there(scripts: Scripts):
@@ -298,7 +298,7 @@ def test_only_a_cpu_gets_an_environment_made(tmp_path: Path):
         ("cluster", CLUSTER[:4], "--interface is missing"),
         ("node", ["--tp", "08"], "argument --tp: must be an integer from 1 to 4096, got '08'"),
         ("node", ["--bp", "x[$(touch broken)]"], "argument --bp: must be an integer"),
-        ("node", ["--timeout", "1092"], "argument --timeout: must be an integer from 1 to 1091, got '1092'"),
+        ("node", ["--timeout", "1"], "argument --timeout: must be an integer from 2 to 86400, got '1'"),
         ("replicas", ["--replicas", "0"], "argument --replicas: must be an integer"),
         ("node", ["--device", "gpu"], "invalid choice: 'gpu'"),
     ],

@@ -16,7 +16,7 @@ from lopa_ascend.config.npu_versions import (
 def check_installed(graph_mode: str) -> None:
     """Refuses an installation of torch, torch_npu, CANN and the driver that cannot run a graph mode.
 
-    A driver whose version no file tells is taken.
+    A driver whose version no file tells is taken, and so is a CANN whose version torch_npu cannot find out.
 
     Raises:
         UnsupportedStackError: something is missing or too old; the message says what is needed.
@@ -31,7 +31,8 @@ def check_installed(graph_mode: str) -> None:
         raise UnsupportedStackError(
             f"torch_npu cannot be loaded ({error}); is CANN installed, and its set_env.sh sourced?"
         ) from error
-    check_cann(cann)
+    if cann[:1].isdigit():  # otherwise it is empty, or memory that nobody has written
+        check_cann(cann)
     driver = driver_version()
     if driver is not None:
         check_driver(driver, graph_mode)

@@ -1,0 +1,36 @@
+"""Collectives that fail, or would wait too long."""
+
+import os
+
+import pytest
+import torch
+
+from lopa_ascend.config import EngineConfig
+from lopa_ascend.parallel import mesh
+from lopa_ascend.parallel.collectives import MAX_REASON, Group, RankError
+from lopa_ascend.parallel.launch import Rendezvous
+
+
+def test_a_failure_shows_what_the_communication_library_said():
+    group = Group(explain=lambda: "a rank does not answer")
+    with pytest.raises(RankError) as caught, group._counted(torch.zeros(1), "layers"):
+        raise RuntimeError("EI0006: getting socket times out.\n  Reason: " + "x" * 1000)
+    message = str(caught.value)
+    start = "the ranks' exchange of layers failed: a rank does not answer (EI0006: getting socket times out. Reason: xx"
+    assert message.startswith(start)
+    assert len(message) < len(start) + MAX_REASON
+
+
+@pytest.mark.parametrize(("own", "expected"), [(None, "91"), ("300", "300")])
+def test_hccl_waits_as_long_as_the_engine(monkeypatch: pytest.MonkeyPatch, own: str | None, expected: str) -> None:
+    def open_device(_: str) -> None:
+        raise RuntimeError("there is none")
+
+    monkeypatch.setattr(mesh, "open_device", open_device)
+    monkeypatch.setenv("HCCL_EXEC_TIMEOUT", own or "")
+    if own is None:
+        monkeypatch.delenv("HCCL_EXEC_TIMEOUT")
+    config = EngineConfig(device="npu", tensor_parallel_size=2, distributed_timeout_seconds=90.5)
+    with pytest.raises(RankError, match="there is none"):
+        mesh.Mesh.join(config, Rendezvous.on_this_machine(0, 2, 1), print)
+    assert os.environ["HCCL_EXEC_TIMEOUT"] == expected
