@@ -98,7 +98,9 @@ def _truncate(
             shard_best = finite_max(values)[..., 0].t()
             whole = _sum_over_shards(mass * scaled(shard_best, best[:, 0], scoring.temperature).exp_())
         mass_before = weights.cumsum(-1) - weights
-        ranked.masked_fill_(mass_before >= scoring.top_p * whole[:, None], -math.inf)
+        is_beyond = mass_before >= scoring.top_p * whole[:, None]
+        is_beyond[:, 0] = False  # the best token stays, even if float32 has no number as small as top_p
+        ranked.masked_fill_(is_beyond, -math.inf)
     kept = {"high": best, **softmax_sums(ranked.clone(), best, scoring)}
     width = max(1, int((ranked != -math.inf).sum(-1).amax()))  # so that noise is drawn for these alone
     return ranked[:, :width], ids.flatten(1).gather(-1, order[:, :width]), kept

@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
 from fastapi_offline import FastAPIOffline
@@ -43,6 +44,8 @@ from lopa_ascend.serve.observe.metrics import Metrics
 Handler = Callable[[Request], Awaitable[Response]]
 Decorator = Callable[[Handler], Handler]
 
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+"""Addresses at which a server is for this machine alone."""
 LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 """Origins of web pages that come from this machine."""
 
@@ -57,7 +60,7 @@ def create_app(client: EngineClient, config: ServeConfig) -> FastAPI:
     # /docs and /redoc load their scripts from this server: there may be no internet.
     app = FastAPIOffline(title="LoPA-Dist-Ascend", version=lopa_ascend.__version__, redirect_slashes=False)
     install_handlers(app)
-    app.add_middleware(Access, api_key=config.api_key)
+    app.add_middleware(Access, api_key=config.api_key, hosts=hosts_of(config))
     _allow_origins(app, config.allowed_origins)
     set_up_request_log()
     model = config.served_model_name or client.ready.model_name
@@ -82,6 +85,15 @@ def create_app(client: EngineClient, config: ServeConfig) -> FastAPI:
     _add_abort(app, client, intake)
     document(app, client.ready.limits, config)
     return app
+
+
+def hosts_of(config: ServeConfig) -> frozenset[str] | None:
+    """The names by which this server may be called; None for any. Only a server that is for this machine alone and has
+    no key depends on them: others are open to everybody, or ask for their key."""
+    if config.api_key is not None or config.host not in LOCAL_HOSTS or "*" in config.allowed_origins:
+        return None
+    origins = (urlsplit(origin).hostname for origin in config.allowed_origins)
+    return frozenset((*LOCAL_HOSTS, "[::1]", *(host for host in origins if host)))
 
 
 def _allow_origins(app: FastAPI, origins: Sequence[str]) -> None:

@@ -141,7 +141,7 @@ def serve(config: ServeConfig) -> int:
         Exit status of the process: 1 if the server cannot start or its engine died, else 0.
     """
     try:
-        listener = _bind(config.host, config.port)  # before the model is loaded, so that a port in use shows at once
+        listener = bind(config.host, config.port)  # before the model is loaded, so that a port in use shows at once
         _check_tls(config)
         settings = _client_settings(config)
     except (ValueError, OSError) as error:
@@ -190,10 +190,19 @@ def _refused(error: Exception) -> int:
     return 1
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
+    """A socket with this address.
+
+    Raises:
+        OSError: the address cannot be used; the message names the flags.
+    """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host, port))
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(f"--host {host} --port {port}: {error.strerror}") from error
     return listener
 
 

@@ -83,7 +83,7 @@ def wrong_chunks(rng: random.Random) -> Attack:
 @kind()
 def huge_headers(rng: random.Random) -> Attack:
     header = rng.choice([b"X-Long: " + b"a" * 300_000 + b"\r\n", b"".join(b"X-%d: 1\r\n" % i for i in range(20_000))])
-    return Attack([b"POST /v1/completions HTTP/1.1\r\nHost: judge\r\n" + header + b"Content-Length: 0\r\n\r\n"])
+    return Attack([b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + header + b"Content-Length: 0\r\n\r\n"])
 
 
 @kind()

@@ -163,7 +163,7 @@ def test_large_bodies(model_dir: Any):
             assert answer.status_code == status
         # More than is worth reading: the answer comes at once, and the connection ends.
         host, port = server.url.removeprefix("http://").split(":")
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         for more in (b"Content-Length: 50000000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n4e20\r\n" + b" " * 20000):
             with socket.create_connection((host, int(port)), timeout=30) as connection:
                 connection.sendall(head + more)
@@ -175,9 +175,9 @@ def test_large_bodies(model_dir: Any):
 
 def test_a_request_with_two_lengths_ends_its_connection(server: ServerProcess):
     host, port = server.url.removeprefix("http://").split(":")
-    hidden = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+    hidden = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
     for head in (b"GET /version", b"POST /v1/completions"):
-        lengths = b" HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+        lengths = b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
         with socket.create_connection((host, int(port)), timeout=30) as connection:
             connection.sendall(head + lengths + hidden)
             answer = b"".join(iter(lambda: connection.recv(65536), b""))

@@ -108,6 +108,17 @@ def test_noise_is_gumbel_and_uncorrelated() -> None:
     assert abs(float(corr)) < 0.01
 
 
+@pytest.mark.parametrize("cuts", [(0, VOCAB), (0, 7, 30, VOCAB)])
+def test_the_best_token_stays_however_small_top_p_is(cuts: tuple[int, ...]) -> None:
+    x, positions = logits(), torch.arange(len(logits()))
+    scoring = replace(GREEDY, temperature=1.0, top_p=1e-46, seed=3)
+    parts = [shard_scores(x[:, a:b].clone(), scoring, positions, 0, a, VOCAB) for a, b in pairwise(cuts)]
+    tokens, confidence, probs = merge_scores(torch.stack(parts), scoring, positions, 0)
+    assert torch.equal(tokens, allowed(x).argmax(-1))
+    assert torch.isfinite(confidence).all()
+    assert torch.isfinite(probs).all()
+
+
 @pytest.mark.parametrize("confidence", ["max_prob", "margin", "neg_entropy"])
 @pytest.mark.parametrize("cuts", [(0, VOCAB), (0, 7, 30, VOCAB)])
 def test_min_p_keeps_the_tokens_near_the_best_and_then_top_p_takes_its_share(confidence: str, cuts) -> None:

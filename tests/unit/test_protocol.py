@@ -14,6 +14,7 @@ from lopa_ascend.serve.api.body import (
     parse_chat,
     parse_completion,
     parse_diffusion_completion,
+    parse_response,
     parse_tokenize,
 )
 from lopa_ascend.serve.api.errors import ApiError
@@ -125,6 +126,8 @@ IGNORED = {
     "request_id": "r-1",
     "safety_identifier": "s",
     "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
+    "prompt_cache_options": {},
     "priority": 0,
     "presence_penalty": 0.0,
     "repetition_penalty": 1.0,
@@ -147,6 +150,29 @@ def test_fields_without_effect_change_no_parameter():
     for fields in ({"tools": tools}, *wrong):
         with pytest.raises(ApiError, match="tool"):
             parse_chat(json.dumps({**chat, **fields}).encode())
+
+
+def test_what_clients_add_to_messages_and_streams_is_taken():
+    part = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}, "prompt_cache_breakpoint": {}}
+    answer = {"role": "assistant", "content": "y", "annotations": [], "tool_calls": [], "refusal": None}
+    options = {"include_usage": True, "include_obfuscation": False}
+    body = {"messages": [{"role": "user", "content": [part]}, answer], "stream": True, "stream_options": options}
+    assert [message.content for message in parse_chat(json.dumps(body).encode()).messages] == ["x", "y"]
+    for field in ({"annotations": [1]}, {"tool_calls": [{}]}, {"name": "Tom"}):
+        with pytest.raises(ApiError, match=f"messages.0..{min(field)} is not supported"):
+            parse_chat(json.dumps({"messages": [{**answer, **field}]}).encode())
+    with pytest.raises(ApiError, match="every part must be"):
+        parse_chat(json.dumps({"messages": [{"role": "user", "content": [{**part, "x": 1}]}]}).encode())
+
+
+@pytest.mark.parametrize("name", ["str", "int", "a[b]", "list[int]"])
+def test_unknown_fields_are_named_even_if_they_look_like_types(name: str):
+    with pytest.raises(ApiError) as refused:
+        parsed(**{name: 1})
+    assert (refused.value.param, refused.value.code) == (name, "unknown_parameter")
+    with pytest.raises(ApiError) as refused:
+        parse_response(json.dumps({"input": [{"role": "user", "content": "x", name: 1}]}).encode())
+    assert refused.value.param == f"input[0].{name}"
 
 
 def test_defaults_step_back_where_a_request_excludes_them():

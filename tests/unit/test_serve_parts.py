@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import socket
 from typing import Any
 
 import pytest
@@ -15,8 +16,11 @@ from lopa_ascend.serve.api.access import Access
 from lopa_ascend.serve.api.errors import ApiError
 from lopa_ascend.serve.api.intake import Intake
 from lopa_ascend.serve.api.workers import Workers
+from lopa_ascend.serve.app import hosts_of
+from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.engine.generation import MAX_UNREAD, Choice, Generation
 from lopa_ascend.serve.observe.timeline import Timeline
+from lopa_ascend.serve.server import bind
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
 JSON_TYPE = (b"content-type", b"application/json")
@@ -107,11 +111,36 @@ def test_keys_and_ids():
     request = scope("/v1/models", (b"authorization", b"Bearer key"), (b"x-request-id", b"mine"))
     code, headers, _ = asyncio.run(answer(app, request))
     assert (code, headers[b"x-request-id"]) == (200, b"mine")
-    for path in ("/health", "/version"):
+    assert asyncio.run(answer(app, scope("/v1/models", (b"authorization", b"bearer  key"))))[0] == 200
+    for path in ("/health", "/ready", "/version"):
         assert asyncio.run(answer(app, scope(path)))[0] == 200
         assert asyncio.run(answer(app, scope(path, root_path="/api")))[0] == 200
     assert asyncio.run(answer(app, scope("/health/../v1/models")))[0] == 401
     assert asyncio.run(answer(Access(PlainTextResponse("fine"), None), scope()))[0] == 200
+
+
+def test_a_server_for_this_machine_answers_its_own_names_alone():
+    def called(name: str, **flags: Any) -> int:
+        config = ServeConfig(**flags)
+        app = Access(PlainTextResponse("fine"), config.api_key, hosts_of(config))
+        headers = [(b"host", name.encode()), (b"authorization", b"Bearer key")]
+        return asyncio.run(answer(app, scope("/v1/models", *headers)))[0]
+
+    for name in ("127.0.0.1:8000", "localhost", "LOCALHOST:1", "[::1]:8000"):
+        assert called(name) == 200
+    assert called("evil.example:8000") == called("127.0.0.1.evil.example") == 403
+    assert called("page.example", allowed_origins=("https://page.example:444",)) == 200
+    for flags in ({"allowed_origins": ("*",)}, {"api_key": "key"}, {"host": "0.0.0.0"}):
+        assert called("evil.example", **flags) == 200
+
+
+def test_an_address_that_cannot_be_used_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(OSError, match=f"--host 127.0.0.1 --port {port}: Address already in use"):
+            bind("127.0.0.1", port)
+    with pytest.raises(OSError, match="--host nowhere.invalid --port 80: "):
+        bind("nowhere.invalid", 80)
 
 
 def test_our_own_failures_are_answered_and_logged(caplog: pytest.LogCaptureFixture):
@@ -142,6 +171,13 @@ def test_times_of_a_request():
     assert (summary["ttft_s"], summary["latency_s"], summary["finish_reason"]) == (3.0, 6.0, "error,length")
     assert (summary["prompt_tokens"], summary["completion_tokens"], summary["tpf"]) == (10, 4, 1.333)
     assert Timeline([5], 0.0).summary(1.0, None)["finish_reason"] == "abort"
+
+
+def test_a_request_that_is_aborted_while_it_waits_has_not_begun():
+    timeline = Timeline([5], arrived=10.0)
+    timeline.choices[0].advance(12.0, 0.5, *step(0, 0, GenerationOutput((1,), (), "", "abort", None, 0, 0, 0)))
+    assert (timeline.choices[0].begun, timeline.choices[0].prefilled) == (None, None)
+    assert timeline.summary(12.0, None)["finish_reason"] == "abort"
 
 
 @pytest.mark.parametrize("trace", [False, True])

@@ -10,6 +10,7 @@ import json
 import logging
 import re
 import uuid
+from collections.abc import Collection
 from http import HTTPStatus
 from typing import Any
 
@@ -21,8 +22,9 @@ from lopa_ascend.serve.api.errors import CLOSE, ApiError
 logger = logging.getLogger("uvicorn.error")
 request_logger = logging.getLogger("lopa_ascend.requests")
 
-OPEN_ROUTES = ("/health", "/version")
-"""Answered without a key, because load balancers have none."""
+OPEN_ROUTES = ("/health", "/ready", "/version")
+"""Answered without a key and to any Host, because load balancers have no key and their own names."""
+PORT = re.compile(r":\d*$")
 VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -52,11 +54,13 @@ class Access:
     Args:
         app: the application behind it.
         api_key: key that requests must carry; None: no key is needed.
+        hosts: names in the header Host that are answered, without ports; None: any.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str | None):
+    def __init__(self, app: ASGIApp, api_key: str | None, hosts: Collection[str] | None = None):
         self._app = app
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+        self._key = None if api_key is None else api_key.encode()
+        self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -74,7 +78,9 @@ class Access:
                 MutableHeaders(scope=message)["x-request-id"] = own_id
             await send(message)
 
-        refusal = _unsafe_length(headers) or (None if self._is_allowed(scope, headers) else _unauthorized())
+        refusal = _unsafe_length(headers)
+        if refusal is None and scope["path"].removeprefix(scope.get("root_path", "")) not in OPEN_ROUTES:
+            refusal = self._wrong_host(headers) or self._wrong_key(headers)
         if refusal is not None:
             await refusal(scope, receive, send_with_id)
             return
@@ -87,17 +93,27 @@ class Access:
                 answer = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, code="internal_error").response()
                 await answer(scope, receive, send_with_id)
 
-    def _is_allowed(self, scope: Scope, headers: Headers) -> bool:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if self._expected is None or path in OPEN_ROUTES:
-            return True
-        return hmac.compare_digest(headers.get("authorization", "").encode("latin-1"), self._expected)
+    def _wrong_host(self, headers: Headers) -> ASGIApp | None:
+        """The refusal of a request to another host: from a web page whose name leads to this machine by now, but did
+        not when the browser loaded it. For the browser page and server are one origin, so it asks for no permission."""
+        host = PORT.sub("", headers.get("host", ""))
+        if self._hosts is None or not host or host.lower() in self._hosts:
+            return None
+        message = (
+            f"the header Host names {host[:100]!r}, and this server, which has no API key, answers "
+            f"{', '.join(sorted(self._hosts))} alone; start it with --allowed-origins or --api-key"
+        )
+        return ApiError(HTTPStatus.FORBIDDEN, message, code="invalid_host").response()
 
-
-def _unauthorized() -> ASGIApp:
-    message = "the API key is missing or wrong; send it in the header Authorization: Bearer KEY"
-    headers = {"WWW-Authenticate": "Bearer"}
-    return ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key", headers=headers).response()
+    def _wrong_key(self, headers: Headers) -> ASGIApp | None:
+        """The refusal of a request without the key."""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        is_bearer = scheme.lower() == "bearer"
+        if self._key is None or is_bearer and hmac.compare_digest(key.strip().encode("latin-1"), self._key):
+            return None
+        message = "the API key is missing or wrong; send it in the header Authorization: Bearer KEY"
+        challenge = {"WWW-Authenticate": "Bearer"}
+        return ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key", headers=challenge).response()
 
 
 def _unsafe_length(headers: Headers) -> ASGIApp | None:

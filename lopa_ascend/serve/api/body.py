@@ -201,11 +201,11 @@ def _drop_tools_without_choice(values: dict[str, Any]) -> None:
 
 
 def _drop_from_messages(values: dict[str, Any]) -> None:
-    """Removes the unsupported fields of messages, which must be null."""
+    """Removes the unsupported fields of messages, which must be null or empty."""
     messages = values.get("messages")
     for index, message in enumerate(messages if isinstance(messages, list) else []):
         if isinstance(message, dict):
-            _drop_unsupported(message, dict.fromkeys(UNSUPPORTED_MESSAGE, ()), f"messages[{index}].")
+            _drop_unsupported(message, UNSUPPORTED_MESSAGE, f"messages[{index}].")
 
 
 def _drop_unsupported(values: dict[str, Any], neutral: NeutralValues, prefix: str = "") -> None:
@@ -244,8 +244,11 @@ def _validate(model: type[T], values: dict[str, Any]) -> T:
 
 def _explain(error: ErrorDetails, model: type[BaseModel]) -> ApiError:
     """pydantic's error in our words, with the name of the field as clients know it."""
-    # In a field of several types the location also names the type, e.g. ("content", "str").
-    path = [part for part in error["loc"] if isinstance(part, int) or part not in ("str", "int") and "[" not in part]
+    # In a field of several types the location also names the type, e.g. ("content", "str"); but it begins with a field,
+    # and ends with an unknown one.
+    location = error["loc"]
+    fields = {0, len(location) - 1} if error["type"] == "extra_forbidden" else {0}
+    path = [part for place, part in enumerate(location) if place in fields or not _is_type_name(part)]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
     if error["type"] == "extra_forbidden":
         close = difflib.get_close_matches(str(path[-1]), model.model_fields, n=1) if len(path) == 1 else []
@@ -255,6 +258,11 @@ def _explain(error: ErrorDetails, model: type[BaseModel]) -> ApiError:
         return _bad(f"{param} is missing", param, code="missing_parameter")
     message = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     return _bad(f"{param}: {message}, got {_shown(error['input']):.100}", param)
+
+
+def _is_type_name(part: int | str) -> bool:
+    """Whether a part of pydantic's location looks like the name of a type."""
+    return isinstance(part, str) and (part in ("str", "int") or "[" in part)
 
 
 def _shown(value: object) -> str:

@@ -29,6 +29,8 @@ UNSUPPORTED_RESPONSE: NeutralValues = {
     "n": (1,),
     "stream_options": ({}, {"include_obfuscation": False}),
     "return_token_ids": (False,),
+    "moderation": (),
+    "background_options": (),
 }
 
 # ---- input -----------------------------------------------------------------------------------------------------------

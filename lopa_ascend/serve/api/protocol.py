@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, field_validator
 
 from lopa_ascend.serve.api.schema import (
+    NOT_SUPPORTED,
     PROMPT_OR_MESSAGES,
     Json,
     NeutralValues,
@@ -52,6 +53,10 @@ UNSUPPORTED_CHAT: NeutralValues = {
     "functions": ([],),
     "function_call": ("none",),
     "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "moderation": (),
 }
 # A diffusion stream is always one streamed answer, and its events carry everything that these fields ask for.
 UNSUPPORTED_DIFFUSION: NeutralValues = {
@@ -63,8 +68,16 @@ UNSUPPORTED_DIFFUSION: NeutralValues = {
     "top_logprobs": (),
     "echo": (False,),
 }
-# Clients send answers back as messages of the next request, with these fields set to null.
-UNSUPPORTED_MESSAGE = ("name", "refusal", "annotations", "audio", "function_call", "tool_calls", "tool_call_id")
+# Clients send answers back as messages of the next request, with these fields set to null or empty.
+UNSUPPORTED_MESSAGE: NeutralValues = {
+    "name": (),
+    "refusal": (),
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "tool_calls": ([],),
+    "tool_call_id": (),
+}
 
 
 class Body(BaseModel):
@@ -76,13 +89,13 @@ class Body(BaseModel):
 
 LOGPROB = "the logarithm of the probability that the model gave the token in the forward pass that filled its position"
 
+WITHOUT_EFFECT = "Taken, and without effect."
+
 
 class StreamOptions(Body):
     include_usage: bool | None = Field(None, description="The stream ends with a chunk without choices that has usage.")
     continuous_usage_stats: bool | None = Field(None, description="Every chunk has the usage up to it.")
-
-
-WITHOUT_EFFECT = "Taken, and without effect."
+    include_obfuscation: bool | None = Field(None, description=WITHOUT_EFFECT)
 
 
 class IgnoredFields(Body):
@@ -98,6 +111,8 @@ class IgnoredFields(Body):
     request_id: str | None = Field(None, description=f"{WITHOUT_EFFECT} Send the header X-Request-Id.")
     safety_identifier: str | None = Field(None, description=WITHOUT_EFFECT)
     prompt_cache_key: str | None = Field(None, description=WITHOUT_EFFECT)
+    prompt_cache_retention: str | None = Field(None, description=WITHOUT_EFFECT)
+    prompt_cache_options: dict[str, Any] | None = Field(None, description=WITHOUT_EFFECT)
 
 
 @with_decoding_parameters
@@ -158,6 +173,10 @@ class CompletionRequest(GenerationRequest):
 # ---- chat ------------------------------------------------------------------------------------------------------------
 
 
+PART_FIELDS = frozenset(("type", "text", "cache_control", "prompt_cache_breakpoint"))
+"""Of a text part. The last two are about caches of other servers, and without effect."""
+
+
 def _text_of(content: object) -> str:
     """The text of a message, which may be given in parts."""
     if isinstance(content, str):
@@ -165,7 +184,7 @@ def _text_of(content: object) -> str:
     if not isinstance(content, list) or not content:
         raise ValueError("must be a string or a list of text parts")
     for part in content:
-        if not (isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"):
+        if not (isinstance(part, dict) and {"type", "text"} <= part.keys() <= PART_FIELDS and part["type"] == "text"):
             raise ValueError('every part must be {"type": "text", "text": ...}; other parts are not supported')
         if not isinstance(part["text"], str):
             raise ValueError("the text of a part must be a string")
@@ -174,7 +193,7 @@ def _text_of(content: object) -> str:
 
 _TEXT_PART = {
     "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "properties": {name: {} for name in sorted(PART_FIELDS)} | {"type": {"const": "text"}, "text": {"type": "string"}},
     "required": ["type", "text"],
     "additionalProperties": False,
 }
@@ -182,8 +201,8 @@ _CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEX
 
 
 def _document_null_fields(schema: Json) -> None:
-    for name in UNSUPPORTED_MESSAGE:
-        schema["properties"][name] = {"enum": [None], "description": "Not supported: taken only as null."}
+    for name, values in UNSUPPORTED_MESSAGE.items():
+        schema["properties"][name] = {"enum": [None, *values], "description": NOT_SUPPORTED}
 
 
 class Message(Body):

@@ -106,7 +106,7 @@ def _description(name: str, parameter: Parameter) -> str:
 
 # ---- other fields ----------------------------------------------------------------------------------------------------
 
-UNSUPPORTED = "Not supported: taken only with a value that changes nothing."
+NOT_SUPPORTED = "Not supported: taken only with a value that changes nothing."
 NULL: Json = {"type": "null"}
 PROMPT_OR_MESSAGES: Json = {
     "anyOf": [
@@ -128,7 +128,7 @@ def documenting(unsupported: NeutralValues, rule: Json | None = None, **replaced
 
     def complete(schema: Json) -> None:
         for name, values in unsupported.items():
-            schema["properties"][name] = {"enum": [None, *values], "description": UNSUPPORTED}
+            schema["properties"][name] = {"enum": [None, *values], "description": NOT_SUPPORTED}
         schema["properties"] |= replaced
         if rule is not None:
             schema["allOf"] = [rule]

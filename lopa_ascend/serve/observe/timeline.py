@@ -42,7 +42,7 @@ class ChoiceTimeline:
             update: what the step did.
             progress: what is final now.
         """
-        if self.prefilled is None:
+        if self.prefilled is None and update.num_forwards:  # 0: it was ended while it waited
             self.begun, self.prefilled = max(self.arrived, now - step_seconds), now
         self.last = update
         visible = len(progress.token_ids)
