@@ -111,7 +111,8 @@ def head(route: str, length: int | str, method: str = "POST", kind: str = "appli
         more: further header lines, each with its line end.
     """
     lines = (
-        f"{method} {route} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nContent-Length: {length}\r\n{more}\r\n"
+        f"{method} {route} HTTP/1.1\r\nHost: localhost\r\n"
+        f"Content-Type: {kind}\r\nContent-Length: {length}\r\n{more}\r\n"
     )
     return lines.encode("latin-1")
 
