@@ -38,6 +38,7 @@ from lopa_ascend.types import GenerationOutput
 from scripts.bench_decode import decoding_params
 from scripts.decode_bench.parts import PARTS, Parts, Peaks, copy_peak, gemm_peak, int8_peak, measure_parts, memory_peak
 from scripts.decode_bench.workload import WORKLOAD, write_model
+from scripts.pictures import picture
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--model", type=Path, default=Path("build/bench-model"), metavar="DIR",
         help="where the random model is kept (default: build/bench-model)",
     )  # fmt: skip
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw computed tokens a second against requests")
+    parser.add_argument("--plot", type=picture, metavar="FILE.png", help="draw computed tokens/s against requests")
     return parser
 
 

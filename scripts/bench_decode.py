@@ -50,6 +50,7 @@ from scripts.decode_bench.draw import StepParts, draw_parts
 from scripts.decode_bench.parts import PARTS, Parts, Peaks, copy_peak, gemm_peak, int8_peak, measure_parts, memory_peak
 from scripts.decode_bench.stand_in import StandIn, StandInOutput
 from scripts.decode_bench.workload import WORKLOAD, workload_prompt, write_model
+from scripts.pictures import picture
 
 RECORDED = {0: "d2f", 4: "bf4", 8: "bf8"}
 """Lookahead branches -> name under which the workload file has the published code's output ids."""
@@ -177,7 +178,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--before", type=Path, metavar="FILE", help="parts that --write of an earlier run has written, to draw beside"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the parts of the steps")
+    parser.add_argument("--plot", type=picture, metavar="FILE.png", help="draw the parts of the steps")
     return parser
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from lopa_ascend.config import WINDOW_ATTENTIONS, DecodingParams, EngineConfig
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.demo import DEMO_MODEL
+from scripts.pictures import picture
 
 TRAFFIC = """\
 Ranks decode held-out problems together, as a server does. What a rank sends in each step must equal a formula over
@@ -146,7 +147,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     times.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens of the decode (default: 128)")
     times.add_argument("--repetitions", type=int, default=3, metavar="N", help="decodes of each kind (default: 3)")
-    times.add_argument("--plot", type=Path, metavar="FILE", help="also write the tables as a picture")
+    times.add_argument("--plot", type=picture, metavar="FILE", help="also write the tables as a picture")
     return parser
 
 

@@ -32,6 +32,7 @@ from lopa_ascend.config.help import HelpFormatter
 from scripts.judge.client import Answer, Ask, ask, chat, connect, questions
 from scripts.judge.report import percentile
 from scripts.judge.server import serving
+from scripts.pictures import picture
 
 LEVELS = (1, 2, 4, 8, 16, 32)
 """Numbers of clients."""
@@ -188,8 +189,10 @@ def main() -> None:
     parser.add_argument(
         "--sequential", action="store_true", help="also measure one client on a server with --max-num-seqs 1"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also write the table as a picture")
+    parser.add_argument("--plot", type=picture, metavar="FILE", help="also write the table as a picture")
     args = parser.parse_args()
+    if args.url and args.sequential:
+        parser.error("--sequential compares with a server of the bundled model, and --url may be that of another")
     fields = {
         "stream": True,
         "stream_options": {"include_usage": True},

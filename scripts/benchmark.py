@@ -42,6 +42,7 @@ from scripts.evaluation.files import (
 )
 from scripts.evaluation.prompts import CHAT, PromptMaker, find_format
 from scripts.evaluation.tasks import TASKS
+from scripts.pictures import picture
 
 ANSWER = 192
 """``max_new_tokens`` where nothing is said of it: what the bundled model's answers need."""
@@ -86,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAME=V1,V2,...",
         help=f"measure all values of a decoding parameter; several make a product; or {FIGURES}: what all plots need",
     )
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="also draw the figures of a sweep")
+    parser.add_argument("--plots", type=picture, metavar="DIR", help="also draw the figures of a sweep")
     add_flags(parser, {**ENGINE_FLAGS, **DECODING_FLAGS})
     return parser
 
@@ -112,18 +113,21 @@ def benchmark(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     # Answers to equal prompts must not become faster with the runs.
     widest = max((setting.params for setting in settings), key=lambda params: params.lookaheads)
     fixed = {"enable_prefix_caching": False, "seed": 0, **graph_settings(widest)}
+    if "graph_block_size" in fixed:
+        fixed["graph_block_size"] = max(setting.params.block_size for setting in settings)
     engine = {**fixed, **field_values(given, ENGINE_FLAGS)}
     config = EngineConfig(**engine)
     name = args.prompt or (preset.prompts[0].name if preset else CHAT.name)
     check_runnable(used)
-    file = SampleFile(args.out, describe_benchmark(config, tasks, args.limit, name, counts))
+    cut = preset is None or preset.cuts_answers
+    file = SampleFile(args.out, describe_benchmark(config, tasks, args.limit, name, counts, cut=cut))
     plan = Plan(
         settings=settings,
         problems=problems,
         examples=examples,
         runs=args.runs,
         warmup=args.warmup,
-        cut=preset is None or preset.cuts_answers,
+        cut=cut,
     )
     if plan.missing(file):
         from lopa_ascend import LLM  # imports torch, which takes seconds

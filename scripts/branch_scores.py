@@ -27,6 +27,7 @@ from lopa_ascend.config import BRANCH_SCORES, DecodingParams
 from lopa_ascend.config.help import HelpFormatter
 from scripts.demo_sets import asked, read
 from scripts.eval_demo import decoding, solved
+from scripts.pictures import picture
 
 if TYPE_CHECKING:
     from lopa_ascend import LLM
@@ -142,7 +143,7 @@ def main() -> None:
     parser.add_argument("--model", metavar="DIR", help="another model directory (default: the bundled model)")
     parser.add_argument("--limit", type=int, default=500, metavar="N", help="number of problems (default: 500)")
     parser.add_argument("--branches", type=int, default=7, metavar="K", help="lookahead branches (default: 7)")
-    parser.add_argument("--block-size", type=int, metavar="N", help="positions in a block (default: the model's)")
+    parser.add_argument("--block-size", type=int, metavar="N", help="positions in a block (default: bundled model's)")
     parser.add_argument(
         "--scores",
         nargs="+",
@@ -151,7 +152,7 @@ def main() -> None:
         metavar="NAME",
         help=f'scores that are compared with "{BASELINE}": {", ".join(SCORES)} (default: all)',
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also write the table as a picture")
+    parser.add_argument("--plot", type=picture, metavar="FILE", help="also write the table as a picture")
     args = parser.parse_args()
     from lopa_ascend import LLM  # imports torch, which takes seconds
 

@@ -30,6 +30,7 @@ from lopa_ascend.demo import DEMO_MODEL, HANDWRITTEN, HELD_OUT, INDEPENDENT
 from lopa_ascend.types import GenerationOutput
 from scripts.demo_problems import parse_result
 from scripts.demo_sets import Conversation, asked, going_on, other_held_out, read, read_set, typed_ways, unseen
+from scripts.pictures import picture
 
 if TYPE_CHECKING:
     from lopa_ascend import LLM
@@ -318,7 +319,7 @@ def main() -> None:
     limits = ", ".join(f"{limit} for {what}" for what, limit in DEFAULT_LIMITS.items())
     parser.add_argument("--limit", type=int, metavar="N", help=f"number of problems (default: {limits})")
     parser.add_argument("--block-size", type=int, metavar="N", help="with table: instead of the recommended one")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="with table: also write it as a picture")
+    parser.add_argument("--plot", type=picture, metavar="FILE", help="with table: also write it as a picture")
     parser.add_argument("--device", default="cpu", help="cpu or npu (default: cpu)")
     parser.add_argument(
         "--dtype", default="auto", help="dtype of the weights: auto, float32 or bfloat16 (default: auto)"

@@ -83,7 +83,8 @@ def evaluate(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
         given: by name, the arguments that were given or have a default.
     """
     preset = find_preset(args.preset) if args.preset else None
-    names = args.tasks or (list(preset.tasks) if preset else []) or ["gsm8k"]
+    of_preset = [name if name in TASKS else FOREIGN + name for name in preset.tasks] if preset else []
+    names = args.tasks or of_preset or ["gsm8k"]
     counts = preset.tasks if preset else {}
     jobs = [_job(args, name, counts) for name in names if not name.startswith(FOREIGN)]
     foreign = [name.removeprefix(FOREIGN) for name in names if name.startswith(FOREIGN)]

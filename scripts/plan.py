@@ -24,6 +24,7 @@ from pathlib import Path
 
 from lopa_ascend.config import ConfigError, ModelConfig
 from lopa_ascend.config.help import HelpFormatter
+from scripts.pictures import picture
 from scripts.planner.devices import Device, DeviceError, constants_table, known_devices, load_device
 from scripts.planner.models import known_models, load_model
 from scripts.planner.search import DEFAULT_TPF, Plan, all_plans, best_plan, plan, tokens_per_forward
@@ -71,7 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--collectives", choices=COLLECTIVES, default="optimistic", help="which ones choose the best plan"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="with --dies: also write the picture")
+    parser.add_argument("--plot", type=picture, metavar="FILE", help="with --dies: also write the picture")
     parser.add_argument("--constants", action="store_true", help="print the constants of --device with their sources")
     parser.add_argument("--validate", action="store_true", help="print the paper's rows beside predictions")
     parser.add_argument(

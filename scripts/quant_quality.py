@@ -38,6 +38,7 @@ from lopa_ascend.demo import HELD_OUT
 from scripts.calibration import read_texts
 from scripts.demo_sets import asked, read
 from scripts.eval_demo import decoding, evaluate
+from scripts.pictures import picture
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -210,7 +211,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, metavar="N", help="prompts, problems or layers (default: 8, 500, 1)")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="with layers (default: 128)")
     parser.add_argument("--dtype", default="bfloat16", help="with table, of the float weights (default: bfloat16)")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="with layers: also write a picture")
+    parser.add_argument("--plot", type=picture, metavar="FILE", help="with layers: also write a picture")
     args = parser.parse_args()
     limit = args.limit or DEFAULT_LIMITS[args.what]
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,13 +43,12 @@ def draw_all(found: Sequence[Result], folder: Path) -> list[Path]:
 def by_branches(found: Sequence[Result]) -> list[Result]:
     """The results that differ in the number of lookahead branches alone: of all such groups the largest, with the
     result without branches that has the same other parameters, if there is one. Fewest branches first."""
-    groups: dict[tuple[object, ...], list[Result]] = {}
+    groups: dict[str, list[Result]] = {}
     for result in found:
         params = result.setting.params
-        if params.decoding in ("lopa", "d2f"):
-            drafts = (params.branch_acceptance, params.lookahead_depth)
-            kind = (params.base, *drafts, params.window_attention, params.tau_conf, params.tau_act)
-            groups.setdefault(kind, []).append(result)
+        if params.decoding in ("lopa", "d2f") and not params.is_auto:
+            others = {name: value for name, value in asdict(params).items() if name not in ("decoding", "num_branches")}
+            groups.setdefault(repr(others), []).append(result)
     largest = max(groups.values(), key=len, default=[])
     distinct = {result.setting.params.lookaheads: result for result in largest}
     return [distinct[k] for k in sorted(distinct)]

@@ -16,14 +16,16 @@ from lopa_ascend.demo import DEMO_MODEL
 from scripts.evaluation.files import TaskFile
 
 PACKAGES = ("torch", "torch_npu", "transformers", "tokenizers")
-ENGINE_FIELDS = ("device", "dtype", "mode", "threads", "tensor_parallel_size", "branch_parallel_size", "seed")
+PATHS = ("model", "lora", "graph_cache")
+"""Fields of the engine's configuration that are directories: those of weights are described by a digest, and the cache
+of graphs changes no figure."""
 CHUNK = 1 << 24
 """Bytes of a weight file that are read for its digest, from its beginning and from its end: adapters and checkpoints
 differ there, and whole files of tens of gigabytes would take minutes."""
 
 
 def describe_benchmark(
-    config: EngineConfig, tasks: TaskFile, limit: int | None, prompt: str, num_examples: Mapping[str, int]
+    config: EngineConfig, tasks: TaskFile, limit: int | None, prompt: str, num_examples: Mapping[str, int], *, cut: bool
 ) -> dict[str, Any]:
     """What must be the same in all runs whose samples are in one folder.
 
@@ -33,13 +35,15 @@ def describe_benchmark(
         limit: how many of them are decoded; None: all.
         prompt: name of the prompts' format.
         num_examples: by task, examples in a prompt.
+        cut: answers are cut at their task's stop strings before they are scored.
     """
     return {
         **describe_model(config.model, config.lora),
         "problems": {"file": tasks.path.name, "sha256": tasks.digest, "limit": limit},
         "prompt": prompt,
         "examples": dict(num_examples),
-        "engine": {name: getattr(config, name) for name in ENGINE_FIELDS},
+        "cut": cut,
+        "engine": {name: getattr(config, name) for name in EngineConfig.names() if name not in PATHS},
         "machine": describe_machine(),
     }
 

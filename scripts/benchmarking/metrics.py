@@ -30,6 +30,7 @@ METRICS = {
     "outside_share": "share of the seconds outside forward passes and scores; empty with compiled steps",
     "host_share": "with compiled steps: share of the seconds in which the host writes inputs and reads results",
     "padded_share": "with compiled steps: share of the computed tokens that no branch needed",
+    "eager_share": "with compiled steps: share of the forward passes that no compiled step could make",
     "pages": "KV pages of a request, mean",
     "model_tokens": "computed tokens of an answer, mean",
 }
@@ -77,6 +78,8 @@ def measure(samples: Sequence[Sample]) -> dict[str, float | None]:
     found["host_share"] = None if host is None else host / seconds
     padded = _total(sample.padded_share for sample in samples)
     found["padded_share"] = None if padded is None else padded / len(samples)
+    eager = _total(sample.eager_steps for sample in samples)
+    found["eager_share"] = None if eager is None else eager / max(1, forwards)
     found["pages"] = statistics.fmean(sample.pages for sample in samples)
     found["model_tokens"] = statistics.fmean(sample.model_tokens for sample in samples)
     return {name: found[name] for name in METRICS}

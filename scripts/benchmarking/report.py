@@ -12,6 +12,8 @@ from scripts.benchmarking.metrics import METRICS, Spread, accuracy_under_paralle
 from scripts.benchmarking.samples import Sample, SampleFile
 from scripts.benchmarking.settings import Setting
 
+EAGER = "eager_share"
+"""The metric that is shown only if a setting has such passes: then its speed is not that of compiled steps."""
 SHOWN = (
     ("published_avg_tps", "Avg TPS, published", ".1f"),
     ("published_max_tps", "Max TPS, published", ".1f"),
@@ -21,6 +23,7 @@ SHOWN = (
     ("user_tpf", "TPF, user", ".2f"),
     ("user_latency", "latency, s", ".3f"),
     ("outside_share", "outside forward", ".1%"),
+    (EAGER, "eager steps", ".0%"),
     ("score", "score", ".1f"),
 )
 """Metric, heading and format of the columns of the Markdown table."""
@@ -102,10 +105,12 @@ def write_csv(found: Sequence[Result], path: Path) -> None:
 
 def markdown(found: Sequence[Result]) -> str:
     """The table for people: medians over the runs, in brackets the extremes where there are several runs."""
-    headings = ["setting", *(heading for _, heading, _ in SHOWN), "AUP"]
+    has_eager = any((spread := result.metrics[EAGER]) is not None and spread.high > 0 for result in found)
+    shown = [column for column in SHOWN if column[0] != EAGER or has_eager]
+    headings = ["setting", *(heading for _, heading, _ in shown), "AUP"]
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for result in found:
-        cells = [_cell(result.metrics[metric], form, result.num_runs) for metric, _, form in SHOWN]
+        cells = [_cell(result.metrics[metric], form, result.num_runs) for metric, _, form in shown]
         aup = "" if result.aup is None else f"{result.aup:.0f}"
         lines.append(f"| {' | '.join([result.setting.label, *cells, aup])} |")
     return "\n".join(lines) + "\n"

@@ -77,7 +77,7 @@ def run(llm: LLM, maker: PromptMaker, plan: Plan, file: SampleFile, *, quiet: bo
                 index=index,
                 task=task.name,
                 text=output.text or "",
-                visible_tokens=len(output.token_ids),
+                visible_tokens=num_visible(output, params, llm.config.eos_token_ids),
                 opened_tokens=output.num_positions,
                 num_forwards=output.num_forwards,
                 model_tokens=output.model_tokens,
@@ -87,12 +87,22 @@ def run(llm: LLM, maker: PromptMaker, plan: Plan, file: SampleFile, *, quiet: bo
                 **times,
             )
             file.add(sample)
-            tokens, forwards, right = (
-                tokens + sample.visible_tokens,
-                forwards + sample.num_forwards,
-                right + sample.score,
-            )
+            tokens += sample.visible_tokens
+            forwards += sample.num_forwards
+            right += sample.score
             bar.set_postfix_str(f"TPF {tokens / max(forwards, 1):.2f}, right {right / done:.0%}, {setting.label}"[:70])
+
+
+def num_visible(output: GenerationOutput, params: DecodingParams, eos: Sequence[int]) -> int:
+    """Tokens of an answer before the first one that ends it. Without ``finish_at_eos`` the output goes on behind it.
+
+    Args:
+        output: the answer.
+        params: how it was decoded.
+        eos: the model's EOS ids.
+    """
+    ends = params.ends(eos if params.eos_token_ids is None else params.eos_token_ids)
+    return next((place for place, token in enumerate(output.token_ids) if token in ends), len(output.token_ids))
 
 
 def filled_tokens(output: GenerationOutput) -> tuple[int, ...]:
@@ -143,7 +153,12 @@ def decode(llm: LLM, prompt: str | Sequence[int], params: DecodingParams) -> tup
         "host_seconds": sum(parts.seconds.get(part, 0.0) for part in ("inputs", "absorb")) if after else None,
         "pages": pages,
         "padded_share": _padded_share(before, after),
+        "eager_steps": None if before is None or after is None else _num_eager(after) - _num_eager(before),
     }
+
+
+def _num_eager(stats: GraphStats) -> int:
+    return sum(stats.eager_steps.values())
 
 
 def _padded_share(before: GraphStats | None, after: GraphStats | None) -> float | None:

@@ -30,7 +30,7 @@ class Sample:
     task: str
     text: str
     visible_tokens: int
-    """Tokens of the answer up to its end, as a reader gets them."""
+    """Tokens of the answer before the token that ends it, as a reader gets them."""
     opened_tokens: int
     """Generated positions that were opened, with EOS and what follows it: what the published Dream code counts."""
     num_forwards: int
@@ -47,6 +47,8 @@ class Sample:
     """KV pages that the request held after its first forward pass."""
     padded_share: float | None
     """Share of computed tokens that no branch needed; None without compiled steps."""
+    eager_steps: int | None
+    """Forward passes, but for the prompt's, that no compiled step could make; None without compiled steps."""
     filled: tuple[int, ...]
     """Tokens that each forward pass filled, the winning branch's own one included."""
     scores: dict[str, float]
@@ -104,11 +106,12 @@ class SampleFile:
             temporary.write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
             temporary.replace(path)
             return
-        found = json.loads(path.read_text(encoding="utf-8"))
-        for name in {**found, **header}:
-            if found.get(name) != json.loads(json.dumps(header.get(name))):
+        found = _parts(json.loads(path.read_text(encoding="utf-8")))
+        wanted = _parts(json.loads(json.dumps(header)))
+        for name in {**found, **wanted}:
+            if found.get(name) != wanted.get(name):
                 message = f"{self.folder} holds a benchmark with another {name} ({found.get(name)}, and this one has "
-                raise ParameterError("out", f"{message}{header.get(name)}); choose another folder")
+                raise ParameterError("out", f"{message}{wanted.get(name)}); choose another folder")
 
     def add(self, sample: Sample) -> None:
         """Keeps a sample."""
@@ -118,6 +121,15 @@ class SampleFile:
             file.flush()
             os.fsync(file.fileno())
         self.samples[sample.identity] = sample
+
+
+def _parts(header: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a header by name, and those of its objects by names such as "machine.cores"."""
+    parts: dict[str, Any] = {}
+    for name, value in header.items():
+        inner = _parts(value) if isinstance(value, dict) else {}
+        parts |= {f"{name}.{below}": part for below, part in inner.items()} or {name: value}
+    return parts
 
 
 def _read_sample(values: dict[str, Any]) -> Sample:

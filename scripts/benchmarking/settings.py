@@ -11,6 +11,7 @@ from typing import Any
 
 from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.config.combinations import fitting_defaults
+from lopa_ascend.config.decodings import built_in
 
 FIGURES = "figures"
 """What --sweep takes in place of parameters: the settings that all figures need."""
@@ -61,7 +62,7 @@ def swept(axes: Sequence[str], given: Mapping[str, Any]) -> list[Setting]:
         given: the parameters that all settings have in common.
 
     Raises:
-        ParameterError: an axis is malformed, its parameter is unknown, or a value is not allowed.
+        ParameterError: an axis is malformed, its parameter is unknown, a value is not allowed, or nothing is left.
     """
     if FIGURES in axes:
         if len(axes) > 1:
@@ -73,10 +74,12 @@ def swept(axes: Sequence[str], given: Mapping[str, Any]) -> list[Setting]:
     for change in changes:
         # A common parameter that the decoding of a change cannot have gives way; an explicit one of the axes does not.
         values = {**fitting_defaults(given, change), **change}
-        if change.get("num_branches") and values.get("decoding", "lopa") != "lopa":
+        if change.get("num_branches") and built_in(values.get("decoding", "lopa")) != "lopa":
             continue
         setting = Setting(DecodingParams(**values), _label(change))
         settings.setdefault(setting.key, setting)
+    if not settings:
+        raise ParameterError("sweep", f"leaves no setting: only lopa has branches, got {' '.join(axes)}")
     return list(settings.values())
 
 

@@ -74,6 +74,7 @@ def _problem(line: bytes, default_task: str) -> tuple[Task, dict[str, Any]]:
         if not is_right or (kind is list and not all(isinstance(item, str) for item in value)):
             expected = "a text" if kind is str else "a list of texts"
             raise ValueError(f'"{field}" is {shown(value)}, expected {expected}')
+    task.check(values)
     return task, values
 
 

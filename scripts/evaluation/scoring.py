@@ -19,6 +19,12 @@ _IGNORED = tuple(map(re.compile, (",", r"\$", r"(?s).*#### ", r"\.$")))
 NO_NUMBER = "[invalid]"
 
 
+def check_problem(problem: Mapping[str, Any]) -> None:
+    """Raises ValueError if ``score_problem`` finds no number in the right answer."""
+    if parse_result(problem["answer"]) is None:
+        raise ValueError('"answer" has no whole number behind "####"; task gsm8k takes other numbers too')
+
+
 def score_problem(problem: Mapping[str, Any], text: str) -> dict[str, float]:
     """The bundled model's problems: the whole number behind the last "####"."""
     expected = parse_result(problem["answer"])
@@ -41,6 +47,12 @@ def _plain_number(text: str) -> str:
     for pattern in _IGNORED:
         text = pattern.sub("", text)
     return text.lower()
+
+
+def check_math(problem: Mapping[str, Any]) -> None:
+    """Raises ValueError if the solution has no boxed answer."""
+    if not latex.boxed(problem["solution"]):
+        raise ValueError('"solution" has no \\boxed{...}')
 
 
 def score_math(problem: Mapping[str, Any], text: str) -> dict[str, float]:

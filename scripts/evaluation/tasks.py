@@ -39,6 +39,8 @@ class Task:
     """The score that tables show."""
     runs_code: bool = False
     """Answers are programs, which a sandbox runs."""
+    check: Callable[[Problem], None] = lambda problem: None
+    """Raises ValueError for a problem that no answer can solve."""
     always_cut: tuple[str, ...] = ()
     """Strings at which the published code cuts answers even where it cuts at no others."""
 
@@ -73,6 +75,7 @@ TASKS = {
             separator="\n",
             stop=(),
             score=scoring.score_problem,
+            check=scoring.check_problem,
             metric="exact",
         ),
         Task(
@@ -93,6 +96,7 @@ TASKS = {
             separator=" ",
             stop=("Problem:",),
             score=scoring.score_math,
+            check=scoring.check_math,
             metric="exact_match",
         ),
         Task(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lopa_ascend.config import DecodingParams, EngineConfig
+from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.serve.flags import graph_settings
 from scripts.benchmarking.machine import describe_benchmark
 from scripts.benchmarking.report import Result, results
@@ -152,8 +153,8 @@ class TableRun:
         assert plan.tasks is not None
         config = EngineConfig(**plan.engine)
         problems = plan.tasks.problems[: self._options.limit]
-        counts = {row.task: len(plan.examples)}
-        header = describe_benchmark(config, plan.tasks, self._options.limit, plan.prompt, counts)
+        counts, cut = {row.task: len(plan.examples)}, row.preset.cuts_answers
+        header = describe_benchmark(config, plan.tasks, self._options.limit, plan.prompt, counts, cut=cut)
         file = SampleFile(self._out / row.name, {**header, "setting": plan.setting.key})
         work = Plan(
             settings=[plan.setting],
@@ -161,7 +162,7 @@ class TableRun:
             examples={row.task: plan.examples},
             runs=self._options.runs,
             warmup=1,
-            cut=row.preset.cuts_answers,
+            cut=cut,
         )
         if work.missing(file):
             llm = self._load(dict(plan.engine))
@@ -182,7 +183,16 @@ class TableRun:
     def _ran_on(self, config: EngineConfig) -> str:
         model = "bundled model" if config.model is None else Path(config.model).name
         ranks = f"tp {config.tensor_parallel_size} x bp {config.branch_parallel_size}"
-        return f"{model}, {config.device}, {config.dtype}, {ranks}"
+        return f"{model}, {config.device}, {number_format(config)}, {ranks}"
+
+
+def number_format(config: EngineConfig) -> str:
+    """The number format of linear layers, such as "bfloat16" or "w8a8"."""
+    from lopa_ascend.checkpoint import open_checkpoint, with_dtype  # these import torch, which takes seconds
+
+    found = open_checkpoint(DEMO_MODEL if config.model is None else config.model)
+    is_int8 = config.quantization is not None or found.int8 is not None
+    return "w8a8" if is_int8 else with_dtype(found.config, config.dtype).dtype
 
 
 def num_devices(device: str) -> int:

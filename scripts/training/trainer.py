@@ -7,6 +7,7 @@ import itertools
 import math
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -49,6 +50,11 @@ MOST_WAITING = 8
 LOWEST_FILLED, HIGHEST_FILLED = 0.5, 0.95
 """Range of a threshold that is drawn for each batch's second step: tokens predicted with a higher probability are
 filled in it. Decoding fills tokens above tau_conf, and with branches less probable ones too."""
+DECISIVE = (
+    "ar_steps", "diffusion_steps", "batch", "lr", "clean_share", "full_share", "least_share", "dropout",
+    "average_steps", "seed", "dtype",
+)  # fmt: skip
+"""Arguments that decide what a run trains: one that goes on must have the same."""
 EVALUATION_SEED = 12345
 """Of problems on the training side that no batch is drawn from."""
 
@@ -308,13 +314,14 @@ class Trainer:
         """Goes on from the saved state, if there is one.
 
         Raises:
-            SystemExit: the state has all steps, or is of another model directory.
+            SystemExit: the state has all steps, or is of another model directory or of a run with other arguments.
         """
         if not self.args.state.exists():
             return
         state = torch.load(self.args.state, weights_only=True)
         if state["out"] != str(self.args.out.resolve()):
             raise SystemExit(f"{self.args.state} is the state of {state['out']}; name another file by --state")
+        self._check_arguments(state["arguments"])
         if state["step"] >= self.num_steps:
             raise SystemExit(f"{self.args.state} has all {state['step']} steps; name another file by --state")
         self.model.load_state_dict(state["model"])
@@ -328,6 +335,13 @@ class Trainer:
         self.batches = self._new_batches(plain=False, whole_blocks=True)
         print(f"resumed at step {self.step}")
 
+    def _check_arguments(self, saved: Mapping[str, object]) -> None:
+        for name, value in saved.items():
+            if (given := getattr(self.args, name)) != value:
+                flag = "--" + name.replace("_", "-")
+                message = f"{self.args.state} is of a run with {flag} {value}, not {given}"
+                raise SystemExit(f"{message}; name another file by --state")
+
     def save(self) -> None:
         """Writes the state from which a run can go on, and the checkpoint."""
         state = {
@@ -337,6 +351,7 @@ class Trainer:
             "generator": self.generator.get_state(),
             "step": self.step,
             "out": str(self.args.out.resolve()),
+            "arguments": {name: getattr(self.args, name) for name in DECISIVE},
             "failures": self.focus.failures,
         }
         self.args.state.parent.mkdir(parents=True, exist_ok=True)

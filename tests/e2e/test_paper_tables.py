@@ -54,7 +54,7 @@ def test_our_numbers_stand_beside_the_papers(folder: Path):
     for row in rows:
         assert row["skipped"] == ""
         assert float(row["difference"]) == pytest.approx(float(row["ours"]) - float(row["paper"]))
-        assert (row["answers"], row["ran_on"]) == ("2", "bundled model, cpu, auto, tp 1 x bp 1")
+        assert (row["answers"], row["ran_on"]) == ("2", "bundled model, cpu, float32, tp 1 x bp 1")
     tpf = {row["setting"]: float(row["ours"]) for row in rows if row["metric"] == "TPF" and row["task"] == "gsm8k"}
     assert tpf["LoPA"] > tpf["vanilla"] > 1
     text = (folder / "table.md").read_text()

@@ -224,6 +224,9 @@ def test_the_state_of_another_run_is_refused(trainer: Trainer, tmp_path: Path) -
     with pytest.raises(SystemExit, match="has all 3 steps; name another file"):
         trainer.resume()
     trainer.num_steps = 4
+    trainer.args.seed += 1
+    with pytest.raises(SystemExit, match=r"is of a run with --seed \d+, not \d+; name another file"):
+        trainer.resume()
     trainer.args.out = tmp_path / "elsewhere"
     with pytest.raises(SystemExit, match="is the state of .*; name another file"):
         trainer.resume()

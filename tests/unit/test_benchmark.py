@@ -1,29 +1,35 @@
 """The parts of the benchmark that need no model: task files, settings, samples, metrics and their tables."""
 
+import argparse
 import json
 import math
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lopa_ascend.config import DecodingParams, ParameterError
+from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
+from lopa_ascend.demo import HELD_OUT
+from lopa_ascend.types import GenerationOutput
 from scripts.benchmarking.draw import by_branches, pareto_front
+from scripts.benchmarking.machine import describe_benchmark
 from scripts.benchmarking.metrics import accuracy_under_parallelism, measure, over_runs
 from scripts.benchmarking.report import markdown, results, write_csv
-from scripts.benchmarking.run import Plan, seeded
+from scripts.benchmarking.run import Plan, num_visible, seeded
 from scripts.benchmarking.samples import Sample, SampleFile
 from scripts.benchmarking.settings import Setting, one_setting, swept
 from scripts.evaluation.files import DATA, TaskFileError, read_examples, read_problems
 from scripts.evaluation.tasks import TASKS
+from scripts.pictures import picture
 
 GOOD = '{"question": "1 + 1?", "answer": "#### 2"}'
 SAMPLE = Sample(
     setting="a", run=0, index=0, task="problems", text="#### 2", visible_tokens=30, opened_tokens=64, num_forwards=7,
     model_tokens=300, seconds=3.0, first_seconds=1.0, forward_seconds=2.4, host_seconds=None, pages=2,
-    padded_share=None, filled=(20, 10), scores={"exact": 1.0, "loose": 0.0}, metric="exact",
+    padded_share=None, eager_steps=None, filled=(20, 10), scores={"exact": 1.0, "loose": 0.0}, metric="exact",
 )  # fmt: skip
 
 # ---- task files ------------------------------------------------------------------------------------------------------
@@ -43,6 +49,12 @@ SAMPLE = Sample(
         ('{"task": ["gsm8k"], "question": "", "answer": ""}', "line 3: unknown task"),
         ('{"task": "mbpp", "text": "", "code": "", "test_list": [1]}', 'line 3: "test_list" is [1], expected a list'),
         ('{"question": "1", "question": "2", "answer": "3"}', "line 3: is not valid JSON"),
+        ('{"question": "1 + 3?", "answer": "4"}', 'line 3: "answer" has no whole number behind "####"'),
+        ('{"question": "q", "answer": "#### 1,234"}', 'line 3: "answer" has no whole number'),
+        (
+            '{"task": "minerva_math", "problem": "p", "solution": "2"}',
+            'line 3: "solution" has no \\boxed{...}',
+        ),
     ],
 )
 def test_a_broken_line_is_refused_with_its_number(tmp_path: Path, line: str, expected: str):
@@ -106,6 +118,8 @@ def test_a_sweep_is_the_product_of_its_axes_without_useless_combinations():
     assert {s.params.max_new_tokens for s in found} == {64}
     assert len({s.key for s in found}) == len(found)
     assert found[2].label == "decoding=lopa num_branches=3 tau_conf=0.9"
+    with pytest.raises(ParameterError, match="sweep: leaves no setting"):
+        swept(["decoding=d2f", "num_branches=3"], {})
 
 
 def test_the_sweep_of_the_figures_has_what_each_figure_needs():
@@ -165,8 +179,32 @@ def test_an_interrupted_run_neither_loses_nor_repeats_a_sample(tmp_path: Path):
 
 def test_a_folder_holds_one_benchmark(tmp_path: Path):
     SampleFile(tmp_path, {"model": "m", "machine": {"cores": 2}})
-    with pytest.raises(ParameterError, match="another machine .*'cores': 2.*'cores': 4.*choose another folder"):
+    with pytest.raises(ParameterError, match="another machine.cores .2, and this one has 4.; choose another folder"):
         SampleFile(tmp_path, {"model": "m", "machine": {"cores": 4}})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"quantization": "w8a8"},
+        {"quantization": "w8a8", "quantization_exclude": ("o_proj",)},
+        {"enable_prefix_caching": False},
+        {"graph_mode": "inductor"},
+        {"max_num_seqs": 1},
+    ],
+)
+def test_a_folder_holds_answers_of_one_engine(tmp_path: Path, change: dict[str, Any]):
+    tasks = read_problems(HELD_OUT)
+
+    def header(config: EngineConfig, *, cut: bool = True) -> dict[str, Any]:
+        return describe_benchmark(config, tasks, None, "chat", {}, cut=cut)
+
+    SampleFile(tmp_path, header(EngineConfig()))
+    SampleFile(tmp_path, header(EngineConfig()))
+    with pytest.raises(ParameterError, match=f"another engine.{min(change)}"):
+        SampleFile(tmp_path, header(EngineConfig(**change)))
+    with pytest.raises(ParameterError, match="another cut"):
+        SampleFile(tmp_path, header(EngineConfig(), cut=False))
 
 
 def test_two_processes_do_not_write_to_one_folder(tmp_path: Path):
@@ -261,6 +299,44 @@ def test_figures_choose_their_settings(tmp_path: Path):
     assert all(a.value("user_avg_tps") > b.value("user_avg_tps") for a, b in zip(front, front[1:], strict=False))
     assert all(a.value("score") < b.value("score") for a, b in zip(front, front[1:], strict=False))
     assert front[0].setting.params.lookaheads == 7
+
+
+def test_a_figure_of_branches_has_one_group_of_settings(tmp_path: Path):
+    settings = swept(["num_branches=0,3,auto", "block_size=8,32"], {}) + swept(["num_branches=7"], {"block_size": 32})
+    file = SampleFile(tmp_path, {})
+    for setting in settings:
+        file.add(replace(SAMPLE, setting=setting.key))
+    chosen = [result.setting.params for result in by_branches(results(settings, file, 1))]
+    assert [(params.lookaheads, params.block_size, params.is_auto) for params in chosen] == [
+        (0, 32, False), (3, 32, False), (7, 32, False),
+    ]  # fmt: skip
+
+
+def test_passes_that_no_graph_made_are_shown(tmp_path: Path):
+    settings = swept(["block_size=8,32"], {})
+    file = SampleFile(tmp_path, {})
+    for setting, eager in zip(settings, (0, 7), strict=True):
+        file.add(replace(SAMPLE, setting=setting.key, eager_steps=eager))
+    lines = markdown(results(settings, file, 1)).splitlines()
+    assert "| eager steps |" in lines[0]
+    assert ["0%" in lines[2], "| 100% |" in lines[3]] == [True, True]
+    assert "eager steps" not in markdown(finished(tmp_path / "none"))
+
+
+def test_tokens_behind_the_end_are_not_visible():
+    output = GenerationOutput((1,), (5, 6, 2, 9, 2), "", "length", None, 3, 5, 10)
+    params = DecodingParams(finish_at_eos=False)
+    assert num_visible(output, params, (2,)) == 2
+    assert num_visible(output, replace(params, ignore_eos=True), (2,)) == 5
+    assert num_visible(output, replace(params, stop_token_ids=(6,)), (2,)) == 1
+
+
+def test_pictures_are_refused_at_once_without_matplotlib(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert picture("x.png") == Path("x.png")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(argparse.ArgumentTypeError, match="needs matplotlib; install it"):
+        picture("x.png")
 
 
 def test_a_preset_keeps_its_values_in_a_sweep_unless_an_axis_replaces_them():

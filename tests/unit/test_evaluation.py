@@ -261,6 +261,16 @@ def test_without_lm_eval_the_command_says_how_to_install_it(monkeypatch: pytest.
     assert "this command needs lm-eval, which is not installed: pip install -e '.[eval]'" in capsys.readouterr().err
 
 
+def test_the_task_of_a_preset_may_be_one_of_lm_eval(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(evaluate, "_check_installed", lambda: None)
+    asked: list[list[str]] = []
+    monkeypatch.setattr(evaluate, "_check_foreign", asked.append)
+    monkeypatch.setattr(evaluate, "_simple_evaluate", lambda *_, **__: sys.exit("evaluated"))
+    with pytest.raises(SystemExit, match="evaluated"):
+        evaluate.main(["--preset", "d2f-gsm8k"])
+    assert asked == [["gsm8k_cot"]]
+
+
 def test_a_broken_task_file_is_refused_before_anything_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "mbpp.jsonl").write_text('{"text": "", "code": ""}\n')
     with pytest.raises(SystemExit):

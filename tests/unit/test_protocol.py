@@ -154,11 +154,12 @@ def test_fields_without_effect_change_no_parameter():
 
 def test_what_clients_add_to_messages_and_streams_is_taken():
     part = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}, "prompt_cache_breakpoint": {}}
-    answer = {"role": "assistant", "content": "y", "annotations": [], "tool_calls": [], "refusal": None}
+    answer: dict[str, Any] = {"role": "assistant", "content": "y", "annotations": [], "tool_calls": [], "refusal": None}
     options = {"include_usage": True, "include_obfuscation": False}
     body = {"messages": [{"role": "user", "content": [part]}, answer], "stream": True, "stream_options": options}
     assert [message.content for message in parse_chat(json.dumps(body).encode()).messages] == ["x", "y"]
-    for field in ({"annotations": [1]}, {"tool_calls": [{}]}, {"name": "Tom"}):
+    unsupported: list[dict[str, Any]] = [{"annotations": [1]}, {"tool_calls": [{}]}, {"name": "Tom"}]
+    for field in unsupported:
         with pytest.raises(ApiError, match=f"messages.0..{min(field)} is not supported"):
             parse_chat(json.dumps({"messages": [{**answer, **field}]}).encode())
     with pytest.raises(ApiError, match="every part must be"):
