@@ -27,8 +27,8 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     codes = torch.empty(weight.shape, dtype=torch.int8)
     scales = torch.empty(weight.shape[0])
-    for rows in torch.arange(weight.shape[0]).split(CHUNK):
-        part = slice(int(rows[0]), int(rows[-1]) + 1)
+    for first in range(0, weight.shape[0], CHUNK):
+        part = slice(first, first + CHUNK)
         wide = weight[part].to(torch.float32, copy=True)
         scale = wide.abs().amax(1) / 127
         scales[part] = scale.masked_fill_(scale == 0, 1)

@@ -291,6 +291,11 @@ class Words(Kind):
         """Most token ids of a list: a string has at most one for each byte of UTF-8, and one for a space."""
         return 4 * self.max_characters + 1
 
+    @property
+    def max_total(self) -> int:
+        """Most token ids of all lists together: every forward pass looks at them."""
+        return self.max_texts * self.max_characters
+
     def checked(self, value: object) -> object:
         words = (value,) if isinstance(value, str) else value
         if not isinstance(words, list | tuple):
@@ -298,9 +303,12 @@ class Words(Kind):
         num_lists = sum(2 if isinstance(word, str) else 1 for word in words)
         if num_lists > 2 * self.max_texts:
             raise ValueError(f"must be {self.allowed()}, got {len(words)} words")
-        return tuple(self._checked_word(word) for word in words)
+        checked = tuple(self._checked_word(word) for word in words)
+        if (total := sum(len(word) for word in checked if not isinstance(word, str))) > self.max_total:
+            raise ValueError(f"must have at most {self.max_total} token ids in all, got {total}")
+        return checked
 
-    def _checked_word(self, word: object) -> object:
+    def _checked_word(self, word: object) -> str | tuple[object, ...]:
         longest = self.max_characters if isinstance(word, str) else self.max_tokens
         if not isinstance(word, str | list | tuple) or not 0 < len(word) <= longest:
             raise ValueError(f"must be {self.allowed()}, got {word!r:.100}")
@@ -312,7 +320,7 @@ class Words(Kind):
     def allowed(self) -> str:
         return (
             f"at most {self.max_texts} texts of at most {self.max_characters} characters, or twice as many lists of at "
-            f"most {self.max_tokens} token ids"
+            f"most {self.max_tokens} token ids; {self.max_total} token ids in all"
         )
 
 

@@ -33,13 +33,13 @@ class BadWords:
         """Token id by the bit of each word's last token."""
         self._equal: dict[int, int] = {}
         """Bits of the words' tokens by token id."""
-        bit = 1
+        first = 1
         for word in words:
-            self._first_tokens |= bit
-            for token in word:
-                self._equal[token] = self._equal.get(token, 0) | bit
-                last, bit = bit, bit << 1
-            self._last_tokens[last] = word[-1]
+            self._first_tokens |= first
+            for place, token in enumerate(word):
+                self._equal[token] = self._equal.get(token, 0) | first << place
+            self._last_tokens[first << len(word) - 1] = word[-1]
+            first <<= len(word)
 
     def banned_tokens(self, answer: Sequence[int], first: int) -> list[list[int]]:
         """The tokens that may not be filled into each place of an answer, from one place to the end.

@@ -12,6 +12,7 @@ Related: Spiffy (arXiv 2509.18085), FreeDave (arXiv 2510.00294), SSD (arXiv 2510
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
@@ -114,14 +115,15 @@ class VerifiedLopa(DraftingLopa):
         anchor = len(self.branches) - 1
         confirmed: dict[int, dict[Place, tuple[int, Fill]]] = {anchor: {}}
         num_filled: dict[int, int] = {}
-        to_visit = [anchor]
-        for index in to_visit:
+        to_visit = deque([anchor])
+        while to_visit:
+            index = to_visit.popleft()
             fills, _ = self._choose(self.branches[index], predicted[index])
             num_filled[index] = len(own[index]) + len(fills)
             now = {_place(fill): (index, fill) for fill in fills}
             for other in range(anchor):
-                if other not in confirmed and own[index] < own[other] and own[other] - own[index] <= now.keys():
-                    rest = own[other] - own[index]
+                rest = own[other] - own[index]
+                if other not in confirmed and own[index] < own[other] and rest <= now.keys():
                     confirmed[other] = confirmed[index] | {place: now[place] for place in rest}
                     to_visit.append(other)
         winner = min(num_filled, key=lambda index: (-num_filled[index], -scores[index], index))

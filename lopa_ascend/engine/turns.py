@@ -59,6 +59,8 @@ class Turns:
             Ids of the requests whose prompts the step computes; none if it is a decoding step.
         """
         waiting = list(prompts)
+        if not decoding:
+            self.owed = 0
         chosen = self._chosen(waiting, decoding)
         self._prefilled_last = bool(chosen)
         if chosen:
@@ -69,9 +71,7 @@ class Turns:
         return [prompt.request_id for prompt in chosen]
 
     def _chosen(self, waiting: list[Prompt], decoding: bool) -> list[Prompt]:
-        if not decoding:
-            self.owed = 0
-        elif self._prefilled_last:
+        if decoding and self._prefilled_last:
             return []
         # False sorts before True, and equal prompts keep their order.
         in_order = sorted(waiting, key=lambda prompt: (not self._is_overdue(prompt), prompt.num_tokens))

@@ -207,7 +207,12 @@ def _writes(share: Share, step: SequenceStep, row_tokens: Sequence[Indices]) -> 
     """(cache positions, for each the index in the batch of the token that it takes). A slot without a row takes the
     committing positions, or all that the only row has."""
     plan = share.plan
-    num_common = len(row_tokens[-1]) if plan.fills_all_slots else 0 if plan.winner_commits else plan.num_new
+    if plan.fills_all_slots:
+        num_common = len(row_tokens[-1])
+    elif plan.winner_commits:
+        num_common = 0
+    else:
+        num_common = plan.num_new
     common = row_tokens[-1][:num_common]
     tokens_of_slot = dict(zip(share.slots, row_tokens, strict=True))
     written, source = [], []

@@ -135,9 +135,11 @@ def _value(constants: dict[str, Any], name: str, source: str) -> float:
     if not (isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], str) and entry[2]):
         raise DeviceError(f"{source}: {name} is {entry!r}, expected [value, unit, source]")
     value = entry[0]
-    least = 0 if not name.endswith(_POSITIVE) else math.ulp(0)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
-        raise DeviceError(f"{source}: {name} is {value!r}, expected a number {'above' if least else 'of at least'} 0")
+    must_be_positive = name.endswith(_POSITIVE)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < math.inf or (must_be_positive and value == 0):
+        expected = "above 0" if must_be_positive else "of at least 0"
+        raise DeviceError(f"{source}: {name} is {value!r}, expected a number {expected}")
     if name.endswith("efficiency") and value > 1:
         raise DeviceError(f"{source}: {name} is {value!r}, expected at most 1")
     return float(value)

@@ -74,10 +74,13 @@ def test_a_text_is_banned_alone_and_after_a_space(llm: LLM) -> None:
 
 
 def test_as_many_and_as_long_texts_as_are_allowed_are_banned(llm: LLM) -> None:
-    words = tuple(f"{number} " + "\N{GRINNING FACE}" * 60 for number in range(256))
+    words = (*(f"number {number}" for number in range(255)), "\N{GRINNING FACE}" * 64)
     params = DecodingParams(bad_words=words, max_new_tokens=8)
     assert len(llm.prompts.for_engine(params).bad_words) == 512
     assert generate(llm, bad_words=words).token_ids
+    long = tuple(f"{number} " + "\N{GRINNING FACE}" * 60 for number in range(256))
+    with pytest.raises(ParameterError, match="bad_words: must have at most 16384 token ids in all, got"):
+        generate(llm, bad_words=long)
 
 
 @pytest.mark.parametrize("words", [[""], [[]], [[-1]], 5, ["x" * 65], [["a"]], ["x"] * 257, [[1] * 258], [[1]] * 513])

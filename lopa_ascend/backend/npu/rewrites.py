@@ -107,7 +107,7 @@ def source_of(part: Node) -> Node | None:
     """The node whose result has the bytes of a part, if it can write it into given memory: an op of ``OUT_VARIANTS``, a
     contiguous copy, or the values of a maximum."""
     while part.target in SAME_MEMORY:
-        (part, *_) = part.all_input_nodes
+        part = part.all_input_nodes[0]
     copies = part.target is aten.clone.default and part.kwargs == {"memory_format": torch.contiguous_format}
     is_maximum = part.target is operator.getitem and part.args[1] == 0 and _whole(part).target is aten.max.dim
     writes = part.target in OUT_VARIANTS or copies or is_maximum
@@ -123,7 +123,9 @@ def _whole(getitem: Node) -> Node:
 def _compute_inside(joint: Node, sources: list[Node]) -> None:
     """Replaces a joint by memory that ``sources`` write one after the other."""
     graph, result = joint.graph, joint.meta["val"]
-    first = min(_whole(source) if source.target is operator.getitem else source for source in sources)
+    first = min(  # nodes are ordered as in the graph
+        _whole(source) if source.target is operator.getitem else source for source in sources
+    )
     with graph.inserting_before(first):
         memory = graph.call_function(
             aten.new_empty.default, (first.all_input_nodes[0], [result.numel()]), {"dtype": result.dtype}
