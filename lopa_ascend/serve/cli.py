@@ -43,6 +43,20 @@ from lopa_ascend.serve.flags import (
 
 API_KEY = "LOPA_API_KEY"
 """The environment variable that is read where --api-key is not given."""
+OTHERS_FLAGS = {
+    "model_path": "--model",
+    "tp": "--tensor-parallel-size",
+    "tp_size": "--tensor-parallel-size",
+    "context_length": "--max-model-len",
+    "max_running_requests": "--max-num-seqs",
+    "max_num_reqs": "--max-num-seqs",
+    "gpu_memory_utilization": "--kv-cache-memory, in bytes",
+    "mem_fraction_static": "--kv-cache-memory, in bytes",
+    "enforce_eager": "--graph-mode eager",
+    "diffusion_block_size": "--block-size",
+    "tokenizer": "--model, whose directory has the tokenizer",
+}
+"""Flags of other servers (vLLM, SGLang, Diffulex), and what does the same here."""
 EXAMPLES = """\
 examples:
   python -m lopa_ascend.serve                                  the bundled model on http://127.0.0.1:8000
@@ -80,7 +94,10 @@ def parse_args(argv: Sequence[str] | None = None) -> ServeConfig:
         argv: the arguments; None: those of this process.
     """
     parser = build_parser()
-    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(_unknown_argument(unknown))
+    given = {name: value for name, value in vars(known).items() if value is not None}
     try:
         if (file := given.pop("config", None)) is not None:
             given = {**_read_config(Path(file)), **given}
@@ -92,6 +109,20 @@ def parse_args(argv: Sequence[str] | None = None) -> ServeConfig:
         return _serve_config(given)
     except ParameterError as error:
         parser.error(f"argument {option(error.param)}{str(error).removeprefix(error.param)}")
+
+
+def _unknown_argument(arguments: Sequence[str]) -> str:
+    """The message for arguments that no flag takes: it names the first flag among them, and the one that was meant."""
+    first = next((argument for argument in arguments if argument.startswith("-")), arguments[0]).partition("=")[0]
+    return f"unknown argument {first!r}{_meant(first.lstrip('-').replace('-', '_'))}"
+
+
+def _meant(name: str) -> str:
+    """Which flag an unknown name stands for, as the end of a message; empty if there is none like it."""
+    if name in OTHERS_FLAGS:
+        return f"; here it is {OTHERS_FLAGS[name]}"
+    close = get_close_matches(name, FLAGS, n=1)
+    return f"; did you mean {option(close[0])}?" if close else ""
 
 
 def _serve_config(given: Mapping[str, Any]) -> ServeConfig:
@@ -165,9 +196,7 @@ def _read_config(file: Path) -> dict[str, Any]:
     for key, value in (values or {}).items():
         name = str(key).replace("-", "_")
         if name not in FLAGS:
-            close = get_close_matches(name, FLAGS, n=1)
-            hint = f"; did you mean {close[0].replace('_', '-')}?" if close else ""
-            raise ParameterError("config", f"{file}: unknown key {str(key)!r}{hint}")
+            raise ParameterError("config", f"{file}: unknown key {str(key)!r}{_meant(name)}")
         if name in result:
             raise ParameterError("config", f"{file}: {str(key)!r} is there twice")
         if value is None:
