@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_npu import npu
 
 from tests.npu.lab import capture, device  # noqa: F401
+from tests.npu.lab.constraints import NpuConstraint
 from tests.npu.lab.lowering import lower
 from tests.npu.lab.traffic import host_traffic
 
@@ -83,6 +84,16 @@ def test_a_kernel_refuses_a_tensor_of_the_host() -> None:
         RuntimeError, match="aten::index_select: one tensor is on the device and another one on the host"
     ):
         ramp().index_select(0, torch.tensor([1]))
+
+
+def test_ops_that_cost_more_than_they_seem_to_are_refused() -> None:
+    x, places = torch.zeros(4, 6, device="npu"), torch.tensor([1, 3], device="npu")
+    x.index_copy_(0, places, torch.ones(2, 6, device="npu"))
+    assert x.sum() == 12
+    with pytest.raises(NpuConstraint, match="index_copy: transposes the whole tensor"):
+        x.index_copy_(1, places, torch.ones(4, 2, device="npu"))
+    with pytest.raises(NpuConstraint, match="scatter_reduce: .*amax.* runs on the host"):
+        x.scatter_reduce_(1, torch.zeros(4, 1, dtype=torch.int64, device="npu"), torch.ones(4, 1, device="npu"), "amax")
 
 
 def test_views_share_memory_and_results_do_not() -> None:

@@ -179,6 +179,16 @@ def refuse_tiles(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
         raise RuntimeError(f"{op._schema.name}: a tensor is in the format FRACTAL_NZ")
 
 
+def refuse_costly(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
+    """Refuses what costs an NPU more than the engine can pay: aclnnInplaceIndexCopy transposes the whole tensor along any
+    dimension but the first, and scatter_reduce runs on the host but for sums."""
+    name = op._schema.name.removesuffix("_")
+    if name == "aten::index_copy":
+        require(args[1] == 0, "index_copy: transposes the whole tensor unless dim is 0")
+    if name == "aten::scatter_reduce":
+        require(args[4] == "sum", f"scatter_reduce: {args[4]} runs on the host")
+
+
 def is_tiled(x: Tensor) -> bool:
     """Whether a tensor on ``npu`` is in the format FRACTAL_NZ."""
     return int(torch_npu.get_npu_format(x)) == FRACTAL_NZ
@@ -205,6 +215,7 @@ def launch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     else:
         refuse_host_tensors(op, args, kwargs)
         refuse_tiles(op, args, kwargs)
+        refuse_costly(op, args)
         waits = reads_data(op, args)
     if recorder.take is not None:
         if with_host or waits:
