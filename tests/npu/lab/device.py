@@ -180,8 +180,8 @@ def refuse_tiles(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
 
 
 def refuse_costly(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
-    """Refuses what costs an NPU more than the engine can pay: aclnnInplaceIndexCopy transposes the whole tensor along any
-    dimension but the first, and scatter_reduce runs on the host but for sums."""
+    """Refuses what costs an NPU more than the engine can pay: aclnnInplaceIndexCopy transposes the whole tensor along
+    any dimension but the first, and scatter_reduce runs on the host but for sums."""
     name = op._schema.name.removesuffix("_")
     if name == "aten::index_copy":
         require(args[1] == 0, "index_copy: transposes the whole tensor unless dim is 0")
