@@ -149,7 +149,7 @@ async def _http() -> dict[str, Any]:
     try:
         app = create_app(client, ServeConfig())
         _report_a_step(client)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as http:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
             document = (await http.get("/openapi.json")).json()
             metrics = (await http.get("/metrics")).text
     finally:
