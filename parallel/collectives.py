@@ -61,8 +61,8 @@ class Group:
     """The group in torch.distributed; None in a group of one."""
     ledger: Ledger = field(default_factory=Ledger)
     """Counts what this rank sends."""
-    explain: Callable[[], str] = lambda: "unknown"
-    """Says why a collective has failed, for the message of RankError."""
+    explain: Callable[[], str | None] = lambda: None
+    """Says which rank made a collective fail; None if that is not known. For the message of RankError."""
 
     def all_reduce(self, x: Tensor, purpose: str) -> Tensor:
         """The sum of x over all ranks. It replaces x in place, except in a compiled graph, where it is a new tensor."""
@@ -112,7 +112,8 @@ class Group:
             yield
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:MAX_REASON]
-            raise RankError(f"the ranks' exchange of {purpose} failed: {self.explain()} ({reason})") from error
+            why = self.explain() or f"a rank does not answer ({reason})"
+            raise RankError(f"the ranks' exchange of {purpose} failed: {why}") from error
 
 
 ALONE = Group()

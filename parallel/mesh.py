@@ -42,12 +42,13 @@ class _Failure:
         self.message: str | None = None
         """Which rank has failed, and how."""
 
-    def explain(self) -> str:
-        """Why a collective has failed. Waits for the watch, which may notice later than the collective."""
+    def explain(self) -> str | None:
+        """Why a collective has failed; None if the watch does not know. Waits for it: it may notice later than the
+        collective."""
         deadline = time.monotonic() + EXPLANATION_TIMEOUT
         while self.message is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        return self.message or "a rank does not answer"
+        return self.message
 
 
 def new_groups(purpose: str, ranks: list[list[int]]) -> dist.ProcessGroup:

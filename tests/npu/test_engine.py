@@ -220,9 +220,7 @@ def test_what_attention_refuses_in_the_first_step_is_warned_of(
     path = write_dream(tmp_path)
     LLM(path, device="npu", graph_mode="eager", dtype="float32")
     assert "attention on an NPU takes no float32" in caplog.text
-    assert (
-        "takes heads of 128 or 192 elements, and this model has heads of 8; choose attention_layout BSH" in caplog.text
-    )
+    assert "TND takes heads of 128 or 192 elements; this model has heads of 8, so choose BSH" in caplog.text
     caplog.clear()
     LLM(path, device="npu", graph_mode="eager", dtype="bfloat16", attention_layout="BSH")
     assert "attention" not in caplog.text

@@ -12,13 +12,20 @@ from lopa_ascend.parallel.launch import Rendezvous
 
 
 def test_a_failure_shows_what_the_communication_library_said():
-    group = Group(explain=lambda: "a rank does not answer")
+    group = Group()
     with pytest.raises(RankError) as caught, group._counted(torch.zeros(1), "layers"):
         raise RuntimeError("EI0006: getting socket times out.\n  Reason: " + "x" * 1000)
     message = str(caught.value)
     start = "the ranks' exchange of layers failed: a rank does not answer (EI0006: getting socket times out. Reason: xx"
     assert message.startswith(start)
     assert len(message) < len(start) + MAX_REASON
+
+
+def test_a_failure_of_another_rank_is_shown_in_its_place() -> None:
+    group = Group(explain=lambda: "rank 1 has ended")
+    with pytest.raises(RankError) as caught, group._counted(torch.zeros(1), "layers"):
+        raise RuntimeError("Connection closed by peer")
+    assert str(caught.value) == "the ranks' exchange of layers failed: rank 1 has ended"
 
 
 @pytest.mark.parametrize(("own", "expected"), [(None, "91"), ("300", "300")])
