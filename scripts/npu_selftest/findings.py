@@ -121,8 +121,7 @@ def eager_ops(layout: str) -> Ops:
 
 
 def examine_asked(findings: Sequence[Finding], repeats: int) -> Finding:
-    """What a kernel does where the engine never calls it so. After an error the process cannot use the device any more,
-    so this comes last.
+    """Tries a call of a kernel that the engine avoids. An error may leave the device unusable, so this comes last.
 
     Args:
         findings: of ``examine_all``.

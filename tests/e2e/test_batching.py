@@ -235,7 +235,7 @@ def test_a_stream_collected_in_the_middle_of_a_step_ends_after_it(path: str) -> 
     @contextmanager
     def collect(part: str, work: Any) -> Iterator[None]:
         yield
-        abandoned.clear()  # nobody else knows the stream: the interpreter closes it here
+        abandoned.clear()  # drops the last reference to the stream, so Python closes it here, within the step
 
     llm.engine.runner.set_probe(collect)
     *_, last = read

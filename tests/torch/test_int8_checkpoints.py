@@ -20,6 +20,7 @@ from lopa_ascend.config import EngineConfig, ParameterError
 from scripts.checks.launch import Launch
 from scripts.checks.model import check_model
 from scripts.planner.models import load_model
+from scripts.tables.run import number_format
 from tests.tiny import write_dream
 from tests.torch.paging import randn
 from tests.torch.test_checkpoint import edit_json, read_all
@@ -150,6 +151,7 @@ def test_checks_before_a_launch_and_plans_know_int8_directories(
 ) -> None:
     path = write_modelslim(int8_path, tmp_path / "slim") if is_modelslim else int8_path
     assert load_model(str(path)).num_heads == 4
+    assert number_format(EngineConfig(model=str(path))) == "w8a8"
     launch = Launch(device="cpu", tp=2, bp=1, model=path)
     assert all(str(finding).startswith("ok") for finding in check_model(launch))
     if is_modelslim:

@@ -1,4 +1,4 @@
-"""The templates and sentences that the bundled model's problems are told with."""
+"""The templates and sentences of which the bundled model's training problems are made."""
 
 from __future__ import annotations
 

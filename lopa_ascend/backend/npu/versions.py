@@ -31,7 +31,7 @@ def check_installed(graph_mode: str) -> None:
         raise UnsupportedStackError(
             f"torch_npu cannot be loaded ({error}); is CANN installed, and its set_env.sh sourced?"
         ) from error
-    if cann[:1].isdigit():  # otherwise it is empty, or memory that nobody has written
+    if cann[:1].isdigit():  # torch_npu returns an empty text, or arbitrary bytes, where it finds no version
         check_cann(cann)
     driver = driver_version()
     if driver is not None:

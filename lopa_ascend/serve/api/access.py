@@ -94,8 +94,11 @@ class Access:
                 await answer(scope, receive, send_with_id)
 
     def _wrong_host(self, headers: Headers) -> ASGIApp | None:
-        """The refusal of a request to another host: from a web page whose name leads to this machine by now, but did
-        not when the browser loaded it. For the browser page and server are one origin, so it asks for no permission."""
+        """The refusal of a request whose header Host names another machine.
+
+        It protects from DNS rebinding: a web page lets its own domain name resolve to this machine. Then the browser
+        takes page and server for one origin, and lets the page read every answer.
+        """
         host = PORT.sub("", headers.get("host", ""))
         if self._hosts is None or not host or host.lower() in self._hosts:
             return None
