@@ -88,8 +88,11 @@ def create_app(client: EngineClient, config: ServeConfig) -> FastAPI:
 
 
 def hosts_of(config: ServeConfig) -> frozenset[str] | None:
-    """The names by which this server may be called; None for any. Only a server that is for this machine alone and has
-    no key depends on them: others are open to everybody, or ask for their key."""
+    """The names that the header Host of a request may have; None for any.
+
+    They are checked only where nothing else keeps strangers out: on a server that listens on this machine alone and has
+    no key.
+    """
     if config.api_key is not None or config.host not in LOCAL_HOSTS or "*" in config.allowed_origins:
         return None
     origins = (urlsplit(origin).hostname for origin in config.allowed_origins)

@@ -319,7 +319,8 @@ def test_passes_that_no_graph_made_are_shown(tmp_path: Path):
         file.add(replace(SAMPLE, setting=setting.key, eager_steps=eager))
     lines = markdown(results(settings, file, 1)).splitlines()
     assert "| eager steps |" in lines[0]
-    assert ["0%" in lines[2], "| 100% |" in lines[3]] == [True, True]
+    assert "| 0% |" in lines[2]
+    assert "| 100% |" in lines[3]
     assert "eager steps" not in markdown(finished(tmp_path / "none"))
 
 

@@ -23,7 +23,7 @@ logger = logging.getLogger("uvicorn.error")
 request_logger = logging.getLogger("lopa_ascend.requests")
 
 OPEN_ROUTES = ("/health", "/ready", "/version")
-"""Answered without a key and to any Host, because load balancers have no key and their own names."""
+"""Answered without a key, and whatever Host a request names: load balancers have no key, and use names of their own."""
 PORT = re.compile(r":\d*$")
 VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
