@@ -60,18 +60,16 @@ class OutputStream:
     def _finish(self, update: Update, text: str) -> Progress:
         """The last progress of the request, with its output."""
         num_shown = len(self._tokens)
-        has_end = update.stop_token_id is not None
-        stop_reason: int | str | None = update.stop_token_id if update.stop_token_id in self._stop_token_ids else None
         if self._text is not None and self._text.stopped is not None:
             num_shown = self._text.num_text_tokens
-            stop_reason = self._text.stopped
+        finish_reason, stop_reason = self._reason(update)
         tokens, probs = tuple(self._tokens[:num_shown]), tuple(self._probs[:num_shown])
         alternatives = tuple(self._alternatives[:num_shown])
         output = GenerationOutput(
             prompt_token_ids=self._prompt,
             token_ids=tokens,
             text=None if self._text is None else text,
-            finish_reason="stop" if has_end or self.stopped else "length",
+            finish_reason=finish_reason,
             stop_reason=stop_reason,
             num_forwards=update.num_forwards,
             num_positions=update.num_positions,
@@ -83,3 +81,13 @@ class OutputStream:
             alternatives=alternatives,
         )
         return Progress(tokens, text, probs, alternatives, output)
+
+    def _reason(self, update: Update) -> tuple[str, int | str | None]:
+        """Finish reason and stop reason of the output."""
+        if update.finish_reason == "abort":
+            return "abort", None
+        if self._text is not None and self._text.stopped is not None:
+            return "stop", self._text.stopped
+        if update.stop_token_id is None:
+            return "length", None
+        return "stop", update.stop_token_id if update.stop_token_id in self._stop_token_ids else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 
 class StopAutomaton:
@@ -74,3 +75,57 @@ class StopAutomaton:
 def stop_automaton(stops: tuple[str, ...]) -> StopAutomaton:
     """The automaton for some stop strings; one for all choices of a request, which follow one another."""
     return StopAutomaton(stops)
+
+
+class FoundStop(NamedTuple):
+    """A stop string in a text."""
+
+    start: int
+    """Number of its first character in the text."""
+    stop: str
+
+
+class StopSearch:
+    """Searches a growing text for the stop string that ends it: the one that begins first, and of several at one place
+    the longest. Each character is looked at once.
+
+    Args:
+        stops: non-empty strings.
+    """
+
+    def __init__(self, stops: tuple[str, ...]):
+        self.found: FoundStop | None = None
+        """The stop string that ends the text, unless a better one follows."""
+        self.length = 0
+        """Characters of the text that were searched."""
+        self._automaton = stop_automaton(stops)
+        self._state = StopAutomaton.START
+
+    @property
+    def open_start(self) -> int:
+        """Number of the first character that may begin a stop string whose end has not come yet; ``length`` if none
+        does."""
+        return self.length - self._automaton.pending(self._state)
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether a stop string was found, and none that begins earlier, or there and is longer, can follow."""
+        return self.found is not None and self.open_start > self.found.start
+
+    def search(self, text: str, min_end: int) -> None:
+        """Searches the next characters of the text, up to the one that decides.
+
+        Args:
+            text: the next characters.
+            min_end: a stop string counts only if it ends after so many characters of the whole text.
+        """
+        for character in text:
+            if self.is_decided:
+                return
+            self._state = self._automaton.step(self._state, character)
+            self.length += 1
+            stop = self._automaton.found(self._state)
+            if stop is not None and self.length > min_end:
+                start = self.length - len(stop)
+                if self.found is None or start <= self.found.start:
+                    self.found = FoundStop(start, stop)

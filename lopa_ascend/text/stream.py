@@ -6,7 +6,7 @@ import codecs
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-from lopa_ascend.text.stops import stop_automaton
+from lopa_ascend.text.stops import StopSearch
 from lopa_ascend.text.tokenizer import Tokenizer
 
 
@@ -28,13 +28,7 @@ class TextStream:
         self.stopped: str | None = None
         """The stop string that ended the text."""
         self._tokenizer, self._min_tokens = tokenizer, min_tokens
-        self._stops = stop_automaton(stop) if stop else None
-        self._state = 0
-        """State of the automaton after the characters that were compared with the stop strings."""
-        self._num_compared = 0
-        """Characters of the whole text that were compared with the stop strings."""
-        self._found: tuple[int, str] | None = None
-        """The stop string found so far that begins first, of several at one place the longest: where, and which."""
+        self._search = StopSearch(stop) if stop else None
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._shown = ""
         """Text that is safe to show."""
@@ -67,15 +61,9 @@ class TextStream:
         if self.stopped is not None:
             return self._shown
         self._decode_new(token_ids, final)
-        is_decided = self._compare() or final
         end = len(self._shown) + len(self._held)
-        if not final and self._stops is not None:
-            end -= self._stops.pending(self._state)
-        if self._found is not None:
-            end = min(end, self._found[0])
-            if is_decided:
-                self.stopped = self._found[1]
-                self._stop_end = end + len(self.stopped)
+        if self._search is not None:
+            end = self._search_new(self._search, final)
         num_released = end - len(self._shown)
         self._shown += self._held[:num_released]
         self._held = self._held[num_released:]
@@ -96,26 +84,21 @@ class TextStream:
                 self._lengths[-1] += len(chunks[-1])
         self._held = "".join(chunks)
 
-    def _compare(self) -> bool:
-        """Compares new characters of the text with the stop strings.
+    def _search_new(self, search: StopSearch, final: bool) -> int:
+        """Searches the text that is new for stop strings, and ends the text at the one that was found.
 
         Returns:
-            Whether the text ends: one is found, and none that begins earlier, or there and is longer, can follow.
+            Characters of the whole text that may be shown.
         """
-        if self._stops is None:
-            return False
-        if len(self._lengths) < self._min_tokens:
+        if len(self._lengths) < self._min_tokens:  # no stop string counts yet
             min_end = len(self._shown) + len(self._held)
-        else:  # where the first ``min_tokens`` tokens end: a stop string must reach beyond
+        else:
             min_end = self._lengths[self._min_tokens - 1] if self._min_tokens else 0
-        for character in self._held[self._num_compared - len(self._shown) :]:
-            self._state = self._stops.step(self._state, character)
-            self._num_compared += 1
-            stop = self._stops.found(self._state)
-            if stop is not None and self._num_compared > min_end:
-                start = self._num_compared - len(stop)
-                if self._found is None or start <= self._found[0]:
-                    self._found = start, stop
-            if self._found is not None and self._num_compared - self._stops.pending(self._state) > self._found[0]:
-                return True
-        return False
+        search.search(self._held[search.length - len(self._shown) :], min_end)
+        end = len(self._shown) + len(self._held) if final else search.open_start
+        if search.found is None:
+            return end
+        if final or search.is_decided:
+            self.stopped = search.found.stop
+            self._stop_end = search.found.start + len(search.found.stop)
+        return min(end, search.found.start)

@@ -36,8 +36,12 @@ class BodyMemory:
     def __init__(self, limit: int):
         self.limit, self.used = limit, 0
 
-    def has_taken(self, before: int, after: int) -> bool:
-        """Whether a body that has grown from ``before`` to ``after`` bytes finds room; if not, nothing has changed."""
+    def try_grow(self, before: int, after: int) -> bool:
+        """Counts a body that grows from ``before`` to ``after`` bytes, if there is room for it.
+
+        Returns:
+            Whether there was room.
+        """
         more = _counted(after) - _counted(before)
         if self.used + more > self.limit:
             return False
@@ -51,6 +55,49 @@ class BodyMemory:
 
 def _counted(size: int) -> int:
     return size if size > SMALL_BODY else 0
+
+
+class Body:
+    """The body of one request while it arrives. ``release`` must follow.
+
+    Args:
+        memory: counts what all bodies hold.
+        max_size: most bytes that are kept.
+    """
+
+    def __init__(self, memory: BodyMemory, max_size: int):
+        self.size = 0
+        """Bytes that have arrived."""
+        self.has_room = True
+        """Whether all that has arrived is kept."""
+        self._memory, self._max_size = memory, max_size
+        self._content = bytearray()
+        self._num_counted = 0
+        """Bytes that ``memory`` counts for this body."""
+
+    def add(self, piece: bytes) -> None:
+        """Keeps a piece that has arrived. From the first one on that finds no room nothing is kept."""
+        self.size += len(piece)
+        if not self.has_room:
+            return
+        if self.size <= self._max_size and self._memory.try_grow(self._num_counted, self.size):
+            self._num_counted = self.size
+            self._content += piece
+        else:
+            self.release()
+            self.has_room = False
+
+    def take_content(self) -> bytes:
+        """The bytes that were kept. They count until ``release``, because the caller has them."""
+        content = bytes(self._content)
+        self._content.clear()
+        return content
+
+    def release(self) -> None:
+        """Forgets the bytes, and gives their room back."""
+        self._content.clear()
+        self._memory.release(self._num_counted)
+        self._num_counted = 0
 
 
 class Intake:
@@ -76,60 +123,45 @@ class Intake:
             ClientDisconnect: the client closed the connection.
             Exception: what ``work`` raises.
         """
-        body = await self._read(request)
+        body = Body(self.memory, self.max_body_size)
         try:
-            return await self.workers.run(len(body), lambda: work(body))
+            await self._read(request, body)
+            content = body.take_content()
+            return await self.workers.run(len(content), lambda: work(content))
         finally:
-            self.memory.release(len(body))
+            body.release()
 
-    async def _read(self, request: Request) -> bytes:
-        """The whole body, which has its room in ``memory``. Raises as ``take`` does."""
-        content_type = request.headers.get("content-type", "")
+    async def _read(self, request: Request, body: Body) -> None:
+        """Reads the whole body. Raises as ``take`` does."""
         content_length = request.headers.get("content-length", "0")
         size = int(content_length) if content_length.isdecimal() else 0
         if size > MAX_READ_FACTOR * self.max_body_size:
             raise self._too_large(size)
-        body = await self._read_pieces(request)
+        await self._read_pieces(request, body)
+        if body.size > self.max_body_size:
+            raise self._too_large(body.size)
+        if not body.has_room:
+            message = f"the bodies of other requests take the {self.memory.limit} bytes that there are for them"
+            raise unavailable(message, "queue_full")
+        content_type = request.headers.get("content-type", "")
         if content_type.partition(";")[0].strip().lower() != "application/json":
-            self.memory.release(len(body))
             message = f"the content type is {content_type!r}; send Content-Type: application/json"
             raise ApiError(HTTPStatus.BAD_REQUEST, message, code="invalid_content_type")
-        return body
 
-    async def _read_pieces(self, request: Request) -> bytes:
-        body, size, refused = bytearray(), 0, False
+    async def _read_pieces(self, request: Request, body: Body) -> None:
+        """Reads to the end of the body, so that the client looks for the answer, or until it is far too large."""
         pieces = aiter(request.stream())
         now = asyncio.get_running_loop().time
-        start, kept = now(), False
-        try:
-            while True:
-                deadline = start + BODY_TIMEOUT + size / MIN_RATE
-                try:
-                    piece = await asyncio.wait_for(anext(pieces), min(PIECE_TIMEOUT, deadline - now()))
-                except StopAsyncIteration:
-                    break
-                except asyncio.TimeoutError:
-                    message = f"the body did not arrive in time; {size} bytes did"
-                    raise ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="body_timeout", headers=CLOSE) from None
-                size += len(piece)
-                if size > MAX_READ_FACTOR * self.max_body_size:
-                    break
-                if not refused and size <= self.max_body_size and self.memory.has_taken(len(body), size):
-                    body += piece
-                else:  # read on, for the sake of the answer
-                    refused = True
-                    self.memory.release(len(body))
-                    body.clear()
-            if size > self.max_body_size:
-                raise self._too_large(size)
-            if refused:
-                message = f"the bodies of other requests take the {self.memory.limit} bytes that there are for them"
-                raise unavailable(message, "queue_full")
-            kept = True
-            return bytes(body)
-        finally:
-            if not kept:
-                self.memory.release(len(body))
+        start = now()
+        while body.size <= MAX_READ_FACTOR * self.max_body_size:
+            deadline = start + BODY_TIMEOUT + body.size / MIN_RATE
+            try:
+                body.add(await asyncio.wait_for(anext(pieces), min(PIECE_TIMEOUT, deadline - now())))
+            except StopAsyncIteration:
+                return
+            except asyncio.TimeoutError:
+                message = f"the body did not arrive in time; {body.size} bytes did"
+                raise ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="body_timeout", headers=CLOSE) from None
 
     def _too_large(self, size: int) -> ApiError:
         message = f"the body has {size} bytes or more; this server takes at most {self.max_body_size}"

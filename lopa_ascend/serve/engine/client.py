@@ -56,6 +56,14 @@ class _Running:
     last: Update | None = None
     """The latest update of the choice; None while it waits."""
 
+    def aborted(self) -> Update:
+        """An update that ends the choice with the finish reason "abort" and has no new tokens."""
+        if self.last is None:
+            return update_without_step(self.generation.choice_ids[self.index], "abort")
+        return replace(
+            self.last, token_ids=(), max_probs=(), alternatives=(), winner=None, record=None, finish_reason="abort"
+        )
+
 
 class EngineClient:
     """The engine process as the HTTP process sees it. Made by ``start``; ``close`` must follow.
@@ -204,13 +212,8 @@ class EngineClient:
             return False
         ended = self._end(generation)
         for choice in ended:
-            last = choice.last or update_without_step(generation.choice_ids[choice.index], "abort")
-            last = replace(last, token_ids=(), max_probs=(), alternatives=(), winner=None, record=None)
-            update = replace(last, finish_reason="abort")
-            progress = choice.output.push(update)
-            assert progress.output is not None
-            output = replace(progress.output, finish_reason="abort", stop_reason=None)
-            generation.post(choice.index, update, replace(progress, output=output))
+            update = choice.aborted()
+            generation.post(choice.index, update, choice.output.push(update))
         return bool(ended)
 
     def _end(self, generation: Generation) -> list[_Running]:
