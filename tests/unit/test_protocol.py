@@ -152,13 +152,21 @@ def test_fields_without_effect_change_no_parameter():
             parse_chat(json.dumps({**chat, **fields}).encode())
 
 
+def test_the_chat_template_gets_the_name_of_who_speaks():
+    messages = [{"role": "user", "content": "x", "name": "Tom"}, {"role": "assistant", "content": "y", "name": None}]
+    found = [
+        message.as_template_input() for message in parse_chat(json.dumps({"messages": messages}).encode()).messages
+    ]
+    assert found == [messages[0], {"role": "assistant", "content": "y"}]
+
+
 def test_what_clients_add_to_messages_and_streams_is_taken():
     part = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}, "prompt_cache_breakpoint": {}}
     answer: dict[str, Any] = {"role": "assistant", "content": "y", "annotations": [], "tool_calls": [], "refusal": None}
     options = {"include_usage": True, "include_obfuscation": False}
     body = {"messages": [{"role": "user", "content": [part]}, answer], "stream": True, "stream_options": options}
     assert [message.content for message in parse_chat(json.dumps(body).encode()).messages] == ["x", "y"]
-    unsupported: list[dict[str, Any]] = [{"annotations": [1]}, {"tool_calls": [{}]}, {"name": "Tom"}]
+    unsupported: list[dict[str, Any]] = [{"annotations": [1]}, {"tool_calls": [{}]}]
     for field in unsupported:
         with pytest.raises(ApiError, match=f"messages.0..{min(field)} is not supported"):
             parse_chat(json.dumps({"messages": [{**answer, **field}]}).encode())

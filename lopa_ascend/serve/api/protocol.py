@@ -70,7 +70,6 @@ UNSUPPORTED_DIFFUSION: NeutralValues = {
 }
 # Clients send answers back as messages of the next request, with these fields set to null or empty.
 UNSUPPORTED_MESSAGE: NeutralValues = {
-    "name": (),
     "refusal": (),
     "annotations": ([],),
     "audio": (),
@@ -212,10 +211,12 @@ class Message(Body):
     content: Annotated[str, PlainValidator(_text_of), WithJsonSchema(_CONTENT_SCHEMA)] = Field(
         description="Parts are joined by line breaks."
     )
+    name: str | None = Field(None, description="Who speaks: given to the chat template, which may ignore it.")
 
     def as_template_input(self) -> dict[str, str]:
         """The message as the chat template takes it."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        message = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        return message if self.name is None else {**message, "name": self.name}
 
 
 class ChatRequest(GenerationRequest):
