@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -55,6 +56,15 @@ class LaunchItem:
         return self.view, self.page_tables, tuple(self.branch_ends) if full_attention else None
 
 
+class WrittenInputs(NamedTuple):
+    """What the device's memory for inputs holds."""
+
+    made_of: Hashable
+    """Equal for equal inputs."""
+    kv_lengths: list[int]
+    """KV length of each attention entry."""
+
+
 class InputMemory:
     """Memory of the device for the inputs of steps. All launchers share it, because steps run one after the other.
 
@@ -68,8 +78,8 @@ class InputMemory:
     def __init__(self, size: int, device: torch.device) -> None:
         self.tensor = torch.zeros(size, dtype=torch.int32, device=device)
         self.num_written = 0
-        self.holds: tuple[Hashable, list[int]] | None = None
-        """What the inputs were made of that it holds, and the KV length of each attention entry; None: nothing."""
+        self.written: WrittenInputs | None = None
+        """The inputs that it holds; None: none yet."""
 
 
 class Launcher:
@@ -109,10 +119,11 @@ class Launcher:
         attention entry."""
         keys = tuple(item.key(full_attention=self.bucket.full_attention) for item in items)
         made_of = self.bucket, self._seats.num_taken, keys
-        if self._shared.holds is not None and self._shared.holds[0] == made_of:
-            return self._shared.holds[1]
+        written = self._shared.written
+        if written is not None and written.made_of == made_of:
+            return written.kv_lengths
         kv_lengths = self._write_anew(items)
-        self._shared.holds = made_of, kv_lengths
+        self._shared.written = WrittenInputs(made_of, kv_lengths)
         self._shared.num_written += 1
         return kv_lengths
 

@@ -211,7 +211,7 @@ class Message(Body):
     content: Annotated[str, PlainValidator(_text_of), WithJsonSchema(_CONTENT_SCHEMA)] = Field(
         description="Parts are joined by line breaks."
     )
-    name: str | None = Field(None, description="Who speaks: given to the chat template, which may ignore it.")
+    name: str | None = Field(default=None, description="Who speaks: given to the chat template, which may ignore it.")
 
     def as_template_input(self) -> dict[str, str]:
         """The message as the chat template takes it."""
