@@ -8,7 +8,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -22,12 +21,12 @@ from scripts.demo_problems import problems
 from scripts.demo_tokenizer import EOS, MASK
 from scripts.eval_demo import decoding, evaluate
 from scripts.training import checkpoint
+from scripts.training.answers import Answer, Answers, weighted_mean
 from scripts.training.batches import Batch, Batches
 from scripts.training.focus import Focus
 from scripts.training.forward import Forward, Shapes, attention_masks
 from scripts.training.growth import with_layers, with_units
 from scripts.training.muon import Muon
-from scripts.training.noise import block_causal, causal, noise
 
 WARM_UP_STEPS = 40
 DECAY_SHARE = 0.5
@@ -35,21 +34,13 @@ DECAY_SHARE = 0.5
 CLEAN_FACTOR = 3
 """A batch after the warm-up that is autoregressive alone has so many times the problems of another, in as many tokens:
 reading is learned from many problems, and an answer to predict autoregressively is enough for it."""
-FIRST_WEIGHT = 0.25
-"""Weight of an answer's first token in the loss. It tells the style of the answer, which is drawn by chance: two thirds
-of an autoregressive loss are this chance, and a quarter of the noise in its gradient."""
 GRADIENT_NORM = 0.05
 """Largest norm of a gradient. Most exceed it, so that all batches count alike: otherwise those for a second time, with
 few positions to predict, all of them hard, would decide the direction of the steps."""
-SYMBOLS = "0123456789+-*/="
-"""Tokens that must be predicted for a problem to count as solved."""
 NOISY_COPIES = 2
 """Answers with different noise that a batch has behind each prompt; a prompt costs as much as an answer."""
 MOST_WAITING = 8
 """Batches that wait for their second step at a time."""
-LOWEST_FILLED, HIGHEST_FILLED = 0.5, 0.95
-"""Range of a threshold that is drawn for each batch's second step: tokens predicted with a higher probability are
-filled in it. Decoding fills tokens above tau_conf, and with branches less probable ones too."""
 DECISIVE = (
     "ar_steps", "diffusion_steps", "batch", "lr", "clean_share", "full_share", "least_share", "dropout",
     "average_steps", "seed", "dtype",
@@ -59,31 +50,8 @@ EVALUATION_SEED = 12345
 """Of problems on the training side that no batch is drawn from."""
 
 
-@dataclass
-class Answer:
-    """What the model sees of a batch's answers, and what it learns from them; l positions an answer."""
-
-    ids: torch.Tensor
-    """Token ids that the model sees [n, l]."""
-    truth: torch.Tensor
-    """Token ids without noise [n, l]."""
-    wanted: torch.Tensor
-    """Positions to predict [n, l] bool."""
-    weight: torch.Tensor
-    """Weight of each position in the loss [n, l]."""
-    mask: torch.Tensor
-    """Which positions of the answer see which [l, l] bool."""
-
-
 Kind = Literal["clean", "noisy", "second", "full"]
 """Of a batch: autoregressive alone; block-causal with noise; a batch with noise once more; with full attention."""
-
-
-def weighted_mean(losses: torch.Tensor, answers: list[Answer]) -> torch.Tensor:
-    """The mean of the wanted positions' losses [m] with their weights."""
-    wanted = torch.cat([answer.wanted for answer in answers], 1)
-    weight = torch.cat([answer.weight for answer in answers], 1)[wanted]
-    return (losses * weight).sum() / weight.sum()
 
 
 class Trainer:
@@ -113,12 +81,12 @@ class Trainer:
         self.step = 0
         """Steps that were made."""
         self.focus = Focus(args.least_share)
-        self.symbols = torch.tensor([vocab[symbol] for symbol in SYMBOLS])
         self.clean_batches = self._new_batches(plain=True, whole_blocks=False)
         self.batches = self._new_batches(plain=False, whole_blocks=True)
         self.waiting: deque[tuple[Batch, list[Answer]]] = deque()
         """Batches for a second step, with what their first one filled."""
         self.generator = torch.Generator().manual_seed(args.seed + 2)
+        self.answers = Answers(vocab, self.generator)
         self.num_steps: int = args.ar_steps + args.diffusion_steps
 
     def _initialise(self) -> list[torch.optim.Optimizer]:
@@ -169,8 +137,8 @@ class Trainer:
         batches = Batches(self.tokenizer, 2 * self.args.seed, self.focus, plain=True, whole_blocks=False)
         for _ in tqdm(range(self.args.measure_steps), desc="measuring", mininterval=30):
             batch = batches.next(CLEAN_FACTOR * self.args.batch)
-            answers = [self.clean(batch)]
-            self.focus.record(batch.sources, self.solved(answers, self.cross_entropies(batch, answers)))
+            answers = [self.answers.clean(batch)]
+            self.focus.record(batch.sources, self.answers.solved(answers, self.cross_entropies(batch, answers)))
 
     def train_step(self) -> float:
         """Makes one step; returns the loss, NaN if nothing was masked."""
@@ -188,9 +156,9 @@ class Trainer:
             optimizer.step()
         losses = losses.detach()
         if kind in ("clean", "noisy"):
-            self.focus.record(batch.sources, self.solved(answers, losses))
+            self.focus.record(batch.sources, self.answers.solved(answers, losses))
         if kind == "noisy":
-            self.waiting.append((batch, self.filled(answers, losses)[1:]))
+            self.waiting.append((batch, self.answers.filled(answers, losses)[1:]))
         return float(loss.detach())
 
     def update_average(self) -> None:
@@ -204,7 +172,7 @@ class Trainer:
         """Problems, the answers behind each prompt, and which kind of batch it is."""
         if self.step < self.args.ar_steps:
             batch = self.clean_batches.next(self.args.batch)
-            return batch, [self.clean(batch)], "clean"
+            return batch, [self.answers.clean(batch)], "clean"
         if self.clean_batches.plain:
             self.clean_batches = self._new_batches(plain=False, whole_blocks=False)
         if len(self.waiting) == MOST_WAITING:
@@ -212,66 +180,11 @@ class Trainer:
         chosen = torch.rand((), generator=self.generator)
         if chosen < self.args.clean_share:
             batch = self.clean_batches.next(CLEAN_FACTOR * self.args.batch)
-            return batch, [self.clean(batch)], "clean"
+            return batch, [self.answers.clean(batch)], "clean"
         batch = self.batches.next(self.args.batch)
         if chosen < self.args.clean_share + self.args.full_share:
-            return batch, [self.noisy(batch, is_full=True)], "full"
-        return batch, [self.clean(batch), *(self.noisy(batch) for _ in range(NOISY_COPIES))], "noisy"
-
-    def clean(self, batch: Batch) -> Answer:
-        """Answers to predict autoregressively: every position up to the first EOS."""
-        ids = batch.answer
-        length = ids.shape[1]
-        wanted = torch.arange(length) <= ids.ne(self.eos).sum(1, keepdim=True)
-        weight = torch.ones(ids.shape)
-        weight[:, 0] = FIRST_WEIGHT
-        return Answer(ids, ids, wanted, weight, causal(length))
-
-    def noisy(self, batch: Batch, *, is_full: bool = False) -> Answer:
-        """Answers of masked diffusion: block-causal, or with full attention and a random number of blocks."""
-        truth = batch.answer
-        masked, weight = noise(truth, batch.block, self.eos, self.generator)
-        weight[:, 0] *= FIRST_WEIGHT
-        ids = torch.where(masked, self.mask, truth)
-        length = truth.shape[1]
-        if not is_full:
-            return Answer(ids, truth, masked, weight, block_causal(length, batch.block))
-        end = batch.block * (1 + int(torch.randint(length // batch.block, (), generator=self.generator)))
-        mask = torch.ones(end, end, dtype=torch.bool)
-        return Answer(ids[:, :end], truth[:, :end], masked[:, :end], weight[:, :end], mask)
-
-    def solved(self, answers: list[Answer], losses: torch.Tensor) -> list[bool]:
-        """Whether each digit and sign of a problem's answer was predicted, autoregressively; for each problem.
-
-        Args:
-            answers: the first one is the answer to predict autoregressively.
-            losses: cross entropy of each wanted position of all answers [m].
-        """
-        wanted = torch.cat([answer.wanted for answer in answers], 1)
-        is_missed = torch.zeros_like(wanted)
-        is_missed[wanted] = torch.exp(-losses) < 0.5
-        clean = answers[0].truth
-        is_wrong = is_missed[:, : clean.shape[1]] & torch.isin(clean, self.symbols)
-        return [not any_wrong for any_wrong in is_wrong.any(1).tolist()]
-
-    def filled(self, answers: list[Answer], losses: torch.Tensor) -> list[Answer]:
-        """The answers as a step of decoding leaves them: filled where the model is confident, and right.
-
-        Random masks leave easy and hard positions alike. In decoding the easy ones are filled first, and a position
-        that the model is sure of, and wrong, spoils the answer.
-
-        Args:
-            answers: what the model saw.
-            losses: cross entropy of each wanted position of all answers [m].
-        """
-        threshold = LOWEST_FILLED + (HIGHEST_FILLED - LOWEST_FILLED) * torch.rand((), generator=self.generator)
-        wanted = torch.cat([answer.wanted for answer in answers], 1)
-        is_filled = torch.zeros_like(wanted)
-        is_filled[wanted] = torch.exp(-losses) > threshold
-        return [
-            replace(answer, ids=torch.where(now, answer.truth, answer.ids), wanted=answer.wanted & ~now)
-            for answer, now in zip(answers, is_filled.chunk(len(answers), 1), strict=True)
-        ]
+            return batch, [self.answers.noisy(batch, is_full=True)], "full"
+        return batch, [self.answers.clean(batch), *(self.answers.noisy(batch) for _ in range(NOISY_COPIES))], "noisy"
 
     def cross_entropies(self, batch: Batch, answers: list[Answer], *, is_full: bool = False) -> torch.Tensor:
         """Cross entropy [m] of the wanted positions, row by row; the hidden state of a position predicts the next one.

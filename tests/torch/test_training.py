@@ -16,21 +16,14 @@ from transformers import Qwen2Config, Qwen2Model
 from scripts.demo_tokenizer import build
 from scripts.train_demo import build_parser
 from scripts.training import batches
+from scripts.training.answers import SYMBOLS, weighted_mean
 from scripts.training.batches import Batch, Batches
 from scripts.training.checkpoint import GEOMETRY
 from scripts.training.focus import UNKNOWN
 from scripts.training.forward import Forward, Shapes, attention_masks, dropped
 from scripts.training.growth import with_layers, with_units
 from scripts.training.noise import block_causal, causal
-from scripts.training.trainer import (
-    CLEAN_FACTOR,
-    GRADIENT_NORM,
-    MOST_WAITING,
-    NOISY_COPIES,
-    SYMBOLS,
-    Trainer,
-    weighted_mean,
-)
+from scripts.training.trainer import CLEAN_FACTOR, GRADIENT_NORM, MOST_WAITING, NOISY_COPIES, Trainer
 
 pytestmark = pytest.mark.skipif(
     version.parse(transformers.__version__).major < 5, reason="training needs transformers 5"
@@ -100,7 +93,7 @@ def test_prompts_alone_go_without_channels() -> None:
 
 
 def test_dropout_is_of_training_alone(trainer: Trainer, batch: Batch) -> None:
-    answers = [trainer.clean(batch)]
+    answers = [trainer.answers.clean(batch)]
     trainer.model.load_state_dict({n: torch.randn_like(w) * 0.1 for n, w in trainer.model.state_dict().items()})
     without = trainer.cross_entropies(batch, answers)
     trainer.args.dropout = 0.2
@@ -110,7 +103,7 @@ def test_dropout_is_of_training_alone(trainer: Trainer, batch: Batch) -> None:
 
 
 def test_answers_behind_one_prompt_are_learnt_as_if_each_stood_there_alone(trainer: Trainer, batch: Batch) -> None:
-    answers = [trainer.clean(batch), trainer.noisy(batch), trainer.noisy(batch)]
+    answers = [trainer.answers.clean(batch), trainer.answers.noisy(batch), trainer.answers.noisy(batch)]
     with torch.no_grad():
         together = weighted_mean(trainer.cross_entropies(batch, answers), answers)
         alone = torch.stack([weighted_mean(trainer.cross_entropies(batch, [answer]), [answer]) for answer in answers])
@@ -120,19 +113,19 @@ def test_answers_behind_one_prompt_are_learnt_as_if_each_stood_there_alone(train
 
 def test_the_first_token_of_an_answer_counts_a_quarter(trainer: Trainer, batch: Batch) -> None:
     """It tells the style of the answer, which nothing in the question decides."""
-    answer = trainer.clean(batch)
+    answer = trainer.answers.clean(batch)
     is_first = answer.wanted.nonzero(as_tuple=True)[1] == 0
     num_answers, num_others = int(is_first.sum()), int((~is_first).sum())
     expected = torch.tensor(num_answers / 4 / (num_answers / 4 + num_others))
     torch.testing.assert_close(weighted_mean(is_first.float(), [answer]), expected)
-    torch.testing.assert_close(trainer.noisy(batch).weight[:, 0], answer.weight[:, 0])
+    torch.testing.assert_close(trainer.answers.noisy(batch).weight[:, 0], answer.weight[:, 0])
 
 
 def test_tokens_that_the_model_is_sure_of_are_filled_for_a_second_step(trainer: Trainer, batch: Batch) -> None:
-    answers = [trainer.noisy(batch), trainer.noisy(batch)]
+    answers = [trainer.answers.noisy(batch), trainer.answers.noisy(batch)]
     probabilities = [torch.rand(answer.ids.shape).round() * 0.98 + 0.01 for answer in answers]
     losses = torch.cat([-p.log() for p in probabilities], 1)[torch.cat([answer.wanted for answer in answers], 1)]
-    for before, after, probability in zip(answers, trainer.filled(answers, losses), probabilities, strict=True):
+    for before, after, probability in zip(answers, trainer.answers.filled(answers, losses), probabilities, strict=True):
         is_filled = before.wanted & (probability > 0.5)
         assert 0 < is_filled.sum() < before.wanted.sum()
         assert torch.equal(after.wanted, before.wanted & ~is_filled)
@@ -154,7 +147,7 @@ def test_a_batch_with_noise_has_a_second_step_without_its_autoregressive_answer(
 
 
 def test_a_problem_is_solved_if_each_digit_and_sign_is_predicted(trainer: Trainer, batch: Batch) -> None:
-    answers = [trainer.clean(batch), trainer.noisy(batch)]
+    answers = [trainer.answers.clean(batch), trainer.answers.noisy(batch)]
     symbols = {trainer.tokenizer.get_vocab()[symbol] for symbol in SYMBOLS}
     probability = torch.full(answers[0].ids.shape, 0.9)
     is_symbol = torch.tensor([[token_id in symbols for token_id in row] for row in batch.answer.tolist()])
@@ -162,7 +155,7 @@ def test_a_problem_is_solved_if_each_digit_and_sign_is_predicted(trainer: Traine
     probability[2, is_symbol[2].nonzero()[1]] = 0.4
     probabilities = torch.cat([probability, torch.full(answers[1].ids.shape, 0.1)], 1)
     losses = -probabilities[torch.cat([answer.wanted for answer in answers], 1)].log()
-    assert trainer.solved(answers, losses) == [True, True, False, True]
+    assert trainer.answers.solved(answers, losses) == [True, True, False, True]
 
 
 def test_gradients_of_all_batches_are_cut_to_one_length(trainer: Trainer) -> None:
