@@ -8,7 +8,7 @@ from lopa_ascend.config.combinations import PIPELINED, fitting_defaults
 from lopa_ascend.config.decoding import DecodingParams
 from lopa_ascend.config.decodings import DECODINGS, add_decoding, find_decoding
 from lopa_ascend.config.engine import GRAPH_MODES_BY_DEVICE, EngineConfig
-from lopa_ascend.config.errors import ParameterError
+from lopa_ascend.config.errors import ContextLengthError, ParameterError, context_length
 from lopa_ascend.config.fields import ConfigError
 from lopa_ascend.config.limits import Limits
 from lopa_ascend.config.model import DREAM, ModelConfig
@@ -30,6 +30,7 @@ __all__ = [
     "PIPELINED",
     "WINDOW_ATTENTIONS",
     "ConfigError",
+    "ContextLengthError",
     "DecodingParams",
     "EngineConfig",
     "GraphSupport",
@@ -38,6 +39,7 @@ __all__ = [
     "ParameterError",
     "Preset",
     "add_decoding",
+    "context_length",
     "divided_length",
     "find_decoding",
     "find_preset",

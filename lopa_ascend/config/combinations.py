@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lopa_ascend.config.decodings import DECODINGS, built_in, is_known
 from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.kinds import AUTO
+from lopa_ascend.config.usual_params import MIN_TEMPERATURE
 
 if TYPE_CHECKING:
     from lopa_ascend.config.decoding import DecodingParams
@@ -39,9 +40,10 @@ def filling(decoding: str, base: str) -> str:
 
 
 def fitting_defaults(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults that can be used with the decoding that a request asks for; others are left out.
+    """The defaults that can be used with what a request asks for; others are left out.
 
-    All of them are returned for a decoding that does not exist: ``DecodingParams`` refuses its name.
+    All of them are returned for a decoding that does not exist: ``DecodingParams`` refuses its name. A default
+    ``branch_acceptance`` "exact", which no sampling can have, is "verified" for a request that samples.
 
     Args:
         defaults: decoding parameters by name.
@@ -50,6 +52,15 @@ def fitting_defaults(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> d
     together = {"decoding": "lopa", "base": "d2f", **defaults, **asked}
     if not is_known(together["decoding"]):
         return dict(defaults)
+    defaults = dict(defaults)
+    temperature = asked.get("temperature")
+    is_sampled = isinstance(temperature, int | float) and temperature >= MIN_TEMPERATURE
+    if is_sampled and defaults.get("branch_acceptance") == "exact":
+        defaults["branch_acceptance"] = "verified"
+    if is_sampled and defaults.get("branch_candidates") == "tokens":
+        del defaults["branch_candidates"]
+        if defaults.get("branch_score") == "pivot":  # which ranks tokens
+            del defaults["branch_score"]
     own = filling(together["decoding"], together["base"])
     foreign = {name for name, decodings in DECODINGS_OF.items() if own not in decodings}
     if own not in PIPELINED:

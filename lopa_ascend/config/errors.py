@@ -1,4 +1,4 @@
-"""The error that names a setting."""
+"""The errors that name a setting or a field of a request."""
 
 from __future__ import annotations
 
@@ -14,3 +14,12 @@ class ParameterError(ValueError):
     def __init__(self, param: str, message: str):
         super().__init__(f"{param}: {message}")
         self.param = param
+
+
+class ContextLengthError(ParameterError):
+    """A prompt, or a prompt with the answer that is asked for, has more tokens than the model takes."""
+
+
+def context_length(max_model_len: int) -> str:
+    """The limit in the words by which clients know it: some of them look for these in order to shorten a prompt."""
+    return f"this model's maximum context length is {max_model_len} tokens (max_model_len)"

@@ -196,8 +196,6 @@ class Number(Kind):
     metavar: ClassVar[str] = "X"
     low: float
     high: float
-    excludes_low: bool = False
-    """``low`` itself is not allowed."""
     unit: str = ""
     """For messages, e.g. "seconds"."""
 
@@ -207,7 +205,7 @@ class Number(Kind):
         return value
 
     def _contains(self, value: float) -> bool:
-        return self.low <= value <= self.high and not (self.excludes_low and value == self.low)
+        return self.low <= value <= self.high
 
     def parse(self, text: str) -> float:
         try:
@@ -217,16 +215,10 @@ class Number(Kind):
 
     def _refusal(self, value: object) -> ValueError:
         unit = f" of {self.unit}" if self.unit else ""
-        limits = f"above {self.low:g} and at most {self.high:g}" if self.excludes_low else f"from {self._range()}"
-        return ValueError(f"must be a number{unit} {limits}, got {value!r}")
-
-    def _range(self) -> str:
-        return f"{self.low:g} to {self.high:g}"
+        return ValueError(f"must be a number{unit} from {self.allowed()}, got {value!r}")
 
     def allowed(self) -> str:
-        if self.excludes_low:
-            return f"above {self.low:g}, at most {self.high:g}"
-        return self._range()
+        return f"{self.low:g} to {self.high:g}"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lopa_ascend.config.decoding import DecodingParams
-from lopa_ascend.config.errors import ParameterError
+from lopa_ascend.config.errors import ContextLengthError, ParameterError, context_length
 from lopa_ascend.kv.pages import slots_for, worst_case
 
 
@@ -59,24 +59,25 @@ class Limits:
         """
         room = self.max_model_len - prompt_tokens
         if room < 1:
-            raise ParameterError("prompt", f"has {prompt_tokens} tokens; max_model_len is {self.max_model_len}")
+            raise ContextLengthError("prompt", f"has {prompt_tokens} tokens; {context_length(self.max_model_len)}")
         if params.max_canvas > room:
             blocks = f" ({params.max_canvas} in whole blocks)" if params.whole_last_block else ""
             message = (
-                f"{params.max_new_tokens}{blocks} does not fit: the prompt has {prompt_tokens} tokens and "
-                f"max_model_len is {self.max_model_len}, which leaves {room}"
+                f"{params.max_new_tokens}{blocks} does not fit: the prompt has {prompt_tokens} tokens, and "
+                f"{context_length(self.max_model_len)}, which leaves {room}"
             )
-            raise ParameterError("max_new_tokens", message)
+            raise ContextLengthError("max_new_tokens", message)
         if params.lookaheads > self.max_num_branches:
             message = f"{params.lookaheads} exceeds this server's max_num_branches {self.max_num_branches}"
             raise ParameterError("max_auto_branches" if params.is_auto else "num_branches", message)
-        num_more, what = min(params.block_size, params.max_canvas), "first block"
-        if not params.is_pipelined:
+        if params.is_pipelined:
+            opened, what = min(params.block_size, params.max_canvas), "first block"
+        else:
             name = f'decoding "{params.decoding}"' if params.base == "d2f" else f'base "{params.base}"'
-            num_more, what = params.max_canvas, f"canvas that {name} computes whole"
-        if prompt_tokens + num_more > self.max_num_batched_tokens:
+            opened, what = params.max_canvas, f"canvas that {name} computes whole"
+        if prompt_tokens + opened > self.max_num_batched_tokens:
             message = (
-                f"has {prompt_tokens} tokens; with the {what} of {num_more} they exceed max_num_batched_tokens "
+                f"has {prompt_tokens} tokens; with the {what} of {opened} they exceed max_num_batched_tokens "
                 f"{self.max_num_batched_tokens}"
             )
             raise ParameterError("prompt", message)

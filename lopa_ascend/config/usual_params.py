@@ -106,7 +106,7 @@ class UsualParams:
     top_p: float | None = declare(
         None,
         Parameter(
-            Number(0, 1, excludes_low=True),
+            Number(0, 1),
             "sample from the most probable tokens whose probabilities sum up to this; no effect without `temperature`",
             default_text="off",
             off=(1,),
@@ -136,6 +136,7 @@ class UsualParams:
             Integer(0, INT64_MAX),
             "seed of this request's sampling; the same request with the same seed gets the same answer",
             group=None,  # the flag --seed is the engine's, from which requests draw theirs
+            off=(-1,),
             default_text="a new one for each answer, which contains it",
         ),
     )

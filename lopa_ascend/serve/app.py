@@ -136,8 +136,8 @@ def _add_state(
 
     @app.get("/health_generate", responses=errors(500, 503))
     async def health_generate() -> answers.Status:
-        """200 once the engine has generated a token, which takes a forward pass behind those of other requests."""
-        await endpoint.generate_a_token(config.watchdog_timeout)
+        """200 once the engine has made a step: for other requests, or to generate a token."""
+        await endpoint.see_a_step(config.watchdog_timeout)
         return answers.Status()
 
     @app.get("/ready", responses=errors(503))

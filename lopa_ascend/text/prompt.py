@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lopa_ascend.config import DecodingParams, ParameterError
+from lopa_ascend.config import ContextLengthError, DecodingParams, ParameterError, context_length
 from lopa_ascend.text.tokenizer import Tokenizer
 
 
@@ -43,7 +43,7 @@ class Prompts:
             ParameterError: the prompt is empty, holds ids that the model does not have, is text without a tokenizer, or
                 far too long.
         """
-        ids = self._encode_text(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self.encode_text(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise ParameterError("prompt", "must not be empty")
         for token in ids:
@@ -53,7 +53,12 @@ class Prompts:
                 raise ParameterError("prompt", f"holds the mask token (id {token}), which only the engine may place")
         return ids
 
-    def _encode_text(self, text: str) -> list[int]:
+    def encode_text(self, text: str) -> list[int]:
+        """The token ids of a text, which may be empty or hold the mask.
+
+        Raises:
+            ParameterError: there is no tokenizer, or the text is far too long.
+        """
         if self.tokenizer is None:
             raise ParameterError("prompt", f"{self._model_name} has no tokenizer files; give token ids")
         self._check_characters("prompt", text, self.tokenizer)
@@ -66,29 +71,33 @@ class Prompts:
         """Refuses a text that is too long whatever its tokens are: tokenizing megabytes takes seconds."""
         if self._max_model_len is None or len(text) <= (longest := tokenizer.max_characters(self._max_model_len)):
             return
-        message = f"has {len(text)} characters; {self._max_model_len} tokens, which is max_model_len, have {longest}"
-        raise ParameterError(param, f"{message} at most")
+        limit = context_length(self._max_model_len)
+        message = f"has {len(text)} characters; {limit}, which have {longest} characters at most"
+        raise ContextLengthError(param, message)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The token ids of a conversation, made by the chat template.
+        """The token ids of the prompt that the chat template makes of a conversation.
 
         Raises:
-            ParameterError: there is no template, it refuses the messages, or they are far too long.
+            ParameterError: there is no template, it refuses the messages, or the prompt is one that ``encode`` refuses.
         """
+        return self.encode(self.encode_messages(messages))
+
+    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """As ``encode_chat``, but the text may hold the mask."""
         if self.tokenizer is None:
             raise ParameterError("messages", f"{self._model_name} has no tokenizer files, so no chat template")
         if self._max_model_len is not None and len(messages) > self._max_model_len:
-            message = f"has {len(messages)} messages, each of a token at least; max_model_len is {self._max_model_len}"
-            raise ParameterError("messages", message)
+            limit = context_length(self._max_model_len)
+            raise ContextLengthError("messages", f"has {len(messages)} messages, each of a token at least; {limit}")
         try:
             text = self.tokenizer.render([dict(message) for message in messages])
             self._check_characters("messages", text, self.tokenizer)
-            ids = self.tokenizer.encode(text)
+            return self.tokenizer.encode(text)
         except ParameterError:
             raise
         except ValueError as error:
             raise ParameterError("messages", str(error)) from error
-        return self.encode(ids)
 
     def for_engine(self, params: DecodingParams) -> DecodingParams:
         """The parameters of a request with its ``bad_words`` as token ids; the engine knows no text.

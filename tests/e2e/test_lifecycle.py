@@ -163,6 +163,7 @@ def test_full_queue(small: ServerProcess):
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "queue_full")
         assert int(answer.headers["Retry-After"]) >= 1
         assert health(small) == 200
+        assert small.http.get("/health_generate").status_code == 200  # the steps of the others are proof enough
     assert waiting.end()[0][-1] == "[DONE]"
     assert whole(small, SHORT)[0].status_code == 200
     assert whole(small, {**SHORT, "n": 3})[0].status_code == 200

@@ -191,6 +191,7 @@ def test_stop_strings_and_texts_without_end_are_refused(server: ServerProcess):
         ({"stop": [f"stop{number}" for number in range(50_000)], "n": 32}, "stop"),
         ({"stop": "x" * 5000}, "stop"),
         ({"stop_token_ids": list(range(100_000))}, "stop_token_ids"),
+        ({"bad_words": [[7] * 32] * 512, "n": 128}, "bad_words"),
         ({"prompt": "x" * 10**6}, "prompt"),
         ({"prompt": [5] * 10**6}, "prompt"),
     ]

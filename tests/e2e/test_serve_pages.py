@@ -58,3 +58,8 @@ def test_routes_of_other_servers(server: ServerProcess):
         body = {"model": model, "prompt": "hi", "max_tokens": 2}
         assert server.http.post("/v1/completions", json=body).json()["model"] == "tiny"
     assert server.http.post("/tokenize", json={"prompt": ""}).json()["tokens"] == []
+    mask = server.http.get("/server_info").json()["limits"]["mask_token_id"]
+    text = server.http.post("/detokenize", json={"tokens": [mask]}).json()["prompt"]
+    messages = [{"role": "user", "content": text}]
+    assert server.http.post("/tokenize", json={"prompt": text}).json()["tokens"] == [mask]
+    assert mask in server.http.post("/tokenize", json={"messages": messages}).json()["tokens"]

@@ -50,7 +50,7 @@ def test_defaults_are_the_papers_gsm8k_row() -> None:
         ("stop", (1,)),
         ("temperature", -0.1),
         ("temperature", float("inf")),
-        ("top_p", 0),
+        ("top_p", -0.1),
         ("top_k", -2),
         ("seed", -1),
         ("min_p", 1.5),

@@ -65,7 +65,8 @@ def item(**fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"input": None}, "input", "string or a list of messages"),
+        ({"input": None}, "input", "missing"),
+        ({"input": 7}, "input", "string or a list of messages"),
         ({"input": []}, "input", "string or a list of messages"),
         ({"input": [7]}, "input[0]", "7"),
         ({"input": [{"role": "user"}]}, "input[0].content", "missing"),
@@ -82,7 +83,6 @@ def item(**fields: Any) -> dict[str, Any]:
         ({"previous_response_id": "resp_1"}, "previous_response_id", "keeps no responses"),
         ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {}}}}, "text.format", '"text"'),
         ({"text": {"format": {"type": "json_object"}}}, "text.format", '"text"'),
-        ({"reasoning": {"summary": "auto"}}, "reasoning.summary", "null"),
         ({"tools": [{"type": "web_search"}]}, "tools", "[]"),
         ({"tool_choice": "required"}, "tool_choice", "'auto'"),
         ({"metadata": {"run": 7}}, "metadata.run", "string"),
@@ -109,6 +109,7 @@ def test_neutral_values_are_taken():
         {"tools": [], "tool_choice": "auto"},
         {"text": {"format": {"type": "text"}, "verbosity": "low"}},
         {"reasoning": {"effort": "high", "summary": None}},
+        {"reasoning": {"summary": "auto"}, "parallel_tool_calls": False},
         {"store": True, "previous_response_id": None, "user": "u", "prompt_cache_key": "k", "safety_identifier": "s"},
     ]
     for fields in neutral:
@@ -172,6 +173,16 @@ def test_a_response_is_one_of_the_clients(reason: str, status: str, details: dic
     assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (3, 2, 5)
     assert (usage.input_tokens_details.cached_tokens, usage.output_tokens_details.reasoning_tokens) == (2, 0)
     assert response.lopa == {"num_forwards": 4, "tokens_per_forward": 0.5}
+
+
+def test_a_response_repeats_what_has_no_effect():
+    options = {"text": {"verbosity": "low"}, "reasoning": {"effort": "low"}, "parallel_tool_calls": False}
+    whole = writer(**options).whole([output_of("text", "stop")])
+    response = Response.model_validate(whole, strict=True)
+    assert response.text is not None
+    assert response.reasoning is not None
+    assert (response.text.verbosity, response.reasoning.effort, response.parallel_tool_calls) == ("low", "low", False)
+    ResponseObject.model_validate(whole, strict=True)
 
 
 def checked(events: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic.json_schema import models_json_schema
 
-from lopa_ascend.config import DecodingParams, Limits, ParameterError
+from lopa_ascend.config import ContextLengthError, DecodingParams, Limits, ParameterError
 from lopa_ascend.serve.api.body import (
     parse_abort,
     parse_chat,
@@ -203,6 +203,26 @@ def test_defaults_that_do_not_go_with_the_decoding_of_a_request_are_left_out():
         planner.completion(parsed(decoding="vanilla", window_attention="block_causal"))
 
 
+def test_naming_the_default_decoding_changes_nothing():
+    planner = dataclasses.replace(PLANNER, decoding={"num_branches": 7})
+    assert planner.completion(parsed(decoding="lopa")) == planner.completion(parsed())
+    assert planner.completion(parsed(decoding="d2f"))[0].params.lookaheads == 0
+
+
+def test_defaults_that_cannot_sample_step_back_for_a_request_that_samples():
+    drafts = {"branch_acceptance": "exact", "lookahead_depth": 4}
+    planner = dataclasses.replace(PLANNER, decoding=drafts)
+    (sampled,) = planner.completion(parsed(temperature=0.7))
+    assert (sampled.params.branch_acceptance, sampled.params.lookahead_depth) == ("verified", 4)
+    for fields in ({}, {"temperature": 0}, {"temperature": 0.001}):
+        assert planner.completion(parsed(**fields))[0].params.branch_acceptance == "exact"
+    with pytest.raises(ParameterError, match="exact.*temperature 0"):
+        planner.completion(parsed(temperature=0.7, branch_acceptance="exact"))
+    planner = dataclasses.replace(PLANNER, decoding={"branch_candidates": "tokens", "branch_score": "pivot"})
+    (sampled,) = planner.completion(parsed(temperature=0.7))
+    assert (sampled.params.branch_candidates, sampled.params.branch_score) == ("positions", "mean")
+
+
 def test_streams_have_a_default_block_size_of_their_own():
     planner = dataclasses.replace(PLANNER, decoding={"block_size": 16}, stream_block_size=4)
 
@@ -217,6 +237,7 @@ def test_streams_have_a_default_block_size_of_their_own():
 
 def test_seeds_differ_by_answer_from_one_start():
     prompts = [[1], [2]]
+    assert params(seed=-1).seed is None
     assert [c.params.seed for c in PLANNER.completion(parsed(prompt=prompts, n=3, seed=40))] == [40, 41, 42] * 2
     assert {c.params.seed for c in PLANNER.completion(parsed(prompt=prompts, n=3))} == {None}
     last = 2**63 - 1
@@ -229,6 +250,15 @@ def test_errors_use_the_name_that_was_sent():
             params(**fields)
         assert wrong.value.param == param
     assert params(max_tokens=7, max_completion_tokens=7).max_new_tokens == 7
+    with pytest.raises(ParameterError, match="^block_size:"):
+        params(whole_last_block=True, block_size=0)
+
+
+def test_what_is_too_long_for_the_model_has_an_error_of_its_own():
+    for fields, param in (({"prompt": [1] * 500}, "prompt"), ({"prompt": [1] * 400, "max_tokens": 101}, "max_tokens")):
+        with pytest.raises(ContextLengthError, match="maximum context length is 500 tokens") as refused:
+            params(**fields)
+        assert refused.value.param == param
 
 
 def test_diffusion_and_tokenize_bodies():
@@ -261,6 +291,11 @@ def test_token_ids_count_once_and_for_each_choice():
     with pytest.raises(ParameterError, match="a request with") as wrong:
         params(logit_bias={str(token): 1 for token in range(600)}, n=128)
     assert wrong.value.param == "logit_bias"
+    words: list[list[int]] | list[str]
+    for words in ([[1] * 30] * 20, ["x" * 30] * 10):
+        with pytest.raises(ParameterError, match="a request with 128 choices may have 512") as wrong:
+            params(bad_words=words, n=128)
+        assert wrong.value.param == "bad_words"
     first, second = PLANNER.completion(parsed(stop_token_ids=many, n=2, seed=1, temperature=1.0))
     assert first.params.stop_token_ids is second.params.stop_token_ids
 

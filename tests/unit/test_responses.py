@@ -127,6 +127,23 @@ def test_chunks_join_to_the_whole(form: Format, logprobs: int | None, tokenizer:
     assert last["usage"] == response.whole([output])["usage"]
 
 
+def test_the_role_of_a_chat_comes_with_the_first_text(tokenizer: Tokenizer):
+    """Clients take the time of the first chunk as that of the first token."""
+    params = DecodingParams(max_new_tokens=3)
+    encoder = Response(CHAT, "m", [Choice([1, 2], params)] * 2, Details(n=2), tokenizer).encoder()
+    chunks = encoder.opening()
+    assert chunks == []
+    nothing = Update("r", (), (), 1, 1, 9, None, 0)
+    assert encoder.progress(0, nothing, Progress((), "")) == []
+    for index in (1, 0):
+        for update, progress in run([65, 66, 67], [1, 2], params, tokenizer):
+            chunks += encoder.progress(index, update, progress)
+    roles = [chunk["choices"][0]["index"] for chunk in chunks if "role" in chunk["choices"][0]["delta"]]
+    assert roles == [1, 0]
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert chunks[1]["choices"][0]["delta"]["content"]
+
+
 @given(ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=20))
 def test_offsets_and_bytes(tokenizer: Tokenizer, ids: list[int]):
     tokens = TokenProbs(tokenizer).push(ids, [0.5] * len(ids))

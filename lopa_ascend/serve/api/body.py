@@ -162,7 +162,7 @@ def _load(raw: bytes) -> dict[str, Any]:
         raise _bad(f"the body must be a JSON object, not a {type(values).__name__}", code="invalid_json")
     for name, value in values.items():
         _check_strings({name: value}, name if _is_text(name) else None)
-    return values
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _check_strings(value: object, param: str | None, depth: int = 0) -> None:

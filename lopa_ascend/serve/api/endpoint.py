@@ -33,7 +33,7 @@ from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.engine.client import Choice, EngineClient, Generation
 from lopa_ascend.serve.observe.metrics import Metrics
 from lopa_ascend.serve.observe.timeline import Timeline
-from lopa_ascend.types import GenerationOutput, Progress, Update
+from lopa_ascend.types import EngineStats, GenerationOutput, Progress, Update
 
 T = TypeVar("T", bound=GenerationRequest)
 
@@ -149,24 +149,54 @@ class Endpoint:
             message = f"the model {model!r} does not exist; this server has {self.model!r}"
             raise ApiError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
 
-    async def generate_a_token(self, timeout: float) -> None:
-        """Lets the engine generate one token, as proof that it works.
+    async def see_a_step(self, timeout: float) -> None:
+        """Waits until the engine makes a step, as proof that it works: for other requests, or for a token that it is
+        given to generate.
 
         Args:
             timeout: most seconds.
 
         Raises:
-            ApiError: 500, the request failed in the engine; 503, there was no token in time, or none can come.
+            ApiError: 500, the token failed in the engine; 503, there was no step in time, or none can come.
+        """
+        client, stepped, before = self._client, asyncio.Event(), self._client.stats.num_steps
+
+        def observe(updates: Sequence[Update], stats: EngineStats) -> None:
+            if stats.num_steps > before and all(update.finish_reason != "error" for update in updates):
+                stepped.set()
+
+        generation = self._health_generation()
+        waiting: set[asyncio.Task[Any]] = {asyncio.create_task(stepped.wait())}
+        if generation is not None:
+            waiting.add(asyncio.create_task(_finish(generation)))
+        client.observers.append(observe)
+        try:
+            done, _ = await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise unavailable(f"the engine made no step within {timeout:g} s")
+            for task in done:
+                task.result()
+        finally:
+            client.observers.remove(observe)
+            for task in waiting:
+                task.cancel()
+            if generation is not None:
+                client.release(generation)
+
+    def _health_generation(self) -> Generation | None:
+        """One token for the engine to generate; None where others fill the queue, whose steps are proof enough.
+
+        Raises:
+            ApiError: 503, nothing can be generated.
         """
         prompt = [int(self._client.ready.limits.mask_token_id == 0)]  # any token but the mask
         params = DecodingParams(max_new_tokens=1, decoding="d2f", ignore_eos=True)
-        generation = self._client.submit(f"health-{uuid.uuid4().hex}", [Choice(prompt, params)])
         try:
-            await asyncio.wait_for(_finish(generation), timeout)
-        except asyncio.TimeoutError:
-            raise unavailable(f"the engine generated no token within {timeout:g} s") from None
-        finally:
-            self._client.release(generation)
+            return self._client.submit(f"health-{uuid.uuid4().hex}", [Choice(prompt, params)])
+        except ApiError as error:
+            if error.code != "queue_full":
+                raise
+            return None
 
     async def answer(self, request: Request, route: Route[T]) -> Response:
         """The answer to a request. Once a stream has begun, errors are events of the stream.
@@ -276,6 +306,10 @@ class Run:
         return [outputs[index] for index in range(len(outputs))]
 
 
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""Of a stream: neither caches nor nginx, which keeps the beginning of an answer by default, may hold it back."""
+
+
 class EventStream(StreamingResponse):
     """The answer to a streaming request. However it ends, the run ends with it.
 
@@ -287,7 +321,7 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
     def __init__(self, run: Run, encoder: Encoder):
-        super().__init__(self._events(run, encoder), headers={"Cache-Control": "no-cache"})
+        super().__init__(self._events(run, encoder), headers=HEADERS)
         self._run = run
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from lopa_ascend.config import ParameterError
+from lopa_ascend.config import ContextLengthError, ParameterError
 
 MAX_MESSAGE = 1000
 """Most characters of a message. Messages quote the client's values, which can be megabytes long."""
@@ -93,7 +93,8 @@ def _on_api_error(_: Request, error: Exception) -> Response:
 
 def _on_parameter_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ParameterError)
-    return ApiError(HTTPStatus.BAD_REQUEST, str(error), param=error.param).response()
+    code = "context_length_exceeded" if isinstance(error, ContextLengthError) else "invalid_value"
+    return ApiError(HTTPStatus.BAD_REQUEST, str(error), param=error.param, code=code).response()
 
 
 def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -79,9 +79,9 @@ def tokenize(prompts: Prompts, request: TokenizeRequest, max_model_len: int) -> 
         problem = "cannot be combined with messages" if both else "is missing; give prompt or messages"
         raise ParameterError("prompt", problem)
     if request.prompt is not None:
-        ids = prompts.encode(request.prompt) if request.prompt else []
+        ids = prompts.encode_text(request.prompt)
     else:
-        ids = prompts.encode_chat([message.as_template_input() for message in request.messages or ()])
+        ids = prompts.encode_messages([message.as_template_input() for message in request.messages or ()])
     strings = [_text(tokenizer, token) for token in ids] if request.return_token_strs else None
     return Tokens(count=len(ids), max_model_len=max_model_len, tokens=ids, token_strs=strings)
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 from lopa_ascend.serve.api.answers import LopaStats
 from lopa_ascend.serve.api.errors import ApiError
 from lopa_ascend.serve.api.events import Encoder, as_ascii
-from lopa_ascend.serve.api.openai_responses_body import ResponseRequest
+from lopa_ascend.serve.api.openai_responses_body import Reasoning, ResponseRequest
 from lopa_ascend.serve.api.schema import Json
 from lopa_ascend.serve.engine.client import Choice
 from lopa_ascend.types import GenerationOutput, Progress, Update
@@ -100,9 +100,9 @@ class ResponseObject(BaseModel):
     background: Literal[False]
     tools: list[Any] = Field(description="Always empty.")
     tool_choice: Literal["none", "auto"]
-    parallel_tool_calls: Literal[True]
-    reasoning: dict[str, None]
-    text: dict[str, dict[str, str]]
+    parallel_tool_calls: bool = Field(description="As in the request, as are reasoning and text; without effect.")
+    reasoning: dict[str, str | None]
+    text: dict[str, Any]
     top_logprobs: Literal[0]
     truncation: Literal["disabled"]
 
@@ -129,6 +129,8 @@ class ResponseWriter:
         self.item_id = f"msg_{uuid.uuid4().hex}"
         self._num_prompt = len(choice.prompt_token_ids)
         params = choice.params
+        reasoning = request.reasoning or Reasoning()
+        verbosity = request.text.verbosity if request.text else None
         # The same whatever becomes of the response.
         self._head = {
             "id": self.id,
@@ -146,9 +148,9 @@ class ResponseWriter:
             "background": False,
             "tools": [],
             "tool_choice": request.tool_choice or "auto",
-            "parallel_tool_calls": True,
-            "reasoning": {"effort": None, "summary": None},
-            "text": {"format": {"type": "text"}},
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
+            "text": {"format": {"type": "text"}, **({"verbosity": verbosity} if verbosity else {})},
             "top_logprobs": 0,
             "truncation": "disabled",
         }

@@ -17,9 +17,8 @@ from lopa_ascend.serve.api.schema import NULL, Json, NeutralValues, documenting
 UNSUPPORTED_RESPONSE: NeutralValues = {
     **{name: values for name, values in UNSUPPORTED.items() if name != "response_format"},
     "tools": ([],),
-    "parallel_tool_calls": (True, False),
     "max_tool_calls": (),
-    "include": ([],),
+    "include": ([], ["reasoning.encrypted_content"]),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
     "background": (False,),
@@ -27,7 +26,7 @@ UNSUPPORTED_RESPONSE: NeutralValues = {
     "prompt": (),
     "context_management": ([],),
     "n": (1,),
-    "stream_options": ({}, {"include_obfuscation": False}),
+    "stream_options": ({}, {"include_obfuscation": False}, {"include_obfuscation": True}),
     "return_token_ids": (False,),
     "moderation": (),
     "background_options": (),
@@ -137,13 +136,13 @@ class TextOptions(Body):
     verbosity: str | None = Field(None, description=WITHOUT_EFFECT)
 
 
-NO_REASONING = "the model has no reasoning apart from its answer"
+NO_REASONING = "The model has no reasoning apart from its answer."
 
 
 class Reasoning(Body):
-    effort: str | None = Field(None, description=WITHOUT_EFFECT)
-    summary: Annotated[None, _null(NO_REASONING), WithJsonSchema(NULL)] = None
-    generate_summary: Annotated[None, _null(NO_REASONING), WithJsonSchema(NULL)] = None
+    effort: str | None = Field(default=None, description=WITHOUT_EFFECT)
+    summary: str | None = Field(default=None, description=f"{WITHOUT_EFFECT} {NO_REASONING}")
+    generate_summary: str | None = Field(default=None, description=WITHOUT_EFFECT)
 
 
 # ---- the request -----------------------------------------------------------------------------------------------------
@@ -169,6 +168,7 @@ class ResponseRequest(GenerationRequest):
         None, description=f"Only null: {NOT_KEPT}."
     )
     tool_choice: Literal["none", "auto"] | None = Field(None, description="Without effect: there are no tools.")
+    parallel_tool_calls: bool | None = Field(None, description="Without effect: there are no tools.")
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
 

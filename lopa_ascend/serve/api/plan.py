@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from lopa_ascend.config import DecodingParams, Limits, ParameterError, fitting_defaults
+from lopa_ascend.config import (
+    ContextLengthError,
+    DecodingParams,
+    Limits,
+    ParameterError,
+    context_length,
+    fitting_defaults,
+)
 from lopa_ascend.serve.api.openai_responses_body import ResponseRequest
 from lopa_ascend.serve.api.protocol import MAX_CHOICES, ChatRequest, CompletionRequest, GenerationRequest
 from lopa_ascend.serve.engine.client import Choice
 from lopa_ascend.text.prompt import Prompts
 
 MAX_TOKEN_IDS = 2**16
-"""Most token ids in eos_token_id, stop_token_ids or logit_bias, each counted once for every choice of the request, as
-every choice has its own copy in the engine."""
+"""Most token ids in eos_token_id, stop_token_ids, logit_bias or bad_words, each counted once for every choice of the
+request, as every choice has its own copy in the engine."""
 
 
 class AskedParameters(NamedTuple):
@@ -61,7 +68,8 @@ class Planner:
         if isinstance(prompt, str) or len(prompt) < self.limits.max_model_len:
             ids = self.prompts.encode(prompt)
         if len(ids) >= self.limits.max_model_len:
-            raise ParameterError("prompt", f"has {len(ids)} tokens; max_model_len is {self.limits.max_model_len}")
+            message = f"has {len(ids)} tokens; {context_length(self.limits.max_model_len)}"
+            raise ContextLengthError("prompt", message)
         assert isinstance(ids, list)
         return ids
 
@@ -135,15 +143,16 @@ class Planner:
         if (characters := sum(map(len, stops))) > self.max_stop_characters:
             message = f"has {characters} characters together; this server takes {self.max_stop_characters}"
             raise ParameterError("stop", message)
+        counts = {"bad_words": _num_ids(asked.get("bad_words") or ())}
         for name in ("eos_token_id", "stop_token_ids", "logit_bias"):
             values = asked.get(name)
             if isinstance(values, list):
                 values = asked[name] = tuple(dict.fromkeys(values))
-            if isinstance(values, tuple | dict) and len(values) * num_choices > MAX_TOKEN_IDS:
-                message = (
-                    f"has {len(values)} token ids; a request with {num_choices} choices may have "
-                    f"{MAX_TOKEN_IDS // num_choices}"
-                )
+            counts[name] = len(values) if isinstance(values, tuple | dict) else 0
+        for name, count in counts.items():
+            if count * num_choices > MAX_TOKEN_IDS:
+                most = MAX_TOKEN_IDS // num_choices
+                message = f"has {count} token ids; a request with {num_choices} choices may have {most}"
                 raise ParameterError(name, message)
 
     def _defaults(self, request: GenerationRequest) -> dict[str, Any]:
@@ -153,15 +162,13 @@ class Planner:
 
     def _params(self, defaults: Mapping[str, Any], asked: Mapping[str, Any], prompt_tokens: int) -> DecodingParams:
         """The request's own parameters, and the defaults for all others unless a default contradicts the request."""
-        defaults = dict(defaults)
-        if "decoding" in asked:  # the default number of branches is meant for the server's own decoding
-            defaults.pop("num_branches", None)
         defaults = fitting_defaults(defaults, asked)
         # Where a prompt leaves no room at all, Limits.check refuses the request.
         room = self.limits.max_model_len - prompt_tokens
         together = {**defaults, **asked}
-        if together.get("whole_last_block"):
-            room -= room % together.get("block_size", DecodingParams.block_size)
+        block_size = together.get("block_size", DecodingParams.block_size)
+        if together.get("whole_last_block") and block_size > 0:
+            room -= room % block_size
         defaults["max_new_tokens"] = max(1, min(defaults["max_new_tokens"], room))
         if "min_new_tokens" in defaults:
             longest = asked.get("max_new_tokens", defaults["max_new_tokens"])
@@ -193,6 +200,15 @@ def asked_parameters(request: GenerationRequest) -> AskedParameters:
     return AskedParameters(values, sent_as)
 
 
+def _num_ids(words: str | Sequence[str | Sequence[int]]) -> int:
+    """Most token ids that ``bad_words`` can become: a text has one for each byte at most, alone and after a space."""
+    sizes = [
+        2 * (len(word.encode()) + 1) if isinstance(word, str) else len(word)
+        for word in ([words] if isinstance(words, str) else words)
+    ]
+    return sum(sizes)
+
+
 def _with_own_seed(params: DecodingParams, index: int) -> DecodingParams:
     """The parameters of the answer number ``index`` to a prompt, which has the seed ``seed + index``."""
     return params if params.seed is None else replace(params, seed=(params.seed + index) % 2**63)
@@ -200,4 +216,4 @@ def _with_own_seed(params: DecodingParams, index: int) -> DecodingParams:
 
 def _renamed(error: ParameterError, names: Mapping[str, str]) -> ParameterError:
     """The same error, with the name under which the request sent the field."""
-    return ParameterError(names.get(error.param, error.param), str(error).removeprefix(f"{error.param}: "))
+    return type(error)(names.get(error.param, error.param), str(error).removeprefix(f"{error.param}: "))

@@ -32,6 +32,10 @@ UNSUPPORTED: NeutralValues = {
     "use_beam_search": (False,),
     "priority": (0,),
     "include_stop_str_in_output": (False,),
+    "include_reasoning": (True, False),
+    "spaces_between_special_tokens": (True, False),
+    "detokenize": (True,),
+    "add_special_tokens": (True, False),  # byte-level BPE adds none
     "skip_special_tokens": (True,),
     "response_format": ({"type": "text"},),
 }
@@ -42,7 +46,7 @@ UNSUPPORTED_TEMPLATE: NeutralValues = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
+    "chat_template_kwargs": ({}, {"enable_thinking": False}),
 }
 UNSUPPORTED_CHAT: NeutralValues = {
     **UNSUPPORTED,
@@ -71,6 +75,8 @@ UNSUPPORTED_DIFFUSION: NeutralValues = {
 # Clients send answers back as messages of the next request, with these fields set to null or empty.
 UNSUPPORTED_MESSAGE: NeutralValues = {
     "refusal": (),
+    "reasoning": ("",),
+    "reasoning_content": ("",),
     "annotations": ([],),
     "audio": (),
     "function_call": (),

@@ -190,18 +190,15 @@ class ChunkEncoder(Encoder):
         self._continuous = bool(options and options.continuous_usage_stats)
         self._response = response
         self._latest = [Progress((), "") for _ in range(num_choices)]
+        self._has_begun = [False] * num_choices
+        """For each choice: it has had its first chunk."""
         self._probs = [TokenProbs(response.tokenizer) for _ in range(num_choices)]
 
     def opening(self) -> list[Json]:
-        """The chunks before the first update."""
-        form, chunks = self._response.form, []
-        for index in range(len(self._latest)):
-            content, prompt = form.opening(), self._response.prefix(index)
-            if content is not None:
-                chunks.append(self._chunk(index, content))
-            if prompt:
-                chunks.append(self._chunk(index, form.delta(prompt)))
-        return chunks
+        """The chunks before the first update: prompts that are echoed."""
+        prefixes = [self._response.prefix(index) for index in range(len(self._latest))]
+        delta = self._response.form.delta
+        return [self._chunk(index, delta(prefix)) for index, prefix in enumerate(prefixes) if prefix]
 
     def progress(self, index: int, update: Update, progress: Progress) -> list[Json]:
         """The chunks for one update of the choice ``index``; none if nothing new is final."""
@@ -215,7 +212,14 @@ class ChunkEncoder(Encoder):
             chunks.append(self._chunk(index, delta, logprobs=logprobs, token_ids=token_ids))
         if progress.output is not None:
             chunks.append(self._chunk(index, self._response.form.end(), output=progress.output))
-        return chunks
+        return [*self._opening_of(index), *chunks] if chunks else []
+
+    def _opening_of(self, index: int) -> list[Json]:
+        """The first chunk of a choice, directly before its first text: clients take its time as that of the first
+        token."""
+        content = None if self._has_begun[index] else self._response.form.opening()
+        self._has_begun[index] = True
+        return [] if content is None else [self._chunk(index, content)]
 
     def closing(self) -> list[Json]:
         """The chunks after the last update."""

@@ -80,8 +80,8 @@ def _range(parameter: Parameter) -> Json:
         case Integer(low, high):
             maximum = {} if high is None else {"maximum": high}
             return {"minimum": min((low, *parameter.off)), **maximum}
-        case Number(low, high, excludes_low):
-            return {"exclusiveMinimum" if excludes_low else "minimum": low, "maximum": high}
+        case Number(low, high):
+            return {"minimum": low, "maximum": high}
         case Strings():
             return {"minLength": 1, "items": {"type": "string", "minLength": 1}}
         case TokenIds():
