@@ -37,7 +37,7 @@ class HostView(NamedTuple):
     """First block of the last launched window."""
     last_blocks: int = 0
     """Blocks of the bucket in which that window was launched."""
-    max_open_blocks: int = 0
+    max_opened_blocks: int = 0
     """The most blocks that can be open. Once a token that ends the answer is filled, no further block opens."""
     num_shared_pages: int = 0
     """How many of the first pages are the same in all slots."""
@@ -114,7 +114,7 @@ class Snapshot(NamedTuple):
     """A sequence between two steps: after the decisions of one, before the next one opens blocks."""
 
     window_start: int
-    """Committed blocks."""
+    """Number of the window's first block: that of committed generated blocks."""
     tokens: List[int]
     """Token ids of the anchor's generated positions, masks included."""
     lookaheads: List[tuple[int, int]]
@@ -134,14 +134,14 @@ def packed_state(blank: Tensor, request: DecodingParams, snapshot: Snapshot, sha
     cells = blank[(~has_position).long()]
     is_given = has_position & (position < len(snapshot.tokens))
     cells[is_given] = torch.tensor(snapshot.tokens, dtype=torch.int32)[position[is_given]]
-    num_open_blocks = torch.tensor([-(-len(snapshot.tokens) // size)], dtype=torch.int32)
+    num_opened_blocks = torch.tensor([-(-len(snapshot.tokens) // size)], dtype=torch.int32)
     lookahead_cells = torch.full((shape.branches,), -1, dtype=torch.int32)
     guesses = torch.zeros_like(cells).flatten()
     for branch, (generated, token) in enumerate(snapshot.lookaheads):
         cell = generated // size * length + generated % size
         lookahead_cells[branch] = FIRST_CELL + cell
         guesses[cell - snapshot.window_start * length] = token
-    return torch.cat([cells.flatten(), guesses, blank, num_open_blocks, lookahead_cells]).view(torch.float32)
+    return torch.cat([cells.flatten(), guesses, blank, num_opened_blocks, lookahead_cells]).view(torch.float32)
 
 
 # ---- inputs of a launch --------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class _WindowCells:
     def __init__(self, views: List[HostView], bucket: Bucket) -> None:
         columns: list[Tensor] = list(torch.tensor(views).t()[..., None, None])  # [S, 1, 1] each
         (self.seat, self.prompt_length, self.block_size, self.max_canvas, self.start, self.last_start,
-         self.last_blocks, self.max_open_blocks, self.num_shared_pages) = columns  # fmt: skip
+         self.last_blocks, self.max_opened_blocks, self.num_shared_pages) = columns  # fmt: skip
         self.block = self.start + torch.arange(bucket.blocks)[:, None]  # [S, W, 1]
         self.offset = torch.arange(bucket.block_length)  # [L]
         generated = self.block * self.block_size + self.offset
@@ -220,11 +220,11 @@ def _state_index(bucket: Bucket, window: _WindowCells) -> Tensor:
     first_column = window.seat * X
     tokens = first_column + torch.where(in_last_window, cell_column, blank_column)
     guesses = first_column + torch.where(in_last_window, M * L + cell_column, blank_column)
-    num_open_blocks = first_column.view(S, 1) + first_blank + 3
-    lookahead_cells = num_open_blocks + 1 + torch.arange(B)
-    before = torch.cat([num_open_blocks - 1, lookahead_cells[:, :-1]], 1)
-    by_limit = num_open_blocks.expand(-1, K * bucket.blocks)
-    parts = [tokens, guesses, by_limit, num_open_blocks, lookahead_cells, before]
+    num_opened_blocks = first_column.view(S, 1) + first_blank + 3
+    lookahead_cells = num_opened_blocks + 1 + torch.arange(B)
+    before = torch.cat([num_opened_blocks - 1, lookahead_cells[:, :-1]], 1)
+    by_limit = num_opened_blocks.expand(-1, K * bucket.blocks)
+    parts = [tokens, guesses, by_limit, num_opened_blocks, lookahead_cells, before]
     return torch.cat([part.flatten() for part in parts])
 
 
@@ -235,7 +235,7 @@ def _open_base(bucket: Bucket, window: _WindowCells) -> Tensor:
     base = limits.base_of_ends(window.start).expand(S, K, W).clone()
     base[:, 0] = limits.base_by_distance(window.block[..., 0])
     # More blocks than a window can reach make no difference, and would lead out of the columns.
-    max_open = torch.minimum(window.max_open_blocks, window.start + bucket.max_blocks + 1)
+    max_open = torch.minimum(window.max_opened_blocks, window.start + bucket.max_blocks + 1)
     base[:, 0, -1] = limits.base_by_room(max_open.view(-1))
     base += torch.arange(S)[:, None, None] * limits.size
     return torch.cat([base.flatten(), torch.ones(S, dtype=torch.int64)])

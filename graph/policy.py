@@ -40,7 +40,7 @@ class State(NamedTuple):
     """Token ids of the anchor's window [S, C]."""
     guesses: Tensor
     """Token ids that the last step predicted for these cells [S, C]."""
-    num_open_blocks: Tensor
+    num_opened_blocks: Tensor
     """Generated blocks that are open [S * (K * W + 1)]: of each sequence once for each limit, and once more."""
     lookahead_cells: Tensor
     """The cell that each branch fills in addition to the anchor [S, B]; -1: none."""
@@ -54,7 +54,7 @@ class NextState(NamedTuple):
 
     tokens: Tensor
     guesses: Tensor
-    num_open_blocks: Tensor
+    num_opened_blocks: Tensor
     """[S, 1]."""
     lookahead_cells: Tensor
 
@@ -68,11 +68,11 @@ def unpack_state(packed: Tensor, launch: Launch, constants: Constants) -> State:
     taken = packed.view(-1).index_select(0, launch.state_index).view(torch.int32)
     S, B, _ = constants.row.shape
     num_cells = launch.cells.numel()
-    tokens, guesses, num_open_blocks, lookahead_cells, cells_before = taken.split_with_sizes(
+    tokens, guesses, num_opened_blocks, lookahead_cells, cells_before = taken.split_with_sizes(
         [num_cells, num_cells, launch.open_base.numel(), S * B, S * B]
     )
     return State(
-        tokens.view(S, -1), guesses.view(S, -1), num_open_blocks, lookahead_cells.view(S, B), cells_before.view(S, B)
+        tokens.view(S, -1), guesses.view(S, -1), num_opened_blocks, lookahead_cells.view(S, B), cells_before.view(S, B)
     )
 
 
@@ -92,15 +92,15 @@ def open_blocks(params: RequestParams, state: State, launch: Launch) -> Rows:
     tokens = torch.where(is_lookahead, state.guesses[:, None], state.tokens[:, None])
     marked = tokens[:, :, None] == params.marks[:, None, :, None]  # [S, B, K, C]: masks, then each EOS
     counts = marked.view(S, B, K, W, -1).sum(-1, dtype=torch.float32)
-    opened = state.num_open_blocks + launch.open_base
+    opened = state.num_opened_blocks + launch.open_base
     limits = params.mask_limits.view(-1).index_select(0, opened[:-S]).view(S, 1, K, W)
     opens_none = (counts > limits).view(S, B, -1).any(-1)
-    num_open_blocks = torch.where(opens_none, state.num_open_blocks[-S:, None], opened[-S:, None])
+    num_opened_blocks = torch.where(opens_none, state.num_opened_blocks[-S:, None], opened[-S:, None])
     # Numbers of cells are higher than those of blocks, and -1 is lower.
-    num_predicted_blocks = torch.minimum(num_open_blocks, state.cells_before)
+    num_predicted_blocks = torch.minimum(num_opened_blocks, state.cells_before)
     is_predicted = (launch.blocks[:, None] < num_predicted_blocks[..., None])[..., None]
     masked = (marked[:, :, 0].view(S, B, W, -1) & is_predicted).view(S, B, -1)
-    return Rows(tokens, masked, num_open_blocks, counts[:, :, 0], is_lookahead, state.cells_before)
+    return Rows(tokens, masked, num_opened_blocks, counts[:, :, 0], is_lookahead, state.cells_before)
 
 
 def rows_of_group(
@@ -125,7 +125,7 @@ def rows_of_group(
     if not full_attention:
         return tokens, launch.slot_mapping
     W = launch.blocks.shape[1]
-    is_open = launch.blocks[:, None] < rows.num_open_blocks[:, group::num_groups, None]
+    is_open = launch.blocks[:, None] < rows.num_opened_blocks[:, group::num_groups, None]
     kept, padding = (x.view(S, R, W, -1) for x in (launch.slot_mapping, constants.padding_slots))
     return tokens, torch.where(is_open[..., None], kept, padding).view(S, R, -1)
 
@@ -154,7 +154,7 @@ def advance(
         compared = [confidences, launch.bars]
     else:
         compared = [confidences, torch.where(rows.masked, predicted.max_probs, constants.no_confidence)]
-    own = [constants.row, rows.masks, rows.num_open_blocks[..., None]]
+    own = [constants.row, rows.masks, rows.num_opened_blocks[..., None]]
     columns = torch.cat(float_bits([rows.tokens, predicted.tokens, *own, *compared]), 2)
 
     def choose(is_left_out: Tensor) -> Chosen:
@@ -168,7 +168,7 @@ def advance(
         candidate_rank >= params.min_rank, launch.cells.gather(1, candidate), constants.no_cell
     )
     tokens = torch.where(won.filled, won.guesses, won.tokens)
-    after = NextState(tokens, won.guesses, won.num_open_blocks, lookahead_cells)
+    after = NextState(tokens, won.guesses, won.num_opened_blocks, lookahead_cells)
     return after, won.row.view(-1), won.taken
 
 
@@ -192,7 +192,7 @@ def _choose(
     S, W = launch.blocks.shape
     C = launch.cells.shape[1]
     taken = torch.where(is_left_out[..., None], constants.nothing, columns).sum(1, dtype=torch.int32)
-    tokens, guesses, row, masks_before, _, num_open_blocks, bits = taken.split_with_sizes(
+    tokens, guesses, row, masks_before, _, num_opened_blocks, bits = taken.split_with_sizes(
         [C, C, 1, W, 1, 1, taken.shape[1] - 2 * C - W - 3], 1
     )
     if is_probability:
@@ -205,7 +205,7 @@ def _choose(
     is_activated = masks_before.view(torch.float32) <= params.activation_masks[:, None]
     threshold = torch.where(is_activated, by_block.max(-1).values, constants.accepted_rank).clamp(C, 2 * C)
     filled = (by_block >= threshold[..., None]).view(S, C)
-    return Chosen(tokens, guesses, row, num_open_blocks, rank, filled, taken)
+    return Chosen(tokens, guesses, row, num_opened_blocks, rank, filled, taken)
 
 
 def _ranks(confidences: Tensor, constants: Constants) -> Tensor:

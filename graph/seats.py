@@ -9,7 +9,7 @@ from lopa_ascend.decode.blocks import threshold_count
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.inputs import HostView, Snapshot, empty_params, empty_states, packed_state, write_params
 from lopa_ascend.graph.tensors import Storage
-from lopa_ascend.graph.window import max_open_blocks, num_blocks
+from lopa_ascend.graph.window import max_opened_blocks, num_blocks
 from lopa_ascend.sequence import GraphSequence, Sequence
 
 
@@ -82,7 +82,7 @@ class Seats:
             window_start=window_start,
             last_start=graph.window_start,
             last_blocks=graph.window_blocks,
-            max_open_blocks=max_open_blocks(sequence.strategy),
+            max_opened_blocks=max_opened_blocks(sequence.strategy),
             num_shared_pages=num_shared_pages,
         )
 
@@ -96,7 +96,7 @@ def take_snapshot(sequence: Sequence) -> Snapshot:
     assert sequence.plan is not None
     strategy, prompt_length = sequence.strategy, len(sequence.request.prompt)
     *others, anchor = strategy.branches
-    num_generated = anchor.blocks[sequence.plan.num_open_blocks].end - prompt_length  # block 0 is the prompt
+    num_generated = anchor.blocks[sequence.plan.num_opened_blocks].end - prompt_length  # block 0 is the prompt
     fills = [branch.lookahead for branch in others]
     return Snapshot(
         window_start=num_blocks(strategy, strategy.num_committed),

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from lopa_ascend.backend.compiler import Compiler
-from lopa_ascend.config import MAX_QUERIES, EngineConfig
+from lopa_ascend.config import MAX_QUERIES, EngineConfig, ParameterError
 from lopa_ascend.graph.buckets import Bucket, Buckets, declare
 from lopa_ascend.graph.compile import load_compiler
 from lopa_ascend.graph.executor import GraphExecutor
@@ -25,8 +25,10 @@ CPU_WARNING = (
     "graph_mode inductor is meant for tests of compiled steps: on a CPU it has not been faster than graph_mode eager. "
     "Before the first request %d graphs are compiled, which can take minutes."
 )
-
-
+SMALL_GRAPHS = (
+    "graphs have at most %d of %d sequences and windows of at most %d of %d blocks, because max_num_batched_tokens is "
+    "%d; larger steps are eager"
+)
 ESTIMATE = "graph_mode %s: %d graphs of %d layers are compiled in about %.0f minutes of CPU time, unless they are kept"
 
 
@@ -54,6 +56,7 @@ def plan_graphs(config: EngineConfig, identity: object, max_model_len: int, max_
 
     Raises:
         GraphError: the graph mode has no room for so many graphs.
+        ParameterError: the largest window has fewer positions than a graph has branches.
     """
     slots = slots_for(1 + config.graph_num_branches, config.branch_parallel_size)
     block_length = min(config.graph_block_size, max_model_len)
@@ -69,7 +72,17 @@ def plan_graphs(config: EngineConfig, identity: object, max_model_len: int, max_
         full_attention=config.graph_window_attention == "full",
         max_queries=MAX_QUERIES.get(config.attention_layout),
     )
+    if blocks * block_length < shape.branches:
+        message = (
+            f"{blocks} blocks of {block_length} positions are fewer positions than the {shape.branches} branches of a "
+            "graph; choose more or longer blocks (graph_block_size), or fewer branches (graph_num_branches)"
+        )
+        raise ParameterError("graph_window_blocks", message)
     buckets = declare(shape, max_tokens)
+    most_sequences = max(bucket.sequences for bucket in buckets.declared)
+    most_blocks = max(bucket.blocks for bucket in buckets.declared)
+    if most_sequences < shape.sequences or most_blocks < shape.blocks:
+        logger.info(SMALL_GRAPHS, most_sequences, shape.sequences, most_blocks, shape.blocks, max_tokens)
     key = repr((identity, config.dtype, config.tensor_parallel_size, config.branch_parallel_size, _kind(config)))
     compiler = load_compiler(
         config.device, config.mode, key=f"{key} {config.attention_layout}", cache_dir=config.graph_cache

@@ -66,12 +66,14 @@ class Launch(NamedTuple):
     blocks: Annotated[Tensor, int32("S W")]
     """Number of each block of the window."""
     open_base: Annotated[Tensor, int32("Q")]
-    """What the number of open blocks is added to. First the base column, as an index into the flat
-    ``RequestParams.mask_limits``, of each block [S, K, W]: for its masks, then for each EOS; see ``MaskLimits``. The
-    window's last block is open only if there can be no more, so its base is the one by which a sequence that may have
-    no more blocks opens none. Then 1 [S], for the number of open blocks once another is opened."""
+    """What the device adds the number n of opened blocks to. First indices into the flat
+    ``RequestParams.mask_limits`` [S, K, W]: for each block of the window the column of its limit of masks, then of
+    each EOS; see ``MaskLimits``. One entry is another: that of the masks of the window's last block, which is open
+    only if there can be no more blocks, says whether the sequence may open another one. Then 1 [S], which gives
+    n + 1."""
     bars: Annotated[Tensor, int32("S B 2*C")]
-    """Confidences, as their bits, that a cell must exceed to have a mask (C times), and to be accepted (C times)."""
+    """Thresholds, as the bits of floats, that the bits of each cell's confidence are compared with: first C times -1,
+    which every masked cell exceeds, then C times ``tau_conf``, which accepted cells exceed."""
     slot_mapping: Annotated[Tensor, int32("S R C")]
     """Flat cache position of each cell in each slot; of padding slots where a cell must not be written."""
 
@@ -90,8 +92,8 @@ class RequestParams(NamedTuple):
     mask_limits: Annotated[Tensor, float32("S F")]
     """A branch opens another block if none of its blocks has more masks than its limit; see ``MaskLimits``."""
     min_rank: Annotated[Tensor, float32("S B")]
-    """The rank that the candidate of each lookahead branch must have: 1, in a launch times C, or infinity for branches
-    that the request did not ask for."""
+    """Lowest rank with which a cell becomes the lookahead cell of each branch: C, that of masked cells, or infinity for
+    branches that the request did not ask for. A seat has 1 in place of C, which differs between buckets."""
 
 
 class ModelInputs(NamedTuple):

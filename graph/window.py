@@ -45,11 +45,11 @@ def next_window(sequence: Sequence) -> Window:
     strategy, plan = sequence.strategy, sequence.plan
     assert plan is not None
     if graph_of(sequence).in_flight is None:
-        start, num_open = num_blocks(strategy, plan.start), plan.num_open_blocks
+        start, num_open = num_blocks(strategy, plan.start), plan.num_opened_blocks
     else:
         start = num_blocks(strategy, plan.start + plan.num_new)
         num_open = max(num_blocks(strategy, row.end) for row in plan.rows)
-    end = max(min(num_open + 1, max_open_blocks(strategy)), start + 1)
+    end = max(min(num_open + 1, max_opened_blocks(strategy)), start + 1)
     return Window(start, end, pages_for(end_of_blocks(sequence, end)))
 
 
@@ -74,7 +74,7 @@ def num_blocks(strategy: Strategy, num_positions: int) -> int:
     return -(-max(0, num_positions - len(strategy.prompt)) // strategy.params.block_size)
 
 
-def max_open_blocks(strategy: Strategy) -> int:
+def max_opened_blocks(strategy: Strategy) -> int:
     """The most generated blocks that a sequence may have open. Once an EOS has been filled no more are opened."""
     anchor = strategy.branches[-1]
     if anchor.eos:

@@ -30,7 +30,7 @@ class Rows(NamedTuple):
     """Token ids, int32 [S, B, C]."""
     masked: Tensor
     """Cells to predict, bool [S, B, C]."""
-    num_open_blocks: Tensor
+    num_opened_blocks: Tensor
     """int32 [S, B]."""
     masks: Tensor
     """Masks in each block, float32 [S, B, W]."""
@@ -60,7 +60,7 @@ class Chosen(NamedTuple):
     """Token ids that the model predicts, int32 [S, C]."""
     row: Tensor
     """Its number: sequence * B + branch, int32 [S, 1]."""
-    num_open_blocks: Tensor
+    num_opened_blocks: Tensor
     """int32 [S, 1]."""
     rank: Tensor
     """Of each cell, float32 [S, C]: below C without a mask, from 2 C on where tau_conf accepts it, otherwise between
@@ -146,5 +146,5 @@ def _is_next(rows: Rows, anchor: Chosen) -> Tensor:
     """
     is_only_fill = anchor.filled.sum(-1, keepdim=True, dtype=torch.float32) <= 1.0
     commits_nothing = rows.masks[:, :, 0] > 0
-    has_blocks = rows.num_open_blocks >= anchor.num_open_blocks
+    has_blocks = rows.num_opened_blocks >= anchor.num_opened_blocks
     return is_only_fill & commits_nothing & has_blocks

@@ -266,6 +266,12 @@ class EngineConfig:
         if self.debug_kv and self.mode != "eager":
             message = f'reads every step back, which needs graph_mode "eager"; graph_mode is {self.mode!r}'
             raise ParameterError("debug_kv", message)
+        if self.mode != "eager" and self.graph_window_attention == "full" and self.branch_parallel_size > 1:
+            message = (
+                f'"full" and branch_parallel_size {self.branch_parallel_size} do not go together in graph mode '
+                f'{self.mode}; choose "block_causal", or graph mode eager'
+            )
+            raise ParameterError("graph_window_attention", message)
         if self.quantization_exclude and self.quantization is None:
             raise ParameterError("quantization_exclude", "needs quantization")
         if self.quantization is not None:

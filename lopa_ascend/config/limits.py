@@ -102,7 +102,7 @@ class Limits:
         self._check_token_ids(params)
 
     def _check_token_ids(self, params: DecodingParams) -> None:
-        """Refuses ids that the model does not have, and the mask where it would end every answer.
+        """Refuses ids that the model does not have, and the mask where it would end or spoil every answer.
 
         Raises:
             ParameterError: see above.
@@ -119,3 +119,6 @@ class Limits:
                     raise ParameterError(name, f"{token} is not below the vocabulary size {self.vocab_size}")
                 if token == self.mask_token_id and name in ("eos_token_id", "stop_token_ids"):
                     raise ParameterError(name, f"{token} is the mask, which would end every answer")
+                if token == self.mask_token_id and name == "logit_bias":
+                    # It keeps its share of every probability.
+                    raise ParameterError(name, f"{token} is the mask, which is never generated")

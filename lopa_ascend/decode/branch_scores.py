@@ -69,7 +69,8 @@ def branch_scores(
     elif params.branch_score == "pivot":
         own = _pivot(branches, rows, results, params)
     else:
-        # The confidences are entropies also where only the pivot is chosen by these.
+        # ``ranking`` is "neg_entropy" for branches over tokens even if ``confidence`` is "max_prob": then the pivot
+        # alone is chosen by entropy, and branches are scored by probability.
         by_entropy = params.branch_score == "entropy" or params.ranking == params.confidence
         totals = [branch_score(r.confidences if by_entropy else r.max_probs, params) for r in results]
         own = [Fraction(total, count * SCALE) for total, count in totals]

@@ -55,7 +55,7 @@ class Canvas(Strategy):
             num_new=0,
             rows=rows,
             num_branches=self.num_branches,
-            num_open_blocks=len(self.anchor.blocks) - 1,
+            num_opened_blocks=len(self.anchor.blocks) - 1,
             winner_commits=False,
             prefix_length=rows[-1].start,
         )

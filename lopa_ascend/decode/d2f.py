@@ -17,7 +17,7 @@ class D2F(Strategy):
         """Opens and activates blocks, then says what the next forward pass computes; None when the sequence is done."""
         if self.params.finish_at_eos and self.visible_is_final():
             return None
-        num_open_blocks = len(self.branches[-1].blocks) - 1
+        num_opened_blocks = len(self.branches[-1].blocks) - 1
         for branch in self.branches:
             self._extend(branch)
             branch.activate(self.params.tau_act)
@@ -35,7 +35,7 @@ class D2F(Strategy):
             num_new=num_new,
             rows=rows,
             num_branches=self.num_branches,
-            num_open_blocks=num_open_blocks,
+            num_opened_blocks=num_opened_blocks,
             winner_commits=full,
             prefix_length=max(self.num_committed, len(self.prompt)),
         )

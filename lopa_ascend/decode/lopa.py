@@ -24,10 +24,6 @@ class Lookaheads(Strategy):
     """With ``params.follows_load`` the most branches that are made for a pass: no more than may be kept of them."""
 
     @property
-    def num_branches(self) -> int:
-        return 1 + self.params.lookaheads
-
-    @property
     def _num_wanted(self) -> int:
         """The most lookahead branches of the next pass. With ``num_branches`` "auto" and without a look at the load:
         all where no rule accepted anything in the last pass, otherwise none."""
@@ -41,7 +37,8 @@ class Lookaheads(Strategy):
         return super().keep(plan, num_lookaheads)
 
     def _predicted(self, row: RowPlan, result: RowResult) -> list[Fill]:
-        """Where the pass reports entropies that positions are not ranked by, the probability ranks these."""
+        """If the pass reports entropies although positions are ranked by probability, their confidence is the
+        probability."""
         predicted = super()._predicted(row, result)
         if self.params.ranking == self.params.confidence:
             return predicted

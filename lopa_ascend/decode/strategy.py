@@ -69,8 +69,8 @@ class Strategy(ABC):
 
     @property
     def num_branches(self) -> int:
-        """The most rows that this sequence can ask for in one forward pass."""
-        return 1
+        """The most rows that a forward pass of this sequence may have. The engine reserves pages for so many."""
+        return 1 + self.params.lookaheads
 
     @property
     def in_prefill(self) -> bool:

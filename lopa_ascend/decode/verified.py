@@ -34,7 +34,7 @@ class DraftingLopa(Lopa):
     _left_out: Sequence[Branch] = ()
     """Lookahead branches of this pass that were given up."""
     _would_win_if_confirmed: ClassVar[float] = 1.0
-    """Share of the branches that the anchor confirms that win, if they are the first of these."""
+    """Measured: how often a branch that was given up, and is the first that the anchor confirms, would have won."""
 
     def keep(self, plan: SequencePlan, num_lookaheads: int) -> SequencePlan:
         self._left_out = self.branches[:-1][num_lookaheads:]
@@ -98,9 +98,9 @@ class DraftingLopa(Lopa):
 
 
 class VerifiedLopa(DraftingLopa):
-    """The branch wins that fills most positions, its own tokens included, among the anchor and the branches that are
-    confirmed: another confirmed branch (the anchor is one) holds a part of its tokens, and D2F's fill rule, applied to
-    that branch's predictions, fills the rest now. Among equals the branch score decides, then the rank.
+    """Of the anchor and the confirmed branches the one wins that has most positions filled, its own tokens included;
+    among equals the branch score decides, then the rank. A branch is confirmed if another confirmed branch, or the
+    anchor, holds a part of its own tokens (the anchor holds none) and would now fill the others by D2F's rule.
 
     So D2F's fill rule has accepted every token, on predictions from accepted tokens alone. The order in which
     positions are filled, and with it the answer, may be another one than D2F's.

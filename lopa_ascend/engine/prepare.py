@@ -113,7 +113,8 @@ def choose_num_pages(config: EngineConfig, max_model_len: int, page_bytes: int) 
             raise ParameterError("kv_cache_memory", message)
         return config.kv_cache_memory // page_bytes
     usual_slots = slots_for(1 + DecodingParams().lookaheads, config.branch_parallel_size)
-    useful = config.max_num_seqs * usual_slots * pages_for(max_model_len)
+    most_slots = slots_for(1 + config.max_num_branches, config.branch_parallel_size)
+    useful = max(config.max_num_seqs * usual_slots, most_slots) * pages_for(max_model_len)
     affordable = default_kv_memory(config.device, config.world_size) // page_bytes
     return max(1, min(useful, affordable))
 

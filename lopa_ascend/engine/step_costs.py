@@ -20,7 +20,7 @@ from lopa_ascend.types import Scoring
 ROW = 32
 """Tokens of a row."""
 LONG = 0.1
-"""Seconds: after a step that takes longer no larger one is measured."""
+"""Seconds: after the second size, once one takes longer no larger one is measured."""
 REPETITIONS = 5
 ENOUGH = 0.1
 """Seconds: after so long a size is not measured again, because other requests wait."""

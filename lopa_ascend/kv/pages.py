@@ -121,7 +121,7 @@ class PageTables:
 
     def make_room(self, demand: Demand) -> None:
         """Allocates the pages that a step writes: each slot must hold what the step commits, and the slot's longest
-        row. A slot without a row shares the full pages of slot 0."""
+        row. A slot without a row shares those pages of slot 0 that committed positions fill."""
         committed = demand.committed_end
         self.grow(0, max(committed, demand.slot_ends[0]))
         if not demand.winner_commits:  # all branches write the same, so full pages are shared before they are written

@@ -58,7 +58,7 @@ class PrefixCache:
         allocator.reclaim = self.drop_oldest
         self._entries: OrderedDict[PrefixKey, PrefixEntry] = OrderedDict()
         self._references: dict[int, int] = {}
-        """By page id, the entries that hold the page."""
+        """By page id, how many entries hold the page."""
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -38,7 +38,7 @@ class ForwardResult:
     """For every masked position of every row of this group, branch by branch."""
     committing_hidden: Tensor
     """Final hidden state of the last committing position: [rows of the share, hidden] where keys and values differ by
-    branch, otherwise [1, hidden]; [0] if nothing commits."""
+    branch, otherwise [1, hidden]; no rows if nothing commits."""
     model_tokens: int
     head_rows: int
     job: Job | None = None

@@ -60,8 +60,8 @@ class SequencePlan:
     """The branches in evaluation order: lookahead branches by rank, the anchor last."""
     num_branches: int
     """The most rows that this sequence ever has in one pass."""
-    num_open_blocks: int
-    """Generated blocks that the anchor had before this plan added any."""
+    num_opened_blocks: int
+    """Generated blocks that were opened before this plan opened any, finished ones included."""
     winner_commits: bool
     """Full attention: keys and values differ by branch, so the winner's are copied to all slots after the pass."""
     prefix_length: int

@@ -274,6 +274,19 @@ def test_a_mask_that_ends_answers_is_refused(llm: LLM, decoding: str, name: str)
         llm.generate("hello", chosen, quiet=True)
 
 
+def test_a_bias_of_the_mask_is_refused(llm: LLM) -> None:
+    """It would take its share from every probability."""
+    mask = llm.config.mask_token_id
+    with pytest.raises(ParameterError, match=f"logit_bias: {mask} is the mask"):
+        llm.generate("hello", params(logit_bias={mask: 100}), quiet=True)
+
+
+def test_by_default_one_request_with_all_branches_fits(path) -> None:
+    """Even if no other request runs beside it."""
+    limits = LLM(path, max_num_seqs=1, max_model_len=512).engine.limits
+    limits.check(100, params(num_branches=limits.max_num_branches, max_new_tokens=412))
+
+
 def test_a_request_that_cannot_fit_is_refused_with_the_numbers(path) -> None:
     llm = LLM(path, max_model_len=64)
     with pytest.raises(ParameterError, match="max_new_tokens.*60.*5 tokens.*64.*59"):

@@ -50,7 +50,7 @@ def answer(rng: random.Random, length: int) -> RowResult:
 
 
 class Seen(NamedTuple):
-    """Blocks of a sequence before a step, as the host sees them; ``caps`` as ``HostView.max_open_blocks``."""
+    """Blocks of a sequence before a step, as the host sees them; ``caps`` as ``HostView.max_opened_blocks``."""
 
     settled: int
     opened: int
@@ -242,7 +242,7 @@ class Batch:
         assert len(set(given.model.hidden_rows.tolist())) == len(given.model.hidden_rows)
         for b, expected in enumerate(plan.rows):
             assert expected.start == seq.position(first * LENGTH)
-            opened = int(rows.num_open_blocks[row, b])
+            opened = int(rows.num_opened_blocks[row, b])
             inside = [cells.index(cell) for cell in seq.cells(range(first, opened))]
             positions = numbers[inside].tolist()
             assert positions == list(range(expected.start, expected.end))
@@ -269,7 +269,7 @@ class Batch:
             of_group = partial(policy.rows_of_group, rows, given.launch, constants, self.size, group)
             tokens, at = of_group(full_attention=False)
             block = (given.launch.cells - FIRST_CELL) // LENGTH
-            is_open = block[:, None] < rows.num_open_blocks[:, group :: self.size, None]
+            is_open = block[:, None] < rows.num_opened_blocks[:, group :: self.size, None]
             at_in_full_attention = torch.where(is_open, at, constants.padding_slots)
             assert torch.equal(of_group(full_attention=True)[1], at_in_full_attention)
             assert len(set(at.flatten().tolist())) == at.numel()
@@ -303,7 +303,7 @@ class Batch:
     def compare_state(self, row: int, given: StepInputs, state: NextState) -> None:
         seq = self.sequences[row]
         branches, now = seq.strategy.branches, seq.seen[-1]
-        assert int(state.num_open_blocks[row]) == now.opened
+        assert int(state.num_opened_blocks[row]) == now.opened
         cells = (given.launch.cells[row] - FIRST_CELL).tolist()
         for b in range(self.bucket.branches):
             fill = branches[b].lookahead if b < len(branches) else None

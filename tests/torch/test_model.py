@@ -77,7 +77,7 @@ def test_logits_are_those_of_qwen2(seed: int, full: bool, tmp_path) -> None:
     masked = tuple(range(prompt, end))
     edges = (end,) if full else (prompt, *range(prompt + BLOCK, end + 1, BLOCK))
     row = RowPlan(0, tuple(tokens), 0, edges, masked)
-    forward(model, SequencePlan(0, prompt, (row,), 1, winner_commits=full, num_open_blocks=0, prefix_length=prompt))
+    forward(model, SequencePlan(0, prompt, (row,), 1, winner_commits=full, num_opened_blocks=0, prefix_length=prompt))
     ours = model.logits(model.hidden[: len(masked)])
 
     owner = torch.tensor([0] * prompt + [1 + i // BLOCK for i in range(blocks * BLOCK)])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lopa_ascend.config import EngineConfig
+from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.graph.buckets import Bucket, Buckets, declare
+from lopa_ascend.graph.setup import plan_graphs
 from lopa_ascend.kv.pages import pages_for, slots_for
 
 
@@ -38,6 +40,20 @@ def test_an_engine_of_16_ranks_has_at_most_twelve_by_default(max_model_len: int)
     declared = declare(shape, max(4096, max_model_len)).declared
     assert len(declared) <= 12
     assert all(bucket.pages == pages for bucket in declared)
+
+
+@pytest.mark.parametrize(
+    ("settings", "max_model_len"),
+    [
+        ({"graph_num_branches": 15, "graph_block_size": 4, "graph_window_blocks": 2}, 2048),
+        ({"graph_num_branches": 3, "graph_block_size": 1}, 3),
+    ],
+)
+def test_windows_with_fewer_positions_than_branches_are_refused(settings: dict[str, Any], max_model_len: int) -> None:
+    """Each branch takes a position of its own in the window."""
+    config = EngineConfig(graph_mode="inductor", **settings)
+    with pytest.raises(ParameterError, match="graph_window_blocks.*fewer positions than the"):
+        plan_graphs(config, "any model", max_model_len, 4096)
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 310), st.sampled_from([512, 2048, 10**9]))

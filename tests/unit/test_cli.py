@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lopa_ascend.config import DecodingParams, EngineConfig, recommended_decoding
+from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError, recommended_decoding
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.serve import cli
 from lopa_ascend.serve.cli import parse_args
@@ -132,6 +132,8 @@ def test_more_branches_than_allowed_name_both_flags(capsys: pytest.CaptureFixtur
 def test_graphs_are_compiled_for_a_decoding_that_they_can_run():
     model = ["--model", "M"]
     assert parse_args([*model, "--window-attention", "full"]).engine.graph_window_attention == "full"
+    with pytest.raises(ParameterError, match='graph_window_attention.*"full" and branch_parallel_size 2'):
+        EngineConfig(graph_mode="inductor", graph_window_attention="full", branch_parallel_size=2)
     for decoding in (["--decoding", "parallel"], ["--base", "parallel"]):
         config = parse_args([*model, *decoding, "--block-size", "8"])
         assert config.engine == parse_args(model).engine

@@ -12,6 +12,7 @@ from examples.near_first.near_first import NearFirst
 from lopa_ascend import register_decoding
 from lopa_ascend.config import DecodingParams, ParameterError, decodings, fitting_defaults
 from lopa_ascend.decode import begin
+from lopa_ascend.decode.d2f import D2F
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.types import RowResult, StepRecord
 
@@ -63,6 +64,14 @@ def test_it_goes_with_the_parameters_of_lopa() -> None:
         DecodingParams(decoding=NAME, steps=4)
     defaults = {"num_branches": 5, "base": "parallel", "branch_acceptance": "exact", "tau_conf": 0.5}
     assert fitting_defaults(defaults, {"decoding": NAME}) == {"tau_conf": 0.5}
+
+
+def test_pages_are_reserved_for_as_many_rows_as_the_request_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever class decodes it: page tables are made before the strategy, for these rows."""
+    monkeypatch.setattr(decodings, "_registered", {})
+    register_decoding("alone", type("Alone", (D2F,), {"like": "lopa"}))
+    params = DecodingParams(decoding="alone", num_branches=4)
+    assert begin([1], params, 99, frozenset()).num_branches == 5 == 1 + params.lookaheads
 
 
 def test_names_and_strategies_that_cannot_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:

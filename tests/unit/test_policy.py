@@ -96,9 +96,9 @@ def test_what_is_final_only_grows(setup: dict, seed: int) -> None:
 def test_plans_are_consistent(setup: dict, seed: int) -> None:
     params = DecodingParams(**setup)
     strategy = begin([1, 2, 3], params, MASK, frozenset([EOS]))
-    num_open_blocks = 0
+    num_opened_blocks = 0
     while (plan := strategy.plan()) is not None:
-        assert plan.num_open_blocks == num_open_blocks
+        assert plan.num_opened_blocks == num_opened_blocks
         assert 1 <= len(plan.rows) <= plan.num_branches == 1 + params.lookaheads
         anchor = plan.rows[-1]
         for row in plan.rows:
@@ -110,4 +110,4 @@ def test_plans_are_consistent(setup: dict, seed: int) -> None:
             assert plan.num_new <= shared or params.window_attention == "full" or row is anchor
             assert not any(MASK == t for t in row.tokens[: plan.num_new])
         strategy.absorb(plan, answer(plan, seed, strategy.num_forwards), 0, 0)
-        num_open_blocks = -(-len(strategy.winner.tokens) // params.block_size)
+        num_opened_blocks = -(-len(strategy.winner.tokens) // params.block_size)
