@@ -88,7 +88,8 @@ class Parameter(Setting):
     """Values with which a request switches the parameter off; they are stored as None."""
     graphs: GraphSupport = GraphSupport.ANY
     own_field: bool = False
-    """Routes whose requests may set the parameter have a field of their own for it."""
+    """Bodies of requests get no field for the parameter from this declaration. Routes that take it have a field of their
+    own, as ``logprobs``."""
 
 
 def declare(default: T, setting: Setting) -> T:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.config.kinds import Boolean, Bytes, Choice, Integer, Number, Strings, Text
-from lopa_ascend.config.settings import Group, Setting, declare
+from lopa_ascend.config.settings import Group, Setting, declare, settings
 
 DAY = 86400
 """Seconds."""
@@ -174,5 +174,5 @@ class ServeConfig:
     """Decoding parameters by name, as far as they were given: the defaults of requests."""
 
 
-SECRETS = tuple(f.name for f in fields(ServeConfig) if not f.repr)
+SECRETS = tuple(name for name, setting in settings(ServeConfig).items() if setting.secret)
 """Settings whose values are never shown."""

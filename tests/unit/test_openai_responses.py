@@ -205,9 +205,9 @@ def test_events_build_the_whole_response(text: str, cuts: list[int], reason: str
     encoder, update = asked.encoder(), Update("r", (), (), 1, 1, 9, 0, 0)
     events = encoder.opening()
     for cut in sorted(cuts):
-        events += encoder.progress(0, update, Progress((), text[:cut]))
+        events += encoder.events(0, update, Progress((), text[:cut]))
     output = output_of(text, reason)
-    events += encoder.progress(0, update, Progress((4, 5), text, output=output)) + encoder.closing()
+    events += encoder.events(0, update, Progress((4, 5), text, output=output)) + encoder.closing()
     deltas = [event["delta"] for event in checked(events) if event["type"] == "response.output_text.delta"]
     assert "".join(deltas) == text
     assert "" not in deltas
@@ -226,7 +226,7 @@ def test_events_build_the_whole_response(text: str, cuts: list[int], reason: str
 
 def test_a_failure_is_an_error_and_a_failed_response():
     encoder = writer().encoder()
-    events = encoder.opening() + encoder.progress(0, Update("r", (4,), (1.0,), 1, 1, 9, 0, 0), Progress((4,), "be"))
+    events = encoder.opening() + encoder.events(0, Update("r", (4,), (1.0,), 1, 1, 9, 0, 0), Progress((4,), "be"))
     late = ApiError(HTTPStatus.GATEWAY_TIMEOUT, "too late", code="timeout")
     error, failed = checked(events + encoder.failure(late))[-2:]
     assert (error["type"], error["code"], error["message"]) == ("error", "timeout", "too late")

@@ -170,14 +170,14 @@ def test_times_of_a_request():
     summary = timeline.summary(16.0, "error")
     assert (summary["ttft_s"], summary["latency_s"], summary["finish_reason"]) == (3.0, 6.0, "error,length")
     assert (summary["prompt_tokens"], summary["completion_tokens"], summary["tpf"]) == (10, 4, 1.333)
-    assert Timeline([5], 0.0).summary(1.0, None)["finish_reason"] == "abort"
+    assert Timeline([5], 0.0).summary(1.0, "abort")["finish_reason"] == "abort"
 
 
 def test_a_request_that_is_aborted_while_it_waits_has_not_begun():
     timeline = Timeline([5], arrived=10.0)
     timeline.choices[0].advance(12.0, 0.5, *step(0, 0, GenerationOutput((1,), (), "", "abort", None, 0, 0, 0)))
     assert (timeline.choices[0].begun, timeline.choices[0].prefilled) == (None, None)
-    assert timeline.summary(12.0, None)["finish_reason"] == "abort"
+    assert timeline.summary(12.0, "abort")["finish_reason"] == "abort"
 
 
 @pytest.mark.parametrize("trace", [False, True])
@@ -192,7 +192,7 @@ def test_a_slow_reader_of_a_trace_ends_its_stream_and_other_updates_are_merged(t
             generation.post(0, update, Progress((number,), ""))
         seen: list[object] = []
         try:
-            async for _, update, _ in generation.progress():
+            async for _, update, _ in generation.updates():
                 seen.append(len(update.token_ids))
                 if not trace:
                     break

@@ -32,7 +32,7 @@ from lopa_ascend.serve.api.schema import NeutralValues
 
 MAX_DEPTH = 16
 """Most levels of nested objects and lists; requests need five."""
-MAX_PARTS = 100_000
+MAX_JSON_ITEMS = 100_000
 """Most objects, lists and names of fields in a body. Requests need a few for each message; millions would hold the
 interpreter's lock for seconds."""
 MAX_SHOWN = 100
@@ -123,21 +123,22 @@ def _object_of_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-_PART_OR_STRING = re.compile(rb'[\[{:"]')
+# Outside strings there is a "[" for each list, a "{" for each object, and a ":" for each name.
+_ITEM_OR_STRING = re.compile(rb'[\[{:"]')
 _ESCAPE_OR_END = re.compile(rb'\\.|"', re.DOTALL)
 
 
-def _check_parts(raw: bytes) -> None:
-    """Refuses a body of more than ``MAX_PARTS`` parts before anything is made of it."""
-    if sum(map(raw.count, (b"[", b"{", b":"))) <= MAX_PARTS:
+def _check_num_items(raw: bytes) -> None:
+    """Refuses a body of more than ``MAX_JSON_ITEMS`` items before anything is made of it."""
+    if sum(map(raw.count, (b"[", b"{", b":"))) <= MAX_JSON_ITEMS:
         return
     count, place = 0, 0
-    while (part := _PART_OR_STRING.search(raw, place)) is not None:
-        place = part.end()
-        if part[0] != b'"':
+    while (found := _ITEM_OR_STRING.search(raw, place)) is not None:
+        place = found.end()
+        if found[0] != b'"':
             count += 1
-            if count > MAX_PARTS:
-                raise _bad(f"the body has more than {MAX_PARTS} objects, lists and names", code="invalid_json")
+            if count > MAX_JSON_ITEMS:
+                raise _bad(f"the body has more than {MAX_JSON_ITEMS} objects, lists and names", code="invalid_json")
             continue
         while (end := _ESCAPE_OR_END.search(raw, place)) is not None:
             place = end.end()
@@ -148,7 +149,7 @@ def _check_parts(raw: bytes) -> None:
 
 
 def _load(raw: bytes) -> dict[str, Any]:
-    _check_parts(raw)
+    _check_num_items(raw)
     try:
         text = raw.decode("utf-8")
         values = json.loads(

@@ -10,8 +10,8 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from lopa_ascend.serve.api.answers import LopaStats, Usage
+from lopa_ascend.serve.api.completions import CompletionWriter
 from lopa_ascend.serve.api.events import Encoder
-from lopa_ascend.serve.api.responses import Response
 from lopa_ascend.serve.api.schema import Json
 from lopa_ascend.serve.engine.client import Choice
 from lopa_ascend.text.tokenizer import Tokenizer
@@ -90,8 +90,8 @@ class DiffusionDone(BaseModel):
 # ---- making them -----------------------------------------------------------------------------------------------------
 
 
-class StepResponse(Response):
-    """A response that shows every forward pass."""
+class StepWriter(CompletionWriter):
+    """Writes a response that shows every forward pass."""
 
     def encoder(self) -> Encoder:
         """Makes the events of the only choice."""
@@ -102,13 +102,13 @@ class StepEncoder(Encoder):
     """Makes the events of one diffusion stream.
 
     Args:
-        response: makes the parts of the response.
+        writer: makes the parts of the response.
         choice: the only choice of the request.
         tokenizer: for the text of filled tokens; None: events have token ids only.
     """
 
-    def __init__(self, response: Response, choice: Choice, tokenizer: Tokenizer | None):
-        self._response, self._choice, self._tokenizer = response, choice, tokenizer
+    def __init__(self, writer: CompletionWriter, choice: Choice, tokenizer: Tokenizer | None):
+        self._writer, self._choice, self._tokenizer = writer, choice, tokenizer
         self._num_prompt = len(choice.prompt_token_ids)
         self._sent: set[int] = set()
         """Positions of the canvas whose tokens were sent."""
@@ -117,9 +117,9 @@ class StepEncoder(Encoder):
         """The diffusion.start."""
         params = self._choice.params
         start = {"prompt_tokens": self._num_prompt, "max_new_tokens": params.max_new_tokens}
-        return [{"object": "diffusion.start", **self._response.head, **start, "block_size": params.block_size}]
+        return [{"object": "diffusion.start", **self._writer.head, **start, "block_size": params.block_size}]
 
-    def progress(self, index: int, update: Update, progress: Progress) -> list[Json]:
+    def events(self, index: int, update: Update, progress: Progress) -> list[Json]:
         """A diffusion.step for a forward pass, and diffusion.done at the end."""
         events = []
         if update.record is not None:
@@ -139,7 +139,7 @@ class StepEncoder(Encoder):
         *lookaheads, anchor = record.branches
         return {
             "object": "diffusion.step",
-            "id": self._response.id,
+            "id": self._writer.id,
             "index": record.index,
             "canvas_length": winner.end - self._num_prompt,
             "fills": [self._fill(fill) for fill in fills],
@@ -157,14 +157,14 @@ class StepEncoder(Encoder):
         ]
         return {
             "object": "diffusion.done",
-            **self._response.head,
+            **self._writer.head,
             "fills": fills,
             "token_ids": list(output.token_ids),
             "text": text,
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
             "seed": output.seed,
-            **self._response.totals([output]),
+            **self._writer.totals([output]),
         }
 
     def _branch(self, rank: int, branch: BranchRecord) -> Json:

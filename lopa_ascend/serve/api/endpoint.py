@@ -18,9 +18,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.serve.api import body, responses
+from lopa_ascend.serve.api import body, completions
 from lopa_ascend.serve.api.access import log_line, request_id
-from lopa_ascend.serve.api.diffusion import StepResponse
+from lopa_ascend.serve.api.diffusion import StepWriter
 from lopa_ascend.serve.api.errors import ApiError, unavailable
 from lopa_ascend.serve.api.events import Encoder
 from lopa_ascend.serve.api.intake import Intake
@@ -70,17 +70,17 @@ def _completion(
     model: str,
     request: CompletionRequest,
     choices: list[Choice],
-    kind: type[responses.Response] = responses.Response,
+    kind: type[completions.CompletionWriter] = completions.CompletionWriter,
 ) -> Writer:
     tokenizer = planner.prompts.tokenizer
-    details = responses.Details(
+    details = completions.Details(
         n=request.n or 1,
         with_ids=bool(request.return_token_ids) or tokenizer is None,
         logprobs=request.logprobs,
         echoed=planner.echoed(request),
         stream_options=request.stream_options,
     )
-    return kind(responses.COMPLETION, model, choices, details, tokenizer)
+    return kind(completions.COMPLETION, model, choices, details, tokenizer)
 
 
 def _chat(
@@ -88,15 +88,15 @@ def _chat(
     model: str,
     request: ChatRequest,
     choices: list[Choice],
-    kind: type[responses.Response] = responses.Response,
+    kind: type[completions.CompletionWriter] = completions.CompletionWriter,
 ) -> Writer:
-    details = responses.Details(
+    details = completions.Details(
         n=request.n or 1,
         with_ids=bool(request.return_token_ids),
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         stream_options=request.stream_options,
     )
-    return kind(responses.CHAT, model, choices, details, planner.prompts.tokenizer)
+    return kind(completions.CHAT, model, choices, details, planner.prompts.tokenizer)
 
 
 def _response(_: Planner, model: str, request: ResponseRequest, choices: list[Choice]) -> Writer:
@@ -108,9 +108,9 @@ COMPLETIONS = Route(body.parse_completion, Planner.completion, _completion)
 CHAT = Route(body.parse_chat, Planner.chat, _chat)
 RESPONSES = Route(body.parse_response, Planner.response, _response)
 DIFFUSION_COMPLETIONS = Route(
-    body.parse_diffusion_completion, Planner.completion, partial(_completion, kind=StepResponse), diffusion=True
+    body.parse_diffusion_completion, Planner.completion, partial(_completion, kind=StepWriter), diffusion=True
 )
-DIFFUSION_CHAT = Route(body.parse_diffusion_chat, Planner.chat, partial(_chat, kind=StepResponse), diffusion=True)
+DIFFUSION_CHAT = Route(body.parse_diffusion_chat, Planner.chat, partial(_chat, kind=StepWriter), diffusion=True)
 
 
 class Endpoint:
@@ -210,8 +210,8 @@ class Endpoint:
         if self._log_texts:
             log_line(event="received", id=writer.id, body=asked.model_dump(exclude_none=True))
         generation = self._client.submit(writer.id, choices, trace=route.diffusion)
-        sent_as = request_id(request.scope)
-        run = Run(self._client, generation, arrived, lambda run: self._end(run, sent_as))
+        http_request_id = request_id(request.scope)
+        run = Run(self._client, generation, arrived, lambda run: self._end(run, http_request_id))
         if route.diffusion or asked.stream:
             return EventStream(run, writer.encoder())
         async with run.until_disconnect(request.receive):
@@ -226,10 +226,10 @@ class Endpoint:
         choices = route.plan(self._planner, asked)
         return asked, choices, route.writer(self._planner, self.model, asked, choices)
 
-    def _end(self, run: Run, sent_as: str) -> None:
-        self._metrics.observe_end(run.timeline, run.reason_without_output)
-        numbers = run.timeline.summary(time.monotonic(), run.reason_without_output)
-        log_line(event="finished", id=run.generation.request_id, request_id=sent_as, **numbers)
+    def _end(self, run: Run, http_request_id: str) -> None:
+        self._metrics.observe_end(run.timeline, run.reason_if_unfinished)
+        numbers = run.timeline.summary(time.monotonic(), run.reason_if_unfinished)
+        log_line(event="finished", id=run.generation.request_id, request_id=http_request_id, **numbers)
 
 
 def encoded(writer: Writer, outputs: Sequence[GenerationOutput]) -> bytes:
@@ -248,7 +248,7 @@ def _json(value: Any) -> str:
 
 async def _finish(generation: Generation) -> None:
     """Reads a generation to its end."""
-    async for _ in generation.progress():
+    async for _ in generation.updates():
         pass
 
 
@@ -265,8 +265,8 @@ class Run:
     def __init__(self, client: EngineClient, generation: Generation, arrived: float, on_end: Callable[[Run], None]):
         self.generation = generation
         self.timeline = Timeline([len(choice.prompt_token_ids) for choice in generation.choices], arrived)
-        self.reason_without_output: str | None = None
-        """Finish reason of the choices that got no output; None: "abort"."""
+        self.reason_if_unfinished = "abort"
+        """Finish reason of choices that never finish."""
         self._client, self._on_end = client, on_end
 
     @asynccontextmanager
@@ -286,21 +286,22 @@ class Run:
             self._client.release(self.generation)
             self._on_end(self)
 
-    async def progress(self) -> AsyncIterator[tuple[int, Update, Progress]]:
-        """As ``Generation.progress``; also notes the times."""
+    async def updates(self) -> AsyncIterator[tuple[int, Update, Progress]]:
+        """As ``Generation.updates``; also notes the times."""
         try:
-            async for index, update, progress in self.generation.progress():
+            async for index, update, progress in self.generation.updates():
                 now, seconds = time.monotonic(), self._client.stats.forward_seconds
                 self.timeline.choices[index].advance(now, seconds, update, progress)
                 yield index, update, progress
         except ApiError as error:
-            self.reason_without_output = "error" if error.code in ("engine_error", "engine_dead") else "abort"
+            if error.code in ("engine_error", "engine_dead"):
+                self.reason_if_unfinished = "error"
             raise
 
     async def outputs(self) -> list[GenerationOutput]:
-        """The output of each choice. Raises as ``Generation.progress`` does."""
+        """The output of each choice. Raises as ``Generation.updates`` does."""
         outputs: dict[int, GenerationOutput] = {}
-        async for index, _, progress in self.progress():
+        async for index, _, progress in self.updates():
             if progress.output is not None:
                 outputs[index] = progress.output
         return [outputs[index] for index in range(len(outputs))]
@@ -333,8 +334,8 @@ class EventStream(StreamingResponse):
         for event in encoder.opening():
             yield encoder.frame(event)
         try:
-            async for index, update, progress in run.progress():
-                for event in encoder.progress(index, update, progress):
+            async for index, update, progress in run.updates():
+                for event in encoder.events(index, update, progress):
                     yield encoder.frame(event)
             for event in encoder.closing():
                 yield encoder.frame(event)

@@ -22,7 +22,7 @@ class Encoder(ABC):
         """Events before the first update."""
 
     @abstractmethod
-    def progress(self, index: int, update: Update, progress: Progress) -> list[Json]:
+    def events(self, index: int, update: Update, progress: Progress) -> list[Json]:
         """Events for one update of the choice ``index``."""
 
     @abstractmethod

@@ -57,7 +57,7 @@ def _counted(size: int) -> int:
     return size if size > SMALL_BODY else 0
 
 
-class Body:
+class IncomingBody:
     """The body of one request while it arrives. ``release`` must follow.
 
     Args:
@@ -123,7 +123,7 @@ class Intake:
             ClientDisconnect: the client closed the connection.
             Exception: what ``work`` raises.
         """
-        body = Body(self.memory, self.max_body_size)
+        body = IncomingBody(self.memory, self.max_body_size)
         try:
             await self._read(request, body)
             content = body.take_content()
@@ -131,7 +131,7 @@ class Intake:
         finally:
             body.release()
 
-    async def _read(self, request: Request, body: Body) -> None:
+    async def _read(self, request: Request, body: IncomingBody) -> None:
         """Reads the whole body. Raises as ``take`` does."""
         content_length = request.headers.get("content-length", "0")
         size = int(content_length) if content_length.isdecimal() else 0
@@ -148,7 +148,7 @@ class Intake:
             message = f"the content type is {content_type!r}; send Content-Type: application/json"
             raise ApiError(HTTPStatus.BAD_REQUEST, message, code="invalid_content_type")
 
-    async def _read_pieces(self, request: Request, body: Body) -> None:
+    async def _read_pieces(self, request: Request, body: IncomingBody) -> None:
         """Reads to the end of the body, so that the client looks for the answer, or until it is far too large."""
         pieces = aiter(request.stream())
         now = asyncio.get_running_loop().time

@@ -1,6 +1,7 @@
 """Writes answers of OpenAI's Responses API: a response object, or the events of a stream that build it up.
 
-The output of a response is one message with one part, its text. ``responses`` writes the answers of completions.
+The output of a response is one message with one part, its text. ``completions`` writes the answers of the other
+routes.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ class ResponseEncoder(Encoder):
             self._of_part("response.content_part.added", part=text_part("")),
         ]
 
-    def progress(self, index: int, update: Update, progress: Progress) -> list[Json]:
+    def events(self, index: int, update: Update, progress: Progress) -> list[Json]:
         """The text that is new, and what follows the last of it."""
         events, new = [], progress.text[len(self._text) :]
         self._text = progress.text

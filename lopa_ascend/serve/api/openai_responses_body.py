@@ -34,14 +34,14 @@ UNSUPPORTED_RESPONSE: NeutralValues = {
 
 # ---- input -----------------------------------------------------------------------------------------------------------
 
-PART_FIELDS = {
+RESPONSE_PART_FIELDS = {
     "input_text": frozenset(("type", "text")),
     "output_text": frozenset(("type", "text", "annotations", "logprobs")),
 }
 """The parts of a message's content by type, each with its fields. An earlier answer's other fields have no effect."""
 
 
-def _text_of(content: object) -> str:
+def _response_text(content: object) -> str:
     """The text of a message, which may be given in parts."""
     if isinstance(content, str):
         return content
@@ -52,9 +52,9 @@ def _text_of(content: object) -> str:
 
 def _text_of_part(part: object) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(part, dict) or not isinstance(kind, str) or kind not in PART_FIELDS:
+    if not isinstance(part, dict) or not isinstance(kind, str) or kind not in RESPONSE_PART_FIELDS:
         raise ValueError('every part must be {"type": "input_text", "text": ...} or have the type "output_text"')
-    if unknown := part.keys() - PART_FIELDS[kind]:
+    if unknown := part.keys() - RESPONSE_PART_FIELDS[kind]:
         raise ValueError(f"a part of the type {kind} has no field {min(unknown)!r}")
     if not isinstance(part.get("text"), str):
         raise ValueError("the text of a part must be a string")
@@ -65,12 +65,12 @@ def _text_of_part(part: object) -> str:
 
 
 def _part_schema(kind: str) -> Json:
-    others = dict.fromkeys(sorted(PART_FIELDS[kind] - {"type", "text"}), {"type": ["array", "null"]})
+    others = dict.fromkeys(sorted(RESPONSE_PART_FIELDS[kind] - {"type", "text"}), {"type": ["array", "null"]})
     fields = {"type": {"const": kind}, "text": {"type": "string"}, **others}
     return {"type": "object", "properties": fields, "required": ["type", "text"], "additionalProperties": False}
 
 
-_PARTS = {"type": "array", "items": {"anyOf": [_part_schema(kind) for kind in PART_FIELDS]}, "minItems": 1}
+_PARTS = {"type": "array", "items": {"anyOf": [_part_schema(kind) for kind in RESPONSE_PART_FIELDS]}, "minItems": 1}
 _CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, _PARTS]}
 
 
@@ -79,7 +79,7 @@ class InputMessage(Body):
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"] = Field(description="developer means the same as system.")
-    content: Annotated[str, PlainValidator(_text_of), WithJsonSchema(_CONTENT_SCHEMA)] = Field(
+    content: Annotated[str, PlainValidator(_response_text), WithJsonSchema(_CONTENT_SCHEMA)] = Field(
         description="Parts are joined by line breaks."
     )
     id: str | None = Field(None, description=WITHOUT_EFFECT)

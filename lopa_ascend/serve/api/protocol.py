@@ -178,18 +178,20 @@ class CompletionRequest(GenerationRequest):
 # ---- chat ------------------------------------------------------------------------------------------------------------
 
 
-PART_FIELDS = frozenset(("type", "text", "cache_control", "prompt_cache_breakpoint"))
+CHAT_PART_FIELDS = frozenset(("type", "text", "cache_control", "prompt_cache_breakpoint"))
 """Of a text part. The last two are about caches of other servers, and without effect."""
 
 
-def _text_of(content: object) -> str:
+def _chat_text(content: object) -> str:
     """The text of a message, which may be given in parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
         raise ValueError("must be a string or a list of text parts")
     for part in content:
-        if not (isinstance(part, dict) and {"type", "text"} <= part.keys() <= PART_FIELDS and part["type"] == "text"):
+        if not (
+            isinstance(part, dict) and {"type", "text"} <= part.keys() <= CHAT_PART_FIELDS and part["type"] == "text"
+        ):
             raise ValueError('every part must be {"type": "text", "text": ...}; other parts are not supported')
         if not isinstance(part["text"], str):
             raise ValueError("the text of a part must be a string")
@@ -198,7 +200,8 @@ def _text_of(content: object) -> str:
 
 _TEXT_PART = {
     "type": "object",
-    "properties": {name: {} for name in sorted(PART_FIELDS)} | {"type": {"const": "text"}, "text": {"type": "string"}},
+    "properties": {name: {} for name in sorted(CHAT_PART_FIELDS)}
+    | {"type": {"const": "text"}, "text": {"type": "string"}},
     "required": ["type", "text"],
     "additionalProperties": False,
 }
@@ -214,7 +217,7 @@ class Message(Body):
     model_config = ConfigDict(json_schema_extra=_document_null_fields)
 
     role: Literal["system", "developer", "user", "assistant"] = Field(description="developer means the same as system.")
-    content: Annotated[str, PlainValidator(_text_of), WithJsonSchema(_CONTENT_SCHEMA)] = Field(
+    content: Annotated[str, PlainValidator(_chat_text), WithJsonSchema(_CONTENT_SCHEMA)] = Field(
         description="Parts are joined by line breaks."
     )
     name: str | None = Field(default=None, description="Who speaks: given to the chat template, which may ignore it.")

@@ -56,6 +56,11 @@ class _Running:
     last: Update | None = None
     """The latest update of the choice; None while it waits."""
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the engine has made a step for it."""
+        return self.last is not None
+
     def aborted(self) -> Update:
         """An update that ends the choice with the finish reason "abort" and has no new tokens."""
         if self.last is None:
@@ -229,7 +234,8 @@ class EngineClient:
 
     def _forget(self, choice_id: str) -> _Running:
         choice = self._choices.pop(choice_id)
-        self._num_running -= choice.last is not None
+        if choice.has_begun:
+            self._num_running -= 1
         return choice
 
     # ---- the engine ------------------------------------------------------------------------------------------------
@@ -268,7 +274,8 @@ class EngineClient:
         choice = self._choices.get(update.request_id)
         if choice is None:  # it was aborted while the update was on its way
             return
-        self._num_running += choice.last is None
+        if not choice.has_begun:
+            self._num_running += 1
         choice.last = update
         if update.finish_reason == "error":
             self._forget(update.request_id)

@@ -56,7 +56,7 @@ class Generation:
         """The request ids that the engine knows, one for each choice."""
         return [f"{self.request_id}-{index}" for index in range(len(self.choices))]
 
-    async def progress(self) -> AsyncIterator[tuple[int, Update, Progress]]:
+    async def updates(self) -> AsyncIterator[tuple[int, Update, Progress]]:
         """Reads the progress of all choices until each has its ``Progress.output``. The finish reason of choices that
         ``EngineClient.abort`` ended is "abort".
 

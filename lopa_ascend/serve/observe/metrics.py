@@ -87,15 +87,15 @@ class Metrics:
                 self._denoising.inc()
                 self._wins.labels(*self._labels, str(update.winner or "anchor")).inc()
 
-    def observe_end(self, timeline: Timeline, reason_without_output: str | None) -> None:
+    def observe_end(self, timeline: Timeline, reason_if_unfinished: str) -> None:
         """Counts the choices of a request that has ended.
 
         Args:
             timeline: the request's times.
-            reason_without_output: finish reason of choices that got no output; None: "abort".
+            reason_if_unfinished: finish reason of choices that never finished.
         """
         for choice in timeline.choices:
-            self._observe_choice(choice, choice.finish_reason or reason_without_output or "abort")
+            self._observe_choice(choice, choice.finish_reason or reason_if_unfinished)
 
     def _observe_choice(self, choice: ChoiceTimeline, reason: str) -> None:
         self._success.labels(*self._labels, reason).inc()

@@ -88,16 +88,16 @@ class Timeline:
         self.arrived = arrived
         self.choices = [ChoiceTimeline(count, arrived) for count in prompt_tokens]
 
-    def summary(self, now: float, reason_without_output: str | None) -> dict[str, object]:
+    def summary(self, now: float, reason_if_unfinished: str) -> dict[str, object]:
         """The numbers for the log.
 
         Args:
             now: the end of the request.
-            reason_without_output: finish reason of choices that got no output; None: "abort".
+            reason_if_unfinished: finish reason of choices that never finished.
         """
         tokens, forwards = self._sum("num_text_tokens"), self._sum("num_forwards")
         first = min((c.first_token for c in self.choices if c.first_token is not None), default=None)
-        reasons = sorted({choice.finish_reason or reason_without_output or "abort" for choice in self.choices})
+        reasons = sorted({choice.finish_reason or reason_if_unfinished for choice in self.choices})
         seeds = [choice.seed for choice in self.choices if choice.seed is not None]
         return {
             "choices": len(self.choices),

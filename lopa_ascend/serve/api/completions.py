@@ -87,8 +87,8 @@ class Details:
     stream_options: StreamOptions | None = None
 
 
-class Response:
-    """Makes the parts of one response.
+class CompletionWriter:
+    """Writes one response, or the parts of it.
 
     Args:
         form: completions or chat completions.
@@ -180,44 +180,44 @@ class ChunkEncoder(Encoder):
     """Makes the chunks of one streamed response, each with what is new since the chunk before.
 
     Args:
-        response: makes the parts of the response.
+        writer: makes the parts of the response.
         num_choices: number of its choices.
         options: the request's ``stream_options``.
     """
 
-    def __init__(self, response: Response, num_choices: int, options: StreamOptions | None):
+    def __init__(self, writer: CompletionWriter, num_choices: int, options: StreamOptions | None):
         self._include_usage = bool(options and options.include_usage)
         self._continuous = bool(options and options.continuous_usage_stats)
-        self._response = response
+        self._writer = writer
         self._latest = [Progress((), "") for _ in range(num_choices)]
         self._has_begun = [False] * num_choices
         """For each choice: it has had its first chunk."""
-        self._probs = [TokenProbs(response.tokenizer) for _ in range(num_choices)]
+        self._probs = [TokenProbs(writer.tokenizer) for _ in range(num_choices)]
 
     def opening(self) -> list[Json]:
         """The chunks before the first update: prompts that are echoed."""
-        prefixes = [self._response.prefix(index) for index in range(len(self._latest))]
-        delta = self._response.form.delta
+        prefixes = [self._writer.prefix(index) for index in range(len(self._latest))]
+        delta = self._writer.form.delta
         return [self._chunk(index, delta(prefix)) for index, prefix in enumerate(prefixes) if prefix]
 
-    def progress(self, index: int, update: Update, progress: Progress) -> list[Json]:
+    def events(self, index: int, update: Update, progress: Progress) -> list[Json]:
         """The chunks for one update of the choice ``index``; none if nothing new is final."""
         before, self._latest[index] = self._latest[index], progress
         text, known = progress.text[len(before.text) :], len(before.token_ids)
         token_ids = progress.token_ids[known:]
         tokens = self._probs[index].push(token_ids, progress.max_probs[known:], progress.alternatives[known:])
-        details, chunks = self._response.details, []
+        details, chunks = self._writer.details, []
         if text or (token_ids and (details.with_ids or details.logprobs is not None)):
-            delta, logprobs = self._response.form.delta(text), self._response.logprobs(tokens)
+            delta, logprobs = self._writer.form.delta(text), self._writer.logprobs(tokens)
             chunks.append(self._chunk(index, delta, logprobs=logprobs, token_ids=token_ids))
         if progress.output is not None:
-            chunks.append(self._chunk(index, self._response.form.end(), output=progress.output))
+            chunks.append(self._chunk(index, self._writer.form.end(), output=progress.output))
         return [*self._opening_of(index), *chunks] if chunks else []
 
     def _opening_of(self, index: int) -> list[Json]:
         """The first chunk of a choice, directly before its first text: clients take its time as that of the first
         token."""
-        content = None if self._has_begun[index] else self._response.form.opening()
+        content = None if self._has_begun[index] else self._writer.form.opening()
         self._has_begun[index] = True
         return [] if content is None else [self._chunk(index, content)]
 
@@ -226,15 +226,15 @@ class ChunkEncoder(Encoder):
         if not self._include_usage:
             return []
         outputs = [progress.output for progress in self._latest if progress.output is not None]
-        return [{**self._head(), "choices": [], **self._response.totals(outputs)}]
+        return [{**self._head(), "choices": [], **self._writer.totals(outputs)}]
 
     def _head(self) -> Json:
-        return {**self._response.head, "object": self._response.form.chunk}
+        return {**self._writer.head, "object": self._writer.form.chunk}
 
     def _chunk(self, index: int, content: Json, **parts: Any) -> Json:
-        chunk = {**self._head(), "choices": [self._response.choice(index, content, **parts)]}
+        chunk = {**self._head(), "choices": [self._writer.choice(index, content, **parts)]}
         if self._continuous:
-            chunk["usage"] = self._response.usage(sum(len(progress.token_ids) for progress in self._latest))
+            chunk["usage"] = self._writer.usage(sum(len(progress.token_ids) for progress in self._latest))
         elif self._include_usage:
             chunk["usage"] = None
         return chunk

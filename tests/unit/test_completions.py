@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lopa_ascend.config import DecodingParams
+from lopa_ascend.serve.api.completions import CHAT, COMPLETION, ChunkEncoder, CompletionWriter, Details, Format
 from lopa_ascend.serve.api.endpoint import encoded
 from lopa_ascend.serve.api.logprobs import LOWEST, TokenProbs
 from lopa_ascend.serve.api.protocol import StreamOptions
-from lopa_ascend.serve.api.responses import CHAT, COMPLETION, ChunkEncoder, Details, Format, Response
 from lopa_ascend.serve.engine.client import Choice
 from lopa_ascend.text.output import OutputStream
 from lopa_ascend.text.tokenizer import Tokenizer
@@ -109,12 +109,12 @@ def test_chunks_join_to_the_whole(form: Format, logprobs: int | None, tokenizer:
     stops = tuple({*stop, inside} - {""})
     params = DecodingParams(stop=stops, min_new_tokens=min(min_new_tokens, len(ids)), max_new_tokens=len(ids))
     details = Details(with_ids=True, logprobs=logprobs, echoed=[echoed] if form is COMPLETION else ())
-    response = Response(form, "m", [Choice([1, 2], params)], details, tokenizer)
+    response = CompletionWriter(form, "m", [Choice([1, 2], params)], details, tokenizer)
     encoder = ChunkEncoder(response, 1, StreamOptions.model_validate({"include_usage": True}))
     chunks = encoder.opening()
     steps = run(ids, cuts, params, tokenizer)
     for update, progress in steps:
-        chunks += encoder.progress(0, update, progress)
+        chunks += encoder.events(0, update, progress)
     output, alone = steps[-1][1].output, run(ids, [], params, tokenizer)[-1][1].output
     assert output is not None
     assert alone is not None
@@ -130,14 +130,14 @@ def test_chunks_join_to_the_whole(form: Format, logprobs: int | None, tokenizer:
 def test_the_role_of_a_chat_comes_with_the_first_text(tokenizer: Tokenizer):
     """Clients take the time of the first chunk as that of the first token."""
     params = DecodingParams(max_new_tokens=3)
-    encoder = Response(CHAT, "m", [Choice([1, 2], params)] * 2, Details(n=2), tokenizer).encoder()
+    encoder = CompletionWriter(CHAT, "m", [Choice([1, 2], params)] * 2, Details(n=2), tokenizer).encoder()
     chunks = encoder.opening()
     assert chunks == []
     nothing = Update("r", (), (), 1, 1, 9, None, 0)
-    assert encoder.progress(0, nothing, Progress((), "")) == []
+    assert encoder.events(0, nothing, Progress((), "")) == []
     for index in (1, 0):
         for update, progress in run([65, 66, 67], [1, 2], params, tokenizer):
-            chunks += encoder.progress(index, update, progress)
+            chunks += encoder.events(index, update, progress)
     roles = [chunk["choices"][0]["index"] for chunk in chunks if "role" in chunk["choices"][0]["delta"]]
     assert roles == [1, 0]
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -169,7 +169,7 @@ def test_usage_counts_a_prompt_once(tokenizer: Tokenizer):
     params = DecodingParams(max_new_tokens=3)
     outputs = [run([65, 66, 67], [1], params, tokenizer)[-1][1].output for _ in range(4)]
     choices = [Choice([1] * size, params) for size in (5, 5, 7, 7)]
-    whole = Response(COMPLETION, "m", choices, Details(n=2, echoed=["A", "B"])).whole([o for o in outputs if o])
+    whole = CompletionWriter(COMPLETION, "m", choices, Details(n=2, echoed=["A", "B"])).whole([o for o in outputs if o])
     assert (whole["usage"]["prompt_tokens"], whole["usage"]["completion_tokens"]) == (12, 12)
     assert whole["lopa"] == {"num_forwards": 8, "tokens_per_forward": 1.5}
     assert [choice["text"][0] for choice in whole["choices"]] == ["A", "A", "B", "B"]
@@ -178,7 +178,7 @@ def test_usage_counts_a_prompt_once(tokenizer: Tokenizer):
 def test_a_long_answer_is_encoded_beside_the_event_loop():
     """Other requests are answered while one with many choices becomes JSON."""
     choices = [Choice([1, 2], DecodingParams())] * 16
-    response = Response(COMPLETION, "m", choices, Details(n=16, logprobs=1))
+    response = CompletionWriter(COMPLETION, "m", choices, Details(n=16, logprobs=1))
     output = GenerationOutput((1, 2), (7,) * 800, "é" * 800, "length", None, 1, 800, 800, (0.5,) * 800)
 
     async def run() -> tuple[bytes, float, float]:
