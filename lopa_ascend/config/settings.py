@@ -88,8 +88,8 @@ class Parameter(Setting):
     """Values with which a request switches the parameter off; they are stored as None."""
     graphs: GraphSupport = GraphSupport.ANY
     own_field: bool = False
-    """Bodies of requests get no field for the parameter from this declaration. Routes that take it have a field of their
-    own, as ``logprobs``."""
+    """Bodies of requests get no field for the parameter from this declaration. Routes that take it have a field of
+    their own, as ``logprobs``."""
 
 
 def declare(default: T, setting: Setting) -> T:

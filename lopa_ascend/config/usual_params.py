@@ -199,6 +199,11 @@ class UsualParams:
     )
     stop_token_ids: tuple[int, ...] = declare(
         (),
-        Parameter(TokenIds(), "more token ids that end the answer, with `ignore_eos` too", default_text="none"),
+        Parameter(
+            TokenIds(),
+            "more token ids that end the answer, with `ignore_eos` too",
+            default_text="none",
+            graphs=GraphSupport.BUCKET,
+        ),
     )
     ignore_eos: bool = declare(False, Parameter(Boolean(), "go on after an EOS"))

@@ -138,6 +138,8 @@ class TableRun:
         if ranks > 1 and not options.one_rank:
             engine["tensor_parallel_size"] = launch.tensor_parallel_size
             engine["branch_parallel_size"] = launch.branch_parallel_size
+            if launch.branch_parallel_size > 1 and params.window_attention == "full":
+                engine = {"graph_mode": "eager", **engine}  # no graph runs it
         return RowPlan(
             engine=engine,
             setting=Setting(params, row.name),

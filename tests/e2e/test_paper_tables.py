@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from lopa_ascend.config import DecodingParams
+from lopa_ascend.config import DecodingParams, EngineConfig
 from scripts import paper_tables
 from scripts.evaluation import latex
 from scripts.tables.rows import METRICS, TABLES, models_of, rows_of
+from scripts.tables.run import Checkpoint, Options, TableRun
 
 SMALL = ("--limit", "2", "--max-new-tokens", "64", "--threads", "1")
 
@@ -92,6 +93,28 @@ def test_rows_that_cannot_run_say_why(tmp_path: Path, monkeypatch: pytest.Monkey
     paper_tables.main(["table1", "--rows", "^D2F.*LoPA-gsm8k", "--out", str(tmp_path / "b"), *checkpoint, *SMALL])
     assert {row["skipped"] for row in read_csv(tmp_path / "b")} == {"no --checkpoint D2F-Dream=DIR"}
     assert "| none | " not in (tmp_path / "b" / "table.md").read_text()
+
+
+def test_every_row_can_run_on_16_npus(monkeypatch: pytest.MonkeyPatch):
+    """Those with full attention on several groups of branches in eager steps, all others in graphs."""
+    monkeypatch.setattr("scripts.tables.run.num_npus", lambda: 16)
+    engine = {"device": "npu", "dtype": "bfloat16"}
+    data = paper_tables.build_parser().parse_args(["table4"]).data
+    options = Options(
+        data=data, limit=1, runs=1, one_rank=False, prompt=None, examples=0, max_new_tokens=64, engine=engine
+    )
+    rows = [row for row in rows_of("table4") if row.task == "gsm8k"]
+    modes = set()
+    for row, plan in (
+        TableRun(Path(), options, dict.fromkeys(models_of("table4"), Checkpoint(None, None))).check(rows).items()
+    ):
+        assert plan.setting is not None
+        assert plan.engine is not None
+        config = EngineConfig(**plan.engine)
+        is_full = plan.setting.params.window_attention == "full" and config.branch_parallel_size > 1
+        assert (config.mode == "eager") == is_full, row.name
+        modes.add(config.mode)
+    assert modes == {"eager", "npugraph_ex"}
 
 
 def test_rows_of_many_devices_run_on_one_if_they_are_told_to(tmp_path: Path):
