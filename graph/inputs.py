@@ -284,8 +284,10 @@ def _hidden_rows(bucket: Bucket, window: _WindowCells, first_own_row: int) -> tu
     block_ends = rows[:, 0].gather(1, last_cell)
     if not bucket.full_attention:
         rows[:, 0] = rows[:, 0].scatter(1, last_cell, save_rows)
-    # The cell before a block's first one is the last cell with a position of the block before it.
-    cell_before = torch.where(offset > 0, block * L + offset, (block - 1) * L + window.block_size) - 1
+    # The cell before a block's first cell is the last cell of the previous block that has a position.
+    before_in_block = block * L + offset - 1
+    last_of_previous_block = (block - 1) * L + window.block_size - 1
+    cell_before = torch.where(offset > 0, before_in_block, last_of_previous_block)
     cell_before = cell_before.view(S, 1, -1).clamp_min(0).expand(S, R, -1)
     predicted_by = rows.gather(2, cell_before)
     predicted_by[:, :, 0] = before_window[:, None]

@@ -53,13 +53,14 @@ class LaunchItem:
 
     def key(self, *, full_attention: bool) -> Hashable:
         """Equal for items that have equal inputs, as long as no sequence has taken a seat between them."""
-        return self.view, self.page_tables, tuple(self.branch_ends) if full_attention else None
+        branch_ends = tuple(self.branch_ends) if full_attention else None
+        return self.view, self.page_tables, branch_ends
 
 
 class WrittenInputs(NamedTuple):
     """What the device's memory for inputs holds."""
 
-    made_of: Hashable
+    key: Hashable
     """Equal for equal inputs."""
     kv_lengths: list[int]
     """KV length of each attention entry."""
@@ -117,13 +118,13 @@ class Launcher:
     def _write(self, items: Sequence[LaunchItem]) -> list[int]:
         """Writes the inputs to the device, unless it has them from the last launch; returns the KV length of each
         attention entry."""
-        keys = tuple(item.key(full_attention=self.bucket.full_attention) for item in items)
-        made_of = self.bucket, self._seats.num_taken, keys
+        item_keys = tuple(item.key(full_attention=self.bucket.full_attention) for item in items)
+        key = self.bucket, self._seats.num_taken, item_keys
         written = self._shared.written
-        if written is not None and written.made_of == made_of:
+        if written is not None and written.key == key:
             return written.kv_lengths
         kv_lengths = self._write_anew(items)
-        self._shared.written = WrittenInputs(made_of, kv_lengths)
+        self._shared.written = WrittenInputs(key, kv_lengths)
         self._shared.num_written += 1
         return kv_lengths
 

@@ -45,8 +45,8 @@ class State(NamedTuple):
     lookahead_cells: Tensor
     """The cell that each branch fills in addition to the anchor [S, B]; -1: none."""
     cells_before: Tensor
-    """``lookahead_cells`` of the row before each row [S, B]. It is -1 where a row has no branch, since only the first
-    row and those after a lookahead branch have one; of the first row it is ``FIRST_CELL``."""
+    """``lookahead_cells`` of the previous row [S, B]; ``FIRST_CELL`` for the first row. It is -1 for the rows without a
+    branch, because a row has a branch only if it is the first one or follows a lookahead branch."""
 
 
 class NextState(NamedTuple):

@@ -56,15 +56,17 @@ def unsupported(request: DecodingParams, num_ends: int, shape: Bucket, kind: Kin
 
 
 def with_fixed_branches(request: DecodingParams, num_ends: int, shape: Bucket, kind: Kind) -> DecodingParams:
-    """The request with as many lookahead branches as graphs have room for, if these can decode it then and its tokens
-    are the same with any number of branches; otherwise the request as it is.
+    """Gives a request with ``num_branches`` "auto" a fixed number of lookahead branches, so that graphs can decode it.
+
+    Only with ``branch_acceptance`` "exact", where the number of branches does not change the tokens, and only if graphs
+    can decode the result. Any other request is returned as it is.
 
     Args:
-        request: maybe one that has its number of branches chosen for each pass.
         num_ends: token ids that end the request.
     """
-    room = shape.branches - 1
-    if not (request.is_auto and request.branch_acceptance == kind.branch_acceptance == "exact" and room):
+    max_lookaheads = shape.branches - 1
+    is_exact = request.branch_acceptance == kind.branch_acceptance == "exact"
+    if not (request.is_auto and is_exact and max_lookaheads):
         return request
-    fixed = replace(request, num_branches=min(request.max_auto_branches, room), branches_by_load=None)
+    fixed = replace(request, num_branches=min(request.max_auto_branches, max_lookaheads), branches_by_load=None)
     return request if unsupported(fixed, num_ends, shape, kind) else fixed

@@ -28,7 +28,8 @@ from torch.nn.functional import pad
 from lopa_ascend.graph.buckets import Bucket
 
 FIRST_CELL = 2**24
-"""Number of cell 0 on the device: more than any number of blocks, so that the lower one of both is that of blocks."""
+"""Number of cell 0 on the device. It is above every number of blocks, so the minimum of a cell's number and a number of
+blocks is the number of blocks; see ``policy.open_blocks``."""
 NO_CONFIDENCE = -192.0
 """In place of the confidence of a cell without a mask: below all confidences, and of no weight in sums; see
 ``winner.BASE``."""
@@ -66,11 +67,14 @@ class Launch(NamedTuple):
     blocks: Annotated[Tensor, int32("S W")]
     """Number of each block of the window."""
     open_base: Annotated[Tensor, int32("Q")]
-    """What the device adds the number n of opened blocks to. First indices into the flat
-    ``RequestParams.mask_limits`` [S, K, W]: for each block of the window the column of its limit of masks, then of
-    each EOS; see ``MaskLimits``. One entry is another: that of the masks of the window's last block, which is open
-    only if there can be no more blocks, says whether the sequence may open another one. Then 1 [S], which gives
-    n + 1."""
+    """Base values to which the device adds n, a sequence's number of opened blocks. There are two parts:
+
+    [S, K, W]   The sum is an index into the flat ``RequestParams.mask_limits``; see ``MaskLimits``. Index 0 of K stands
+                for a block's limit of masks, the others for its limit of each EOS. [:, 0, -1] is an exception: its
+                limit says whether the sequence may open another block at all. The window's last block needs no limit
+                of its own, because it is open only if no more blocks can be opened.
+    [S]         All 1, so the sum is n + 1.
+    """
     bars: Annotated[Tensor, int32("S B 2*C")]
     """Thresholds, as the bits of floats, that the bits of each cell's confidence are compared with: first C times -1,
     which every masked cell exceeds, then C times ``tau_conf``, which accepted cells exceed."""

@@ -18,9 +18,12 @@ from lopa_ascend.graph.tensors import NO_CONFIDENCE, Constants, RequestParams
 STEP = 2.0**-16
 """Branch scores are sums of confidences rounded to multiples of this, half to even."""
 BASE = -NO_CONFIDENCE
-"""float32 numbers from 128 to 256 are multiples of ``STEP``, so a confidence from -64 to 64 that this is added to is
-rounded, and the bits of the sum are an integer: the confidence in units of ``STEP``, and the bits of ``BASE``. Means of
-them are in the order of the means of the confidences. The confidence ``NO_CONFIDENCE`` adds nothing: its bits are 0."""
+"""Added to a confidence to round it to a multiple of ``STEP``.
+
+float32 numbers from 128 to 256 are multiples of ``STEP``. So for a confidence from -64 to 64, the bits of the sum are
+an integer: the bits of ``BASE`` plus the confidence in units of ``STEP``. The means of these integers are in the same
+order as the means of the confidences. ``NO_CONFIDENCE`` plus ``BASE`` is 0.0, whose bits are 0: cells without a mask
+add nothing."""
 
 
 class Rows(NamedTuple):

@@ -43,8 +43,10 @@ class _Failure:
         """Which rank has failed, and how."""
 
     def explain(self) -> str | None:
-        """Why a collective has failed; None if the watch does not know. Waits for it: it may notice later than the
-        collective."""
+        """Why a collective has failed; None if the watch does not know.
+
+        Waits up to ``EXPLANATION_TIMEOUT``, because the watch may notice a failure later than the collective does.
+        """
         deadline = time.monotonic() + EXPLANATION_TIMEOUT
         while self.message is None and time.monotonic() < deadline:
             time.sleep(0.05)

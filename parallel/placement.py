@@ -73,7 +73,8 @@ class Placement:
         return Demand(num_computed, plan.start + plan.num_new, tuple(slot_ends), plan.winner_commits)
 
     def costs(self, plan: SequencePlan) -> tuple[int, ...]:
-        """Tokens that the group computes which computes most, by the number of lookahead branches that are kept."""
+        """What a pass would cost with only its first lookahead branches: for 0, 1, ... and all of them, the tokens that
+        the busiest group computes."""
         *lookaheads, anchor = plan.rows
         plans = [replace(plan, rows=(*lookaheads[:count], anchor)) for count in range(len(plan.rows))]
         return tuple(self.demand(kept).num_computed for kept in plans)

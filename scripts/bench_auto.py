@@ -5,9 +5,10 @@
     python -m scripts.bench_auto --acceptance exact --limit 16      another branch_acceptance, fewer problems
 
 A client sends its next problem as soon as it has an answer, so as many requests run as there are clients. Prints a row
-for each number of clients, with tokens/s for each number of branches, and auto's by those of the best fixed number. All
-columns of a row are measured one after the other in one run, in --repeat rounds, of which the best counts. On a CPU
-seconds are wall time, so the machine must be quiet. On a simulated device only the tokens of each step count.
+for each number of clients: tokens/s for each number of branches, and tokens/s of "auto" divided by those of the best
+fixed number. All columns of a row are measured one after the other in one run, in --repeat rounds, of which the best
+counts. On a CPU seconds are wall time, so the machine must be quiet. On a simulated device a step takes the time that
+the planner predicts for its number of tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import argparse
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.config.help import HelpFormatter
@@ -81,9 +82,16 @@ def main() -> None:
     parser.add_argument("--model", metavar="DIR", help="another model directory (default: the bundled model)")
     parser.add_argument("--simulate", metavar="DEVICE", help="a device of scripts/planner/devices.json, or a file")
     parser.add_argument(
-        "--acceptance", default="verified", choices=("published", "verified", "exact"), help="(default: verified)"
+        "--acceptance",
+        default="verified",
+        choices=("published", "verified", "exact"),
+        help="branch_acceptance of all requests (default: verified)",
     )
-    parser.add_argument("--by-load", action="store_true", help="with published: let auto look at the load too")
+    parser.add_argument(
+        "--by-load",
+        action="store_true",
+        help='with --acceptance published: let "auto" also look at what other requests compute',
+    )
     parser.add_argument("--limit", type=int, default=64, metavar="N", help="number of problems (default: 64)")
     parser.add_argument("--repeat", type=int, default=3, metavar="N", help="rounds on a CPU (default: 3)")
     args = parser.parse_args()
@@ -91,12 +99,10 @@ def main() -> None:
 
     costs = None if args.simulate is None else device_costs(args.simulate)
     problems = read(args.limit)
-    ways: dict[str, DecodingParams] = {}
-    for k in (*FIXED, "auto"):
-        by_load = True if k == "auto" and args.by_load else None
-        ways[f"k = {k}" if k != "auto" else "auto"] = DecodingParams(
-            num_branches=k, branch_acceptance=args.acceptance, branches_by_load=by_load, max_new_tokens=192
-        )
+    common: dict[str, Any] = {"branch_acceptance": args.acceptance, "max_new_tokens": 192}
+    ways = {f"k = {k}": DecodingParams(num_branches=k, **common) for k in FIXED}
+    by_load = True if args.by_load else None  # None: the default of this acceptance
+    ways["auto"] = DecodingParams(num_branches="auto", branches_by_load=by_load, **common)
     print(f"| clients | {' | '.join(ways)} | auto, x best |\n|{'---|' * (len(ways) + 2)}")
     for clients in CLIENTS:
         llm = LLM(args.model, max_num_seqs=clients, enable_prefix_caching=False)

@@ -16,10 +16,11 @@ them little. Takes minutes; prints one row for each decode, with the columns
   forward        FLOP/s of the model's forward passes (linear layers); in brackets as a share of the GEMM peak
   decode         FLOP/s of the whole decode: linear layers and LM head by all CPU seconds; in brackets as a share of the
                  GEMM peak
-  stand-in       CPU seconds of the stand-in with as many branches and full attention, in the same rounds, by ours. The
-                 stand-in computes branches one after the other with transformers' Qwen2 (scripts/decode_bench)
-  a token        the same for each computed token. In half precision rounding can lead the two to other tokens, and so
-                 to more or fewer forward passes; this does not depend on their number
+  stand-in       CPU seconds of the stand-in divided by ours. The stand-in decodes in the same rounds, with as many
+                 branches and full attention; it computes branches one after the other with transformers' Qwen2
+                 (scripts/decode_bench)
+  a token        the same ratio for each computed token. In half precision, rounding can lead the two sides to different
+                 tokens, and so to more or fewer forward passes; this ratio does not depend on their number
 
 and below the table, for each decode, the CPU milliseconds of a step's parts (scripts/decode_bench/parts.py) with their
 floors in brackets.
@@ -240,8 +241,9 @@ def run_format(args: argparse.Namespace, work: dict[str, Any], form: str, thread
         middle = sorted(measured, key=lambda one: one.total)[len(measured) // 2]
         is_recorded = window == "full" and form == "float32" and k in RECORDED and args.new_tokens == NEW_TOKENS
         verdict = compare_ids(middle.output, work["expected"][f"{RECORDED[k]}/float32"] if is_recorded else None)
-        other = sorted(theirs[k], key=lambda one: one.seconds)[len(theirs[k]) // 2] if theirs[k] else None
-        print(f"{window:>12s} {k:3d}  {report(llm, middle, peaks.flops, other, verdict)}", flush=True)
+        by_seconds = sorted(theirs[k], key=lambda one: one.seconds)
+        stand_in_middle = by_seconds[len(by_seconds) // 2] if by_seconds else None
+        print(f"{window:>12s} {k:3d}  {report(llm, middle, peaks.flops, stand_in_middle, verdict)}", flush=True)
         label = f"{form}, {window}, k = {k}, {threads} thread(s)"
         found.append(step_parts(label, middle, peaks, before))
     return found
@@ -262,7 +264,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     work = json.loads(WORKLOAD.read_text())
     if not (args.model / "config.json").exists():
         write_model(args.model, work)
-    decodes = [part for form in args.formats for n in args.threads for part in run_format(args, work, form, n)]
+    decodes: list[StepParts] = []
+    for form in args.formats:
+        for num_threads in args.threads:
+            decodes += run_format(args, work, form, num_threads)
     print_parts(decodes)
     if args.write:
         args.write.write_text(json.dumps({decode.label: dict(decode.taken) for decode in decodes}, indent=1) + "\n")

@@ -59,8 +59,10 @@ def write_random(path: Path, config: Mapping[str, Any]) -> int:
 
     shards: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
     for name, shape in expected_shapes(ModelConfig.from_json(config, {}, "config.json")).items():
-        parts = name.split(".")
-        shards[f"layer{int(parts[2]):02}" if parts[1] == "layers" else parts[-2]][name] = shape
+        parts = name.split(".")  # "model.layers.N....", or a tensor outside the layers, such as "model.norm.weight"
+        is_in_layer = parts[1] == "layers"
+        shard = f"layer{int(parts[2]):02}" if is_in_layer else parts[-2]
+        shards[shard][name] = shape
     weight_map: dict[str, str] = {}
     generator = torch.Generator().manual_seed(0)
     for shard, shapes in shards.items():

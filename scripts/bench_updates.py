@@ -4,10 +4,13 @@
     python -m scripts.bench_updates --problems 24 --sequences 4
 
 Decodes held-out problems by the bundled model with the decode steps that graph mode npugraph_ex captures, in the same
-buckets, without capturing them. Prints how many steps do not find their inputs on the device from the step before, and
-the updates of a step before, when every replay writes its lengths, and after, when only lengths that differ from those
-of the graph's last replay are written, and if lengths were whole pages, which the kernel would need a mask for; and
-what they cost the host.
+buckets, without capturing them. Prints the share of the steps whose inputs must be written to the device because they
+differ from those of the step before. Then prints how many attention kernels get new KV lengths in a step, and what that
+costs the host:
+
+  before         every replay writes all its lengths
+  after          a replay writes its lengths only if they differ from those of the graph's last replay
+  whole pages    as after, if lengths were rounded up to whole pages; the kernel would then need a mask
 
 Counted for the 28 layers of Dream-7B with one attention kernel a layer. An update is priced at 184 us, as measured by
 vllm-ascend on a 910B3 (docs/ascend.md, Host time of a replay).

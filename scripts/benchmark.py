@@ -1,19 +1,21 @@
-"""Measures how fast and how right a model answers the problems of a task file, one answer at a time.
+"""Measures the speed and the accuracy of a model on the problems of a task file, one answer at a time.
 
     python -m scripts.benchmark                                         the bundled model on its held-out problems
     python -m scripts.benchmark FILE.jsonl --model DIR --preset S13     a model in the setting of a row of the paper
     python -m scripts.benchmark --sweep num_branches=0,3,7 --sweep tau_conf=0.95,0.9,0.8 --out DIR
     python -m scripts.benchmark --sweep figures --limit 100 --plots docs
 
-A task file has a JSON object on each line, with "question" and "answer" or what else its task needs; "task" names
-another task than --task. A file with a mistake is refused with the line's number before the model is loaded.
+A task file has a JSON object on each line, with "question" and "answer", or the fields that its task needs; "task"
+overrides --task for that line. A file with a mistake is refused, with the number of the line, before the model is
+loaded.
 
 The folder --out gets benchmark.json (what was measured, on which machine), samples.jsonl (an object for each answer,
 written when the answer is there), results.csv and results.md. The same command again goes on where it was interrupted.
 
-tokens/s are counted in two ways. "published" counts as the published code does: every position that was opened, also
-behind the end of the answer, by the time after the first forward pass. "user" counts what a user sees: the tokens of
-the answer by all the time from the prompt to its end. docs/evaluation.md says what else is measured.
+tokens/s are counted in two ways. "published" counts as the published code does: all opened positions, including those
+after the end of the answer, divided by the time after the first forward pass. "user" counts what a user sees: the
+tokens of the answer, divided by the whole time from the prompt to the end of the answer. docs/evaluation.md says what
+else is measured.
 """
 
 from __future__ import annotations
@@ -60,7 +62,10 @@ def build_parser() -> argparse.ArgumentParser:
         "file", nargs="?", type=Path, default=HELD_OUT, metavar="FILE", help="task file (default: held-out problems)"
     )
     parser.add_argument(
-        "--task", default=DEFAULT_TASK, choices=tuple(TASKS), help=f"of lines without one (default: {DEFAULT_TASK})"
+        "--task",
+        default=DEFAULT_TASK,
+        choices=tuple(TASKS),
+        help=f"task of the lines that do not name one (default: {DEFAULT_TASK})",
     )
     parser.add_argument("--limit", type=number_from(1), metavar="N", help="the first N problems (default: all)")
     parser.add_argument(
@@ -74,7 +79,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="unmeasured answers before each setting (default: 2)",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("build/benchmark"), metavar="DIR", help="(default: build/benchmark)"
+        "--out",
+        type=Path,
+        default=Path("build/benchmark"),
+        metavar="DIR",
+        help="folder for the results (default: build/benchmark)",
     )
     add_prompt_flags(parser)
     parser.add_argument(

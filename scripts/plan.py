@@ -69,7 +69,10 @@ def build_parser() -> argparse.ArgumentParser:
         "(default: " + " ".join(f"{k}:{tpf}" for k, tpf in DEFAULT_TPF.items()) + ", D2F-Dream on GSM8K in the paper)",
     )
     parser.add_argument(
-        "--collectives", choices=COLLECTIVES, default="optimistic", help="which ones choose the best plan"
+        "--collectives",
+        choices=COLLECTIVES,
+        default="optimistic",
+        help="with --dies: the cost of collectives by which the best plan is chosen (default: optimistic)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", type=picture, metavar="FILE", help="with --dies: also write the picture")
@@ -99,12 +102,15 @@ def _tokens_per_forward(text: str) -> tuple[int | None, float]:
     """The pair (k, TPF) of a text such as 3:6.5; k is None where the text is one number."""
     before, colon, after = text.rpartition(":")
     try:
-        pair = (int(before) if colon else None, float(after))
+        k = int(before) if colon else None
+        tpf = float(after)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be a number or K:NUMBER, got {text!r}") from None
-    if not 0 < pair[1] < 1e6 or (pair[0] or 0) < 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text!r}")
-    return pair
+    if k is not None and k < 0:
+        raise argparse.ArgumentTypeError(f"K must be at least 0, got {text!r}")
+    if not 0 < tpf < 1e6:
+        raise argparse.ArgumentTypeError(f"must be above 0 and below a million, got {text!r}")
+    return k, tpf
 
 
 def _known_tpf(args: argparse.Namespace) -> dict[int, float]:

@@ -5,12 +5,13 @@
     python -m scripts.quantize Dream-v0-Instruct-7B Dream-7B-W8A8 --smooth prompts.jsonl
 
 Weights of linear layers become int8, with a float32 scale for each output; embedding, norms and head stay as they are.
-An adapter is merged before. A server of the directory gives the answers of one that quantises at start
-(--quantization w8a8), and reads half the bytes.
+With --lora, the adapter is merged into the weights first. A server that loads the new directory gives the same answers
+as one that quantises the float checkpoint at start (--quantization w8a8), and reads half as many bytes.
 
---smooth moves outliers of activations into weights before, as SmoothQuant does: it runs the float model on the texts of
-a file, with masks at several shares, and folds a factor for each channel into the norms and into up_proj. A line of the
-file is a prompt, or a JSON object with "prompt" or "question" and perhaps "answer", where masks then are.
+--smooth first moves outliers from the activations into the weights, as SmoothQuant does: it runs the float model on the
+texts of a file, masks several shares of each text, and folds a factor for each channel into the norms and into up_proj.
+Each line of the file is a prompt, or a JSON object with "prompt" or "question", and optionally "answer". If there is an
+answer, only its tokens are masked.
 """
 
 from __future__ import annotations

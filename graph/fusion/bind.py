@@ -26,7 +26,7 @@ def call_attend(attend: Attend, layer: int, q: Tensor, k: Tensor, v: Tensor) -> 
 
 
 def take_rows(x: Tensor, rows: Tensor | None) -> Tensor:
-    """The rows of x at these indices; all if there are none."""
+    """The rows of x at the indices ``rows``; all rows if ``rows`` is None."""
     return x if rows is None else x[rows]
 
 
@@ -108,5 +108,7 @@ def _is_by_row(node: Node, ops: Ops) -> bool:
         return False
     if torch.Tag.pointwise not in target.tags and target is not aten._to_copy.default:
         return False
-    # Aligned from the last dimension on, tokens meet tokens.
-    return all(-1 not in static(value(x).shape) or value(x).dim() == value(node).dim() for x in inputs)
+    # Broadcasting aligns dimensions from the last one on. So the token dimension of an input meets that of the result
+    # only if both have the same number of dimensions.
+    with_tokens = [value(x) for x in inputs if -1 in static(value(x).shape)]
+    return all(x.dim() == value(node).dim() for x in with_tokens)

@@ -181,19 +181,21 @@ def pack_linears(rewriter: Rewriter) -> list[Change]:
 def pack_group(rewriter: Rewriter, x: Node, group: list[Node]) -> Change:
     """Packs linear layers of the input ``x``."""
     group = sorted(group, key=lambda node: aten.silu.default not in {user.target for user in node.users})
-    names, line, memory = tuple(node.name for node in group), source_line(group[0]), rewriter.memory
-    stacks = [list(column) for column in zip(*(node.args[1:] for node in group), strict=False)]
-    has_bias = {len(node.args) > 2 and node.args[2] is not None for node in group}
+    names = tuple(node.name for node in group)
+    line, memory = source_line(group[0]), rewriter.memory
+    weights: list[Any] = [node.args[1] for node in group]
+    biases: list[Any] = [node.args[2] if len(node.args) > 2 else None for node in group]
+    num_biases = sum(bias is not None for bias in biases)
 
     def build(_: Match) -> Sequence[Node]:
-        if len(has_bias) > 1:
+        if num_biases not in (0, len(group)):
             raise Refused("some have a bias and some have none")
-        present = stacks if True in has_bias else stacks[:1]
-        if not all(memory.is_constant(node) for stack in present for node in stack):
+        stacks = [weights, biases] if num_biases else [weights]
+        if not all(memory.is_constant(node) for stack in stacks for node in stack):
             raise Refused("a weight or a bias is no constant of the graph")
         if any(memory.roots[node] & memory.written for node in group):
             raise Refused("a result is written into")
-        stacked = [rewriter.constant(torch.cat([rewriter.tensor(node) for node in stack])) for stack in present]
+        stacked = [rewriter.constant(torch.cat([rewriter.tensor(node) for node in stack])) for stack in stacks]
         whole = rewriter.call(aten.linear.default, x, *stacked)
         sizes = [value(node).shape[-1] for node in group]
         split = rewriter.call(aten.split_with_sizes.default, whole, sizes, -1)

@@ -176,8 +176,11 @@ class Rewriter:
         self.erase_unused([node for node in reversed(self.graph.nodes) if is_pure(node, self.ops)])
 
     def erase_unused(self, nodes: Iterable[Node]) -> None:
-        """Removes those of ``nodes``, users before what they use, that nothing uses, and the attributes that only they
-        read."""
+        """Removes those of the given nodes that have no users, and the attributes of the module that only they read.
+
+        Args:
+            nodes: each before the nodes that it uses, because removing it may leave those without users.
+        """
         attributes: dict[Node, None] = {}
         for node in nodes:
             if node.users:
@@ -202,12 +205,13 @@ class Rewriter:
 
 
 def _shape_env(graph: Graph) -> Any:
-    """What knows the symbols of a graph whose number of tokens is unknown; None if all its shapes are static."""
+    """The ``ShapeEnv`` of a graph's trace, which the symbolic sizes belong to; None if all its shapes are static."""
     for node in graph.nodes:
         found = node.meta.get("val")
-        for size in found.shape if isinstance(found, Tensor) else ():
-            if isinstance(size, SymInt):
-                return size.node.shape_env
+        if isinstance(found, Tensor):
+            for size in found.shape:
+                if isinstance(size, SymInt):
+                    return size.node.shape_env
     return None
 
 

@@ -68,7 +68,7 @@ class Compiler(ABC):
             raise GraphError(
                 f"graph mode {self.mode} holds {most} graphs; of {len(names)} buckets these are too many: "
                 + ", ".join(names[most:])
-                + "; serve fewer sequences at a time, smaller windows or shorter sequences"
+                + "; for fewer graphs, lower max_num_seqs, graph_window_blocks or max_model_len"
             )
 
     def compile(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: Sequence[int]) -> Run:

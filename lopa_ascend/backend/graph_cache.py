@@ -94,13 +94,14 @@ class GraphCache:
             logger.warning("graph_cache: %s cannot be written (%s)", self.path, error.strerror)
 
     def _remove_damaged(self) -> None:
-        """Removes files that are not what they were when they were noted."""
+        """Removes files that have changed since ``seal`` noted their digests."""
         try:
             known = read_json_object(self.path / DIGESTS, ValueError, optional=True, max_bytes=2**26)
         except ValueError as error:
-            logger.warning("graph_cache: %s; every file is taken for damaged", error)
-            known = dict.fromkeys([str(file.relative_to(self.path)) for file in self._files()], "")
-            known[DIGESTS] = ""
+            logger.warning("graph_cache: %s; all files are treated as damaged", error)
+            names = [str(file.relative_to(self.path)) for file in self._files()]
+            no_digest = ""  # differs from the digest of every file, so all of them are removed
+            known = dict.fromkeys([*names, DIGESTS], no_digest)
         for name, digest in known.items():
             file = self.path / name
             if file.resolve().is_relative_to(self.path) and file.is_file() and _digest(file) != digest:

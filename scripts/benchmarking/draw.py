@@ -81,9 +81,10 @@ def draw_branches(found: Sequence[Result], axes: Axes) -> bool:
 def draw_steps(found: Sequence[Result], axes: Axes) -> bool:
     """Tokens filled in each forward pass: mean, and the band between the quartiles (the paper's Figure 5)."""
     group = by_branches(found) or list(found)
-    chosen = (
-        group if len(group) <= MAX_CURVES else [group[round(i)] for i in np.linspace(0, len(group) - 1, MAX_CURVES)]
-    )
+    chosen = group
+    if len(group) > MAX_CURVES:
+        evenly_spaced = np.linspace(0, len(group) - 1, MAX_CURVES)
+        chosen = [group[round(index)] for index in evenly_spaced]
     for result in chosen:
         answers = [sample.filled for sample in result.samples]
         # As far as half of the answers go: the mean of the last few would say little.
@@ -104,7 +105,10 @@ def draw_steps(found: Sequence[Result], axes: Axes) -> bool:
 
 
 def pareto_front(found: Sequence[Result]) -> list[Result]:
-    """The results than which no other one is at least as fast and right, and better in one of the two."""
+    """The Pareto front of tokens/s and score, fastest first: the results that no other result dominates.
+
+    One result dominates another if it is at least as good in both, and better in one. Of equal results one is kept.
+    """
     front: list[Result] = []
     for result in sorted(found, key=lambda r: (r.value("user_avg_tps"), r.value("score")), reverse=True):
         if not front or result.value("score") > front[-1].value("score"):
@@ -113,7 +117,7 @@ def pareto_front(found: Sequence[Result]) -> list[Result]:
 
 
 def draw_pareto(found: Sequence[Result], axes: Axes) -> bool:
-    """Tokens/s as a user sees them against score, and the front that no setting is beyond."""
+    """Score against tokens/s as a user sees them: a point for each setting, and the Pareto front as a line."""
     if len(found) < 2:
         return False
     for decoding in dict.fromkeys(_strategy(result) for result in found):

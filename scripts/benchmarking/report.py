@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,8 @@ class Result:
     metrics: dict[str, Spread | None]
     num_runs: int
     aup: float | None = None
-    """Of the curve that the setting lies on, which other thresholds make; None for a curve of one point."""
+    """AUP of the curve that this setting forms together with the settings that differ from it in thresholds alone; None
+    if there are no others."""
 
     def value(self, name: str) -> float:
         """The median of a metric that every run has."""
@@ -78,7 +79,7 @@ def _with_aup(found: list[Result]) -> list[Result]:
         for curve, points in curves.items()
         if len(points) > 1
     }
-    return [Result(r.setting, r.samples, r.metrics, r.num_runs, scores.get(_curve(r.setting))) for r in found]
+    return [replace(result, aup=scores.get(_curve(result.setting))) for result in found]
 
 
 def _curve(setting: Setting) -> str:
@@ -105,8 +106,9 @@ def write_csv(found: Sequence[Result], path: Path) -> None:
 
 def markdown(found: Sequence[Result]) -> str:
     """The table for people: medians over the runs, in brackets the extremes where there are several runs."""
-    has_eager = any((spread := result.metrics[EAGER]) is not None and spread.high > 0 for result in found)
-    shown = [column for column in SHOWN if column[0] != EAGER or has_eager]
+    eager_shares = [result.metrics[EAGER] for result in found]
+    has_eager = any(share is not None and share.high > 0 for share in eager_shares)
+    shown = [(metric, heading, form) for metric, heading, form in SHOWN if metric != EAGER or has_eager]
     headings = ["setting", *(heading for _, heading, _ in shown), "AUP"]
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for result in found:

@@ -110,8 +110,11 @@ class SampleFile:
         wanted = _parts(json.loads(json.dumps(header)))
         for name in {**found, **wanted}:
             if found.get(name) != wanted.get(name):
-                message = f"{self.folder} holds a benchmark with another {name} ({found.get(name)}, and this one has "
-                raise ParameterError("out", f"{message}{wanted.get(name)}); choose another folder")
+                message = (
+                    f"{self.folder} holds a benchmark whose {name} is {found.get(name)}, but this one's is "
+                    f"{wanted.get(name)}; choose another folder"
+                )
+                raise ParameterError("out", message)
 
     def add(self, sample: Sample) -> None:
         """Keeps a sample."""
@@ -127,8 +130,11 @@ def _parts(header: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a header by name, and those of its objects by names such as "machine.cores"."""
     parts: dict[str, Any] = {}
     for name, value in header.items():
-        inner = _parts(value) if isinstance(value, dict) else {}
-        parts |= {f"{name}.{below}": part for below, part in inner.items()} or {name: value}
+        if isinstance(value, dict) and value:
+            for inner_name, inner_value in _parts(value).items():
+                parts[f"{name}.{inner_name}"] = inner_value
+        else:
+            parts[name] = value
     return parts
 
 

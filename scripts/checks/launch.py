@@ -111,6 +111,6 @@ def check_arguments(launch: Launch) -> Iterator[Finding]:
     if launch.node_rank >= nodes:
         yield fail(f"mesh: --node-rank {launch.node_rank} of {nodes} nodes", f"choose one from 0 to {nodes - 1}")
     if set(launch.http_ports) & set(launch.master_ports):
-        yield fail(f"ports: --port {launch.port} and --master-port {launch.master_port} meet", "move one of them")
+        yield fail(f"ports: --port {launch.port} and --master-port {launch.master_port} overlap", "change one of them")
     if max(launch.port, launch.master_port) + launch.replicas - 1 > LAST_PORT:
         yield fail(f"ports: {launch.replicas} replicas go beyond port {LAST_PORT}", "lower --port or --master-port")

@@ -39,5 +39,6 @@ def _check_port(host: str, port: int, flag: str) -> Finding:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((host, port))
     except OSError as error:
-        return fail(f"network: cannot listen on {address} ({error.strerror})", f"end what does, or move {flag}")
+        remedy = f"stop the program that uses it, or choose another {flag}"
+        return fail(f"network: cannot listen on {address} ({error.strerror})", remedy)
     return ok(f"network: {address} is free")

@@ -70,12 +70,21 @@ def _problem(line: bytes, default_task: str) -> tuple[Task, dict[str, Any]]:
         if field not in values:
             raise ValueError(f'has no "{field}"; task {task.name} needs {", ".join(task.fields)}')
         value = values[field]
-        is_right = isinstance(value, str) if kind is str else isinstance(value, list) and bool(value)
-        if not is_right or (kind is list and not all(isinstance(item, str) for item in value)):
-            expected = "a text" if kind is str else "a list of texts"
+        is_right = _is_text(value) if kind is str else _is_list_of_texts(value)
+        if not is_right:
+            expected = "a text" if kind is str else "a list of at least one text"
             raise ValueError(f'"{field}" is {shown(value)}, expected {expected}')
     task.check(values)
     return task, values
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_list_of_texts(value: object) -> bool:
+    """Whether a value is a list of texts that is not empty."""
+    return isinstance(value, list) and bool(value) and all(map(_is_text, value))
 
 
 def read_examples(task: Task, folder: Path | None, count: int) -> list[Problem]:

@@ -50,13 +50,19 @@ def boxed(text: str) -> str:
     """The content of the last \\boxed or \\fbox of a text; an empty text if there is none."""
     if "\\boxed " in text:
         return text.split("\\boxed ")[-1].split("$")[0]
-    begin = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
-    depth, start = 0, text.find("{", begin) + 1
-    for position in range(start - 1, len(text)) if begin >= 0 else ():
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
+    command = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
+    if command < 0:
+        return ""
+    opening = text.index("{", command)
+    depth = 0
+    for position in range(opening, len(text)):
+        if text[position] == "{":
+            depth += 1
+        elif text[position] == "}":
+            depth -= 1
         if depth == 0:
-            return text[start:position]
-    return ""
+            return text[opening + 1 : position]
+    return ""  # the closing brace is missing
 
 
 def final_answer(text: str) -> str:

@@ -187,9 +187,13 @@ def predict(model: ModelConfig, device: Device, work: Workload, collectives: str
     shares["collectives"] = _collectives(model, device, work, collectives)
     on_device, host = sum(shares.values()), _host(model, device, work)
     if device.host_overlaps:
-        step, bound = max(on_device, host), "host" if host > on_device else max(shares, key=shares.__getitem__)
+        step = max(on_device, host)
+        largest_on_device = max(shares, key=shares.__getitem__)
+        bound = "host" if host > on_device else largest_on_device
     else:
-        step, bound = on_device + host, max((shares | {"host": host}).items(), key=lambda item: item[1])[0]
+        step = on_device + host
+        terms = shares | {"host": host}
+        bound = max(terms, key=terms.__getitem__)
     return Step(
         weights=layer_weights + head_weights,
         kv=kv + logits,

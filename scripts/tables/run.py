@@ -111,7 +111,8 @@ class TableRun:
             return RowPlan(skipped=f"no --checkpoint {row.model}=DIR")
         launch = row.preset.launch
         ranks = launch.tensor_parallel_size * launch.branch_parallel_size if row.is_distributed else 1
-        if not options.one_rank and ranks > (available := num_devices(options.engine.get("device", "cpu"))):
+        available = num_devices(options.engine.get("device", "cpu"))
+        if ranks > available and not options.one_rank:
             return RowPlan(skipped=f"needs {ranks} devices, and there are {available}; --one-rank runs it on one")
         try:
             check_runnable([task])

@@ -201,7 +201,7 @@ def test_a_rank_takes_the_npu_of_its_number(
 
 def test_a_rank_without_an_npu_is_refused(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "16")
-    with pytest.raises(ParameterError, match=r"device: npu 16 is this rank's \(LOCAL_RANK\); there are 16"):
+    with pytest.raises(ParameterError, match=r"device: this rank needs NPU 16 \(LOCAL_RANK\), but this machine has 16"):
         strict_engine(small)
 
 

@@ -179,7 +179,7 @@ def test_an_interrupted_run_neither_loses_nor_repeats_a_sample(tmp_path: Path):
 
 def test_a_folder_holds_one_benchmark(tmp_path: Path):
     SampleFile(tmp_path, {"model": "m", "machine": {"cores": 2}})
-    with pytest.raises(ParameterError, match="another machine.cores .2, and this one has 4.; choose another folder"):
+    with pytest.raises(ParameterError, match="whose machine.cores is 2, but this one's is 4; choose another folder"):
         SampleFile(tmp_path, {"model": "m", "machine": {"cores": 4}})
 
 

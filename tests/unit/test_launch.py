@@ -324,7 +324,7 @@ def test_wrong_flags(scripts: Scripts, name: str, flags: list[str], message: str
         (
             "replicas",
             ["--port", "29498"],
-            ["ports: --port 29498 and --master-port 29500 meet; move one of them"],
+            ["ports: --port 29498 and --master-port 29500 overlap; change one of them"],
         ),
         (
             "replicas",
@@ -347,6 +347,7 @@ def test_all_failures_are_told_at_once_and_nothing_starts(scripts: Scripts, tmp_
     assert scripts.started() == []
     topics = {line[6:].partition(":")[0] for line in done.stderr.splitlines() if line.startswith("FAIL")}
     assert topics >= {"CANN", "network", "model"}
-    assert f"cannot listen on 127.0.0.1:{port} (Address already in use); end what does, or move --port" in done.stderr
+    problem = f"cannot listen on 127.0.0.1:{port} (Address already in use)"
+    assert f"{problem}; stop the program that uses it, or choose another --port" in done.stderr
     assert "there is no interface none0; choose --interface from " in done.stderr
     assert "--master-addr no.such.host.invalid (" in done.stderr

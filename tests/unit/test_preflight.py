@@ -303,7 +303,7 @@ def test_ports(tmp_path: Path):
     assert all(":65535" in line or " 65535" in line for line in told(check_network(last, tmp_path)))
     with listening() as port:
         busy = replace(launch, replicas=1, master_port=port)  # on one address, but the ranks meet on all
-        remedy = "(Address already in use); end what does, or move --master-port"
+        remedy = "(Address already in use); stop the program that uses it, or choose another --master-port"
         assert f"FAIL  network: cannot listen on {port} {remedy}" in told(check_network(busy, tmp_path))
         other_node = replace(busy, nnodes=2, node_rank=1)
         assert told(check_network(other_node, tmp_path)) == []

@@ -81,10 +81,12 @@ class Products:
         """
         for weight in weights:
             is_emulated = weight.dtype in self._emulated
-            for part in weight.split(WIDENED_ROWS) if is_emulated else (weight,):
-                kind = part.shape, torch.float32 if is_emulated else part.dtype, part.is_mkldnn
+            dtype = torch.float32 if is_emulated else weight.dtype
+            parts = weight.split(WIDENED_ROWS) if is_emulated else (weight,)
+            for part in parts:
+                kind = part.shape, dtype, part.is_mkldnn
                 if kind not in self._rows_at_a_time:
-                    self._rows_at_a_time[kind] = self._find_rows(self._trial_weight(part, kind[1]))
+                    self._rows_at_a_time[kind] = self._find_rows(self._trial_weight(part, dtype))
         dependent = [kind for kind, rows in self._rows_at_a_time.items() if rows is None]
         if dependent:
             shapes = ", ".join(f"{list(shape)} in {dtype}" for shape, dtype, _ in sorted(dependent, key=str))
@@ -103,8 +105,10 @@ class Products:
         wide, out = x.float(), x.new_empty(x.shape[0], weight.shape[0])
         first = 0
         for part in weight.split(WIDENED_ROWS):
-            columns = slice(first, first := first + len(part))
-            out[:, columns] = self._product(wide, part.float(), None if bias is None else bias[columns].float())
+            end = first + len(part)
+            part_bias = None if bias is None else bias[first:end].float()
+            out[:, first:end] = self._product(wide, part.float(), part_bias)
+            first = end
         return out
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -49,7 +49,8 @@ def open_npu() -> None:
 
     index, count = int(os.environ.get("LOCAL_RANK", 0)), npu.device_count()
     if index >= count:
-        raise ParameterError("device", f"npu {index} is this rank's (LOCAL_RANK); there are {count} on this machine")
+        message = f"this rank needs NPU {index} (LOCAL_RANK), but this machine has {count} NPUs, numbered from 0"
+        raise ParameterError("device", message)
     npu.set_device(index)
     npu.set_compile_mode(jit_compile=False)
     npu.config.allow_internal_format = False

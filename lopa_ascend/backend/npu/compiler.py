@@ -267,7 +267,7 @@ class NpuGraphEx(PackageCompiler):
                 raise
             raise GraphError(
                 f"bucket {name}: after {self.num_captures} graphs the device has no streams for another (error "
-                f"{OUT_OF_STREAMS}); serve fewer buckets"
+                f"{OUT_OF_STREAMS}); for fewer graphs, lower max_num_seqs or graph_window_blocks"
             ) from error
         self.num_captures += 1
         self.memory += npu.memory_reserved() - memory_before
