@@ -79,7 +79,7 @@ def largest_inputs(llm: LLM, texts: Sequence[tuple[str, str]]) -> dict[str, Tens
     """The largest magnitude of each input channel of the linear layers of a model, float32 [in] by name.
 
     A prompt with an answer is a message of a conversation, and masks are in the answer; a prompt alone is a text that
-    has masks behind its first token.
+    has masks after its first token.
 
     Args:
         llm: a Dream with float weights, on one rank.

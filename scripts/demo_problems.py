@@ -6,7 +6,7 @@
 A problem is a story that is put together sentence by sentence, a text from one template (parts, comparisons, groups,
 shares, prices, small stories), or a plain sum. It has one to four steps, seldom five, and numbers from 0 to 999. Every
 sentence has many wordings, which multiply with hundreds of names and objects; scripts/problems/ has them. Some
-problems stand behind a system prompt or earlier turns, go on from an earlier answer, or are typed carelessly; some
+problems stand after a system prompt or earlier turns, go on from an earlier answer, or are typed carelessly; some
 questions are no problems, and have a short honest answer.
 
 The answer states each operation, works it out in links that are easy (24+18=34+8=42), and repeats the result. An
@@ -181,7 +181,7 @@ def problems(seed: int, held_out: bool, *, plain: bool = False, other_nouns: boo
 
 
 def parse_result(text: str) -> int | None:
-    """The number behind the last "####"; None if there is none."""
+    """The number after the last "####"; None if there is none."""
     words = text.rpartition("####")[2].split()
     return int(words[0]) if "####" in text and words and words[0].isdecimal() else None
 

@@ -71,7 +71,7 @@ def read_set(path: Path, limit: int | None = None) -> list[Question]:
         worked_answer = row["answer"] if isinstance(row["answer"], str) else ""
         result = parse_result(worked_answer) if worked_answer else row["answer"]
         if result is None:
-            raise ValueError(f"{path}: the answer to {row['question']!r} has no number behind ####")
+            raise ValueError(f"{path}: the answer to {row['question']!r} has no number after ####")
         questions.append(Question(row["question"], result, row["kind"], worked_answer))
     return questions
 
@@ -110,7 +110,7 @@ def other_held_out(count: int) -> list[Question]:
 
 
 def typed_ways(limit: int) -> tuple[dict[str, list[Conversation]], list[int]]:
-    """Held-out problems as people type them, and behind other messages.
+    """Held-out problems as people type them, and after other messages.
 
     Args:
         limit: number of problems, at most one fewer than the file has: the problem behind each comes first as an
@@ -134,7 +134,7 @@ def typed_ways(limit: int) -> tuple[dict[str, list[Conversation]], list[int]]:
     }
     texts = [question.text for question in questions]
     ways = {name: [asked(change(text)) for text in texts] for name, change in changes.items()}
-    ways["behind a system prompt"] = [system + asked(text) for text in texts]
+    ways["after a system prompt"] = [system + asked(text) for text in texts]
     ways["in a second turn"] = [before + asked(text) for before, text in zip(earlier, texts, strict=True)]
     return ways, [question.result for question in questions]
 

@@ -247,7 +247,7 @@ def print_groups(heading: str, groups: dict[str, list[str]], exact: dict[tuple[s
 
 
 def typed(llm: LLM, limit: int) -> None:
-    """Prints exact of held-out problems that are typed in other ways, or stand behind other messages."""
+    """Prints exact of held-out problems that are typed in other ways, or stand after other messages."""
     ways, results = typed_ways(limit)
     for name, conversations in ways.items():
         _print_exact(llm, name, conversations, results)

@@ -114,7 +114,7 @@ def sequence(config: ModelConfig, generator: torch.Generator) -> Tensor:
 
 
 def output_errors(config: ModelConfig, place: str, seed: int = 0) -> Iterator[tuple[str, float]]:
-    """Names of the variants, and the error of the hidden states behind the layer and the last norm.
+    """Names of the variants, and the error of the hidden states after the layer and the last norm.
 
     The error is the root mean square of the differences from float32, as a share of that of the float32 values. Factors
     come from another sequence than errors.

@@ -8,7 +8,7 @@ r"""Trains the bundled model from scratch on a CPU, and writes it as a Dream che
 
 There are two stages, as in the training of Dream: an autoregressive warm-up on plain problems, from which the logits
 are shifted by one position, and masked diffusion on whole conversations, beside more autoregressive batches. Most
-diffusion batches are block-causal, with several answers behind each prompt: two with different noise, and one to
+diffusion batches are block-causal, with several answers after each prompt: two with different noise, and one to
 predict autoregressively, which teaches arithmetic faster, because each of its positions can be predicted. Some steps
 later the two come once more, filled where the model was sure and right, as a step of decoding fills them. The other
 batches have full attention within the window.

@@ -149,7 +149,7 @@ class Rewriter:
         return names
 
     def hoist(self, node: Node) -> None:
-        """Moves a node, and what it is computed from, right behind their inputs, unless memory on the way is written
+        """Moves a node, and what it is computed from, right after their inputs, unless memory on the way is written
         into or a node has an effect."""
         memory, moved = self.memory, set[Node]()
 

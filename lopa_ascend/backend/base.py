@@ -31,7 +31,7 @@ class Entries:
     kv_lengths: tuple[int, ...]
     """For each entry how many positions its queries attend to, from position 0 on."""
     page_tables: Tensor
-    """Page ids of each entry in the order of positions, int32 [entries, pages]. Columns behind the pages that an entry
+    """Page ids of each entry in the order of positions, int32 [entries, pages]. Columns after the pages that an entry
     needs hold ids of any pages."""
     sequences: tuple[int, ...]
     """For each entry the index of its sequence in the step."""
@@ -160,7 +160,7 @@ class Ops(Protocol):
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """The residual connection and the RMSNorm behind it.
+        """The residual connection and the RMSNorm after it.
 
         Args:
             x: [T, hidden].
@@ -192,7 +192,7 @@ class Ops(Protocol):
     def add_rms_norm_quant(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The residual connection and the quantised RMSNorm behind it.
+        """The residual connection and the quantised RMSNorm after it.
 
         Args:
             x: [T, hidden].

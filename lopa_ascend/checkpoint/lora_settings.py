@@ -135,7 +135,7 @@ class AdapterSettings:
 
     def _names_module(self, field: str, module: str) -> bool:
         """Whether a field names a module: a string is a regular expression for the whole name of the module; a list
-        holds whole names, or ends of names that begin behind a dot."""
+        holds whole names, or ends of names that begin after a dot."""
         value = self.values.get(field)
         if _is_unset(value):
             return False
@@ -149,7 +149,7 @@ class AdapterSettings:
         return any(".".join(parts[start:]) in self._names[field] for start in range(len(parts)))
 
     def _find_pattern(self, field: str, module: str) -> str | None:
-        """The first pattern in a field that matches the whole name of a module, or its end behind a dot."""
+        """The first pattern in a field that matches the whole name of a module, or its end after a dot."""
         patterns = self.values.get(field) or {}
         if not isinstance(patterns, dict):
             raise self.error(field, f"is {shown(patterns)}, expected an object")

@@ -30,7 +30,7 @@ _IN_LAYER = {
 }
 """Within a layer: Hugging Face name after "model.layers.N." -> our name after "layers.N."."""
 _SCALE = "_scale"
-"""What the name of an int8 weight's scales has behind that of the weight."""
+"""What the name of an int8 weight's scales has after that of the weight."""
 
 
 def stacked_name(name: str) -> str:

@@ -99,7 +99,7 @@ class ResearchParams:
         Parameter(
             Choice(BLOCK_CACHES),
             'keys and values that `decoding` "fast_dllm" reuses while it fills a block: "prefix": of all positions '
-            'before the block; "dual": of those behind it too',
+            'before the block; "dual": of those after it too',
             group=Group.RESEARCH,
         ),
     )

@@ -4,7 +4,7 @@ The first pass of a block computes prompt and canvas, and fills the block's firs
 less, and attend to what the first one has left of the rest:
 
 - "prefix" cache: from the block on to the end of the canvas; reused are the positions before the block.
-- "dual" cache: the block alone; reused are the positions before it and the masks behind it.
+- "dual" cache: the block alone; reused are the positions before it and the masks after it.
 
 The reused keys and values are stale: they do not know what has been filled since. Because the output at a position
 predicts the next one, no later pass could predict the block's first position, so the first pass has to fill it.

@@ -23,7 +23,7 @@ class KVPool:
     Args:
         shape: layers, heads and head size that this rank stores.
         num_pages: pages for requests.
-        num_padding_pages: pages behind those; padding rows of compiled steps write there, and no row reads them.
+        num_padding_pages: pages after those; padding rows of compiled steps write there, and no row reads them.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ class GenerationOutput:
 
     @property
     def published_tokens_per_step(self) -> float:
-        """TPF as the published Dream code counts it (SPEC section 9): opened positions, also those behind the EOS,
+        """TPF as the published Dream code counts it (SPEC section 9): opened positions, also those after the EOS,
         divided by forward passes plus one closing round."""
         return self.num_positions / (self.num_forwards + 1)
 

@@ -35,7 +35,7 @@ METRICS = {
     "model_tokens": "computed tokens of an answer, mean",
 }
 """Metric -> what it is. Those that begin with "published" count as the published code does: a token is a position that
-was opened, also one behind the end of the answer, and time begins after the first forward pass. Published
+was opened, also one after the end of the answer, and time begins after the first forward pass. Published
 tokens/s leave out the answers that are complete after the first pass; without any other answer they are None. Metrics
 that begin with "user" count what a user sees: tokens of the answer, and all the time from the prompt to its end."""
 

@@ -94,7 +94,7 @@ def run(llm: LLM, maker: PromptMaker, plan: Plan, file: SampleFile, *, quiet: bo
 
 
 def num_visible(output: GenerationOutput, params: DecodingParams, eos: Sequence[int]) -> int:
-    """Tokens of an answer before the first one that ends it. Without ``finish_at_eos`` the output goes on behind it.
+    """Tokens of an answer before the first one that ends it. Without ``finish_at_eos`` the output goes on after it.
 
     Args:
         output: the answer.

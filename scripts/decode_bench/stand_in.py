@@ -129,7 +129,7 @@ class StandIn:
         if not row.masked:
             return RowResult((), (), ())
         if row.masked[0] == row.start:
-            assert last is not None, "the window begins behind a committed position"
+            assert last is not None, "the window begins after a committed position"
             logits = torch.cat([last[None], logits])
             offset = row.start
         else:

@@ -86,7 +86,7 @@ class LopaLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What texts without a context stand behind."""
+        """What texts without a context stand after."""
         bos = self.tokenizer.special.get("bos_token")
         found = self.tokenizer.id_of(bos) if bos else None
         return self.eot_token_id if found is None else found
@@ -180,7 +180,7 @@ class LopaLM(TemplateLM):
         return results
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts, in windows of the longest context, each of which is scored behind the one before it."""
+        """Of whole texts, in windows of the longest context, each of which is scored after the one before it."""
         found = []
         for request in tqdm(requests, disable=disable_tqdm, desc="rolling log-likelihoods"):
             windows = get_rolling_token_windows(

@@ -48,7 +48,7 @@ def run(program: str, *, test: str = "", timeout: float = TIMEOUT, memory: int =
 
     Args:
         program: Python source, which nobody has looked at. It may import modules of the standard library.
-        test: Python source that belongs to the problem, executed behind the program in the same namespace. It may
+        test: Python source that belongs to the problem, executed after the program in the same namespace. It may
             import installed packages as well, before the limits hold.
         timeout: seconds.
         memory: bytes.
@@ -93,7 +93,7 @@ def _outcome(lines: list[str], token: str, status: int) -> Outcome:
 
 
 def passes(program: str, test: str) -> bool:
-    """Whether a program runs, and its test behind it."""
+    """Whether a program runs, and its test after it."""
     return run(program, test=test).passed
 
 

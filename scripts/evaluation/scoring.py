@@ -22,17 +22,17 @@ NO_NUMBER = "[invalid]"
 def check_problem(problem: Mapping[str, Any]) -> None:
     """Raises ValueError if ``score_problem`` finds no number in the right answer."""
     if parse_result(problem["answer"]) is None:
-        raise ValueError('"answer" has no whole number behind "####"; task gsm8k takes other numbers too')
+        raise ValueError('"answer" has no whole number after "####"; task gsm8k takes other numbers too')
 
 
 def score_problem(problem: Mapping[str, Any], text: str) -> dict[str, float]:
-    """The bundled model's problems: the whole number behind the last "####"."""
+    """The bundled model's problems: the whole number after the last "####"."""
     expected = parse_result(problem["answer"])
     return {"exact": float(expected is not None and parse_result(text) == expected)}
 
 
 def score_gsm8k(problem: Mapping[str, Any], text: str) -> dict[str, float]:
-    """The first number behind "####", and the last number of all."""
+    """The first number after "####", and the last number of all."""
     strict = _STRICT.findall(text)
     flexible = _FLEXIBLE.findall(text)
     found = {
@@ -62,13 +62,13 @@ def score_math(problem: Mapping[str, Any], text: str) -> dict[str, float]:
 
 
 def score_mbpp(problem: Mapping[str, Any], text: str) -> dict[str, float]:
-    """The answer as it is, and the first three tests behind it."""
+    """The answer as it is, and the first three tests after it."""
     tests = "\n".join(problem["test_list"][:3])
     return {"pass_at_1": float(passes(text, tests))}
 
 
 def score_humaneval(problem: Mapping[str, Any], text: str) -> dict[str, float]:
-    """Dream's way: what stands in the first Python fence, or the whole answer without one, behind the prompt."""
+    """Dream's way: what stands in the first Python fence, or the whole answer without one, after the prompt."""
     completion = text.split("```python\n", 1)[-1].split("```")[0]
     program = sanitize(f"{problem['prompt']}\n{completion}", problem["entry_point"])
     return {"pass_at_1": float(passes(program, _check(problem)))}

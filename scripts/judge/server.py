@@ -145,7 +145,7 @@ def children(pid: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                # The name, in brackets, may hold anything; the parent is the second field behind it.
+                # The name, in brackets, may hold anything; the parent is the second field after it.
                 parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
             except OSError:  # ended meanwhile
                 continue

@@ -1,6 +1,6 @@
 """The forward pass of the bundled model in training.
 
-It computes what transformers' Qwen2Model computes, faster: the answers behind a prompt attend to the prompt and to
+It computes what transformers' Qwen2Model computes, faster: the answers after a prompt attend to the prompt and to
 themselves without the products between different answers, and what lies between two matrix products can be compiled to
 one kernel.
 """
@@ -53,7 +53,7 @@ def attention_masks(padding: Tensor, prompt: int, masks: list[Tensor], *, is_ful
     Args:
         padding: positions of padding at the left of each prompt [n].
         prompt: positions of a prompt, p.
-        masks: for each of the c answers behind a prompt, which of its positions attend to which [l, l] bool.
+        masks: for each of the c answers after a prompt, which of its positions attend to which [l, l] bool.
         is_full: all positions attend to one another, and there is one answer.
     """
     n, copies, length = len(padding), len(masks), masks[0].shape[0]

@@ -14,7 +14,7 @@ FULL_LEVEL = 1.05
 BLOCKWISE_SHARE = 0.25
 """Share of a batch with block-wise noise; the others have a ramp."""
 FAR_BEHIND_RAMP = 20
-"""Positions that lie further behind the end of a ramp than this are mostly guesswork."""
+"""Positions that lie further past the end of a ramp than this are mostly guesswork."""
 FAR_WEIGHT = 0.2
 """Their weight in the loss."""
 

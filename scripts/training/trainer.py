@@ -38,7 +38,7 @@ GRADIENT_NORM = 0.05
 """Largest norm of a gradient. Most exceed it, so that all batches count alike: otherwise those for a second time, with
 few positions to predict, all of them hard, would decide the direction of the steps."""
 NOISY_COPIES = 2
-"""Answers with different noise that a batch has behind each prompt; a prompt costs as much as an answer."""
+"""Answers with different noise that a batch has after each prompt; a prompt costs as much as an answer."""
 MOST_WAITING = 8
 """Batches that wait for their second step at a time."""
 DECISIVE = (
@@ -169,7 +169,7 @@ class Trainer:
             self.average[name].lerp_(weight, share)
 
     def next_batch(self) -> tuple[Batch, list[Answer], Kind]:
-        """Problems, the answers behind each prompt, and which kind of batch it is."""
+        """Problems, the answers after each prompt, and which kind of batch it is."""
         if self.step < self.args.ar_steps:
             batch = self.clean_batches.next(self.args.batch)
             return batch, [self.answers.clean(batch)], "clean"
@@ -191,7 +191,7 @@ class Trainer:
 
         Args:
             batch: prompts, and how they are padded.
-            answers: answers behind each prompt, each of l positions; none sees another.
+            answers: answers after each prompt, each of l positions; none sees another.
             is_full: the prompt sees the answer, of which there is one.
         """
         prompt, length = batch.prompt.shape[1], answers[0].ids.shape[1]

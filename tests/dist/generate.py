@@ -1,7 +1,7 @@
 """What every rank of a test runs: `python -m tests.dist.generate JOB OUT`.
 
 JOB is a JSON file with a list of {"model", "options", "requests": [{"prompt", "params"}], "together"}; the outputs go
-to OUT with this process's rank, or 0, behind it. Graphs are not compiled, they run as the functions that they are of.
+to OUT with this process's rank, or 0, after it. Graphs are not compiled, they run as the functions that they are of.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What every rank of tests/dist/test_memory.py runs: `python -m tests.dist.memory MODEL OUT`.
 
-Rank r has memory for 40 - 10 * r pages. What the engine says of its pages and rows goes to OUT with the rank behind it.
+Rank r has memory for 40 - 10 * r pages. What the engine says of its pages and rows goes to OUT with the rank after it.
 """
 
 from __future__ import annotations

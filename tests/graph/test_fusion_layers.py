@@ -148,7 +148,7 @@ def test_bias_goes_into_the_product(dtype: torch.dtype) -> None:
 
 @dtypes
 def test_bias_and_activation(dtype: torch.dtype) -> None:
-    """SiLU as it is, and taken apart: of biased halves it is a SwiGLU, and by itself one op behind the product."""
+    """SiLU as it is, and taken apart: of biased halves it is a SwiGLU, and by itself one op after the product."""
     x, weight, bias = (randn(*shape, dtype=dtype) for shape in ((T, HIDDEN), (8, HIDDEN), (8,)))
 
     def apart(x: Tensor) -> Tensor:

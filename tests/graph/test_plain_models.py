@@ -202,7 +202,7 @@ def test_an_architecture_that_is_not_dream_computes_what_its_module_does(path: P
 
 
 class Shuffled(PlainDream):
-    """Tokens do not stay apart behind the last attention."""
+    """Tokens do not stay apart after the last attention."""
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         hidden = super().forward(tokens, positions, attend)
@@ -218,7 +218,7 @@ class Scaled(PlainDream):
 
 
 class Bare(PlainDream):
-    """Nothing comes behind the last attention."""
+    """Nothing comes after the last attention."""
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         results = []

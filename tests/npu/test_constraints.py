@@ -108,7 +108,7 @@ WRITES: Calls = {
     "fewer positions than tokens": ("as many positions", {"slot_mapping": WRITE["slot_mapping"][:2]}),
     "a position that comes twice": ("twice", {"slot_mapping": torch.tensor([7, 200, 7])}),
     "-1 for padding": ("outside", {"slot_mapping": torch.tensor([7, -1, 3])}),
-    "a position behind the cache": ("outside", {"slot_mapping": torch.tensor([7, 256, 3])}),
+    "a position after the cache": ("outside", {"slot_mapping": torch.tensor([7, 256, 3])}),
     "a cache of three dimensions": ("page, heads, size", {"key_cache": zeros(2, PAGE_SIZE, 32)}),
 }
 

@@ -100,7 +100,7 @@ def test_without_the_ops_of_w8a8_the_server_runs_unquantised(capsys: pytest.Capt
 def test_an_op_without_which_nothing_runs(capsys: pytest.CaptureFixture[str], kernel: Any, verdict: str) -> None:
     with replaced("npu_swiglu", kernel):
         status, verdicts, last = reported(capsys)
-    # SwiGLU of a single rank is quantised by a kernel of its own behind it.
+    # SwiGLU of a single rank is quantised by a kernel of its own after it.
     assert {name for name in verdicts if verdicts[name] == verdict} == {"swiglu", "W8A8: swiglu_quant of 37888"}
     assert last.startswith("options for the server: none")
     assert status == 1
@@ -133,7 +133,7 @@ def test_where_entries_of_16_queries_are_faster(
 
 
 def test_where_tnd_computes_something_else(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of keys behind the queries' own span, as a kernel would that takes the entries for causal."""
+    """Of keys after the queries' own span, as a kernel would that takes the entries for causal."""
     spans, attend = attention.query_spans, attention.attend
     layouts: list[str] = []
 

@@ -24,7 +24,7 @@ def paged_step(
     an entry does not see are NaN, and so is the last page, which fills up the page tables of short entries.
 
     Args:
-        shapes: (index of the sequence, number of queries, number of keys behind the prefix) of each entry.
+        shapes: (index of the sequence, number of queries, number of keys after the prefix) of each entry.
         prefixes: the prefix of each sequence.
         kv_heads: KV heads K.
         dim: head dimension D.

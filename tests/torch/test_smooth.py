@@ -140,7 +140,7 @@ def test_masks_are_at_several_shares_and_in_answers_alone(path: Path) -> None:
 
 
 def int8_error(path: Path, tensors: dict[str, Tensor], x: Tensor) -> float:
-    """Of the second layer's q_proj behind its norm, in W8A8, as a share of its output in float32."""
+    """Of the second layer's q_proj after its norm, in W8A8, as a share of its output in float32."""
     norm, weight = (tensors[f"{LAYER}{name}.weight"].float() for name in ("input_layernorm", "self_attn.q_proj"))
     codes, scale = definition.quantize(x * norm)
     product = definition.quant_linear(codes, scale, *quantize_weight(weight), None, torch.float32)

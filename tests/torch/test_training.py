@@ -1,4 +1,4 @@
-"""The training of the bundled model: its forward pass, and what answers behind one prompt see of one another."""
+"""The training of the bundled model: its forward pass, and what answers after one prompt see of one another."""
 
 from __future__ import annotations
 

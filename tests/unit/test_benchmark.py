@@ -49,7 +49,7 @@ SAMPLE = Sample(
         ('{"task": ["gsm8k"], "question": "", "answer": ""}', "line 3: unknown task"),
         ('{"task": "mbpp", "text": "", "code": "", "test_list": [1]}', 'line 3: "test_list" is [1], expected a list'),
         ('{"question": "1", "question": "2", "answer": "3"}', "line 3: is not valid JSON"),
-        ('{"question": "1 + 3?", "answer": "4"}', 'line 3: "answer" has no whole number behind "####"'),
+        ('{"question": "1 + 3?", "answer": "4"}', 'line 3: "answer" has no whole number after "####"'),
         ('{"question": "q", "answer": "#### 1,234"}', 'line 3: "answer" has no whole number'),
         (
             '{"task": "minerva_math", "problem": "p", "solution": "2"}',

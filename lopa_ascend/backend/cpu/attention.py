@@ -3,7 +3,7 @@
 A step's attention is planned once, for all layers, and then takes few calls of torch's flash attention:
 
 1. The keys of an entry are split in two: the prefix of its sequence, which all entries of the sequence see, and the
-   entry's own positions behind the prefix. A prefix is gathered from the cache once for all entries.
+   entry's own positions after the prefix. A prefix is gathered from the cache once for all entries.
 2. In each of the two parts, entries of equal shapes make a batch, and a batch is one call.
 3. The two partial results of an entry are merged by their log-sum-exps.
 
@@ -52,7 +52,7 @@ class AttentionPlan:
     """All indices of a step's attention; they are the same in every layer."""
 
     own: tuple[Reading, ...]
-    """Keys behind the prefixes; each reading has one batch. Batches whose entries have a prefix come first."""
+    """Keys after the prefixes; each reading has one batch. Batches whose entries have a prefix come first."""
     prefix: tuple[Reading, ...]
     """The prefix of each sequence that has one, with a batch for each length of the sequence's entries."""
     own_from_token: Tensor
@@ -92,7 +92,7 @@ def plan_attention(entries: Entries, kv_heads: int, page_size: int) -> Attention
 
 
 def plan_own_part(entries: Entries, page_size: int) -> tuple[list[Reading], list[list[int]]]:
-    """The readings of the keys behind the prefixes, and the entries of all batches in order, by their indices."""
+    """The readings of the keys after the prefixes, and the entries of all batches in order, by their indices."""
     prefixes = [entries.prefixes[sequence] for sequence in entries.sequences]
 
     def shape(i: int) -> tuple[bool, int, int]:
