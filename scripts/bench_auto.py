@@ -64,7 +64,7 @@ def device_costs(name: str) -> StepCosts:
 def tokens_per_second(
     llm: LLM, problems: list[tuple[str, int]], params: DecodingParams, costs: StepCosts | None
 ) -> float:
-    """Visible tokens of all answers by seconds, of the simulated device if there is one."""
+    """Visible tokens of all answers divided by seconds, of the simulated device if there is one."""
     clock = None if costs is None else SimulatedClock(costs)
     if clock is not None:
         llm.engine.runner.set_probe(clock)

@@ -115,7 +115,7 @@ def report(llm: LLM, measured: Measurement, peak: float, stand_in: StandInOutput
 
 
 def _compared(measured: Measurement, stand_in: StandInOutput | None) -> tuple[str, str]:
-    """CPU seconds of the stand-in by ours, of the decode and of a computed token."""
+    """CPU seconds of the stand-in divided by ours, of the decode and of a computed token."""
     if stand_in is None:
         return " " * 9, " " * 9
     ratio = stand_in.seconds / measured.total

@@ -11,7 +11,7 @@ load of the machine. Takes minutes on two cores, and prints a Markdown table wit
   first piece       median time to the first text, as a share of that of the whole answer with the same block size
   first piece, x N  the same time, divided by that with the largest block size N
   answer, x N       median time of the whole answer, divided by that with N
-  TPF               visible tokens by forward passes, of all answers together
+  TPF               visible tokens divided by forward passes, of all answers together
   exact             share of answers that end in the right number
 """
 

@@ -79,7 +79,7 @@ class Measured:
         return Estimate(100 * float(self.exact.mean()), 100 * self.exact[draws].mean(1))
 
     def tpf(self, draws: NDArray[np.int64]) -> Estimate:
-        """Visible tokens by forward passes, of all problems together."""
+        """Visible tokens divided by forward passes, of all problems together."""
         drawn = self.tokens[draws].sum(1) / self.forwards[draws].sum(1)
         return Estimate(float(self.tokens.sum() / self.forwards.sum()), drawn)
 

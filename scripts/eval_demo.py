@@ -63,7 +63,7 @@ class Outcome:
     accuracy: float
     """Share of exact answers."""
     tpf: float
-    """Visible tokens by forward passes."""
+    """Visible tokens divided by forward passes."""
     model_tokens: float
     """Tokens computed in a forward pass."""
 
