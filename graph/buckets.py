@@ -127,6 +127,11 @@ class MaskLimits(NamedTuple):
 
     max_blocks: int
 
+    @classmethod
+    def of_size(cls, size: int) -> MaskLimits:
+        """The columns of a tensor with so many."""
+        return cls((size - 5) // 4)
+
     @property
     def size(self) -> int:
         """Number of columns."""

@@ -319,4 +319,5 @@ def _predictions(
 
 
 def _disagreement(record: StepRecord) -> str:
-    return f"the device decided otherwise than decode/ defines, in forward pass {record.index}"
+    message = "the compiled step and the Python code in decode/ decided differently"
+    return f"{message}, in forward pass {record.index}; please report it"

@@ -102,7 +102,7 @@ def write_params(
     params.activation_masks[seat] = request.block_size - filled_to_activate
     params.min_rank[seat] = math.inf
     params.min_rank[seat, : request.lookaheads] = 1.0
-    columns = MaskLimits((params.mask_limits.shape[1] - 5) // 4)
+    columns = MaskLimits.of_size(params.mask_limits.shape[1])
     limits = params.mask_limits[seat, : columns.by_distance(columns.max_blocks + 1)]
     limits[:] = math.inf
     limits[columns.by_distance(1)] = request.block_size - filled_to_add

@@ -70,7 +70,8 @@ class DecodeStep:
         if self.bucket.full_attention:
             saved = storage.hidden.index_select(0, self._block_ends(inputs, constants, winner))
             ops.put_rows(storage.hidden, inputs.model.save_rows, saved)
-        # An NPU computes each of these in its place, so they are whole results, and neither parts nor inputs.
+        # An NPU computes each of these directly in its place of the output, which it can do for a whole result, but not
+        # for a part of a tensor or an input.
         return torch.cat([column.view(-1) for column in (won, after.tokens, *bits)])
 
     def _forward_inputs(

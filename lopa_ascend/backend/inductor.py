@@ -63,7 +63,9 @@ class Inductor(CachingCompiler):
         self.num_compilations += 1
         if sorted(graph.length_inputs.values()) != list(range(len(kv_lengths))):
             num_inputs = len(graph.length_inputs)
-            raise GraphError(f"bucket {name}: of {len(kv_lengths)} KV lengths, [{num_inputs}] are inputs of its graph")
+            raise GraphError(
+                f"bucket {name}: its graph has {num_inputs} inputs for KV lengths, and the step has {len(kv_lengths)}"
+            )
         return graph.run
 
 

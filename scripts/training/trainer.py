@@ -97,7 +97,10 @@ class Trainer:
             is_embedding = "embed" in name
             if param.dim() == 2:
                 torch.nn.init.normal_(param, std=0.02 if is_embedding else param.shape[1] ** -0.5)
-            (matrices if param.dim() == 2 and not is_embedding else rest).append(param)
+            if param.dim() == 2 and not is_embedding:
+                matrices.append(param)
+            else:
+                rest.append(param)
         return [
             Muon(matrices, self.args.lr, getattr(torch, self.args.dtype)),
             torch.optim.AdamW(rest, lr=self.args.lr, betas=(0.9, 0.95), weight_decay=0.0),

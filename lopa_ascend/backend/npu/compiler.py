@@ -150,7 +150,7 @@ class PackageCompiler(CachingCompiler):
                 if length_inputs != [len(kv_lengths)]:
                     file.unlink(missing_ok=True)
                     raise GraphError(
-                        f"bucket {name}: of {len(kv_lengths)} KV lengths, {length_inputs} are inputs of its graph"
+                        f"bucket {name}: its graph has {length_inputs} inputs for KV lengths, and the step has {len(kv_lengths)}"
                     )
                 if not file.exists():
                     raise GraphError(f"bucket {name}: graph mode {self.mode} could not write it to {self._cache.path}")

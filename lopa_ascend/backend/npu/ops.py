@@ -221,13 +221,14 @@ def as_fractal_nz(weight: Tensor) -> Tensor:
 def one_kernel_takes(gate_up: Tensor) -> bool:
     """Whether the kernel of SwiGLU with quantisation takes a tensor, by the limits that its documents state.
 
-    They count ten rows and a fortieth of the scales that are returned.
+    The documents give the memory that the kernel needs: ten rows, and a fortieth of the scales that it returns.
 
     Args:
         gate_up: [T, 2 * I], float16 or bfloat16.
     """
     rows, length = gate_up.shape
-    needed = 10 * length * gate_up.element_size() + rows * 4 // 40
+    scale_bytes = 4 * rows
+    needed = 10 * length * gate_up.element_size() + scale_bytes // 40
     return length % FUSED_SWIGLU_MULTIPLE == 0 and needed < FUSED_SWIGLU_BYTES
 
 

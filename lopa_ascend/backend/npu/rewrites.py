@@ -108,9 +108,9 @@ def source_of(part: Node) -> Node | None:
     contiguous copy, or the values of a maximum."""
     while part.target in SAME_MEMORY:
         part = part.all_input_nodes[0]
-    copies = part.target is aten.clone.default and part.kwargs == {"memory_format": torch.contiguous_format}
+    is_copy = part.target is aten.clone.default and part.kwargs == {"memory_format": torch.contiguous_format}
     is_maximum = part.target is operator.getitem and part.args[1] == 0 and _whole(part).target is aten.max.dim
-    writes = part.target in OUT_VARIANTS or copies or is_maximum
+    writes = part.target in OUT_VARIANTS or is_copy or is_maximum
     return part if writes and part.meta["val"].is_contiguous() else None
 
 
