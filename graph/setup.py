@@ -29,7 +29,10 @@ SMALL_GRAPHS = (
     "graphs have at most %d of %d sequences and windows of at most %d of %d blocks, because max_num_batched_tokens is "
     "%d; larger steps are eager"
 )
-ESTIMATE = "graph_mode %s: %d graphs of %d layers are compiled in about %.0f minutes of CPU time, less if --graph-cache has them"
+ESTIMATE = (
+    "graph_mode %s: %d graphs of %d layers are compiled in about %.0f minutes of CPU time; those that --graph-cache has "
+    "take seconds"
+)
 
 
 @dataclass(frozen=True)

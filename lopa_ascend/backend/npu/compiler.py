@@ -149,9 +149,8 @@ class PackageCompiler(CachingCompiler):
                 self.num_compilations += 1
                 if length_inputs != [len(kv_lengths)]:
                     file.unlink(missing_ok=True)
-                    raise GraphError(
-                        f"bucket {name}: its graph has {length_inputs} inputs for KV lengths, and the step has {len(kv_lengths)}"
-                    )
+                    message = f"graphs with {length_inputs} inputs for KV lengths, and the step has {len(kv_lengths)}"
+                    raise GraphError(f"bucket {name}: it was compiled to {message}")
                 if not file.exists():
                     raise GraphError(f"bucket {name}: graph mode {self.mode} could not write it to {self._cache.path}")
             run = type(self).cache_compile(method, **options)
