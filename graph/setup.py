@@ -30,8 +30,8 @@ SMALL_GRAPHS = (
     "%d; larger steps are eager"
 )
 ESTIMATE = (
-    "graph_mode %s: %d graphs of %d layers are compiled in about %.0f minutes of CPU time; those that --graph-cache has "
-    "take seconds"
+    "graph_mode %s: %d graphs of %d layers are compiled in about %.0f minutes of CPU time; those in --graph-cache take "
+    "seconds"
 )
 
 
