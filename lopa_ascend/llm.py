@@ -81,7 +81,7 @@ class LLM:
         lora = options.pop("lora", None)
         path = None if model is None else str(model)
         directory = DEMO_MODEL if model is None else model
-        # Refused here, broken files cost no loading.
+        # Checked before the weights are loaded, so that a broken file is reported at once.
         load_template(directory)
         self._recommended = recommended_decoding(directory)
         self.engine = start_engine(EngineConfig(model=path, lora=None if lora is None else str(lora), **options))
@@ -266,6 +266,7 @@ class LLM:
         unfinished = dict(enumerate([self._begin(prompt, params, trace) for prompt in prompts]))
         outputs: dict[int, GenerationOutput] = {}
         try:
+            # With None, tqdm shows the bar on a terminal only.
             with tqdm(total=len(prompts), desc="prompts", disable=True if quiet else None) as bar:
                 while unfinished:
                     self._step()
@@ -304,13 +305,17 @@ def _conversations(value: object) -> list[Sequence[Mapping[str, Any]]]:
     Raises:
         ParameterError: it is neither a conversation nor a list of conversations.
     """
-    if _is_list(value) and value:
-        if all(isinstance(message, Mapping) for message in value):
-            return [value]
-        if all(_is_list(item) and item and all(isinstance(message, Mapping) for message in item) for item in value):
-            return list(value)
+    if _is_conversation(value):
+        return [value]
+    if _is_list(value) and value and all(map(_is_conversation, value)):
+        return list(value)
     expected = 'a list of messages such as {"role": "user", "content": "hello"}, or a list of such lists'
     raise ParameterError("conversations", f"must be {expected}, got {value!r:.100}")
+
+
+def _is_conversation(value: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
+    """Whether the value is a list of messages, at least one."""
+    return _is_list(value) and bool(value) and all(isinstance(message, Mapping) for message in value)
 
 
 def _is_list(value: object) -> TypeGuard[Sequence[Any]]:

@@ -54,10 +54,12 @@ def check_directory(path: Path) -> None:
         CheckpointError: it is a file, does not exist, or cannot be read.
     """
     try:
-        found = None if path.is_dir() else "a file" if path.exists() else "missing"
+        is_directory = path.is_dir()
+        exists = is_directory or path.exists()
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    if found is not None:
+    if not is_directory:
+        found = "a file" if exists else "missing"
         raise CheckpointError(f"{path}: expected a directory in the Hugging Face layout, but it is {found}")
     if not os.access(path, os.R_OK | os.X_OK):
         raise CheckpointError(f"{path}: cannot be read by this user")

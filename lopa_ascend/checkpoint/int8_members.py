@@ -149,9 +149,11 @@ class Int8Members:
         offset = float(self._tensors["input_offset"].reshape(()))
         sums = weight.sum(1, dtype=torch.int64).double()
         own = torch.zeros_like(sums) if bias is None else bias.double() / self._deq_scale().double()
-        difference = (self._tensors["quant_bias"].double() - (own - offset * sums)).abs()
-        # bfloat16 has rounded the bias to 8 bits and the scale to as many, if it is stored in it.
-        if bool((difference > 2 + own.abs() / 64).any()):
+        expected = own - offset * sums
+        difference = (self._tensors["quant_bias"].double() - expected).abs()
+        # 2 for rounding to integers; 1/64 because bfloat16 may have rounded the bias, and the scale, to 8 bits each.
+        tolerance = 2 + own.abs() / 64
+        if bool((difference > tolerance).any()):
             raise self._error("quant_bias", "does not agree with the layer's bias and input_offset")
 
     def _static_scale(self) -> Tensor:

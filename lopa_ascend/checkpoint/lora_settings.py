@@ -16,7 +16,7 @@ from lopa_ascend.config.files import shown
 MAX_FIELD = 200
 """Characters of the longest name of a field that messages show whole."""
 MAX_ALPHA = 1e9
-"""Largest alpha, which is 16 or so."""
+"""Largest alpha that is accepted. Usual values are around 16."""
 MAX_PATTERN = 10_000
 """Characters of the longest regular expression."""
 MATCH_TIME = 0.5
@@ -183,7 +183,7 @@ class AdapterSettings:
         return self.error(
             field,
             f"{shown(pattern)} takes more than {MATCH_TIME:g} s to compare with the names of the model's layers, "
-            "expected a regular expression without repetitions in one another, or a list of names",
+            "expected a regular expression without nested repetitions, or a list of names",
         )
 
     def _parse_rank(self, field: str, value: object) -> int:

@@ -1,11 +1,11 @@
 """Moves outliers of activations into weights, as SmoothQuant does, so that int8 loses less.
 
-Each input channel of a linear layer is divided by a factor, and the column of its weight multiplied by it. The weight
-of the norm before q, k and v, or before gate and up, is what is divided. No norm is before down_proj; there the rows of
-up_proj are divided, which loses nothing, because each of them has a scale of its own. The input of o_proj is left as it
-is: it is an average of values, in which outliers are rare.
+Each input channel of a linear layer is divided by a factor, and the matching column of the layer's weight is multiplied
+by it. To divide the input of q, k and v, or of gate and up, the weight of the norm before them is divided. There is no
+norm before down_proj, so the rows of up_proj are divided instead. This loses no precision, because each row has its own
+scale. The input of o_proj is left as it is: it is an average of values, in which outliers are rare.
 
-All factors are powers of two, so folding them rounds nothing: the float model computes what it did, to the last bit.
+All factors are powers of two, so folding them in rounds nothing: the float model still computes the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 STRENGTH = 0.5
-"""Which share of an outlier goes to the weights, as exponent: SmoothQuant's alpha."""
+"""How much of an outlier moves into the weights: the exponent that SmoothQuant calls alpha."""
 MAX_EXPONENT = 16
-"""Factors are from 2 to the power of minus this one on, to 2 to the power of this one."""
+"""Factors are between 2**-MAX_EXPONENT and 2**MAX_EXPONENT."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ READERS: Mapping[str, Reader] = {
     "gate_up": Reader("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
     "down": Reader("mlp.up_proj", ("mlp.down_proj",)),
 }
-"""By the end of our name of a linear layer whose input can be smoothed."""
+"""The layers whose input can be smoothed, by the last part of our name for them (``checkpoint.stack``)."""
 
 
 def smoothed_readers(int8: Collection[str]) -> dict[str, Reader]:

@@ -30,7 +30,7 @@ _IN_LAYER = {
 }
 """Within a layer: Hugging Face name after "model.layers.N." -> our name after "layers.N."."""
 _SCALE = "_scale"
-"""What the name of an int8 weight's scales has after that of the weight."""
+"""The suffix that makes the name of an int8 weight the name of its scales."""
 
 
 def stacked_name(name: str) -> str:

@@ -34,48 +34,61 @@ DECODINGS_OF = {
 
 
 def filling(decoding: str, base: str) -> str:
-    """The built-in decoding by whose rules positions are filled: LoPA over another base than "d2f" fills as its base
-    does, and a decoding that is not built in goes with the parameters of the one that it is like."""
-    return base if decoding == "lopa" and base != "d2f" else built_in(decoding)
+    """The name of the built-in decoding whose rules fill the positions.
+
+    This is "lopa" itself over the base "d2f", and the base over any other one. A decoding that is not built in counts
+    as the built-in decoding that it is like.
+    """
+    if decoding == "lopa" and base != "d2f":
+        return base
+    return built_in(decoding)
 
 
 def fitting_defaults(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults that can be used with what a request asks for; others are left out.
+    """The defaults that can be used together with what a request asks for. The others are left out.
 
-    All of them are returned for a decoding that does not exist: ``DecodingParams`` refuses its name. A default
-    ``branch_acceptance`` "exact", which no sampling can have, is "verified" for a request that samples.
+    A decoding that does not exist gets all of them: ``DecodingParams`` refuses its name. Defaults that do not go with
+    sampling are changed or left out for a request that samples.
 
     Args:
         defaults: decoding parameters by name.
-        asked: the parameters that stand in place of defaults.
+        asked: the parameters that the request sets itself, in place of defaults.
     """
-    together = {"decoding": "lopa", "base": "d2f", **defaults, **asked}
-    if not is_known(together["decoding"]):
+    merged = {"decoding": "lopa", "base": "d2f", **defaults, **asked}
+    decoding = merged["decoding"]
+    if not is_known(decoding):
         return dict(defaults)
-    defaults = dict(defaults)
     temperature = asked.get("temperature")
     is_sampled = isinstance(temperature, int | float) and temperature >= MIN_TEMPERATURE
-    if is_sampled and defaults.get("branch_acceptance") == "exact":
-        defaults["branch_acceptance"] = "verified"
-    if is_sampled and defaults.get("branch_candidates") == "tokens":
-        del defaults["branch_candidates"]
-        if defaults.get("branch_score") == "pivot":  # which ranks tokens
-            del defaults["branch_score"]
-    own = filling(together["decoding"], together["base"])
-    foreign = {name for name, decodings in DECODINGS_OF.items() if own not in decodings}
-    if own not in PIPELINED:
-        foreign.add("window_attention")
-    if together["decoding"] != "lopa":
-        foreign.add("base")
-    if together["decoding"] not in DECODINGS:
-        foreign.add("branch_acceptance")
-    if "branch_acceptance" in foreign or together.get("branch_acceptance", "published") == "published":
-        foreign.add("lookahead_depth")
-    if together["decoding"] != defaults.get("decoding", "lopa"):
-        foreign.add("num_branches")  # the default number is meant for the default decoding
-    if {**defaults, **asked}.get("num_branches") != AUTO or "num_branches" in foreign:
-        foreign.add("branches_by_load")
-    return {name: value for name, value in defaults.items() if name not in foreign}
+    usable = _defaults_for_sampling(defaults) if is_sampled else dict(defaults)
+    filled_by = filling(decoding, merged["base"])
+    unusable = {name for name, decodings in DECODINGS_OF.items() if filled_by not in decodings}
+    if filled_by not in PIPELINED:
+        unusable.add("window_attention")
+    if decoding != "lopa":
+        unusable.add("base")
+    if decoding not in DECODINGS:
+        unusable.add("branch_acceptance")
+    if "branch_acceptance" in unusable or merged.get("branch_acceptance", "published") == "published":
+        unusable.add("lookahead_depth")
+    if decoding != defaults.get("decoding", "lopa"):
+        unusable.add("num_branches")  # the default number is meant for the default decoding
+    if "num_branches" in unusable or merged.get("num_branches") != AUTO:
+        unusable.add("branches_by_load")
+    return {name: value for name, value in usable.items() if name not in unusable}
+
+
+def _defaults_for_sampling(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults of a request that samples: "exact" drafts become "verified" ones, and branches differ in positions
+    rather than in tokens."""
+    usable = dict(defaults)
+    if usable.get("branch_acceptance") == "exact":
+        usable["branch_acceptance"] = "verified"
+    if usable.get("branch_candidates") == "tokens":
+        del usable["branch_candidates"]
+        if usable.get("branch_score") == "pivot":  # it needs branch_candidates "tokens"
+            del usable["branch_score"]
+    return usable
 
 
 def check_combinations(params: DecodingParams) -> None:

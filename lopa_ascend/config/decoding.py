@@ -51,9 +51,12 @@ class DecodingParams(ResearchParams, UsualParams):
 
     @property
     def follows_load(self) -> bool:
-        """Whether that choice depends on the other requests of the step."""
-        by_load = self.branches_by_load
-        return self.is_auto and (self.branch_acceptance != "published" if by_load is None else by_load)
+        """Whether the number of lookahead branches depends on the other requests of the step."""
+        if not self.is_auto:
+            return False
+        if self.branches_by_load is None:
+            return self.branch_acceptance != "published"
+        return self.branches_by_load
 
     @property
     def is_pipelined(self) -> bool:
@@ -63,12 +66,14 @@ class DecodingParams(ResearchParams, UsualParams):
 
     @property
     def ranking(self) -> str:
-        """What a pass reports beside the probability: ``confidence``, with "vanilla" what ``alg`` stands for, or with
-        branches that need it the negative entropy."""
-        own = built_in(self.decoding)
-        if own == "lopa" and (self.branch_candidates == "tokens" or self.branch_score == "entropy"):
+        """The confidence that a pass reports beside the probability: as a rule ``confidence``; with "vanilla" the one
+        that ``alg`` ranks positions by; the negative entropy if the lookahead branches need it."""
+        decoding = built_in(self.decoding)
+        if decoding == "lopa" and (self.branch_candidates == "tokens" or self.branch_score == "entropy"):
             return "neg_entropy"
-        return ALGS[self.alg] if own == "vanilla" else self.confidence
+        if decoding == "vanilla":
+            return ALGS[self.alg]
+        return self.confidence
 
     @property
     def num_candidates(self) -> int:
@@ -101,7 +106,8 @@ class DecodingParams(ResearchParams, UsualParams):
         Args:
             eos: EOS ids, which end it unless ``ignore_eos``.
         """
-        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else frozenset(eos))
+        stop_ids = frozenset(self.stop_token_ids)
+        return stop_ids if self.ignore_eos else stop_ids | frozenset(eos)
 
     @classmethod
     def preset(cls, name: str, **options: Any) -> DecodingParams:

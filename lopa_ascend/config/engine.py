@@ -27,8 +27,8 @@ INT8_LAYERS = {
 """The linear layers that quantisation changes, by what `quantization_exclude` calls them: the last parts of their names
 in a checkpoint. Those of one entry run as one layer."""
 DEFAULT_MODEL_LEN = 8192
-"""The most that ``max_model_len`` is by default: what a model could have at most, such as 131072, would take pages for
-few sequences, and a request of that length would hold up all others."""
+"""Upper limit of the default ``max_model_len``. With the full length of a model, such as 131072 positions, the KV pages
+would be enough for few sequences only, and one request of that length would hold up all others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +277,8 @@ class EngineConfig:
         if self.quantization is not None:
             self.check_int8("quantization", repr(self.quantization))
             if not self.int8_projections():
-                raise ParameterError("quantization_exclude", "names all linear layers; at least one must be left")
+                message = "names all linear layers, so nothing would be quantised; leave out at least one"
+                raise ParameterError("quantization_exclude", message)
         if self.approximate_prefix_caching and not self.enable_prefix_caching:
             raise ParameterError("approximate_prefix_caching", "needs enable_prefix_caching")
 

@@ -20,9 +20,9 @@ MAX_FILE = 4 * 2**20
 MAX_VOCABULARY = 32 * 2**20
 """Bytes of the largest file of a vocabulary. The largest byte-level ones in use have 28 million."""
 MAX_DEPTH = 64
-"""Objects and lists in one another, at most."""
+"""The most levels to which objects and lists may be nested."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-"""Half of a character, as JSON writes it. In pairs they are text, alone they are not."""
+"""A surrogate, as JSON escapes it: half of a character. A pair of them is text, a single one is not."""
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 120, 120
@@ -109,7 +109,7 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
         ValueError: it is not UTF-8 or not JSON, has a name twice in an object, or is nested too deeply.
         TypeError: it is something else than an object.
     """
-    too_deep = f"more than {MAX_DEPTH} objects and lists in one another"
+    too_deep = f"objects and lists are nested more than {MAX_DEPTH} levels deep"
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
     except RecursionError:
@@ -136,7 +136,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _depth(value: object) -> int:
-    """How many objects and lists are in one another, as far as ``MAX_DEPTH`` + 1."""
+    """How many levels deep objects and lists are nested; counting stops at ``MAX_DEPTH`` + 1."""
     level, depth = [value], 0
     while level and depth <= MAX_DEPTH:
         depth += 1

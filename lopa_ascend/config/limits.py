@@ -95,7 +95,8 @@ class Limits:
         if pages > self.num_pages:
             message = (
                 f"{1 + params.lookaheads} branches of {prompt_tokens} + {params.max_canvas} positions can need "
-                f"{pages} KV pages; there are {self.num_pages}"
+                f"{pages} KV pages, but this server has {self.num_pages} (kv_cache_memory); ask for fewer branches or "
+                "tokens"
             )
             lookaheads = "max_auto_branches" if params.is_auto else "num_branches"
             raise ParameterError(lookaheads if params.lookaheads else "max_new_tokens", message)
@@ -120,5 +121,5 @@ class Limits:
                 if token == self.mask_token_id and name in ("eos_token_id", "stop_token_ids"):
                     raise ParameterError(name, f"{token} is the mask, which would end every answer")
                 if token == self.mask_token_id and name == "logit_bias":
-                    # It keeps its share of every probability.
+                    # A bias would change its share of the softmax's denominator, and with it every probability.
                     raise ParameterError(name, f"{token} is the mask, which is never generated")

@@ -169,11 +169,14 @@ def _rope_theta(fields: Fields, rope: Mapping[str, Any]) -> float:
 
 
 def _dtype(fields: Fields) -> str:
-    """The number format that ``config.json`` names; that of a model whose file names none is found elsewhere."""
+    """The number format that ``config.json`` names. If it names none: "float32" for now; ``checkpoint.read`` then takes
+    the format in which most bytes are stored."""
     old, new = fields.values.get("torch_dtype"), fields.values.get("dtype")
     if old is not None and new is not None and old != new:
         raise ConfigError(f"{fields.source}: torch_dtype is {shown(old)}, but dtype is {shown(new)}; expected the same")
-    return str(old if old is not None else new if new is not None else "float32")
+    if old is not None:
+        return str(old)
+    return "float32" if new is None else str(new)
 
 
 def _special_ids(
@@ -215,7 +218,9 @@ def eos_ids(values: Mapping[str, Any], vocab: int, source: str) -> tuple[int, ..
         ConfigError: the field holds something else than ids below ``vocab``.
     """
     value = values.get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
             raise ConfigError(f"{source}: eos_token_id {shown(token)} is not an id below vocab_size {vocab}")

@@ -136,8 +136,12 @@ def _flags_text(preset: Preset) -> str:
     flags = []
     for name, value in preset.decoding.items():
         flag = name.replace("_", "-")
-        # A non-breaking space keeps a flag and its value on one line.
-        flags.append(f"--no-{flag}" if value is False else f"--{flag}" if value is True else f"--{flag}\xa0{value}")
+        if value is True:
+            flags.append(f"--{flag}")
+        elif value is False:
+            flags.append(f"--no-{flag}")
+        else:  # a non-breaking space keeps a flag and its value on one line
+            flags.append(f"--{flag}\xa0{value}")
     indent = " " * 6
     text = textwrap.fill(" ".join(flags), 112, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
     return text.replace("\xa0", " ")

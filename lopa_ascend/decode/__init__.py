@@ -36,25 +36,28 @@ def begin(
     prompt: Sequence[int], params: DecodingParams, mask: int, eos: frozenset[int], num_committed: int = 0
 ) -> Strategy:
     """The strategy that ``params`` names, at the start of a sequence; for the arguments see ``Strategy``."""
-    strategy = STRATEGIES.get(params.decoding) or find_decoding(params.decoding)
-    if params.decoding == "lopa":
-        strategy = BRANCH_ACCEPTANCES[params.branch_acceptance] if params.base == "d2f" else LOPA_OVER[params.base]
+    strategy: type[Strategy] | None
+    if params.decoding != "lopa":
+        strategy = STRATEGIES.get(params.decoding) or find_decoding(params.decoding)
+    elif params.base == "d2f":
+        strategy = BRANCH_ACCEPTANCES[params.branch_acceptance]
+    else:
+        strategy = LOPA_OVER[params.base]
     assert strategy is not None, "DecodingParams checks the name"
-    started: Strategy = strategy(prompt, params, mask, eos, num_committed)
-    return started
+    return strategy(prompt, params, mask, eos, num_committed)
 
 
 def register_decoding(name: str, strategy: type[Strategy]) -> None:
-    """Lets requests of this process name another decoding (docs/add-a-decoding.md).
+    """Adds a decoding that requests of this process can name (docs/add-a-decoding.md).
 
     Args:
-        name: as ``DecodingParams.decoding``.
-        strategy: how a sequence is decoded. Its attribute ``like`` names the built-in decoding with whose parameters
-            it goes; one like "lopa" may have lookahead branches.
+        name: the value of ``DecodingParams.decoding`` that selects it.
+        strategy: how a sequence is decoded. Its attribute ``like`` names the built-in decoding whose parameters it
+            accepts. If that is "lopa", requests may ask for lookahead branches.
 
     Raises:
-        ValueError: the name is taken, or ``like`` is no built-in decoding.
-        TypeError: it is no subclass of ``Strategy``.
+        ValueError: the name is taken, or ``like`` is not a built-in decoding.
+        TypeError: ``strategy`` is not a subclass of ``Strategy``.
     """
     if not (isinstance(strategy, type) and issubclass(strategy, Strategy)):
         raise TypeError(f"decoding {name!r} must be a subclass of lopa_ascend.decode.strategy.Strategy")

@@ -1,11 +1,14 @@
 """How many lookahead branches the requests of a step get, where that may depend on the load (``num_branches`` "auto").
 
-A lookahead branch costs the time by which its row makes the step longer, and gains what it saves: where it wins, up to
-one pass of its request. So a row is worth computing while it raises (passes that the step is worth) / (seconds that it
-takes). How long steps take is measured on the device. What branches save is counted by rank, and
-apart for requests that are stuck; a branch that was given up counts as well, where the pass shows whether it would have
-won. Where memory bandwidth limits a step many rows are nearly free; on a device that is saturated every row
-costs its full time, and none is left.
+A lookahead branch adds a row to the step, which makes the step longer. If the branch wins, it saves its request up to
+one forward pass. A step is worth one pass for each of its requests, plus what its lookahead branches are expected to
+save. A row pays as long as it raises the ratio of this worth to the seconds that the step takes.
+
+How long steps take is measured on the device. How much branches save is counted for each rank of a branch, separately
+for requests that are stuck. A branch that was not computed counts as well if the pass shows whether it would have won.
+
+Where memory bandwidth limits a step, many rows are nearly free. On a saturated device each row costs its full time, so
+no lookahead branches are computed.
 
 All ranks choose the same numbers: they count the same wins, and use the times that rank 0 has measured.
 """
@@ -22,23 +25,24 @@ from lopa_ascend.config import DecodingParams
 from lopa_ascend.types import StepRecord
 
 PRIOR = 0.3
-"""What the best lookahead branch is expected to save of a pass, before any are counted; of rank j this by j + 1."""
+"""Share of a pass that the best lookahead branch is expected to save before any passes are counted. For the branch of
+rank j it is PRIOR / (j + 1)."""
 PRIOR_WEIGHT = 4
-"""Passes that this expectation counts as."""
+"""The prior expectation weighs as much as this many counted passes."""
 MEMORY = 512
-"""Passes after which all counts are halved, so that old ones weigh less."""
+"""All counts are halved after this many passes, so that old passes weigh less."""
 OBSERVED = 32
-"""Steps from which it is concluded how much longer a step takes than its costs say: the lower quartile, because what
-disturbs a step makes it longer."""
+"""After this many steps it is estimated how much longer steps take than ``StepCosts`` says. The estimate is the lower
+quartile, because disturbances only ever make a step longer."""
 
 
 class StepCosts:
-    """How long steps take by the tokens that they compute: lines between measured points, and beyond the last point on
-    in the direction of the last line.
+    """How long a step takes, as a function of the number of tokens that it computes: linear between the measured
+    points, and beyond the last point along the last line.
 
     Args:
-        points: (tokens, seconds), at least one. What disturbs a measurement makes it longer, so a step counts as no
-            longer than any that computes more tokens.
+        points: (tokens, seconds), at least one. Disturbances only ever make a measurement longer, so a step counts as
+            no longer than any step that computes more tokens.
     """
 
     def __init__(self, points: Iterable[tuple[int, float]]) -> None:
@@ -50,12 +54,13 @@ class StepCosts:
         self._tokens = [tokens for tokens, _ in self.points]
 
     def seconds(self, tokens: int) -> float:
-        """Of a step that computes so many tokens."""
+        """The duration of a step that computes ``tokens`` tokens."""
         points = self.points
         index = bisect_left(self._tokens, tokens)
         if index == 0 or len(points) == 1:
             return points[0][1]
-        (left, low), (right, high) = points[index - 1 : index + 1] if index < len(points) else points[-2:]
+        right_index = min(index, len(points) - 1)  # the last line also serves more tokens than the last point
+        (left, low), (right, high) = points[right_index - 1], points[right_index]
         return low + (high - low) * (tokens - left) / (right - left)
 
 
@@ -104,10 +109,11 @@ class Allotment:
     """Gives the requests of each step their lookahead branches.
 
     Args:
-        costs: of steps on this device.
-        max_tokens: tokens that lookahead branches may fill a step up to.
-        agree: gives all ranks the nanoseconds that rank 0 has. With it, what real steps take beyond ``costs``, most of
-            it the host's work, is added to the time of every step. Without it ``costs`` are all.
+        costs: how long steps take on this device.
+        max_tokens: lookahead branches are added only as long as the step computes at most this many tokens.
+        agree: called on every rank with its own nanoseconds; returns those of rank 0. With it, the time that real
+            steps take in addition to ``costs``, mostly work of the host, is measured and added to every step. None:
+            only ``costs`` count.
     """
 
     def __init__(self, costs: StepCosts, max_tokens: int, agree: Callable[[int], int] | None = None) -> None:

@@ -16,8 +16,9 @@ Word = Sequence[int]
 class BadWords:
     """The words that one request bans, prepared so that a forward pass costs no comparison per word.
 
-    All words lie one behind the other, and each of their tokens has a bit in an integer ("shift-and" matching). While
-    an answer is read from left to right, a bit is set if the word up to its token may end at the position just read.
+    The words are put one after the other, and each of their tokens gets one bit of an integer ("shift-and" matching).
+    The answer is read from left to right. A token's bit is set if its word, up to this token, may end at the position
+    just read.
 
     Args:
         words: what the answer may not contain.
@@ -31,15 +32,16 @@ class BadWords:
         """Bits of the words' first tokens."""
         self._last_tokens: dict[int, int] = {}
         """Token id by the bit of each word's last token."""
-        self._equal: dict[int, int] = {}
-        """Bits of the words' tokens by token id."""
-        first = 1
+        self._bits_of: dict[int, int] = {}
+        """By token id: the bits of all places in the words that hold this token."""
+        first_bit = 1
         for word in words:
-            self._first_tokens |= first
+            self._first_tokens |= first_bit
             for place, token in enumerate(word):
-                self._equal[token] = self._equal.get(token, 0) | first << place
-            self._last_tokens[first << len(word) - 1] = word[-1]
-            first <<= len(word)
+                self._bits_of[token] = self._bits_of.get(token, 0) | (first_bit << place)
+            last_bit = first_bit << (len(word) - 1)
+            self._last_tokens[last_bit] = word[-1]
+            first_bit <<= len(word)
 
     def banned_tokens(self, answer: Sequence[int], first: int) -> list[list[int]]:
         """The tokens that may not be filled into each place of an answer, from one place to the end.
@@ -48,16 +50,19 @@ class BadWords:
             answer: token ids of the answer of one branch, masks included.
             first: index in ``answer``.
         """
-        tokens_of: dict[int, list[int]] = {}  # by bits: most places have the same
+        tokens_of: dict[int, list[int]] = {}  # by ``may_go_on``, which is the same at most places
         banned = []
         may_end_here = 0
         start = max(0, first - self._longest)
         for place, token in enumerate(answer[start:], start):
             # A shift past a word's last token meets the first token of the next word, whose bit is set anyway.
-            may_go_on = may_end_here << 1 | self._first_tokens
+            may_go_on = (may_end_here << 1) | self._first_tokens
             if place >= first:
                 if may_go_on not in tokens_of:
                     tokens_of[may_go_on] = sorted({last for bit, last in self._last_tokens.items() if may_go_on & bit})
                 banned.append(tokens_of[may_go_on])
-            may_end_here = may_go_on if token == self._mask else may_go_on & self._equal.get(token, 0)
+            if token == self._mask:  # any token may still be filled in
+                may_end_here = may_go_on
+            else:
+                may_end_here = may_go_on & self._bits_of.get(token, 0)
         return banned

@@ -108,30 +108,34 @@ class Branch:
         """Puts a token into a masked position."""
         self.tokens[fill.position - self.first] = fill.token
         self.probs[fill.position - self.first] = fill.max_prob
-        next(b for b in self.blocks if b.start <= fill.position < b.end).masks -= 1
-        self.eos |= fill.token in eos
+        block = next(block for block in self.blocks if block.start <= fill.position < block.end)
+        block.masks -= 1
+        if fill.token in eos:
+            self.eos = True
 
     def lead(self, fills: Sequence[Fill], eos: Set[int]) -> None:
-        """Makes an anchor's copy a lookahead branch, which holds these tokens beside the anchor's."""
+        """Turns a copy of the anchor into a lookahead branch, which holds these tokens in addition to the anchor's."""
         for fill in fills:
             self.fill(fill, eos)
         self.lookahead, self.further = fills[0], tuple(fills[1:])
 
     def follow(self) -> None:
-        """Makes the winner the anchor of the next branches."""
+        """Turns the winner into the anchor of the next branches: its own tokens become ordinary ones."""
         self.lookahead, self.further, self.confirmed_by = None, (), ()
 
     def confirm(self, confirmed: Sequence[tuple[int, Fill]]) -> None:
-        """Puts the predictions that confirm the branch's own tokens in the place of those that it began with: the same
-        tokens with other probabilities.
+        """Replaces the branch's own fills by the predictions that confirm them: the same tokens, with the probabilities
+        of this pass.
 
         Args:
-            confirmed: for each of ``own_fills`` the index of the branch that predicts it, and its prediction.
+            confirmed: for each of ``own_fills``: the index of the branch whose prediction confirms it, and the
+                prediction.
         """
-        for _, fill in confirmed:
+        fills = [fill for _, fill in confirmed]
+        for fill in fills:
             self.probs[fill.position - self.first] = fill.max_prob
-        self.lookahead, *further = (fill for _, fill in confirmed)
-        self.further, self.confirmed_by = tuple(further), tuple(index for index, _ in confirmed)
+        self.lookahead, self.further = fills[0], tuple(fills[1:])
+        self.confirmed_by = tuple(index for index, _ in confirmed)
 
     def copy(self) -> Branch:
         """An independent branch in the same state, without tokens of its own."""

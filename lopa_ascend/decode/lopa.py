@@ -18,27 +18,35 @@ from lopa_ascend.types import Fill, RowPlan, RowResult, SequencePlan
 
 
 class Lookaheads(Strategy):
-    """What gives a strategy ``params.lookaheads`` lookahead branches beside the anchor: mixed in before it."""
+    """Mixin that gives a strategy up to ``params.lookaheads`` lookahead branches beside the anchor. It precedes the
+    strategy in the list of base classes."""
 
-    _most_worthwhile = 1
-    """With ``params.follows_load`` the most branches that are made for a pass: no more than may be kept of them."""
+    _max_spawned = 1
+    """With ``params.follows_load``: the most lookahead branches that are made for the next pass. The load decides how
+    many of them are kept."""
 
     @property
     def _num_wanted(self) -> int:
-        """The most lookahead branches of the next pass. With ``num_branches`` "auto" and without a look at the load:
-        all where no rule accepted anything in the last pass, otherwise none."""
+        """The most lookahead branches of the next pass.
+
+        With ``num_branches`` "auto" that does not follow the load, a request gets all its branches after a pass in
+        which no rule accepted anything, and otherwise none.
+        """
         most = self.params.lookaheads
         if self.params.follows_load:
-            return min(most, self._most_worthwhile)
-        return most if self.is_stuck or not self.params.is_auto else 0
+            return min(most, self._max_spawned)
+        if self.params.is_auto and not self.is_stuck:
+            return 0
+        return most
 
     def keep(self, plan: SequencePlan, num_lookaheads: int) -> SequencePlan:
-        self._most_worthwhile = 2 * num_lookaheads + 1
+        # Room for the number to double from pass to pass, but no work for branches that are hardly ever kept.
+        self._max_spawned = 2 * num_lookaheads + 1
         return super().keep(plan, num_lookaheads)
 
     def _predicted(self, row: RowPlan, result: RowResult) -> list[Fill]:
-        """If the pass reports entropies although positions are ranked by probability, their confidence is the
-        probability."""
+        """The predictions as in ``Strategy``, but ranked by probability if the pass reports entropies only because
+        branches need them."""
         predicted = super()._predicted(row, result)
         if self.params.ranking == self.params.confidence:
             return predicted
@@ -79,8 +87,8 @@ class Lookaheads(Strategy):
         return [*branches, anchor]
 
     def _finish_without_forward(self) -> bool:
-        """A lookahead branch without masks scores 1.0, and would win the pass with the tokens that it has already. With
-        the score "pivot" it may lose."""
+        """Ends the sequence if a lookahead branch has no masks left: it would score 1.0, the highest score, and win the
+        next pass unchanged. This does not hold with the score "pivot" or with a ``creation_weight``."""
         if not self.params.finish_at_eos or self.params.creation_weight or self.params.branch_score == "pivot":
             return False
         done = next((branch for branch in self.branches if not branch.masks), None)
@@ -97,17 +105,22 @@ class Lopa(Lookaheads, D2F):
 class LopaFastDllm(Lookaheads, FastDllm):
     """One sequence under LoPA over Fast-dLLM.
 
-    The first pass of a block has the anchor alone, and leaves its keys and values in every slot. The branches of the
-    later passes read them there: they are stale by design, so they are the same for all branches. Branches are of one
-    block: each leaves it a mask.
+    The first pass of a block computes the anchor alone, and leaves the anchor's keys and values in every slot. The
+    branches of the later passes read them there: these keys and values are stale by design, so they are the same for
+    all branches. A lookahead branch never fills the last mask of a block, because the next block needs a first pass.
     """
 
     def plan(self) -> SequencePlan | None:
         plan = super().plan()
-        return plan if plan is None or plan.start else replace(plan, fills_all_slots=True)
+        if plan is None or plan.start > 0:
+            return plan
+        # Only the first pass of a block computes from position 0 on.
+        return replace(plan, fills_all_slots=True)
 
     def _spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
-        return super()._spawn(anchor, open_positions if len(open_positions) > 1 else [])
+        if len(open_positions) == 1:
+            open_positions = []
+        return super()._spawn(anchor, open_positions)
 
 
 class LopaParallel(Lookaheads, Parallel):

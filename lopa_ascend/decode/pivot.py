@@ -11,8 +11,8 @@ What is our own reading, because LoPA has an anchor and D2F a window of blocks:
 - The anchor is a branch as well, with a mask at the pivot. It is scored by the same other positions, and commits to no
   token, so its second term is 0. So a token wins only if it makes the others surer by more than its own improbability
   costs.
-- A token that ends the answer is tried only where it is the most probable one. Behind it no block is opened, so the
-  branch would be compared by fewer positions, and sure ones.
+- A token that ends the answer is tried only if it is the most probable one. No block is opened after such a token, so
+  the branch would be scored by fewer positions, all of them sure, and would win too easily.
 """
 
 from __future__ import annotations
@@ -29,25 +29,30 @@ def pivot_fills(
 ) -> list[Fill]:
     """The most probable tokens of the pivot, best first; none if there is no pivot.
 
-    The pivot is the position of highest entropy, the earliest among equals, of those whose candidates have the
-    probability ``pivot_mass`` together.
+    A position qualifies if its candidates together have at least the probability ``pivot_mass``. The pivot is the
+    qualifying position with the highest entropy, the earliest among equals.
 
     Args:
-        row: the winner's.
-        result: the predictions for it, with candidates.
-        open_positions: where the pivot may be: the predictions of positions that are still masked.
+        row: the winner's row.
+        result: the predictions for that row, with candidates.
+        open_positions: the predictions for the positions that are still masked, one of which may be the pivot.
         ends: token ids that end the answer.
     """
-    at = dict(zip(row.masked, zip(result.confidences, result.candidates, strict=True), strict=True))
-    possible = [
-        fill for fill in open_positions if math.fsum(prob for _, prob in at[fill.position][1]) >= params.pivot_mass
-    ]
+    neg_entropy_at = dict(zip(row.masked, result.confidences, strict=True))
+    candidates_at = dict(zip(row.masked, result.candidates, strict=True))
+
+    def mass(fill: Fill) -> float:
+        return math.fsum(prob for _, prob in candidates_at[fill.position])
+
+    possible = [fill for fill in open_positions if mass(fill) >= params.pivot_mass]
     if not possible:
         return []
-    pivot = min(possible, key=lambda fill: (at[fill.position][0], fill.position))
-    by_probability = params.ranking != params.confidence
-    return [
-        Fill(pivot.position, token, prob, prob if by_probability else pivot.confidence)
-        for rank, (token, prob) in enumerate(at[pivot.position][1])
-        if prob and (not rank or token not in ends)
-    ]
+    pivot = min(possible, key=lambda fill: (neg_entropy_at[fill.position], fill.position))
+    ranks_by_probability = params.ranking != params.confidence
+    fills = []
+    for rank, (token, prob) in enumerate(candidates_at[pivot.position]):
+        is_excluded = rank > 0 and token in ends
+        if prob == 0 or is_excluded:
+            continue
+        fills.append(Fill(pivot.position, token, prob, prob if ranks_by_probability else pivot.confidence))
+    return fills

@@ -17,7 +17,7 @@ class Strategy(ABC):
     """One sequence and how it is decoded.
 
     Attributes:
-        like: for a decoding that is not built in, the built-in one with whose parameters it goes.
+        like: for a decoding that is not built in: the name of the built-in decoding whose parameters it accepts.
         branches: in evaluation order: lookahead branches by rank, the anchor last.
         winner: the branch that won the last forward pass, with its fills.
         num_committed: positions whose keys and values are final.
@@ -25,9 +25,9 @@ class Strategy(ABC):
         limit: the most positions that the sequence can have.
         ends: token ids that end the answer.
         is_stuck: the last pass filled nothing that a rule had accepted.
-        given_up: for each lookahead branch that was given up before the last pass, by rank, with which probability it
-            would have won; empty where the pass does not show it.
-        saved_by_a_win: forward passes that a lookahead branch saves where it wins.
+        given_up: for each lookahead branch that ``keep`` dropped from the last pass, by rank: the probability that it
+            would have won. Empty if the pass does not show this.
+        saved_by_a_win: forward passes that a lookahead branch saves when it wins.
         accept: the acceptance rule.
 
     Args:
@@ -53,7 +53,7 @@ class Strategy(ABC):
         self.mask = mask
         self.ends = params.ends(eos)
         self._cuts = self.ends | {mask} if params.finish_at_eos else frozenset({mask})
-        """Token ids before which the final tokens end."""
+        """The final tokens end before the first of these token ids."""
         self.limit = len(prompt) + params.max_canvas
         self.accept = acceptance_rule(params)
         self.num_committed = num_committed
@@ -92,16 +92,18 @@ class Strategy(ABC):
         """What the next forward pass computes; None when the sequence is done."""
 
     def keep(self, plan: SequencePlan, num_lookaheads: int) -> SequencePlan:
-        """Gives up lookahead branches of the next pass, of which only the first ``num_lookaheads`` stay.
+        """Drops all lookahead branches of the next pass but the first ``num_lookaheads``. The anchor always stays.
 
         Args:
-            plan: what ``plan`` gave.
+            plan: what ``plan`` returned.
 
         Returns:
-            The plan without the other rows.
+            The plan with the rows of the remaining branches.
         """
-        self.branches = [*self.branches[:-1][:num_lookaheads], self.branches[-1]]
-        return replace(plan, rows=(*plan.rows[:-1][:num_lookaheads], plan.rows[-1]))
+        *lookaheads, anchor = self.branches
+        self.branches = [*lookaheads[:num_lookaheads], anchor]
+        *lookahead_rows, anchor_row = plan.rows
+        return replace(plan, rows=(*lookahead_rows[:num_lookaheads], anchor_row))
 
     def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
         """Takes the predictions of a pass: picks the winner, fills it, and grows the next branches from it.

@@ -1,12 +1,13 @@
 """Dream's own decoding: a fixed number of steps over the whole canvas, without a cache (arXiv 2508.15487).
 
-Step i of S takes the canvas from the time t(i) = 1 - i (1 - eps) / S to t(i + 1), where eps is 1/1000: of the positions
-that are still masked it fills the share 1 - t(i + 1) / t(i), and the last step fills all. ``alg`` says which:
+Step i of S takes the canvas from the time t(i) = 1 - i (1 - eps) / S to t(i + 1), where eps is 1/1000. It fills the
+share 1 - t(i + 1) / t(i) = 999 / (1000 S - 999 i) of the positions that are still masked; the last step fills all of
+them. ``alg`` says which positions are filled:
 
-- "origin": each position for itself, with that probability.
-- "maskgit_plus", "topk_margin", "entropy": the share of their number, rounded down, by rank of the probability of the
-  predicted token, of its margin, or of the negative entropy. With ``alg_temp`` T above 0 positions are drawn one after
-  the other, in proportion to exp(confidence / T), instead.
+- "origin": each position independently, with the share as its probability.
+- "maskgit_plus", "topk_margin", "entropy": as many positions as the share gives, rounded down: those with the highest
+  probability of the predicted token, the highest margin, or the highest negative entropy. With ``alg_temp`` T above 0
+  they are drawn one after the other instead, in proportion to exp(confidence / T).
 
 A step that fills nothing needs no forward pass, so none is made.
 """
@@ -43,14 +44,20 @@ class Vanilla(Canvas):
     def _row(self, branch: Branch) -> RowPlan:
         if self.params.alg != "origin":
             self.step = max(self.step, self._first_that_fills())
-        while not (wanted := self._wanted(branch)):
+        wanted = self._wanted(branch)
+        while not wanted:
             self.step += 1
+            wanted = self._wanted(branch)
         return self._whole_row(branch, wanted)
 
     def _first_that_fills(self) -> int:
-        """The first step at which ``_num_filled`` is not 0 with the masks that there are, but for "origin"."""
-        first = -(-1000 * self.num_steps // 999) - self.anchor.masks  # where 999 masks reach 1000 S - 999 step
-        return min(first, self.num_steps - 1)
+        """The first step that fills something, given the present masks; not for "origin".
+
+        A step fills something if 999 * masks >= 1000 * num_steps - 999 * step. The first one is therefore
+        1000 * num_steps / 999 - masks, rounded up.
+        """
+        rounded_up = -(-1000 * self.num_steps // 999)
+        return min(rounded_up - self.anchor.masks, self.num_steps - 1)
 
     def _wanted(self, branch: Branch) -> list[int]:
         """The positions whose predictions the step needs; none if it fills nothing."""
@@ -63,7 +70,7 @@ class Vanilla(Canvas):
         return [position for position in masked if self._uniform(position) < share]
 
     def _num_filled(self) -> int:
-        """How many positions the step fills, but for "origin"."""
+        """How many positions this step fills; not for "origin"."""
         masks = self.anchor.masks
         if self.step == self.num_steps - 1:
             return masks
@@ -81,7 +88,8 @@ class Vanilla(Canvas):
         return sorted(ranked[: self._num_filled()], key=lambda fill: fill.position), 0
 
     def _rank(self, fill: Fill) -> float:
-        """The confidence or, with ``alg_temp``, a number by which the best are a draw without replacement."""
+        """The confidence. With ``alg_temp`` Gumbel noise is added to confidence / T, so that taking the highest ranks
+        draws positions without replacement."""
         if not self.params.alg_temp:
             return fill.confidence
         return fill.confidence / self.params.alg_temp - math.log(-math.log(self._uniform(fill.position)))

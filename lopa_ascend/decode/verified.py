@@ -74,19 +74,22 @@ class DraftingLopa(Lopa):
         """
 
     def _would_win(self, winner: int, predicted: list[Fill]) -> tuple[float, ...]:
-        """For each branch that was given up, the probability with which it would have won: 0 for all but the first that
-        the anchor confirms, if the anchor has won.
+        """For each branch that was left out of this pass, the probability that it would have won. Only the first one
+        that the anchor confirms could have won, and only if the anchor has won the pass.
 
         Args:
-            winner: index.
+            winner: index of the branch that has won.
             predicted: the predictions for the anchor.
         """
         left_out, self._left_out = self._left_out, ()
-        if not left_out or winner < len(self.branches) - 1:
-            return (0.0,) * len(left_out)
-        fills, _ = self._choose(self.branches[winner], predicted)
-        first = next((rank for rank, branch in enumerate(left_out) if self._confirms(fills, branch)), None)
-        return tuple(self._would_win_if_confirmed * (rank == first) for rank in range(len(left_out)))
+        probabilities = [0.0] * len(left_out)
+        anchor_won = winner == len(self.branches) - 1
+        if left_out and anchor_won:
+            fills, _ = self._choose(self.branches[winner], predicted)
+            first = next((rank for rank, branch in enumerate(left_out) if self._confirms(fills, branch)), None)
+            if first is not None:
+                probabilities[first] = self._would_win_if_confirmed
+        return tuple(probabilities)
 
     @abstractmethod
     def _confirms(self, fills: Sequence[Fill], branch: Branch) -> bool:
@@ -98,12 +101,14 @@ class DraftingLopa(Lopa):
 
 
 class VerifiedLopa(DraftingLopa):
-    """Of the anchor and the confirmed branches the one wins that has most positions filled, its own tokens included;
-    among equals the branch score decides, then the rank. A branch is confirmed if another confirmed branch, or the
-    anchor, holds a part of its own tokens (the anchor holds none) and would now fill the others by D2F's rule.
+    """Among the anchor and the confirmed branches, the winner is the one with the most filled positions, its own tokens
+    included. Ties go to the higher branch score, then to the better rank.
 
-    So D2F's fill rule has accepted every token, on predictions from accepted tokens alone. The order in which
-    positions are filled, and with it the answer, may be another one than D2F's.
+    A branch is confirmed if the anchor or another confirmed branch holds only some of its own tokens (the anchor holds
+    none), and D2F's fill rule would now fill all the others there.
+
+    So D2F's fill rule has accepted every token, on predictions from accepted tokens alone. Positions may be filled in
+    another order than by D2F, so the answer may differ from D2F's.
     """
 
     # Measured with the bundled model, tau_conf 0.7 and 0.9, 1 to 7 branches: from 0.71 to 0.78 passes for each win.
@@ -120,11 +125,14 @@ class VerifiedLopa(DraftingLopa):
             index = to_visit.popleft()
             fills, _ = self._choose(self.branches[index], predicted[index])
             num_filled[index] = len(own[index]) + len(fills)
-            now = {_place(fill): (index, fill) for fill in fills}
+            filled_now = {_place(fill): (index, fill) for fill in fills}
             for other in range(anchor):
-                rest = own[other] - own[index]
-                if other not in confirmed and own[index] < own[other] and rest <= now.keys():
-                    confirmed[other] = confirmed[index] | {place: now[place] for place in rest}
+                if other in confirmed:
+                    continue
+                holds_part = own[index] < own[other]  # a proper subset
+                missing = own[other] - own[index]
+                if holds_part and missing <= filled_now.keys():
+                    confirmed[other] = confirmed[index] | {place: filled_now[place] for place in missing}
                     to_visit.append(other)
         winner = min(num_filled, key=lambda index: (-num_filled[index], -scores[index], index))
         return winner, confirmed[winner]
@@ -180,22 +188,25 @@ class ExactLopa(DraftingLopa):
 
 @lru_cache(maxsize=1024)
 def draft_ranks(num_ranks: int, depth: int, count: int) -> tuple[tuple[int, ...], ...]:
-    """Sets of ranks that drafts fill, ascending, the most promising first.
+    """The sets of ranks that drafts fill, the most promising set first; the ranks of each set ascend.
 
-    A set costs one for each rank, and one for each better rank that a rank leaves out: of r_0 < r_1 < ... it is the sum
-    of r_i - i + 1. Sets of equal cost are in lexicographic order. So sets of cost n are the partitions of n.
+    Each rank of a set costs 1, plus 1 for each better rank that is not in the set: rank r_i of r_0 < r_1 < ... costs
+    r_i - i + 1. These costs ascend and add up to the cost of the set, so the sets of cost n are the partitions of n.
+    Cheaper sets come first, and sets of equal cost are in lexicographic order.
 
     Args:
-        num_ranks: ranks from 0 on that can be filled.
-        depth: most ranks of a set.
-        count: most sets.
+        num_ranks: number of ranks that can be filled, from rank 0 on.
+        depth: the most ranks in a set.
+        count: the most sets to return.
 
     >>> draft_ranks(3, 3, 10)
     ((0,), (0, 1), (1,), (0, 1, 2), (0, 2), (2,), (1, 2))
     """
     found: list[tuple[int, ...]] = []
-    dearest = max((size * (num_ranks - size + 1) for size in range(1, min(depth, num_ranks) + 1)), default=0)
-    for cost in range(1, dearest + 1):
+    sizes = range(1, min(depth, num_ranks) + 1)
+    # The most expensive set of a size holds the worst ranks, each of which costs num_ranks - size + 1.
+    max_cost = max((size * (num_ranks - size + 1) for size in sizes), default=0)
+    for cost in range(1, max_cost + 1):
         for parts in _partitions(cost, 1, depth):
             ranks = tuple(part + i - 1 for i, part in enumerate(parts))
             if ranks[-1] < num_ranks:

@@ -290,7 +290,8 @@ def _num_bytes(model: Model) -> int:
 
 
 def _memory(weight: Tensor) -> int:
-    """Equal for tensors in the same memory. Packed weights have no address."""
+    """Identifies the memory of a tensor: equal for tensors that share it. Packed weights have no address, so the object
+    itself stands for theirs."""
     return id(weight) if weight.is_mkldnn else weight.untyped_storage().data_ptr()
 
 

@@ -89,7 +89,8 @@ def _warn(found: checkpoint.Checkpoint) -> None:
 
 
 def _warn_of_attention(config: EngineConfig, dtype: str, head_dim: int) -> None:
-    """Warns of what the attention kernel of NPUs refuses in the first step, with an error that names no setting."""
+    """Warns of settings that the NPU's attention kernel will refuse: its own error comes in the first step only, and
+    names no setting."""
     if dtype == "float32":
         logger.warning("attention on an NPU takes no float32; choose dtype bfloat16")
     if config.attention_layout != "BSH" and head_dim not in TND_HEADS:
@@ -108,16 +109,21 @@ class DreamSource(ModelSource):
         self._path, self._options = path, config
         found = checkpoint.open_checkpoint(path)
         self.config = found.config
-        stored = None if found.int8 is None else found.int8.kinds
-        self._int8_layers = sorted(config.int8_projections() if stored is None else stored)
-        """Names of the linear layers that are int8, or the last parts of their names."""
-        if found.int8 is not None:
+        self._int8_layers: list[str]
+        """The linear layers that are int8: their whole names if the checkpoint stores them so, and the last parts of
+        their names if they are quantised at start."""
+        if found.int8 is None:
+            self._int8_layers = sorted(config.int8_projections())
+        else:
+            self._int8_layers = sorted(found.int8.kinds)
             _check_stored_int8(config, found)
         dtype = checkpoint.with_dtype(found.config, config.dtype).dtype
-        is_int8 = found.int8 is not None or config.quantization is not None
-        if is_int8 and config.device == "npu" and dtype != "bfloat16":
-            param, value = ("model", "int8 weights") if config.quantization is None else ("quantization", "'w8a8'")
-            raise ParameterError(param, f"{value} on device npu needs dtype bfloat16, got {dtype}")
+        if config.device == "npu" and dtype != "bfloat16":
+            message = f"on device npu needs dtype bfloat16, got {dtype}"
+            if config.quantization is not None:
+                raise ParameterError("quantization", f"'w8a8' {message}")
+            if found.int8 is not None:
+                raise ParameterError("model", f"int8 weights {message}")
         _warn(found)
         if config.device == "npu":
             _warn_of_attention(config, dtype, found.config.head_dim)
@@ -158,7 +164,7 @@ class PlainSource(ModelSource):
     """A model in plain torch: its module, traced, and the checkpoint of its weights."""
 
     def __init__(self, path: Path, config: EngineConfig, model_type: str, build: Build, device: torch.device):
-        from lopa_ascend.graph.fusion.trace import trace  # imports sympy, of which no other model has need
+        from lopa_ascend.graph.fusion.trace import trace  # imports sympy, which no other kind of model needs
 
         self._options = config
 
@@ -177,7 +183,7 @@ class PlainSource(ModelSource):
         return self.config, self._trace.digest
 
     def load(self, ops: Ops, tp: Group, num_positions: int) -> Model:
-        from lopa_ascend.graph.fusion.model import fuse_model  # likewise
+        from lopa_ascend.graph.fusion.model import fuse_model  # imports sympy as well
 
         options = self._options
         dtypes = {name: tensor.dtype for name, tensor in self._module.state_dict().items()}

@@ -1,4 +1,5 @@
-"""Decides or refuses everything about an engine that does not depend on its weights, and then the sizes that do."""
+"""What is decided before an engine is built: first all checks that need no weights, so that a wrong setting is refused
+before they are loaded; then, with the weights in memory, the size of the KV pool and the limits of requests."""
 
 from __future__ import annotations
 

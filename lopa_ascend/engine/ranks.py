@@ -124,8 +124,8 @@ class LeadingEngine(Engine):
         """Makes a step on every rank, as ``Engine.step`` does on one."""
         self._check()
         with self._lock:
-            # Until the step is complete: whatever ends it early, Ctrl-C too, leaves the ranks in different places.
-            self._failure = "a step was broken off"
+            # Stands until the step is complete. Whatever interrupts it, such as Ctrl-C, leaves the ranks out of step.
+            self._failure = "a step was interrupted, so its ranks are no longer in the same state; start a new engine"
             self._send(_Kind.STEP)
             updates = super().step()
             self._failure = None

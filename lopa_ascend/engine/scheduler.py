@@ -1,11 +1,11 @@
 """Which requests run, which of them take part in a step, and which pages they use. Plain Python, no torch.
 
-Requests are admitted first come, first served, when the pages are there that they can need at worst: for the prompt and
-the whole canvas, times the slots where their pages differ. So a running request is never preempted. Pages that it
-turns out not to need become free for others after each commit.
+Requests are admitted first come, first served. A request is admitted once all pages are available that it can need in
+the worst case: pages for the prompt and the whole canvas, once for every slot except where slots share pages. So a
+running request is never preempted. After each commit, pages that it can no longer need become available to others.
 
-Prompts are computed in steps of their own, which take turns with decoding steps as ``turns.py`` decides. When a step
-cannot hold all running requests, those that waited longest go first.
+Prompts are computed in steps of their own, which take turns with decoding steps as ``turns.py`` decides. If a step
+cannot hold all running requests, those that have waited longest go first.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from lopa_ascend.sequence import Request, Sequence
 from lopa_ascend.types import PageCopy, SequenceStep, StepPlan, StepRecord
 
 Begin = Callable[[Request, PageTables, int, PrefixEntry | None], Sequence]
-"""``begin(request, page_tables, num_cached, entry)`` makes the sequence of a request that may run, with its first
-``plan`` and ``demand``. The keys and values of its first ``num_cached`` positions are in the pages; ``entry`` is set if
-these are the whole prompt."""
+"""``begin(request, page_tables, num_cached, entry)`` makes the sequence of an admitted request, with its first ``plan``
+and ``demand``. The pages already hold the keys and values of its first ``num_cached`` positions. ``entry`` is set if
+these positions are the whole prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +105,17 @@ class Scheduler:
             self.running[request.request_id] = self._start(request, cached)
 
     def _find_cached(self, request: Request) -> _CachedPrompt:
-        """The whole prompt if it is cached; else, with ``approximate``, cached full pages of one that begins alike."""
+        """The whole prompt if it is cached. Otherwise, with ``approximate``, the full pages of a cached prompt that has
+        the same beginning."""
         if self.prefix_cache is None or not request.params.is_pipelined:
             return _CachedPrompt()
         key = prefix_key(request)
         entry = self.prefix_cache.get(key)
         if entry is not None:
             return _CachedPrompt(entry, entry.full_pages)
-        return _CachedPrompt(full_pages=self.prefix_cache.longest(key) if self.approximate else ())
+        if not self.approximate:
+            return _CachedPrompt()
+        return _CachedPrompt(full_pages=self.prefix_cache.longest(key))
 
     def _fits(self, request: Request, cached: _CachedPrompt) -> bool:
         """Whether the request, if it reuses the cached pages, and all running ones can get every page they may need."""
@@ -168,7 +171,8 @@ class Scheduler:
         plan = StepPlan(self.num_steps, prefill, tuple(steps), tuple(self._copies))
         self._copies.clear()
         self.num_steps += 1
-        self.num_prefill_steps += prefill
+        if prefill:
+            self.num_prefill_steps += 1
         return plan
 
     def _choose(self) -> tuple[bool, list[Sequence]]:

@@ -20,31 +20,35 @@ from lopa_ascend.types import Scoring
 ROW = 32
 """Tokens of a row."""
 LONG = 0.1
-"""Seconds: after the second size, once one takes longer no larger one is measured."""
+"""Seconds. Sizes are measured from small to large, at least two of them; after a step that takes longer than this, no
+larger size is measured."""
 REPETITIONS = 5
+"""The most measurements of one size."""
 ENOUGH = 0.1
-"""Seconds: after so long a size is not measured again, because other requests wait."""
+"""Seconds that the repeated measurements of one size may take, because other requests wait meanwhile."""
 
 
 def measure_step_costs(runner: Runner, max_tokens: int, world: Group) -> StepCosts:
-    """Runs steps of doubling size, on keys and values of their own: a forward pass, and scores of all its tokens. Other
-    sizes are inferred. All ranks get what rank 0 has measured.
+    """Runs steps of 32, 64, 128, ... tokens on keys and values of their own: a forward pass, and the scores of all its
+    tokens. ``StepCosts`` infers other sizes. All ranks get what rank 0 has measured.
 
     Args:
-        max_tokens: of the largest step.
+        max_tokens: tokens of the largest step that is worth measuring; two sizes are measured in any case.
     """
-    costs: list[int] = []
-    sizes = [ROW << power for power in range(16) if ROW << power <= max(2 * ROW, max_tokens)]
+    largest = max(2 * ROW, max_tokens)
+    sizes = [ROW * 2**power for power in range(16) if ROW * 2**power <= largest]
+    points: list[tuple[int, float]] = []
     for size in sizes:
-        costs.append(_measure(runner, size // ROW, world))
-        if len(costs) > 1 and costs[-1] > LONG * 1e9:
+        nanoseconds = _measure(runner, size // ROW, world)
+        points.append((size, nanoseconds / 1e9))
+        if len(points) > 1 and nanoseconds > LONG * 1e9:
             break
-    return StepCosts((size, nanoseconds / 1e9) for size, nanoseconds in zip(sizes, costs, strict=False))
+    return StepCosts(points)
 
 
 def _measure(runner: Runner, num_rows: int, world: Group) -> int:
-    """Nanoseconds of the fastest of some steps of so many rows, each a sequence of its own; on all ranks what rank 0
-    has measured. Ranks make equally many steps, because a step may contain collectives."""
+    """The nanoseconds of the fastest of several steps, as measured by rank 0. Each of the ``num_rows`` rows is a
+    sequence of its own. All ranks make the same number of steps, because a step may contain collectives."""
     model, device = runner.model, runner.ops.device
     num_layers, _, _, num_kv_heads, head_dim = runner.pool.caches.shape[1:]
     page = torch.zeros((2, num_layers, 1, PAGE_SIZE, num_kv_heads, head_dim), dtype=model.head.dtype, device=device)

@@ -4,9 +4,10 @@ A prompt attends to itself in both directions, so it cannot be computed in piece
 wait for it:
 
 - A prefill step computes at most ``max_prefill_tokens`` tokens, or one prompt that is longer.
-- Then come decoding steps, if anything decodes: one for each ``TOKENS_PER_DECODING_STEP`` tokens that prefill steps
-  computed. Between them prompts may be computed that are shorter than this.
-- Shorter prompts go first, but none of them overtakes a prompt that was overtaken ``MAX_OVERTAKEN`` times.
+- Then come decoding steps, if any request decodes: one for each ``TOKENS_PER_DECODING_STEP`` tokens that the prefill
+  step computed. Between these decoding steps, prompts of at most ``TOKENS_PER_DECODING_STEP`` tokens together may be
+  computed.
+- Shorter prompts go first, but a prompt that was overtaken ``MAX_OVERTAKEN`` times is not overtaken again.
 
 The rules count tokens and steps, not seconds, so every rank takes the same decisions.
 """
@@ -71,14 +72,17 @@ class Turns:
         return [prompt.request_id for prompt in chosen]
 
     def _chosen(self, waiting: list[Prompt], decoding: bool) -> list[Prompt]:
-        if decoding and self._prefilled_last:
+        """The prompts that this step computes; none if it is a decoding step."""
+        if not waiting or (decoding and self._prefilled_last):
             return []
-        # False sorts before True, and equal prompts keep their order.
+        # Overdue prompts first, because False sorts before True; then the shortest. Equal prompts keep their order.
         in_order = sorted(waiting, key=lambda prompt: (not self._is_overdue(prompt), prompt.num_tokens))
-        if self.owed:
-            may_go = in_order and not self._is_overdue(in_order[0])
-            return _fitting(in_order, TOKENS_PER_DECODING_STEP) if may_go else []
-        return _fitting(in_order, self.max_prefill_tokens) or in_order[:1]
+        if not self.owed:
+            return _fitting(in_order, self.max_prefill_tokens) or in_order[:1]
+        # Decoding steps are still owed: short prompts may go between them, unless they would overtake an overdue one.
+        if self._is_overdue(in_order[0]):
+            return []
+        return _fitting(in_order, TOKENS_PER_DECODING_STEP)
 
     def _is_overdue(self, prompt: Prompt) -> bool:
         """Whether no other prompt may go before this one any more."""
@@ -86,14 +90,14 @@ class Turns:
 
     def _count_overtaken(self, waiting: list[Prompt], chosen: list[Prompt]) -> None:
         """Counts the step for the prompts that were not chosen although a later one was."""
-        ids = {prompt.request_id for prompt in chosen}
-        last = max(index for index, prompt in enumerate(waiting) if prompt.request_id in ids)
-        before = self._overtaken
-        self._overtaken = {
-            prompt.request_id: before.get(prompt.request_id, 0) + (index < last)
-            for index, prompt in enumerate(waiting)
-            if prompt.request_id not in ids
-        }
+        chosen_ids = {prompt.request_id for prompt in chosen}
+        last_chosen = max(index for index, prompt in enumerate(waiting) if prompt.request_id in chosen_ids)
+        overtaken: dict[str, int] = {}
+        for index, prompt in enumerate(waiting):
+            if prompt.request_id not in chosen_ids:
+                times = self._overtaken.get(prompt.request_id, 0)
+                overtaken[prompt.request_id] = times + 1 if index < last_chosen else times
+        self._overtaken = overtaken
 
 
 def _fitting(prompts: list[Prompt], budget: int) -> list[Prompt]:

@@ -82,7 +82,8 @@ class KVPool:
 def _inside_pages(begin: int, end: int) -> Iterator[tuple[int, slice]]:
     """The sequence positions [begin, end) page by page: the page's index in the page table, and the part of the page.
 
-    Slices and no index_copy_: along another dimension than the first, an NPU's transposes the whole pool.
+    The callers use slices rather than index_copy_: on an NPU, index_copy_ along any dimension but the first transposes
+    the whole pool.
     """
     for index in range(begin // PAGE_SIZE, pages_for(end)):
         first = index * PAGE_SIZE

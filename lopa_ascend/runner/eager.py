@@ -160,7 +160,8 @@ class EagerExecutor:
     @torch.inference_mode()
     def forward(self, sequences: List[Sequence], shares: List[Share], steps: List[SequenceStep]) -> list[ForwardResult]:
         """This rank's part of the forward pass of some sequences, one result each."""
-        # Not new_empty of the head: it would be packed where the head is, and such a tensor has no slices.
+        # torch.empty, because head.new_empty would return a packed tensor if the head is packed, and a packed tensor
+        # cannot be sliced.
         no_hidden = torch.empty(0, dtype=self.model.head.dtype, device=self.model.head.device)
         nothing = ForwardResult(NO_PREDICTIONS, no_hidden, model_tokens=0, head_rows=0)
         results = [nothing] * len(sequences)
@@ -200,9 +201,13 @@ class EagerExecutor:
         )
 
     def _hidden_states(self, sequences: List[Sequence], layout: Layout) -> tuple[list[Tensor], list[Tensor]]:
-        """(hidden states that predict something, those of the last committing positions), [n, hidden] each, by
-        sequence."""
-        wanted = []  # for each sequence: the predicting tokens, then the last committing ones
+        """Runs the model.
+
+        Returns:
+            For each sequence the hidden states that predict its masked positions; and for each sequence those of its
+            last committing positions. [n, hidden] each.
+        """
+        wanted = []  # indices in the batch, in pairs: for each sequence the predicting tokens, then the committing ones
         for part in layout.parts:
             tokens = part.predictions.tokens
             wanted += [tokens[tokens != BEFORE_WINDOW], part.last_committing]
@@ -218,13 +223,14 @@ class EagerExecutor:
         with self.probe("forward", inputs):
             hidden = self.model.forward(inputs, self.pool.k, self.pool.v)
         states = hidden.split([len(tokens) for tokens in wanted])
-        predicting, committing = [], list(states[1::2])
-        for sequence, part, rows in zip(sequences, layout.parts, states[::2], strict=True):
-            if len(rows) < len(part.predictions.tokens):  # BEFORE_WINDOW is the first of these tokens
+        computed, committing = states[::2], states[1::2]  # the pairs of ``wanted``
+        predicting = []
+        for sequence, part, rows in zip(sequences, layout.parts, computed, strict=True):
+            if len(rows) < len(part.predictions.tokens):  # the first token is BEFORE_WINDOW, which is not in the batch
                 assert sequence.last_hidden is not None
                 rows = torch.cat([sequence.last_hidden[None], rows])
             predicting.append(rows)
-        return predicting, committing
+        return predicting, list(committing)
 
     def _on_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> Tensor:
         return torch.from_numpy(array).to(self.ops.device)
@@ -241,6 +247,7 @@ class EagerExecutor:
         if not plan.winner_commits:
             sequence.last_hidden = forward.committing_hidden[0].clone()
             return
+        # If another group has the winner, any row will do: that group sends the hidden state, and this one is ignored.
         row = share.branches.index(winner) if winner in share.branches else 0
         begin, end = plan.start, plan.start + plan.num_new
         group, slot = self.placement.home(winner)

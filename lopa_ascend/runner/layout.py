@@ -106,6 +106,7 @@ def build_layout(items: Sequence[tuple[Share, SequenceStep]]) -> Layout:
     sources: list[Indices] = []
     parts: list[Part] = []
     columns = _EntryColumns()
+    prefixes: list[int] = []
     num_computed = 0
     for index, (share, step) in enumerate(items):
         spans = _spans(share)
@@ -116,6 +117,7 @@ def build_layout(items: Sequence[tuple[Share, SequenceStep]]) -> Layout:
             tokens.append(np.array(row.tokens[span.begin - row.start : span.end - row.start], dtype=np.int64))
             positions.append(np.arange(span.begin, span.end))
             _add_entry(columns, span, step.page_tables[share.slots[span.row]], index, share.plan.prefix_length)
+        prefixes += [share.plan.start, share.plan.prefix_length]  # of its two sequences in ``Entries``: see _add_entry
         positions_written, source = _writes(share, step, part.row_tokens)
         written.append(positions_written)
         sources.append(source)
@@ -125,8 +127,7 @@ def build_layout(items: Sequence[tuple[Share, SequenceStep]]) -> Layout:
         kv_lengths=tuple(columns.kv_lengths),
         page_tables=_page_tables(columns.page_tables, columns.kv_lengths),
         sequences=tuple(columns.sequences),
-        # Two for each sequence; see _add_entry.
-        prefixes=tuple(prefix for share, _ in items for prefix in (share.plan.start, share.plan.prefix_length)),
+        prefixes=tuple(prefixes),
     )
     return Layout(
         tokens=np.concatenate(tokens),
@@ -143,8 +144,9 @@ def _add_entry(
 ) -> None:
     """Appends one entry.
 
-    In ``Entries`` every sequence is two: number 2 * i is its prompt, if this step computes it, and 2 * i + 1 is what
-    follows the prefix. So the first block reads a prompt exactly as it reads a cached one.
+    In ``Entries`` each sequence of the batch counts as two. Sequence i has number 2 * i for its prefix, if this step
+    computes it, and number 2 * i + 1 for what follows the prefix. So the first block reads a prompt that is computed in
+    the same step exactly as it reads a cached prompt.
 
     Args:
         sequence: the index i of the sequence in the batch.
@@ -153,7 +155,7 @@ def _add_entry(
     columns.lengths.append(span.end - span.begin)
     columns.kv_lengths.append(span.num_keys)
     columns.page_tables.append(page_table)
-    columns.sequences.append(2 * sequence + int(follows_prefix))
+    columns.sequences.append(2 * sequence + 1 if follows_prefix else 2 * sequence)
 
 
 def _spans(share: Share) -> list[_Span]:
@@ -187,14 +189,17 @@ def _part(share: Share, spans: Sequence[_Span], first_token: int) -> Part:
 
 
 def _prediction_rows(share: Share, row_tokens: Sequence[Indices]) -> PredictionRows:
-    predicted = [np.array(row.masked, dtype=np.int64) for row in share.rows]
-    predicting = [
-        _predicting_tokens(row, tokens, positions)
-        for row, tokens, positions in zip(share.rows, row_tokens, predicted, strict=True)
+    """The tokens whose hidden states predict the masked positions of all rows. A token that several rows share is
+    listed once, with the first of these rows."""
+    masked_by_row = [np.array(row.masked, dtype=np.int64) for row in share.rows]
+    predicting_by_row = [
+        _predicting_tokens(row, tokens, masked)
+        for row, tokens, masked in zip(share.rows, row_tokens, masked_by_row, strict=True)
     ]
-    tokens, first, inverse = np.unique(np.concatenate(predicting), return_index=True, return_inverse=True)
-    rows = np.repeat(np.arange(len(predicted)), [len(positions) for positions in predicted])
-    return PredictionRows(tokens, np.concatenate(predicted)[first], rows[first], inverse)
+    positions = np.concatenate(masked_by_row)
+    rows = np.repeat(np.arange(len(masked_by_row)), [len(masked) for masked in masked_by_row])
+    tokens, first_use, inverse = np.unique(np.concatenate(predicting_by_row), return_index=True, return_inverse=True)
+    return PredictionRows(tokens, positions[first_use], rows[first_use], inverse)
 
 
 def _predicting_tokens(row: RowPlan, tokens: Indices, positions: Indices) -> Indices:
@@ -204,8 +209,15 @@ def _predicting_tokens(row: RowPlan, tokens: Indices, positions: Indices) -> Ind
 
 
 def _writes(share: Share, step: SequenceStep, row_tokens: Sequence[Indices]) -> tuple[Indices, Indices]:
-    """(cache positions, for each the index in the batch of the token that it takes). A slot without a row takes the
-    committing positions, or all that the only row has."""
+    """Where the step writes keys and values.
+
+    The slot of a row takes all positions of that row. A slot without a row takes what is the same for all slots: the
+    committing positions or, with ``fills_all_slots``, all positions of the only row. With full attention it takes
+    nothing, because the winner's keys and values are copied there after the step.
+
+    Returns:
+        The flat cache positions; and for each of them the index in the batch of the token that is written there.
+    """
     plan = share.plan
     if plan.fills_all_slots:
         num_common = len(row_tokens[-1])

@@ -20,8 +20,8 @@ class Runner:
     """One rank's executors behind one interface.
 
     Attributes:
-        allotment: decides how many branches the requests have whose ``num_branches`` follows the load; needed before
-            the first step of such a request.
+        allotment: decides how many branches a request gets if their number follows the load. It must be set before the
+            first step of such a request.
 
     Args:
         graphs: None in eager mode.
@@ -92,25 +92,36 @@ class Runner:
     def _run_eagerly(
         self, steps: tuple[SequenceStep, ...] | list[SequenceStep], sequences: Mapping[str, Sequence]
     ) -> list[SequenceResult]:
+        """Runs a step eagerly. The allotment decides how many branches those sequences get whose number of branches
+        follows the load, and learns from the results."""
         chosen = [sequences[step.request_id] for step in steps]
-        followers = [s for s in chosen if s.request.params.follows_load and s.plan is not None]
-        if not followers:
+        by_load = [s for s in chosen if s.request.params.follows_load and s.plan is not None]
+        if not by_load:
             return self.eager.run(chosen, steps)
         assert self.allotment is not None
-        others = [self._num_computed(s) for s in chosen if s not in followers]
-        asks = [Ask(s.strategy.params, s.strategy.is_stuck, self.eager.placement.costs(planned(s))) for s in followers]
-        for sequence, count in zip(followers, self.allotment.choose(asks, others), strict=True):
-            sequence.plan = sequence.strategy.keep(planned(sequence), count)
+        others = [s for s in chosen if s not in by_load]
+        asks = self._allot_branches(self.allotment, by_load, others)
         start = time.perf_counter()
         results = self.eager.run(chosen, steps)
         self.allotment.observe(time.perf_counter() - start)
-        asked = {sequence.request_id: ask for sequence, ask in zip(followers, asks, strict=True)}
         for result in results:
-            if result.record is not None and result.request_id in asked:
+            ask = asks.get(result.request_id)
+            if ask is not None and result.record is not None:
                 strategy = sequences[result.request_id].strategy
-                ask = asked[result.request_id]
                 self.allotment.learn(ask, result.record, strategy.saved_by_a_win, strategy.given_up)
         return results
+
+    def _allot_branches(self, allotment: Allotment, by_load: list[Sequence], others: list[Sequence]) -> dict[str, Ask]:
+        """Keeps as many lookahead branches of each sequence in ``by_load`` as the allotment gives it.
+
+        Returns:
+            By request id: what the allotment was asked.
+        """
+        asks = [Ask(s.strategy.params, s.strategy.is_stuck, self.eager.placement.costs(planned(s))) for s in by_load]
+        counts = allotment.choose(asks, [self._num_computed(s) for s in others])
+        for sequence, count in zip(by_load, counts, strict=True):
+            sequence.plan = sequence.strategy.keep(planned(sequence), count)
+        return {sequence.request_id: ask for sequence, ask in zip(by_load, asks, strict=True)}
 
     def _num_computed(self, sequence: Sequence) -> int:
         return self.eager.placement.demand(planned(sequence)).num_computed
@@ -120,6 +131,6 @@ class Runner:
         if sequence.plan is None:
             return None
         exact = self.eager.placement.demand(sequence.plan)
-        if sequence.request.params.follows_load:  # the allotment gives lookahead branches what room is left
+        if sequence.request.params.follows_load:  # counted without lookahead branches, which only get what room is left
             exact = replace(exact, num_computed=self.eager.placement.costs(sequence.plan)[0])
         return exact if self.graphs is None else self.graphs.demand(sequence, exact)

@@ -86,26 +86,30 @@ class Scorer:
         where = torch.from_numpy(positions).to(self.ops.device)
         if num_rows % SCORE_ROWS == 1:  # torch sums a single row in several threads, so in another order
             rows, where = torch.cat([rows, rows[-1:]]), torch.cat([where, where[-1:]])
-        tp, only = self.model.tp, batch.jobs[0]
-        limit = None if tp.size == 1 else CANDIDATES
-        stats: list[tuple[Tensor, ...]] = []
+        tp = self.model.tp
+        is_split = tp.size > 1
+        limit = CANDIDATES if is_split else None
+        first_job = batch.jobs[0]  # the only one if it has an adjustment or bans
+        pieces: list[tuple[Tensor, ...]] = []  # statistics of this shard if the vocabulary is split, else predictions
         for chunk, chunk_positions in zip(rows.split(HEAD_ROWS), where.split(HEAD_ROWS), strict=True):
             logits = self.model.logits(chunk).split(SCORE_ROWS)
             for piece, at in zip(logits, chunk_positions.split(SCORE_ROWS), strict=True):
-                if only.adjustment is not None:
-                    piece = only.adjustment.apply(piece, self.model.first_token_id)
-                bans = None if only.bans is None else only.bans.within(SCORE_ROWS * len(stats), len(piece))
+                if first_job.adjustment is not None:
+                    piece = first_job.adjustment.apply(piece, self.model.first_token_id)
+                bans = None if first_job.bans is None else first_job.bans.within(SCORE_ROWS * len(pieces), len(piece))
                 shard = shard_scores(piece, scoring, at, round_, self.model.first_token_id, limit, bans)
-                # A shard that is alone is merged at once, while its statistics are in the cache.
-                stats.append(merge_scores(shard[None], scoring, at, round_) if tp.size == 1 else (shard,))
-        columns = [torch.cat(column) for column in zip(*stats, strict=True)]
-        if tp.size > 1:
+                if is_split:
+                    pieces.append((shard,))
+                else:  # merged at once, while the statistics are in the CPU's cache
+                    pieces.append(merge_scores(shard[None], scoring, at, round_))
+        columns = [torch.cat(column) for column in zip(*pieces, strict=True)]
+        if is_split:
             columns = list(merge_scores(tp.all_gather(columns[0], "vocabulary"), scoring, where, round_))
-        tokens, probs, confidences, *best = (column[:num_rows].cpu().numpy() for column in columns)
+        tokens, probs, confidences, *candidates = (column[:num_rows].cpu().numpy() for column in columns)
         predictions = Predictions(tokens.astype(np.int32), probs, confidences)
-        if best:
-            ids, their_probs = best
-            predictions = predictions._replace(candidates=ids.astype(np.int32), candidate_probs=their_probs)
+        if candidates:
+            ids, candidate_probs = candidates
+            predictions = predictions._replace(candidates=ids.astype(np.int32), candidate_probs=candidate_probs)
         return predictions
 
 

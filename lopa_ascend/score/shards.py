@@ -124,8 +124,9 @@ def _offer_one(
     for place, logits in banned:
         x[place] = logits
     stats = {"other": x.amax(-1, keepdim=True)} if scoring.confidence == "margin" else {}
-    # The larger one leaves a banned id its logit where only banned ids could be chosen. One by one, because missing
-    # tokens may have the id of a chosen one; and no scatter_reduce_, which runs on the host of an NPU.
+    # Puts the offered logits back. The maximum matters if only banned ids were left: the offered logit is then -inf,
+    # and the banned id must keep its own. One token at a time, because a missing token may have the id of a chosen one.
+    # scatter_reduce_ would take one call, but an NPU runs it on the host.
     for token, value in zip(chosen.split(1, -1), values.split(1, -1), strict=True):
         x.scatter_(-1, token, torch.maximum(x.gather(-1, token), value))
     return stats | softmax_sums(x, high, scoring), values, chosen + first

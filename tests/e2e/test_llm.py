@@ -294,9 +294,9 @@ def test_a_request_that_cannot_fit_is_refused_with_the_numbers(path) -> None:
     with pytest.raises(ParameterError, match="max_model_len"):
         LLM(path, max_model_len=10**6)
     small = LLM(path, kv_cache_memory=10**6, max_num_branches=255)
-    with pytest.raises(ParameterError, match="num_branches.*256 branches.*256 KV pages; there are 30"):
+    with pytest.raises(ParameterError, match="num_branches.*256 branches.*256 KV pages, but this server has 30"):
         small.generate([[1]], params(num_branches=255), quiet=True)
-    with pytest.raises(ParameterError, match="max_auto_branches.*KV pages; there are 30"):
+    with pytest.raises(ParameterError, match="max_auto_branches.*KV pages, but this server has 30"):
         small.generate([[1]], params(num_branches="auto", max_auto_branches=255), quiet=True)
     few = LLM(path, kv_cache_memory=70_000)
     with pytest.raises(ParameterError, match="max_new_tokens: 1 branches of 300 .*KV pages; there are 2"):

@@ -44,7 +44,7 @@ BROKEN_MODELS: dict[str, tuple[Change, str, str]] = {
     "config: list": (content(CONFIG, b"[]"), CONFIG, "expected a JSON object, found list"),
     "config: not UTF-8": (content(CONFIG, b"\xff{}"), CONFIG, "is not valid JSON"),
     "config: UTF-16": (content(CONFIG, "{}".encode("utf-16")), CONFIG, "is not valid JSON"),
-    "config: nested objects": (content(CONFIG, DEEP), CONFIG, "more than 64 objects and lists in one another"),
+    "config: nested objects": (content(CONFIG, DEEP), CONFIG, "nested more than 64 levels deep"),
     "config: nested lists": (content(CONFIG, b'{"a":' + b"[" * 500 + b"]" * 500 + b"}"), CONFIG, "more than 64"),
     "config: field twice": (content(CONFIG, b'{"a": 1, "a": 2}'), CONFIG, "the name 'a' occurs twice"),
     "config: half a character": (content(CONFIG, b'{"a": "\\ud800"}'), CONFIG, "surrogates not allowed"),
@@ -139,7 +139,7 @@ BROKEN_MODELS: dict[str, tuple[Change, str, str]] = {
     "header: longer than the file": (content(SINGLE, b"\xff" * 16), SINGLE, "is truncated or not safetensors"),
     "header: not JSON": (header(raw=b"{"), SINGLE, "its header is not JSON"),
     "header: UTF-16": (header(raw="{}".encode("utf-16")), SINGLE, "its header is not JSON"),
-    "header: nested": (header(raw=DEEP), SINGLE, "more than 64 objects"),
+    "header: nested": (header(raw=DEEP), SINGLE, "nested more than 64 levels deep"),
     "header: tensor twice": (header(raw=b'{"a": 1, "a": 1}'), SINGLE, "the name 'a' occurs twice"),
     "header: metadata is a list": (
         header(lambda entries: entries.update(__metadata__=[1])),

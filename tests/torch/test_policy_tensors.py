@@ -167,6 +167,14 @@ def test_more_eos_ids_than_a_graph_takes_are_named_unless_they_are_ignored() -> 
         assert support.unsupported(params, len(ends), shape, Kind()) == reason
 
 
+def test_stop_token_ids_take_the_same_room() -> None:
+    shape = Bucket(1, 2, 1, 4, 4, 32, 8)
+    for count, reason in ((6, None), (7, "stop_token_ids")):
+        params = DecodingParams(stop_token_ids=tuple(range(10, 10 + count)))
+        ends = begin([1], params, 99, frozenset((1, 2))).ends
+        assert support.unsupported(params, len(ends), shape, Kind()) == reason
+
+
 def kernels(sequences: int, branch_acceptance: str) -> Counter[str]:
     """The compute ops of a whole step's policy, traced without values: whoever reads one fails here."""
     bucket = Bucket(sequences, 4, 2, 8, 8, 32, 6)

@@ -201,9 +201,9 @@ def test_a_folder_holds_answers_of_one_engine(tmp_path: Path, change: dict[str, 
 
     SampleFile(tmp_path, header(EngineConfig()))
     SampleFile(tmp_path, header(EngineConfig()))
-    with pytest.raises(ParameterError, match=f"another engine.{min(change)}"):
+    with pytest.raises(ParameterError, match=f"whose engine.{min(change)} is"):
         SampleFile(tmp_path, header(EngineConfig(**change)))
-    with pytest.raises(ParameterError, match="another cut"):
+    with pytest.raises(ParameterError, match="whose cut is"):
         SampleFile(tmp_path, header(EngineConfig(), cut=False))
 
 

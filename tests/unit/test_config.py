@@ -192,7 +192,7 @@ def test_graph_support() -> None:
     assert of[GraphSupport.PIPELINED] == {"decoding"}
     assert of[GraphSupport.DEFAULT] == processed | unusual | {"base", "lookahead_depth"}
     assert of[GraphSupport.COMPILED] == {"confidence", "window_attention", "branch_acceptance"}
-    assert of[GraphSupport.BUCKET] == {"num_branches", "block_size", "eos_token_id"}
+    assert of[GraphSupport.BUCKET] == {"num_branches", "block_size", "eos_token_id", "stop_token_ids"}
 
 
 @pytest.mark.parametrize(
