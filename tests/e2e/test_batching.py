@@ -145,7 +145,7 @@ def test_the_cache_gives_way_to_requests(path: str) -> None:
     stats = engine.stats()
     assert stats.num_pages == 6
     assert stats.pages_cached == 4  # the last request needed two pages, and left one
-    with pytest.raises(ParameterError, match="8 KV pages; there are 6"):
+    with pytest.raises(ParameterError, match="8 KV pages, but this server has 6"):
         engine.add("large", [5] * 120, replace(params, num_branches=3, max_new_tokens=136))
 
 

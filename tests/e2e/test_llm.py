@@ -299,7 +299,7 @@ def test_a_request_that_cannot_fit_is_refused_with_the_numbers(path) -> None:
     with pytest.raises(ParameterError, match="max_auto_branches.*KV pages, but this server has 30"):
         small.generate([[1]], params(num_branches="auto", max_auto_branches=255), quiet=True)
     few = LLM(path, kv_cache_memory=70_000)
-    with pytest.raises(ParameterError, match="max_new_tokens: 1 branches of 300 .*KV pages; there are 2"):
+    with pytest.raises(ParameterError, match="max_new_tokens: 1 branches of 300 .*KV pages, but this server has 2"):
         few.generate([[1] * 300], params(decoding="d2f", num_branches=0), quiet=True)
     with pytest.raises(ParameterError, match="num_branches.*16.*max_num_branches 15"):
         llm.generate([[1]], params(num_branches=16), quiet=True)
