@@ -62,7 +62,7 @@ def test_an_interrupted_run_goes_on(whole: Path):
 def test_another_prompt_needs_another_folder(whole: Path, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         benchmark.main([*SWEEP, "--prompt", "plain", "--out", str(whole)])
-    assert "another prompt (chat, and this one has plain)" in capsys.readouterr().err
+    assert "whose prompt is chat, but this one's is plain" in capsys.readouterr().err
 
 
 def test_figures_are_drawn(whole: Path, tmp_path: Path):

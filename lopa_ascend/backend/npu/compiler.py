@@ -149,8 +149,10 @@ class PackageCompiler(CachingCompiler):
                 self.num_compilations += 1
                 if length_inputs != [len(kv_lengths)]:
                     file.unlink(missing_ok=True)
-                    message = f"graphs with {length_inputs} inputs for KV lengths, and the step has {len(kv_lengths)}"
-                    raise GraphError(f"bucket {name}: it was compiled to {message}")
+                    message = (
+                        f"its graphs have {length_inputs} inputs for KV lengths, and the step has {len(kv_lengths)}"
+                    )
+                    raise GraphError(f"bucket {name}: {message}")
                 if not file.exists():
                     raise GraphError(f"bucket {name}: graph mode {self.mode} could not write it to {self._cache.path}")
             run = type(self).cache_compile(method, **options)
