@@ -115,21 +115,21 @@ class MaskLimits(NamedTuple):
     """Columns of ``RequestParams.mask_limits``: how many masks a block may hold for another block to be opened.
 
     A branch opens a block if none of its blocks holds more masks than its limit, and none an EOS. Which limit a block
-    has depends on the number n of open blocks, which only the device knows: the host writes a base column, and the
+    has depends on the number n of opened blocks, which only the device knows: the host writes a base column, and the
     device adds n. With M = ``max_blocks`` the columns are
 
-        0 to M              blocks that are not open: no limit
-        M + 1 to 2 M        open blocks, from the last one backwards
+        0 to M              blocks that are not opened: no limit
+        M + 1 to 2 M        opened blocks, from the last one backwards
         2 M + 1 to 3 M + 1  a sequence that may have more than n blocks: no limit
         3 M + 2             a sequence that may not: -1, which no block meets
-        3 M + 3 to 4 M + 4  EOS of a block, by the open blocks of the window: 0
+        3 M + 3 to 4 M + 4  EOS of a block, by the opened blocks of the window: 0
     """
 
     max_blocks: int
 
     @classmethod
     def of_size(cls, size: int) -> MaskLimits:
-        """The columns of a tensor with so many."""
+        """The columns of a ``mask_limits`` tensor that has ``size`` of them: the inverse of the property ``size``."""
         return cls((size - 5) // 4)
 
     @property
@@ -138,7 +138,7 @@ class MaskLimits(NamedTuple):
         return 4 * self.max_blocks + 5
 
     def by_distance(self, distance: int) -> int:
-        """Column of the open block that is the ``distance``-th from the end, 1 for the last one."""
+        """Column of the opened block that is the ``distance``-th from the end, 1 for the last one."""
         return self.max_blocks + distance
 
     @property
@@ -147,11 +147,11 @@ class MaskLimits(NamedTuple):
         return 3 * self.max_blocks + 2
 
     def base_by_distance(self, blocks: Tensor) -> Tensor:
-        """Base columns for ``blocks``: of n open blocks, block b is the (n - b)-th from the end."""
+        """Base columns for ``blocks``: of n opened blocks, block b is the (n - b)-th from the end."""
         return self.by_distance(0) - blocks
 
     def base_by_room(self, max_open: Tensor) -> Tensor:
-        """Base columns for sequences that may have ``max_open`` blocks: with so many open ones ``no_room``."""
+        """Base columns for sequences that may have ``max_open`` blocks: with so many opened ones ``no_room``."""
         return self.no_room - max_open
 
     def base_of_ends(self, start: Tensor) -> Tensor:

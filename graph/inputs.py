@@ -38,7 +38,7 @@ class HostView(NamedTuple):
     last_blocks: int = 0
     """Blocks of the bucket in which that window was launched."""
     max_opened_blocks: int = 0
-    """The most blocks that can be open. Once a token that ends the answer is filled, no further block opens."""
+    """The most blocks that can be opened. Once a token that ends the answer is filled, no further block opens."""
     num_shared_pages: int = 0
     """How many of the first pages are the same in all slots."""
 

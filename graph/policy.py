@@ -41,7 +41,8 @@ class State(NamedTuple):
     guesses: Tensor
     """Token ids that the last step predicted for these cells [S, C]."""
     num_opened_blocks: Tensor
-    """Generated blocks that are open [S * (K * W + 1)]: of each sequence once for each limit, and once more."""
+    """Number of generated blocks that have been opened, finished ones included [S * (K * W + 1)]: of each sequence once
+    for each limit, and once more."""
     lookahead_cells: Tensor
     """The cell that each branch fills in addition to the anchor [S, B]; -1: none."""
     cells_before: Tensor

@@ -25,9 +25,9 @@ CPU_WARNING = (
     "graph_mode inductor is meant for tests of compiled steps: on a CPU it has not been faster than graph_mode eager. "
     "Before the first request %d graphs are compiled, which can take minutes."
 )
-SMALL_GRAPHS = (
-    "graphs have at most %d of %d sequences and windows of at most %d of %d blocks, because max_num_batched_tokens is "
-    "%d; larger steps are eager"
+SMALL_WINDOWS = (
+    "graphs have windows of at most %d blocks, and not of %d as graph_window_blocks says, because "
+    "max_num_batched_tokens is %d; steps with larger windows are eager"
 )
 ESTIMATE = (
     "graph_mode %s: %d graphs of %d layers are compiled in about %.0f minutes of CPU time; those in --graph-cache take "
@@ -82,10 +82,9 @@ def plan_graphs(config: EngineConfig, identity: object, max_model_len: int, max_
         )
         raise ParameterError("graph_window_blocks", message)
     buckets = declare(shape, max_tokens)
-    most_sequences = max(bucket.sequences for bucket in buckets.declared)
     most_blocks = max(bucket.blocks for bucket in buckets.declared)
-    if most_sequences < shape.sequences or most_blocks < shape.blocks:
-        logger.info(SMALL_GRAPHS, most_sequences, shape.sequences, most_blocks, shape.blocks, max_tokens)
+    if most_blocks < shape.blocks:
+        logger.info(SMALL_WINDOWS, most_blocks, shape.blocks, max_tokens)
     key = repr((identity, config.dtype, config.tensor_parallel_size, config.branch_parallel_size, _kind(config)))
     compiler = load_compiler(
         config.device, config.mode, key=f"{key} {config.attention_layout}", cache_dir=config.graph_cache

@@ -36,8 +36,9 @@ def unsupported(request: DecodingParams, num_ends: int, shape: Bucket, kind: Kin
         # A graph computes the number of its branches itself; the host cannot choose it.
         "num_branches": (math.inf if request.is_auto else 1 + request.lookaheads, shape.branches),
         "block_size": (request.block_size, shape.block_length),
+        # EOS ids share their places with stop_token_ids, which are named where only both together are too many.
         "eos_token_id": (num_ends - len(request.stop_token_ids), MAX_EOS),
-        "stop_token_ids": (num_ends, MAX_EOS),  # together with the EOS ids
+        "stop_token_ids": (num_ends, MAX_EOS),
     }
     for name, support in DecodingParams.graph_support().items():
         value = getattr(request, name)

@@ -72,7 +72,7 @@ class Launch(NamedTuple):
     [S, K, W]   The sum is an index into the flat ``RequestParams.mask_limits``; see ``MaskLimits``. Index 0 of K stands
                 for a block's limit of masks, the others for its limit of each EOS. [:, 0, -1] is an exception: its
                 limit says whether the sequence may open another block at all. The window's last block needs no limit
-                of its own, because it is open only if no more blocks can be opened.
+                of its own, because it is opened only if it is the last one that can be.
     [S]         All 1, so the sum is n + 1.
     """
     bars: Annotated[Tensor, int32("S B 2*C")]

@@ -38,18 +38,18 @@ def graph_of(sequence: Sequence) -> GraphSequence:
 
 
 def next_window(sequence: Sequence) -> Window:
-    """The smallest safe window of the next step: the open blocks, and one that the step may open.
+    """The smallest safe window of the next step: the opened blocks, and one that the step may open.
 
     While a step is in flight its plan is known, but not its winner: the branch with most blocks counts.
     """
     strategy, plan = sequence.strategy, sequence.plan
     assert plan is not None
     if graph_of(sequence).in_flight is None:
-        start, num_open = num_blocks(strategy, plan.start), plan.num_opened_blocks
+        start, num_opened = num_blocks(strategy, plan.start), plan.num_opened_blocks
     else:
         start = num_blocks(strategy, plan.start + plan.num_new)
-        num_open = max(num_blocks(strategy, row.end) for row in plan.rows)
-    end = max(min(num_open + 1, max_opened_blocks(strategy)), start + 1)
+        num_opened = max(num_blocks(strategy, row.end) for row in plan.rows)
+    end = max(min(num_opened + 1, max_opened_blocks(strategy)), start + 1)
     return Window(start, end, pages_for(end_of_blocks(sequence, end)))
 
 
@@ -75,7 +75,7 @@ def num_blocks(strategy: Strategy, num_positions: int) -> int:
 
 
 def max_opened_blocks(strategy: Strategy) -> int:
-    """The most generated blocks that a sequence may have open. Once an EOS has been filled no more are opened."""
+    """The most generated blocks that a sequence may have opened. Once an EOS has been filled no more are opened."""
     anchor = strategy.branches[-1]
     if anchor.eos:
         return len(anchor.blocks) - 1

@@ -159,7 +159,7 @@ class Half(Pattern):
         whole = found.args[0]
         if found.target is operator.getitem and isinstance(whole, Node):
             # The second of more than two parts need not begin in the middle.
-            is_part_of_two = whole.target in SPLITS and found.args[1] == self.index and len(value(whole)) == 2
+            is_part_of_two = whole.target in SPLITS and found.args[1] == self.index and len(whole.meta["val"]) == 2
             if is_part_of_two and is_half(found, whole.args[0]):
                 entered = so_far.enter(found, shared=True).enter(whole, shared=True)
                 yield from matches(self.inside, whole.args[0], entered)

@@ -5,7 +5,7 @@ the worst case: pages for the prompt and the whole canvas, once for every slot e
 running request is never preempted. After each commit, pages that it can no longer need become available to others.
 
 Prompts are computed in steps of their own, which take turns with decoding steps as ``turns.py`` decides. If a step
-cannot hold all running requests, those that have waited longest go first.
+cannot hold all running requests, the requests that have waited longest go first.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def columns(scoring: Scoring) -> tuple[str, ...]:
     - "high": the largest logit; not finite if any logit is not.
     - "total": the sum of exp x, with x = (logit - high) / temperature.
     - "dot", for the confidence "neg_entropy": the sum of x exp x.
-    - "other", for "margin": the largest logit but those that are offered.
+    - "other", for "margin": the largest logit that is not offered.
     - "mass", for top_p without top_k and min_p: the sum of exp x over the ids that may be chosen, with x measured from
       the largest of these.
 

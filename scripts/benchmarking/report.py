@@ -13,7 +13,7 @@ from scripts.benchmarking.samples import Sample, SampleFile
 from scripts.benchmarking.settings import Setting
 
 EAGER = "eager_share"
-"""Shown only if some setting made forward passes outside compiled steps, which are slower."""
+"""Shown only if a setting made forward passes outside compiled steps: then its speed is not that of compiled steps."""
 SHOWN = (
     ("published_avg_tps", "Avg TPS, published", ".1f"),
     ("published_max_tps", "Max TPS, published", ".1f"),

@@ -66,7 +66,7 @@ def boxed(text: str) -> str:
 
 
 def final_answer(text: str) -> str:
-    """What stands after "Final Answer: The final answer is" in a text."""
+    """The text that follows "Final Answer: The final answer is"."""
     match = re.search(r"Final Answer: The final answer is(.*?). I hope it is correct.", text + "I hope it is correct.")
     return match[1].strip() if match else NO_ANSWER
 

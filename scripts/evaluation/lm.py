@@ -86,7 +86,7 @@ class LopaLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What texts without a context stand after."""
+        """Token id that stands in place of the context of a text without one."""
         bos = self.tokenizer.special.get("bos_token")
         found = self.tokenizer.id_of(bos) if bos else None
         return self.eot_token_id if found is None else found

@@ -68,7 +68,7 @@ def score_mbpp(problem: Mapping[str, Any], text: str) -> dict[str, float]:
 
 
 def score_humaneval(problem: Mapping[str, Any], text: str) -> dict[str, float]:
-    """Dream's way: what stands in the first Python fence, or the whole answer without one, after the prompt."""
+    """As Dream does it: the prompt, and then the code in the first Python fence, or the whole answer if it has none."""
     completion = text.split("```python\n", 1)[-1].split("```")[0]
     program = sanitize(f"{problem['prompt']}\n{completion}", problem["entry_point"])
     return {"pass_at_1": float(passes(program, _check(problem)))}

@@ -26,8 +26,9 @@ def fine(model_dir: Path) -> Iterator[ServerProcess]:
 
 def pieces(server: ServerProcess, route: str, **fields: Any) -> list[str]:
     """The pieces of text of a stream."""
-    answer = server.http.post(route, json={**ASKED[route], **FIELDS, "stream": True, **fields}).text
-    data = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
+    answer = server.http.post(route, json={**ASKED[route], **FIELDS, "stream": True, **fields})
+    assert answer.headers["x-accel-buffering"] == "no"  # a proxy that keeps the beginning would hold back the stream
+    data = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
     if route == "/v1/responses":
         return [event["delta"] for event in data if event["type"] == "response.output_text.delta"]
     choices = [choice for chunk in data for choice in chunk["choices"]]

@@ -292,6 +292,7 @@ def test_a_swiglu_is_left_where_it_is_none() -> None:
     assert_left(lambda x: F.silu(x[:, 6:]) * x[:, :6], x, reason={"swiglu": apart})
     assert_left(lambda x: F.silu(x[:, :4]) * x[:, 8:], x, reason={"swiglu": apart})
     assert_left(lambda x: F.silu(x[:, :4]) * x[:, 4:8], x, reason={"swiglu": apart})
+    assert_left(lambda x: F.silu(x[:, :6]) * x.split([3, 6, 3], 1)[1], x, reason={"swiglu": apart})
     assert_left(lambda x: F.silu(x[:, ::2]) * x[:, 6:], x, reason={"swiglu": apart})
     assert_left(lambda x: F.silu(x.chunk(2, -1)[1]) * x.chunk(2, -1)[0], x, reason={"swiglu": apart})
     assert_left(lambda x: F.silu(x.chunk(2)[0]) * x.chunk(2)[1], x, reason={"swiglu": apart})

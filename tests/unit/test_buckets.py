@@ -56,6 +56,15 @@ def test_windows_with_fewer_positions_than_branches_are_refused(settings: dict[s
         plan_graphs(config, "any model", max_model_len, 4096)
 
 
+def test_windows_that_are_smaller_than_asked_for_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    config = EngineConfig(graph_mode="inductor", graph_num_branches=15, graph_block_size=64, graph_window_blocks=8)
+    with caplog.at_level("INFO", logger="lopa_ascend.graph.setup"):
+        plan_graphs(config, "any model", 4096, 10**6)
+        assert not caplog.records
+        plan_graphs(config, "any model", 4096, 4096)
+    assert "windows of at most 4 blocks, and not of 8" in caplog.text
+
+
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 310), st.sampled_from([512, 2048, 10**9]))
 def test_the_cheapest_that_holds_a_step_is_chosen(sequences: int, blocks: int, pages: int, max_tokens: int) -> None:
     all_ = buckets(max_tokens=max_tokens)

@@ -174,6 +174,10 @@ def test_what_clients_add_to_messages_and_streams_is_taken():
         parse_chat(json.dumps({"messages": [{"role": "user", "content": [{**part, "x": 1}]}]}).encode())
 
 
+def test_a_field_that_is_null_counts_as_absent():
+    assert parsed(guided_json=None, seed=None) == parsed()
+
+
 @pytest.mark.parametrize("name", ["str", "int", "a[b]", "list[int]"])
 def test_unknown_fields_are_named_even_if_they_look_like_types(name: str):
     with pytest.raises(ApiError) as refused:

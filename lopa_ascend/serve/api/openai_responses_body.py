@@ -136,12 +136,11 @@ class TextOptions(Body):
     verbosity: str | None = Field(None, description=WITHOUT_EFFECT)
 
 
-NO_REASONING = "The model has no reasoning apart from its answer."
-
-
 class Reasoning(Body):
     effort: str | None = Field(default=None, description=WITHOUT_EFFECT)
-    summary: str | None = Field(default=None, description=f"{WITHOUT_EFFECT} {NO_REASONING}")
+    summary: str | None = Field(
+        default=None, description=f"{WITHOUT_EFFECT} There is no reasoning apart from the answer."
+    )
     generate_summary: str | None = Field(default=None, description=WITHOUT_EFFECT)
 
 

@@ -167,7 +167,7 @@ class Planner:
         room = self.limits.max_model_len - prompt_tokens
         together = {**defaults, **asked}
         block_size = together.get("block_size", DecodingParams.block_size)
-        if together.get("whole_last_block") and block_size > 0:
+        if together.get("whole_last_block") and block_size > 0:  # DecodingParams refuses others
             room -= room % block_size
         defaults["max_new_tokens"] = max(1, min(defaults["max_new_tokens"], room))
         if "min_new_tokens" in defaults:
