@@ -106,8 +106,8 @@ class LeadingEngine(Engine):
 
     def add(self, request_id: str, prompt: Sequence[int], params: DecodingParams, *, trace: bool = False) -> None:
         """Queues a request on every rank, as ``Engine.add`` does on one."""
-        self._check()
         with self._lock:
+            self._check()
             super().add(request_id, prompt, params, trace=trace)
             drawn = self.scheduler.waiting[request_id].params  # with the seed that this rank may have drawn
             self._outbox.append(Generate(request_id, list(prompt), drawn, trace))
@@ -122,8 +122,8 @@ class LeadingEngine(Engine):
 
     def step(self) -> list[Update]:
         """Makes a step on every rank, as ``Engine.step`` does on one."""
-        self._check()
         with self._lock:
+            self._check()
             # Stands until the step is complete. Whatever interrupts it, such as Ctrl-C, leaves the ranks out of step.
             self._failure = "a step was interrupted, so its ranks are no longer in the same state; start a new engine"
             self._send(_Kind.STEP)
@@ -143,8 +143,10 @@ class LeadingEngine(Engine):
         atexit.unregister(self.close)
         self._heartbeat.join()
         try:
-            if self._can_send():
-                self._send(_Kind.END)
+            with self._lock:  # another thread may be making a step, in which the other ranks expect no message
+                if self._can_send():
+                    self._send(_Kind.END)
+                    self._failure = "it was closed"
         except RankError:
             pass  # the other ranks have ended already
         super().close(failure)

@@ -186,6 +186,25 @@ def engine(blow):
 for blow in None, signal.SIGKILL, signal.SIGSTOP:
     engine(blow)
 """
+# Closes an engine in the middle of a generation of another thread, and prints that thread's error.
+CLOSED_BY_ANOTHER_THREAD = """
+from threading import Thread
+llm, errors = LLM(tensor_parallel_size=2, kv_cache_memory=KV_MEMORY), []
+
+def run():
+    try:
+        generate(llm, 1500)
+    except RankError as error:
+        errors.append(str(error))
+
+thread = Thread(target=run)
+thread.start()
+while not llm.engine.has_work():
+    time.sleep(0.01)
+llm.close()
+thread.join()
+print(json.dumps([errors, followers()]))
+"""
 ENDS = """
 llm = LLM(branch_parallel_size=2, kv_cache_memory=KV_MEMORY)
 print("begins", flush=True)
@@ -207,6 +226,14 @@ def test_engines_one_after_another() -> None:
     assert stopped[2] < 8
     assert [engine[3] for engine in (closed, killed, stopped)] == [[], [], []]
     assert closed[0] == killed[0] == stopped[0]
+
+
+def test_an_engine_that_another_thread_closes_ends_between_two_steps() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", START + CLOSED_BY_ANOTHER_THREAD], capture_output=True, text=True, timeout=ranks.TIMEOUT
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert json.loads(result.stdout) == [["this engine has ended: it was closed"], []]
 
 
 @pytest.mark.parametrize("interrupted", [False, True])

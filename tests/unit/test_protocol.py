@@ -115,6 +115,14 @@ def test_unsupported_fields_are_refused_by_name(name: str):
             assert (refused.value.status, refused.value.param) == (400, name)
 
 
+def test_the_best_n_of_n_answers_are_all_of_them():
+    assert parsed(n=3, best_of=3).n == 3
+    for fields in ({"n": 2, "best_of": 3}, {"n": True, "best_of": True}, {"best_of": 2}):
+        with pytest.raises(ApiError) as refused:
+            parsed(**fields)
+        assert refused.value.param == "best_of"
+
+
 IGNORED = {
     "user": "u",
     "metadata": {"run": "7", "nested": {"a": [1]}},

@@ -84,6 +84,7 @@ def parse_abort(raw: bytes) -> AbortRequest:
 
 def _completion(model: type[T], raw: bytes, unsupported: NeutralValues) -> T:
     values = _load(raw)
+    _drop_best_of_all(values)
     _drop_unsupported(values, unsupported)
     if values.get("logprobs") is False:
         del values["logprobs"]  # clients of the chat API switch them off like this
@@ -199,6 +200,13 @@ def _drop_tools_without_choice(values: dict[str, Any]) -> None:
     """Removes the list of tools if no tool may be called: then the list changes nothing."""
     if values.get("tool_choice") == "none" and isinstance(values.get("tools"), list):
         del values["tools"]
+
+
+def _drop_best_of_all(values: dict[str, Any]) -> None:
+    """Removes ``best_of`` if it is ``n``: the best n of n answers are all of them. LangChain sends it like this."""
+    num_candidates, num_answers = values.get("best_of"), values.get("n")
+    if type(num_candidates) is int and type(num_answers) is int and num_candidates == num_answers:
+        del values["best_of"]
 
 
 def _drop_from_messages(values: dict[str, Any]) -> None:

@@ -160,8 +160,15 @@ def _prompt_schema(max_prompts: int) -> Json:
     return {"anyOf": [*kinds, *several]}
 
 
+_BEST_OF: Json = {
+    "type": ["integer", "null"],
+    "minimum": 1,
+    "description": "Not supported: taken only as 1, or with the value of n, where every answer is returned.",
+}
+
+
 class CompletionRequest(GenerationRequest):
-    model_config = ConfigDict(json_schema_extra=documenting(UNSUPPORTED_COMPLETION))
+    model_config = ConfigDict(json_schema_extra=documenting(UNSUPPORTED_COMPLETION, best_of=_BEST_OF))
 
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(_prompt_schema(MAX_CHOICES))]
     echo: bool | None = Field(
