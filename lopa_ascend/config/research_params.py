@@ -29,7 +29,7 @@ class ResearchParams:
         "d2f",
         Parameter(
             Choice(BASES),
-            'decoding beside whose anchor branch `decoding` "lopa" has lookahead branches',
+            'the decoding that "lopa" extends: it decodes the anchor branch, and "lopa" adds lookahead branches',
             group=Group.RESEARCH,
             graphs=GraphSupport.DEFAULT,
         ),
@@ -171,7 +171,8 @@ class ResearchParams:
             'score of a branch from the confidences of its masked positions: "mean" of all; "tail": mean of the '
             'lowest; "window": lowest mean over consecutive positions; "expected": expected number of positions that '
             'pass `tau_conf`; "entropy": mean of the negative entropies, whatever `confidence` ranks positions by; '
-            '"pivot": that without the pivot, and with the log-probability of the branch\'s own token',
+            '"pivot": "entropy" without the pivot, plus `pivot_weight` times the log-probability of the branch\'s own '
+            "token",
             group=Group.RESEARCH,
             graphs=GraphSupport.DEFAULT,
         ),

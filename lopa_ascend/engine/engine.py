@@ -236,7 +236,7 @@ class Engine:
         )
 
     def close(self, failure: str | None = None) -> None:
-        """Leaves the other ranks, if there are any. The engine cannot be used after it.
+        """Leaves the other ranks, if there are any; then the engine cannot be used any more.
 
         Args:
             failure: why this rank cannot go on; the other ranks end because of it.

@@ -131,8 +131,17 @@ class Tokenizer:
         except TookTooLongError:
             raise ValueError(f"the chat template takes longer than {TEMPLATE_TIMEOUT:g} s for the messages") from None
         # Templates concatenate strings, so content that is null or a list raises TypeError; the sandbox refuses long
-        # ranges by OverflowError.
-        except (TemplateError, TypeError, ArithmeticError, LookupError, RecursionError) as error:
+        # ranges by OverflowError. Filters such as dictsort raise AttributeError, and methods of strings the others.
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            MemoryError,
+            RecursionError,
+        ) as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
         return str(text)
 

@@ -223,6 +223,14 @@ def test_lone_surrogate() -> None:
         tiny_tokenizer().encode("a\ud800")
 
 
+@pytest.mark.parametrize("expression", ["dictsort", "wordwrap(0)", "attr('zfill')(10**11)"])
+def test_a_template_that_fails_on_a_message_refuses_it(expression: str, tmp_path: Path) -> None:
+    template = "{{ messages[0].content | " + expression + " }}"
+    tokenizer = some(write_tokenizer(tmp_path, chat_template=template))
+    with pytest.raises(ValueError, match="the chat template refuses the messages: "):
+        tokenizer.render([{"role": "user", "content": "x"}])
+
+
 def test_no_chat_template(tmp_path: Path) -> None:
     tokenizer = some(write_tokenizer(tmp_path, chat_template=None))
     assert tokenizer.chat_template is None
