@@ -97,7 +97,7 @@ class LLM:
         """Requests whose streams were collected as garbage in the middle of a step; they are aborted after it."""
 
     def close(self) -> None:
-        """Ends the other ranks, if there are any; then nothing more can be generated."""
+        """Ends the other ranks, after which nothing more can be generated. One rank alone has nothing to end."""
         self.engine.close()
 
     def __enter__(self) -> LLM:

@@ -236,7 +236,7 @@ class Engine:
         )
 
     def close(self, failure: str | None = None) -> None:
-        """Leaves the other ranks, if there are any; then the engine cannot be used any more.
+        """Leaves the other ranks, after which the engine cannot be used any more. One rank alone has nothing to leave.
 
         Args:
             failure: why this rank cannot go on; the other ranks end because of it.

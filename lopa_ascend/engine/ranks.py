@@ -81,7 +81,7 @@ def _receive_message(world: Group) -> tuple[_Kind, list[Command]]:
 class LeadingEngine(Engine):
     """The engine of rank 0: sends each request and abort to the other ranks before the next step.
 
-    ``add``, ``abort`` and ``step`` raise RankError once the ranks cannot go on.
+    ``add`` and ``step`` raise RankError once the ranks cannot go on, or the engine was closed.
 
     Args:
         config: the engine's configuration.
@@ -168,12 +168,17 @@ class LeadingEngine(Engine):
 
     def _send_heartbeats(self) -> None:
         while not self._closed.wait(HEARTBEAT / 4):
-            with self._lock:
+            # Not without end: a step holds the lock, and a signal handler may call ``close`` in the middle of it, which
+            # waits for this thread.
+            if not self._lock.acquire(timeout=HEARTBEAT / 4):
+                continue
+            try:
                 if time.monotonic() - self._last_message >= HEARTBEAT and self._can_send():
-                    try:
-                        self._send(_Kind.WAIT)
-                    except RankError as error:
-                        self._failure = str(error)
+                    self._send(_Kind.WAIT)
+            except RankError as error:
+                self._failure = str(error)
+            finally:
+                self._lock.release()
 
 
 def follow(engine: Engine) -> None:

@@ -205,6 +205,23 @@ llm.close()
 thread.join()
 print(json.dumps([errors, followers()]))
 """
+# Closes an engine by a signal in the middle of a step that takes longer than the heartbeat waits for the lock.
+CLOSED_BY_A_SIGNAL = """
+from lopa_ascend.engine.engine import Engine
+llm, step = LLM(tensor_parallel_size=2, kv_cache_memory=KV_MEMORY), Engine.step
+
+def slow_step(engine):
+    signal.setitimer(signal.ITIMER_REAL, 0.8)
+    time.sleep(1.2)
+    return step(engine)
+
+Engine.step = slow_step
+signal.signal(signal.SIGALRM, lambda *_: llm.close())
+try:
+    generate(llm, 8)
+except RankError:
+    print(json.dumps(followers()))
+"""
 ENDS = """
 llm = LLM(branch_parallel_size=2, kv_cache_memory=KV_MEMORY)
 print("begins", flush=True)
@@ -234,6 +251,13 @@ def test_an_engine_that_another_thread_closes_ends_between_two_steps() -> None:
     )
     assert (result.returncode, result.stderr) == (0, "")
     assert json.loads(result.stdout) == [["this engine has ended: it was closed"], []]
+
+
+def test_an_engine_that_a_signal_handler_closes_in_a_step_ends() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", START + CLOSED_BY_A_SIGNAL], stdout=subprocess.PIPE, text=True, timeout=ranks.TIMEOUT
+    )
+    assert (result.returncode, result.stdout) == (0, "[]\n")
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
