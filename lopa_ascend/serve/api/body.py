@@ -204,8 +204,8 @@ def _drop_tools_without_choice(values: dict[str, Any]) -> None:
 
 def _drop_best_of_all(values: dict[str, Any]) -> None:
     """Removes ``best_of`` if it is ``n``: the best n of n answers are all of them. LangChain sends it like this."""
-    num_candidates, num_answers = values.get("best_of"), values.get("n")
-    if type(num_candidates) is int and type(num_answers) is int and num_candidates == num_answers:
+    best_of = values.get("best_of")
+    if type(best_of) is int and best_of == values.get("n"):
         del values["best_of"]
 
 
