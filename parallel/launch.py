@@ -60,12 +60,15 @@ class Rendezvous:
         try:
             rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) == world_size
         except (KeyError, ValueError) as error:
-            message = f"several ranks need RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment: {error}"
+            message = (
+                "several ranks need RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment, and "
+                f"LOCAL_WORLD_SIZE must be a number if it is set: {error}"
+            )
             raise ParameterError("tensor_parallel_size", message) from error
         if not 0 <= rank < world_size:
             raise ParameterError("tensor_parallel_size", f"RANK is {rank}, with a WORLD_SIZE of {world_size}")
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) == world_size
         return cls(rank, world_size, host, port, local)
 
     def check_world_size(self, config: EngineConfig) -> None:

@@ -222,10 +222,13 @@ class Mesh:
         return self._texts.all_gather(subject, text)
 
     def start(self) -> None:
-        """Waits until every rank has loaded. From now on a rank that hangs is given up after the configured timeout."""
+        """Waits until every rank has loaded. From now on a rank that hangs is given up after the configured timeout.
+
+        HCCL has that timeout from ``HCCL_EXEC_TIMEOUT``, which `join` sets, and none of a group.
+        """
         self.world.minimum(0, "start")
         for group in (self.tp, self.bp, self.world):
-            if group.process_group is not None:
+            if group.process_group is not None and dist.get_backend(group.process_group) == "gloo":
                 dist.distributed_c10d._set_pg_timeout(self._timeout, group.process_group)
 
     # ---- while it runs ---------------------------------------------------------------------------------------------

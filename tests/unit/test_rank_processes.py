@@ -10,7 +10,7 @@ import sys
 import msgspec
 import pytest
 
-from lopa_ascend.config import EngineConfig
+from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.parallel.launch import (
     OTHER_RANK_FAILED,
     Rendezvous,
@@ -38,6 +38,15 @@ def test_every_rank_gets_a_command_and_its_place() -> None:
 
 def test_a_process_that_is_rank_0_starts_the_others_alone() -> None:
     assert list(local_rank_processes(CONFIG, 4321)) == [1, 2, 3]
+
+
+def test_a_malformed_variable_of_torchrun_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Rendezvous.on_this_machine(1, 2, 4321).environment()
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
+        for variable, value in (whole | {name: "two"}).items():
+            monkeypatch.setenv(variable, value)
+        with pytest.raises(ParameterError, match=rf"{name}.*invalid literal for int\(\) with base 10: 'two'"):
+            Rendezvous.from_environment()
 
 
 @pytest.mark.parametrize(
