@@ -17,6 +17,8 @@ MAX_FIELD = 200
 """Characters of the longest name of a field that messages show whole."""
 MAX_ALPHA = 1e9
 """Largest alpha that is accepted. Usual values are around 16."""
+MAX_RANK = 2**20
+"""Largest rank that is accepted, as for the sizes of a model. Usual values are around 32."""
 MAX_PATTERN = 10_000
 """Characters of the longest regular expression."""
 MATCH_TIME = 0.5
@@ -187,8 +189,8 @@ class AdapterSettings:
         )
 
     def _parse_rank(self, field: str, value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(field, f"is {shown(value)}, expected a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_RANK:
+            raise self.error(field, f"is {shown(value)}, expected an integer from 1 to {MAX_RANK}")
         return value
 
     def _parse_alpha(self, field: str, value: object) -> float:

@@ -238,8 +238,13 @@ def _read_indexed_files(index: Path, item_sizes: Mapping[str, int]) -> dict[str,
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
             raise CheckpointError(f"{index}: tensor {name}: {shown(file)} is not the name of a .safetensors file")
         if file not in headers_by_file:
-            if not (path / file).exists():
-                raise CheckpointError(f"{index}: tensor {name}: names the shard {file}, which does not exist")
+            try:
+                (path / file).stat()
+            except OSError as error:
+                missing = isinstance(error, FileNotFoundError)
+                problem = "does not exist" if missing else f"cannot be opened ({error.strerror})"
+                message = f"names the shard {shown(file)}, which {problem}"
+                raise CheckpointError(f"{index}: tensor {name}: {message}") from error
             headers_by_file[file] = read_headers(path / file, item_sizes)
         if name not in headers_by_file[file]:
             raise CheckpointError(f"{index}: tensor {name}: is not in {file}, where the index expects it")

@@ -88,11 +88,11 @@ def read_json_object(
     Raises:
         error_class: the file cannot be read, is too large, is not JSON, or holds something else than an object.
     """
-    if optional and not file.exists():
-        return {}
     try:
         raw = _read_bytes(file, error_class, max_bytes)
     except OSError as error:
+        if optional and isinstance(error, FileNotFoundError | NotADirectoryError):
+            return {}
         raise error_class(f"{file}: cannot be read ({error.strerror}), expected a JSON object") from error
     try:
         return parse_json_object(raw)

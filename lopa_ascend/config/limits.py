@@ -100,9 +100,9 @@ class Limits:
             )
             lookaheads = "max_auto_branches" if params.is_auto else "num_branches"
             raise ParameterError(lookaheads if params.lookaheads else "max_new_tokens", message)
-        self._check_token_ids(params)
+        self.check_token_ids(params)
 
-    def _check_token_ids(self, params: DecodingParams) -> None:
+    def check_token_ids(self, params: DecodingParams) -> None:
         """Refuses ids that the model does not have, and the mask where it would end or spoil every answer.
 
         Raises:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from lopa_ascend.backend.memory import free_memory
-from lopa_ascend.config import DecodingParams, EngineConfig
+from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
+from lopa_ascend.config.sizes import format_size
 from lopa_ascend.decode.allotment import Allotment
 from lopa_ascend.engine.prepare import Prepared, choose_num_pages, model_path, prepare, request_limits
 from lopa_ascend.engine.scheduler import Scheduler
@@ -100,13 +101,21 @@ class Engine:
         return prepared
 
     def _make_pool(self, model: Model, prepared: Prepared) -> tuple[KVPool, int]:
-        """The KV pool, which has the same number of pages on every rank, and the bytes of a page."""
+        """The KV pool, which has the same number of pages on every rank, and the bytes of a page.
+
+        Raises:
+            ParameterError: the device has no memory for the pool.
+        """
         shape, dtype = model.config.kv_shape(model.tp.size), model.head.dtype
         page_bytes = KVPool.page_bytes(shape, dtype)
         own_pages = choose_num_pages(self.config, prepared.max_model_len, page_bytes)
         num_pages = self.mesh.world.minimum(own_pages, "start")
         num_padding_pages = prepared.graph_plan.num_padding_pages if prepared.graph_plan else 0
-        return KVPool(shape, num_pages, dtype, self.config.device, num_padding_pages), page_bytes
+        try:
+            return KVPool(shape, num_pages, dtype, self.config.device, num_padding_pages), page_bytes
+        except RuntimeError as error:  # torch.OutOfMemoryError, or on a CPU its base class
+            size = format_size((num_pages + num_padding_pages) * page_bytes)
+            raise ParameterError("kv_cache_memory", f"{size} cannot be allocated; choose less") from error
 
     def _make_runner(self, model: Model, pool: KVPool, prepared: Prepared) -> Runner:
         bp = self.mesh.bp

@@ -24,7 +24,7 @@ from lopa_ascend.config import (
     recommended_decoding,
 )
 from lopa_ascend.config.help import HelpFormatter
-from lopa_ascend.config.kinds import Boolean, Choice
+from lopa_ascend.config.kinds import Boolean, Choice, Strings, Text, Words
 from lopa_ascend.config.presets import LIST, find_preset, presets_text
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.parallel.launch import Rendezvous, rank_in_environment
@@ -180,6 +180,18 @@ def _check_secrets_and_tls(given: Mapping[str, Any]) -> None:
 # ---- the configuration file ------------------------------------------------------------------------------------------
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that is there twice, of which YAML would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        values = super().construct_mapping(node, deep)
+        if len(values) < len(node.value):
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise ValueError(f"{str(twice)!r} is there twice")
+        return values
+
+
 def _read_config(file: Path) -> dict[str, Any]:
     """The values in a YAML file, by names of flags. A value that is null counts as absent.
 
@@ -187,8 +199,8 @@ def _read_config(file: Path) -> dict[str, Any]:
         ParameterError: of ``config``: the file cannot be read, or it holds an unknown key or a wrong value.
     """
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        values = yaml.load(file.read_text(encoding="utf-8"), _UniqueKeys)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: no UTF-8, or no such day
         raise ParameterError("config", f"{file}: {error}") from error
     if not isinstance(values, dict | None):
         raise ParameterError("config", f"{file}: expected flags and values, found {type(values).__name__}")
@@ -222,6 +234,8 @@ def _one_from_yaml(flag: Flag, value: object) -> Any:
         return kind.checked(value)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"must be one value, got {value!r}")
+    if isinstance(kind, Text | Strings | Words) and not isinstance(value, str):
+        raise ValueError("must be a text; put it in quotes, because YAML reads it as a number")  # 0123 would be "83"
     parsed = flag.parse(str(value))
     # As on the command line, where argparse checks choices.
     return kind.checked(parsed) if isinstance(kind, Choice) else parsed

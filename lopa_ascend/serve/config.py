@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.config.kinds import Boolean, Bytes, Choice, Integer, Number, Strings, Text
@@ -13,6 +14,25 @@ from lopa_ascend.config.settings import Group, Setting, declare, settings
 DAY = 86400
 """Seconds."""
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+
+
+@dataclass(frozen=True)
+class Origins(Strings):
+    """Any number of origins of web pages as browsers send them, or "*" for all. What can never match is refused."""
+
+    metavar: ClassVar[str] = "ORIGIN"
+    _PATTERN: ClassVar[re.Pattern[str]] = re.compile(
+        r"\*|null|[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/?#@:\[\]A-Z]+)(:[0-9]{1,5})?"
+    )
+
+    def checked(self, value: object) -> object:
+        origins = super().checked(value)
+        assert isinstance(origins, tuple)
+        for origin in origins:
+            if not self._PATTERN.fullmatch(origin):
+                message = "is not * or an origin such as https://example.org:8443, in lower case and without a path"
+                raise ValueError(f"{origin!r} {message}")
+        return origins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +91,9 @@ class ServeConfig:
     allowed_origins: tuple[str, ...] = declare(
         (),
         Setting(
-            Strings(),
+            Origins(),
             "origins whose web pages may call this server, e.g. https://example.org; *: all",
             group=Group.SERVER,
-            metavar="ORIGIN",
             default_text="pages from this machine (localhost, any port)",
         ),
     )

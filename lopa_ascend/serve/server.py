@@ -24,6 +24,7 @@ from lopa_ascend.config.presets import find_preset
 from lopa_ascend.config.sizes import format_size
 from lopa_ascend.demo import DEMO_MODEL, HELD_OUT
 from lopa_ascend.kv.pages import slots_for
+from lopa_ascend.serve.api.plan import check_defaults
 from lopa_ascend.serve.app import create_app
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.engine.client import ClientSettings, EngineClient, EngineFailed
@@ -175,9 +176,10 @@ async def _serve(config: ServeConfig, settings: ClientSettings, listener: socket
 
 
 async def _start(config: ServeConfig, settings: ClientSettings, listener: socket.socket) -> tuple[EngineClient, str]:
-    """The client of a new engine, and the greeting. Raises as ``EngineClient.start`` does."""
+    """The client of a new engine, and the greeting. Raises as ``EngineClient.start`` and ``check_defaults`` do."""
     client = await EngineClient.start(config.engine, settings)
     try:
+        check_defaults(config.decoding, client.prompts, client.ready.limits)
         return client, await asyncio.to_thread(_greeting, client, config, listener)
     except BaseException:
         await client.close()

@@ -76,3 +76,5 @@ def check_template(template: str, source: str) -> None:
         raise TokenizerError(f"{source}: line {error.lineno}: {error.message}, expected a Jinja template") from error
     except RecursionError as error:
         raise TokenizerError(f"{source}: is nested too deeply, expected a Jinja template") from error
+    except ValueError as error:  # a number with thousands of digits
+        raise TokenizerError(f"{source}: {error}, expected a Jinja template") from error

@@ -83,6 +83,8 @@ def load_vocabulary(path: str | Path, vocab_size: int) -> Tokenizer | None:
     _add_declared_tokens(path, backend, config)
     named, others = _special_tokens(path, config)
     _mark_as_special(backend, [*named.values(), *others])
+    if not backend.get_vocab_size():
+        raise TokenizerError(f"{source}: has no tokens")
     tokenizer = Tokenizer(backend, named)
     if tokenizer.num_token_ids > vocab_size:
         raise TokenizerError(

@@ -260,12 +260,20 @@ def test_what_cannot_be_served_is_one_line(tmp_path: Path, model_dir: Path):
         ["--model", str(model_dir), "--chat-template", str(missing)],
         ["--model", str(model_dir), "--ssl-certfile", str(missing), "--ssl-keyfile", str(missing)],
     ):
-        with running(*flags, wait=False) as server:
-            assert server.process.wait(timeout=60) == 1
-            stderr = server.stderr.all()
-            assert stderr.startswith("error: ")
-            assert stderr.count("\n") == 1
-            assert str(missing) in stderr
+        assert str(missing) in refusal_of(flags)
+    wrong_default = refusal_of(["--model", str(model_dir), "--eos-token-id", "5000"])
+    assert wrong_default.startswith("error: the default of eos_token_id: 5000 is not below the vocabulary size")
+    assert "kv_cache_memory: 1024.0 TiB" in refusal_of(["--model", str(model_dir), "--kv-cache-memory", "1024TiB"])
+
+
+def refusal_of(flags: list[str]) -> str:
+    """The one line that a server prints which cannot be started with these flags."""
+    with running(*flags, wait=False) as server:
+        assert server.process.wait(timeout=60) == 1
+        stderr = server.stderr.all()
+    assert stderr.startswith("error: ")
+    assert stderr.count("\n") == 1
+    return stderr
 
 
 def test_signal_while_it_loads_leaves_nothing_behind(model_dir: Path, tmp_path: Path):

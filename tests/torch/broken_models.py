@@ -185,6 +185,11 @@ BROKEN_MODELS: dict[str, tuple[Change, str, str]] = {
     "index: outside": (index(lambda m: m.update({EMBEDDING: "../x.safetensors"})), INDEX, "is not the name of"),
     "index: number": (index(lambda m: m.update({EMBEDDING: 5})), INDEX, f"tensor {EMBEDDING}: 5 is not the name"),
     "index: no shard": (index(lambda m: m.update({EMBEDDING: "a.safetensors"})), INDEX, "which does not exist"),
+    "index: long file": (
+        index(lambda m: m.update({EMBEDDING: "x" * 300 + ".safetensors"})),
+        INDEX,
+        "which cannot be opened (File name too",
+    ),
     "index: tensor missing": (index(lambda m: m.pop(EMBEDDING)), SHARD, "the index does not expect it"),
     "index: long name": (index(lambda m: m.update({MANY: SHARD})), INDEX, "a tensor has the name 'xxx"),
 }

@@ -173,7 +173,7 @@ FIELDS: dict[str, tuple[Any, str]] = {
     "some_feature_of_tomorrow": (True, "only plain LoRA"),
     "init_lora_weights": ("pissa", "changes the base weights"),
     "use_rslora": ("yes", "expected true or false"),
-    "r": (0, "expected a positive integer"),
+    "r": (0, "expected an integer from 1 to 1048576"),
     "lora_alpha": (None, "expected a number"),
     "target_modules": (["c_attn"], "matches no linear layer"),
     "exclude_modules": (1, "expected a list of module names or a regular expression"),
@@ -183,12 +183,13 @@ FIELDS: dict[str, tuple[Any, str]] = {
 VALUES: list[tuple[str, Any, str]] = [(field, value, words) for field, (value, words) in FIELDS.items()]
 VALUES += [
     ("peft_type", ..., "is None, expected 'LORA'"),
-    ("r", ..., "is None, expected a positive integer"),
+    ("r", 10**400, "expected an integer from 1 to 1048576"),
+    ("r", ..., "is None, expected an integer from 1 to 1048576"),
     ("target_modules", ..., "None matches no linear layer"),
     ("target_modules", "q_proj", "matches no linear layer"),
     ("target_modules", "(", "is not a regular expression"),
     ("target_modules", [1], "expected a list of module names"),
-    ("rank_pattern", {"q_proj": 1.5}, "expected a positive integer"),
+    ("rank_pattern", {"q_proj": 1.5}, "expected an integer from 1 to 1048576"),
     ("rank_pattern", {"(": 1}, "is not a regular expression"),
 ]
 

@@ -112,6 +112,11 @@ def test_every_setting_has_one_flag():
         ("--ssl-ca-certs c", "--ssl-certfile"),
         ("--uvicorn-log-level loud", "trace"),
         ("--stream-block-size 0", "1 to 4096"),
+        ("--allowed-origins http://[bad", "is not * or an origin"),
+        ("--allowed-origins https://example.org/", "without a path"),
+        ("--allowed-origins example.org", "such as https://example.org"),
+        ("--allowed-origins https://Example.org", "in lower case"),
+        ("--model " + "a" * 300, "File name too long"),
     ],
 )
 def test_wrong_values_name_their_flag(capsys: pytest.CaptureFixture[str], argv: str, expected: str):
@@ -154,7 +159,7 @@ def test_config_file_and_command_line(tmp_path: Path):
     file = write(
         tmp_path / "serve.yaml",
         "port: 9000\nmax-num-seqs: 4\nkv_cache_memory: 64MiB\ntau_conf: 0.8\nstop: ['- x', y]\nignore-eos: true\n"
-        "enable_prefix_caching: false\nrequest-timeout: 30\nlora-path: null\nserved-model-name: 7\neos_token_id: 3\n"
+        "enable_prefix_caching: false\nrequest-timeout: 30\nlora-path: null\nserved-model-name: '7'\neos_token_id: 3\n"
         "model: M\n",
     )
     config = parse_args(["--config", file, "--port", "1", "--enable-prefix-caching", "--tau-conf", "0.7"])
@@ -178,6 +183,11 @@ def test_config_file_and_command_line(tmp_path: Path):
         ("port: [1]", "port: must be"),
         ("port: true", "port: must be"),
         ("model: yes", "model: must be"),
+        ("api_key: 0123", "api_key: must be a text; put it in quotes"),
+        ("stop: [1]", "stop: must be a text"),
+        ("port: 1\nport: 2", "'port' is there twice"),
+        ("served_model_name: 2026-02-30", "day is out of range for month"),
+        ("[" * 3000, "recursion depth"),
         ("ignore_eos: 1", "ignore_eos: must be true or false"),
         ("dtype: int8", "dtype: unknown value 'int8'; choose one of auto, float32, bfloat16"),
         ("tau-conf: 0.5\ntau_conf: 0.6", "twice"),

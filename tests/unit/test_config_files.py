@@ -47,6 +47,11 @@ def test_a_file_that_may_be_missing(tmp_path: Path):
         read_json_object(file, OwnError, optional=True)
 
 
+def test_a_file_that_cannot_be_looked_at_is_refused_even_if_it_may_be_missing(tmp_path: Path):
+    with pytest.raises(OwnError, match=r"cannot be read \(File name too long\)"):
+        read_json_object(tmp_path / ("x" * 300), OwnError, optional=True)
+
+
 def test_text(tmp_path: Path):
     file = tmp_path / "x.txt"
     file.write_text("caf\u00e9", encoding="utf-8")

@@ -148,6 +148,7 @@ def _config(**changes: Any) -> Callable[[Path], object]:
     return lambda path: edit(path / "tokenizer_config.json", **changes)
 
 
+EMPTY = {"vocab.json": "{}", "merges.txt": "", "tokenizer_config.json": "{}"}
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no merges": (lambda p: (p / "merges.txt").unlink(), "merges.txt: is missing"),
     "no vocab": (lambda p: (p / "vocab.json").unlink(), "vocab.json: is missing"),
@@ -155,6 +156,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "vocab is a list": (
         lambda p: (p / "vocab.json").write_text("[]"),
         "vocab.json: expected a JSON object, found list",
+    ),
+    "vocab is empty": (
+        lambda p: [(p / name).write_text(text) for name, text in EMPTY.items()],
+        "vocab.json: has no tokens",
     ),
     "vocab is not text": (
         lambda p: (p / "vocab.json").write_bytes(b"\xff\xfe"),
@@ -259,6 +264,8 @@ def test_broken_template(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path, VOCAB_SIZE, CHAT_TEMPLATE).chat_template == CHAT_TEMPLATE
     with pytest.raises(TokenizerError, match="^chat_template: line 1: Expected an expression"):
         load_tokenizer(tmp_path, VOCAB_SIZE, "{% if %}")
+    with pytest.raises(TokenizerError, match="^chat_template: Exceeds the limit"):
+        load_tokenizer(tmp_path, VOCAB_SIZE, "{{ " + "1" * 5000 + " }}")
 
 
 def test_template_with_the_tags_of_transformers(tmp_path: Path) -> None:

@@ -24,6 +24,20 @@ MAX_TOKEN_IDS = 2**16
 request, as every choice has its own copy in the engine."""
 
 
+def check_defaults(decoding: Mapping[str, Any], prompts: Prompts, limits: Limits) -> None:
+    """Checks a server's default decoding parameters against its model: with a wrong one every request would fail.
+
+    Raises:
+        ValueError: a default names token ids that the model does not have, or needs a tokenizer.
+    """
+    params = DecodingParams(**decoding)
+    try:
+        limits.check_token_ids(params)
+        prompts.for_engine(params)
+    except ParameterError as error:
+        raise ValueError(f"the default of {error}") from error
+
+
 class AskedParameters(NamedTuple):
     """The decoding parameters that a request sets itself."""
 
