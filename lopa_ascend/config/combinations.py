@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lopa_ascend.config.decodings import DECODINGS, built_in, is_known
 from lopa_ascend.config.errors import ParameterError
@@ -31,6 +31,29 @@ DECODINGS_OF = {
     "lookahead_depth": PIPELINED,
 }
 """By parameter, the decodings with which it may have another value than its default."""
+
+
+class Need(NamedTuple):
+    """A value of a parameter that needs certain values of another one."""
+
+    name: str
+    value: str
+    other: str
+    """The other parameter."""
+    allowed: tuple[str, ...]
+    """The values that the other parameter may have."""
+    by_default: bool
+    """Whether the other parameter's default is one of these."""
+
+
+TOKENS_NEED = Need("branch_candidates", "tokens", "confidence", ("max_prob", "neg_entropy"), by_default=True)
+"""For decodings with branches alone."""
+NEEDS = (
+    Need("branch_score", "pivot", "branch_candidates", ("tokens",), by_default=False),
+    Need("branch_score", "expected", "acceptance", ("threshold",), by_default=True),
+    Need("branch_score", "entropy", "confidence", ("max_prob", "neg_entropy"), by_default=True),
+    Need("acceptance", "entropy_bound", "confidence", ("neg_entropy",), by_default=False),
+)
 
 
 def filling(decoding: str, base: str) -> str:
@@ -75,7 +98,14 @@ def fitting_defaults(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> d
         unusable.add("num_branches")  # the default number is meant for the default decoding
     if "num_branches" in unusable or merged.get("num_branches") != AUTO:
         unusable.add("branches_by_load")
-    return {name: value for name, value in usable.items() if name not in unusable}
+    usable = {name: value for name, value in usable.items() if name not in unusable}
+    for need in (TOKENS_NEED, *NEEDS):
+        merged = {**usable, **asked}
+        is_met = merged[need.other] in need.allowed if need.other in merged else need.by_default
+        if merged.get(need.name) == need.value and not is_met:
+            # What the request asks for stays. If it asks for both, ``DecodingParams`` refuses it.
+            usable.pop(need.name if need.name not in asked else need.other, None)
+    return usable
 
 
 def _defaults_for_sampling(defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,8 +116,6 @@ def _defaults_for_sampling(defaults: Mapping[str, Any]) -> dict[str, Any]:
         usable["branch_acceptance"] = "verified"
     if usable.get("branch_candidates") == "tokens":
         del usable["branch_candidates"]
-        if usable.get("branch_score") == "pivot":  # it needs branch_candidates "tokens"
-            del usable["branch_score"]
     return usable
 
 
@@ -107,17 +135,8 @@ def check_combinations(params: DecodingParams) -> None:
     if params.min_new_tokens > params.max_new_tokens:
         message = f"{params.min_new_tokens} exceeds max_new_tokens {params.max_new_tokens}"
         raise ParameterError("min_new_tokens", message)
-    if params.acceptance == "entropy_bound" and params.confidence != "neg_entropy":
-        message = f'"entropy_bound" needs confidence "neg_entropy", got "{params.confidence}"'
-        raise ParameterError("acceptance", message)
-    if params.branch_score == "expected" and params.acceptance != "threshold":
-        message = f'"expected" needs acceptance "threshold", got "{params.acceptance}"'
-        raise ParameterError("branch_score", message)
-    if params.branch_score == "entropy" and params.confidence == "margin":
-        raise ParameterError("branch_score", '"entropy" does not go with confidence "margin"; use "max_prob"')
-    if params.branch_score == "pivot" and params.branch_candidates != "tokens":
-        message = f'"pivot" needs branch_candidates "tokens", got "{params.branch_candidates}"'
-        raise ParameterError("branch_score", message)
+    for need in NEEDS:
+        _check_need(params, need)
     if params.branch_candidates == "tokens" and built_in(params.decoding) == "lopa":
         _check_tokens(params)
     if params.lookahead_depth > 1 and params.branch_acceptance == "published":
@@ -128,11 +147,16 @@ def check_combinations(params: DecodingParams) -> None:
         raise ParameterError("branch_acceptance", f'"exact" needs temperature 0, got {params.temperature}')
 
 
+def _check_need(params: DecodingParams, need: Need) -> None:
+    found = getattr(params, need.other)
+    if getattr(params, need.name) == need.value and found not in need.allowed:
+        allowed = " or ".join(f'"{value}"' for value in need.allowed)
+        raise ParameterError(need.name, f'"{need.value}" needs {need.other} {allowed}, got "{found}"')
+
+
 def _check_tokens(params: DecodingParams) -> None:
     """Checks what does not go with branches over the tokens of one position."""
-    if params.confidence == "margin":
-        message = '"tokens" does not go with confidence "margin"; use "max_prob" or "neg_entropy"'
-        raise ParameterError("branch_candidates", message)
+    _check_need(params, TOKENS_NEED)
     if params.temperature:
         # A branch holds one of the most probable tokens, not a drawn one.
         raise ParameterError("branch_candidates", f'"tokens" needs temperature 0, got {params.temperature}')

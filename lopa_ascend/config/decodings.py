@@ -85,7 +85,7 @@ class DecodingName(Choice):
 
     def checked(self, value: object) -> object:
         if is_known(value):
-            return value
+            return str(value)
         raise ValueError(f"unknown value {value!r}; choose one of {', '.join(self.known)}")
 
 

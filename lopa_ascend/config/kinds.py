@@ -14,6 +14,19 @@ INT64_MAX = 2**63 - 1
 AUTO = "auto"
 
 
+def _text(value: str) -> str:
+    """A string as plain Python text.
+
+    Raises:
+        ValueError: it holds a lone surrogate, which no UTF-8 can express.
+    """
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{value!r:.100} is not text: {error.reason} at character {error.start}") from error
+    return str(value)
+
+
 class Kind(ABC):
     """A kind of values."""
 
@@ -74,7 +87,7 @@ class Choice(Kind):
     def checked(self, value: object) -> object:
         if not (isinstance(value, str) and value in self.choices):
             raise ValueError(f"unknown value {value!r}; choose one of {', '.join(self.choices)}")
-        return value
+        return str(value)  # numpy.str_ is a str too, and cannot be sent to other processes
 
     def parse(self, text: str) -> str:
         return text
@@ -202,7 +215,7 @@ class Number(Kind):
     def checked(self, value: object) -> object:
         if isinstance(value, bool) or not isinstance(value, int | float) or not self._contains(value):
             raise self._refusal(value)
-        return value
+        return value if isinstance(value, int) else float(value)  # numpy.float64 is a float too
 
     def _contains(self, value: float) -> bool:
         return self.low <= value <= self.high
@@ -232,7 +245,7 @@ class Strings(Kind):
         strings = (value,) if isinstance(value, str) else value
         if not isinstance(strings, list | tuple) or not all(isinstance(item, str) and item for item in strings):
             raise ValueError(f"must be non-empty strings, got {value!r}")
-        return tuple(strings)
+        return tuple(map(_text, strings))
 
     def parse(self, text: str) -> str:
         return text
@@ -304,7 +317,7 @@ class Words(Kind):
         longest = self.max_characters if isinstance(word, str) else self.max_tokens
         if not isinstance(word, str | list | tuple) or not 0 < len(word) <= longest:
             raise ValueError(f"must be {self.allowed()}, got {word!r:.100}")
-        return word if isinstance(word, str) else tuple(self.token.checked(token) for token in word)
+        return _text(word) if isinstance(word, str) else tuple(self.token.checked(token) for token in word)
 
     def parse(self, text: str) -> str:
         return text

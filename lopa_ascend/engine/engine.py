@@ -76,6 +76,7 @@ class Engine:
         approximate = config.approximate_prefix_caching
         self.scheduler = Scheduler(self.limits, pool.allocator, begin, prefix_cache, approximate=approximate)
         self._forward_seconds = 0.0
+        self._needs_allotment = False
         self._agreement = Agreement(self.mesh, config.agreement_interval)
         # Without the settings that may differ between machines.
         shared = replace(config, model=None, lora=None, threads=None, graph_cache=None)
@@ -182,6 +183,7 @@ class Engine:
             params = self.runner.graphs.with_fixed_branches(params, eos)
         if params.is_random and params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(SEED_BITS))
+        self._needs_allotment |= params.follows_load
         self.scheduler.add(Request(request_id, tuple(prompt), params, trace))
 
     def abort(self, request_id: str) -> bool:
@@ -197,12 +199,17 @@ class Engine:
 
     def step(self) -> list[Update]:
         """Admits what may run, makes one forward pass, and says what it did to every request that took part."""
+        self._prepare_allotment()
         plan = self.scheduler.plan()
         if plan is None:
             return []
-        self._prepare_allotment()
         start = time.perf_counter()
-        result = self.runner.step(plan, self.scheduler.running)
+        try:
+            result = self.runner.step(plan, self.scheduler.running)
+        except BaseException:  # Ctrl-C, for example
+            if self.scheduler.prefix_cache is not None:
+                self.scheduler.prefix_cache.clear()  # the plan's copies into its pages may not have been made
+            raise
         self._forward_seconds = time.perf_counter() - start
         self._agreement.record_step(plan, result)
         return [self._update(sequence) for sequence in result.sequences]
@@ -212,7 +219,7 @@ class Engine:
         """Measures this device before the first step of a request whose number of branches follows the load. Requests
         arrive on all ranks before the same step, so all ranks measure together."""
         runner = self.runner
-        if runner.allotment is None and any(s.request.params.follows_load for s in self.scheduler.running.values()):
+        if runner.allotment is None and self._needs_allotment:
             max_tokens = self.limits.max_num_batched_tokens
             world = self.mesh.world
 

@@ -63,7 +63,7 @@ def _measure(runner: Runner, num_rows: int, world: Group) -> int:
     ).divided(runner.ops.max_queries)
     inputs = ForwardInputs(
         tokens=torch.zeros(ROW * num_rows, dtype=torch.int64, device=device),
-        positions=written.repeat(num_rows),
+        positions=torch.zeros(ROW * num_rows, dtype=torch.int64, device=device),  # max_model_len may be below 32
         slot_mapping=written,
         source=written,
         entries=entries,

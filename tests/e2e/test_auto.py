@@ -91,3 +91,10 @@ def test_the_device_is_measured_before_the_first_request_that_needs_it(path: str
     assert [tokens for tokens, _ in points[:3]] == [32, 64, 128]
     assert all(seconds > 0 for _, seconds in points)
     assert verified.finish_reason in ("stop", "length")
+
+
+def test_the_device_is_measured_with_few_positions_too(path: str) -> None:
+    made = Engine(EngineConfig(model=path, max_model_len=24))
+    params = DecodingParams(num_branches="auto", branch_acceptance="verified", max_new_tokens=4)
+    assert len(run(made, [([5], params)])[0].token_ids) == 4
+    assert made.runner.allotment is not None

@@ -126,6 +126,31 @@ def test_an_equal_prompt_is_not_computed_again(path: str, window: str, length: i
     assert stats.pages_cached == -(-length // 128)
 
 
+def test_a_prompt_that_an_interrupted_step_did_not_copy_is_computed_again(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(copy: object) -> None:
+        raise KeyboardInterrupt
+
+    engine = Engine(EngineConfig(model=path))
+    prompt, params = [5, 6, 7], DecodingParams(block_size=8, max_new_tokens=30, tau_conf=0.5)
+    expected = run(engine, [(prompt, params)])[0]
+    other = [8, 9, 10]
+    run(engine, [(other, replace(params, max_new_tokens=1))])  # its prompt is copied into the cache in the next step
+    engine.add("interrupted", [11, 12], params)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner.pool, "copy_page", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    engine.abort("interrupted")
+    assert engine.stats().pages_cached == 0
+    fresh = run(Engine(EngineConfig(model=path)), [(other, params)])[0]
+    assert [decisions(run(engine, [asked])[0]) for asked in ((other, params), (prompt, params))] == [
+        decisions(fresh),
+        decisions(expected),
+    ]
+
+
 def test_with_full_attention_the_first_blocks_length_is_part_of_the_key(path: str) -> None:
     engine = Engine(EngineConfig(model=path))
     params = DecodingParams(block_size=8, max_new_tokens=16, window_attention="full")

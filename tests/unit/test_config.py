@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import product
+from typing import Any
+
+import numpy as np
 import pytest
 
 from lopa_ascend.config import (
@@ -158,6 +162,40 @@ def test_defaults_for_another_decoding_are_left_out() -> None:
     params = DecodingParams(decoding="parallel", **fitting_defaults(defaults, {"decoding": "parallel"}))
     assert params == DecodingParams(decoding="parallel", tau_conf=0.5)
     assert DecodingParams.preset("S13", decoding="parallel").window_attention == "full"
+
+
+def test_no_default_makes_a_request_fail() -> None:
+    """Whatever a server's defaults are: a request is refused only for what it asks for itself."""
+    names = ("confidence", "acceptance", "branch_score", "branch_candidates")
+    values = [DecodingParams.parameters()[name].kind.choices for name in names]
+
+    def works(params: dict[str, Any]) -> bool:
+        try:
+            DecodingParams(**params)
+        except ParameterError:
+            return False
+        return True
+
+    settings = [dict(zip(names, chosen, strict=True)) for chosen in product(*values)]
+    servers = [setting for setting in settings if works(setting)]
+    asked = [{name: value} for name, choices in zip(names, values, strict=True) for value in choices]
+    asked += [{"temperature": 0.5}, {"decoding": "d2f"}, {"decoding": "d2f", "confidence": "margin"}]
+    asked += [{"branch_score": "pivot", "branch_candidates": "tokens"}]
+    possible = [request for request in asked if works(request)]
+    assert len(servers) > 30
+    assert len(possible) > 10
+    for defaults, request in product(servers, possible):
+        assert works({**fitting_defaults(defaults, request), **request}), (defaults, request)
+        assert fitting_defaults(defaults, {}) == defaults
+
+
+def test_values_are_stored_as_plain_python_values() -> None:
+    """Others could not be sent to the other ranks."""
+    params = DecodingParams(tau_conf=np.float64(0.5), confidence=np.str_("margin"), stop=[np.str_("x")])
+    assert [type(value) for value in (params.tau_conf, params.confidence, *params.stop)] == [float, str, str]
+    for name in ("stop", "bad_words"):
+        with pytest.raises(ParameterError, match=f"{name}: .*is not text: surrogates not allowed"):
+            DecodingParams(**{name: ["\ud800"]})
 
 
 def test_an_unknown_choice_lists_the_known_ones() -> None:

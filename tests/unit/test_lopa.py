@@ -162,6 +162,8 @@ def test_entropy_scores_branches_and_leaves_positions_to_the_probability() -> No
 def test_scores_that_do_not_go_with_other_parameters() -> None:
     with pytest.raises(ParameterError, match=r'branch_score.*"expected" needs acceptance "threshold", got "factor"'):
         DecodingParams(branch_score="expected", acceptance="factor")
-    with pytest.raises(ParameterError, match=r'branch_score.*"entropy" does not go with confidence "margin"'):
+    with pytest.raises(
+        ParameterError, match=r'branch_score.*"entropy" needs confidence "max_prob" or "neg_entropy", got "margin"'
+    ):
         DecodingParams(branch_score="entropy", confidence="margin")
     assert DecodingParams(decoding="d2f", branch_score="entropy").ranking == "max_prob"

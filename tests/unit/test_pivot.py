@@ -159,7 +159,7 @@ def test_confirmed_tokens_win() -> None:
         (
             {**tokens, "confidence": "margin"},
             "branch_candidates",
-            '"tokens" does not go with confidence "margin"; use "max_prob" or "neg_entropy"',
+            '"tokens" needs confidence "max_prob" or "neg_entropy", got "margin"',
         ),
         ({**tokens, "temperature": 0.5}, "branch_candidates", '"tokens" needs temperature 0, got 0.5'),
         (
