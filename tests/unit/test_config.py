@@ -195,7 +195,7 @@ def test_values_are_stored_as_plain_python_values() -> None:
     assert [type(value) for value in (params.tau_conf, params.confidence, *params.stop)] == [float, str, str]
     for name in ("stop", "bad_words"):
         with pytest.raises(ParameterError, match=f"{name}: .*is not text: surrogates not allowed"):
-            DecodingParams(**{name: ["\ud800"]})
+            DecodingParams(**dict[str, Any]({name: ["\ud800"]}))
 
 
 def test_an_unknown_choice_lists_the_known_ones() -> None:
