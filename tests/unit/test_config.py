@@ -180,7 +180,9 @@ def test_no_default_makes_a_request_fail() -> None:
 
     settings = [dict(zip(names, chosen, strict=True)) for chosen in product(*values)]
     servers = [setting for setting in settings if works(setting)]
-    asked = [{name: value} for name, choices in zip(names, values, strict=True) for value in choices]
+    asked: list[dict[str, Any]] = [
+        {name: value} for name, choices in zip(names, values, strict=True) for value in choices
+    ]
     asked += [{"temperature": 0.5}, {"decoding": "d2f"}, {"decoding": "d2f", "confidence": "margin"}]
     asked += [{"branch_score": "pivot", "branch_candidates": "tokens"}]
     possible = [request for request in asked if works(request)]
