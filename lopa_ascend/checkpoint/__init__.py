@@ -79,7 +79,7 @@ def load(
     Args:
         path: Hugging Face directory of a Dream checkpoint.
         lora: directory of a PEFT LoRA adapter; None for no adapter.
-        dtype: "float32", "bfloat16", or "auto" for the checkpoint's own.
+        dtype: "float32", "bfloat16", or "auto" for the one that ``config.json`` names.
         device: where the weights go.
         shard: which part to load; the rest of the files is not read.
         int8: the last parts of the names of linear layers that are quantised to int8, e.g. "q_proj". A checkpoint that

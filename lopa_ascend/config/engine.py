@@ -64,7 +64,11 @@ class EngineConfig:
     )
     dtype: str = declare(
         "auto",
-        Setting(Choice(WEIGHT_DTYPES), "number format of the weights; auto: the checkpoint's own", group=Group.MODEL),
+        Setting(
+            Choice(WEIGHT_DTYPES),
+            "number format of the weights; auto: the one that config.json names",
+            group=Group.MODEL,
+        ),
     )
     quantization: str | None = declare(
         None,
@@ -148,8 +152,8 @@ class EngineConfig:
         None,
         Setting(
             Integer(0, INT64_MAX),
-            "sampled requests without a `seed` draw theirs from this one: the same requests in the same order get the "
-            "same answers",
+            "sampled requests that bring no seed of their own get one drawn from this one: the same requests in the "
+            "same order get the same answers",
             group=Group.MODEL,
             default_text="a new one at every start",
         ),
