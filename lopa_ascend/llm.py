@@ -263,9 +263,11 @@ class LLM:
         params = params or self.params()
         for prompt in prompts:
             self.check(prompt, params)
-        unfinished = dict(enumerate([self._begin(prompt, params, trace) for prompt in prompts]))
+        unfinished: dict[int, _Running] = {}
         outputs: dict[int, GenerationOutput] = {}
         try:
+            for index, prompt in enumerate(prompts):
+                unfinished[index] = self._begin(prompt, params, trace)
             # With None, tqdm shows the bar on a terminal only.
             with tqdm(total=len(prompts), desc="prompts", disable=True if quiet else None) as bar:
                 while unfinished:
