@@ -129,7 +129,7 @@ def benchmark(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     name = args.prompt or (preset.prompts[0].name if preset else CHAT.name)
     check_runnable(used)
     cut = preset is None or preset.cuts_answers
-    file = SampleFile(args.out, describe_benchmark(config, tasks, args.limit, name, counts, cut=cut))
+    file = SampleFile(args.out, describe_benchmark(config, tasks, args.limit, name, examples, cut=cut))
     plan = Plan(
         settings=settings,
         problems=problems,

@@ -17,6 +17,7 @@ two cores, and answer sooner with a smaller --limit.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from lopa_ascend.demo import DEMO_MODEL, HANDWRITTEN, HELD_OUT, INDEPENDENT
 from lopa_ascend.types import GenerationOutput
 from scripts.demo_problems import parse_result
 from scripts.demo_sets import Conversation, asked, going_on, other_held_out, read, read_set, typed_ways, unseen
+from scripts.evaluation.command import number_from
 from scripts.pictures import picture
 
 if TYPE_CHECKING:
@@ -317,8 +319,10 @@ def main() -> None:
     parser.add_argument("what", choices=DEFAULT_LIMITS, help="what to measure")
     parser.add_argument("--model", metavar="DIR", help="another model directory (default: the bundled model)")
     limits = ", ".join(f"{limit} for {what}" for what, limit in DEFAULT_LIMITS.items())
-    parser.add_argument("--limit", type=int, metavar="N", help=f"number of problems (default: {limits})")
-    parser.add_argument("--block-size", type=int, metavar="N", help="with table: instead of the recommended one")
+    parser.add_argument("--limit", type=number_from(1), metavar="N", help=f"number of problems (default: {limits})")
+    parser.add_argument(
+        "--block-size", type=number_from(1), metavar="N", help="with table: instead of the recommended one"
+    )
     parser.add_argument("--plot", type=picture, metavar="FILE", help="with table: also write it as a picture")
     parser.add_argument("--device", default="cpu", help="cpu or npu (default: cpu)")
     parser.add_argument(
@@ -337,7 +341,10 @@ def main() -> None:
         prefix(args.model, limit, options)
         return
     # With cached prompts a setting would compute fewer tokens the later it is measured.
-    llm = LLM(args.model, enable_prefix_caching=False, **options)
+    try:
+        llm = LLM(args.model, enable_prefix_caching=False, **options)
+    except (ValueError, OSError) as error:
+        sys.exit(str(error))
     if args.what == "table":
         table(llm, limit, args.block_size, args.plot)
     else:

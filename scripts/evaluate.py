@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,13 +88,15 @@ def evaluate(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     names = args.tasks or of_preset or ["gsm8k"]
     counts = preset.tasks if preset else {}
     jobs = [_job(args, name, counts) for name in names if not name.startswith(FOREIGN)]
-    foreign = [name.removeprefix(FOREIGN) for name in names if name.startswith(FOREIGN)]
+    foreign = [_Foreign.named(args, name.removeprefix(FOREIGN), counts) for name in names if name.startswith(FOREIGN)]
     prompt = find_format(args.prompt or (preset.prompts[0].name if preset else CHAT.name))
     decoding = field_values(given, DECODING_FLAGS)
     decoding = preset.merged(decoding) if preset else decoding
     engine = field_values(given, ENGINE_FLAGS)
     EngineConfig(**engine)
     check_runnable([job.task for job in jobs])
+    if args.out:
+        _check_writable(args.out)
     _check_installed()
     _check_foreign(foreign)
     cut = preset is None or preset.cuts_answers
@@ -110,25 +113,53 @@ def _job(args: argparse.Namespace, name: str, counts: Mapping[str, int]) -> Job:
     return Job(task, tuple(problems[: args.limit]), tuple(read_examples(task, args.data, count)))
 
 
+@dataclass(frozen=True)
+class _Foreign:
+    """A task of lm-eval's own."""
+
+    name: str
+    num_examples: int | None
+    """Examples in a prompt; None: as many as lm-eval chooses."""
+
+    @classmethod
+    def named(cls, args: argparse.Namespace, name: str, of_preset: Mapping[str, int]) -> _Foreign:
+        """The task of this name, with the number of examples that the arguments or the preset give."""
+        return cls(name, of_preset.get(name) if args.examples is None else args.examples)
+
+    @property
+    def spec(self) -> str | dict[str, Any]:
+        """The task as lm-eval takes it."""
+        return self.name if self.num_examples is None else {"task": self.name, "num_fewshot": self.num_examples}
+
+
 def _check_installed() -> None:
     if importlib.util.find_spec("lm_eval") is None:
         raise TaskFileError("this command needs lm-eval, which is not installed: pip install -e '.[eval]'")
 
 
-def _check_foreign(names: list[str]) -> None:
-    if names:
+def _check_foreign(tasks: list[_Foreign]) -> None:
+    if tasks:
         from lm_eval.tasks import TaskManager
 
         known = set(TaskManager().all_tasks)
-        for name in names:
-            if name not in known:
-                raise TaskFileError(f"lm-eval has no task {name!r}")
+        for task in tasks:
+            if task.name not in known:
+                raise TaskFileError(f"lm-eval has no task {task.name!r}")
+
+
+def _check_writable(file: Path) -> None:
+    """Refuses a file that could not be written after hours of work."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.is_dir():
+        raise TaskFileError(f"--out {file} is a directory, expected a file")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise TaskFileError(f"--out {file} cannot be written")
 
 
 def _simple_evaluate(
     args: argparse.Namespace,
     jobs: list[Job],
-    foreign: list[str],
+    foreign: list[_Foreign],
     prompt: PromptFormat,
     options: Mapping[str, Any],
     *,
@@ -139,7 +170,7 @@ def _simple_evaluate(
     Args:
         args: all arguments.
         jobs: tasks of ours.
-        foreign: names of lm-eval's own.
+        foreign: lm-eval's own.
         prompt: format of the prompts.
         options: of the engine and of the decoding.
         cut: answers are cut at stop strings.
@@ -162,7 +193,7 @@ def _simple_evaluate(
     with lm.llm:
         return simple_evaluate(
             model=lm,
-            tasks=[*configs, *foreign],
+            tasks=[*configs, *(task.spec for task in foreign)],
             limit=args.limit,
             bootstrap_iters=0,
             apply_chat_template=prompt.chat_template,
@@ -172,7 +203,11 @@ def _simple_evaluate(
 
 
 def _report(
-    args: argparse.Namespace, results: Mapping[str, Any], jobs: list[Job], foreign: list[str], model: dict[str, Any]
+    args: argparse.Namespace,
+    results: Mapping[str, Any],
+    jobs: list[Job],
+    foreign: list[_Foreign],
+    model: dict[str, Any],
 ) -> None:
     from scripts.evaluation.lm_tasks import scores_of
 
@@ -180,18 +215,19 @@ def _report(
     for job in jobs:
         text = ", ".join(f"{name} {value:.1f}" for name, value in found[job.task.name].items())
         print(f"{job.task.name}: {text} ({len(job.problems)} problems, {len(job.examples)} examples)")
-    for name in foreign:
-        print(f"{name}: {results['results'][name]}")
+    for task in foreign:
+        print(f"{task.name}: {results['results'][task.name]}")
     if args.out:
         content = {
             **model,
             "machine": describe_machine(),
             "scores": found,
-            "lm_eval": {name: results["results"][name] for name in foreign},
+            "lm_eval": {task.name: results["results"][task.name] for task in foreign},
             "samples": results["samples"],
         }
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+        temporary = args.out.with_suffix(".tmp")
+        temporary.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+        temporary.replace(args.out)
 
 
 if __name__ == "__main__":

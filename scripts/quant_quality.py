@@ -38,6 +38,7 @@ from lopa_ascend.demo import HELD_OUT
 from scripts.calibration import read_texts
 from scripts.demo_sets import asked, read
 from scripts.eval_demo import decoding, evaluate
+from scripts.evaluation.command import number_from
 from scripts.pictures import picture
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ def table(model: str | None, limit: int, dtype: str) -> None:
     from lopa_ascend import LLM
 
     problems = read(limit)
-    print(f"| weights, {limit} problems | d2f: exact | TPF | lopa, k = 3: exact | TPF |\n|---|---|---|---|---|")
+    print(f"| weights, {len(problems)} problems | d2f: exact | TPF | lopa, k = 3: exact | TPF |\n|---|---|---|---|---|")
     for name, options in {dtype: {}, **INT8}.items():
         llm = LLM(model, dtype=dtype, **options)
         row = []
@@ -208,8 +209,12 @@ def main() -> None:
     parser.add_argument("--model", metavar="DIR", help="a float checkpoint (default: the bundled model)")
     parser.add_argument("--lora", metavar="DIR", help="with layers: an adapter to merge")
     parser.add_argument("--prompts", type=Path, default=HELD_OUT, metavar="FILE", help="with layers: a file of prompts")
-    parser.add_argument("--limit", type=int, metavar="N", help="prompts, problems or layers (default: 8, 500, 1)")
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="with layers (default: 128)")
+    parser.add_argument(
+        "--limit", type=number_from(1), metavar="N", help="prompts, problems or layers (default: 8, 500, 1)"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=number_from(1), default=128, metavar="N", help="with layers (default: 128)"
+    )
     parser.add_argument("--dtype", default="bfloat16", help="with table, of the float weights (default: bfloat16)")
     parser.add_argument("--plot", type=picture, metavar="FILE", help="with layers: also write a picture")
     args = parser.parse_args()

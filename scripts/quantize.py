@@ -29,6 +29,7 @@ from lopa_ascend.config import EngineConfig
 from lopa_ascend.config.engine import INT8_LAYERS
 from lopa_ascend.config.help import HelpFormatter
 from scripts.calibration import largest_inputs, read_texts
+from scripts.evaluation.command import number_from
 
 
 def measured(model: Path, lora: Path | None, file: Path, limit: int, int8: Collection[str]) -> dict[str, Tensor]:
@@ -63,7 +64,11 @@ def main() -> None:
     )
     parser.add_argument("--smooth", type=Path, metavar="FILE", help="texts by which activations are smoothed")
     parser.add_argument(
-        "--smooth-limit", type=int, default=64, metavar="N", help="with --smooth: texts of the file (default: 64)"
+        "--smooth-limit",
+        type=number_from(1),
+        default=64,
+        metavar="N",
+        help="with --smooth: texts of the file (default: 64)",
     )
     args = parser.parse_args()
     try:

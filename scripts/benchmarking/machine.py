@@ -6,26 +6,35 @@ import hashlib
 import importlib.metadata
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lopa_ascend import __version__
-from lopa_ascend.config import EngineConfig
+from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.demo import DEMO_MODEL
 from scripts.evaluation.files import TaskFile
+from scripts.evaluation.tasks import Problem
 
 PACKAGES = ("torch", "torch_npu", "transformers", "tokenizers")
 PATHS = ("model", "lora", "graph_cache")
 """Fields of the engine's configuration that are directories: those of weights are described by a digest, and the cache
 of graphs changes no figure."""
-CHUNK = 1 << 24
-"""Bytes of a weight file that are read for its digest, from its beginning and from its end: adapters and checkpoints
-differ there, and whole files of tens of gigabytes would take minutes."""
+CHUNK = 1 << 20
+"""Bytes of a piece of a weight file."""
+NUM_CHUNKS = 32
+"""Evenly spaced pieces of a weight file that are read for its digest: whole files of tens of gigabytes would take
+minutes."""
 
 
 def describe_benchmark(
-    config: EngineConfig, tasks: TaskFile, limit: int | None, prompt: str, num_examples: Mapping[str, int], *, cut: bool
+    config: EngineConfig,
+    tasks: TaskFile,
+    limit: int | None,
+    prompt: str,
+    examples: Mapping[str, Sequence[Problem]],
+    *,
+    cut: bool,
 ) -> dict[str, Any]:
     """What must be the same in all runs whose samples are in one folder.
 
@@ -34,18 +43,26 @@ def describe_benchmark(
         tasks: the problems.
         limit: how many of them are decoded; None: all.
         prompt: name of the prompts' format.
-        num_examples: by task, examples in a prompt.
+        examples: by task, those in a prompt.
         cut: answers are cut at their task's stop strings before they are scored.
+
+    Raises:
+        ParameterError: there is no directory of the model or of the adapter.
     """
     return {
         **describe_model(config.model, config.lora),
         "problems": {"file": tasks.path.name, "sha256": tasks.digest, "limit": limit},
         "prompt": prompt,
-        "examples": dict(num_examples),
+        "examples": {task: _describe_examples(problems) for task, problems in examples.items()},
         "cut": cut,
         "engine": {name: getattr(config, name) for name in EngineConfig.names() if name not in PATHS},
         "machine": describe_machine(),
     }
+
+
+def _describe_examples(problems: Sequence[Problem]) -> dict[str, Any]:
+    digest = hashlib.sha256(repr(list(problems)).encode()).hexdigest()[:16]
+    return {"count": len(problems), "digest": digest}
 
 
 def describe_machine() -> dict[str, Any]:
@@ -75,7 +92,14 @@ def _processor() -> str:
 
 
 def describe_model(model: str | None, adapter: str | None) -> dict[str, Any]:
-    """The names of a model's and an adapter's directories, and a digest of each one's files."""
+    """The names of a model's and an adapter's directories, and a digest of each one's files.
+
+    Raises:
+        ParameterError: there is no such directory.
+    """
+    for name, path in (("model", model), ("lora", adapter)):
+        if path is not None and not Path(path).is_dir():
+            raise ParameterError(name, f"{path}: expected a directory in the Hugging Face layout, but it is missing")
     found: dict[str, Any] = {"model": "bundled" if model is None else Path(model).resolve().name}
     found["model_digest"] = _digest(DEMO_MODEL if model is None else Path(model))
     if adapter is not None:
@@ -89,8 +113,7 @@ def _digest(folder: Path) -> str:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:
-            digest.update(file.read(CHUNK))
-            if size > CHUNK:
-                file.seek(max(CHUNK, size - CHUNK))
+            for index in range(NUM_CHUNKS):
+                file.seek(max(index * CHUNK, (size - CHUNK) * index // (NUM_CHUNKS - 1)))
                 digest.update(file.read(CHUNK))
     return digest.hexdigest()[:16]

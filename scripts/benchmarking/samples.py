@@ -100,8 +100,9 @@ class SampleFile:
             raise ParameterError("out", message) from None
 
     def _check_header(self, header: Mapping[str, Any]) -> None:
-        path = self.folder / HEADER
-        if not path.exists():
+        path, samples = self.folder / HEADER, self.folder / SAMPLES
+        has_samples = samples.exists() and samples.stat().st_size > 0
+        if not path.exists() or not has_samples:  # a run that failed at its start leaves a header alone
             temporary = path.with_suffix(".tmp")
             temporary.write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
             temporary.replace(path)

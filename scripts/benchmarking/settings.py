@@ -69,6 +69,10 @@ def swept(axes: Sequence[str], given: Mapping[str, Any]) -> list[Setting]:
             raise ParameterError("sweep", f'"{FIGURES}" stands alone, got {" ".join(axes)}')
         changes = _for_figures()
     else:
+        names = [axis.partition("=")[0] for axis in axes]
+        if repeated := {name for name in names if names.count(name) > 1}:
+            message = f"has {min(repeated)} twice; give all its values in one --sweep {min(repeated)}=VALUE,VALUE"
+            raise ParameterError("sweep", message)
         changes = [dict(pairs) for pairs in itertools.product(*map(_axis, axes))]
     settings: dict[str, Setting] = {}
     for change in changes:

@@ -71,5 +71,5 @@ def refusals(parser: argparse.ArgumentParser) -> Iterator[None]:
         yield
     except ParameterError as error:
         parser.error(f"argument {option(error.param)}{str(error).removeprefix(error.param)}")
-    except (TaskFileError, ConfigError, CheckpointError) as error:
+    except (TaskFileError, ConfigError, CheckpointError, OSError) as error:
         parser.error(str(error))

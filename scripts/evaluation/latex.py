@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 
-from lopa_ascend.text.time_limit import TookTooLongError, time_limit
+from lopa_ascend.text.time_limit import TookTooLongError
 
 ANTLR = "antlr4-python3-runtime"
 TIMEOUT = 5.0
@@ -84,8 +88,27 @@ def normalize(answer: str) -> str:
     return answer.replace(",", "") if answer.replace(",", "").isdigit() else answer
 
 
+@contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    """A context that ends with TookTooLongError after ``seconds``; in the main thread alone.
+
+    A signal also ends one long power of integers, which ``time_limit`` cannot.
+    """
+
+    def expire(_number: int, _frame: FrameType | None) -> None:
+        raise TookTooLongError
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def is_equivalent(answer: str, expected: str) -> bool:
-    """Whether two normalized answers are the same text, or the same for sympy.
+    """Whether two normalized answers are the same text, or the same for sympy. To be called in the main thread.
 
     Raises:
         RuntimeError: the parser of LaTeX is not installed.
@@ -101,7 +124,7 @@ def is_equivalent(answer: str, expected: str) -> bool:
     from sympy.parsing.latex.errors import LaTeXParsingError
 
     try:
-        with time_limit(TIMEOUT):
+        with _alarm(TIMEOUT):
             difference = parse_latex(answer) - parse_latex(expected)
             return bool(sympy.simplify(difference) == 0)
     # What sympy raises for what it cannot parse, subtract or simplify; and lists and sets, which it parses.

@@ -11,7 +11,8 @@ MAX_LINES = 100
 def sanitize(text: str, entry_point: str | None = None) -> str:
     """Imports and definitions of the longest valid part of a text.
 
-    Functions without a return statement are left out, and so are definitions that the entry point does not need.
+    Functions without a return statement are left out, and so are definitions that the entry point does not need. Of a
+    program that is nested too deeply nothing is left.
 
     Args:
         text: a program, with or without other text around it.
@@ -27,7 +28,10 @@ def sanitize(text: str, entry_point: str | None = None) -> str:
             definitions[name] = node
     needed = set(definitions) if not entry_point else _reachable(entry_point, definitions)
     kept = [node for name, node in definitions.items() if name in needed]
-    return "\n".join(ast.unparse(node) for node in [*imports, *kept])
+    try:
+        return "\n".join(ast.unparse(node) for node in [*imports, *kept])
+    except RecursionError:  # such as hundreds of attributes of attributes; no answer to any problem
+        return ""
 
 
 def _longest_valid(lines: list[str]) -> str:

@@ -156,13 +156,13 @@ class TableRun:
         assert plan.tasks is not None
         config = EngineConfig(**plan.engine)
         problems = plan.tasks.problems[: self._options.limit]
-        counts, cut = {row.task: len(plan.examples)}, row.preset.cuts_answers
-        header = describe_benchmark(config, plan.tasks, self._options.limit, plan.prompt, counts, cut=cut)
+        examples, cut = {row.task: plan.examples}, row.preset.cuts_answers
+        header = describe_benchmark(config, plan.tasks, self._options.limit, plan.prompt, examples, cut=cut)
         file = SampleFile(self._out / row.name, {**header, "setting": plan.setting.key})
         work = Plan(
             settings=[plan.setting],
             problems=problems,
-            examples={row.task: plan.examples},
+            examples=examples,
             runs=self._options.runs,
             warmup=1,
             cut=cut,

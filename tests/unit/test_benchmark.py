@@ -15,7 +15,7 @@ from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
 from lopa_ascend.demo import HELD_OUT
 from lopa_ascend.types import GenerationOutput
 from scripts.benchmarking.draw import by_branches, pareto_front
-from scripts.benchmarking.machine import describe_benchmark
+from scripts.benchmarking.machine import describe_benchmark, describe_model
 from scripts.benchmarking.metrics import accuracy_under_parallelism, measure, over_runs
 from scripts.benchmarking.report import markdown, results, write_csv
 from scripts.benchmarking.run import Plan, num_visible, seeded
@@ -118,6 +118,8 @@ def test_a_sweep_is_the_product_of_its_axes_without_useless_combinations():
     assert {s.params.max_new_tokens for s in found} == {64}
     assert len({s.key for s in found}) == len(found)
     assert found[2].label == "decoding=lopa num_branches=3 tau_conf=0.9"
+    with pytest.raises(ParameterError, match="sweep: has tau_conf twice; give all its values in one"):
+        swept(["tau_conf=0.9", "tau_conf=0.8"], {})
     with pytest.raises(ParameterError, match="sweep: leaves no setting"):
         swept(["decoding=d2f", "num_branches=3"], {})
 
@@ -178,7 +180,7 @@ def test_an_interrupted_run_neither_loses_nor_repeats_a_sample(tmp_path: Path):
 
 
 def test_a_folder_holds_one_benchmark(tmp_path: Path):
-    SampleFile(tmp_path, {"model": "m", "machine": {"cores": 2}})
+    SampleFile(tmp_path, {"model": "m", "machine": {"cores": 2}}).add(SAMPLE)
     with pytest.raises(ParameterError, match="whose machine.cores is 2, but this one's is 4; choose another folder"):
         SampleFile(tmp_path, {"model": "m", "machine": {"cores": 4}})
 
@@ -199,12 +201,40 @@ def test_a_folder_holds_answers_of_one_engine(tmp_path: Path, change: dict[str, 
     def header(config: EngineConfig, *, cut: bool = True) -> dict[str, Any]:
         return describe_benchmark(config, tasks, None, "chat", {}, cut=cut)
 
-    SampleFile(tmp_path, header(EngineConfig()))
+    SampleFile(tmp_path, header(EngineConfig(**change)))  # a run that failed before its first answer
+    SampleFile(tmp_path, header(EngineConfig())).add(SAMPLE)
     SampleFile(tmp_path, header(EngineConfig()))
     with pytest.raises(ParameterError, match=f"whose engine.{min(change)} is"):
         SampleFile(tmp_path, header(EngineConfig(**change)))
     with pytest.raises(ParameterError, match="whose cut is"):
         SampleFile(tmp_path, header(EngineConfig(), cut=False))
+
+
+def test_a_folder_holds_answers_to_prompts_with_the_same_examples(tmp_path: Path):
+    tasks = read_problems(HELD_OUT)
+
+    def header(answer: str) -> dict[str, Any]:
+        examples = {"gsm8k": [{"question": "1 + 1?", "answer": answer}]}
+        return describe_benchmark(EngineConfig(), tasks, None, "chat", examples, cut=True)
+
+    SampleFile(tmp_path, header("#### 2")).add(SAMPLE)
+    SampleFile(tmp_path, header("#### 2"))
+    with pytest.raises(ParameterError, match=r"whose examples\.gsm8k\.digest is"):
+        SampleFile(tmp_path, header("#### 3"))
+
+
+def test_a_model_of_other_weights_has_another_digest(tmp_path: Path):
+    weights = tmp_path / "model.safetensors"
+    digests = []
+    for place in (None, 0, 33 * 2**20, 64 * 2**20 - 1):
+        content = bytearray(64 * 2**20)
+        if place is not None:
+            content[place] = 1
+        weights.write_bytes(content)
+        digests.append(describe_model(str(tmp_path), None)["model_digest"])
+    assert len(set(digests)) >= 3  # pieces of large files are left out
+    with pytest.raises(ParameterError, match="model: .*nothing: expected a directory in the Hugging Face layout"):
+        describe_model(str(tmp_path / "nothing"), None)
 
 
 def test_two_processes_do_not_write_to_one_folder(tmp_path: Path):

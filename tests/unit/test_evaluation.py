@@ -1,14 +1,17 @@
 """The evaluation's prompts and scores, and the sandbox that runs generated programs."""
 
 import sys
+import time
 from copy import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lopa_ascend.config import ParameterError
+from lopa_ascend.config.presets import find_preset
 from scripts import evaluate
 from scripts.evaluation import latex, sandbox, scoring
 from scripts.evaluation.files import DATA, TaskFileError, check_runnable, read_examples, read_problems
@@ -171,6 +174,11 @@ def test_sanitize_is_the_published_one(lines: list[str]):
     assert sanitize(text, "f") == published_scoring.sanitize(text, "f")
 
 
+@pytest.mark.parametrize("expression", ["n" + ".next" * 400, "not " * 450 + "n"])
+def test_a_program_that_is_nested_too_deeply_is_no_answer(expression: str):
+    assert sanitize(f"def f(n):\n    return {expression}\n", "f") in ("", f"def f(n):\n    return {expression}")
+
+
 def test_final_answers_are_brought_into_one_form():
     assert latex.boxed(r"so $\boxed{\frac{1}{2}}$ it is") == r"\frac{1}{2}"
     assert latex.boxed(r"$\boxed 7$") == "7"
@@ -183,11 +191,16 @@ def test_final_answers_are_brought_into_one_form():
 
 
 @needs_latex
-def test_equal_expressions_are_equivalent():
+def test_equal_expressions_are_equivalent(monkeypatch: pytest.MonkeyPatch):
     assert latex.is_equivalent(r"\frac{1}{2}", "0.5")
     assert latex.is_equivalent("(0,1)", "(0,1)")
     assert not latex.is_equivalent(r"\frac{1}{2}", r"\frac{1}{3}")
     assert not latex.is_equivalent(latex.NO_ANSWER, latex.NO_ANSWER)
+    with monkeypatch.context() as patch:
+        patch.setattr(latex, "TIMEOUT", 1.0)
+        start = time.monotonic()
+        assert not latex.is_equivalent("10^{10^{10}}", "5")
+        assert time.monotonic() - start < 20
     problem = {"problem": "", "solution": r"It is $\boxed{\sqrt{2}}$."}
     answer = r"Final Answer: The final answer is $\sqrt2$. I hope it is correct."
     assert scoring.score_math(problem, answer) == {"exact_match": 1.0}
@@ -263,12 +276,24 @@ def test_without_lm_eval_the_command_says_how_to_install_it(monkeypatch: pytest.
 
 def test_the_task_of_a_preset_may_be_one_of_lm_eval(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(evaluate, "_check_installed", lambda: None)
-    asked: list[list[str]] = []
-    monkeypatch.setattr(evaluate, "_check_foreign", asked.append)
+    asked: list[Any] = []
+    monkeypatch.setattr(evaluate, "_check_foreign", asked.extend)
     monkeypatch.setattr(evaluate, "_simple_evaluate", lambda *_, **__: sys.exit("evaluated"))
     with pytest.raises(SystemExit, match="evaluated"):
         evaluate.main(["--preset", "d2f-gsm8k"])
-    assert asked == [["gsm8k_cot"]]
+    with pytest.raises(SystemExit, match="evaluated"):
+        evaluate.main(["lm_eval:arc_easy"])
+    with pytest.raises(SystemExit, match="evaluated"):
+        evaluate.main(["lm_eval:arc_easy", "--examples", "3"])
+    with_examples, plain, three = (task.spec for task in asked)
+    assert with_examples == {"task": "gsm8k_cot", "num_fewshot": find_preset("d2f-gsm8k").tasks["gsm8k_cot"]}
+    assert (plain, three) == ("arc_easy", {"task": "arc_easy", "num_fewshot": 3})
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_evaluation(tmp_path: Path, capsys):
+    with pytest.raises(SystemExit):
+        evaluate.main(["--out", str(tmp_path)])
+    assert f"--out {tmp_path} is a directory, expected a file" in capsys.readouterr().err
 
 
 def test_a_broken_task_file_is_refused_before_anything_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
