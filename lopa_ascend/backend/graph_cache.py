@@ -104,9 +104,10 @@ class GraphCache:
             known = dict.fromkeys([*names, DIGESTS], no_digest)
         for name, digest in known.items():
             file = self.path / name
-            if file.resolve().is_relative_to(self.path) and file.is_file() and _digest(file) != digest:
-                logger.warning("graph_cache: %s is damaged, and is compiled anew", file)
-                file.unlink()
+            with suppress(FileNotFoundError):  # another rank may have removed it
+                if file.resolve().is_relative_to(self.path) and file.is_file() and _digest(file) != digest:
+                    logger.warning("graph_cache: %s is damaged, and is compiled anew", file)
+                    file.unlink()
 
     def _files(self) -> Iterator[Path]:
         for file in sorted(self.path.rglob("*")):

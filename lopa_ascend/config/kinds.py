@@ -215,7 +215,8 @@ class Number(Kind):
     def checked(self, value: object) -> object:
         if isinstance(value, bool) or not isinstance(value, int | float) or not self._contains(value):
             raise self._refusal(value)
-        return value if isinstance(value, int) else float(value)  # numpy.float64 is a float too
+        # numpy.float64 is a float too. Adding 0 turns -0.0, whose bits are those of no threshold, into 0.0.
+        return value if isinstance(value, int) else float(value) + 0.0
 
     def _contains(self, value: float) -> bool:
         return self.low <= value <= self.high

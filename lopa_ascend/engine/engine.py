@@ -34,6 +34,8 @@ from lopa_ascend.types import Alternatives, EngineStats, RankReport, SequenceRes
 
 SEED_BITS = 53
 """Bits of a seed that is drawn: few enough that every JSON client can send the seed back unchanged."""
+INTERRUPTED = "a step was interrupted, such as by Ctrl-C; the requests that ran then cannot go on"
+"""The error of such a request."""
 
 
 class Engine:
@@ -77,6 +79,8 @@ class Engine:
         self.scheduler = Scheduler(self.limits, pool.allocator, begin, prefix_cache, approximate=approximate)
         self._forward_seconds = 0.0
         self._needs_allotment = False
+        self._interrupted: tuple[str, ...] = ()
+        """The requests that ran while a step was interrupted."""
         self._agreement = Agreement(self.mesh, config.agreement_interval)
         # Without the settings that may differ between machines.
         shared = replace(config, model=None, lora=None, threads=None, graph_cache=None)
@@ -199,6 +203,8 @@ class Engine:
 
     def step(self) -> list[Update]:
         """Admits what may run, makes one forward pass, and says what it did to every request that took part."""
+        if self._interrupted:
+            return self._fail_interrupted()
         self._prepare_allotment()
         plan = self.scheduler.plan()
         if plan is None:
@@ -207,12 +213,23 @@ class Engine:
         try:
             result = self.runner.step(plan, self.scheduler.running)
         except BaseException:  # Ctrl-C, for example
+            self._interrupted = tuple(self.scheduler.running)
             if self.scheduler.prefix_cache is not None:
                 self.scheduler.prefix_cache.clear()  # the plan's copies into its pages may not have been made
             raise
         self._forward_seconds = time.perf_counter() - start
         self._agreement.record_step(plan, result)
         return [self._update(sequence) for sequence in result.sequences]
+
+    def _fail_interrupted(self) -> list[Update]:
+        """Ends the requests that ran while a step was interrupted, because nobody knows what it has done to them."""
+        running = self.scheduler.running
+        sequences = [running[request_id] for request_id in self._interrupted if request_id in running]
+        self._interrupted = ()
+        for sequence in sequences:
+            self.runner.release(sequence)
+            sequence.demand = None
+        return [self._update(SequenceResult(sequence.request_id, None, INTERRUPTED)) for sequence in sequences]
 
     @torch.inference_mode()
     def _prepare_allotment(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lopa_ascend import LLM, DecodingParams
+from lopa_ascend import LLM, DecodingParams, GenerationError
 from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.text.output import OutputStream
@@ -124,6 +124,25 @@ def test_an_equal_prompt_is_not_computed_again(path: str, window: str, length: i
     assert (stats.prefix_queries, stats.prefix_hits) == (4 * length, 3 * length)
     assert not stats.pages_in_use
     assert stats.pages_cached == -(-length // 128)
+
+
+def test_an_interrupted_step_ends_the_requests_that_ran(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    llm = LLM(path)
+    params = DecodingParams(max_new_tokens=32, ignore_eos=True)
+    stream = llm.stream([5, 6, 7], params)
+    next(stream)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner.eager.scorer, "score", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[8, 9]], params, quiet=True)
+    with pytest.raises(GenerationError, match="a step was interrupted"):
+        next(stream)
+    assert not llm.engine.stats().pages_in_use
+    again = llm.generate([[8, 9]], params, quiet=True)[0]
+    assert again.token_ids == LLM(path).generate([[8, 9]], params, quiet=True)[0].token_ids
 
 
 def test_a_prompt_that_an_interrupted_step_did_not_copy_is_computed_again(

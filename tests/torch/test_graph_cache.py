@@ -152,6 +152,23 @@ def test_damaged_files_are_removed_and_others_kept(folder: Path, caplog: pytest.
     ]
 
 
+def test_a_damaged_file_that_another_rank_has_removed_is_no_reason_to_abandon_the_cache(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "file").write_bytes(b"1234")
+    GraphCache(folder).seal()
+    is_file = Path.is_file
+
+    def seen_by_two(path: Path) -> bool:
+        found = is_file(path)
+        if path.name == "file" and found:
+            path.unlink()
+        return found
+
+    monkeypatch.setattr(Path, "is_file", seen_by_two)
+    assert GraphCache(folder).path == folder
+
+
 def test_damaged_digests_condemn_everything(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / "file").write_bytes(b"1234")
     (folder / DIGESTS).write_text("{")

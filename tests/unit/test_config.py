@@ -197,6 +197,7 @@ def test_values_are_stored_as_plain_python_values() -> None:
     """Others could not be sent to the other ranks."""
     params = DecodingParams(tau_conf=np.float64(0.5), confidence=np.str_("margin"), stop=(np.str_("x"),))
     assert [type(value) for value in (params.tau_conf, params.confidence, *params.stop)] == [float, str, str]
+    assert str(DecodingParams(tau_conf=-0.0).tau_conf) == "0.0"  # compiled steps compare bits
     for name in ("stop", "bad_words"):
         with pytest.raises(ParameterError, match=f"{name}: .*is not text: surrogates not allowed"):
             DecodingParams(**dict[str, Any]({name: ["\ud800"]}))

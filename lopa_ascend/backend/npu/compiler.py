@@ -171,7 +171,7 @@ class PackageCompiler(CachingCompiler):
             self.cached_model.load(str(file))
         except Exception as error:  # noqa: BLE001  # a damaged pickle may raise anything
             logger.warning("graph_cache: %s is damaged (%s), and is compiled anew", file, type(error).__name__)
-            file.unlink()
+            file.unlink(missing_ok=True)
             return False
         return True
 
