@@ -224,7 +224,7 @@ class Mesh:
     def start(self) -> None:
         """Waits until every rank has loaded. From now on a rank that hangs is given up after the configured timeout.
 
-        HCCL has that timeout from ``HCCL_EXEC_TIMEOUT``, which `join` sets, and none of a group.
+        HCCL takes this timeout from ``HCCL_EXEC_TIMEOUT``, which ``join`` sets; its groups have none of their own.
         """
         self.world.minimum(0, "start")
         for group in (self.tp, self.bp, self.world):

@@ -152,8 +152,8 @@ def _check_writable(file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.is_dir():
         raise TaskFileError(f"--out {file} is a directory, expected a file")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise TaskFileError(f"--out {file} cannot be written")
+    if not os.access(file.parent, os.W_OK):  # a new file takes the place of an old one
+        raise TaskFileError(f"--out {file} cannot be written: nothing can be written to its folder")
 
 
 def _simple_evaluate(

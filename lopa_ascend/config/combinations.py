@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lopa_ascend.config.decodings import DECODINGS, built_in, is_known
 from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.kinds import AUTO
+from lopa_ascend.config.research_params import ResearchParams
 from lopa_ascend.config.usual_params import MIN_TEMPERATURE
 
 if TYPE_CHECKING:
@@ -42,17 +43,15 @@ class Need(NamedTuple):
     """The other parameter."""
     allowed: tuple[str, ...]
     """The values that the other parameter may have."""
-    by_default: bool
-    """Whether the other parameter's default is one of these."""
 
 
-TOKENS_NEED = Need("branch_candidates", "tokens", "confidence", ("max_prob", "neg_entropy"), by_default=True)
+TOKENS_NEED = Need("branch_candidates", "tokens", "confidence", ("max_prob", "neg_entropy"))
 """For decodings with branches alone."""
 NEEDS = (
-    Need("branch_score", "pivot", "branch_candidates", ("tokens",), by_default=False),
-    Need("branch_score", "expected", "acceptance", ("threshold",), by_default=True),
-    Need("branch_score", "entropy", "confidence", ("max_prob", "neg_entropy"), by_default=True),
-    Need("acceptance", "entropy_bound", "confidence", ("neg_entropy",), by_default=False),
+    Need("branch_score", "pivot", "branch_candidates", ("tokens",)),
+    Need("branch_score", "expected", "acceptance", ("threshold",)),
+    Need("branch_score", "entropy", "confidence", ("max_prob", "neg_entropy")),
+    Need("acceptance", "entropy_bound", "confidence", ("neg_entropy",)),
 )
 
 
@@ -101,8 +100,8 @@ def fitting_defaults(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> d
     usable = {name: value for name, value in usable.items() if name not in unusable}
     for need in (TOKENS_NEED, *NEEDS):
         merged = {**usable, **asked}
-        is_met = merged[need.other] in need.allowed if need.other in merged else need.by_default
-        if merged.get(need.name) == need.value and not is_met:
+        found = merged.get(need.other, getattr(ResearchParams, need.other))
+        if merged.get(need.name) == need.value and found not in need.allowed:
             # What the request asks for stays. If it asks for both, ``DecodingParams`` refuses it.
             usable.pop(need.name if need.name not in asked else need.other, None)
     return usable

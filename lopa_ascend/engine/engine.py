@@ -79,8 +79,9 @@ class Engine:
         self.scheduler = Scheduler(self.limits, pool.allocator, begin, prefix_cache, approximate=approximate)
         self._forward_seconds = 0.0
         self._needs_allotment = False
+        """Whether there has been a request whose number of branches follows the load."""
         self._interrupted: tuple[str, ...] = ()
-        """The requests that ran while a step was interrupted."""
+        """The requests that ran when a step was interrupted; the next step ends them."""
         self._agreement = Agreement(self.mesh, config.agreement_interval)
         # Without the settings that may differ between machines.
         shared = replace(config, model=None, lora=None, threads=None, graph_cache=None)
@@ -222,7 +223,7 @@ class Engine:
         return [self._update(sequence) for sequence in result.sequences]
 
     def _fail_interrupted(self) -> list[Update]:
-        """Ends the requests that ran while a step was interrupted, because nobody knows what it has done to them."""
+        """Ends the requests that ran when a step was interrupted: it may have updated them in part."""
         running = self.scheduler.running
         sequences = [running[request_id] for request_id in self._interrupted if request_id in running]
         self._interrupted = ()

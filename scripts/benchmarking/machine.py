@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lopa_ascend import __version__
-from lopa_ascend.config import EngineConfig, ParameterError
+from lopa_ascend.checkpoint.files import check_directory
+from lopa_ascend.config import EngineConfig
 from lopa_ascend.demo import DEMO_MODEL
 from scripts.evaluation.files import TaskFile
 from scripts.evaluation.tasks import Problem
@@ -47,7 +48,7 @@ def describe_benchmark(
         cut: answers are cut at their task's stop strings before they are scored.
 
     Raises:
-        ParameterError: there is no directory of the model or of the adapter.
+        CheckpointError: there is no directory of the model or of the adapter.
     """
     return {
         **describe_model(config.model, config.lora),
@@ -95,11 +96,11 @@ def describe_model(model: str | None, adapter: str | None) -> dict[str, Any]:
     """The names of a model's and an adapter's directories, and a digest of each one's files.
 
     Raises:
-        ParameterError: there is no such directory.
+        CheckpointError: there is no such directory.
     """
-    for name, path in (("model", model), ("lora", adapter)):
-        if path is not None and not Path(path).is_dir():
-            raise ParameterError(name, f"{path}: expected a directory in the Hugging Face layout, but it is missing")
+    for path in (model, adapter):
+        if path is not None:
+            check_directory(Path(path))
     found: dict[str, Any] = {"model": "bundled" if model is None else Path(model).resolve().name}
     found["model_digest"] = _digest(DEMO_MODEL if model is None else Path(model))
     if adapter is not None:

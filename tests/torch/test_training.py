@@ -22,7 +22,7 @@ from scripts.training.checkpoint import GEOMETRY
 from scripts.training.focus import UNKNOWN
 from scripts.training.forward import Forward, Shapes, attention_masks, dropped
 from scripts.training.growth import with_layers, with_units
-from scripts.training.noise import block_causal, causal
+from scripts.training.noise import FAR_WEIGHT, block_causal, causal, noise
 from scripts.training.trainer import CLEAN_FACTOR, GRADIENT_NORM, MOST_WAITING, NOISY_COPIES, Trainer
 
 pytestmark = pytest.mark.skipif(
@@ -119,6 +119,17 @@ def test_the_first_token_of_an_answer_counts_a_quarter(trainer: Trainer, batch: 
     expected = torch.tensor(num_answers / 4 / (num_answers / 4 + num_others))
     torch.testing.assert_close(weighted_mean(is_first.float(), [answer]), expected)
     torch.testing.assert_close(trainer.answers.noisy(batch).weight[:, 0], answer.weight[:, 0])
+
+
+def test_noise_often_masks_a_whole_block_after_a_clean_beginning() -> None:
+    """Decoding opens a block like that, so the model must have seen it."""
+    answers = torch.ones(4000, 64, dtype=torch.long)
+    masked, weight = noise(answers, 8, eos=0, generator=torch.Generator().manual_seed(0))
+    blocks = masked.view(-1, 8, 8)
+    front = blocks.any(2).int().argmax(1)
+    is_whole = blocks[torch.arange(4000), front].all(1)
+    assert 0.15 < is_whole.float().mean() < 0.3  # half of the noise is block-wise, and three eighths of it such
+    assert weight.unique().tolist() == pytest.approx([FAR_WEIGHT, 1.0])
 
 
 def test_tokens_that_the_model_is_sure_of_are_filled_for_a_second_step(trainer: Trainer, batch: Batch) -> None:
