@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types.chat import ChatCompletionChunk
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.serve.api.completions import CHAT, COMPLETION, ChunkEncoder, CompletionWriter, Details, Format
@@ -139,9 +141,23 @@ def test_the_role_of_a_chat_comes_with_the_first_text(tokenizer: Tokenizer):
         for update, progress in run([65, 66, 67], [1, 2], params, tokenizer):
             chunks += encoder.events(index, update, progress)
     roles = [chunk["choices"][0]["index"] for chunk in chunks if "role" in chunk["choices"][0]["delta"]]
-    assert roles == [1, 0]
+    assert roles == [0, 1]
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert chunks[1]["choices"][0]["delta"]["content"]
+    assert [chunk["choices"][0]["index"] for chunk in chunks[:3]] == [0, 1, 1]
+    assert chunks[2]["choices"][0]["delta"]["content"]
+
+
+@pytest.mark.parametrize("order", [(1, 0, 2), (0, 2, 1), (2, 1, 0)])
+def test_openais_client_reads_choices_that_come_in_any_order(order: tuple[int, ...], tokenizer: Tokenizer):
+    params = DecodingParams(max_new_tokens=3)
+    encoder = CompletionWriter(CHAT, "m", [Choice([1, 2], params)] * 3, Details(n=3), tokenizer).encoder()
+    state = ChatCompletionStreamState()
+    for index in order:
+        for update, progress in run([65 + index, 66, 67], [1, 2], params, tokenizer):
+            for chunk in encoder.events(index, update, progress):
+                list(state.handle_chunk(ChatCompletionChunk.model_validate(chunk)))
+    texts = [choice.message.content for choice in state.current_completion_snapshot.choices]
+    assert texts == [tokenizer.decode([65 + index, 66, 67]) for index in range(3)]
 
 
 @given(ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=20))

@@ -190,8 +190,8 @@ class ChunkEncoder(Encoder):
         self._continuous = bool(options and options.continuous_usage_stats)
         self._writer = writer
         self._latest = [Progress((), "") for _ in range(num_choices)]
-        self._has_begun = [False] * num_choices
-        """For each choice: it has had its first chunk."""
+        self._num_begun = 0
+        """Choices that have had their first chunk: always those with the lowest indices."""
         self._probs = [TokenProbs(writer.tokenizer) for _ in range(num_choices)]
 
     def opening(self) -> list[Json]:
@@ -212,14 +212,18 @@ class ChunkEncoder(Encoder):
             chunks.append(self._chunk(index, delta, logprobs=logprobs, token_ids=token_ids))
         if progress.output is not None:
             chunks.append(self._chunk(index, self._writer.form.end(), output=progress.output))
-        return [*self._opening_of(index), *chunks] if chunks else []
+        return [*self._openings(index), *chunks] if chunks else []
 
-    def _opening_of(self, index: int) -> list[Json]:
-        """The first chunk of a choice, directly before its first text: clients take its time as that of the first
-        token."""
-        content = None if self._has_begun[index] else self._writer.form.opening()
-        self._has_begun[index] = True
-        return [] if content is None else [self._chunk(index, content)]
+    def _openings(self, index: int) -> list[Json]:
+        """The first chunks of all choices up to ``index`` that have not begun.
+
+        They come directly before a text, because clients take the time of the first chunk as that of the first token,
+        and in the order of the choices, because OpenAI's client appends each new choice to a list.
+        """
+        new = range(self._num_begun, index + 1)
+        self._num_begun = max(self._num_begun, index + 1)
+        content = self._writer.form.opening()
+        return [] if content is None else [self._chunk(choice, content) for choice in new]
 
     def closing(self) -> list[Json]:
         """The chunks after the last update."""
