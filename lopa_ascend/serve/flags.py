@@ -133,6 +133,7 @@ def _add_flag(arguments: argparse._ArgumentGroup, flag: Flag) -> None:
             type=_argument_type(flag),
             metavar=flag.setting.metavar or kind.metavar,
             nargs="+" if kind.many else None,
+            action="extend" if kind.many else "store",
             help=text,
         )
 

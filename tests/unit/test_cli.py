@@ -44,7 +44,7 @@ def test_flags_reach_their_fields():
     config = parse_args(
         "--model M --lora-path L --max-num-seqs 4 --kv-cache-memory 1.5GiB --no-enable-prefix-caching --seed 7 "
         "--threads 2 --max-body-size 4096 --watchdog-timeout 5 --tau-conf 0.8 --stop a b --ignore-eos "
-        "--no-finish-at-eos --eos-token-id 1 2".split()
+        "--no-finish-at-eos --eos-token-id 1 2 --stop c".split()
     )
     assert config.engine == EngineConfig(
         model="M", lora="L", max_num_seqs=4, kv_cache_memory=3 * 2**29, enable_prefix_caching=False, seed=7, threads=2
@@ -52,7 +52,7 @@ def test_flags_reach_their_fields():
     assert (config.max_body_size, config.watchdog_timeout) == (4096, 5.0)
     assert config.decoding == {
         "tau_conf": 0.8,
-        "stop": ("a", "b"),
+        "stop": ("a", "b", "c"),
         "ignore_eos": True,
         "finish_at_eos": False,
         "eos_token_id": (1, 2),
