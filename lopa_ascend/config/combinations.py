@@ -80,9 +80,7 @@ def fitting_defaults(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> d
     decoding = merged["decoding"]
     if not is_known(decoding):
         return dict(defaults)
-    temperature = asked.get("temperature")
-    is_sampled = isinstance(temperature, int | float) and temperature >= MIN_TEMPERATURE
-    usable = _defaults_for_sampling(defaults) if is_sampled else dict(defaults)
+    usable = _defaults_for_sampling(defaults) if _is_sampling(asked.get("temperature")) else dict(defaults)
     filled_by = filling(decoding, merged["base"])
     unusable = {name for name, decodings in DECODINGS_OF.items() if filled_by not in decodings}
     if filled_by not in PIPELINED:
@@ -104,7 +102,37 @@ def fitting_defaults(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> d
         if merged.get(need.name) == need.value and found not in need.allowed:
             # What the request asks for stays. If it asks for both, ``DecodingParams`` refuses it.
             usable.pop(need.name if need.name not in asked else need.other, None)
+    for pair in _conflicts({**usable, **asked}):
+        by_default = [name for name in pair if name not in asked]
+        if by_default:
+            usable.pop(by_default[0], None)
     return usable
+
+
+def _conflicts(params: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Pairs of parameters whose values do not go together, but for those that ``NEEDS`` has.
+
+    Args:
+        params: parameters by name, unchecked; where one is missing it has a value that goes with all others.
+    """
+    are_tokens = params.get("branch_candidates") == "tokens"
+    is_exact = params.get("branch_acceptance") == "exact"
+    is_sampled = _is_sampling(params.get("temperature"))
+    pairs = {
+        ("alg", "alg_temp"): params.get("alg") == "origin" and _is_above(params.get("alg_temp"), 0),
+        ("branch_acceptance", "temperature"): is_exact and is_sampled,
+        ("branch_candidates", "temperature"): are_tokens and is_sampled,
+        ("branch_candidates", "lookahead_depth"): are_tokens and _is_above(params.get("lookahead_depth"), 1),
+    }
+    return [pair for pair, is_conflict in pairs.items() if is_conflict]
+
+
+def _is_above(value: Any, bound: float) -> bool:
+    return isinstance(value, int | float) and value > bound
+
+
+def _is_sampling(temperature: Any) -> bool:
+    return isinstance(temperature, int | float) and temperature >= MIN_TEMPERATURE
 
 
 def _defaults_for_sampling(defaults: Mapping[str, Any]) -> dict[str, Any]:

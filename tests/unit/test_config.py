@@ -193,6 +193,31 @@ def test_no_default_makes_a_request_fail() -> None:
         assert fitting_defaults(defaults, {}) == defaults
 
 
+@pytest.mark.parametrize(
+    ("defaults", "asked", "left_out"),
+    [
+        ({"decoding": "vanilla", "alg_temp": 0.5}, {"alg": "origin"}, "alg_temp"),
+        ({"decoding": "vanilla", "alg": "origin"}, {"alg_temp": 0.5}, "alg"),
+        ({"temperature": 0.7, "tau_conf": 0.8}, {"branch_acceptance": "exact"}, "temperature"),
+        ({"temperature": 0.7, "tau_conf": 0.8}, {"branch_candidates": "tokens"}, "temperature"),
+        ({"branch_candidates": "tokens"}, {"branch_acceptance": "verified", "lookahead_depth": 4}, "branch_candidates"),
+        ({"branch_acceptance": "verified", "lookahead_depth": 4}, {"branch_candidates": "tokens"}, "lookahead_depth"),
+        (
+            {"decoding": "d2f", "temperature": 0.7, "branch_candidates": "tokens"},
+            {"decoding": "lopa"},
+            "branch_candidates",
+        ),
+    ],
+)
+def test_a_default_gives_way_to_what_a_request_asks_for(
+    defaults: dict[str, Any], asked: dict[str, Any], left_out: str
+) -> None:
+    DecodingParams(**defaults)
+    usable = fitting_defaults(defaults, asked)
+    assert usable == {name: value for name, value in defaults.items() if name != left_out}
+    DecodingParams(**{**usable, **asked})
+
+
 def test_values_are_stored_as_plain_python_values() -> None:
     """Others could not be sent to the other ranks."""
     params = DecodingParams(tau_conf=np.float64(0.5), confidence=np.str_("margin"), stop=(np.str_("x"),))
