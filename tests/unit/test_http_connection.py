@@ -23,10 +23,10 @@ def _short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def against_a_server(client: Client) -> None:
-    """Connects the client to a server that answers a request with its body."""
+    """Connects the client to a server that answers a request with its body, and /early without reading the body."""
 
     async def echo(scope, receive, send):
-        body = await Request(scope, receive).body()
+        body = b"early" if scope["path"] == "/early" else await Request(scope, receive).body()
         await PlainTextResponse(body)(scope, receive, send)
 
     async def run() -> None:
@@ -66,6 +66,34 @@ def test_a_head_that_trickles_in_ends_the_connection():
             if reading.done():
                 break
         assert reading.result().startswith(b"HTTP/1.1 408")
+
+    against_a_server(client)
+
+
+def test_a_body_that_goes_on_after_its_answer_has_a_limit():
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\nearly")
+        start = asyncio.get_running_loop().time()
+        writer.write(b"a")
+        await asyncio.sleep(TIMEOUT / 2)
+        writer.write(b"b")
+        assert await reader.read() == b""
+        assert 0.9 * TIMEOUT <= asyncio.get_running_loop().time() - start < 10 * TIMEOUT
+
+    against_a_server(client)
+
+
+def test_a_connection_goes_on_after_an_early_answer_and_the_rest_of_its_body():
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\nearly")
+        writer.write(b"a")
+        await asyncio.sleep(TIMEOUT / 2)
+        writer.write(b"b")
+        await asyncio.sleep(TIMEOUT / 2)
+        writer.write(HEAD + b"\r\ncd")
+        assert (await reader.readuntil(b"\r\n\r\ncd")).startswith(b"HTTP/1.1 200")
 
     against_a_server(client)
 
