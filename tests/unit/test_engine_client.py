@@ -1,16 +1,31 @@
 """The client of the engine, with a socket in place of the engine process."""
 
 import asyncio
+import json
+import weakref
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import msgspec
+import pytest
 import zmq
 import zmq.asyncio
+from starlette.requests import ClientDisconnect, Request
 
 from lopa_ascend.config import DecodingParams, Limits
+from lopa_ascend.serve.api.body import parse_completion
+from lopa_ascend.serve.api.endpoint import COMPLETIONS, Endpoint
+from lopa_ascend.serve.api.intake import Intake
+from lopa_ascend.serve.api.plan import Planner
+from lopa_ascend.serve.api.protocol import CompletionRequest
+from lopa_ascend.serve.api.workers import Workers
+from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.engine.client import Choice, ClientSettings, EngineClient
 from lopa_ascend.serve.engine.messages import Ready
 from lopa_ascend.serve.engine.process import EngineProcess
+from lopa_ascend.serve.observe.metrics import Metrics
 from lopa_ascend.text.prompt import Prompts
 from tests.tiny import tiny_tokenizer
 
@@ -26,8 +41,9 @@ LIMITS = Limits(
 )
 
 
-async def sent_by(choices: list[Choice]) -> list[Any]:
-    """What the engine receives when a request with these choices is submitted."""
+@asynccontextmanager
+async def connected() -> AsyncIterator[tuple[EngineClient, zmq.asyncio.Socket]]:
+    """A client, and the socket of its engine."""
     context = zmq.asyncio.Context.instance()
     ours, engines = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     engines.bind("inproc://engine")
@@ -35,14 +51,56 @@ async def sent_by(choices: list[Choice]) -> list[Any]:
     ready = Ready(LIMITS, model_name="m", dtype="float32", device="cpu", kv_cache_memory=0, seed=0, ranks=())
     client = EngineClient(EngineProcess(ours), ready, Prompts(tiny_tokenizer(), 320, 319, "m"), ClientSettings())
     try:
-        client.submit("r", choices)
-        return [msgspec.msgpack.decode(await engines.recv()) for _ in choices]
+        yield client, engines
     finally:
         await client.close()
         engines.close()
+
+
+async def sent_by(choices: list[Choice]) -> list[Any]:
+    """What the engine receives when a request with these choices is submitted."""
+    async with connected() as (client, engines):
+        client.submit("r", choices)
+        return [msgspec.msgpack.decode(await engines.recv()) for _ in choices]
 
 
 def test_the_engine_gets_no_stop_strings():
     params = DecodingParams(stop=("one", "two"), max_new_tokens=7)
     for message in asyncio.run(sent_by([Choice([1, 2], params)] * 2)):
         assert (message["params"]["stop"], message["params"]["max_new_tokens"]) == ([], 7)
+
+
+def test_a_request_that_waits_keeps_no_fields_without_effect():
+    """Thousands may wait, each with a body of megabytes."""
+    parsed: list[weakref.ref[CompletionRequest]] = []
+
+    def parse(raw: bytes) -> CompletionRequest:
+        asked = parse_completion(raw)
+        assert asked.user == "u" * 1000
+        parsed.append(weakref.ref(asked))
+        return asked
+
+    async def run() -> None:
+        messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        messages.put_nowait({"type": "http.request", "body": json.dumps({"prompt": "a", "user": "u" * 1000}).encode()})
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/", "headers": headers, "state": {"request_id": "1"}}
+        request = Request(scope, messages.get)
+        async with connected() as (client, engines):
+            intake = Intake(10**6, 10**6, Workers(1))
+            planner = Planner(client.prompts, LIMITS, {}, 1, 1, None)
+            endpoint = Endpoint(client, planner, intake, Metrics(client, "m", intake), "m", ServeConfig())
+            answering = asyncio.create_task(endpoint.answer(request, replace(COMPLETIONS, parse=parse)))
+            await engines.recv()
+            for _ in range(500):  # the thread that parsed the body lets go of it in its own time
+                if parsed[0]() is None:
+                    break
+                await asyncio.sleep(0.01)
+            assert [asked() for asked in parsed] == [None]
+            assert not answering.done()
+            messages.put_nowait({"type": "http.disconnect"})
+            with pytest.raises(ClientDisconnect):
+                await answering
+            await intake.workers.close()
+
+    asyncio.run(run())

@@ -51,6 +51,7 @@ def test_large_bodies_share_a_limit_and_small_ones_do_not_count():
             await takes[2]
         assert (refused.value.status, refused.value.code) == (503, "queue_full")
         assert refused.value.headers == {"Retry-After": "1"}
+        assert [lane.num_refused for lane in taking.workers.lanes] == [0, 1]
         assert await takes[3] == SMALL_BODY
         takes[0].cancel()  # its client is gone
         await settle()

@@ -86,6 +86,10 @@ def item(**fields: Any) -> dict[str, Any]:
         ({"tools": [{"type": "web_search"}]}, "tools", "[]"),
         ({"tool_choice": "required"}, "tool_choice", "'auto'"),
         ({"metadata": {"run": 7}}, "metadata.run", "string"),
+        ({"metadata": {str(number): "" for number in range(17)}}, "metadata", "16 pairs"),
+        ({"metadata": {"n" * 65: ""}}, "metadata", "64"),
+        ({"metadata": {"run": "v" * 513}}, "metadata", "512 characters"),
+        ({"user": "u" * 513}, "user", "512 characters"),
         ({"logprobs": True}, "logprobs", "unknown"),
     ],
 )

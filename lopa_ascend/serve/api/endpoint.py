@@ -209,10 +209,12 @@ class Endpoint:
         asked, choices, writer = await self._intake.take(request, lambda raw: self._plan(raw, route))
         if self._log_texts:
             log_line(event="received", id=writer.id, body=asked.model_dump(exclude_none=True))
+        is_stream = route.diffusion or bool(asked.stream)
+        del asked  # its fields without effect may hold megabytes, while the request waits and runs
         generation = self._client.submit(writer.id, choices, trace=route.diffusion)
         http_request_id = request_id(request.scope)
         run = Run(self._client, generation, arrived, lambda run: self._end(run, http_request_id))
-        if route.diffusion or asked.stream:
+        if is_stream:
             return EventStream(run, writer.encoder())
         async with run.until_disconnect(request.receive):
             outputs = await run.outputs()

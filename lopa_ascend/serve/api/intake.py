@@ -141,6 +141,7 @@ class Intake:
         if body.size > self.max_body_size:
             raise self._too_large(body.size)
         if not body.has_room:
+            self.workers.lane(body.size).num_refused += 1
             message = f"the bodies of other requests take the {self.memory.limit} bytes that there are for them"
             raise unavailable(message, "queue_full")
         content_type = request.headers.get("content-type", "")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from lopa_ascend.serve.api.protocol import UNSUPPORTED, WITHOUT_EFFECT, Body, GenerationRequest, Message
 from lopa_ascend.serve.api.schema import NULL, Json, NeutralValues, documenting
@@ -149,6 +149,19 @@ class Reasoning(Body):
 NOT_KEPT = "this server keeps no responses; send the whole conversation in input"
 
 
+MAX_PAIRS, MAX_NAME, MAX_VALUE = 16, 64, 512
+"""Most pairs in ``metadata``, and most characters of their names and values; OpenAI's limits."""
+
+
+def _check_metadata(metadata: dict[str, str] | None) -> dict[str, str] | None:
+    """Bounds what the server keeps and repeats."""
+    pairs = (metadata or {}).items()
+    if len(pairs) > MAX_PAIRS or any(len(name) > MAX_NAME or len(value) > MAX_VALUE for name, value in pairs):
+        sizes = f"names of at most {MAX_NAME} and values of at most {MAX_VALUE} characters"
+        raise ValueError(f"must have at most {MAX_PAIRS} pairs, {sizes}")
+    return metadata
+
+
 class ResponseRequest(GenerationRequest):
     """A conversation, whose next message is the answer."""
 
@@ -158,8 +171,10 @@ class ResponseRequest(GenerationRequest):
         description="What the user says, or the messages of a conversation."
     )
     instructions: str | None = Field(None, description="A system message before the input.")
-    metadata: dict[str, str] | None = Field(None, description="The answer repeats it.")
-    user: str | None = Field(None, description="The answer repeats it.")
+    metadata: Annotated[dict[str, str] | None, AfterValidator(_check_metadata)] = Field(
+        None, description="The answer repeats it."
+    )
+    user: str | None = Field(None, max_length=MAX_VALUE, description="The answer repeats it.")
     store: bool | None = Field(
         None, description="Taken, and without effect: nothing is kept, and the answer says store: false."
     )

@@ -37,7 +37,7 @@ class Lane:
         self.num_begun = 0
         """Bodies whose work has begun."""
         self.num_refused = 0
-        """Bodies for which there was no room."""
+        """Bodies for which there was no room, in memory or in the queue."""
         self.seconds_waited = 0.0
         """Time between arrival and begin, summed over ``num_begun`` bodies."""
         self._threads, self._max_queued = threads, max_queued
@@ -108,9 +108,13 @@ class Workers:
             Lane("large", large_threads, max_queued_large),
         )
 
+    def lane(self, size: int) -> Lane:
+        """The lane for a body of ``size`` bytes."""
+        return self.lanes[size > SMALL_BODY]
+
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """What ``work`` on a body of ``size`` bytes returns or raises. Raises as ``Lane.run`` does."""
-        return await self.lanes[size > SMALL_BODY].run(work)
+        return await self.lane(size).run(work)
 
     def problem(self, timeout: float) -> str | None:
         """What is wrong if a small body has waited for longer than ``timeout`` seconds; None if none has."""

@@ -38,7 +38,9 @@ class IntakeState(Collector):
                 gauge.add_metric([*values, lane.size], value(lane))
             yield gauge
         names.append("size")
-        refused = CounterMetricFamily("lopa:bodies_refused", "Bodies that found the queue full.", labels=names)
+        refused = CounterMetricFamily(
+            "lopa:bodies_refused", "Bodies for which there was no room, in memory or in the queue.", labels=names
+        )
         waits = SummaryMetricFamily("lopa:body_wait_seconds", "How long bodies waited.", labels=names)
         for lane in self._intake.workers.lanes:
             refused.add_metric([*values, lane.size], lane.num_refused)
