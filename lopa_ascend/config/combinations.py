@@ -70,7 +70,8 @@ def fitting_defaults(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> d
     """The defaults that can be used together with what a request asks for. The others are left out.
 
     A decoding that does not exist gets all of them: ``DecodingParams`` refuses its name. Defaults that do not go with
-    sampling are changed or left out for a request that samples.
+    sampling are changed or left out for a request that samples, and ``min_new_tokens`` becomes at most the request's
+    ``max_new_tokens``.
 
     Args:
         defaults: decoding parameters by name.
@@ -96,17 +97,25 @@ def fitting_defaults(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> d
     if "num_branches" in unusable or merged.get("num_branches") != AUTO:
         unusable.add("branches_by_load")
     usable = {name: value for name, value in usable.items() if name not in unusable}
+    _leave_out_conflicts(usable, asked)
+    longest = asked.get("max_new_tokens")
+    if "min_new_tokens" in usable and isinstance(longest, int):
+        usable["min_new_tokens"] = max(0, min(usable["min_new_tokens"], longest))
+    return usable
+
+
+def _leave_out_conflicts(usable: dict[str, Any], asked: Mapping[str, Any]) -> None:
+    """Takes out of ``usable``, defaults by name, what contradicts ``asked``."""
+    for pair in _conflicts({**usable, **asked}):
+        by_default = [name for name in pair if name not in asked]
+        if by_default:
+            usable.pop(by_default[0], None)
     for need in (TOKENS_NEED, *NEEDS):
         merged = {**usable, **asked}
         found = merged.get(need.other, getattr(ResearchParams, need.other))
         if merged.get(need.name) == need.value and found not in need.allowed:
             # What the request asks for stays. If it asks for both, ``DecodingParams`` refuses it.
             usable.pop(need.name if need.name not in asked else need.other, None)
-    for pair in _conflicts({**usable, **asked}):
-        by_default = [name for name in pair if name not in asked]
-        if by_default:
-            usable.pop(by_default[0], None)
-    return usable
 
 
 def _conflicts(params: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -114,7 +114,7 @@ class EngineConfig:
         None,
         Setting(
             Integer(1, INT64_MAX),
-            "most tokens computed in one step",
+            "most tokens computed in one step, unless the branches of one request alone have more",
             group=Group.ENGINE,
             default_text="`max_model_len`, but at least 4096",
         ),

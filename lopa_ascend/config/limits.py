@@ -23,7 +23,7 @@ class Limits:
     max_num_seqs: int
     """Requests that run at the same time."""
     max_num_batched_tokens: int
-    """Most tokens computed in one step."""
+    """Most tokens computed in one step, unless the branches of one request alone have more."""
     max_prefill_tokens: int
     """Most tokens of prompts computed in one step, unless a single prompt has more."""
     max_num_branches: int
@@ -73,8 +73,12 @@ class Limits:
         if params.is_pipelined:
             opened, what = min(params.block_size, params.max_canvas), "first block"
         else:
-            name = f'decoding "{params.decoding}"' if params.base == "d2f" else f'base "{params.base}"'
-            opened, what = params.max_canvas, f"canvas that {name} computes whole"
+            decoding = f'decoding "{params.decoding}"' if params.base == "d2f" else f'base "{params.base}"'
+            opened, what = params.max_canvas, f"canvas that {decoding} computes whole"
+        if opened >= self.max_num_batched_tokens:
+            message = f"makes a {what} of {opened}, which with any prompt exceeds max_num_batched_tokens"
+            name = "block_size" if params.is_pipelined else "max_new_tokens"
+            raise ParameterError(name, f"{message} {self.max_num_batched_tokens}")
         if prompt_tokens + opened > self.max_num_batched_tokens:
             message = (
                 f"has {prompt_tokens} tokens; with the {what} of {opened} they exceed max_num_batched_tokens "

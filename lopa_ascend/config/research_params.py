@@ -16,7 +16,7 @@ BLOCK_CACHES = ("prefix", "dual")
 BRANCH_ACCEPTANCES = ("published", "verified", "exact")
 BRANCH_CANDIDATES = ("positions", "tokens")
 BRANCH_SCORES = ("mean", "tail", "window", "expected", "entropy", "pivot")
-MAX_STEPS = 65536
+MAX_STEPS = 8192
 """Most steps of "vanilla". Those of "origin" that fill nothing are drawn all the same, while other requests wait."""
 WINDOW_ATTENTIONS = ("block_causal", "full")
 

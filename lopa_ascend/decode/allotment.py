@@ -144,7 +144,8 @@ class Allotment:
             more = num_tokens + ask.costs[count + 1] - ask.costs[count]
             gain = worth + self._expected(ask, count)
             pays = gain * self._seconds(num_tokens) > worth * self._seconds(more)
-            if more > max(self.max_tokens, num_tokens) or not pays:
+            is_too_much = more > self.max_tokens and more > num_tokens  # a row without tokens of its own always fits
+            if is_too_much or not pays:
                 continue
             chosen[index], num_tokens, worth = count + 1, more, gain
             self._offer(candidates, asks, [index], chosen)

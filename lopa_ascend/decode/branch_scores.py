@@ -69,10 +69,10 @@ def branch_scores(
     elif params.branch_score == "pivot":
         own = _pivot(branches, rows, results, params)
     else:
-        # ``ranking`` is "neg_entropy" for branches over tokens even if ``confidence`` is "max_prob": then the pivot
-        # alone is chosen by entropy, and branches are scored by probability.
-        by_entropy = params.branch_score == "entropy" or params.ranking == params.confidence
-        totals = [branch_score(r.confidences if by_entropy else r.max_probs, params) for r in results]
+        # Branches over tokens have entropies as confidences even if ``confidence`` is "max_prob": these choose the
+        # pivot, and branches are scored by probability.
+        for_pivot_alone = params.ranking != params.confidence and params.branch_score != "entropy"
+        totals = [branch_score(r.max_probs if for_pivot_alone else r.confidences, params) for r in results]
         own = [Fraction(total, count * SCALE) for total, count in totals]
     scores = []
     for branch, score in zip(branches, own, strict=True):

@@ -249,7 +249,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counters and sizes at this moment."""
         scheduler, runner, allocator = self.scheduler, self.runner, self.scheduler.allocator
-        cached = scheduler.prefix_cache.num_evictable if scheduler.prefix_cache else 0
+        cached = scheduler.prefix_cache.num_evictable if scheduler.prefix_cache is not None else 0
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),

@@ -75,8 +75,8 @@ class Turns:
         """The prompts that this step computes; none if it is a decoding step."""
         if not waiting or (decoding and self._prefilled_last):
             return []
-        # Overdue prompts first, because False sorts before True; then the shortest. Equal prompts keep their order.
-        in_order = sorted(waiting, key=lambda prompt: (not self._is_overdue(prompt), prompt.num_tokens))
+        # Overdue prompts in the order of their arrival; then the others, the shortest first.
+        in_order = sorted(waiting, key=lambda prompt: 0 if self._is_overdue(prompt) else prompt.num_tokens)
         if not self.owed:
             return _fitting(in_order, self.max_prefill_tokens) or in_order[:1]
         # Decoding steps are still owed: short prompts may go between them, unless they would overtake an overdue one.

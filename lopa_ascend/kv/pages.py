@@ -27,8 +27,12 @@ class PageAllocator:
     def __init__(self, num_pages: int, reclaim: Callable[[], bool] = lambda: False) -> None:
         self.num_pages = num_pages
         self.reclaim = reclaim
+        self.num_evictable = 0
+        """Pages whose only holder is the prefix cache."""
         self._free = list(range(num_pages - 1, -1, -1))
         self._references = [0] * num_pages
+        self._cached_references = [0] * num_pages
+        """Of the references of each page, those of the prefix cache."""
 
     @property
     def num_free(self) -> int:
@@ -37,6 +41,10 @@ class PageAllocator:
     def references(self, page: int) -> int:
         """Holders of a page."""
         return self._references[page]
+
+    def is_evictable(self, page: int) -> bool:
+        """Whether the prefix cache is the only holder of a page."""
+        return 0 < self._cached_references[page] == self._references[page]
 
     def allocate(self) -> int:
         """A free page, with one reference.
@@ -55,15 +63,32 @@ class PageAllocator:
     def share(self, page: int) -> int:
         """Adds a reference to a page that is in use, and returns the page."""
         assert self._references[page] > 0
-        self._references[page] += 1
+        self._count(page, references=1)
         return page
 
     def release(self, page: int) -> None:
         """Drops a reference. A page without references is free."""
-        assert self._references[page] > 0
-        self._references[page] -= 1
+        assert self._references[page] > self._cached_references[page]
+        self._count(page, references=-1)
         if not self._references[page]:
             self._free.append(page)
+
+    def give_to_cache(self, page: int) -> None:
+        """Makes one of the references of a page one of the prefix cache."""
+        assert self._references[page] > self._cached_references[page]
+        self._count(page, cached=1)
+
+    def take_from_cache(self, page: int) -> None:
+        """Makes one of the prefix cache's references of a page an ordinary one."""
+        assert self._cached_references[page] > 0
+        self._count(page, cached=-1)
+
+    def _count(self, page: int, *, references: int = 0, cached: int = 0) -> None:
+        """Adds to the references of a page."""
+        self.num_evictable -= self.is_evictable(page)
+        self._references[page] += references
+        self._cached_references[page] += cached
+        self.num_evictable += self.is_evictable(page)
 
 
 def pages_for(positions: int) -> int:

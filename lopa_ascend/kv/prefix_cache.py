@@ -57,8 +57,6 @@ class PrefixCache:
         self._allocator = allocator
         allocator.reclaim = self.drop_oldest
         self._entries: OrderedDict[PrefixKey, PrefixEntry] = OrderedDict()
-        self._references: dict[int, int] = {}
-        """By page id, how many entries hold the page."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -69,11 +67,11 @@ class PrefixCache:
     @property
     def num_evictable(self) -> int:
         """Pages that only this cache holds."""
-        return sum(map(self.is_evictable, self._references))
+        return self._allocator.num_evictable
 
     def is_evictable(self, page: int) -> bool:
         """Whether only this cache holds a page of an entry."""
-        return self._allocator.references(page) == self._references[page]
+        return self._allocator.is_evictable(page)
 
     def get(self, key: PrefixKey) -> PrefixEntry | None:
         """The entry of an equal prompt, which becomes the most recently used one."""
@@ -128,7 +126,7 @@ class PrefixCache:
         """
         self._entries[key] = PrefixEntry(key, tuple(pages), last_hidden)
         for page in pages:
-            self._references[page] = self._references.get(page, 0) + 1
+            self._allocator.give_to_cache(page)
 
     def drop_oldest(self) -> bool:
         """Drops the least recently used entry; False if there is none."""
@@ -136,9 +134,7 @@ class PrefixCache:
             return False
         _, entry = self._entries.popitem(last=False)
         for page in entry.pages:
-            self._references[page] -= 1
-            if not self._references[page]:
-                del self._references[page]
+            self._allocator.take_from_cache(page)
             self._allocator.release(page)
         return True
 

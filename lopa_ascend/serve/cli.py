@@ -140,10 +140,11 @@ def _serve_config(given: Mapping[str, Any]) -> ServeConfig:
     # Graphs are compiled for what most requests will ask for, unless a flag says otherwise.
     engine = EngineConfig(**{**graph_settings(params), **field_values(given, ENGINE_FLAGS)})
     if params.lookaheads > engine.max_num_branches:
+        name = "max_auto_branches" if params.is_auto else "num_branches"
         by_default = f" by preset {given['preset']}" if "preset" in given else " by default"
-        by_default = "" if "num_branches" in given else by_default
+        by_default = "" if name in given else by_default
         message = f"is {params.lookaheads}{by_default}, which exceeds --max-num-branches {engine.max_num_branches}"
-        raise ParameterError("num_branches", message)
+        raise ParameterError(name, message)
     if rank_in_environment() is not None:
         Rendezvous.from_environment().check_world_size(engine)
     _check_stream_blocks(given, engine)

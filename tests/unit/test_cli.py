@@ -130,6 +130,8 @@ def test_more_branches_than_allowed_name_both_flags(capsys: pytest.CaptureFixtur
         message = refusal(capsys, *argv)
         assert "--num-branches" in message
         assert "--max-num-branches 2" in message
+    message = refusal(capsys, "--max-num-branches", "3", "--num-branches", "auto")
+    assert "--max-auto-branches: is 7 by default, which exceeds --max-num-branches 3" in message
     assert parse_args(["--max-num-branches", "2", "--num-branches", "2"]).engine.max_num_branches == 2
     assert parse_args(["--max-num-branches", "0", "--decoding", "d2f"]).engine.max_num_branches == 0
 

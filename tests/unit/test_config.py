@@ -218,6 +218,17 @@ def test_a_default_gives_way_to_what_a_request_asks_for(
     DecodingParams(**{**usable, **asked})
 
 
+def test_defaults_that_go_together_are_left_out_together() -> None:
+    defaults = {"branch_candidates": "tokens", "branch_score": "pivot"}
+    asked = {"branch_acceptance": "verified", "lookahead_depth": 4}
+    assert fitting_defaults(defaults, asked) == {}
+
+
+def test_a_default_least_length_gives_way_to_a_shorter_answer() -> None:
+    assert fitting_defaults({"min_new_tokens": 100}, {"max_new_tokens": 50}) == {"min_new_tokens": 50}
+    assert fitting_defaults({"min_new_tokens": 100}, {"max_new_tokens": 200}) == {"min_new_tokens": 100}
+
+
 def test_values_are_stored_as_plain_python_values() -> None:
     """Others could not be sent to the other ranks."""
     params = DecodingParams(tau_conf=np.float64(0.5), confidence=np.str_("margin"), stop=(np.str_("x"),))

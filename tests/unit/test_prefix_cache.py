@@ -19,9 +19,10 @@ def key(tokens: tuple[int, ...]) -> PrefixKey:
 
 def cache_of(*prompts: tuple[int, ...]) -> PrefixCache:
     """With the pages 0 to 3 for the first prompt, 4 to 7 for the second and so on."""
-    cache = PrefixCache(PageAllocator(4 * len(prompts)))
-    for index, tokens in enumerate(prompts):
-        cache.insert(key(tokens), range(4 * index, 4 * index + 4), None)
+    allocator = PageAllocator(4 * len(prompts))
+    cache = PrefixCache(allocator)
+    for tokens in prompts:
+        cache.insert(key(tokens), [allocator.allocate() for _ in range(4)], None)
     return cache
 
 

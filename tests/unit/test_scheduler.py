@@ -149,6 +149,8 @@ def test_worst_case_counts_what_the_prompt_fills_once() -> None:
         (1000, {"max_new_tokens": 25}, "max_new_tokens", ["25", "1000", "1024", "24"]),
         (700, {"max_new_tokens": 8}, "prompt", ["700", "8", "max_num_batched_tokens"]),
         (400, {"decoding": "parallel", "max_new_tokens": 301}, "prompt", ["400", "parallel", "301", "700"]),
+        (10, {"decoding": "parallel", "max_new_tokens": 700}, "max_new_tokens", ["parallel", "of 700", "tokens 700"]),
+        (10, {"block_size": 750, "max_new_tokens": 800}, "block_size", ["first block of 750", "tokens 700"]),
         (300, {"base": "parallel", "max_new_tokens": 400, "num_branches": 7}, "num_branches", ["8 branches", "48 KV"]),
         (10, {"num_branches": 8}, "num_branches", ["8", "max_num_branches 7"]),
         (10, {"num_branches": 7, "max_new_tokens": 1000}, "num_branches", ["8 branches", "64 KV pages", "40"]),

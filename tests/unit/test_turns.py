@@ -53,6 +53,23 @@ def test_a_prompt_is_overtaken_so_many_times_and_no_more() -> None:
     assert steps <= 2 * MAX_OVERTAKEN + 2 * LONG.num_tokens // TOKENS_PER_DECODING_STEP
 
 
+def test_overdue_prompts_do_not_overtake_one_another() -> None:
+    """A long prompt waits behind those before it, and not behind all shorter ones that became overdue with it."""
+    turns, limit = Turns(1024), 1024
+    waiting = [LONG, *(Prompt(f"medium {index}", 600) for index in range(10))]
+    overtaken = 0
+    for step in range(1000):
+        waiting.append(short(step))
+        chosen = turns.choose(waiting, decoding=True)
+        if "long" in chosen:
+            break
+        waiting = [prompt for prompt in waiting if prompt.request_id not in chosen]
+        overtaken += bool(chosen)
+    assert "long" in chosen
+    assert LONG.num_tokens > limit
+    assert overtaken == MAX_OVERTAKEN
+
+
 def test_prompts_that_came_later_do_not_count_as_overtaken() -> None:
     turns = Turns(1024)
     for step in range(3 * MAX_OVERTAKEN):
