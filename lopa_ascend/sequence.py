@@ -90,6 +90,8 @@ class Sequence:
     """Final tokens that updates have reported."""
     model_tokens: int = 0
     """Tokens that this rank computed."""
+    canvas_positions: int = 0
+    """Positions of the answer in the rows of all branches and forward passes, on all ranks."""
 
     @property
     def request_id(self) -> str:

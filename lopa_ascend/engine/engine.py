@@ -285,6 +285,7 @@ class Engine:
         strategy = sequence.strategy
         if record is not None:
             sequence.model_tokens += record.model_tokens
+            sequence.canvas_positions += record.canvas_positions(len(sequence.request.prompt))
         self.scheduler.advance(sequence, record)
         final = strategy.final_tokens()
         new = slice(sequence.num_reported, len(final))
@@ -313,6 +314,7 @@ class Engine:
             seed=sequence.request.params.seed if sequence.request.params.is_random else None,
             record=record if sequence.request.trace else None,
             alternatives=_alternatives(sequence, range(new.start, new.stop)),
+            canvas_positions=sequence.canvas_positions,
         )
 
 

@@ -135,3 +135,8 @@ class StepRecord:
     """Tokens that this rank computed for the request."""
     head_rows: int
     """Rows of logits that this rank computed for the request."""
+
+    def canvas_positions(self, prompt_length: int) -> int:
+        """Positions of the answer in the rows of all branches. Each row counts as long as the winner's."""
+        start, end = self.span
+        return len(self.branches) * (end - max(start, prompt_length))

@@ -42,6 +42,8 @@ class Update:
     """Seed of the sampling; None without sampling."""
     alternatives: tuple[Alternatives, ...] = ()
     """For each of ``token_ids``, if the request asked for ``top_logprobs``."""
+    canvas_positions: int = 0
+    """Positions of the answer in the rows of all branches and forward passes, on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)

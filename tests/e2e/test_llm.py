@@ -322,6 +322,20 @@ def test_counts(llm: LLM) -> None:
     assert output.model_tokens == sum(record.model_tokens for record in output.trace)
 
 
+@pytest.mark.parametrize("base", ["d2f", "parallel"])
+def test_the_prompt_is_no_part_of_the_positions_of_the_answer(llm: LLM, base: str) -> None:
+    output = llm.generate("hello", params(ignore_eos=True, base=base), trace=True, quiet=True)[0]
+    assert output.trace is not None
+    assert len(output.trace) > 2
+    prompt = len(output.prompt_token_ids)
+    for record in output.trace:
+        committed = max(0, record.cache_length - prompt)
+        longest = max(branch.end for branch in record.branches) - prompt
+        assert 0 < record.canvas_positions(prompt) <= len(record.branches) * (longest - committed)
+    if base == "parallel":
+        assert {record.canvas_positions(prompt) // len(record.branches) for record in output.trace} == {40}
+
+
 def test_branches_that_are_equal_by_construction_are_computed_once(llm: LLM) -> None:
     causal, full = (
         llm.generate("hello", params(ignore_eos=True, window_attention=mode), trace=True, quiet=True)[0]

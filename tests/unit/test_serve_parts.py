@@ -155,7 +155,7 @@ def test_our_own_failures_are_answered_and_logged(caplog: pytest.LogCaptureFixtu
 
 
 def step(number: int, tokens: int, output: GenerationOutput | None = None) -> tuple[Update, Progress]:
-    update = Update("r-0", (), (), number, 40, 50 * number, 0, 2)
+    update = Update("r-0", (), (), number, 40, 50 * number, 0, 2, canvas_positions=49 * number)
     return update, Progress((7,) * tokens, "", (0.5,) * tokens, output=output)
 
 

@@ -54,7 +54,7 @@ class Metrics:
         self._committed = self._counter("vllm:diffusion_num_committed_tokens", "Tokens that became final.")
         self._canvas = self._counter(
             "vllm:diffusion_num_canvas_positions",
-            "Positions of answers computed in all branches and forward passes; counted when a request ends.",
+            "Positions of answers in the rows of all branches and forward passes; counted when a request ends.",
         )
         self._wins = self._labelled("lopa:branch_wins", 'Forward passes won, by branch: a rank, or "anchor".', "branch")
         self._iteration = self._histogram("vllm:iteration_tokens_total", "Tokens that became final in a step.", TOKENS)

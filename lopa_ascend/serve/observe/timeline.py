@@ -72,8 +72,8 @@ class ChoiceTimeline:
 
     @property
     def canvas_positions(self) -> int:
-        """Positions of the answer that were computed, in all branches and forward passes."""
-        return max(0, self.last.model_tokens - (self.prompt_tokens - self.cached_tokens)) if self.last else 0
+        """Positions of the answer in the rows of all branches and forward passes."""
+        return self.last.canvas_positions if self.last else 0
 
 
 class Timeline:
