@@ -1,5 +1,5 @@
 """A connection of the HTTP server whose client must send the head of a request within a time, and the rest of a body
-that was answered before its end."""
+that was answered before its end, and must go on reading its answers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 HEAD_TIMEOUT = 10.0
 """Most seconds for the head of a request, from the connection or from the first byte after the answer before, and for
 the rest of a body, from the first byte after an early answer."""
+STALL_TIMEOUT = 60.0
+"""Most seconds in which a client may read nothing of an answer that waits for it."""
 LATE = b"the head of the request did not arrive in time"
 
 
 class HttpConnection(H11Protocol):
-    """uvicorn's connection with a time limit for heads, and for bodies that nobody reads any more. Other bodies and
-    answers are limited elsewhere, idle connections by uvicorn.
+    """uvicorn's connection with time limits for heads, for bodies that nobody reads any more, and for clients that do
+    not read. Other bodies are limited elsewhere, idle connections by uvicorn.
 
     It always uses the parser h11, whatever is installed: parsers differ in how they treat malformed requests.
     """
@@ -25,6 +27,10 @@ class HttpConnection(H11Protocol):
     """Runs while the client must send something."""
     _timed_state: object = None
     """State of the client in which the timer was started."""
+    _stall_timer: asyncio.TimerHandle | None = None
+    """Runs while the client leaves more unread than the buffer of the connection should hold."""
+    _num_unread = 0
+    """Bytes that were unread when the stall timer was started."""
 
     # uvicorn narrows the transport's type, as no other kind reaches it.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -37,7 +43,32 @@ class HttpConnection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_stall_timer()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        self._stop_stall_timer()
+        super().resume_writing()
+
+    def _watch_reader(self) -> None:
+        self._num_unread = self.transport.get_write_buffer_size()
+        self._stall_timer = self.loop.call_later(STALL_TIMEOUT, self._check_reader)
+
+    def _check_reader(self) -> None:
+        """Ends the connection if nothing was read since the last look. A slow reader may go on."""
+        if self.transport.get_write_buffer_size() < self._num_unread:
+            self._watch_reader()
+        else:
+            self.transport.abort()
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
 
     def _watch_client(self) -> None:
         """Starts the timer if a head is awaited, or the rest of a body that has its answer, and stops it if not.

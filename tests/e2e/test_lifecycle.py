@@ -231,6 +231,31 @@ def test_no_new_requests_while_running_ones_end(model_dir: Path):
         assert not exists(engine)
 
 
+def test_a_large_answer_is_sent_to_its_end_before_the_server_leaves(model_dir: Path):
+    # Few forward passes, and more than the buffers of a connection hold.
+    size = 500
+    body = {**SHORT, "max_tokens": size, "block_size": size, "n": 32, "tau_conf": 0, "ignore_eos": True, "logprobs": 20}
+    content = json.dumps(body).encode()
+    head = (
+        f"POST {ROUTE} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    )
+    with running("--model", str(model_dir), "--shutdown-timeout", "60") as server, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that the server cannot be rid of the answer
+        client.settimeout(60)
+        client.connect(("127.0.0.1", server.http.base_url.port))
+        client.sendall(f"{head}\r\n\r\n".encode() + content)
+        answer = client.recv(1024)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(3)
+        while piece := client.recv(2**16):
+            answer += piece
+        assert server.process.wait(timeout=10) == 0
+    fields, _, text = answer.partition(b"\r\n\r\n")
+    assert len(text) > 4 * 2**20
+    assert f"content-length: {len(text)}".encode() in fields.lower()
+    assert len(json.loads(text)["choices"]) == 32
+
+
 def test_second_interrupt_leaves_at_once(model_dir: Path):
     with running("--model", str(model_dir), "--shutdown-timeout", "60") as server:
         engine = server.engine_pid

@@ -12,6 +12,8 @@ from lopa_ascend.serve import http_connection
 from lopa_ascend.serve.http_connection import HttpConnection
 
 TIMEOUT = 0.3
+LARGE = 32 * 2**20
+"""More than the buffers of a connection hold."""
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n"
 
 Client = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -20,14 +22,17 @@ Client = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 @pytest.fixture(autouse=True)
 def _short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_connection, "HEAD_TIMEOUT", TIMEOUT)
+    monkeypatch.setattr(http_connection, "STALL_TIMEOUT", TIMEOUT)
 
 
 def against_a_server(client: Client) -> None:
-    """Connects the client to a server that answers a request with its body, and /early without reading the body."""
+    """Connects the client to a server that answers a request with its body, /early without reading the body, and
+    /large with ``LARGE`` bytes."""
 
     async def echo(scope, receive, send):
         body = b"early" if scope["path"] == "/early" else await Request(scope, receive).body()
-        await PlainTextResponse(body)(scope, receive, send)
+        answer = b"." * LARGE if scope["path"] == "/large" else body
+        await PlainTextResponse(answer)(scope, receive, send)
 
     async def run() -> None:
         config = uvicorn.Config(echo, port=0, lifespan="off", http=HttpConnection, log_level="error")
@@ -94,6 +99,25 @@ def test_a_connection_goes_on_after_an_early_answer_and_the_rest_of_its_body():
         await asyncio.sleep(TIMEOUT / 2)
         writer.write(HEAD + b"\r\ncd")
         assert (await reader.readuntil(b"\r\n\r\ncd")).startswith(b"HTTP/1.1 200")
+
+    against_a_server(client)
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_client_that_stops_reading_is_left_and_a_slow_one_is_not(stops: bool):
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        if stops:
+            await asyncio.sleep(3 * TIMEOUT)
+        num_read = 0
+        try:
+            while num_read < LARGE and (piece := await reader.read(2**20)):
+                num_read += len(piece)
+                await asyncio.sleep(TIMEOUT / 50)
+        except ConnectionError:
+            pass
+        assert (num_read < LARGE) == stops
 
     against_a_server(client)
 

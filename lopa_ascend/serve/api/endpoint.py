@@ -199,7 +199,8 @@ class Endpoint:
             return None
 
     async def answer(self, request: Request, route: Route[T]) -> Response:
-        """The answer to a request. Once a stream has begun, errors are events of the stream.
+        """The answer to a request, which generates when it is sent. Once a stream has begun, errors are events of the
+        stream.
 
         Raises:
             ApiError, ParameterError: the request cannot be answered.
@@ -214,12 +215,7 @@ class Endpoint:
         generation = self._client.submit(writer.id, choices, trace=route.diffusion)
         http_request_id = request_id(request.scope)
         run = Run(self._client, generation, arrived, lambda run: self._end(run, http_request_id))
-        if is_stream:
-            return EventStream(run, writer.encoder())
-        async with run.until_disconnect(request.receive):
-            outputs = await run.outputs()
-        # In a thread: answers of many choices, with log probabilities, are megabytes.
-        return Response(await asyncio.to_thread(encoded, writer, outputs), media_type="application/json")
+        return EventStream(run, writer.encoder()) if is_stream else WholeAnswer(run, writer)
 
     def _plan(self, raw: bytes, route: Route[T]) -> tuple[T, list[Choice], Writer]:
         """The request in a body, its choices, and what writes its answer. Raises as ``answer`` does."""
@@ -307,6 +303,37 @@ class Run:
             if progress.output is not None:
                 outputs[index] = progress.output
         return [outputs[index] for index in range(len(outputs))]
+
+
+PIECE = 64 * 2**10
+"""Bytes of a whole answer that are sent at once."""
+
+
+class WholeAnswer(Response):
+    """The answer to a request that does not stream. The run ends when all but the end of the answer has been sent, so a
+    server that shuts down waits for it.
+
+    Args:
+        run: the running generation.
+        writer: writes the answer.
+    """
+
+    media_type = "application/json"
+
+    def __init__(self, run: Run, writer: Writer):
+        super().__init__()
+        self._run, self._writer = run, writer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._run.until_disconnect(receive):
+            outputs = await self._run.outputs()
+            # In a thread: answers of many choices, with log probabilities, are megabytes.
+            body = await asyncio.to_thread(encoded, self._writer, outputs)
+            self.headers["Content-Length"] = str(len(body))
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            for start in range(0, len(body), PIECE):
+                piece, more = body[start : start + PIECE], start + PIECE < len(body)
+                await send({"type": "http.response.body", "body": piece, "more_body": more})
 
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
