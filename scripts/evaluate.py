@@ -18,8 +18,9 @@ import argparse
 import importlib.util
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def evaluate(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     names = args.tasks or of_preset or ["gsm8k"]
     counts = preset.tasks if preset else {}
     jobs = [_job(args, name, counts) for name in names if not name.startswith(FOREIGN)]
-    foreign = [_Foreign.named(args, name.removeprefix(FOREIGN), counts) for name in names if name.startswith(FOREIGN)]
+    foreign = [Foreign.named(args, name.removeprefix(FOREIGN), counts) for name in names if name.startswith(FOREIGN)]
     prompt = find_format(args.prompt or (preset.prompts[0].name if preset else CHAT.name))
     decoding = field_values(given, DECODING_FLAGS)
     decoding = preset.merged(decoding) if preset else decoding
@@ -101,7 +102,7 @@ def evaluate(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     _check_foreign(foreign)
     cut = preset is None or preset.cuts_answers
     results = _simple_evaluate(args, jobs, foreign, prompt, {**engine, **decoding}, cut=cut)
-    _report(args, results, jobs, foreign, describe_model(engine.get("model"), engine.get("lora")))
+    _report(args, results, jobs, describe_model(engine.get("model"), engine.get("lora")))
 
 
 def _job(args: argparse.Namespace, name: str, counts: Mapping[str, int]) -> Job:
@@ -114,7 +115,7 @@ def _job(args: argparse.Namespace, name: str, counts: Mapping[str, int]) -> Job:
 
 
 @dataclass(frozen=True)
-class _Foreign:
+class Foreign:
     """A task of lm-eval's own."""
 
     name: str
@@ -122,14 +123,9 @@ class _Foreign:
     """Examples in a prompt; None: as many as lm-eval chooses."""
 
     @classmethod
-    def named(cls, args: argparse.Namespace, name: str, of_preset: Mapping[str, int]) -> _Foreign:
+    def named(cls, args: argparse.Namespace, name: str, of_preset: Mapping[str, int]) -> Foreign:
         """The task of this name, with the number of examples that the arguments or the preset give."""
         return cls(name, of_preset.get(name) if args.examples is None else args.examples)
-
-    @property
-    def spec(self) -> str | dict[str, Any]:
-        """The task as lm-eval takes it."""
-        return self.name if self.num_examples is None else {"task": self.name, "num_fewshot": self.num_examples}
 
 
 def _check_installed() -> None:
@@ -137,7 +133,7 @@ def _check_installed() -> None:
         raise TaskFileError("this command needs lm-eval, which is not installed: pip install -e '.[eval]'")
 
 
-def _check_foreign(tasks: list[_Foreign]) -> None:
+def _check_foreign(tasks: list[Foreign]) -> None:
     if tasks:
         from lm_eval.tasks import TaskManager
 
@@ -159,7 +155,7 @@ def _check_writable(file: Path) -> None:
 def _simple_evaluate(
     args: argparse.Namespace,
     jobs: list[Job],
-    foreign: list[_Foreign],
+    foreign: list[Foreign],
     prompt: PromptFormat,
     options: Mapping[str, Any],
     *,
@@ -190,44 +186,66 @@ def _simple_evaluate(
         mc_num=args.mc_num,
         **options,
     )
+    evaluate = partial(
+        simple_evaluate,
+        model=lm,
+        limit=args.limit,
+        bootstrap_iters=0,
+        apply_chat_template=prompt.chat_template,
+        fewshot_as_multiturn=prompt.fewshot_as_multiturn,
+        system_instruction=prompt.system,
+    )
     with lm.llm:
-        return simple_evaluate(
-            model=lm,
-            tasks=[*configs, *(task.spec for task in foreign)],
-            limit=args.limit,
-            bootstrap_iters=0,
-            apply_chat_template=prompt.chat_template,
-            fewshot_as_multiturn=prompt.fewshot_as_multiturn,
-            system_instruction=prompt.system,
-        )
+        return merged_results(evaluate(tasks=tasks, num_fewshot=count) for count, tasks in calls(configs, foreign))
 
 
-def _report(
-    args: argparse.Namespace,
-    results: Mapping[str, Any],
-    jobs: list[Job],
-    foreign: list[_Foreign],
-    model: dict[str, Any],
-) -> None:
-    from scripts.evaluation.lm_tasks import scores_of
+def calls(configs: list[dict[str, Any]], foreign: list[Foreign]) -> list[tuple[int | None, list[Any]]]:
+    """What each call of lm-eval evaluates: a number of examples holds for all tasks of a call.
+
+    Args:
+        configs: tasks of ours, which have their examples.
+        foreign: lm-eval's own.
+
+    Returns:
+        Numbers of examples, None for each task's own, with their tasks.
+    """
+    by_count: dict[int | None, list[Any]] = {None: list(configs)}
+    for task in foreign:
+        by_count.setdefault(task.num_examples, []).append(task.name)
+    return [(count, tasks) for count, tasks in by_count.items() if tasks]
+
+
+def merged_results(found: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The scores and samples of several calls of lm-eval, by task."""
+    merged: dict[str, Any] = {"results": {}, "samples": {}}
+    for results in found:
+        for part, by_task in merged.items():
+            by_task.update(results[part])
+    return merged
+
+
+def _report(args: argparse.Namespace, results: Mapping[str, Any], jobs: list[Job], model: dict[str, Any]) -> None:
+    from scripts.evaluation.lm_tasks import PREFIX, scores_of
 
     found = {job.task.name: scores_of(results, job.task) for job in jobs}
-    for job in jobs:
-        text = ", ".join(f"{name} {value:.1f}" for name, value in found[job.task.name].items())
-        print(f"{job.task.name}: {text} ({len(job.problems)} problems, {len(job.examples)} examples)")
-    for task in foreign:
-        print(f"{task.name}: {results['results'][task.name]}")
+    # A tag or a group of lm-eval has scores under the names of its tasks.
+    others = {name: scores for name, scores in results["results"].items() if not name.startswith(PREFIX)}
     if args.out:
         content = {
             **model,
             "machine": describe_machine(),
             "scores": found,
-            "lm_eval": {task.name: results["results"][task.name] for task in foreign},
+            "lm_eval": others,
             "samples": results["samples"],
         }
         temporary = args.out.with_suffix(".tmp")
         temporary.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
         temporary.replace(args.out)
+    for job in jobs:
+        text = ", ".join(f"{name} {value:.1f}" for name, value in found[job.task.name].items())
+        print(f"{job.task.name}: {text} ({len(job.problems)} problems, {len(job.examples)} examples)")
+    for name, scores in others.items():
+        print(f"{name}: {scores}")
 
 
 if __name__ == "__main__":

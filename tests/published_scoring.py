@@ -39,8 +39,8 @@ def mbpp(problem: dict, response: str) -> float:
 
 
 def code_eval(program: str, test: str) -> float:
-    source = program + "\n" + test
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, timeout=60, check=False)
+    child = [sys.executable, "-c", "import sys; exec(sys.argv[1], {})", program + "\n" + test]
+    done = subprocess.run(child, capture_output=True, timeout=60, check=False)
     return float(done.returncode == 0)
 
 

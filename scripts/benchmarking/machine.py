@@ -7,9 +7,11 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import lopa_ascend
 from lopa_ascend import __version__
 from lopa_ascend.checkpoint.files import check_directory
 from lopa_ascend.config import EngineConfig
@@ -68,7 +70,7 @@ def _describe_examples(problems: Sequence[Problem]) -> dict[str, Any]:
 
 def describe_machine() -> dict[str, Any]:
     """The processor, the system and the versions of what runs on them."""
-    versions = {"python": platform.python_version(), "lopa_ascend": __version__}
+    versions = {"python": platform.python_version(), "lopa_ascend": f"{__version__}, sources {sources_digest()}"}
     for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
@@ -81,6 +83,20 @@ def describe_machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "versions": versions,
     }
+
+
+@cache
+def sources_digest() -> str:
+    """A digest of the code that makes figures: the engine's, and that of tasks, scores and measurements."""
+    scripts = Path(__file__).parents[1]
+    folders = [Path(lopa_ascend.__file__).parent, scripts / "evaluation", scripts / "benchmarking"]
+    digest = hashlib.sha256()
+    for folder in folders:
+        for parent, _, names in sorted(os.walk(folder, followlinks=True)):  # graph/ and parallel/ are links
+            for name in sorted(name for name in names if name.endswith((".py", ".cpp", ".h"))):
+                path = Path(parent, name)
+                digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _processor() -> str:

@@ -76,10 +76,13 @@ def measure(samples: Sequence[Sample]) -> dict[str, float | None]:
     host = _total(sample.host_seconds for sample in samples)
     found["outside_share"] = None if forward is None else 1 - forward / seconds
     found["host_share"] = None if host is None else host / seconds
-    padded = _total(sample.padded_share for sample in samples)
-    found["padded_share"] = None if padded is None else padded / len(samples)
+    padded, graph_tokens = (
+        _total(getattr(sample, name) for sample in samples) for name in ("padded_tokens", "graph_tokens")
+    )
+    found["padded_share"] = padded / graph_tokens if padded is not None and graph_tokens else None
     eager = _total(sample.eager_steps for sample in samples)
-    found["eager_share"] = None if eager is None else eager / max(1, forwards)
+    # The first forward pass of an answer computes its prompt, and counts as neither.
+    found["eager_share"] = None if eager is None else eager / max(1, forwards - len(samples))
     found["pages"] = statistics.fmean(sample.pages for sample in samples)
     found["model_tokens"] = statistics.fmean(sample.model_tokens for sample in samples)
     return {name: found[name] for name in METRICS}

@@ -152,16 +152,11 @@ def decode(llm: LLM, prompt: str | Sequence[int], params: DecodingParams) -> tup
         "forward_seconds": None if after else sum(parts.seconds.get(part, 0.0) for part in ("forward", "score")),
         "host_seconds": sum(parts.seconds.get(part, 0.0) for part in ("inputs", "absorb")) if after else None,
         "pages": pages,
-        "padded_share": _padded_share(before, after),
+        "graph_tokens": None if before is None or after is None else after.tokens - before.tokens,
+        "padded_tokens": None if before is None or after is None else after.padded_tokens - before.padded_tokens,
         "eager_steps": None if before is None or after is None else _num_eager(after) - _num_eager(before),
     }
 
 
 def _num_eager(stats: GraphStats) -> int:
     return sum(stats.eager_steps.values())
-
-
-def _padded_share(before: GraphStats | None, after: GraphStats | None) -> float | None:
-    if before is None or after is None or after.tokens == before.tokens:
-        return None
-    return (after.padded_tokens - before.padded_tokens) / (after.tokens - before.tokens)

@@ -45,8 +45,10 @@ class Sample:
     """With compiled steps: the part of ``seconds`` in which the host writes inputs and reads results."""
     pages: int
     """KV pages that the request held after its first forward pass."""
-    padded_share: float | None
-    """Share of computed tokens that no branch needed; None without compiled steps."""
+    graph_tokens: int | None
+    """Tokens that compiled steps computed; None without compiled steps."""
+    padded_tokens: int | None
+    """Those of them that no branch needed."""
     eager_steps: int | None
     """Forward passes, but for the prompt's, that no compiled step could make; None without compiled steps."""
     filled: tuple[int, ...]
@@ -100,22 +102,13 @@ class SampleFile:
             raise ParameterError("out", message) from None
 
     def _check_header(self, header: Mapping[str, Any]) -> None:
-        path, samples = self.folder / HEADER, self.folder / SAMPLES
-        has_samples = samples.exists() and samples.stat().st_size > 0
-        if not path.exists() or not has_samples:  # a run that failed at its start leaves a header alone
+        path = self.folder / HEADER
+        if not _has_samples(self.folder):
             temporary = path.with_suffix(".tmp")
             temporary.write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
             temporary.replace(path)
             return
-        found = _parts(json.loads(path.read_text(encoding="utf-8")))
-        wanted = _parts(json.loads(json.dumps(header)))
-        for name in {**found, **wanted}:
-            if found.get(name) != wanted.get(name):
-                message = (
-                    f"{self.folder} holds a benchmark whose {name} is {found.get(name)}, but this one's is "
-                    f"{wanted.get(name)}; choose another folder"
-                )
-                raise ParameterError("out", message)
+        check_header(self.folder, header)
 
     def add(self, sample: Sample) -> None:
         """Keeps a sample."""
@@ -125,6 +118,31 @@ class SampleFile:
             file.flush()
             os.fsync(file.fileno())
         self.samples[sample.identity] = sample
+
+
+def _has_samples(folder: Path) -> bool:
+    """Whether a folder has a benchmark. A run that failed at its start leaves a header alone."""
+    samples = folder / SAMPLES
+    return (folder / HEADER).exists() and samples.exists() and samples.stat().st_size > 0
+
+
+def check_header(folder: Path, header: Mapping[str, Any]) -> None:
+    """Checks that a folder has no samples of another benchmark.
+
+    Raises:
+        ParameterError: it has; the message names what differs.
+    """
+    if not _has_samples(folder):
+        return
+    found = _parts(json.loads((folder / HEADER).read_text(encoding="utf-8")))
+    wanted = _parts(json.loads(json.dumps(header)))
+    for name in {**found, **wanted}:
+        if found.get(name) != wanted.get(name):
+            message = (
+                f"{folder} holds a benchmark whose {name} is {found.get(name)}, but this one's is {wanted.get(name)}; "
+                "choose another folder"
+            )
+            raise ParameterError("out", message)
 
 
 def _parts(header: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,8 +30,28 @@ def _check_files(launch: Launch) -> Iterator[Finding]:
     unreadable = [file for file in files if not os.access(file, os.R_OK)]
     for file in unreadable:
         yield fail(f"model: {file} is not there or cannot be read", "finish its download, or let this user read it")
-    if not unreadable:
+    incomplete = [file for file in files if file not in unreadable and not _is_whole(file)]
+    for file in incomplete:
+        yield fail(f"model: {file} is not a whole safetensors file", "finish its download, with git-lfs if git made it")
+    if not unreadable and not incomplete:
         yield ok(f"model: {launch.model}")
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether a safetensors file is as long as its header says: 8 bytes with the header's length, the header, the
+    tensors. Other files are."""
+    if file.suffix != ".safetensors":
+        return True
+    with file.open("rb") as content:
+        length = int.from_bytes(content.read(8), "little")
+        if length > file.stat().st_size:  # what git-lfs leaves in place of a file is text
+            return False
+        try:
+            header = json.loads(content.read(length))
+            ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+            return 8 + length + max(ends, default=0) == file.stat().st_size
+        except (ValueError, AttributeError, TypeError, LookupError):
+            return False
 
 
 def _weights(model: Path) -> list[Path]:
@@ -39,7 +60,7 @@ def _weights(model: Path) -> list[Path]:
     if not single.exists() and not index.exists() and (model / DESCRIPTION).exists():
         single = next(iter(sorted(model.glob(MODELSLIM_WEIGHTS))), model / MODELSLIM_WEIGHTS)
         index = next(iter(sorted(model.glob(f"{MODELSLIM_WEIGHTS}.index.json"))), index)
-    if not index.exists():
+    if single.exists() or not index.exists():  # as the loader does it
         return [single]
     weight_map = read_json_object(index, ConfigError).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):

@@ -63,7 +63,7 @@ def run(program: str, *, test: str = "", timeout: float = TIMEOUT, memory: int =
     message = b"".join(len(data).to_bytes(8, "little") + data for data in (p.encode(errors="replace") for p in parts))
     with tempfile.TemporaryFile() as report, tempfile.TemporaryDirectory() as folder:
         child = subprocess.Popen(
-            [sys.executable, "-I", str(CHILD)],
+            [sys.executable, "-s", str(CHILD)],
             stdin=subprocess.PIPE,
             stdout=report,
             stderr=subprocess.DEVNULL,

@@ -50,6 +50,7 @@ REFUSED = ("antigravity", "this", "idlelib", "turtledemo")
 
 
 def main() -> None:
+    sys.path.pop(0)  # the folder of this file
     token, timeout, memory, program, test = (_read_text() for _ in range(5))
     report = os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
@@ -63,9 +64,10 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001  # reported to the process that started this one
         _finish(report, f"no sandbox {token}\n{error!r}")
     try:
-        namespace: dict[str, object] = {"__name__": "__main__"}
-        exec(compile(program, "<program>", "exec"), namespace)
-        exec(compile(test, "<test>", "exec"), namespace)
+        # Without a __name__, as the published code_eval runs programs, and without this file's __future__ imports.
+        namespace: dict[str, object] = {}
+        exec(compile(program, "<program>", "exec", dont_inherit=True), namespace)
+        exec(compile(test, "<test>", "exec", dont_inherit=True), namespace)
     except BaseException as error:  # noqa: BLE001  # whatever a program raises, SystemExit as well
         text = f"{type(error).__name__}: {error}".split("\n")[0][:500]
         _finish(report, f"failed {token}\n{text}")

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lopa_ascend.config import DecodingParams, EngineConfig
+from lopa_ascend.checkpoint.files import CheckpointError, check_directory
+from lopa_ascend.config import ConfigError, DecodingParams, EngineConfig
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.serve.flags import graph_settings
 from scripts.benchmarking.machine import describe_benchmark
 from scripts.benchmarking.report import Result, results
 from scripts.benchmarking.run import Plan, run
-from scripts.benchmarking.samples import SampleFile
+from scripts.benchmarking.samples import SampleFile, check_header
 from scripts.benchmarking.settings import Setting
 from scripts.checks.npu import num_npus
 from scripts.evaluation.files import TaskFile, TaskFileError, check_runnable, read_examples, read_problems
@@ -100,15 +102,21 @@ class TableRun:
 
         Raises:
             TaskFileError: a task file that a row needs cannot be used.
-            ParameterError: a decoding parameter is not allowed.
+            ParameterError: a decoding parameter is not allowed, or the folder of a row has samples of something else.
         """
-        return {row: self._plan(row) for row in rows}
+        plans = {row: self._plan(row) for row in rows}
+        for row, plan in plans.items():
+            if not plan.skipped:
+                check_header(self._out / row.name, self._header(row, plan))
+        return plans
 
     def _plan(self, row: Row) -> RowPlan:
         options, task = self._options, TASKS[row.task]
         checkpoint = self._checkpoints.get(row.model)
         if checkpoint is None:
             return RowPlan(skipped=f"no --checkpoint {row.model}=DIR")
+        if problem := problem_of(checkpoint):
+            return RowPlan(skipped=problem)
         launch = row.preset.launch
         ranks = launch.tensor_parallel_size * launch.branch_parallel_size if row.is_distributed else 1
         available = num_devices(options.engine.get("device", "cpu"))
@@ -154,25 +162,32 @@ class TableRun:
         assert plan.engine is not None
         assert plan.setting is not None
         assert plan.tasks is not None
-        config = EngineConfig(**plan.engine)
         problems = plan.tasks.problems[: self._options.limit]
-        examples, cut = {row.task: plan.examples}, row.preset.cuts_answers
-        header = describe_benchmark(config, plan.tasks, self._options.limit, plan.prompt, examples, cut=cut)
-        file = SampleFile(self._out / row.name, {**header, "setting": plan.setting.key})
+        file = SampleFile(self._out / row.name, self._header(row, plan))
         work = Plan(
             settings=[plan.setting],
             problems=problems,
-            examples=examples,
+            examples={row.task: plan.examples},
             runs=self._options.runs,
             warmup=1,
-            cut=cut,
+            cut=row.preset.cuts_answers,
         )
         if work.missing(file):
             llm = self._load(dict(plan.engine))
             assert llm.tokenizer is not None
             run(llm, PromptMaker(find_format(plan.prompt), llm.tokenizer), work, file)
         (result,) = results([plan.setting], file, len(problems))
-        return RowOutcome(result, self._ran_on(config))
+        return RowOutcome(result, self._ran_on(EngineConfig(**plan.engine)))
+
+    def _header(self, row: Row, plan: RowPlan) -> dict[str, Any]:
+        """What must be the same in all samples of a row."""
+        assert plan.engine is not None
+        assert plan.setting is not None
+        assert plan.tasks is not None
+        examples, cut = {row.task: plan.examples}, row.preset.cuts_answers
+        config = EngineConfig(**plan.engine)
+        header = describe_benchmark(config, plan.tasks, self._options.limit, plan.prompt, examples, cut=cut)
+        return {**header, "setting": plan.setting.key}
 
     def _load(self, engine: dict[str, Any]) -> LLM:
         """The model of these settings, in place of the one before it."""
@@ -187,6 +202,21 @@ class TableRun:
         model = "bundled model" if config.model is None else Path(config.model).name
         ranks = f"tp {config.tensor_parallel_size} x bp {config.branch_parallel_size}"
         return f"{model}, {config.device}, {number_format(config)}, {ranks}"
+
+
+@cache
+def problem_of(checkpoint: Checkpoint) -> str:
+    """Why a checkpoint cannot be loaded, as far as its files say without reading weights; empty if it can."""
+    from lopa_ascend.checkpoint import open_checkpoint  # imports torch, which takes seconds
+
+    try:
+        if checkpoint.model is not None:
+            open_checkpoint(checkpoint.model)
+        if checkpoint.adapter is not None:
+            check_directory(Path(checkpoint.adapter))
+    except (CheckpointError, ConfigError) as error:
+        return str(error)
+    return ""
 
 
 def number_format(config: EngineConfig) -> str:

@@ -93,6 +93,22 @@ def test_rows_that_cannot_run_say_why(tmp_path: Path, monkeypatch: pytest.Monkey
     paper_tables.main(["table1", "--rows", "^D2F.*LoPA-gsm8k", "--out", str(tmp_path / "b"), *checkpoint, *SMALL])
     assert {row["skipped"] for row in read_csv(tmp_path / "b")} == {"no --checkpoint D2F-Dream=DIR"}
     assert "| none | " not in (tmp_path / "b" / "table.md").read_text()
+    missing = ["--checkpoint", f"D2F-Dream={tmp_path / 'missing'}"]
+    paper_tables.main(["table1", "--rows", "^D2F.*LoPA-gsm8k", "--out", str(tmp_path / "c"), *missing, *SMALL])
+    (reason,) = {row["skipped"] for row in read_csv(tmp_path / "c")}
+    assert str(tmp_path / "missing") in reason
+
+
+def test_a_folder_of_something_else_is_refused_before_any_row_runs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    def refuse(*_: object) -> None:
+        raise AssertionError("the command is refused before a model is loaded")
+
+    monkeypatch.setattr("lopa_ascend.LLM", refuse, raising=False)
+    with pytest.raises(SystemExit):
+        paper_tables.main(["table1", "--out", str(folder), *SMALL, "--limit", "1"])
+    assert "problems.limit" in capsys.readouterr().err
 
 
 def test_every_row_can_run_on_16_npus(monkeypatch: pytest.MonkeyPatch):

@@ -30,7 +30,8 @@ GOOD = '{"question": "1 + 1?", "answer": "#### 2"}'
 SAMPLE = Sample(
     setting="a", run=0, index=0, task="problems", text="#### 2", visible_tokens=30, opened_tokens=64, num_forwards=7,
     model_tokens=300, seconds=3.0, first_seconds=1.0, forward_seconds=2.4, host_seconds=None, pages=2,
-    padded_share=None, eager_steps=None, filled=(20, 10), scores={"exact": 1.0, "loose": 0.0}, metric="exact",
+    graph_tokens=None, padded_tokens=None, eager_steps=None, filled=(20, 10),
+    scores={"exact": 1.0, "loose": 0.0}, metric="exact",
 )  # fmt: skip
 
 # ---- task files ------------------------------------------------------------------------------------------------------
@@ -291,6 +292,13 @@ def test_runs_are_shown_by_their_median_and_extremes():
     assert over_runs(runs)["padded_share"] is None
 
 
+def test_the_padded_share_is_that_of_all_tokens():
+    short, long = (0, 0), (400, 40)
+    found = [replace(SAMPLE, graph_tokens=tokens, padded_tokens=padded) for tokens, padded in (short, (20, 16), long)]
+    assert measure(found)["padded_share"] == 56 / 420
+    assert measure(found[:1])["padded_share"] is None
+
+
 def test_aup_is_the_weighted_area_of_the_curve():
     def weight(score: float) -> float:
         return min(math.exp(-3 * (1 - score / 80)), 1)
@@ -346,7 +354,7 @@ def test_a_figure_of_branches_has_one_group_of_settings(tmp_path: Path):
 def test_passes_that_no_graph_made_are_shown(tmp_path: Path):
     settings = swept(["block_size=8,32"], {})
     file = SampleFile(tmp_path, {})
-    for setting, eager in zip(settings, (0, 7), strict=True):
+    for setting, eager in zip(settings, (0, SAMPLE.num_forwards - 1), strict=True):  # the prompt's pass is none of them
         file.add(replace(SAMPLE, setting=setting.key, eager_steps=eager))
     lines = markdown(results(settings, file, 1)).splitlines()
     assert "| eager steps |" in lines[0]

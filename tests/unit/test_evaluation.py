@@ -1,5 +1,7 @@
 """The evaluation's prompts and scores, and the sandbox that runs generated programs."""
 
+import argparse
+import json
 import sys
 import time
 from copy import copy
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from lopa_ascend.config import ParameterError
 from lopa_ascend.config.presets import find_preset
 from scripts import evaluate
+from scripts.evaluate import Foreign
 from scripts.evaluation import latex, sandbox, scoring
 from scripts.evaluation.files import DATA, TaskFileError, check_runnable, read_examples, read_problems
 from scripts.evaluation.prompts import CHAT, PLAIN, PromptMaker, find_format
@@ -34,6 +37,15 @@ def test_a_program_passes_when_it_and_its_test_run_to_their_end():
     wrong = sandbox.run("def add(a, b): return a - b", test="assert add(1, 2) == 3, 'no sum'")
     assert (wrong.passed, wrong.reason) == (False, "AssertionError: no sum")
     assert "SyntaxError" in sandbox.run("def f(:").reason
+
+
+def test_programs_run_as_in_the_published_evaluations():
+    forgotten_import = sandbox.run(
+        "def total(xs: List[int]) -> int:\n    return sum(xs)", test="assert total([1]) == 1"
+    )
+    assert forgotten_import.reason == "NameError: name 'List' is not defined"
+    assert sandbox.run("if __name__ == '__main__':\n    raise ValueError").passed
+    assert sandbox.run("import sys\nassert not sys.flags.hash_randomization").passed
 
 
 @linux
@@ -96,6 +108,7 @@ def test_the_standard_library_can_be_imported_and_no_other():
     )
     assert sandbox.run(program).passed
     assert not sandbox.run("import lopa_ascend").passed
+    assert not sandbox.run("import latex").passed, "the folder of the sandbox is not on the path"
     assert sandbox.run("import os\nassert not [name for name in os.environ if 'PATH' in name]").passed
 
 
@@ -285,9 +298,26 @@ def test_the_task_of_a_preset_may_be_one_of_lm_eval(monkeypatch: pytest.MonkeyPa
         evaluate.main(["lm_eval:arc_easy"])
     with pytest.raises(SystemExit, match="evaluated"):
         evaluate.main(["lm_eval:arc_easy", "--examples", "3"])
-    with_examples, plain, three = (task.spec for task in asked)
-    assert with_examples == {"task": "gsm8k_cot", "num_fewshot": find_preset("d2f-gsm8k").tasks["gsm8k_cot"]}
-    assert (plain, three) == ("arc_easy", {"task": "arc_easy", "num_fewshot": 3})
+    num_examples = find_preset("d2f-gsm8k").tasks["gsm8k_cot"]
+    assert asked == [Foreign("gsm8k_cot", num_examples), Foreign("arc_easy", None), Foreign("arc_easy", 3)]
+
+
+def test_tasks_of_lm_eval_with_as_many_examples_share_a_call():
+    ours = {"task": "lopa_gsm8k"}
+    foreign = [Foreign("a", 3), Foreign("b", None), Foreign("c", 3), Foreign("d", 0)]
+    assert evaluate.calls([ours], foreign) == [(None, [ours, "b"]), (3, ["a", "c"]), (0, ["d"])]
+    assert evaluate.calls([], [Foreign("a", 3)]) == [(3, ["a"])]
+
+
+def test_results_of_a_tag_are_those_of_its_tasks(tmp_path: Path, capsys):
+    one = {"results": {"cola": {"mcc,none": 0.5}}, "samples": {"cola": [1]}}
+    two = {"results": {"mnli": {"acc,none": 0.25}}, "samples": {"mnli": [2]}}
+    args = argparse.Namespace(out=tmp_path / "scores.json")
+    evaluate._report(args, evaluate.merged_results([one, two]), [], {"model": "m"})
+    found = json.loads(args.out.read_text())
+    assert found["lm_eval"] == {"cola": {"mcc,none": 0.5}, "mnli": {"acc,none": 0.25}}
+    assert found["samples"] == {"cola": [1], "mnli": [2]}
+    assert "mnli" in capsys.readouterr().out
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_evaluation(tmp_path: Path, capsys):

@@ -12,10 +12,13 @@ from lopa_ascend.demo import DEMO_MODEL
 from scripts.checks.launch import Launch
 from scripts.checks.model import check_model
 
+NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
+"""A whole safetensors file."""
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A Dream of 28 heads with weights in two files, which are empty: the checks only ask whether they are there."""
+    """A Dream of 28 heads with weights in two files, which hold no tensors: the checks do not look for any."""
     path = tmp_path / "model"
     path.mkdir()
     config = json.loads((DEMO_MODEL / "config.json").read_text())
@@ -24,7 +27,7 @@ def model(tmp_path: Path) -> Path:
     weight_map = {"a": "model-00001.safetensors", "b": "model-00002.safetensors"}
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     for file in weight_map.values():
-        (path / file).touch()
+        (path / file).write_bytes(NO_TENSORS)
     return path
 
 
@@ -74,6 +77,31 @@ def test_a_model_that_is_not_whole(model: Path, file: str, content: str | None, 
     assert found.startswith("FAIL  model: " + line.replace("{}", str(model)))
 
 
+def test_a_single_file_counts_where_there_is_an_index_too(model: Path):
+    """As the server loads it: an index may be left over from before its files were joined."""
+    (model / "model.safetensors").write_bytes(NO_TENSORS)
+    (model / "model-00001.safetensors").unlink()
+    assert model_findings(model)[0] == f"ok    model: {model}"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4976698592\n",
+        NO_TENSORS + b".",
+        NO_TENSORS[:-1],
+        (2).to_bytes(8, "little") + b"[]",
+        (58).to_bytes(8, "little") + b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'[:58] + b"1234567",
+    ],
+)
+def test_a_file_that_is_not_whole(model: Path, content: bytes):
+    file = model / "model-00002.safetensors"
+    file.write_bytes(content)
+    remedy = "finish its download, with git-lfs if git made it"
+    assert model_findings(model)[0] == f"FAIL  model: {file} is not a whole safetensors file; {remedy}"
+
+
 def test_a_model_that_tp_does_not_split(model: Path):
     reason = "tp 7 does not split a model with 28 query and 4 KV heads; choose --tp from 1, 2, 4"
     assert model_findings(model, tp=7) == [f"ok    model: {model}", f"FAIL  model: {reason}"]
@@ -92,5 +120,5 @@ def test_an_adapter_that_is_not_there(model: Path, tmp_path: Path):
     missing = [f"FAIL  model: {tmp_path / name} is not there or cannot be read; {DOWNLOAD}" for name in names]
     assert model_findings(model, lora_path=tmp_path)[:-1] == missing
     for name in names:
-        (tmp_path / name).touch()
+        (tmp_path / name).write_bytes(NO_TENSORS)
     assert model_findings(model, lora_path=tmp_path)[0] == f"ok    model: {model}"
