@@ -131,6 +131,11 @@ class Runner:
         if sequence.plan is None:
             return None
         exact = self.eager.placement.demand(sequence.plan)
-        if sequence.request.params.follows_load:  # counted without lookahead branches, which only get what room is left
-            exact = replace(exact, num_computed=self.eager.placement.costs(sequence.plan)[0])
+        if sequence.request.params.follows_load:
+            # Counted without lookahead branches, which only get what room is left. Where some are dropped, the anchor
+            # takes the slot of the first of them.
+            num_computed = self.eager.placement.costs(sequence.plan)[0]
+            anchor_end = sequence.plan.rows[-1].end
+            slot_ends = tuple(end and max(end, anchor_end) for end in exact.slot_ends)
+            exact = replace(exact, num_computed=num_computed, slot_ends=slot_ends)
         return exact if self.graphs is None else self.graphs.demand(sequence, exact)

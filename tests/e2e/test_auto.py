@@ -68,6 +68,27 @@ def test_exact_tokens_are_those_of_d2f_at_any_load(path: str) -> None:
     assert not loaded.stats().pages_in_use
 
 
+def test_the_anchor_has_room_in_the_slot_of_a_branch_that_is_dropped(path: str) -> None:
+    """A draft that ends the answer opens no block, so its row ends before the anchor's, here on an earlier page."""
+    loaded = engine(path, StepCosts([(1, 1.0), (2000, 2000.0)]))  # no branch pays
+    rng = random.Random(6)
+    for index in range(5):
+        params = DecodingParams(
+            num_branches="auto",
+            branch_acceptance=rng.choice(["exact", "verified"]),
+            max_auto_branches=3,
+            block_size=32,
+            max_new_tokens=64,
+            tau_conf=rng.choice([0.1, 0.2, 0.3]),
+            eos_token_id=tuple(rng.sample(range(4, 300), 60)),
+            window_attention=rng.choice(["block_causal", "full"]),
+        )
+        prompt = [rng.randrange(4, 200) for _ in range(rng.choice([80, 90, 96]))]
+        (output,) = run(loaded, [(prompt, params)])
+        assert output.finish_reason in ("stop", "length"), index
+        assert {len(record.branches) for record in output.trace or ()} == {1}
+
+
 def test_a_published_request_does_not_notice_its_neighbours(path: str) -> None:
     own_state = auto_requests(2, 5)
     whole = [replace(params, base="parallel", window_attention="full") for _, params in auto_requests(3, 3)]
