@@ -26,6 +26,7 @@ from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.kv.prefix_cache import PrefixCache
 from lopa_ascend.model.base import Model
 from lopa_ascend.parallel.agreement import Agreement
+from lopa_ascend.parallel.collectives import RankError
 from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.runner.eager import EagerExecutor
 from lopa_ascend.runner.runner import Runner
@@ -213,14 +214,23 @@ class Engine:
         start = time.perf_counter()
         try:
             result = self.runner.step(plan, self.scheduler.running)
-        except BaseException:  # Ctrl-C, for example
+        except BaseException as error:  # Ctrl-C, for example
             self._interrupted = tuple(self.scheduler.running)
             if self.scheduler.prefix_cache is not None:
                 self.scheduler.prefix_cache.clear()  # the plan's copies into its pages may not have been made
+            self._explain(error)
             raise
         self._forward_seconds = time.perf_counter() - start
         self._agreement.record_step(plan, result)
         return [self._update(sequence) for sequence in result.sequences]
+
+    def _explain(self, error: BaseException) -> None:
+        """Raises RankError in place of what a compiled step raises when an exchange in it fails because of another
+        rank. Other exchanges raise RankError themselves."""
+        if isinstance(error, RuntimeError) and not isinstance(error, RankError) and self.mesh.world.size > 1:
+            reason = self.mesh.world.explain()
+            if reason is not None:
+                raise RankError(f"a step failed: {reason}") from error
 
     def _fail_interrupted(self) -> list[Update]:
         """Ends the requests that ran when a step was interrupted: it may have updated them in part."""

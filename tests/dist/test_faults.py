@@ -222,6 +222,23 @@ try:
 except RankError:
     print(json.dumps(followers()))
 """
+# Prints the errors of the call in which the ranks differ, and of the next one.
+DIFFERENT = """
+from lopa_ascend.engine.engine import Engine
+llm, errors = LLM(tensor_parallel_size=2, distributed_timeout_seconds=4, kv_cache_memory=KV_MEMORY), []
+
+def differ(engine):
+    raise RankError("rank 1 differs from rank 0")
+
+Engine.step = differ
+for _ in range(2):
+    try:
+        generate(llm, 8)
+    except RankError as error:
+        errors.append(str(error))
+llm.close()
+print(json.dumps([errors, followers()]))
+"""
 ENDS = """
 llm = LLM(branch_parallel_size=2, kv_cache_memory=KV_MEMORY)
 print("begins", flush=True)
@@ -243,6 +260,14 @@ def test_engines_one_after_another() -> None:
     assert stopped[2] < 8
     assert [engine[3] for engine in (closed, killed, stopped)] == [[], [], []]
     assert closed[0] == killed[0] == stopped[0]
+
+
+def test_an_engine_that_has_failed_goes_on_saying_why() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", START + DIFFERENT], stdout=subprocess.PIPE, text=True, timeout=ranks.TIMEOUT
+    )
+    why = "rank 1 differs from rank 0"
+    assert json.loads(result.stdout) == [[why, f"this engine has ended: {why}"], []]
 
 
 def test_an_engine_that_another_thread_closes_ends_between_two_steps() -> None:

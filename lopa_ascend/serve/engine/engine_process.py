@@ -126,7 +126,12 @@ def run(endpoint: str) -> int:
     connection = _Connection(socket)
     try:
         if (engine := _load(connection)) is not None:
-            _serve(engine, connection)
+            from lopa_ascend.parallel.collectives import RankError  # torch is loaded by now
+
+            try:
+                _serve(engine, connection)
+            except RankError as error:
+                exit_rank(str(error))  # it names the rank that has failed; a traceback of this one would say no more
         return 1
     finally:
         socket.close(linger=LAST_MESSAGE_TIMEOUT)
