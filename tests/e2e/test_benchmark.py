@@ -89,7 +89,7 @@ def test_with_compiled_steps_the_hosts_work_and_padding_are_measured(tmp_path: P
     (line,) = [json.loads(line) for line in (tmp_path / SAMPLES).read_text().splitlines()]
     assert line["forward_seconds"] is None
     assert 0 < line["host_seconds"] < line["seconds"]
-    assert 0 < line["padded_share"] < 1
+    assert 0 < line["padded_tokens"] < line["graph_tokens"]
     with (tmp_path / "results.csv").open() as file:
         (row,) = csv.DictReader(file)
     assert row["outside_share"] == ""

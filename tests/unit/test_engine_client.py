@@ -90,17 +90,16 @@ def test_a_request_that_waits_keeps_no_fields_without_effect():
             intake = Intake(10**6, 10**6, Workers(1))
             planner = Planner(client.prompts, LIMITS, {}, 1, 1, None)
             endpoint = Endpoint(client, planner, intake, Metrics(client, "m", intake), "m", ServeConfig())
-            answering = asyncio.create_task(endpoint.answer(request, replace(COMPLETIONS, parse=parse)))
+            response = await endpoint.answer(request, replace(COMPLETIONS, parse=parse))
             await engines.recv()
             for _ in range(500):  # the thread that parsed the body lets go of it in its own time
                 if parsed[0]() is None:
                     break
                 await asyncio.sleep(0.01)
             assert [asked() for asked in parsed] == [None]
-            assert not answering.done()
             messages.put_nowait({"type": "http.disconnect"})
             with pytest.raises(ClientDisconnect):
-                await answering
+                await response(scope, messages.get, messages.put)
             await intake.workers.close()
 
     asyncio.run(run())

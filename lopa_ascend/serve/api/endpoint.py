@@ -210,12 +210,11 @@ class Endpoint:
         asked, choices, writer = await self._intake.take(request, lambda raw: self._plan(raw, route))
         if self._log_texts:
             log_line(event="received", id=writer.id, body=asked.model_dump(exclude_none=True))
-        is_stream = route.diffusion or bool(asked.stream)
-        del asked  # its fields without effect may hold megabytes, while the request waits and runs
         generation = self._client.submit(writer.id, choices, trace=route.diffusion)
         http_request_id = request_id(request.scope)
         run = Run(self._client, generation, arrived, lambda run: self._end(run, http_request_id))
-        return EventStream(run, writer.encoder()) if is_stream else WholeAnswer(run, writer)
+        # Neither keeps ``asked``, whose fields without effect may have megabytes, while the request waits and runs.
+        return EventStream(run, writer.encoder()) if route.diffusion or asked.stream else WholeAnswer(run, writer)
 
     def _plan(self, raw: bytes, route: Route[T]) -> tuple[T, list[Choice], Writer]:
         """The request in a body, its choices, and what writes its answer. Raises as ``answer`` does."""
