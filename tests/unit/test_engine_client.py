@@ -3,7 +3,7 @@
 import asyncio
 import json
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -70,6 +70,10 @@ def test_the_engine_gets_no_stop_strings():
         assert (message["params"]["stop"], message["params"]["max_new_tokens"]) == ([], 7)
 
 
+async def send_nothing(message: MutableMapping[str, Any]) -> None:
+    raise AssertionError(message)
+
+
 def test_a_request_that_waits_keeps_no_fields_without_effect():
     """Thousands may wait, each with a body of megabytes."""
     parsed: list[weakref.ref[CompletionRequest]] = []
@@ -99,7 +103,7 @@ def test_a_request_that_waits_keeps_no_fields_without_effect():
             assert [asked() for asked in parsed] == [None]
             messages.put_nowait({"type": "http.disconnect"})
             with pytest.raises(ClientDisconnect):
-                await response(scope, messages.get, messages.put)
+                await response(scope, messages.get, send_nothing)
             await intake.workers.close()
 
     asyncio.run(run())
