@@ -119,10 +119,11 @@ def _leave_out_conflicts(usable: dict[str, Any], asked: Mapping[str, Any]) -> No
 
 
 def _conflicts(params: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Pairs of parameters whose values do not go together, but for those that ``NEEDS`` has.
+    """Pairs of parameters whose values contradict each other. ``NEEDS`` has further such pairs.
 
     Args:
-        params: parameters by name, unchecked; where one is missing it has a value that goes with all others.
+        params: parameters by name, whose values were not checked yet. The default of each parameter that is missing
+            contradicts nothing.
     """
     are_tokens = params.get("branch_candidates") == "tokens"
     is_exact = params.get("branch_acceptance") == "exact"

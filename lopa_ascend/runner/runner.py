@@ -136,6 +136,6 @@ class Runner:
             # takes the slot of the first of them.
             num_computed = self.eager.placement.costs(sequence.plan)[0]
             anchor_end = sequence.plan.rows[-1].end
-            slot_ends = tuple(end and max(end, anchor_end) for end in exact.slot_ends)
+            slot_ends = tuple(max(end, anchor_end) if end else 0 for end in exact.slot_ends)
             exact = replace(exact, num_computed=num_computed, slot_ends=slot_ends)
         return exact if self.graphs is None else self.graphs.demand(sequence, exact)

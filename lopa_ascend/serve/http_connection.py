@@ -1,5 +1,4 @@
-"""A connection of the HTTP server whose client must send the head of a request within a time, and the rest of a body
-that was answered before its end, and must go on reading its answers."""
+"""A connection of the HTTP server, which ends if its client keeps the server waiting for too long."""
 
 from __future__ import annotations
 
@@ -17,8 +16,13 @@ LATE = b"the head of the request did not arrive in time"
 
 
 class HttpConnection(H11Protocol):
-    """uvicorn's connection with time limits for heads, for bodies that nobody reads any more, and for clients that do
-    not read. Other bodies are limited elsewhere, idle connections by uvicorn.
+    """uvicorn's connection with three time limits for what the client has to do:
+
+    - send the head of a request;
+    - send the rest of a body after the answer, if the request was answered before all of its body had come;
+    - read its answers.
+
+    ``serve/api/intake.py`` limits the time for all other bodies, and uvicorn that of idle connections.
 
     It always uses the parser h11, whatever is installed: parsers differ in how they treat malformed requests.
     """
@@ -77,9 +81,10 @@ class HttpConnection(H11Protocol):
         is_awaited = state is h11.IDLE or (state is h11.SEND_BODY and self.conn.our_state is h11.DONE)
         if not is_awaited or self.timeout_keep_alive_task is not None or state is not self._timed_state:
             self._stop_timer()
-        if is_awaited and self.timeout_keep_alive_task is None and self._timer is None:
-            if not self.transport.is_closing():
-                self._timer, self._timed_state = self.loop.call_later(HEAD_TIMEOUT, self._on_timeout), state
+        if not is_awaited or self.timeout_keep_alive_task is not None or self.transport.is_closing():
+            return
+        if self._timer is None:
+            self._timer, self._timed_state = self.loop.call_later(HEAD_TIMEOUT, self._on_timeout), state
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

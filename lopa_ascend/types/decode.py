@@ -137,6 +137,10 @@ class StepRecord:
     """Rows of logits that this rank computed for the request."""
 
     def canvas_positions(self, prompt_length: int) -> int:
-        """Positions of the answer in the rows of all branches. Each row counts as long as the winner's."""
+        """Positions of the answer that all branches have in this pass. Each branch counts as many as the winner has.
+
+        Args:
+            prompt_length: tokens of the prompt, which are no part of the answer.
+        """
         start, end = self.span
         return len(self.branches) * (end - max(start, prompt_length))

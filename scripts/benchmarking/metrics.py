@@ -76,9 +76,8 @@ def measure(samples: Sequence[Sample]) -> dict[str, float | None]:
     host = _total(sample.host_seconds for sample in samples)
     found["outside_share"] = None if forward is None else 1 - forward / seconds
     found["host_share"] = None if host is None else host / seconds
-    padded, graph_tokens = (
-        _total(getattr(sample, name) for sample in samples) for name in ("padded_tokens", "graph_tokens")
-    )
+    padded = _total(sample.padded_tokens for sample in samples)
+    graph_tokens = _total(sample.graph_tokens for sample in samples)
     found["padded_share"] = padded / graph_tokens if padded is not None and graph_tokens else None
     eager = _total(sample.eager_steps for sample in samples)
     # The first forward pass of an answer computes its prompt, and counts as neither.
