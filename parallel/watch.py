@@ -37,6 +37,8 @@ GREETING_TIMEOUT = 5.0
 """Seconds in which a new connection must have sent the token and its rank."""
 MAX_LINE = 1024
 """Bytes of the longest line that a rank sends."""
+MAX_FAILURE = 250
+"""Characters of the longest failure that ``close`` sends: they fit into a line, at four bytes each."""
 
 _BEAT, _BYE, _FAILED = b"", b"bye", b"failed "
 
@@ -188,10 +190,12 @@ class ProcessWatch:
         """Ends the watch. Does nothing the second time; a failure that was seen before is still reported.
 
         Args:
-            failure: why this rank leaves, for which the others end too; None for a goodbye.
+            failure: why this rank leaves, for which the others end too; None for a goodbye. The others hear its first
+                ``MAX_FAILURE`` characters, in one line.
         """
         if failure is not None:
-            self._last_words = _FAILED + failure.encode()
+            one_line = " ".join(failure.split())
+            self._last_words = _FAILED + one_line[:MAX_FAILURE].encode()
         self._close.close()
         self._ended.wait(BEAT_INTERVAL)  # in a forked child there is no thread to wait for
 

@@ -40,7 +40,11 @@ def run(config: EngineConfig) -> int:
     try:
         follow(engine)
     except RankError as error:
+        mesh.close(str(error))  # the others must not take this rank for the one that has failed
         exit_rank(str(error))  # it names the rank that has ended; a traceback of this one would say no more
+    except Exception as error:
+        mesh.close(f"{type(error).__name__}: {error}")
+        raise
     mesh.close()
     return 0
 

@@ -239,6 +239,16 @@ for _ in range(2):
 llm.close()
 print(json.dumps([errors, followers()]))
 """
+REFUSED_BY_A_FOLLOWER = """
+from lopa_ascend.engine.commands import Generate
+llm = LLM(tensor_parallel_size=2, kv_cache_memory=KV_MEMORY)
+llm.engine._outbox.append(Generate("no prompt", [], DecodingParams(), False))
+try:
+    generate(llm, 8)
+except RankError as error:
+    print(error)
+llm.close()
+"""
 ENDS = """
 llm = LLM(branch_parallel_size=2, kv_cache_memory=KV_MEMORY)
 print("begins", flush=True)
@@ -268,6 +278,15 @@ def test_an_engine_that_has_failed_goes_on_saying_why() -> None:
     )
     why = "rank 1 differs from rank 0"
     assert json.loads(result.stdout) == [[why, f"this engine has ended: {why}"], []]
+
+
+def test_a_follower_that_cannot_go_on_says_why() -> None:
+    """It is sent a request without a prompt, which rank 0 would have refused before it sends it."""
+    result = subprocess.run(
+        [sys.executable, "-c", START + REFUSED_BY_A_FOLLOWER], capture_output=True, text=True, timeout=ranks.TIMEOUT
+    )
+    assert "rank 1 (bp 0, tp 1) has left: ZeroDivisionError: division by zero" in result.stdout
+    assert "ZeroDivisionError" in result.stderr  # the traceback of rank 1
 
 
 def test_an_engine_that_another_thread_closes_ends_between_two_steps() -> None:

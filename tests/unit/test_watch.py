@@ -281,12 +281,20 @@ def test_a_failure_is_told_once(group: Group) -> None:
     assert message in ("rank 1 has ended", "rank 2 has ended")
 
 
-def test_a_rank_that_leaves_for_a_failure_says_which() -> None:
+@pytest.mark.parametrize(
+    ("failure", "heard_as"),
+    [
+        ("rank 1 has left: ValueError", "rank 1 has left: ValueError"),
+        ("out of memory\n  tried 2 GiB\n", "out of memory tried 2 GiB"),
+        ("\N{FISH CAKE WITH SWIRL DESIGN}" * 2000, "\N{FISH CAKE WITH SWIRL DESIGN}" * 250),  # four bytes each
+    ],
+)
+def test_a_rank_that_leaves_for_a_failure_says_which(failure: str, heard_as: str) -> None:
     heard: list[queue.Queue[str]] = [queue.Queue() for _ in range(3)]
     leader = ProcessWatch.listen(3, 60, heard[0].put, HOST)
     followers = [ProcessWatch.connect(HOST, leader.port, leader.token, rank, 60, heard[rank].put) for rank in (1, 2)]
-    followers[0].close("rank 1 has left: ValueError")
-    assert [heard[rank].get(timeout=2) for rank in (0, 2)] == 2 * ["rank 1 has left: ValueError"]
+    followers[0].close(failure)
+    assert [heard[rank].get(timeout=2) for rank in (0, 2)] == 2 * [heard_as]
     for each in (leader, *followers):
         each.close()
     assert all(queue.empty() for queue in heard)
