@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lopa_ascend.config.npu_versions import can_run
+from lopa_ascend.demo import DEMO_MODEL
 from scripts.checks.launch import Finding, Launch
 from scripts.checks.network import check_network
 from scripts.checks.npu import (
@@ -309,6 +310,14 @@ def test_ports(tmp_path: Path):
         assert told(check_network(other_node, tmp_path)) == []
     (not_ours,) = told(check_network(replace(launch, replicas=1, host="192.0.2.1"), tmp_path))[:1]
     assert not_ours.startswith(f"FAIL  network: cannot listen on 192.0.2.1:{free} (")
+
+
+def test_the_checks_need_no_installed_package():
+    """The launch scripts run them by the machine's own interpreter, before there is an environment (-S: without one)."""
+    command = [sys.executable, "-S", "scripts/preflight.py", *"--device cpu --tp 2 --bp 2".split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    assert f"ok    model: {DEMO_MODEL}" in done.stdout.splitlines()
 
 
 def test_the_checks_bring_no_torch():
