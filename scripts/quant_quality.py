@@ -5,9 +5,10 @@
     python -m scripts.quant_quality table                                exact answers and TPF, on 500 held-out problems
     python -m scripts.quant_quality planted                              a layer of 7B width with outliers in it
 
-"layers" decodes the prompts (lopa, k = 3) with float32 weights, and computes each linear layer in W8A8 as well, from
-the same inputs; so positions are masked as they are in use. Worst layers come first. Columns, as root mean squares over
-all outputs, divided by that of the layer's product in float32:
+"layers" decodes the prompts (lopa, k = 3, in the blocks that the checkpoint recommends) with float32 weights, and
+computes each linear layer in W8A8 as well, from the same inputs; so positions are masked as they are in use. For a
+Dream without a D2F adapter give --base parallel, as for the server. Worst layers come first. Columns, as root mean
+squares over all outputs, divided by that of the layer's product in float32:
 
   error          of the layer in W8A8
   weights        with int8 weights and float activations
@@ -34,6 +35,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.config.help import HelpFormatter
+from lopa_ascend.config.research_params import BASES
 from lopa_ascend.demo import HELD_OUT
 from scripts.calibration import read_texts
 from scripts.demo_sets import asked, read
@@ -48,8 +50,6 @@ if TYPE_CHECKING:
     from lopa_ascend.backend import Ops
     from lopa_ascend.config import ModelConfig
 
-DEFAULT_LIMITS = {"layers": 8, "table": 500, "planted": 1}
-"""Prompts or problems, by what is measured; or layers, each with other weights."""
 INT8: dict[str, dict[str, Any]] = {
     "w8a8": {"quantization": "w8a8"},
     "w8a8, down_proj float": {"quantization": "w8a8", "quantization_exclude": ["down_proj"]},
@@ -189,6 +189,7 @@ def table(model: str | None, limit: int, dtype: str) -> None:
             row += [f"{outcome.accuracy:.1%}", f"{outcome.tpf:.2f}"]
         label = llm.engine.dtype if not options else name
         print(f"| {label} | {' | '.join(row)} |", flush=True)
+        del llm  # its weights must not be in memory beside those of the next
 
 
 def planted(config: ModelConfig, num_layers: int) -> None:
@@ -203,39 +204,58 @@ def planted(config: ModelConfig, num_layers: int) -> None:
         print(f"| {name} | {' | '.join(cells)} |")
 
 
-def main() -> None:
+def layers(args: argparse.Namespace) -> None:
+    """Prints, and perhaps draws, the error of every linear layer of a checkpoint."""
+    from lopa_ascend import LLM
+
+    prompts = read_prompts(args.prompts, args.limit)
+    llm = LLM(args.model, lora=args.lora, dtype="float32")
+    base = {} if args.base is None else {"base": args.base}
+    params = llm.params(num_branches=3, max_new_tokens=args.max_new_tokens, **base)
+    errors = measure_layers(llm, prompts, params)
+    print_layers(errors)
+    if args.plot:
+        draw(errors, args.plot)
+
+
+def planted_layers(args: argparse.Namespace) -> None:
+    """Prints the error of layers of Dream-7B's width."""
+    from scripts.planted_outliers import one_layer
+
+    planted(one_layer(), args.limit)
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("what", choices=DEFAULT_LIMITS, help="what to measure")
-    parser.add_argument("--model", metavar="DIR", help="a float checkpoint (default: the bundled model)")
-    parser.add_argument("--lora", metavar="DIR", help="with layers: an adapter to merge")
-    parser.add_argument("--prompts", type=Path, default=HELD_OUT, metavar="FILE", help="with layers: a file of prompts")
-    parser.add_argument(
-        "--limit", type=number_from(1), metavar="N", help="prompts, problems or layers (default: 8, 500, 1)"
-    )
-    parser.add_argument(
-        "--max-new-tokens", type=number_from(1), default=128, metavar="N", help="with layers (default: 128)"
-    )
-    parser.add_argument("--dtype", default="bfloat16", help="with table, of the float weights (default: bfloat16)")
-    parser.add_argument("--plot", type=picture, metavar="FILE", help="with layers: also write a picture")
-    args = parser.parse_args()
-    limit = args.limit or DEFAULT_LIMITS[args.what]
+    what = parser.add_subparsers(dest="what", required=True, metavar="{layers,table,planted}")
+    count = number_from(1)
+
+    of_layers = what.add_parser("layers", help="the error of every linear layer", formatter_class=HelpFormatter)
+    of_layers.add_argument("--model", metavar="DIR", help="a float checkpoint (default: the bundled model)")
+    of_layers.add_argument("--lora", metavar="DIR", help="an adapter to merge")
+    of_layers.add_argument("--base", choices=BASES, help="the decoding below the branches (default: the checkpoint's)")
+    of_layers.add_argument("--prompts", type=Path, default=HELD_OUT, metavar="FILE", help="a file of prompts")
+    of_layers.add_argument("--limit", type=count, default=8, metavar="N", help="prompts (default: 8)")
+    of_layers.add_argument("--max-new-tokens", type=count, default=128, metavar="N", help="tokens of an answer")
+    of_layers.add_argument("--plot", type=picture, metavar="FILE", help="also write a picture")
+    of_layers.set_defaults(measure=layers)
+
+    of_answers = what.add_parser("table", help="exact answers and TPF", formatter_class=HelpFormatter)
+    of_answers.add_argument("--model", metavar="DIR", help="a float checkpoint (default: the bundled model)")
+    of_answers.add_argument("--limit", type=count, default=500, metavar="N", help="problems (default: 500)")
+    of_answers.add_argument("--dtype", default="bfloat16", help="of the float weights (default: bfloat16)")
+    of_answers.set_defaults(measure=lambda args: table(args.model, args.limit, args.dtype))
+
+    of_outliers = what.add_parser("planted", help="the error of layers with outliers", formatter_class=HelpFormatter)
+    of_outliers.add_argument("--limit", type=count, default=1, metavar="N", help="layers with other weights each")
+    of_outliers.set_defaults(measure=planted_layers)
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
     try:
-        if args.what == "table":
-            table(args.model, limit, args.dtype)
-            return
-        if args.what == "planted":
-            from scripts.planted_outliers import one_layer  # imports torch, which takes seconds
-
-            planted(one_layer(), limit)
-            return
-        from lopa_ascend import LLM  # likewise
-
-        prompts = read_prompts(args.prompts, limit)
-        llm = LLM(args.model, lora=args.lora, dtype="float32")
-        errors = measure_layers(llm, prompts, DecodingParams(num_branches=3, max_new_tokens=args.max_new_tokens))
-        print_layers(errors)
-        if args.plot:
-            draw(errors, args.plot)
+        args.measure(args)
     except (ValueError, OSError) as error:
         sys.exit(str(error))
 

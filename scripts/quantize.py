@@ -11,7 +11,7 @@ as one that quantises the float checkpoint at start (--quantization w8a8), and r
 --smooth first moves outliers from the activations into the weights, as SmoothQuant does: it runs the float model on the
 texts of a file, masks several shares of each text, and folds a factor for each channel into the norms and into up_proj.
 Each line of the file is a prompt, or a JSON object with "prompt" or "question", and optionally "answer". If there is an
-answer, only its tokens are masked.
+answer, only its tokens are masked. A line that begins with "{" must be such an object.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Loads the weights of a model: read a checkpoint, slice this rank's part, merge a LoRA adapter, quantise, stack, cast.
 
 Each step is a stream of (name, tensor), so that only one tensor at a time is in memory beside the result. Slicing comes
-before merging, so that the float32 temporaries of the merge have the size of the slice.
+before merging, so that the float32 temporaries of the merge have the size of the slice. Layers that are quantised and
+split by columns are the exception: they are merged whole, because the scale of a row is that of all its columns.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def load(
     """Loads a rank's weights from a Dream directory, with a PEFT adapter merged in if there is one.
 
     Host memory peaks at the weights that are returned plus one tensor of the checkpoint. With an adapter, the float32
-    temporaries of merging the rank's part of one tensor come on top.
+    temporaries of merging one tensor come on top: of the rank's part of it, or of the whole tensor if it is quantised
+    and split by columns.
 
     Args:
         path: Hugging Face directory of a Dream checkpoint.
@@ -82,8 +84,8 @@ def load(
         dtype: "float32", "bfloat16", or "auto" for the one that ``config.json`` names.
         device: where the weights go.
         shard: which part to load; the rest of the files is not read.
-        int8: the last parts of the names of linear layers that are quantised to int8, e.g. "q_proj". A checkpoint that
-            stores int8 layers has decided by itself.
+        int8: the last parts of the names of linear layers that are quantised to int8, e.g. "q_proj". It is ignored if
+            the checkpoint stores int8 layers.
 
     Returns:
         The config of the whole model, whose ``dtype`` is that of the weights; and the weights by our names:

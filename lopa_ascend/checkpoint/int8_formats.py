@@ -19,8 +19,8 @@ from lopa_ascend.config.files import read_json_object, shown
 from lopa_ascend.config.int8_files import (
     COMPRESSED_TENSORS,
     CONFIG_FIELD,
-    DESCRIPTION,
     MODELSLIM,
+    modelslim_descriptions,
     uses_compressed_tensors,
 )
 
@@ -69,16 +69,19 @@ def describe_int8(path: Path, raw: Mapping[str, Any], linears: Iterable[str]) ->
         CheckpointError: the description is malformed, asks for something else than W8A8, or layers that run as one
             disagree.
     """
-    is_compressed, is_modelslim = uses_compressed_tensors(raw), (path / DESCRIPTION).exists()
-    if is_compressed and is_modelslim:
+    is_compressed, descriptions = uses_compressed_tensors(raw), modelslim_descriptions(path)
+    if len(descriptions) > 1:
+        names = " and ".join(file.name for file in descriptions)
+        raise CheckpointError(f"{path}: {names} describe int8 layers, expected one of them")
+    if is_compressed and descriptions:
         raise CheckpointError(
-            f"{path / DESCRIPTION}: describes int8 layers, and so does {CONFIG_FIELD} in config.json; expected one"
+            f"{descriptions[0]}: describes int8 layers, and so does {CONFIG_FIELD} in config.json; expected one"
         )
     modules = list(linears)
     if is_compressed:
         found = _CompressedTensors(path / "config.json", raw[CONFIG_FIELD]).describe(modules)
-    elif is_modelslim:
-        found = _describe_modelslim(path / DESCRIPTION, modules)
+    elif descriptions:
+        found = _describe_modelslim(descriptions[0], modules)
     else:
         return None
     _check_packed(found, modules)
@@ -129,13 +132,15 @@ class _CompressedTensors:
         """The description of these linear layers."""
         self._expect(CONFIG_FIELD, self.values, {"format": "int-quantized"})
         for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
-            if self.values.get(name) not in (None, {}):
-                raise self._error(name, self.values[name], "none: it is not supported")
+            value = self.values.get(name)
+            says_dense = name == "sparsity_config" and isinstance(value, dict) and value.get("format") == "dense"
+            if value not in (None, {}) and not says_dense:
+                raise self._error(name, value, "none: it is not supported")
         groups = self.values.get("config_groups")
         if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
             raise self._error("config_groups", groups, "an object of objects")
         kinds_by_group = {name: self._kind(name, group) for name, group in groups.items()}
-        ignored = self._names("ignore", self.values.get("ignore", []))
+        ignored = self._names("ignore", self.values.get("ignore") or [])
         targets = {name: self._names(f"config_groups.{name}.targets", g.get("targets")) for name, g in groups.items()}
         kinds: dict[str, Kind] = {}
         for module in modules:

@@ -15,6 +15,8 @@ from lopa_ascend.config.int8_files import COMPRESSED_TENSORS
 
 FLOATS = tuple(ITEM_SIZES)
 """Names in a safetensors file of the dtypes that float tensors may have."""
+_CHUNK = 1024
+"""Rows of a weight that are added up at a time."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,8 @@ class Int8Members:
         if "quant_bias" not in self._tensors:
             return
         offset = float(self._tensors["input_offset"].reshape(()))
-        sums = weight.sum(1, dtype=torch.int64).double()
+        # Rows in chunks, because the sum makes an int64 copy of what it adds.
+        sums = torch.cat([rows.sum(1, dtype=torch.int64) for rows in weight.split(_CHUNK)]).double()
         own = torch.zeros_like(sums) if bias is None else bias.double() / self._deq_scale().double()
         expected = own - offset * sums
         difference = (self._tensors["quant_bias"].double() - expected).abs()

@@ -82,7 +82,9 @@ def open_adapter(path: str | Path, config: ModelConfig, model_tensors: ExpectedT
 def merge_adapter(
     tensors: Iterable[tuple[str, torch.Tensor]], adapter: Adapter, slices: TensorSlices
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Replaces every adapted weight W by W + scaling * B @ A, computed in float32 and cast back to the dtype of W.
+    """Replaces every adapted weight W by W + scaling * B @ A in float32.
+
+    The sum is not rounded to the dtype of W, which may be narrower than what it is cast or quantised to next.
 
     Args:
         tensors: Hugging Face names and tensors of this rank.
@@ -102,7 +104,7 @@ def merge_adapter(
             b = map_tensor(file, delta.b)[rows]
             check_finite(file, delta.a, a)
             check_finite(file, delta.b, b)
-            weight = (b.float() @ a.float()).mul_(delta.scaling).add_(weight).to(weight.dtype)
+            weight = (b.float() @ a.float()).mul_(delta.scaling).add_(weight)
         yield name, weight
 
 

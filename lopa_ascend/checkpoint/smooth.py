@@ -6,6 +6,7 @@ norm before down_proj, so the rows of up_proj are divided instead. This loses no
 scale. The input of o_proj is left as it is: it is an average of values, in which outliers are rare.
 
 All factors are powers of two, so folding them in rounds nothing: the float model still computes the same, bit for bit.
+Only float16 has too few exponents for that, so that its smallest values lose bits.
 """
 
 from __future__ import annotations

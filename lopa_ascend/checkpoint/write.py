@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -51,39 +54,89 @@ def write_int8(
 
     Raises:
         CheckpointError: the checkpoint or the adapter cannot be loaded, or ``out`` is not empty.
+        OSError: a file cannot be written, for example because the disk is full.
         ValueError: an activation is not finite.
+
+    After an exception ``out`` is empty again.
     """
     checkpoint = open_to_quantize(path, out)
+    modules = {module for module in checkpoint.expected.linears if module.rpartition(".")[2] in int8}
+    tensors = _int8_tensors(checkpoint, lora, activations, int8, modules)
+    out.mkdir(parents=True, exist_ok=True)
+    with _emptied_after_failure(out):
+        _write_weights(checkpoint, _parts(tensors, max_file_bytes), out)
+        for file in sorted(path.iterdir()):
+            is_weights = ".safetensors" in file.name or file.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+            if file.is_file() and not is_weights and file.name != _CONFIG:
+                shutil.copyfile(file, out / file.name)
+        kept = [m for m in checkpoint.expected.linears if m not in modules and m != "lm_head"]
+        config = read_json_object(path / _CONFIG, CheckpointError)
+        # Last, so that a directory that was not finished is no checkpoint.
+        _write_json(out / _CONFIG, {**config, CONFIG_FIELD: compressed_tensors_config(kept)})
+    return out
+
+
+def _int8_tensors(
+    checkpoint: Checkpoint,
+    lora: Path | None,
+    activations: Mapping[str, Tensor] | None,
+    int8: Collection[str],
+    modules: Collection[str],
+) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of the checkpoint to write. Layers that stay float have the dtype that they had.
+
+    Args:
+        modules: names of the linear layers that are quantised; for the others see ``write_int8``.
+    """
     slices = whole_slices(checkpoint.expected)
     adapter = None if lora is None else open_adapter(lora, checkpoint.config)
+    dtypes: dict[str, torch.dtype] = {}
 
     def float_tensors() -> Iterator[tuple[str, Tensor]]:
-        tensors = checkpoint.tensors()
+        tensors = noting_dtypes(checkpoint.tensors())
         return tensors if adapter is None else merge_adapter(tensors, adapter, slices)
+
+    def noting_dtypes(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            dtypes[name] = tensor.dtype
+            yield name, tensor
 
     tensors = checked_copies(float_tensors(), checkpoint, slices)
     if activations is not None:
         tensors = smoothed(tensors, choose_factors(float_tensors(), activations, int8), int8)
-    modules = {module for module in checkpoint.expected.linears if module.rpartition(".")[2] in int8}
-    out.mkdir(parents=True, exist_ok=True)
+    for name, tensor in quantized(tensors, modules):
+        is_float_layer = name in dtypes and tensor.is_floating_point()
+        yield name, tensor.to(dtypes[name]) if is_float_layer else tensor
+
+
+def _write_weights(checkpoint: Checkpoint, parts: Iterator[dict[str, Tensor]], out: Path) -> None:
+    """Writes files of weights and their index."""
     files: dict[str, str] = {}
-    for number, part in enumerate(_parts(quantized(tensors, modules), max_file_bytes), 1):
+    for number, part in enumerate(parts, 1):
         file = f"model-{number:05}.safetensors"
         for name, tensor in part.items():
             source = weight_name(name)
             check_finite(checkpoint.files[source], source, tensor)
-        save_file(_as_stored(part), str(out / file), metadata={"format": "pt"})
+        try:
+            save_file(_as_stored(part), str(out / file), metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{out / file}: cannot be written: {error}") from error
         files |= dict.fromkeys(part, file)
-    _write_json(out / "model.safetensors.index.json", {"metadata": {}, "weight_map": files})
-    for file_path in sorted(path.iterdir()):
-        is_weights = ".safetensors" in file_path.name or file_path.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-        if file_path.is_file() and not is_weights and file_path.name != _CONFIG:
-            shutil.copyfile(file_path, out / file_path.name)
-    kept = [m for m in checkpoint.expected.linears if m not in modules and m != "lm_head"]
-    config = read_json_object(path / _CONFIG, CheckpointError)
-    # Last, so that a directory that was not finished is no checkpoint.
-    _write_json(out / _CONFIG, {**config, CONFIG_FIELD: compressed_tensors_config(kept)})
-    return out
+    index = out / "model.safetensors.index.json"
+    _write_json(index, {"metadata": {}, "weight_map": files})
+    for file in set(files.values()):
+        shutil.copymode(index, out / file)  # safetensors makes files that only their owner can read
+
+
+@contextmanager
+def _emptied_after_failure(folder: Path) -> Iterator[None]:
+    """Removes all files of a folder, which was empty before, if the ``with`` block fails or is interrupted."""
+    try:
+        yield
+    except BaseException:
+        for file in folder.iterdir():
+            file.unlink()
+        raise
 
 
 def open_to_quantize(path: Path, out: Path) -> Checkpoint:

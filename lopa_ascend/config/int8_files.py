@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 CONFIG_FIELD = "quantization_config"
@@ -13,10 +14,16 @@ CONFIG_FIELD = "quantization_config"
 COMPRESSED_TENSORS = "compressed-tensors"
 """The name of the format in that field."""
 MODELSLIM = "ModelSlim"
-DESCRIPTION = "quant_model_description.json"
-"""The file that describes each tensor in the format ModelSlim."""
+DESCRIPTION = "quant_model_description*.json"
+"""The file that describes each tensor in the format ModelSlim. Its name differs from version to version, as do those of
+the weights: earlier ones are called quant_model_description_w8a8_dynamic.json."""
 MODELSLIM_WEIGHTS = "quant_model_weight*.safetensors"
-"""The weights of a ModelSlim checkpoint, whose names differ from version to version."""
+"""The weights of a ModelSlim checkpoint."""
+
+
+def modelslim_descriptions(path: Path) -> list[Path]:
+    """The files in a model directory that describe tensors in the format ModelSlim."""
+    return sorted(path.glob(DESCRIPTION))
 
 
 def uses_compressed_tensors(raw: Mapping[str, Any]) -> bool:

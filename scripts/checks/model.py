@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lopa_ascend.config import DREAM, ConfigError, ModelConfig
 from lopa_ascend.config.files import read_json_object
-from lopa_ascend.config.int8_files import DESCRIPTION, MODELSLIM_WEIGHTS
+from lopa_ascend.config.int8_files import MODELSLIM_WEIGHTS, modelslim_descriptions
 from lopa_ascend.model.registry import known_models
 from scripts.checks.launch import Finding, Launch, fail, ok
 
@@ -57,7 +57,7 @@ def _is_whole(file: Path) -> bool:
 def _weights(model: Path) -> list[Path]:
     """The files with the weights of a model, of which some may be missing."""
     single, index = model / "model.safetensors", model / "model.safetensors.index.json"
-    if not single.exists() and not index.exists() and (model / DESCRIPTION).exists():
+    if not single.exists() and not index.exists() and modelslim_descriptions(model):
         single = next(iter(sorted(model.glob(MODELSLIM_WEIGHTS))), model / MODELSLIM_WEIGHTS)
         index = next(iter(sorted(model.glob(f"{MODELSLIM_WEIGHTS}.index.json"))), index)
     if single.exists() or not index.exists():  # as the loader does it

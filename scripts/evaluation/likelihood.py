@@ -59,11 +59,11 @@ class MaskedLikelihood:
         tokens = torch.tensor([*context, *target])
         losses = []
         for _ in range(-(-self._num_samples // self._batch_size)):
-            noisy, share = self._draw(tokens, len(context), generator)
+            noisy, share = self.draw(tokens, len(context), generator)
             losses.append(float(self.masked_loss(noisy, tokens, share)))
         return -sum(losses) / len(losses)
 
-    def _draw(self, tokens: Tensor, num_context: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def draw(self, tokens: Tensor, num_context: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """A batch of draws: token ids with masks [batch, n], and the share of each that is masked [batch]. The shares
         are spread evenly over (0, 1) from a random one on."""
         batch, n = self._batch_size, len(tokens)
@@ -87,12 +87,12 @@ class MaskedLikelihood:
         if not len(rows):
             return torch.zeros(())
         # The hidden state at a position predicts the next one.
-        hidden = self._hidden(noisy, rows * n + columns - 1)
+        hidden = self.hidden_states(noisy, rows * n + columns - 1)
         logits = torch.cat([self._model.logits(part).float() for part in hidden.split(1024)])
         logprobs = logits.log_softmax(-1).gather(1, tokens[columns].to(logits.device)[:, None])[:, 0].cpu()
         return -(logprobs / share[rows]).sum() / batch
 
-    def _hidden(self, noisy: Tensor, wanted: Tensor) -> Tensor:
+    def hidden_states(self, noisy: Tensor, wanted: Tensor) -> Tensor:
         """Hidden states [wanted, hidden] of the flat positions ``wanted`` of a batch [batch, n]."""
         batch, n = noisy.shape
         pages = -(-n // PAGE_SIZE)

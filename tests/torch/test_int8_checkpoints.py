@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from lopa_ascend import LLM
-from lopa_ascend.checkpoint import CheckpointError, Shard, load, open_checkpoint
+from lopa_ascend.checkpoint import CheckpointError, Shard, load, open_checkpoint, write
 from lopa_ascend.checkpoint.write import write_int8
 from lopa_ascend.config import EngineConfig, ParameterError
 from scripts.checks.launch import Launch
@@ -178,6 +179,10 @@ def test_an_adapter_is_merged_before(float_path: Path, int8_path: Path, tmp_path
     out = write_int8(float_path, tmp_path / "out", int8=ALL, lora=adapter)
     assert same(load(out)[1], merged)
     assert not same(load(int8_path)[1], merged)
+    some = ALL - {"q_proj", "k_proj", "v_proj"}  # the adapted q_proj stays bfloat16
+    out = write_int8(float_path, tmp_path / "some", int8=some, lora=adapter)
+    assert same(load(out)[1], load(float_path, lora=adapter, int8=some)[1])
+    assert read_all(out)[f"{Q}.weight"].dtype == torch.bfloat16
     halves = [load(float_path, lora=adapter, int8=ALL, shard=Shard(rank, 2))[1] for rank in range(2)]
     assert torch.equal(torch.cat([half["layers.0.down.weight"] for half in halves], 1), merged["layers.0.down.weight"])
     for refuse in (lambda: load(int8_path, lora=adapter), lambda: LLM(int8_path, lora=adapter)):
@@ -312,6 +317,37 @@ def test_refused_in_modelslim(case: str, int8_path: Path, tmp_path: Path) -> Non
     change, message = (MODELSLIM | STATIC)[case]
     with pytest.raises(CheckpointError, match=message):
         load(write_modelslim(int8_path, tmp_path, change, static=case in STATIC))
+
+
+def test_names_and_fields_of_other_versions(int8_path: Path, tmp_path: Path) -> None:
+    earlier = write_modelslim(int8_path, tmp_path / "modelslim")
+    (earlier / "quant_model_description.json").rename(earlier / "quant_model_description_w8a8_dynamic.json")
+    dense = write_compressed(int8_path, tmp_path / "dense", describe("sparsity_config", {"format": "dense"}))
+    nothing_ignored = write_compressed(int8_path, tmp_path / "ignore", describe("ignore", None))
+    for path in (earlier, dense, nothing_ignored):
+        assert same(load(path)[1], load(int8_path)[1])
+    (earlier / "quant_model_description.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"description\.json and quant_model_description_w8a8_dynamic\.json"):
+        open_checkpoint(earlier)
+
+
+def test_written_files_can_be_read_by_everybody_who_can_read_the_others(int8_path: Path) -> None:
+    assert len({file.stat().st_mode for file in int8_path.iterdir()}) == 1
+
+
+def test_nothing_remains_of_a_checkpoint_that_could_not_be_written(
+    float_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_in_the_second_file(tensors: dict[str, Tensor], file: str, **options: Any) -> None:
+        if "00002" in file:
+            raise SafetensorError("No space left on device")
+        save_file(tensors, file, **options)
+
+    monkeypatch.setattr(write, "save_file", fail_in_the_second_file)
+    out = tmp_path / "out"
+    with pytest.raises(OSError, match=r"model-00002\.safetensors: cannot be written: No space left on device"):
+        write_int8(float_path, out, int8=ALL, max_file_bytes=20_000)
+    assert list(out.iterdir()) == []
 
 
 def test_two_descriptions_are_refused(int8_path: Path, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_losses_of_masked_tokens_are_those_of_a_dense_model(llm: LLM, path: Path
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, MASK, (4 + length,), generator=generator)
     likelihood = MaskedLikelihood(llm.engine, num_samples=4, batch_size=4)
-    noisy, share = likelihood._draw(tokens, 4, generator)
+    noisy, share = likelihood.draw(tokens, 4, generator)
     assert not (noisy[:, :4] == MASK).any()
     assert not (noisy[:, -1] == MASK).any()
     assert (noisy == MASK).any()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.backend.cpu.products import unpacked
 from lopa_ascend.checkpoint import quantize_weight
-from scripts.quant_quality import MeasuringOps, measure_layers, print_layers, read_prompts, table
+from scripts.quant_quality import MeasuringOps, make_parser, measure_layers, print_layers, read_prompts, table
 from tests.tiny import write_dream, write_tokenizer
 from tests.torch.paging import randn
 
@@ -83,6 +83,13 @@ def test_prompt_files(tmp_path: Path) -> None:
     file.write_text("\n")
     with pytest.raises(ValueError, match="holds no prompts"):
         read_prompts(file, 3)
+
+
+def test_options_belong_to_what_is_measured() -> None:
+    assert make_parser().parse_args(["layers", "--base", "parallel"]).base == "parallel"
+    for command in (["table", "--lora", "adapter"], ["layers", "--dtype", "bfloat16"], ["planted", "--model", "dir"]):
+        with pytest.raises(SystemExit):
+            make_parser().parse_args(command)
 
 
 def test_the_table_of_the_bundled_model(capsys: pytest.CaptureFixture[str]) -> None:

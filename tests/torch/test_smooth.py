@@ -16,11 +16,12 @@ from torch import Tensor
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.backend.cpu import definition
 from lopa_ascend.checkpoint import load, open_checkpoint, quantize_weight
-from lopa_ascend.checkpoint.smooth import choose_factors, powers_of_two, smoothed
+from lopa_ascend.checkpoint.smooth import READERS, choose_factors, powers_of_two, smoothed
 from lopa_ascend.checkpoint.write import write_int8
 from lopa_ascend.config import EngineConfig
 from scripts import quantize
 from scripts.calibration import largest_inputs, read_texts
+from scripts.evaluation.likelihood import MaskedLikelihood
 from tests.tiny import write_dream, write_tokenizer
 from tests.torch.paging import randn
 
@@ -70,7 +71,10 @@ def logits(path: Path) -> Tensor:
         return found[-1]
 
     model.logits = keep
-    largest_inputs(llm, TEXTS)
+    masked = MaskedLikelihood(llm.engine, num_samples=8, batch_size=8)
+    for prompt, answer in TEXTS:
+        tokens = llm.tokenize(prompt + answer)
+        masked.estimate(tokens[:1], tokens[1:])
     return torch.cat(found)
 
 
@@ -133,7 +137,8 @@ def test_masks_are_at_several_shares_and_in_answers_alone(path: Path) -> None:
     with_answer, alone = steps
     assert not with_answer[:, :prompt].any()
     assert not alone[:, 0].any()
-    shares = with_answer[:, prompt:].float().mean(1)
+    shares = with_answer[:, prompt:-1].float().mean(1)
+    assert not with_answer[:, -1].any()
     assert len(shares) == 8
     assert shares.max() > 0.7
     assert shares.min() < 0.3
@@ -220,6 +225,20 @@ def test_activations_that_are_not_finite_are_refused(path: Path, tmp_path: Path)
         write_int8(path, tmp_path / "out", int8=ALL, activations=magnitudes)
 
 
+def test_an_answer_of_one_token_counts(path: Path) -> None:
+    llm = LLM(path)
+    assert len(llm.tokenize("a")) == 1
+    assert set(largest_inputs(llm, [("hello", "a")])) == {f"layers.{n}.{kind}" for n in range(2) for kind in READERS}
+
+
+def test_a_text_that_is_too_long_is_refused_before_any_is_computed(path: Path) -> None:
+    llm = LLM(path, max_model_len=64)
+    model: Any = llm.engine.runner.model
+    model.forward = None
+    with pytest.raises(ValueError, match=r"'the answer .*'\.\.\.: has \d+ tokens with the EOS, expected 64 at most"):
+        largest_inputs(llm, [TEXTS[0], ("the answer " * 100, "")])
+
+
 def test_texts_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "texts"
     file.write_text('one\n{"question": "two", "answer": "2"}\n\n{"prompt": "three"}\nfour\n')
@@ -227,3 +246,9 @@ def test_texts_of_a_file(tmp_path: Path) -> None:
     file.write_text('{"prompt": "one", "answer": 1}')
     with pytest.raises(ValueError, match='line 1: expected text as "answer"'):
         read_texts(file, 3)
+    file.write_text("one\n{x} is a template\n")
+    with pytest.raises(ValueError, match=r'line 2: begins with "\{" but is no JSON object'):
+        read_texts(file, 3)
+    assert read_texts(file, 1) == [("one", "")]
+    file.write_text('\ufeff {"prompt": "one\u2028two", "answer": "2"}\n', encoding="utf-8")
+    assert read_texts(file, 3) == [("one\u2028two", "2")]

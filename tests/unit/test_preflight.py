@@ -313,7 +313,7 @@ def test_ports(tmp_path: Path):
 
 
 def test_the_checks_need_no_installed_package():
-    """The launch scripts run them by the machine's own interpreter, before there is an environment (-S: without one)."""
+    """The launch scripts run them by the machine's own interpreter, before there is an environment (-S is without)."""
     command = [sys.executable, "-S", "scripts/preflight.py", *"--device cpu --tp 2 --bp 2".split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
