@@ -214,7 +214,7 @@ class Ops(Protocol):
             dtype: of the tables.
 
         Returns:
-            The tables of cosines and of sines, [positions, ...].
+            The tables of cosines and of sines, [positions, 1, ...]: one row for all heads.
         """
         ...
 
@@ -223,7 +223,8 @@ class Ops(Protocol):
 
         Args:
             x: [T, heads, D].
-            cos: the rows of the tokens' positions, [T, ...], of the first table that ``rope_tables`` returned.
+            cos: the rows of the tokens' positions of the first table that ``rope_tables`` returned: [T, 1, ...], or
+                [T, heads, ...] if the angles of the heads differ.
             sin: the same rows of the second table.
 
         Returns:

@@ -1,15 +1,43 @@
-"""The ops in C++, for tests."""
+"""The ops in C++, for tests: on every processor, where there is a compiler."""
 
 from __future__ import annotations
 
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
 import pytest
 
+import lopa_ascend.backend.cpu.native as package
 from lopa_ascend.backend.cpu.native import NativeOps, find_kernels
+from lopa_ascend.backend.cpu.native.kernels import Kernels, load_kernels
+
+EMULATED = Path(__file__).parent / "emulated"
+"""The folder with the instructions of AVX512-BF16 in plain C++."""
 
 
 def native_ops() -> NativeOps:
-    """The ops of this processor; skips the test where there are none."""
-    kernels = find_kernels()
+    """The ops of this processor, or their kernels over emulated instructions; skips the test where neither works."""
+    kernels = find_kernels() or emulated_kernels()
     if kernels is None:
-        pytest.skip("the kernels in C++ were not compiled, or this processor has no AVX512-BF16")
+        pytest.skip("this processor has no AVX512-BF16, and there is no compiler to emulate it with")
     return NativeOps(kernels)
+
+
+@functools.cache
+def emulated_kernels() -> Kernels | None:
+    """The kernels, compiled for any processor; None without a compiler, or if torch has no OpenMP library."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        return None
+    folder = Path(tempfile.mkdtemp())
+    options = ["-std=c++17", "-O2", "-ffp-contract=off", "-fopenmp", "-fPIC", "-Wno-psabi", "-DAVX512="]
+    objects = []
+    for source in sorted(Path(*package.__path__).glob("*.cpp")):
+        objects.append(folder / f"{source.stem}.o")
+        subprocess.run([compiler, *options, f"-I{EMULATED}", "-c", source, "-o", objects[-1]], check=True)
+    library = folder / "library.so"
+    subprocess.run([compiler, "-shared", *objects, "-o", library], check=True)  # without an OpenMP library, as setup.py
+    return load_kernels(str(library))

@@ -153,10 +153,14 @@ def test_norms_in_int8(ops: CpuOps, seed: int, rows: int, hidden: int, dtype: to
 
 
 @every_op
-@given(seeds, row_counts, st.integers(1, 9), st.sampled_from([2, 8, 64]), dtypes)
-def test_rope(ops: CpuOps, seed: int, rows: int, heads: int, dim: int, dtype: torch.dtype) -> None:
-    x, angles = randn(rows, heads, dim, seed=seed).to(dtype), randn(rows, dim // 2, seed=seed + 1) * 5
-    cos, sin = ops.rope_tables(angles.cos(), angles.sin(), dtype)
+@given(seeds, row_counts, st.integers(1, 9), st.sampled_from([2, 8, 64]), st.booleans(), dtypes)
+def test_rope(ops: CpuOps, seed: int, rows: int, heads: int, dim: int, differ: bool, dtype: torch.dtype) -> None:
+    """Heads that are rotated alike, and heads that differ."""
+    x, angles = randn(rows, heads, dim, seed=seed).to(dtype), randn(rows, heads if differ else 1, dim // 2) * 5
+    cos, sin = (
+        table.view(*angles.shape[:2], -1)
+        for table in ops.rope_tables(angles.cos().flatten(0, 1), angles.sin().flatten(0, 1), dtype)
+    )
     rotated, expected = ops.rope(x, cos, sin), definition.rope(x, cos, sin)
     # The fast op rounds its products, which are up to |x|, before it adds them.
     bound = 2 * BOUND[dtype] * x.abs().max().float()
@@ -168,6 +172,8 @@ def test_rope(ops: CpuOps, seed: int, rows: int, heads: int, dim: int, dtype: to
 def test_swiglu(ops: CpuOps, seed: int, rows: int, inner: int, dtype: torch.dtype) -> None:
     gate_up = randn(rows, 2 * inner, seed=seed).to(dtype)
     assert_near(ops.swiglu(gate_up), definition.swiglu(gate_up))
+    batch = gate_up[None].expand(2, -1, -1).contiguous()  # of a model in plain torch
+    assert_near(ops.swiglu(batch), definition.swiglu(batch))
 
 
 @every_op

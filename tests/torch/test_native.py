@@ -13,10 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lopa_ascend.backend import Entries
-from lopa_ascend.backend.cpu import definition
+from lopa_ascend.backend.cpu import CpuOps, definition
 from lopa_ascend.backend.cpu.native import NativeOps, kernels
 from lopa_ascend.backend.cpu.native.ops import is_whole
+from lopa_ascend.checkpoint import load
+from lopa_ascend.kv.pages import PAGE_SIZE
+from lopa_ascend.model.base import ForwardInputs
+from lopa_ascend.model.dream import Dream
 from tests.tiers import examples
+from tests.tiny import write_dream
 from tests.torch.native import native_ops
 from tests.torch.paging import paged_step, randn
 
@@ -118,6 +123,15 @@ def test_element_wise_results_do_not_depend_on_the_other_rows(ops: NativeOps, th
             assert torch.equal(alone, among_others[part])
 
 
+def test_a_row_with_nan_has_no_scale(ops: NativeOps) -> None:
+    """Whichever element is NaN: its request is to fail, and no other."""
+    for column in (0, 15, 16, 63):
+        x = randn(2, 128).bfloat16()
+        x[1, column] = torch.nan
+        for _, scale in (ops.swiglu_quant(x), ops.rms_norm_quant(x, torch.ones(128).bfloat16(), 1e-6)):
+            assert scale.isnan().tolist() == [False, True]
+
+
 def test_infinite_gates_and_empty_rows(ops: NativeOps) -> None:
     gate = torch.tensor([3e38, -3e38, 0.0, -100.0] * 4).bfloat16()
     up = torch.full((16,), 2.0).bfloat16()
@@ -126,6 +140,21 @@ def test_infinite_gates_and_empty_rows(ops: NativeOps) -> None:
     codes, scale = ops.swiglu_quant(torch.zeros(2, 32).bfloat16())
     assert not codes.any()
     assert not scale.any()
+
+
+def test_a_model_computes_what_it_does_by_torch(ops: NativeOps, tmp_path: Path) -> None:
+    """All ops together, with the shapes that a model gives them: angles differ by head."""
+    path = write_dream(tmp_path, hidden=64, intermediate=96, heads=2, kv_heads=1, head_dim=32, dtype=torch.bfloat16)
+    positions = torch.arange(40)
+    entries = Entries((40,), (40,), torch.zeros(1, 1, dtype=torch.int32), (0,), (0,))
+    inputs = ForwardInputs(positions % 50, positions, positions, None, entries, rows=None)
+    hidden = []
+    for each in (CpuOps(), ops):
+        model = Dream(*load(path), each)
+        k_caches, v_caches = torch.zeros(2, model.config.num_layers, 1, PAGE_SIZE, 1, 32, dtype=torch.bfloat16)
+        hidden.append(model.forward(inputs, list(k_caches), list(v_caches)).float())
+    plain, native = hidden
+    assert (native - plain).norm() < 0.05 * plain.norm()  # both round to bfloat16 after each op
 
 
 @pytest.mark.parametrize(
@@ -139,10 +168,11 @@ def test_what_is_left_to_torch(dtype: torch.dtype, size: int, is_taken: bool) ->
 
 
 def test_a_library_that_does_not_load_is_reported(
-    ops: NativeOps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = tmp_path / "library.so"
     broken.write_bytes(b"no library")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     monkeypatch.setattr(kernels, "find_spec", lambda name: type("Spec", (), {"origin": str(broken)}))
     assert kernels.find_kernels() is None
     assert "torch computes everything" in caplog.text

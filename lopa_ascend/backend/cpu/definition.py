@@ -94,7 +94,7 @@ def add_rms_norm_quant(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, heads, D] with the pairs (x[i], x[i + D / 2]) of every head rotated by angles with these cosines and sines
-    [T, 1, D / 2]."""
+    [T, heads, D / 2], or [T, 1, D / 2] if all heads are rotated alike."""
     left, right = x.float().chunk(2, -1)
     cos, sin = cos.float(), sin.float()
     return torch.cat([left * cos - right * sin, right * cos + left * sin], -1).to(x.dtype)

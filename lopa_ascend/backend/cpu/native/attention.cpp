@@ -82,7 +82,7 @@ AVX512 void pack_keys(Rows<const bfloat16> keys, int count, int dim, word* packe
 
 // Values [count][D] -> words [PAGE / 2][D]; values behind the last one are zero.
 AVX512 void pack_values(Rows<const bfloat16> values, int count, int dim, word* packed) {
-  const auto widened = [&](int row, int column) __attribute__((target("avx512f"))) {
+  const auto widened = [&](int row, int column) AVX512 {
     if (row >= count) return _mm512_setzero_si512();
     return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(values[row] + column)));
   };

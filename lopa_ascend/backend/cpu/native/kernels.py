@@ -24,7 +24,7 @@ ARGUMENTS = {
     "lopa_swiglu_quant": "pllppi",
     "lopa_norm": "pppllfpi",
     "lopa_norm_quant": "pppllfppi",
-    "lopa_rope": "plpplllpi",
+    "lopa_rope": "plppllllpi",
     "lopa_dequantize": "ppppllpi",
 }
 """The functions and the types of their arguments: pointer, long, float, int. The last one is the number of threads."""
@@ -68,13 +68,22 @@ def find_kernels() -> Kernels | None:
     spec = find_spec(LIBRARY)
     if spec is None or spec.origin is None or not torch.cpu._is_avx512_bf16_supported():
         return None
+    try:
+        return load_kernels(spec.origin)
+    except OSError as error:  # as when the compiler expected another OpenMP library
+        logger.warning("%s could not be loaded, so torch computes everything: %s", spec.origin, error)
+        return None
+
+
+def load_kernels(library: str) -> Kernels | None:
+    """The kernels in a file; None if torch has loaded no OpenMP library.
+
+    Raises:
+        OSError: the file cannot be loaded.
+    """
     # The library is linked without an OpenMP library: it is to use torch's, and its threads.
     openmp = OPENMP.search(MEMORY_MAP.read_text())
     if openmp is None:
         return None
-    try:
-        ctypes.CDLL(openmp[0], ctypes.RTLD_GLOBAL)
-        return Kernels(ctypes.CDLL(spec.origin))
-    except OSError as error:  # as when the compiler expected another OpenMP library
-        logger.warning("%s could not be loaded, so torch computes everything: %s", spec.origin, error)
-        return None
+    ctypes.CDLL(openmp[0], ctypes.RTLD_GLOBAL)
+    return Kernels(ctypes.CDLL(library))

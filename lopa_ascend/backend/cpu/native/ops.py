@@ -94,23 +94,24 @@ class NativeOps(CpuOps):
         if not (has_whole_rows and is_whole(cos, dim // 2) and sin.is_contiguous()):
             return super().rope(x, cos, sin)
         out = x.new_empty(x.shape)
-        self._kernels.call("lopa_rope", x, x.stride(0), cos, sin, rows, heads, dim // 2, out, work=x.numel())
+        arguments = x, x.stride(0), cos, sin, cos.shape[1], rows, heads, dim // 2, out
+        self._kernels.call("lopa_rope", *arguments, work=x.numel())
         return out
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
-        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        size = gate_up.shape[-1] // 2
         if not is_whole(gate_up, size):
             return super().swiglu(gate_up)
-        out = gate_up.new_empty(rows, size)
-        self._kernels.call("lopa_swiglu", gate_up, rows, size, out, work=out.numel())
+        out = gate_up.new_empty(*gate_up.shape[:-1], size)
+        self._kernels.call("lopa_swiglu", gate_up, out.numel() // size, size, out, work=out.numel())
         return out
 
     def swiglu_quant(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        size = gate_up.shape[-1] // 2
         if not is_whole(gate_up, size):
             return super().swiglu_quant(gate_up)
-        codes, scale = _empty_codes(gate_up, rows, size)
-        self._kernels.call("lopa_swiglu_quant", gate_up, rows, size, codes, scale, work=codes.numel())
+        codes, scale = _empty_codes(gate_up, size)
+        self._kernels.call("lopa_swiglu_quant", gate_up, scale.numel(), size, codes, scale, work=codes.numel())
         return codes, scale
 
     def quant_linear(
@@ -134,20 +135,22 @@ class NativeOps(CpuOps):
         return out
 
     def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """RMSNorm of x [T, hidden], or of x + residual, which receives the sum."""
+        """RMSNorm of x [..., hidden], or of x + residual, which receives the sum."""
         out, size = torch.empty_like(x), x.shape[-1]
         arguments = x, residual, weight, x.numel() // size, size, eps, out
         self._kernels.call("lopa_norm", *arguments, work=x.numel())
         return out
 
     def _norm_quant(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """The same as int8 [T, hidden], and a scale for each row [T]."""
-        codes, scale = _empty_codes(x, *x.shape)
-        arguments = x, residual, weight, *x.shape, eps, codes, scale
+        """The same as int8 [..., hidden], and a scale for each row [...]."""
+        size = x.shape[-1]
+        codes, scale = _empty_codes(x, size)
+        arguments = x, residual, weight, scale.numel(), size, eps, codes, scale
         self._kernels.call("lopa_norm_quant", *arguments, work=x.numel())
         return codes, scale
 
 
-def _empty_codes(x: Tensor, rows: int, size: int) -> tuple[Tensor, Tensor]:
-    """Memory for int8 [rows, size] and a scale for each row."""
-    return x.new_empty(rows, size, dtype=torch.int8), x.new_empty(rows, dtype=torch.float32)
+def _empty_codes(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Memory for int8 [..., size] and a scale for each row [...], where x is [..., any size]."""
+    rows = x.shape[:-1]
+    return x.new_empty(*rows, size, dtype=torch.int8), x.new_empty(rows, dtype=torch.float32)

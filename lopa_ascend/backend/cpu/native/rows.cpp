@@ -24,12 +24,17 @@ AVX512 void swiglu(const bfloat16* gate, const bfloat16* up, int64 size, bfloat1
   }
 }
 
-// x as int8, and the scale: the largest magnitude / 127.
+// x as int8, and the scale: the largest magnitude / 127, NaN if an element is.
 template <typename Load>
 AVX512 inline float quantize(Load load_at, int64 size, int8* codes) {
   __m512 largest = _mm512_setzero_ps();
-  for (int64 i = 0; i < size; i += LANES) largest = _mm512_max_ps(largest, _mm512_abs_ps(load_at(i)));
-  const float scale = _mm512_reduce_max_ps(largest) / 127;
+  __mmask16 is_nan = 0;  // the maximum of a number and NaN is the number
+  for (int64 i = 0; i < size; i += LANES) {
+    const __m512 value = load_at(i);
+    largest = _mm512_max_ps(largest, _mm512_abs_ps(value));
+    is_nan |= _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+  }
+  const float scale = is_nan ? std::nanf("") : _mm512_reduce_max_ps(largest) / 127;
   const __m512 divisor = _mm512_set1_ps(scale == 0 ? 1 : scale);
   for (int64 i = 0; i < size; i += LANES) {
     // To the nearest integer, ties to even. With a scale too small for full precision it may lie beyond 127.
@@ -126,11 +131,14 @@ void lopa_norm_quant(const bfloat16* x, bfloat16* residual, const bfloat16* weig
                           scale + r);
 }
 
-// x [rows, heads, 2 * half], whose rows are `stride` elements apart, rotated by cos and sin [rows, half] -> out.
-void lopa_rope(const bfloat16* x, int64 stride, const bfloat16* cos, const bfloat16* sin, int64 rows, int64 heads,
-               int64 half, bfloat16* out, int threads) {
-  FOR_EACH_ROW for (int64 h = 0; h < heads; h++)
-    rotate(x + r * stride + 2 * h * half, cos + r * half, sin + r * half, half, out + 2 * (r * heads + h) * half);
+// x [rows, heads, 2 * half], whose rows are `stride` elements apart, rotated by cos and sin [rows, angles, half] -> out.
+// `angles` is `heads`, or 1 if all heads of a row are rotated alike.
+void lopa_rope(const bfloat16* x, int64 stride, const bfloat16* cos, const bfloat16* sin, int64 angles, int64 rows,
+               int64 heads, int64 half, bfloat16* out, int threads) {
+  FOR_EACH_ROW for (int64 h = 0; h < heads; h++) {
+    const int64 angle = (r * angles + (angles == 1 ? 0 : h)) * half;
+    rotate(x + r * stride + 2 * h * half, cos + angle, sin + angle, half, out + 2 * (r * heads + h) * half);
+  }
 }
 
 // product [rows, size] times scale [rows] and weight_scale [size], plus bias [size] if that is not null -> out.

@@ -7,7 +7,9 @@
 #include <algorithm>
 #include <cstdint>
 
+#ifndef AVX512  // tests define it as nothing, to compile for any processor
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
+#endif
 
 namespace {
 
