@@ -2,7 +2,7 @@
 
     python -m scripts.judge                                  every judge, each on a server that it starts
     python -m scripts.judge faults --hostile 500             one of them, shorter
-    python -m scripts.judge schema --url http://host:8000    a running server (not with kill, ranks and soak)
+    python -m scripts.judge schema --url http://host:8000    a running server (all judges but kill, ranks and soak)
 
   schema     schemathesis finds no fault with the server's own /openapi.json
   accuracy   lm-eval over HTTP finds the accuracy that the engine has without a server
@@ -27,6 +27,8 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -35,6 +37,8 @@ from scripts.judge.report import Options, Report
 
 JUDGES = ("schema", "accuracy", "clients", "load", "faults", "starve", "fuzz", "kill", "ranks", "soak")
 """Modules of this package, each with a function ``judge(options, report)``."""
+OWN_SERVER = ("kill", "ranks", "soak")
+"""Judges that need the processes of a server, so they start one themselves."""
 HELP = {
     "examples": "schema: examples for each endpoint",
     "problems": "accuracy: held-out problems",
@@ -69,23 +73,47 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> None:
     parser = build_parser()
     args = vars(parser.parse_args())
-    names = args.pop("names") or JUDGES
-    if unknown := [name for name in names if name not in JUDGES]:
-        parser.error(f"unknown judge {unknown[0]!r}; there are {', '.join(JUDGES)}")
+    names = _chosen(parser, args.pop("names"), args["url"])
     args["out"] = (args["out"] or Path(tempfile.mkdtemp(prefix="judge-"))).resolve()
     args["out"].mkdir(parents=True, exist_ok=True)
-    options, failed = Options(**args), []
+    options = Options(**args)
     # Raises SystemExit, so that the servers are ended on the way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     print(f"logs and reports: {options.out}")
-    for name in names:
-        module, report, start = importlib.import_module(f"scripts.judge.{name}"), Report(), time.monotonic()
-        print(f"{name}: {(module.__doc__ or '').removeprefix('Judge: ')}", flush=True)
-        module.judge(options, report)
-        print(f"  {time.monotonic() - start:.0f} s")
-        failed += [f"{name}: {what}" for what in report.failed]
+    failed = [f"{name}: {what}" for name in names for what in _run(name, options)]
     print("\n".join(["FAILED", *failed]) if failed else "all judges are content")
     sys.exit(bool(failed))
+
+
+def _chosen(parser: argparse.ArgumentParser, names: Sequence[str], url: str | None) -> Sequence[str]:
+    """The judges to run: those that are named; by default all that can judge the server at ``url``, if there is one.
+
+    Raises:
+        SystemExit: a name is unknown, or is that of a judge that cannot judge this server.
+    """
+    if unknown := [name for name in names if name not in JUDGES]:
+        parser.error(f"unknown judge {unknown[0]!r}; there are {', '.join(JUDGES)}")
+    if url is None:
+        return names or JUDGES
+    if own := [name for name in names if name in OWN_SERVER]:
+        parser.error(f"{own[0]} needs the processes of a server that it starts; leave --url out")
+    if not names:
+        print(f"left out, because they need the processes of a server that they start: {', '.join(OWN_SERVER)}")
+    return names or [name for name in JUDGES if name not in OWN_SERVER]
+
+
+def _run(name: str, options: Options) -> list[str]:
+    """Runs one judge; returns what has failed."""
+    report, start = Report(), time.monotonic()
+    try:
+        module = importlib.import_module(f"scripts.judge.{name}")
+        print(f"{name}: {(module.__doc__ or '').removeprefix('Judge: ')}", flush=True)
+        module.judge(options, report)
+    except Exception as error:  # noqa: BLE001  # what a broken server leads to is a verdict, and the other judges go on
+        traceback.print_exc()
+        report.check(f"runs to its end without {type(error).__name__}", False, error)
+    print(f"  {time.monotonic() - start:.0f} s", flush=True)
+    return report.failed
 
 
 if __name__ == "__main__":

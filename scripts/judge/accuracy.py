@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from lopa_ascend import LLM, DecodingParams
+from lopa_ascend import LLM
 from lopa_ascend.demo import DEMO_MODEL
 from scripts.demo_problems import parse_result
 from scripts.demo_sets import read
@@ -52,13 +52,17 @@ def judge(options: Options, report: Report) -> None:
                 differ = [(text, own) for text, own in pairs if text != own]
                 report.check(f"{what}: texts that differ", not differ, f"{len(differ)} of {len(texts)} {differ[:1]}")
         _check_refusal(server, options, report)
+        report.check("pages in use afterwards", (pages := server.await_no_pages()) == 0, pages)
+        report.check("tracebacks in the server's log", not server.tracebacks(), server.tracebacks())
 
 
 def _in_process(limit: int) -> list[tuple[str, bool]]:
     """For each problem, the engine's own answer, and whether it is right."""
     problems = read(limit)
     conversations = [[{"role": "user", "content": question}] for question, _ in problems]
-    outputs = LLM().chat(conversations, DecodingParams(max_new_tokens=MAX_NEW_TOKENS))
+    llm = LLM()
+    # With what the checkpoint recommends, which the server takes for requests that leave it open.
+    outputs = llm.chat(conversations, llm.params(max_new_tokens=MAX_NEW_TOKENS))
     texts = [output.text or "" for output in outputs]
     return [(text, parse_result(text) == result) for text, (_, result) in zip(texts, problems, strict=True)]
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from scripts.judge.answers import refusal
 from scripts.judge.client import COMPLETIONS
 
 ANSWER_TIMEOUT = 120.0
@@ -16,6 +17,8 @@ ANSWER_TIMEOUT = 120.0
 LEFT, CLOSED, FULL = "we left", "closed", "queue full"
 """Outcomes other than a status code: we hung up, the server closed the connection, or it had no room for the request
 and said when to come again."""
+CUT_OFF = "closed without a whole answer"
+"""The outcome in place of CLOSED where the API itself must answer."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ def kind(weight: int = 10) -> Callable[[Make], Make]:
 
 
 async def play(host: str, port: int, attack: Attack) -> int | str:
-    """Makes an attack on a server; returns the status code of the answer, or LEFT, CLOSED or FULL.
+    """Makes an attack on a server; returns the status code of the answer, or LEFT, CLOSED, CUT_OFF or FULL.
 
     Raises:
         TimeoutError: there was neither an answer nor an end within ``ANSWER_TIMEOUT`` seconds.
@@ -64,7 +67,7 @@ async def play(host: str, port: int, attack: Attack) -> int | str:
         # Read while sending: a server may answer a large body before its end, and then close the connection.
         return await asyncio.wait_for(_status(reader, attack.http), ANSWER_TIMEOUT)
     except (ConnectionError, asyncio.IncompleteReadError):
-        return CLOSED
+        return CUT_OFF if attack.http else CLOSED
     finally:
         sending.cancel()
         writer.transport.abort()
@@ -81,17 +84,22 @@ async def _send(writer: asyncio.StreamWriter, attack: Attack) -> None:
 
 
 async def _status(reader: asyncio.StreamReader, http: bool) -> int | str:
-    """The status code of the answer, or CLOSED or FULL. With ``http``, an answer must be JSON with an error message."""
+    """The status code of the answer, or CLOSED or FULL. With ``http``, there must be one: JSON with an error message.
+
+    Raises:
+        asyncio.IncompleteReadError: with ``http``, the connection ends before the answer does.
+        ValueError: the answer is not in the form of this API.
+    """
     first = await reader.readline()
+    if not first and http:
+        raise asyncio.IncompleteReadError(first, None)
     if not first:
         return CLOSED
     status = int(first.split()[1])
     if http:
         head = (await reader.readuntil(b"\r\n\r\n")).lower()
         length = int(head.partition(b"content-length:")[2].split(b"\r\n")[0])
-        error = json.loads(await reader.readexactly(length))["error"]
-        if not error["message"]:
-            raise ValueError(f"status {status} without a message")
+        error = refusal(await reader.readexactly(length))
         if (status, error.get("code")) == (503, "queue_full") and b"retry-after:" in head:
             return FULL
     return status

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from lopa_ascend.demo import HELD_OUT
+from scripts.judge.answers import parse
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
@@ -100,7 +101,7 @@ async def ask(client: httpx.AsyncClient, request: Ask, leave_after: int | None =
                 if leave_after is not None and (leave_after := leave_after - 1) < 0:
                     break
         else:
-            _take(answer, json.loads(await response.aread()), time.perf_counter() - start)
+            _take(answer, _object(await response.aread()), time.perf_counter() - start)
             answer.done = True
     answer.seconds = time.perf_counter() - start
     return answer
@@ -112,7 +113,15 @@ async def _events(response: httpx.Response, answer: Answer) -> AsyncIterator[dic
         if line == "data: [DONE]":
             answer.done = True
         elif line:
-            yield json.loads(line.removeprefix("data: "))
+            yield _object(line.removeprefix("data: "))
+
+
+def _object(body: bytes | str) -> dict[str, Any]:
+    """The JSON object of a body or an event; an error in its place if it is something else."""
+    try:
+        return parse(body)
+    except ValueError as error:
+        return {"error": {"message": str(error)}}
 
 
 def _take(answer: Answer, body: dict[str, Any], seconds: float) -> None:

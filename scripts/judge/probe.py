@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
+from scripts.judge.answers import parse
 from scripts.judge.client import COMPLETIONS
 from scripts.judge.server import ROOT
 
@@ -43,6 +44,11 @@ class Sample:
     answer: str
     """Status and text."""
 
+    @property
+    def start(self) -> float:
+        """When the request was sent, in seconds of ``time.monotonic``."""
+        return self.end - self.seconds
+
 
 @dataclass
 class Probe:
@@ -55,15 +61,45 @@ class Probe:
         return [sample for sample in self.samples if sample.name == name and sample.end >= start]
 
     def quiet(self, seconds: float) -> Quiet:
-        """Watches the probes for some seconds, without other clients."""
+        """Watches the probes for some seconds, without other clients.
+
+        Raises:
+            RuntimeError: a probe does not end.
+        """
         start = time.monotonic()
-        while time.monotonic() < start + seconds or not all(self.since(start, name) for name in NAMES):
-            time.sleep(PAUSE)
+        time.sleep(seconds)
+        if silent := self.await_each(start, seconds + len(NAMES) * (PROBE_TIMEOUT + ALLOWED)):
+            raise RuntimeError(f"no probe of {silent} has ended")
         found = {name: self.since(start, name) for name in NAMES}
         return Quiet(
             answers={name: {sample.answer for sample in samples} for name, samples in found.items()},
             medians={name: statistics.median(sample.seconds for sample in samples) for name, samples in found.items()},
         )
+
+    def await_each(self, start: float, seconds: float) -> list[str]:
+        """Waits until a probe of each name that was sent after ``start`` has ended.
+
+        Args:
+            start: a time, in seconds of ``time.monotonic``.
+            seconds: how long to wait, from ``start`` on.
+
+        Returns:
+            The names of which there is no such probe in time.
+        """
+        while silent := [n for n in NAMES if not any(sample.start >= start for sample in self.since(start, n))]:
+            if time.monotonic() > start + seconds:
+                return silent
+            time.sleep(PAUSE)
+        return []
+
+    def faults(self, start: float, quiet: Quiet) -> list[str]:
+        """What is wrong with the probes since ``start``; to be asked when the other clients have stopped.
+
+        Waits for one more answer to each of them, because a probe that is never answered leaves no sample.
+        """
+        silent = self.await_each(time.monotonic(), quiet.patience)
+        samples = [sample for name in NAMES for sample in self.since(start, name)]
+        return [*(f"{name}: no answer within {quiet.patience:.1f} s" for name in silent), *quiet.faults(samples)]
 
 
 NAMES = ("version", "completion")
@@ -77,6 +113,17 @@ class Quiet:
     """By name of a probe; one each, if the server works."""
     medians: dict[str, float]
     """Seconds by name of a probe."""
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether each probe has one answer, with status 200."""
+        return all(len(found) == 1 and min(found).startswith("200 ") for found in self.answers.values())
+
+    @property
+    def patience(self) -> float:
+        """Seconds in which each probe is sent and answered if all are as quick as allowed: they take turns, and one may
+        be under way."""
+        return len(NAMES) * sum(map(self.allowed, NAMES))
 
     def allowed(self, name: str) -> float:
         """Most seconds that a probe may take beside other clients."""
@@ -122,8 +169,8 @@ def _send(client: httpx.Client, name: str) -> Sample:
             answer = f"{response.status_code} {response.text}"
         else:
             response = client.post(COMPLETIONS, json=BODY)
-            answer = f"{response.status_code} {response.json().get('choices') or response.text[:300]}"
-    except httpx.HTTPError as error:
+            answer = f"{response.status_code} {parse(response.content).get('choices') or response.text[:300]}"
+    except (httpx.HTTPError, ValueError) as error:
         answer = f"{type(error).__name__}: {error}"
     end = time.monotonic()
     return Sample(name, end, end - start, answer)

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import httpx
@@ -25,6 +26,8 @@ GIVE_UP = 120.0
 """Seconds after which an answer, or the end of a process, is not waited for any more."""
 # One position in each forward pass, which takes longer than any of these limits.
 ENDLESS = {"max_tokens": 1500, "ignore_eos": True, "tau_conf": 1.0, "tau_add": 1.0, "tau_act": 1.0}
+RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
+COMMITTED = "vllm:diffusion_num_committed_tokens_total"
 
 
 @dataclass
@@ -39,6 +42,8 @@ class Outcome:
     """For each process, when it had ended."""
     status: int | None = None
     """Exit status of the server."""
+    no_load: str = ""
+    """Why there was no signal: what happened in place of the load."""
 
     @property
     def health_time(self) -> float:
@@ -57,6 +62,8 @@ class Outcome:
             notice_time: seconds that the server may need to notice the failure: none for a process that was killed, the
                 timeout for one that was stopped.
         """
+        if self.no_load:
+            return [self.no_load]
         wrong = [what for _, what in self.answers if not what.startswith(("status 503", "event"))]
         recovered = any(status == 200 and seconds > self.health_time for seconds, status in self.health)
         health_limit, answer_limit, end_limit = (
@@ -78,6 +85,8 @@ class Outcome:
         report.check(what, not faults, f"{self}{''.join('; ' + fault for fault in faults)}")
 
     def __str__(self) -> str:
+        if self.no_load:
+            return "no signal"
         return (
             f"/health 503 after {self.health_time:5.2f} s, "
             f"the last of {len(self.answers)} clients {self.answer_time:5.2f} s, "
@@ -87,6 +96,8 @@ class Outcome:
 
 async def signal_under_load(server: Server, pid: int, number: signal.Signals, clients: int) -> Outcome:
     """Signals a process of a server while clients wait for answers, and waits until all processes have ended.
+
+    Sends no signal if the clients do not get to wait: ``Outcome.no_load`` says why.
 
     Args:
         server: the server.
@@ -99,7 +110,11 @@ async def signal_under_load(server: Server, pid: int, number: signal.Signals, cl
     async with connect(server.url, GIVE_UP) as client:
         requests = [chat(question, stream=i % 2 == 0, **ENDLESS) for i, question in enumerate(questions()[:clients])]
         asked = [asyncio.create_task(_await_answer(client, request)) for request in requests]
-        await asyncio.to_thread(_await_load, server, clients)
+        if no_load := await _await_load(server, asked):
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+            return Outcome(no_load=no_load)
         os.kill(pid, number)
         start = time.perf_counter()
         ends = asyncio.gather(*(_await_end(process) for process in processes))
@@ -122,14 +137,30 @@ async def _await_answer(client: httpx.AsyncClient, request: Ask) -> tuple[float,
     return time.perf_counter(), f"status {answer.status}: {answer.error}"
 
 
-def _await_load(server: Server, clients: int) -> None:
-    """Waits until all requests have arrived and some are under way."""
-    while clients:
-        found = server.metrics()
-        arrived = found["vllm:num_requests_running"] + found["vllm:num_requests_waiting"]
-        if arrived == clients and found["vllm:diffusion_num_committed_tokens_total"] > clients:
-            return
-        time.sleep(0.1)
+async def _await_load(server: Server, asked: Sequence[asyncio.Task[tuple[float, str]]]) -> str:
+    """Waits until all requests have arrived and some are under way.
+
+    Args:
+        server: the server.
+        asked: the requests, each with its result of ``_await_answer``.
+
+    Returns:
+        What went wrong: a request has ended, or it took too long. "" if nothing did.
+    """
+    deadline = time.perf_counter() + GIVE_UP
+    found: dict[str, float] = {}
+    while asked:
+        if early := [task.result()[1] for task in asked if task.done()]:
+            return f"a client did not have to wait: {early[0]}"
+        if time.perf_counter() > deadline:
+            return f"{len(asked)} requests were not under way after {GIVE_UP:g} s: {found}"
+        with contextlib.suppress(httpx.HTTPError):  # a client's answer says more, if the server has ended
+            metrics = await asyncio.to_thread(server.metrics)
+            found = {name: metrics[name] for name in (RUNNING, WAITING, COMMITTED)}
+            if found[RUNNING] + found[WAITING] == len(asked) and found[COMMITTED] > len(asked):
+                break
+        await asyncio.sleep(0.1)
+    return ""
 
 
 async def _await_end(pid: int) -> float:

@@ -25,17 +25,19 @@ def judge(options: Options, report: Report) -> None:
     with serving(options.url, options.out / "starve.log") as server, probing(server.url) as probe:
         quiet = probe.quiet(QUIET)
         print(f"    quiet medians {quiet.medians}", flush=True)
-        report.check("quiet answers", all(len(quiet.answers[name]) == 1 for name in NAMES), quiet.answers)
+        report.check("quiet answers", quiet.is_steady, quiet.answers)
+        if not quiet.is_steady:
+            return
         before = peak_resident(server.pid) if server.process else 0
         for kind, count in COSTLY.items():
             start = time.monotonic()
             outcomes = asyncio.run(_attack(server.url, kind, count, options.seed))
-            seen = [sample for name in NAMES for sample in probe.since(start, name)]
+            duration = time.monotonic() - start
+            faults = probe.faults(start, quiet)
             worst = {name: max((s.seconds for s in probe.since(start, name)), default=0.0) for name in NAMES}
             slowest = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in worst.items())
-            faults = quiet.faults(seen)
             wrong = [o for o in outcomes if not (o in (LEFT, CLOSED, FULL) or isinstance(o, int) and 400 <= o < 500)]
-            what = f"{count} x {kind} in {time.monotonic() - start:.1f} s: the slowest probes"
+            what = f"{count} x {kind} in {duration:.1f} s: the slowest probes"
             report.check(what, not faults, f"{slowest}; {faults[:3]}" if faults else slowest)
             report.check(f"{kind}: outcomes", not wrong, dict(outcomes))
         if server.process:
@@ -47,7 +49,7 @@ def judge(options: Options, report: Report) -> None:
 
 
 async def _attack(url: str, kind: str, count: int, seed: int) -> Counter[int | str]:
-    """The outcomes of ``count`` attacks at the same time, once all probes that run have had time to suffer."""
+    """The outcomes of ``count`` attacks at the same time."""
     host, port = urlsplit(url).hostname, urlsplit(url).port
     assert host is not None
     assert port is not None
@@ -60,6 +62,4 @@ async def _attack(url: str, kind: str, count: int, seed: int) -> Counter[int | s
         except (TimeoutError, ValueError, LookupError, OSError) as error:
             return f"{type(error).__name__}: {error}"
 
-    outcomes = await asyncio.gather(*map(one, range(count)))
-    await asyncio.sleep(0.5)
-    return Counter(outcomes)
+    return Counter(await asyncio.gather(*map(one, range(count))))

@@ -15,20 +15,20 @@ def tool_command(name: str) -> list[str]:
     """The command of a tool that is installed for this interpreter.
 
     Raises:
-        SystemExit: the tool is not installed.
+        ModuleNotFoundError: the tool is not installed.
     """
     require(name)
     return [sys.executable, "-m", MODULES[name]]
 
 
 def require(module: str) -> None:
-    """Ends the judges if a tool is not installed for this interpreter.
+    """Checks that a tool is installed for this interpreter.
 
     Raises:
-        SystemExit: there is no such module.
+        ModuleNotFoundError: it is not.
     """
     if importlib.util.find_spec(module) is None:
-        raise SystemExit(f"{module} is not installed: pip install -e '.[judge]'")
+        raise ModuleNotFoundError(f"{module} is not installed: pip install -e '.[judge]'")
 
 
 def offline_environment(home: Path) -> dict[str, str]:

@@ -14,7 +14,7 @@ from lopa_ascend.serve.api.errors import ApiError
 from scripts.bench_serve import Level
 from scripts.bench_stream import table
 from scripts.judge import faults, fuzz, soak
-from scripts.judge.attack import CLOSED, FULL, KINDS, LEFT, Attack, head, play
+from scripts.judge.attack import CLOSED, CUT_OFF, FULL, KINDS, LEFT, Attack, head, play
 from scripts.judge.client import COMPLETIONS, Answer, Ask, ask, chat
 from scripts.judge.hostile_bodies import UNSUPPORTED
 from scripts.judge.hostile_costs import COSTLY
@@ -41,7 +41,9 @@ def test_outcomes_of_attacks():
     asked, lingering = Attack([head(COMPLETIONS, 0)], http=True), Attack([b"POST"], linger=0.0)
     assert asyncio.run(answered(refusal, asked, lingering)) == [400, LEFT]
     assert asyncio.run(answered(b"HTTP/1.1 500 Oh\r\nContent-Length: 0\r\n\r\n", Attack([b"x"]))) == [500]
-    assert asyncio.run(answered(b"", asked)) == [CLOSED]
+    for cut in (b"", refusal[:30], refusal[:-1]):
+        assert asyncio.run(answered(cut, asked)) == [CUT_OFF]
+    assert asyncio.run(answered(b"", Attack([b"x"]))) == [CLOSED]
 
 
 def test_only_refusals_and_ends_are_right():
@@ -49,11 +51,10 @@ def test_only_refusals_and_ends_are_right():
     for outcome in (400, 413, 499, LEFT, CLOSED, FULL):
         hostile.count("fine", 0, outcome)
     assert not hostile.wrong
-    for outcome in (200, 500, 503, "TimeoutError: "):
+    wrong = (200, 500, 503, CUT_OFF, "TimeoutError: ")
+    for outcome in wrong:
         hostile.count(f"kind {outcome}", 7, outcome)
-    assert hostile.wrong == {
-        f"kind {outcome}": f"request 7: {outcome}" for outcome in (200, 500, 503, "TimeoutError: ")
-    }
+    assert hostile.wrong == {f"kind {outcome}": f"request 7: {outcome}" for outcome in wrong}
 
 
 def test_every_kind_takes_part_and_is_reproducible():
@@ -122,6 +123,8 @@ def test_answers_are_read():
     refused = answer_of(chat("?"), b'{"error": {"message": "full", "code": "queue_full"}}', 503)
     assert (refused.ok, refused.status) == (False, 503)
     assert refused.error == {"message": "full", "code": "queue_full"}
+    plain = answer_of(chat("?"), b"Internal Server Error", 500)
+    assert (plain.ok, plain.error) == (False, {"message": "not a JSON object: b'Internal Server Error'"})
 
 
 def test_row_of_a_load_table():
