@@ -46,8 +46,9 @@ class State(NamedTuple):
     lookahead_cells: Tensor
     """The cell that each branch fills in addition to the anchor [S, B]; -1: none."""
     cells_before: Tensor
-    """``lookahead_cells`` of the previous row [S, B]; ``FIRST_CELL`` for the first row. It is -1 for the rows without a
-    branch, because a row has a branch only if it is the first one or follows a lookahead branch."""
+    """``lookahead_cells`` of the previous row [S, B]; ``FIRST_CELL`` for the first row. -1 marks a padding row: the
+    rows with a branch are the lookahead branches and then the anchor, so each is the first row or follows a lookahead
+    branch."""
 
 
 class NextState(NamedTuple):

@@ -28,8 +28,8 @@ from torch.nn.functional import pad
 from lopa_ascend.graph.buckets import Bucket
 
 FIRST_CELL = 2**24
-"""Number of cell 0 on the device. It is above every number of blocks, so the minimum of a cell's number and a number of
-blocks is the number of blocks; see ``policy.open_blocks``."""
+"""Number of cell 0 on the device. So every cell number is larger than any count of blocks, and ``policy.open_blocks``
+can rely on this: min(count, cell number) is the count, and min(count, -1) is -1."""
 NO_CONFIDENCE = -192.0
 """In place of the confidence of a cell without a mask: below all confidences, and of no weight in sums; see
 ``winner.BASE``."""
@@ -70,9 +70,9 @@ class Launch(NamedTuple):
     """Base values to which the device adds n, a sequence's number of opened blocks. There are two parts:
 
     [S, K, W]   The sum is an index into the flat ``RequestParams.mask_limits``; see ``MaskLimits``. Index 0 of K stands
-                for a block's limit of masks, the others for its limit of each EOS. [:, 0, -1] is an exception: its
-                limit says whether the sequence may open another block at all. The window's last block needs no limit
-                of its own, because it is opened only if it is the last one that can be.
+                for a block's limit of masks, the others for its limit of each EOS. The place of the window's last
+                block, [:, 0, -1], holds another test instead: whether the sequence may open any more blocks. The last
+                block needs no limit of its own, because no block can be opened after it.
     [S]         All 1, so the sum is n + 1.
     """
     bars: Annotated[Tensor, int32("S B 2*C")]

@@ -112,9 +112,9 @@ def _scores_lower(masked: Tensor, confidences: Tensor, constants: Constants) -> 
     """Whether a row loses by its score to another, which has a larger mean confidence over its masks, or an equal one
     and comes first; bool [S, row, other row].
 
-    Means are compared as fractions of integers; see ``BASE``. A row without masks has the sum 0 over 0 cells, so every
-    later row loses to it, and no earlier one. That is right, because only branch 0, which then has the score 1, and the
-    padding rows at the end can be without masks. Of two rows exactly one loses to the other, so at most one row loses
+    Means are compared as fractions of integers; see ``BASE``. A row without masks has the sum 0 over 0 cells, so it
+    beats all later rows and no earlier one. It can only be branch 0, which should win with its score of 1, or a padding
+    row at the end, which should lose. Of two rows exactly one loses to the other, so at most one row loses
     to none, whatever integer a NaN becomes.
     """
     sums = (confidences + BASE).view(torch.int32).sum(-1, dtype=torch.int64)

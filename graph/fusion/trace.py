@@ -102,7 +102,8 @@ def trace(module: nn.Module, config: ModelConfig, device: torch.device) -> Trace
         device: where the model will run.
 
     Raises:
-        ModelError: no graph can be made of ``forward`` that holds for any number of tokens; the message names the line.
+        ModelError: no graph can be made of ``forward`` that holds for any number of tokens from two on; the message
+            names the line. A step of one token runs the same graph.
     """
     name = config.model_type
     twin = copy.deepcopy(module)

@@ -34,11 +34,12 @@ class Entries:
     """Page ids of each entry in the order of positions, int32 [entries, pages]. Columns after the pages that an entry
     needs hold ids of any pages."""
     sequences: tuple[int, ...]
-    """For each entry the index of its sequence in the step."""
+    """For each entry the index of its group in ``prefixes``: entries of one sequence that read the same first
+    positions."""
     prefixes: tuple[int, ...]
-    """For each sequence how many of its first positions are the same for all its entries, because they are committed:
-    their keys and values are equal, whichever entry's page table they are read through. Every entry of the sequence
-    attends to at least one position after the prefix."""
+    """For each group of entries how many first positions all of them read alike: these are committed, or this step
+    writes the same keys and values for all. So attention may sum them up separately, through the page table of any
+    entry of the group. Every entry attends to at least one position after the prefix."""
 
     def divided(self, max_queries: int | None) -> Entries:
         """The same attention by entries of at most ``max_queries`` queries, or of any number where that is None: a

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+CGROUP = Path("/sys/fs/cgroup")
+"""Where a container finds the limits of its control group (version 2)."""
 MAX_CPU_KV_MEMORY = 4 * 2**30
 """Bytes of the KV pool on a CPU at most, since other programs use its memory too."""
 
@@ -41,11 +43,28 @@ def free_memory(device: str, ranks: int) -> int:
 
 
 def _free_on_this_machine() -> int:
+    """What the machine has available, or what the limit of this process's container leaves, if that is less."""
+    limit = _container_limit()
+    return _available() if limit is None else max(0, min(_available(), limit))
+
+
+def _available() -> int:
     """MemAvailable of Linux; elsewhere half of the machine's memory."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name == "MemAvailable":
-                return int(value.split()[0]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    kibibytes = _numbers(Path("/proc/meminfo")).get("MemAvailable:")
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 if kibibytes is None else kibibytes * 1024
+
+
+def _container_limit() -> int | None:
+    """What the control group of a container leaves, with the page cache that can be dropped; None without a limit."""
+    try:
+        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # no container; or "max", which is no limit
+        return None
+    held = _numbers(CGROUP / "memory.stat")
+    return limit - used + held.get("active_file", 0) + held.get("inactive_file", 0)
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """The numbers in the lines "name number ..." of a file, by name; none if there is no such file."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    return {name: int(number) for name, number, *_ in map(str.split, lines)}

@@ -1,7 +1,7 @@
 """Lays the rows of a step out as one flat batch: tokens, attention entries, and the cache positions that are written.
 
 What branches have in common is computed once: a row computes its blocks from ``compute_from`` on and reuses the tokens
-of its share's last row before that. Keys and values go to every slot that needs them (DESIGN section 5).
+of its share's last row before that. Keys and values go to every slot that needs them (docs/design.md, "Slots").
 """
 
 from __future__ import annotations

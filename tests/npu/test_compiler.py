@@ -245,7 +245,7 @@ def test_a_graph_whose_attention_takes_other_lengths_is_refused(sample: Sample) 
 
     with pytest.raises(GraphError, match="bucket reversed: attention takes other KV lengths"):
         load_compiler("npu", "npugraph_ex", key="reversed").compile(
-            reversed_lengths, "reversed", filled(sample, 2), [8, 9]
+            reversed_lengths, "reversed", filled(sample, 2), [9, 9]
         )
 
 

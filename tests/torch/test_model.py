@@ -62,6 +62,28 @@ def random_config(rng: random.Random) -> dict:
     }
 
 
+class OpsOfRows(CpuOps):
+    """Ops that take no empty tensor, as some kernels of an NPU."""
+
+    def linear(self, x, weight, bias=None):
+        assert len(x)
+        return super().linear(x, weight, bias)
+
+    def add_rms_norm(self, x, residual, weight, eps):
+        assert len(x)
+        return super().add_rms_norm(x, residual, weight, eps)
+
+
+def test_a_step_of_which_no_hidden_state_is_wanted(tmp_path) -> None:
+    """As in a branch-parallel group that has no branch in the first pass of a block of Fast-dLLM."""
+    write_dream(tmp_path)
+    model = Recorder(*checkpoint.load(tmp_path, dtype="float32"), OpsOfRows())
+    model.logits = lambda hidden: hidden.new_zeros(len(hidden), model.config.vocab_size)
+    row = RowPlan(0, tuple(range(16)), 0, (16,), ())
+    forward(model, SequencePlan(0, 0, (row,), 1, winner_commits=False, num_opened_blocks=0, prefix_length=0))
+    assert model.hidden.shape == (0, model.config.hidden_size)
+
+
 @qwen2_knows_head_dim
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("seed", range(8))

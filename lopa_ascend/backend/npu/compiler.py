@@ -33,13 +33,15 @@ from npugraph_ex.inference._cache_compiler import CompiledModel as NpuGraphExMod
 from torchair.inference._cache_compiler import CompiledModel as GeModel
 
 from lopa_ascend.backend.caching import CachingCompiler
-from lopa_ascend.backend.compiler import Compiler, GraphError, Run, Step, dynamic_kv_lengths
+from lopa_ascend.backend.compiler import MIN_KV_LENGTH, Compiler, GraphError, Run, Step, dynamic_kv_lengths
 from lopa_ascend.backend.graph_cache import GraphCache
 from lopa_ascend.backend.npu.captured import CapturedRun
 from lopa_ascend.backend.npu.rewrites import join_in_place, split_in_one_kernel, sum_in_place
 
 MAX_GRAPHS = 64
 """npugraph_ex's own limit: a graph takes streams and events of the device, which has some two thousand."""
+NUM_LENGTHS = 61
+"""Different KV lengths during a capture. All of them fit into a page."""
 OUT_OF_STREAMS = "207008"
 """Error code of the runtime when the device has no stream for another graph."""
 _numbers = count()
@@ -256,13 +258,15 @@ class NpuGraphEx(PackageCompiler):
 
     def _compile(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: list[int]) -> Run:
         run = super()._compile(step, name, tensors, kv_lengths)
+        # They differ, so that CapturedRun sees which attention task takes which; those of padding rows are all alike.
+        lengths = [MIN_KV_LENGTH + index % NUM_LENGTHS for index in range(len(kv_lengths))]
         gc.collect()  # an unused graph that is collected during the capture would give memory back, and be counted
         npu.empty_cache()
         graph, memory_before = npu.NPUGraph(), npu.memory_reserved()
         capture = npu.graph(graph, pool=self._pool, stream=self._stream, auto_dispatch_capture=True)
         try:
             with torch.no_grad(), capture:
-                output = run(kv_lengths)
+                output = run(lengths)
         except RuntimeError as error:
             if OUT_OF_STREAMS not in str(error):
                 raise
@@ -272,4 +276,4 @@ class NpuGraphEx(PackageCompiler):
             ) from error
         self.num_captures += 1
         self.memory += npu.memory_reserved() - memory_before
-        return CapturedRun(graph, run, output, name, kv_lengths)
+        return CapturedRun(graph, run, output, name, lengths)

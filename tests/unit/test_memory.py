@@ -1,0 +1,43 @@
+"""How much memory a CPU's KV pool may take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lopa_ascend.backend import memory
+
+GIB = 2**30
+
+
+@pytest.fixture
+def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The control group of a container that may use 3 GiB and uses 2, of which 1.5 are page cache."""
+    for name, content in {
+        "memory.max": f"{3 * GIB}\n",
+        "memory.current": f"{2 * GIB}\n",
+        "memory.stat": f"anon {GIB // 2}\nactive_file {GIB // 2}\ninactive_file {GIB}\n",
+    }.items():
+        (tmp_path / name).write_text(content)
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "_available", lambda: 6 * GIB)
+    return tmp_path
+
+
+def test_a_container_s_limit_counts_where_it_leaves_less(container: Path) -> None:
+    assert memory.free_memory("cpu", 1) == 5 * GIB // 2
+    assert memory.default_kv_memory("cpu", 2) == 5 * GIB // 8
+    (container / "memory.max").write_text(f"{9 * GIB}\n")
+    assert memory.free_memory("cpu", 1) == 6 * GIB
+
+
+def test_no_limit_is_that_of_the_machine(container: Path) -> None:
+    (container / "memory.max").write_text("max\n")
+    assert memory.free_memory("cpu", 1) == 6 * GIB
+    (container / "memory.max").unlink()
+    assert memory.free_memory("cpu", 1) == 6 * GIB
+
+
+def test_this_machine_has_memory() -> None:
+    assert 0 < memory.free_memory("cpu", 1) < 2**50
