@@ -78,28 +78,24 @@ def measure(llm: LLM, prompt: list[int], params: DecodingParams) -> Measurement:
     """Decodes a prompt, and measures the CPU time of the parts."""
     outputs: list[GenerationOutput] = []
     started = time.perf_counter()
-    parts = measure_parts(llm, lambda: outputs.extend(llm.generate([prompt], params, trace=True, quiet=True)))
+    parts = measure_parts(llm, lambda: outputs.extend(llm.generate([prompt], params, quiet=True)))
     return Measurement(outputs[0], parts, time.perf_counter() - started)
 
 
-def report(llm: LLM, measured: Measurement, peak: float, stand_in: StandInOutput | None, verdict: str) -> str:
+def report(measured: Measurement, peak: float, stand_in: StandInOutput | None, verdict: str) -> str:
     """The row of the table for one decode.
 
     Args:
-        llm: the model.
         measured: the decode.
         peak: FLOP/s of the GEMM peak in the model's dtype.
         stand_in: the same decode by the stand-in; None if it was not run.
         verdict: whether the output ids are those of the published code; empty if these were not recorded.
     """
-    c, output = llm.config, measured.output
-    assert output.trace is not None
-    attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
-    mlp = 3 * c.hidden_size * c.intermediate_size
-    layers_flop = 2 * c.num_layers * (attention + mlp) * output.model_tokens
-    head_flop = 2 * c.hidden_size * c.vocab_size * sum(record.head_rows for record in output.trace)
+    output, work = measured.output, measured.parts.by_name
+    # As counted call by call: after its attention, the last layer computes only the rows that are read.
+    layers_flop = work["products"].flops + work["products"].int8_flops
     forward_speed = layers_flop / measured.parts.forward
-    decode_speed = (layers_flop + head_flop) / measured.total
+    decode_speed = (layers_flop + work["head and score"].flops) / measured.total
     cells = (
         f"{output.num_forwards:8d}",
         f"{output.tokens_per_forward:6.2f}",
@@ -243,7 +239,7 @@ def run_format(args: argparse.Namespace, work: dict[str, Any], form: str, thread
         verdict = compare_ids(middle.output, work["expected"][f"{RECORDED[k]}/float32"] if is_recorded else None)
         by_seconds = sorted(theirs[k], key=lambda one: one.seconds)
         stand_in_middle = by_seconds[len(by_seconds) // 2] if by_seconds else None
-        print(f"{window:>12s} {k:3d}  {report(llm, middle, peaks.flops, stand_in_middle, verdict)}", flush=True)
+        print(f"{window:>12s} {k:3d}  {report(middle, peaks.flops, stand_in_middle, verdict)}", flush=True)
         label = f"{form}, {window}, k = {k}, {threads} thread(s)"
         found.append(step_parts(label, middle, peaks, before))
     return found

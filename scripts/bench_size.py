@@ -5,7 +5,8 @@
 
 Writes a checkpoint of Dream-7B's dimensions with random weights in bfloat16 (15 GB), shard by shard. Then, for each
 format, a process of its own loads it (W8A8 quantises while it loads) and generates 32 tokens with k = 3. The checkpoint
-is deleted at the end, whatever happened. A format for which the machine has too little free memory is left out aloud.
+is deleted at the end, whatever happened. A format that needs more memory than is free is skipped, and the table says
+so.
 
 Prints a Markdown table. peak: the most memory that the process had, pages of files that it reads included; weights: the
 size of the weights; load: seconds until the engine is there; a step: mean seconds of a forward pass.

@@ -2,11 +2,13 @@
 
     python -m scripts.bench_updates                   the 500 held-out problems, one at a time
     python -m scripts.bench_updates --problems 24 --sequences 4
+    python -m scripts.bench_updates --problems 40 --block-size 32    as docs/predicted-step.md assumes
 
 Decodes held-out problems by the bundled model with the decode steps that graph mode npugraph_ex captures, in the same
-buckets, without capturing them. Prints the share of the steps whose inputs must be written to the device because they
-differ from those of the step before. Then prints how many attention kernels get new KV lengths in a step, and what that
-costs the host:
+buckets, without capturing them. The shorter the blocks, the more often lengths change.
+
+Prints the share of the steps whose inputs must be written to the device because they differ from those of the step
+before. Then prints how many attention kernels get new KV lengths in a step, and what that costs the host:
 
   before         every replay writes all its lengths
   after          a replay writes its lengths only if they differ from those of the graph's last replay
@@ -26,10 +28,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from lopa_ascend import LLM, DecodingParams
+from lopa_ascend import LLM, DecodingParams, ParameterError
 from lopa_ascend.backend.compiler import Eager, Run, Step
+from lopa_ascend.config import EngineConfig, recommended_decoding
 from lopa_ascend.config.help import HelpFormatter
-from lopa_ascend.demo import HELD_OUT
+from lopa_ascend.demo import DEMO_MODEL, HELD_OUT
 from lopa_ascend.graph import setup
 from lopa_ascend.kv.pages import pages_for
 
@@ -69,35 +72,68 @@ class Counting(Eager):
         return counted
 
 
-def count(questions: Sequence[str], num_sequences: int) -> Counting:
+def decoding_params(block_size: int | None) -> DecodingParams:
+    """How the problems are decoded.
+
+    Args:
+        block_size: positions in a block; None: as many as the bundled model recommends.
+    """
+    chosen = {} if block_size is None else {"block_size": block_size}
+    return DecodingParams(**{**recommended_decoding(DEMO_MODEL), **chosen, "max_new_tokens": 128})
+
+
+def count(questions: Sequence[str], num_sequences: int, params: DecodingParams) -> Counting:
     """Decodes the questions, and counts the KV lengths that change."""
     counting = Counting()
     with mock.patch.object(setup, "load_compiler", return_value=counting):
-        llm = LLM(graph_mode="inductor", max_num_seqs=num_sequences, max_model_len=512, enable_prefix_caching=False)
+        llm = LLM(
+            graph_mode="inductor",
+            max_num_seqs=num_sequences,
+            max_model_len=512,
+            enable_prefix_caching=False,
+            graph_block_size=max(params.block_size, EngineConfig().graph_block_size),  # longer blocks need more room
+        )
     counting.reset()  # without the padding that buckets start with
     chats = [[{"role": "user", "content": question}] for question in questions]
     graphs = llm.engine.runner.graphs
     assert graphs is not None
     before = graphs.inputs.num_written
-    llm.chat(chats, DecodingParams(max_new_tokens=128))
+    llm.chat(chats, params)
     counting.num_written = graphs.inputs.num_written - before
     return counting
 
 
-def main(argv: list[str] | None = None) -> None:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.bench_updates", description=__doc__, formatter_class=HelpFormatter
     )
     parser.add_argument("--problems", type=int, default=500, metavar="N", help="held-out problems (default: 500)")
     parser.add_argument("--sequences", type=int, default=1, metavar="N", help="problems decoded at a time (default: 1)")
+    recommended = decoding_params(None).block_size
+    parser.add_argument(
+        "--block-size",
+        type=int,
+        metavar="N",
+        help=f"positions in a block (default: what the bundled model recommends, {recommended})",
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = build_parser()
     arguments = parser.parse_args(argv)
+    try:
+        params = decoding_params(arguments.block_size)
+    except ParameterError as error:
+        parser.error(f"--block-size: {str(error).removeprefix('block_size: ')}")
     with HELD_OUT.open(encoding="utf-8") as lines:
         questions = [json.loads(line)["question"] for line, _ in zip(lines, range(arguments.problems), strict=False)]
     torch.set_num_threads(1)
-    counting = count(questions, arguments.sequences)
+    counting = count(questions, arguments.sequences, params)
     changed = counting.num_changed / counting.num_replays
     print(
-        f"{len(questions)} problems, {counting.num_replays} replays, {1 - changed:.0%} with the lengths of the last one"
+        f"{len(questions)} problems in blocks of {params.block_size}, {counting.num_replays} replays, "
+        f"{1 - changed:.0%} with the lengths of the last one"
     )
     print(f"inputs written before {counting.num_written / counting.num_replays:.0%} of the replays")
     pages = counting.num_pages_changed / counting.num_replays

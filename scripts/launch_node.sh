@@ -15,7 +15,7 @@ usage: launch_node.sh [FLAGS] [-- FLAGS OF python -m lopa_ascend.serve]
 
   launch_node.sh --model Dream-v0-Instruct-7B --lora-path D2F_Dream_Instruct_7B_Lora
   launch_node.sh --model Dream-v0-Instruct-7B --bp 4 -- --num-branches 7      each group takes 2 of the 8 branches
-  ASCEND_RT_VISIBLE_DEVICES=8,9,10,11 launch_node.sh --bp 1 --port 8001 --master-port 29501
+  ASCEND_RT_VISIBLE_DEVICES=8,9,10,11 HCCL_IF_BASE_PORT=60032 launch_node.sh --bp 1 --port 8001 --master-port 29501
   launch_node.sh --device cpu --tp 2 --bp 2                                   the bundled model, without an NPU
 
 $(flags_help)

@@ -2,6 +2,7 @@
 
     python -m scripts.plan --tp 4 --bp 4 --k 3 --precision w8a8     one plan for Dream-7B on 910C dies
     python -m scripts.plan --dies 16                                the best (tp, bp, k) for one request
+    python -m scripts.plan --dies 16 --tp 4                         the best (bp, k) with tp 4
     python -m scripts.plan --dies 16 --requests 64 --json           the same for 64 requests, as JSON
     python -m scripts.plan --dies 16 --plot planner.png             tokens/s against (tp, bp) as a picture
     python -m scripts.plan --validate                               the rows S1 to S18 of the paper, as one JSON line
@@ -56,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("window", 128, 1, "positions of a branch that one pass computes"),
         ("context", 1024, 0, "cached positions in front of the window"),
         ("requests", 1, 1, "requests at the same time, of all replicas"),
-        ("dies", None, 1, "find the best (tp, bp, k) on at most so many dies; more make replicas"),
+        ("dies", None, 1, "dies at most, with the best of --tp, --bp and --k not given; more make replicas"),
     ):
         shown = "" if default is None else f" (default: {default})"
         parser.add_argument(f"--{name}", type=_integer(least), default=default, metavar="N", help=text + shown)
@@ -140,13 +141,14 @@ def _plans(args: argparse.Namespace, model: ModelConfig, device: Device) -> list
     known = _known_tpf(args)
     work = Workload(precision=args.precision, window=args.window, context=args.context, requests=args.requests)
     given = {name: getattr(args, name) for name in ("tp", "bp", "k") if getattr(args, name) is not None}
-    if args.dies is not None and not given.keys() & {"tp", "bp"}:
+    if args.dies is not None and len(given) < 3:
         if args.k is not None:
             known = {args.k: tokens_per_forward(known, args.k)}
-        best = best_plan(model, device, work, known, args.dies, args.collectives)
-        return [best, *all_plans(model, device, work, known, args.dies)]
+        sizes = {name: size for name, size in given.items() if name != "k"}
+        best = best_plan(model, device, work, known, args.dies, args.collectives, sizes)
+        return [best, *all_plans(model, device, work, known, args.dies, sizes)]
     if args.plot:
-        raise ValueError("--plot needs --dies, without --tp and --bp")
+        raise ValueError("--plot needs --dies, and one of --tp, --bp and --k that is not given")
     fields = {"tp": 1, "bp": 1, "k": 3, **given}
     chosen = Workload(**{**vars(work), **fields})
     return [plan(model, device, chosen, tokens_per_forward(known, chosen.k), args.dies)]

@@ -1,8 +1,8 @@
 r"""Trains the bundled model from scratch on a CPU, and writes it as a Dream checkpoint.
 
     python -m scripts.train_demo                                         replaces the bundled model; hours on two cores
-    python -m scripts.train_demo --out build/demo/model --held-out build/demo/heldout.jsonl --state build/demo/try.pt \
-        --ar-steps 50 --diffusion-steps 200                              a short try elsewhere; some minutes
+    python -m scripts.train_demo --out build/demo/model --state build/demo/try.pt --ar-steps 50 \
+        --diffusion-steps 200                                            a short try elsewhere; some minutes
     python -m scripts.train_demo --go-on --measure-steps 600 --ar-steps 0 --dtype bfloat16 --compile --seed 1 \
         --state build/demo/further.pt                                    trains the bundled model further, faster
 
@@ -10,13 +10,18 @@ There are two stages, as in the training of Dream: an autoregressive warm-up on 
 are shifted by one position, and masked diffusion on whole conversations, beside more autoregressive batches. Most
 diffusion batches are block-causal, with several answers after each prompt: two with different noise, and one to
 predict autoregressively, which teaches arithmetic faster, because each of its positions can be predicted. Some steps
-later the two come once more, filled where the model was sure and right, as a step of decoding fills them. The other
-batches have full attention within the window.
+later the two noisy answers are trained on a second time. Positions that the model predicted rightly with high
+probability are filled in by then, as decoding would have filled them. The other batches have full attention within the
+window.
 
 Problems of a template that the model solves are mostly left out. A run that goes on from a checkpoint does not know
 yet which templates these are; with --measure-steps it finds them out before the first step.
 
 The checkpoint has the mean of the weights over the last steps, which solves many more problems than the last weights.
+
+No held-out problem is trained on: a hash of the question decides which ones these are. The file with 500 of them
+(--held-out) is written only if it is missing. An existing one stays as it is, so that models are compared by the same
+problems although the generator of problems changes.
 
 Prints the loss, and from time to time the accuracy on 40 problems that are drawn like those of the training, with a
 seed of their own. The state is saved to --state: started again, the same command goes on where the last one stopped.
@@ -29,6 +34,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from lopa_ascend.config.help import HelpFormatter
@@ -40,7 +46,9 @@ HELD_OUT_SEED = 99
 
 
 def write_held_out(path: Path, count: int) -> None:
-    """Writes different held-out problems, one JSON object a line."""
+    """Writes different held-out problems, one JSON object a line, unless the file exists."""
+    if path.exists():
+        return
     chosen: dict[str, dict[str, str]] = {}
     for problem in problems(HELD_OUT_SEED, held_out=True, plain=True):
         row = {"question": problem.question, "answer": problem.answer, "kind": problem.kind}
@@ -66,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     files.add_argument(
         "--held-out", type=Path, default=HELD_OUT, metavar="FILE",
-        help="where the held-out problems go (default: the bundled ones)",
+        help="where the held-out problems go if this file does not exist yet (default: the bundled file)",
     )  # fmt: skip
     files.add_argument(
         "--state", type=Path, default=Path("build/demo/state.pt"), metavar="FILE",
@@ -116,19 +124,23 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
-    args = build_parser().parse_args()
+def main(argv: Sequence[str] | None = None) -> None:
+    args = build_parser().parse_args(argv)
     import torch  # takes seconds
 
     from lopa_ascend.backend.cpu import keep_freed_memory
     from scripts.demo_tokenizer import build, load
-    from scripts.training.trainer import Trainer
+    from scripts.training.trainer import Trainer, read_state
 
     torch.set_num_threads(args.threads)
     keep_freed_memory()  # without it a quarter of the time went into page faults
-    tokenizer = load(args.out) if args.go_on or args.state.exists() else build(args.out)
-    trainer = Trainer(args, tokenizer)
-    trainer.resume()
+    state = read_state(args)
+    goes_on = args.go_on or state is not None
+    if goes_on and not (args.out / "vocab.json").exists():
+        raise SystemExit(f"{args.out} has no vocab.json: a run that goes on needs the checkpoint of the one before it")
+    trainer = Trainer(args, load(args.out) if goes_on else build(args.out))
+    if state is not None:
+        trainer.resume(state)
     write_held_out(args.held_out, NUM_HELD_OUT)
     trainer.run()
 

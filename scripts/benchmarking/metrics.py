@@ -118,12 +118,14 @@ def over_runs(runs: Sequence[Mapping[str, float | None]]) -> dict[str, Spread | 
 
 
 def accuracy_under_parallelism(points: Iterable[tuple[float, float]], best: float) -> float:
-    """AUP, d3LLM's score of a curve of (TPF, percent right): its weighted area.
+    """AUP, a score from d3LLM: the area under the curve of percent right over TPF, where lower accuracies weigh less.
 
-    With the points in the order of TPF, rho_1 y_1 + sum of (rho_i - rho_(i-1)) (y_i w(y_i) + y_(i-1) w(y_(i-1))) / 2,
-    where w(y) = min(exp(-3 (1 - y / best)), 1). Points more than 5 below the first do not count.
+    The points (rho_i, y_i) are TPF and percent right, in the order of TPF. AUP is rho_1 y_1 + sum of
+    (rho_i - rho_(i-1)) (y_i w(y_i) + y_(i-1) w(y_(i-1))) / 2, with the weight w(y) = min(exp(-3 (1 - y / best)), 1).
+    The area up to the first point counts in full. Points more than 5 below the first do not count.
 
     Args:
+        points: TPF and percent right of each decoding.
         best: the highest accuracy that anything has on the task, in percent.
     """
     ordered = sorted(points)

@@ -93,11 +93,30 @@ def plan(model: ModelConfig, device: Device, work: Workload, tpf: float, dies: i
 
 
 def all_plans(
-    model: ModelConfig, device: Device, work: Workload, known_tpf: Mapping[int, float], dies: int
+    model: ModelConfig,
+    device: Device,
+    work: Workload,
+    known_tpf: Mapping[int, float],
+    dies: int,
+    given: Mapping[str, int] | None = None,
 ) -> Iterator[Plan]:
-    """Every (tp, bp, k) that fits on the dies; ``tp``, ``bp`` and ``k`` of ``work`` are ignored."""
+    """Every (tp, bp, k) that fits on the dies.
+
+    Args:
+        model: the geometry.
+        device: of each rank.
+        work: ``tp``, ``bp`` and ``k`` are ignored.
+        known_tpf: tokens per forward pass by k; no k outside these is tried.
+        dies: how many there are.
+        given: "tp" and "bp" that all plans must have; those without one are searched.
+    """
+    given = given or {}
     for tp in model.tensor_parallel_sizes():
+        if tp != given.get("tp", tp):
+            continue
         for bp in range(1, dies // tp + 1):
+            if bp != given.get("bp", bp):
+                continue
             for k in range(min(known_tpf), max(known_tpf) + 1):
                 candidate = replace(work, tp=tp, bp=bp, k=k)
                 needs_fewer_dies = bp > k + 1
@@ -116,15 +135,27 @@ def best_plan(
     known_tpf: Mapping[int, float],
     dies: int,
     collectives: str = "optimistic",
+    given: Mapping[str, int] | None = None,
 ) -> Plan:
     """The plan with most tokens/s; of equal ones that with fewest dies and branches.
+
+    Args:
+        collectives: "optimistic" or "pessimistic".
+        given: see ``all_plans``, as the rest.
 
     Raises:
         ValueError: nothing fits.
     """
-    plans = list(all_plans(model, device, work, known_tpf, dies))
+    plans = list(all_plans(model, device, work, known_tpf, dies, given))
     if not plans:
-        raise ValueError(f"the model fits on no (tp, bp) of {dies} dies")
+        if given:  # raises a more precise error where the given sizes alone are the reason
+            smallest = replace(work, tp=given.get("tp", 1), bp=given.get("bp", 1), k=max(known_tpf))
+            plan(model, device, smallest, 1.0, dies)
+        sizes = "".join(f", {name} {size}" for name, size in (given or {}).items())
+        raise ValueError(
+            f"the model fits on no (tp, bp, k) of {dies} dies{sizes}, k from {min(known_tpf)} to {max(known_tpf)}; "
+            "bp is at most k + 1"
+        )
 
     def rank(candidate: Plan) -> tuple[float, int, int]:
         used = candidate.replicas * candidate.work.tp * candidate.work.bp

@@ -63,7 +63,8 @@ class Step:
     host: float
     collectives: float
     device: float
-    """Per part of the model the longer of memory and arithmetic, and launches and collectives."""
+    """Sum over the parts of the model of the longer of its memory time and its arithmetic time, plus launches, plus
+    collectives."""
     step: float
     """The longer of device and host, or their sum where the host does not work ahead."""
     bound_by: str

@@ -8,7 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file
@@ -52,6 +52,30 @@ EVALUATION_SEED = 12345
 
 Kind = Literal["clean", "noisy", "second", "full"]
 """Of a batch: autoregressive alone; block-causal with noise; a batch with noise once more; with full attention."""
+
+
+def read_state(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The saved state that a run goes on from; None if there is none.
+
+    Args:
+        args: the arguments of scripts.train_demo.
+
+    Raises:
+        SystemExit: the state has all steps, or is of another model directory or of a run with other arguments.
+    """
+    if not args.state.exists():
+        return None
+    state: dict[str, Any] = torch.load(args.state, weights_only=True)
+    other = "name another file by --state"
+    if state["out"] != str(args.out.resolve()):
+        raise SystemExit(f"{args.state} is the state of {state['out']}; {other}")
+    for name, value in state["arguments"].items():
+        if (given := getattr(args, name)) != value:
+            flag = "--" + name.replace("_", "-")
+            raise SystemExit(f"{args.state} is of a run with {flag} {value}, not {given}; {other}")
+    if state["step"] >= args.ar_steps + args.diffusion_steps:
+        raise SystemExit(f"{args.state} has all {state['step']} steps; {other}")
+    return state
 
 
 class Trainer:
@@ -226,20 +250,8 @@ class Trainer:
         outcome = evaluate(LLM(self.args.out), asked, decoding(0, 0.9))
         return f"d2f exact {outcome.accuracy:.0%}, tokens per forward {outcome.tpf:.2f}"
 
-    def resume(self) -> None:
-        """Goes on from the saved state, if there is one.
-
-        Raises:
-            SystemExit: the state has all steps, or is of another model directory or of a run with other arguments.
-        """
-        if not self.args.state.exists():
-            return
-        state = torch.load(self.args.state, weights_only=True)
-        if state["out"] != str(self.args.out.resolve()):
-            raise SystemExit(f"{self.args.state} is the state of {state['out']}; name another file by --state")
-        self._check_arguments(state["arguments"])
-        if state["step"] >= self.num_steps:
-            raise SystemExit(f"{self.args.state} has all {state['step']} steps; name another file by --state")
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state that ``read_state`` has read."""
         self.model.load_state_dict(state["model"])
         self.average = state["average"]
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
@@ -250,13 +262,6 @@ class Trainer:
         self.clean_batches = self._new_batches(plain=self.step < self.args.ar_steps, whole_blocks=False)
         self.batches = self._new_batches(plain=False, whole_blocks=True)
         print(f"resumed at step {self.step}")
-
-    def _check_arguments(self, saved: Mapping[str, object]) -> None:
-        for name, value in saved.items():
-            if (given := getattr(self.args, name)) != value:
-                flag = "--" + name.replace("_", "-")
-                message = f"{self.args.state} is of a run with {flag} {value}, not {given}"
-                raise SystemExit(f"{message}; name another file by --state")
 
     def save(self) -> None:
         """Writes the state from which a run can go on, and the checkpoint."""

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.backend import Entries
+from lopa_ascend.model.dream import Dream
 from lopa_ascend.types import GenerationOutput
-from scripts.bench_decode import main
+from scripts.bench_decode import decoding_params, main, measure, report
 from scripts.decode_bench.parts import PARTS, PartWork, Peaks, measure_parts, work_of
 from scripts.decode_bench.stand_in import StandIn
 from tests import golden
@@ -65,6 +71,29 @@ def test_timing_changes_no_token_and_counts_the_work(tmp_path) -> None:
     qkv = c.hidden_size * c.head_dim * (c.num_heads + 2 * c.num_kv_heads)
     assert parts.by_name["products"].flops > 2 * c.num_layers * found[0].model_tokens * qkv
     assert 0 < parts.forward < sum(part.seconds for part in parts.by_name.values())
+
+
+@pytest.mark.parametrize("quantization", [None, "w8a8"])
+def test_the_speed_of_the_linear_layers_is_that_of_what_they_compute(quantization: str | None, tmp_path: Path) -> None:
+    """After its attention the last layer computes only the rows that are read."""
+    write_dream(tmp_path)
+    llm = LLM(tmp_path, quantization=quantization, enable_prefix_caching=False)
+    rows: Counter[str] = Counter()
+    linear = Dream._linear
+
+    def counted(model: Dream, x: Any, name: str) -> Tensor:
+        out = linear(model, x, name)
+        rows[name] += out.shape[0] * model.weights[name + ".weight"].numel()
+        return out
+
+    with mock.patch.object(Dream, "_linear", counted):
+        measured = measure(llm, PROMPT, decoding_params(2, "full", 32))
+    flops = 2 * sum(rows.values())
+    last = llm.config.num_layers - 1
+    assert rows[f"layers.{last}.down"] < rows["layers.0.down"]
+    peak = flops / measured.parts.forward / 100
+    forward_speed = report(measured, peak, None, "").split("(")[1].split(")")[0]
+    assert float(forward_speed) == pytest.approx(100)
 
 
 def test_int8_products_are_counted_by_themselves(tmp_path) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from scripts.bench_updates import Counting, main
+from scripts.bench_updates import LAYERS, Counting, main
+from scripts.npu_predict import INPUTS_WRITTEN, WRITTEN
 from tests.versions import compiles_steps
 
 
@@ -27,11 +28,33 @@ def test_lengths_are_compared_with_those_of_the_last_step_of_the_same_bucket() -
 
 
 @compiles_steps
-def test_the_bundled_model_keeps_lengths_in_some_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--problems", "24"])
+def test_the_predicted_step_writes_about_as_much_as_the_bundled_model_does(capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that fills more or fewer positions a step needs both constants, and docs/predicted-step.md, anew."""
+    main(["--problems", "24", "--block-size", "32"])
     replays, inputs, before, after, pages = capsys.readouterr().out.splitlines()
-    assert replays.startswith("24 problems, ")
-    assert 0 < int(inputs.removeprefix("inputs written before ").split("%")[0]) < 100
+    assert replays.startswith("24 problems in blocks of 32, ")
+    inputs_written = int(inputs.removeprefix("inputs written before ").split("%")[0]) / 100
+    assert inputs_written == pytest.approx(INPUTS_WRITTEN, abs=0.15)
     assert before == "before, all lengths written  28.0 updates a step, 5.15 ms of the host"
-    assert 0 < float(after.split("written")[1].split()[0]) < 28
+    assert float(after.split("written")[1].split()[0]) / LAYERS == pytest.approx(WRITTEN, abs=0.15)
     assert pages.startswith("if lengths were whole pages ")
+
+
+@compiles_steps
+def test_the_blocks_are_those_that_the_model_recommends_unless_others_are_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Shorter blocks are committed more often, and every commit changes lengths."""
+    found = []
+    for options, block_size in (([], 8), (["--block-size", "64"], 64)):
+        main(["--problems", "3", *options])
+        problems, replays, _ = capsys.readouterr().out.splitlines()[0].split(", ")
+        assert problems == f"3 problems in blocks of {block_size}"
+        found.append(int(replays.removesuffix(" replays")))
+    assert found[0] > found[1] > 0
+
+
+def test_a_block_of_no_positions_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--block-size", "0"])
+    assert "--block-size: must be an integer from 1 to 4096, got 0" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2Model
 
 from scripts.demo_tokenizer import build
-from scripts.train_demo import build_parser
+from scripts.train_demo import build_parser, main, write_held_out
 from scripts.training import batches
 from scripts.training.answers import SYMBOLS, weighted_mean
 from scripts.training.batches import Batch, Batches
@@ -23,7 +23,7 @@ from scripts.training.focus import UNKNOWN
 from scripts.training.forward import Forward, Shapes, attention_masks, dropped
 from scripts.training.growth import with_layers, with_units
 from scripts.training.noise import FAR_WEIGHT, block_causal, causal, noise
-from scripts.training.trainer import CLEAN_FACTOR, GRADIENT_NORM, MOST_WAITING, NOISY_COPIES, Trainer
+from scripts.training.trainer import CLEAN_FACTOR, GRADIENT_NORM, MOST_WAITING, NOISY_COPIES, Trainer, read_state
 
 pytestmark = pytest.mark.skipif(
     version.parse(transformers.__version__).major < 5, reason="training needs transformers 5"
@@ -216,24 +216,45 @@ def test_a_run_first_measures_what_the_model_fails_at(trainer: Trainer) -> None:
     trainer.step = trainer.num_steps = 1
     trainer.save()
     resumed = Trainer(trainer.args, trainer.tokenizer)
-    resumed.num_steps = 2
-    resumed.resume()
+    state = read_state(trainer.args)
+    assert state is not None
+    resumed.resume(state)
     assert resumed.step == 1
     assert resumed.focus.failures == trainer.focus.failures
 
 
 def test_the_state_of_another_run_is_refused(trainer: Trainer, tmp_path: Path) -> None:
-    trainer.step = trainer.num_steps = 3
+    trainer.args.ar_steps, trainer.args.diffusion_steps = 1, 2
+    trainer.step = 3
     trainer.save()
     with pytest.raises(SystemExit, match="has all 3 steps; name another file"):
-        trainer.resume()
-    trainer.num_steps = 4
+        read_state(trainer.args)
     trainer.args.seed += 1
     with pytest.raises(SystemExit, match=r"is of a run with --seed \d+, not \d+; name another file"):
-        trainer.resume()
+        read_state(trainer.args)
     trainer.args.out = tmp_path / "elsewhere"
     with pytest.raises(SystemExit, match="is the state of .*; name another file"):
-        trainer.resume()
+        read_state(trainer.args)
+
+
+def test_what_a_run_cannot_go_on_from_is_named_before_a_tokenizer_is_looked_for(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    trainer.save()
+    elsewhere = ["--out", str(tmp_path / "elsewhere"), "--held-out", str(tmp_path / "heldout.jsonl")]
+    with pytest.raises(SystemExit, match="is the state of .*; name another file by --state"):
+        main([*elsewhere, "--state", str(trainer.args.state)])
+    with pytest.raises(SystemExit, match=r"elsewhere has no vocab.json: a run that goes on needs the checkpoint"):
+        main([*elsewhere, "--state", str(tmp_path / "new.pt"), "--go-on"])
+
+
+def test_held_out_problems_are_written_once(tmp_path: Path) -> None:
+    """Models are compared by the same problems, although the generator changes."""
+    file = tmp_path / "new" / "heldout.jsonl"
+    write_held_out(file, 3)
+    assert len(file.read_text().splitlines()) == 3
+    write_held_out(file, 4)
+    assert len(file.read_text().splitlines()) == 3
 
 
 def test_the_checkpoint_has_the_mean_of_the_last_weights(trainer: Trainer, tmp_path: Path) -> None:
@@ -249,7 +270,9 @@ def test_the_checkpoint_has_the_mean_of_the_last_weights(trainer: Trainer, tmp_p
     trainer.save()
     torch.testing.assert_close(load_file(tmp_path / "model.safetensors")["model.norm.weight"][0].item(), 4.0)
     fresh = Trainer(trainer.args, trainer.tokenizer)
-    fresh.resume()
+    state = read_state(trainer.args)
+    assert state is not None
+    fresh.resume(state)
     assert torch.equal(fresh.average["norm.weight"], trainer.average["norm.weight"])
     assert torch.equal(fresh.model.norm.weight, weight)
 

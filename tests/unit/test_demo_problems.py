@@ -137,6 +137,15 @@ def test_held_out_questions_are_never_trained_on() -> None:
     assert is_held_out("What is 12 + 30?") == is_held_out("what is 12 +30")
 
 
+def test_problems_of_the_held_out_file_are_on_the_held_out_side() -> None:
+    """The file is older than today's generator, and the hash alone keeps its problems out of the training."""
+    questions = [
+        json.loads(line)["question"] for line in (DEMO / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    assert len(questions) == 500
+    assert all(map(is_held_out, questions))
+
+
 @pytest.mark.parametrize(("name", "count"), [("handwritten", 200), ("independent", 150)])
 def test_questions_worded_by_others_are_never_trained_on(name: str, count: int) -> None:
     rows = [json.loads(line) for line in (DEMO / f"{name}.jsonl").read_text().splitlines()]

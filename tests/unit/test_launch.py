@@ -268,6 +268,16 @@ def test_help_teaches(scripts: Scripts, name: str):
     assert f"launch_{name}.sh --" in done.stdout
 
 
+def test_the_second_server_of_the_help_has_dies_and_ports_of_its_own(scripts: Scripts):
+    (example,) = [line for line in scripts.run("node", "--help").stdout.splitlines() if "VISIBLE_DEVICES=" in line]
+    variables, flags = example.split("launch_node.sh")
+    ((second, command),) = scripts.dry_run("node", *flags.split(), **dict(v.split("=") for v in variables.split()))
+    ((first, default),) = scripts.dry_run("node")
+    assert int(second["HCCL_IF_BASE_PORT"]) == int(first["HCCL_IF_BASE_PORT"]) + 32
+    for flag in ("--port", "--master-port"):
+        assert command[command.index(flag) + 1] != default[default.index(flag) + 1]
+
+
 def test_only_a_cpu_gets_an_environment_made(tmp_path: Path):
     scripts = Scripts(tmp_path, missing=1)
     done = scripts.run("node", "--dry-run", *CPU)

@@ -130,10 +130,29 @@ def test_the_best_plan_and_its_picture(capsys: pytest.CaptureFixture[str], tmp_p
     assert file.stat().st_size > 1000
 
 
+def test_sizes_that_are_given_beside_the_dies_are_kept_and_the_others_found(capsys: pytest.CaptureFixture[str]):
+    found = {}
+    for options in ("", "--tp 4", "--bp 4", "--tp 4 --bp 4", "--tp 4 --k 3"):
+        command.main(["--dies", "16", "--json", *options.split()])
+        found[options] = json.loads(capsys.readouterr().out)
+    speed = {options: plan["optimistic"]["tokens_per_second"] for options, plan in found.items()}
+    assert found["--tp 4"]["tp"] == 4
+    assert found["--tp 4"]["bp"] > 1
+    assert found["--bp 4"]["bp"] == 4
+    assert (found["--tp 4 --bp 4"]["tp"], found["--tp 4 --bp 4"]["bp"]) == (4, 4)
+    assert (found["--tp 4 --k 3"]["tp"], found["--tp 4 --k 3"]["k"]) == (4, 3)
+    assert found["--tp 4 --k 3"]["bp"] > 1
+    assert max(speed["--tp 4 --bp 4"], speed["--tp 4 --k 3"]) <= speed["--tp 4"] <= speed[""]
+
+
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
         ("--tp 3", "1, 2, 4"),
+        ("--dies 16 --tp 3", "1, 2, 4"),
+        ("--dies 16 --tp 4 --bp 8 --k 7", "32 dies"),
+        ("--dies 16 --bp 8 --k 3", "bp is at most k + 1"),
+        ("--dies 2 --tp 4", "needs 4 dies, there are 2"),
         ("--tp 0", "at least 1"),
         ("--k 20", "0:3.1, 14:10.1"),
         ("--tpf 5", "--k"),

@@ -221,6 +221,16 @@ def test_the_best_plan_is_the_best_of_all(dream: ModelConfig, die: Device, case:
     assert best.tokens_per_second(case) == max(p.tokens_per_second(case) for p in plans)
 
 
+@pytest.mark.parametrize("given", [{"tp": 4}, {"bp": 4}, {"tp": 2, "bp": 3}])
+def test_given_sizes_are_kept_and_the_others_searched(dream: ModelConfig, die: Device, given: dict[str, int]):
+    known, work = {0: 3.1, 14: 10.1}, Workload()
+    plans = list(all_plans(dream, die, work, known, 16, given))
+    everything = list(all_plans(dream, die, work, known, 16))
+    assert plans == [p for p in everything if all(getattr(p.work, name) == size for name, size in given.items())]
+    best = best_plan(dream, die, work, known, 16, given=given)
+    assert best.tokens_per_second("optimistic") == max(p.tokens_per_second("optimistic") for p in plans)
+
+
 def test_more_dies_never_make_the_best_plan_slower(dream: ModelConfig, die: Device):
     known = {0: 3.1, 14: 10.1}
     speeds = [best_plan(dream, die, Workload(), known, n).tokens_per_second("optimistic") for n in (1, 2, 4, 8, 16)]
