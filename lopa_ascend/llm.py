@@ -19,7 +19,9 @@ from lopa_ascend.config import (
     recommended_decoding,
 )
 from lopa_ascend.demo import DEMO_MODEL
+from lopa_ascend.engine.engine import INTERRUPTED
 from lopa_ascend.engine.ranks import start_engine
+from lopa_ascend.engine.updates import failed_update
 from lopa_ascend.text.output import OutputStream
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.tokenizer_files import load_template, load_tokenizer
@@ -92,6 +94,9 @@ class LLM:
         )
         self._ids = itertools.count()
         self._running: dict[str, _Running] = {}
+        self._in_step: tuple[str, ...] = ()
+        """Requests from the beginning of a step until all its updates are handed over. If that is interrupted, such as
+        by Ctrl-C, the next step ends them."""
         self._is_stepping = False
         self._ended: list[str] = []
         """Requests whose streams were collected as garbage in the middle of a step; they are aborted after it."""
@@ -145,8 +150,7 @@ class LLM:
         Raises:
             ParameterError: the request does not fit, or has stop strings or bad words although there is no tokenizer.
         """
-        self.engine.limits.check(len(prompt_token_ids), params)
-        self.prompts.for_engine(params)
+        self.engine.limits.check(len(prompt_token_ids), self.prompts.for_engine(params))
 
     def stream(
         self, prompt: str | Sequence[int], params: DecodingParams | None = None, *, trace: bool = False
@@ -166,7 +170,7 @@ class LLM:
 
         Raises:
             ParameterError: see ``tokenize`` and ``check``.
-            GenerationError: the model's logits are not finite.
+            GenerationError: the model's logits are not finite, or Ctrl-C interrupted a step in which the request ran.
         """
         params = params or self.params()
         token_ids = self.tokenize(prompt)
@@ -194,16 +198,27 @@ class LLM:
             self.engine.abort(running.request_id)
 
     def _step(self) -> None:
-        self._is_stepping = True
+        """Makes a step, and hands its updates to the readers of the requests."""
+        lost = self._lost_requests()
+        self._in_step, self._is_stepping = tuple(self._running), True
         try:
-            updates = self.engine.step()
+            for request_id in lost:
+                self.engine.abort(request_id)
+            updates = self.engine.step()  # before the loop: RankError of a rank that has ended goes first
+            for update in (*(failed_update(request_id, INTERRUPTED) for request_id in lost), *updates):
+                if (running := self._running.get(update.request_id)) is not None:
+                    running.updates.append(update)
+            self._in_step = ()
         finally:
             self._is_stepping = False
             while self._ended:
                 self.engine.abort(self._ended.pop())
-        for update in updates:
-            if update.request_id in self._running:
-                self._running[update.request_id].updates.append(update)
+
+    def _lost_requests(self) -> list[str]:
+        """The requests whose updates an interrupted step may have lost. Those that the engine has not admitted yet have
+        lost nothing."""
+        waiting = self.engine.scheduler.waiting
+        return [request_id for request_id in self._in_step if request_id in self._running and request_id not in waiting]
 
     def generate(
         self,

@@ -76,11 +76,17 @@ def fitting_defaults(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> d
     Args:
         defaults: decoding parameters by name.
         asked: the parameters that the request sets itself, in place of defaults.
+
+    Raises:
+        ParameterError: the decoding is that of another package, which cannot be loaded.
     """
     merged = {"decoding": "lopa", "base": "d2f", **defaults, **asked}
     decoding = merged["decoding"]
-    if not is_known(decoding):
-        return dict(defaults)
+    try:
+        if not is_known(decoding):
+            return dict(defaults)
+    except ValueError as error:
+        raise ParameterError("decoding", str(error)) from error
     usable = _defaults_for_sampling(defaults) if _is_sampling(asked.get("temperature")) else dict(defaults)
     filled_by = filling(decoding, merged["base"])
     unusable = {name for name, decodings in DECODINGS_OF.items() if filled_by not in decodings}

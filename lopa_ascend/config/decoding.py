@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -125,6 +126,18 @@ class DecodingParams(ResearchParams, UsualParams):
             if option not in cls.names():
                 raise ParameterError(option, f"unknown option; choose from {', '.join(cls.names())}")
         return cls(**found.merged(options))
+
+    def with_valid(self, **values: Any) -> DecodingParams:
+        """A copy with other values, which are known to be valid and to go with the rest: nothing is checked again.
+        Copies for a thousand choices would otherwise take most of a second.
+
+        Args:
+            values: by name, in the form in which they are stored.
+        """
+        changed = copy(self)
+        for name, value in values.items():
+            object.__setattr__(changed, name, value)
+        return changed
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ def find_decoding(name: str) -> type[Any] | None:
             return None
         try:
             strategy = point.load()
-        except (ImportError, AttributeError) as error:
+        except Exception as error:  # the module is another package's, which may raise anything
             raise ValueError(f"{name!r}: entry point {point.value!r} cannot be loaded: {error}") from error
         _check_like(name, strategy)
         _registered[name] = strategy

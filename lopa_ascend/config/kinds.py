@@ -349,11 +349,15 @@ class TokenNumbers(Kind):
             raise ValueError(f"must map token ids to numbers, got {value!r}")
         found: dict[object, object] = {}
         for token, number in pairs:
-            token_id = self.token.checked(self.token.parse(token) if isinstance(token, str) else token)
+            token_id = self.token.checked(self._from_key(token) if isinstance(token, str) else token)
             if token_id in found:
                 raise ValueError(f"has two numbers for token id {token_id}")
             found[token_id] = self.number.checked(number)
         return tuple(sorted(found.items()))
+
+    def _from_key(self, key: str) -> object:
+        """The token id of a key of a JSON object. ``int`` alone takes "1_0", "+8" and the digits of other scripts."""
+        return self.token.parse(key) if key.isascii() and key.isdecimal() else key
 
     def parse(self, text: str) -> tuple[int, float]:
         token, _, number = text.partition(":")

@@ -33,6 +33,10 @@ class Limits:
     branch_parallel_size: int = 1
     """Groups of ranks over which the branches of a request are spread."""
     graph_mode: str = "eager"
+    num_token_ids: int | None = None
+    """Token ids from this one on do not exist in the tokenizer and are never generated; None: all exist."""
+    eos_token_ids: tuple[int, ...] = ()
+    """The model's own, for requests that set none."""
 
     def num_slots(self, params: DecodingParams) -> int:
         """Slots that a request has in each group of ranks."""
@@ -107,7 +111,8 @@ class Limits:
         self.check_token_ids(params)
 
     def check_token_ids(self, params: DecodingParams) -> None:
-        """Refuses ids that the model does not have, and the mask where it would end or spoil every answer.
+        """Refuses ids that the model does not have, the mask where it would end or spoil every answer, and to ban all
+        ids. Texts in ``bad_words`` count as nothing: ``Prompts.for_engine`` makes token ids of them.
 
         Raises:
             ParameterError: see above.
@@ -127,3 +132,20 @@ class Limits:
                 if token == self.mask_token_id and name == "logit_bias":
                     # A bias would change its share of the softmax's denominator, and with it every probability.
                     raise ParameterError(name, f"{token} is the mask, which is never generated")
+        self._check_choice(params)
+
+    def _check_choice(self, params: DecodingParams) -> None:
+        """Refuses parameters that would leave no token for a position."""
+        eos = self.eos_token_ids if params.eos_token_ids is None else params.eos_token_ids
+        # The last token of a longer word is banned wherever the word's beginning may still be filled in.
+        never = {self.mask_token_id, *(word[-1] for word in params.bad_words if not isinstance(word, str))}
+        if self._are_all_ids(never):
+            raise ParameterError("bad_words", "would ban every token: all are the last one of a word")
+        if params.min_new_tokens and self._are_all_ids({*never, *eos, *params.stop_token_ids}):
+            message = f"{params.min_new_tokens} leaves no token: eos_token_id, stop_token_ids and bad_words hold all"
+            raise ParameterError("min_new_tokens", message)
+
+    def _are_all_ids(self, tokens: set[int]) -> bool:
+        """Whether these are all ids that can be generated, and the mask."""
+        num_token_ids = self.vocab_size if self.num_token_ids is None else self.num_token_ids
+        return sum(token < num_token_ids for token in tokens) == num_token_ids

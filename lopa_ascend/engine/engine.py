@@ -21,6 +21,7 @@ from lopa_ascend.engine.prepare import Prepared, choose_num_pages, model_path, p
 from lopa_ascend.engine.scheduler import Scheduler
 from lopa_ascend.engine.sequences import SequenceFactory
 from lopa_ascend.engine.step_costs import measure_step_costs
+from lopa_ascend.engine.updates import failed_update, make_update
 from lopa_ascend.graph.setup import build_executor
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.kv.prefix_cache import PrefixCache
@@ -31,7 +32,7 @@ from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.runner.eager import EagerExecutor
 from lopa_ascend.runner.runner import Runner
 from lopa_ascend.sequence import Request, Sequence
-from lopa_ascend.types import Alternatives, EngineStats, RankReport, SequenceResult, Update
+from lopa_ascend.types import EngineStats, RankReport, SequenceResult, StepPlan, Update
 
 SEED_BITS = 53
 """Bits of a seed that is drawn: few enough that every JSON client can send the seed back unchanged."""
@@ -81,8 +82,9 @@ class Engine:
         self._forward_seconds = 0.0
         self._needs_allotment = False
         """Whether there has been a request whose number of branches follows the load."""
-        self._interrupted: tuple[str, ...] = ()
-        """The requests that ran when a step was interrupted; the next step ends them."""
+        self._open_step: dict[str, Sequence] | None = None
+        """The sequences by request id that run in a step, from its beginning until all its updates are made; otherwise
+        None. If the step is interrupted, the next one ends these requests."""
         self._agreement = Agreement(self.mesh, config.agreement_interval)
         # Without the settings that may differ between machines.
         shared = replace(config, model=None, lora=None, threads=None, graph_cache=None)
@@ -181,7 +183,8 @@ class Engine:
             ParameterError: the request could never run.
             ValueError: the id is in use.
         """
-        if request_id in self.scheduler.running or request_id in self.scheduler.waiting:
+        ids_in_use = self.scheduler.running, self.scheduler.waiting, self._open_step or ()
+        if any(request_id in ids for ids in ids_in_use):
             raise ValueError(f"request id {request_id!r} is in use")
         self.limits.check(len(prompt), params)
         if self.runner.graphs is not None:
@@ -197,50 +200,62 @@ class Engine:
         sequence = self.scheduler.running.get(request_id)
         if sequence is not None:
             self.runner.release(sequence)
-        return self.scheduler.remove(request_id)
+        has_lost_update = self._open_step is not None and self._open_step.pop(request_id, None) is not None
+        return self.scheduler.remove(request_id) or has_lost_update
 
     def has_work(self) -> bool:
-        """Whether any request runs or waits."""
-        return bool(self.scheduler.running or self.scheduler.waiting)
+        """Whether any request runs, waits, or has to be told that its step was interrupted."""
+        return bool(self.scheduler.running or self.scheduler.waiting or self._open_step)
 
     def step(self) -> list[Update]:
-        """Admits what may run, makes one forward pass, and says what it did to every request that took part."""
-        if self._interrupted:
-            return self._fail_interrupted()
+        """Admits what may run, makes one forward pass, and says what it did to every request that took part.
+
+        If the step before was interrupted, such as by Ctrl-C, this one only ends the requests that ran in it.
+        """
+        if self._open_step is not None:
+            return self._fail_open_step()
         self._prepare_allotment()
-        plan = self.scheduler.plan()
-        if plan is None:
-            return []
+        self._open_step = dict(self.scheduler.running)
+        try:
+            plan = self.scheduler.plan()
+            self._open_step.update(self.scheduler.running)  # requests that finish in the step leave ``running``
+            updates = [] if plan is None else self._run(plan)
+        except BaseException:  # Ctrl-C, for example
+            self.scheduler.drop_copies()
+            raise
+        self._open_step = None
+        return updates
+
+    def _run(self, plan: StepPlan) -> list[Update]:
+        """Makes a planned step."""
         start = time.perf_counter()
         try:
             result = self.runner.step(plan, self.scheduler.running)
-        except BaseException as error:  # Ctrl-C, for example
-            self._interrupted = tuple(self.scheduler.running)
-            if self.scheduler.prefix_cache is not None:
-                self.scheduler.prefix_cache.clear()  # the plan's copies into its pages may not have been made
+        except RuntimeError as error:
             self._explain(error)
             raise
         self._forward_seconds = time.perf_counter() - start
         self._agreement.record_step(plan, result)
         return [self._update(sequence) for sequence in result.sequences]
 
-    def _explain(self, error: BaseException) -> None:
+    def _explain(self, error: RuntimeError) -> None:
         """Raises RankError in place of what a compiled step raises when an exchange in it fails because of another
         rank. Other exchanges raise RankError themselves."""
-        if isinstance(error, RuntimeError) and not isinstance(error, RankError) and self.mesh.world.size > 1:
+        if not isinstance(error, RankError) and self.mesh.world.size > 1:
             reason = self.mesh.world.explain()
             if reason is not None:
                 raise RankError(f"a step failed: {reason}") from error
 
-    def _fail_interrupted(self) -> list[Update]:
-        """Ends the requests that ran when a step was interrupted: it may have updated them in part."""
-        running = self.scheduler.running
-        sequences = [running[request_id] for request_id in self._interrupted if request_id in running]
-        self._interrupted = ()
-        for sequence in sequences:
+    def _fail_open_step(self) -> list[Update]:
+        """Ends the requests that ran in an interrupted step, which may have updated them in part or lost updates."""
+        assert self._open_step is not None
+        self._open_step.update(self.scheduler.running)  # with those that were admitted before ``plan`` was interrupted
+        for request_id, sequence in self._open_step.items():
             self.runner.release(sequence)
-            sequence.demand = None
-        return [self._update(SequenceResult(sequence.request_id, None, INTERRUPTED)) for sequence in sequences]
+            self.scheduler.remove(request_id)
+        updates = [failed_update(request_id, INTERRUPTED) for request_id in self._open_step]
+        self._open_step = None
+        return updates
 
     @torch.inference_mode()
     def _prepare_allotment(self) -> None:
@@ -292,40 +307,11 @@ class Engine:
     def _update(self, result: SequenceResult) -> Update:
         """What a step did to one request. A request that is done, or has failed, leaves the engine."""
         sequence, record = self.scheduler.running[result.request_id], result.record
-        strategy = sequence.strategy
         if record is not None:
             sequence.model_tokens += record.model_tokens
             sequence.canvas_positions += record.canvas_positions(len(sequence.request.prompt))
         self.scheduler.advance(sequence, record)
-        final = strategy.final_tokens()
-        new = slice(sequence.num_reported, len(final))
-        sequence.num_reported = len(final)
-        winner = None
-        if record is not None:  # in evaluation order the anchor comes last; readers count it as 0
-            winner = (record.winner + 1) % len(record.branches)
-        finish_reason, stop_token_id = None, None
-        if result.error is not None:
-            finish_reason = "error"
-        elif sequence.demand is None:
-            stop_token_id = strategy.end_reached()
-            finish_reason = "length" if stop_token_id is None else "stop"
-        return Update(
-            request_id=result.request_id,
-            token_ids=tuple(final[new]),
-            max_probs=tuple(strategy.winner.probs[new]),
-            num_forwards=strategy.num_forwards,
-            num_positions=strategy.num_opened,
-            model_tokens=sequence.model_tokens,
-            winner=winner,
-            cached_tokens=sequence.num_cached,
-            finish_reason=finish_reason,
-            stop_token_id=stop_token_id,
-            error=result.error,
-            seed=sequence.request.params.seed if sequence.request.params.is_random else None,
-            record=record if sequence.request.trace else None,
-            alternatives=_alternatives(sequence, range(new.start, new.stop)),
-            canvas_positions=sequence.canvas_positions,
-        )
+        return make_update(sequence, result)
 
 
 def _num_bytes(model: Model) -> int:
@@ -339,11 +325,3 @@ def _memory(weight: Tensor) -> int:
     """Identifies the memory of a tensor: equal for tensors that share it. Packed weights have no address, so the object
     itself stands for theirs."""
     return id(weight) if weight.is_mkldnn else weight.untyped_storage().data_ptr()
-
-
-def _alternatives(sequence: Sequence, places: range) -> tuple[Alternatives, ...]:
-    """The most probable tokens of some places of the answer, if the request asked for them."""
-    if not sequence.request.params.top_logprobs:
-        return ()
-    first = len(sequence.request.prompt)
-    return tuple(sequence.alternatives.get(first + place, ()) for place in places)

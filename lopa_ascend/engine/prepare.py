@@ -134,4 +134,6 @@ def request_limits(config: EngineConfig, prepared: Prepared, model: ModelConfig,
         max_top_k=CANDIDATES if config.tensor_parallel_size > 1 else None,
         branch_parallel_size=config.branch_parallel_size,
         graph_mode=config.mode,
+        num_token_ids=prepared.num_token_ids,
+        eos_token_ids=model.eos_token_ids,
     )

@@ -126,8 +126,8 @@ class LeadingEngine(Engine):
             self._check()
             # Stands until the step is complete. Whatever interrupts it, such as Ctrl-C, leaves the ranks out of step.
             self._failure = "a step was interrupted, so its ranks are no longer in the same state; start a new engine"
-            self._send(_Kind.STEP)
             try:
+                self._send(_Kind.STEP)
                 updates = super().step()
             except RankError as error:
                 self._failure = str(error)

@@ -84,11 +84,15 @@ class Scheduler:
 
     def remove(self, request_id: str) -> bool:
         """Drops a request wherever it is and frees its pages; False if there is none."""
-        sequence = self.running.pop(request_id, None)
-        if sequence is not None:
-            sequence.page_tables.release()
-            return True
-        return self.waiting.pop(request_id, None) is not None
+        # An interrupted admission leaves a request in both dictionaries. The pages come first, so that an interruption
+        # in between loses none.
+        is_waiting = self.waiting.pop(request_id, None) is not None
+        sequence = self.running.get(request_id)
+        if sequence is None:
+            return is_waiting
+        sequence.page_tables.release()
+        del self.running[request_id]
+        return True
 
     # ---- admission -------------------------------------------------------------------------------------------------
 
@@ -101,8 +105,8 @@ class Scheduler:
             cached = next((choice for choice in choices if self._fits(request, choice)), None)
             if cached is None:
                 return
-            del self.waiting[request.request_id]
             self.running[request.request_id] = self._start(request, cached)
+            del self.waiting[request.request_id]
 
     def _find_cached(self, request: Request) -> _CachedPrompt:
         """The whole prompt if it is cached. Otherwise, with ``approximate``, the full pages of a cached prompt that has
@@ -134,14 +138,18 @@ class Scheduler:
         """The sequence of a request, on the cached full pages and a copy of the cached partial page."""
         entry = cached.entry
         page_tables = PageTables(self.allocator, self.limits.num_slots(request.params))
-        page_tables.adopt(cached.full_pages)
         num_cached = len(request.prompt) if entry else len(cached.full_pages) * PAGE_SIZE
+        try:
+            page_tables.adopt(cached.full_pages)
+            sequence = self._begin(request, page_tables, num_cached, entry)
+            if entry is not None and entry.partial_page is not None:
+                self._copy_to_slots(entry.partial_page, page_tables, len(request.prompt))
+        except BaseException:  # Ctrl-C: the request goes on waiting
+            page_tables.release()
+            raise
         if self.prefix_cache is not None and request.params.is_pipelined:
             self.prefix_queries += len(request.prompt)
             self.prefix_hits += num_cached
-        sequence = self._begin(request, page_tables, num_cached, entry)
-        if entry is not None and entry.partial_page is not None:
-            self._copy_to_slots(entry.partial_page, page_tables, len(request.prompt))
         return sequence
 
     def _copy_to_slots(self, partial_page: int, page_tables: PageTables, prompt_length: int) -> None:
@@ -207,6 +215,13 @@ class Scheduler:
             self.remove(sequence.request_id)
         else:
             sequence.page_tables.share_committed(sequence.num_committed)
+
+    def drop_copies(self) -> None:
+        """Follows a step that was interrupted, in which some copies of pages may not have been made: forgets all copies
+        that are due, and the cached prompts, whose last pages may be among them."""
+        self._copies.clear()
+        if self.prefix_cache is not None:
+            self.prefix_cache.clear()
 
     def _remember(self, sequence: Sequence) -> None:
         """Puts a prompt that was just computed into the prefix cache, unless all pages are in use."""

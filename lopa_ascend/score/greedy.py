@@ -54,7 +54,7 @@ class GreedyScore:
 
     The mask and ids that do not exist are never chosen, but keep their share of the denominator. Ties go to the lowest
     id. A row with a logit that is NaN or +inf has the probability NaN, and any token. A logit of -inf is allowed
-    as long as an id that may be chosen has a finite one, but makes the confidence "neg_entropy" NaN.
+    as long as an id that may be chosen has a finite one; ``prediction.py`` names the exceptions.
 
     Args:
         ids: token ids of this rank's part.

@@ -17,8 +17,9 @@ def merge_scores(stats: Tensor, scoring: Scoring, positions: Tensor, round_: int
     """The predictions of R rows. Each row's result is a function of that row's statistics.
 
     The confidence "margin" is the chosen token's probability minus the largest other one, "neg_entropy" the sum of
-    p log p. Where a logit is not finite the confidence is not, and the rest has no meaning. If top_p would keep tokens
-    that their shard did not offer, the next offered ones take their place.
+    p log p. Where a logit is NaN or +inf the confidence is NaN, and the rest has no meaning; for -inf see the head of
+    ``prediction.py``. If top_p would keep tokens that their shard did not offer, the next offered ones take their
+    place.
 
     Args:
         stats: what ``shards.shard_scores`` gave, float32 [shards, R, C], in the order of the shards' ids.

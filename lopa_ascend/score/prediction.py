@@ -1,7 +1,11 @@
 """The form in which predictions travel between ranks and from the device to the host: 32-bit integers.
 
-A float travels as its bits. A prediction is valid if its confidence is finite; where a logit was not finite, the
-confidence is not.
+A float travels as its bits. A prediction is valid if its confidence is finite.
+
+- Where a logit is NaN or +inf, the confidence is NaN.
+- A logit of -inf is allowed, in eager and in compiled steps: its token has the probability 0. But the confidence is NaN
+  if it is "neg_entropy" over the whole distribution, which multiplies 0 by the logarithm of 0, or if all logits of a
+  shard of the vocabulary are -inf.
 """
 
 from __future__ import annotations

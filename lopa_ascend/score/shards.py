@@ -47,7 +47,7 @@ class Bans(NamedTuple):
 def columns(scoring: Scoring) -> tuple[str, ...]:
     """The names of a shard's statistics, in order. The offered logits and their token ids follow them.
 
-    - "high": the largest logit; not finite if any logit is not.
+    - "high": the largest logit; not finite if any logit is NaN or +inf.
     - "total": the sum of exp x, with x = (logit - high) / temperature.
     - "dot", for the confidence "neg_entropy": the sum of x exp x.
     - "other", for "margin": the largest logit that is not offered.
@@ -90,9 +90,7 @@ def shard_scores(
         bans: tokens that may not be chosen in some rows; they keep their share of the denominator.
     """
     x = logits.float()
-    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-    # NaN and +inf show in the maximum by themselves, -inf does not.
-    high = high.masked_fill(~low.isfinite(), math.nan)
+    high = x.amax(-1, keepdim=True)  # NaN and +inf show in it, and make all statistics NaN
     if scoring.truncated:
         stats, values, ids = _offer_best(x, high, scoring, positions, first, limit, bans)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
+from ipaddress import IPv6Address, ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -44,23 +45,24 @@ from lopa_ascend.serve.observe.metrics import Metrics
 Handler = Callable[[Request], Awaitable[Response]]
 Decorator = Callable[[Handler], Handler]
 
-LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
-"""Addresses at which a server is for this machine alone."""
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1", "[::1]")
+"""Names of this machine that a request for it may have in its header Host."""
 LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 """Origins of web pages that come from this machine."""
 
 
-def create_app(client: EngineClient, config: ServeConfig) -> FastAPI:
+def create_app(client: EngineClient, config: ServeConfig, address: str | None = None) -> FastAPI:
     """The HTTP API of a running engine.
 
     Args:
         client: the engine.
         config: how the server was started.
+        address: the numeric IP address at which the server listens; None: ``config.host`` is one.
     """
     # /docs and /redoc load their scripts from this server: there may be no internet.
     app = FastAPIOffline(title="LoPA-Dist-Ascend", version=lopa_ascend.__version__, redirect_slashes=False)
     install_handlers(app)
-    app.add_middleware(Access, api_key=config.api_key, hosts=hosts_of(config))
+    app.add_middleware(Access, api_key=config.api_key, hosts=hosts_of(config, address or config.host))
     _allow_origins(app, config.allowed_origins)
     set_up_request_log()
     model = config.served_model_name or client.ready.model_name
@@ -87,16 +89,30 @@ def create_app(client: EngineClient, config: ServeConfig) -> FastAPI:
     return app
 
 
-def hosts_of(config: ServeConfig) -> frozenset[str] | None:
-    """The names that the header Host of a request may have; None for any.
+def hosts_of(config: ServeConfig, address: str) -> frozenset[str] | None:
+    """The names that the header Host of a request may have, in lower case; None for any.
 
     They are checked only where nothing else keeps strangers out: on a server that listens on this machine alone and has
     no key.
+
+    Args:
+        config: how the server was started.
+        address: the numeric IP address at which the server listens. ``config.host`` may be a name, or a short form such
+            as 127.1.
     """
-    if config.api_key is not None or config.host not in LOCAL_HOSTS or "*" in config.allowed_origins:
+    if config.api_key is not None or not _is_loopback(address) or "*" in config.allowed_origins:
         return None
-    origins = (urlsplit(origin).hostname for origin in config.allowed_origins)
-    return frozenset((*LOCAL_HOSTS, "[::1]", *(host for host in origins if host)))
+    own = {address, config.host.lower()}
+    in_urls = {f"[{name}]" for name in own if ":" in name}
+    origins = {host for origin in config.allowed_origins if (host := urlsplit(origin).hostname)}
+    return frozenset({*LOCAL_HOSTS, *own, *in_urls, *origins})
+
+
+def _is_loopback(address: str) -> bool:
+    """Whether only this machine can reach a numeric IP address."""
+    parsed = ip_address(address)
+    mapped = parsed.ipv4_mapped if isinstance(parsed, IPv6Address) else None
+    return (mapped or parsed).is_loopback
 
 
 def _allow_origins(app: FastAPI, origins: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import string
 import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -106,6 +107,8 @@ def parse_args(argv: Sequence[str] | None = None) -> ServeConfig:
             parser.exit()
         if API_KEY in os.environ:
             given.setdefault("api_key", os.environ[API_KEY])
+        if "api_key" in given:  # one that was read from a file ends with its newline, which no header can hold
+            given["api_key"] = given["api_key"].strip(string.whitespace)
         return _serve_config(given)
     except ParameterError as error:
         parser.error(f"argument {option(error.param)}{str(error).removeprefix(error.param)}")

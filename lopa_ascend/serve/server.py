@@ -166,7 +166,7 @@ async def _serve(config: ServeConfig, settings: ClientSettings, listener: socket
     except (EngineFailed, ValueError, OSError) as error:
         return _refused(error)
     try:
-        app = create_app(client, config)
+        app = create_app(client, config, listener.getsockname()[0])
         server = Server(_uvicorn(config, app), client, interrupts, config.shutdown_timeout, greeting)
         await server.serve(sockets=[listener])
         await app.state.workers.close()

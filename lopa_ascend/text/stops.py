@@ -109,7 +109,8 @@ class StopSearch:
 
     @property
     def is_decided(self) -> bool:
-        """Whether a stop string was found, and none that begins earlier, or there and is longer, can follow."""
+        """Whether a stop string was found that nothing can replace any more. One that begins earlier, or at the same
+        place and is longer, would replace it."""
         return self.found is not None and self.open_start > self.found.start
 
     def search(self, text: str, min_end: int) -> None:

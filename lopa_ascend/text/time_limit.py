@@ -16,9 +16,9 @@ class TookTooLongError(BaseException):
 def time_limit(seconds: float) -> Iterator[None]:
     """A context whose Python code ends with TookTooLongError after ``seconds``.
 
-    The exception comes between two instructions of Python, so one long call of a C function is not cut short. A loop
-    belongs in a function that the context calls: where it stands in the context itself, Python 3.13 may raise the
-    exception at its jump, past the context's end and past handlers around it.
+    The exception comes between two instructions of Python, so one long call of a C function is not cut short. Put a
+    loop into a function and call that inside the `with` block. If the loop stands in the block itself, Python 3.13 may
+    raise the exception where neither the block's end nor a surrounding `except` sees it.
     """
     thread, lock, is_over = ctypes.c_ulong(threading.get_ident()), threading.Lock(), False
 

@@ -9,16 +9,20 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from lopa_ascend.engine.ranks import LeadingEngine
+from lopa_ascend.parallel.collectives import RankError
 from lopa_ascend.parallel.watch import BEAT_INTERVAL
 from scripts.judge.ranks import by_rank
 from scripts.judge.server import serving
@@ -278,6 +282,19 @@ def test_an_engine_that_has_failed_goes_on_saying_why() -> None:
     )
     why = "rank 1 differs from rank 0"
     assert json.loads(result.stdout) == [[why, f"this engine has ended: {why}"], []]
+
+
+def test_an_engine_whose_message_to_the_others_failed_goes_on_saying_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RankError("rank 1 has ended")
+
+    monkeypatch.setattr("lopa_ascend.engine.ranks._send_message", fail)
+    engine: Any = object.__new__(LeadingEngine)
+    engine.mesh, engine._lock = SimpleNamespace(failure=None, world=None), threading.RLock()
+    engine._failure, engine._outbox = None, []
+    for message in ("^rank 1 has ended", "^this engine has ended: rank 1 has ended"):
+        with pytest.raises(RankError, match=message):
+            engine.step()
 
 
 def test_a_follower_that_cannot_go_on_says_why() -> None:

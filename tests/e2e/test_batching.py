@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 
 from lopa_ascend import LLM, DecodingParams, GenerationError
 from lopa_ascend.config import EngineConfig, ParameterError
-from lopa_ascend.engine.engine import Engine
+from lopa_ascend.engine.engine import INTERRUPTED, Engine
 from lopa_ascend.text.output import OutputStream
 from lopa_ascend.types import GenerationOutput
 from tests.tiers import slow_but
@@ -143,6 +145,80 @@ def test_an_interrupted_step_ends_the_requests_that_ran(path: str, monkeypatch: 
     assert not llm.engine.stats().pages_in_use
     again = llm.generate([[8, 9]], params, quiet=True)[0]
     assert again.token_ids == LLM(path).generate([[8, 9]], params, quiet=True)[0].token_ids
+
+
+def interrupt_call(number: int, function: Callable[..., Any], *, after: bool) -> Callable[..., Any]:
+    """The function, but Ctrl-C comes just before or after one of its calls, counted from 1."""
+    calls = itertools.count(1)
+
+    def wrapper(*arguments: Any, **keywords: Any) -> Any:
+        comes_now = next(calls) == number
+        if comes_now and not after:
+            raise KeyboardInterrupt
+        result = function(*arguments, **keywords)
+        if comes_now:
+            raise KeyboardInterrupt
+        return result
+
+    return wrapper
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("place", ["scheduler.plan", "scheduler.advance", "_update", "step"])
+def test_no_update_is_lost_in_silence_wherever_a_step_is_interrupted(
+    path: str, place: str, after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while one of two streams is read, in each of the calls that follow: the other stream has all its tokens,
+    or an error."""
+    params = DecodingParams(block_size=8, max_new_tokens=24, tau_conf=0.5, ignore_eos=True)
+    prompts = [[5, 6, 7], [8, 9]]
+    llm = LLM(path)
+    expected = llm.generate(prompts, params, quiet=True)
+    *path_to_owner, name = place.split(".")
+    owner = operator.attrgetter("engine." + ".".join(path_to_owner))(llm) if path_to_owner else llm.engine
+    errors: list[str] = []
+    for number in itertools.count(1):
+        read, other = (llm.stream(prompt, params) for prompt in prompts)
+        next(read), next(other)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupt_call(number, getattr(owner, name), after=after))
+            try:
+                for _ in read:
+                    pass
+                break
+            except KeyboardInterrupt:
+                pass
+        try:
+            *_, last = other
+            assert last.output is not None
+            assert last.output.token_ids == expected[1].token_ids
+        except GenerationError as error:
+            errors.append(str(error))
+        assert not llm.engine.has_work()
+        assert not llm.engine.stats().pages_in_use
+    assert set(errors) == {INTERRUPTED}
+    assert [output.token_ids for output in llm.generate(prompts, params, quiet=True)] == [
+        output.token_ids for output in expected
+    ]
+
+
+def test_requests_that_an_interrupted_step_admitted_end_and_their_ids_stay_in_use_until_then(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, params = Engine(EngineConfig(model=path, max_num_seqs=3)), DecodingParams(max_new_tokens=32)
+    for name in "abcd":
+        engine.add(name, [5, 6], params)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler, "plan", interrupt_call(1, engine.scheduler.plan, after=True))
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert engine.abort("b")
+    assert not engine.abort("b")
+    with pytest.raises(ValueError, match="in use"):
+        engine.add("a", [5, 6], params)
+    assert [(update.request_id, update.error) for update in engine.step()] == [("a", INTERRUPTED), ("c", INTERRUPTED)]
+    assert not engine.stats().pages_in_use
+    assert [update.request_id for update in engine.step()] == ["d"]
 
 
 def test_a_prompt_that_an_interrupted_step_did_not_copy_is_computed_again(

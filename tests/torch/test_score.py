@@ -64,7 +64,7 @@ def test_bfloat16_logits_are_scored_in_float32() -> None:
     assert not torch.equal(prob, prob.bfloat16().float())
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("scoring", [GREEDY, replace(GREEDY, confidence="neg_entropy", temperature=1.0, top_k=9)])
 def test_rows_whose_logits_are_not_finite_are_named_and_disturb_no_other(value: float, scoring: Scoring) -> None:
     x = logits()

@@ -7,6 +7,7 @@ import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 import torch
@@ -176,6 +177,29 @@ def test_minus_infinity_is_a_logit_like_another() -> None:
         exact = x.double().softmax(-1)
         assert torch.equal(ids.long(), x[:, :TOKENS].index_fill(1, torch.tensor([MASK]), -math.inf).argmax(-1))
         torch.testing.assert_close(probs.double(), exact.gather(1, ids.long()[:, None])[:, 0], rtol=5e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize("confidence", ["max_prob", "margin", "neg_entropy"])
+def test_eager_and_compiled_steps_allow_minus_infinity_in_the_same_cases(confidence: str) -> None:
+    some, shard = logits(3), logits(3)
+    some[:3, [5, 40, MASK, 330]] = -math.inf
+    shard[:3, 100:200] = -math.inf
+    scoring, positions = Scoring(confidence, MASK, TOKENS), torch.arange(ROWS)
+    for x in (some, shard):
+        for cuts in ([], [100, 200]):
+            bounds = [0, *cuts, VOCAB]
+            parts = [x[:, begin:end].clone() for begin, end in pairwise(bounds)]
+            limit = 1 if cuts else None
+            stats = [
+                shard_scores(part, scoring, positions, 0, first, limit)
+                for part, first in zip(parts, bounds, strict=False)
+            ]
+            *_, expected = merge_scores(torch.stack(stats), scoring, positions, 0)
+            found = ranks_score(x, cuts, confidence=confidence).confidences
+            assert torch.equal(found.isfinite(), expected.isfinite())
+            assert found[3:].isfinite().all()
+            refused = confidence == "neg_entropy" or (x is shard and bool(cuts))
+            assert bool(found[:3].isfinite().all()) is not refused
 
 
 def test_it_compiles_into_one_graph_and_computes_the_same() -> None:

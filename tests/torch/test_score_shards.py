@@ -134,7 +134,7 @@ def test_top_k_and_top_p_keep_the_lowest_ids_of_ties(cuts: list[int]) -> None:
         assert set(score(x, scoring, cuts, limit)[0].tolist()) == kept
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), SAMPLING)
 @pytest.mark.parametrize("confidence", CONFIDENCES)
 def test_a_logit_that_is_not_finite_in_any_shard_is_named_and_disturbs_no_other_row(
@@ -152,6 +152,20 @@ def test_a_logit_that_is_not_finite_in_any_shard_is_named_and_disturbs_no_other_
         assert torch.equal(found[2].isfinite(), sound)
         for column, same in zip(found, expected, strict=True):
             assert torch.equal(column[sound], same[sound])
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), SAMPLING)
+@pytest.mark.parametrize("confidence", ["max_prob", "margin"])
+def test_a_logit_of_minus_infinity_is_a_probability_of_zero(confidence, temperature, top_k, top_p) -> None:
+    scoring = replace(GREEDY, confidence=confidence, temperature=temperature, top_k=top_k, top_p=top_p)
+    x = logits(8)
+    x[:, [2, 40, MASK, VOCAB - 1, *range(60, 90)]] = -math.inf
+    expected = softmax(x, scoring)
+    for cuts in ([], [38, 39, 250, 305]):
+        found = score(x, scoring, cuts, limit=64 if cuts else None)
+        assert torch.equal(found[0], expected[0])
+        for column, same in zip(found[1:], expected[1:], strict=True):
+            torch.testing.assert_close(column.double(), same, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), SAMPLING)

@@ -216,8 +216,11 @@ def test_the_key_comes_from_the_environment_too(capsys: pytest.CaptureFixture[st
     assert parse_args([]).api_key == "from-env"
     assert parse_args(["--api-key", "given"]).api_key == "given"
     assert "given" not in repr(parse_args(["--api-key", "given", "--ssl-certfile", "c", "--ssl-keyfile", "k"]))
-    monkeypatch.setenv(cli.API_KEY, "")
-    assert "--api-key" in refusal(capsys)
+    monkeypatch.setenv(cli.API_KEY, "from a file\r\n")
+    assert parse_args([]).api_key == "from a file"
+    for empty in ("", " \n"):
+        monkeypatch.setenv(cli.API_KEY, empty)
+        assert "--api-key" in refusal(capsys)
 
 
 def test_help_names_every_flag_once_and_answers_without_torch():

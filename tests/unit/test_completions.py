@@ -181,6 +181,28 @@ def test_probabilities_without_a_tokenizer_or_of_zero():
     assert one.chat() == {"token": "token_id:7", "logprob": math.log(0.25), "bytes": None}
 
 
+@pytest.mark.parametrize("top_p", [None, 0.5])
+def test_the_list_of_probable_tokens_is_of_one_distribution(top_p: float | None):
+    choice = Choice([1, 2], DecodingParams(temperature=1.0, top_p=top_p, top_logprobs=2))
+    ranked = (((8, 0.5), (7, 0.3)), ((8, 0.5), (6, 0.3)))
+    output = GenerationOutput((1, 2), (7, 7), None, "length", None, 1, 2, 2, (0.9, 0.9), alternatives=ranked)
+    listed = 0.9 if top_p is None else 0.3
+    chat, completion = (
+        CompletionWriter(form, "m", [choice], Details(logprobs=2)).whole([output])["choices"][0]["logprobs"]
+        for form in (CHAT, COMPLETION)
+    )
+    first, second = chat["content"]
+    assert first["logprob"] == second["logprob"] == math.log(0.9)
+    assert [math.exp(top["logprob"]) for top in first["top_logprobs"]] == pytest.approx([0.5, listed])
+    assert [math.exp(top["logprob"]) for top in second["top_logprobs"]] == pytest.approx([0.5, 0.3])
+    assert completion["token_logprobs"] == [math.log(0.9)] * 2
+    expected = [
+        {"token_id:8": math.log(0.5), "token_id:7": math.log(listed)},
+        {"token_id:8": math.log(0.5), "token_id:6": math.log(0.3), "token_id:7": math.log(0.9)},
+    ]
+    assert completion["top_logprobs"] == expected
+
+
 def test_usage_counts_a_prompt_once(tokenizer: Tokenizer):
     params = DecodingParams(max_new_tokens=3)
     outputs = [run([65, 66, 67], [1], params, tokenizer)[-1][1].output for _ in range(4)]

@@ -14,7 +14,8 @@ import zmq
 import zmq.asyncio
 from starlette.requests import ClientDisconnect, Request
 
-from lopa_ascend.config import DecodingParams, Limits
+from lopa_ascend.config import DecodingParams, Limits, decoding
+from lopa_ascend.config.combinations import check_combinations
 from lopa_ascend.serve.api.body import parse_completion
 from lopa_ascend.serve.api.endpoint import COMPLETIONS, Endpoint
 from lopa_ascend.serve.api.intake import Intake
@@ -68,6 +69,26 @@ def test_the_engine_gets_no_stop_strings():
     params = DecodingParams(stop=("one", "two"), max_new_tokens=7)
     for message in asyncio.run(sent_by([Choice([1, 2], params)] * 2)):
         assert (message["params"]["stop"], message["params"]["max_new_tokens"]) == ([], 7)
+
+
+def test_choices_are_planned_and_submitted_without_checking_the_parameters_of_each(monkeypatch: pytest.MonkeyPatch):
+    """A thousand checks would keep the event loop for most of a second."""
+    checks: list[DecodingParams] = []
+
+    def check(params: DecodingParams) -> None:
+        checks.append(params)
+        check_combinations(params)
+
+    monkeypatch.setattr(decoding, "check_combinations", check)
+    planner = Planner(Prompts(tiny_tokenizer(), 320, 319, "m"), LIMITS, {}, 1, 1, None)
+    asked = {"prompt": "a", "n": 4, "seed": 2**63 - 2, "temperature": 1, "stop": "b"}
+    choices = planner.completion(parse_completion(json.dumps(asked).encode()))
+    messages = asyncio.run(sent_by(choices))
+    assert len(checks) == 1
+    seeds = [2**63 - 2, 2**63 - 1, 0, 1]
+    assert [choice.params for choice in choices] == [replace(choices[0].params, seed=seed) for seed in seeds]
+    expected = [replace(choice.params, stop=()) for choice in choices]
+    assert [msgspec.convert(message["params"], DecodingParams) for message in messages] == expected
 
 
 async def send_nothing(message: MutableMapping[str, Any]) -> None:

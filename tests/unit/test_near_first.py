@@ -88,7 +88,7 @@ def test_names_and_strategies_that_cannot_be_registered(monkeypatch: pytest.Monk
         register_decoding("other", dict)  # type: ignore[arg-type]
 
 
-def test_an_entry_point_is_found_when_a_request_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_point_is_found_when_a_request_names_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(decodings, "_registered", {})
     with pytest.raises(ParameterError, match="unknown value 'near_first'; choose one of lopa, d2f, parallel"):
         DecodingParams(decoding=NAME)
@@ -96,12 +96,20 @@ def test_an_entry_point_is_found_when_a_request_names_it(monkeypatch: pytest.Mon
     points = {
         NAME: EntryPoint(NAME, value, decodings.GROUP),
         "broken": EntryPoint("broken", "no_such_module:X", decodings.GROUP),
+        "failing": EntryPoint("failing", "failing_module:X", decodings.GROUP),
     }
     monkeypatch.setattr(decodings, "_installed", lambda: points)
-    with pytest.raises(ParameterError, match="entry point 'no_such_module:X' cannot be loaded"):
-        DecodingParams(decoding="broken")
+    (tmp_path / "failing_module.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, module in (("broken", "no_such_module"), ("failing", "failing_module")):
+        message = f"entry point '{module}:X' cannot be loaded"
+        with pytest.raises(ParameterError, match=message):
+            DecodingParams(decoding=name)
+        with pytest.raises(ParameterError, match=message) as error:  # the server asks first
+            fitting_defaults({}, {"decoding": name})
+        assert error.value.param == "decoding"
     assert type(begin([1], DecodingParams(decoding=NAME), 99, frozenset())) is NearFirst
-    assert decodings.known_decodings() == (*decodings.DECODINGS, "broken", NAME)
+    assert decodings.known_decodings() == (*decodings.DECODINGS, "broken", "failing", NAME)
     project = (EXAMPLE / "pyproject.toml").read_text("utf-8")
     assert f'[project.entry-points."{decodings.GROUP}"]\n{NAME} = "near_first:NearFirst"\n' in project
 

@@ -137,6 +137,26 @@ def test_the_oldest_entry_goes_first() -> None:
     assert [key in cache for key in keys] == [True, False, True, True]
 
 
+def test_a_request_whose_admission_is_interrupted_goes_on_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    run = paper(0)
+    run.drive([Arrival(0, 300, 0, 10, 2, False, None)])  # its cached prompt is what the next one begins on
+    run.running["next"] = Arrival(0, 300, 0, 10, 2, False, None)
+    run.scheduler.add(run.running["next"].request("next"))
+    for name in ("_begin", "_copy_to_slots"):
+        with monkeypatch.context() as patch:
+            patch.setattr(run.scheduler, name, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                run.scheduler.plan()
+        assert (list(run.scheduler.waiting), list(run.scheduler.running)) == (["next"], [])
+        run.check_owners()
+    while run.running:
+        run.step()
+    assert run.scheduler.prefix_hits == 300
+
+
 def test_worst_case_counts_what_the_prompt_fills_once() -> None:
     assert worst_case(128 * 4, num_slots=3, committed=130) == 1 + 3 * 3
     assert worst_case(100, num_slots=1, committed=0) == 1
@@ -155,12 +175,31 @@ def test_worst_case_counts_what_the_prompt_fills_once() -> None:
         (10, {"num_branches": 8}, "num_branches", ["8", "max_num_branches 7"]),
         (10, {"num_branches": 7, "max_new_tokens": 1000}, "num_branches", ["8 branches", "64 KV pages", "40"]),
         (10, {"eos_token_id": 1000}, "eos_token_id", ["1000"]),
+        (10, {"eos_token_id": tuple(range(999)), "min_new_tokens": 5}, "min_new_tokens", ["5", "eos_token_id"]),
+        (10, {"stop_token_ids": tuple(range(3, 999)), "min_new_tokens": 5}, "min_new_tokens", ["5", "stop_token_ids"]),
     ],
 )
 def test_what_could_never_run_is_refused_with_the_numbers(
     prompt: int, params: dict[str, Any], field: str, numbers: list[str]
 ) -> None:
     with pytest.raises(ParameterError) as caught:
-        limits().check(prompt, DecodingParams(**params))
+        replace(limits(), eos_token_ids=(0, 1, 2)).check(prompt, DecodingParams(**params))
     assert caught.value.param == field
     assert all(number in str(caught.value) for number in numbers)
+
+
+def test_some_token_is_left_for_every_position() -> None:
+    few = replace(limits(), vocab_size=12, mask_token_id=11, num_token_ids=10, eos_token_ids=(3,))
+    words = tuple((5, token) if token % 2 else (token,) for token in range(10))
+    few.check(1, DecodingParams(bad_words=words[1:]))
+    few.check(1, DecodingParams(eos_token_id=tuple(range(10))))
+    few.check(1, DecodingParams(eos_token_id=tuple(range(9)), min_new_tokens=5))
+    refused: list[tuple[str, dict[str, Any]]] = [
+        ("bad_words", {"bad_words": words}),
+        ("min_new_tokens", {"bad_words": words[:3] + words[4:], "min_new_tokens": 5}),
+        ("min_new_tokens", {"stop_token_ids": list(range(7)), "eos_token_id": [7, 8, 9], "min_new_tokens": 5}),
+    ]
+    for field, asked in refused:
+        with pytest.raises(ParameterError) as caught:
+            few.check(1, DecodingParams(**asked))
+        assert caught.value.param == field

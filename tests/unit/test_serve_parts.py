@@ -112,6 +112,9 @@ def test_keys_and_ids():
     code, headers, _ = asyncio.run(answer(app, request))
     assert (code, headers[b"x-request-id"]) == (200, b"mine")
     assert asyncio.run(answer(app, scope("/v1/models", (b"authorization", b"bearer  key"))))[0] == 200
+    for key in ("voilà", "…\x85", "Å\xa0"):
+        header = (b"authorization", b"Bearer \t" + key.encode() + b" ")
+        assert asyncio.run(answer(Access(PlainTextResponse("fine"), key), scope("/v1/models", header)))[0] == 200
     for path in ("/health", "/ready", "/version"):
         assert asyncio.run(answer(app, scope(path)))[0] == 200
         assert asyncio.run(answer(app, scope(path, root_path="/api")))[0] == 200
@@ -120,9 +123,9 @@ def test_keys_and_ids():
 
 
 def test_a_server_for_this_machine_answers_its_own_names_alone():
-    def called(name: str, **flags: Any) -> int:
+    def called(name: str, address: str = "127.0.0.1", **flags: Any) -> int:
         config = ServeConfig(**flags)
-        app = Access(PlainTextResponse("fine"), config.api_key, hosts_of(config))
+        app = Access(PlainTextResponse("fine"), config.api_key, hosts_of(config, address))
         headers = [(b"host", name.encode()), (b"authorization", b"Bearer key")]
         return asyncio.run(answer(app, scope("/v1/models", *headers)))[0]
 
@@ -130,8 +133,21 @@ def test_a_server_for_this_machine_answers_its_own_names_alone():
         assert called(name) == 200
     assert called("evil.example:8000") == called("127.0.0.1.evil.example") == 403
     assert called("page.example", allowed_origins=("https://page.example:444",)) == 200
-    for flags in ({"allowed_origins": ("*",)}, {"api_key": "key"}, {"host": "0.0.0.0"}):
+    for flags in ({"allowed_origins": ("*",)}, {"api_key": "key"}, {"address": "0.0.0.0"}, {"address": "192.0.2.1"}):
         assert called("evil.example", **flags) == 200
+    assert called("[0:0:0:0:0:0:0:1]:80", "::1", host="0:0:0:0:0:0:0:1") == 200
+    for address in ("::1", "::ffff:127.0.0.1"):
+        assert called("evil.example", address) == 403
+
+
+@pytest.mark.parametrize("host", ["127.0.0.2", "127.1", "LOCALHOST"])
+def test_any_form_of_a_loopback_address_is_for_this_machine_alone(host: str):
+    with bind(host, 0) as listener:
+        address = listener.getsockname()[0]
+    hosts = hosts_of(ServeConfig(host=host), address)
+    assert hosts is not None
+    assert {host.lower(), address, "localhost"} <= hosts
+    assert "evil.example" not in hosts
 
 
 def test_an_address_that_cannot_be_used_is_named():

@@ -116,6 +116,12 @@ class CompletionWriter:
         """The beginning of a choice's text: its prompt with echo, else nothing."""
         return self.details.echoed[index // self.details.n] if self.details.echoed else ""
 
+    def token_probs(self) -> TokenProbs:
+        """What makes the log probabilities of the tokens of one choice."""
+        params = self.choices[0].params
+        is_truncated = params.top_p is not None or params.top_k is not None or params.min_p > 0
+        return TokenProbs(self.tokenizer, is_truncated=is_truncated)
+
     def logprobs(self, tokens: Sequence[TokenProb]) -> Json | None:
         """The log probabilities of tokens, if the request asks for them."""
         asked = self.details.logprobs
@@ -170,7 +176,7 @@ class CompletionWriter:
         return {**self.head, "object": self.form.whole, "choices": choices, **self.totals(outputs)}
 
     def _whole_choice(self, index: int, output: GenerationOutput) -> Json:
-        tokens = TokenProbs(self.tokenizer).push(output.token_ids, output.max_probs, output.alternatives)
+        tokens = self.token_probs().push(output.token_ids, output.max_probs, output.alternatives)
         content = self.form.message(self.prefix(index) + (output.text or ""))
         logprobs = self.logprobs(tokens)
         return self.choice(index, content, logprobs=logprobs, token_ids=output.token_ids, output=output)
@@ -192,7 +198,7 @@ class ChunkEncoder(Encoder):
         self._latest = [Progress((), "") for _ in range(num_choices)]
         self._num_begun = 0
         """Choices that have had their first chunk: always those with the lowest indices."""
-        self._probs = [TokenProbs(writer.tokenizer) for _ in range(num_choices)]
+        self._probs = [writer.token_probs() for _ in range(num_choices)]
 
     def opening(self) -> list[Json]:
         """The chunks before the first update: prompts that are echoed."""

@@ -1,7 +1,8 @@
 """Log probabilities of tokens, in the forms of OpenAI's completions and chat completions.
 
 The log probability of a token, and the list of the most probable tokens, are those of the forward pass which filled its
-position.
+position. Where top_k, top_p or min_p limit the choice, the first is that of the distribution from which the token was
+drawn, and the list is that of the whole distribution.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class TokenProb:
     """Where the token begins in the choice's text, in characters."""
     top: tuple[TokenProb, ...] = ()
     """The most probable tokens of the position, best first."""
+    logprob_in_top: float = LOWEST
+    """Log probability of the token in ``top``; ``logprob`` if the token is not listed."""
 
     def chat(self) -> dict[str, Any]:
         """The token in the form of chat completions."""
@@ -39,10 +42,15 @@ class TokenProb:
 
 
 class TokenProbs:
-    """Makes the ``TokenProb`` of each token of one choice, in order; counts the characters of the text so far."""
+    """Makes the ``TokenProb`` of each token of one choice, in order; counts the characters of the text so far.
 
-    def __init__(self, tokenizer: Tokenizer | None):
-        self._tokenizer = tokenizer
+    Args:
+        tokenizer: None: tokens are shown by their ids.
+        is_truncated: whether the tokens were drawn from a part of the distribution.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, *, is_truncated: bool = False):
+        self._tokenizer, self._is_truncated = tokenizer, is_truncated
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0
 
@@ -56,18 +64,25 @@ class TokenProbs:
 
     def _next(self, token: int, prob: float, alternatives: Alternatives) -> TokenProb:
         offset = self._offset
-        # The token itself has one probability, wherever it is shown.
-        top = [self._token(other, prob if other == token else other_prob, offset) for other, other_prob in alternatives]
+        listed = dict(alternatives)
+        if token in listed and not self._is_truncated:
+            listed[token] = prob  # the same, but for its last bits: it was computed twice
+        top = tuple(self._token(other, other_prob, offset) for other, other_prob in listed.items())
         if self._tokenizer is not None and not self._tokenizer.is_special(token):
             self._offset += len(self._decoder.decode(self._tokenizer.piece(token)))
-        return replace(self._token(token, prob, offset), top=tuple(top))
+        own = self._token(token, prob, offset)
+        return replace(own, top=top, logprob_in_top=_logprob(listed.get(token, prob)))
 
     def _token(self, token: int, prob: float, offset: int) -> TokenProb:
-        logprob = max(math.log(prob), LOWEST) if prob > 0 else LOWEST
+        logprob = _logprob(prob)
         if self._tokenizer is None:
             return TokenProb(f"token_id:{token}", None, logprob, offset)
         piece = self._tokenizer.piece(token)
         return TokenProb(piece.decode(errors="replace"), piece, logprob, offset)
+
+
+def _logprob(prob: float) -> float:
+    return max(math.log(prob), LOWEST) if prob > 0 else LOWEST
 
 
 def completion_logprobs(tokens: Sequence[TokenProb], with_top: bool) -> dict[str, Any]:
@@ -91,4 +106,4 @@ def _by_text(item: TokenProb) -> dict[str, float]:
     out: dict[str, float] = {}
     for top in item.top:
         out.setdefault(top.token, top.logprob)
-    return {**out, item.token: item.logprob}
+    return {**out, item.token: item.logprob_in_top}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lopa_ascend.config import (
@@ -32,8 +32,7 @@ def check_defaults(decoding: Mapping[str, Any], prompts: Prompts, limits: Limits
     """
     params = DecodingParams(**decoding)
     try:
-        limits.check_token_ids(params)
-        prompts.for_engine(params)
+        limits.check_token_ids(prompts.for_engine(params))
     except ParameterError as error:
         raise ValueError(f"the default of {error}") from error
 
@@ -136,9 +135,9 @@ class Planner:
             self._check_sizes(asked.values, len(prompts) * (request.n or 1))
             for prompt in prompts:
                 if (params := params_by_length.get(len(prompt))) is None:
-                    params = self._params(defaults, asked.values, len(prompt))
+                    params = self.prompts.for_engine(self._params(defaults, asked.values, len(prompt)))
                     self.limits.check(len(prompt), params)
-                    params = params_by_length[len(prompt)] = self.prompts.for_engine(params)
+                    params_by_length[len(prompt)] = params
                 choices += [Choice(prompt, _with_own_seed(params, index)) for index in range(request.n or 1)]
         except ParameterError as error:
             raise _renamed(error, {"prompt": prompt_field, **asked.sent_as}) from None
@@ -225,7 +224,7 @@ def _num_ids(words: str | Sequence[str | Sequence[int]]) -> int:
 
 def _with_own_seed(params: DecodingParams, index: int) -> DecodingParams:
     """The parameters of the answer number ``index`` to a prompt, which has the seed ``seed + index``."""
-    return params if params.seed is None else replace(params, seed=(params.seed + index) % 2**63)
+    return params if params.seed is None else params.with_valid(seed=(params.seed + index) % 2**63)
 
 
 def _renamed(error: ParameterError, names: Mapping[str, str]) -> ParameterError:

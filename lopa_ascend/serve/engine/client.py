@@ -190,7 +190,7 @@ class EngineClient:
             choice = generation.choices[index]
             output = OutputStream(choice.prompt_token_ids, choice.params, self.prompts.tokenizer)
             self._choices[choice_id] = _Running(generation, index, output)
-            params = replace(choice.params, stop=()) if choice.params.stop else choice.params
+            params = choice.params.with_valid(stop=())  # the engine knows no text
             self._engine.send(Generate(choice_id, choice.prompt_token_ids, params, generation.trace))
         if (limit := self.settings.request_timeout) is not None:
             late = ApiError(HTTPStatus.GATEWAY_TIMEOUT, f"the request took longer than {limit:g} s", code="timeout")
