@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ _LENGTH_FIELD = 8
 _MAX_HEADER = 4 * 2**20
 """Bytes of the largest header that is read. A tensor takes some 120 of them. The header is read again for each tensor
 that is mapped."""
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+"""The name of a repository on Hugging Face, such as "Dream-org/Dream-v0-Instruct-7B"."""
 _MAX_NAME = 256
 """Characters of the longest name of a tensor."""
 
@@ -60,7 +63,10 @@ def check_directory(path: Path) -> None:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     if not is_directory:
         found = "a file" if exists else "missing"
-        raise CheckpointError(f"{path}: expected a directory in the Hugging Face layout, but it is {found}")
+        message = f"{path}: expected a directory in the Hugging Face layout, but it is {found}"
+        if not exists and REPOSITORY.fullmatch(str(path)):
+            message += f"; to download a model of this name: hf download {path} --local-dir {path.name}"
+        raise CheckpointError(message)
     if not os.access(path, os.R_OK | os.X_OK):
         raise CheckpointError(f"{path}: cannot be read by this user")
 

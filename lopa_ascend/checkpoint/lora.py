@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,9 @@ from lopa_ascend.checkpoint.read import ExpectedTensors, dream_tensors, map_tens
 from lopa_ascend.checkpoint.shard import TensorSlices
 from lopa_ascend.checkpoint.values import check_finite
 from lopa_ascend.config import ModelConfig
-from lopa_ascend.config.files import read_json_object
+from lopa_ascend.config.files import read_json_object, shown
+
+logger = logging.getLogger(__name__)
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
@@ -66,6 +69,9 @@ def open_adapter(path: str | Path, config: ModelConfig, model_tensors: ExpectedT
         module = name.removesuffix(".weight")
         if settings.is_target(module):
             raise settings.error("target_modules", f"adapts {module}, which is the same tensor as {original} here")
+    if base := settings.values.get("base_model_name_or_path"):
+        # Models of equal shapes take each other's adapters, and answer worse.
+        logger.info("%s: an adapter that was trained on %s", path, shown(base))
     deltas: dict[str, Delta] = {}
     expected: dict[str, tuple[int, int]] = {}
     for module in modules:

@@ -32,7 +32,8 @@ class ModelConfig:
     """Heads of keys and values; each of them serves ``num_heads / num_kv_heads`` query heads."""
     head_dim: int
     max_position_embeddings: int
-    """Most positions of prompt and answer together that the model was trained for."""
+    """Most positions of prompt and answer together, as ``config.json`` has it: that of Dream-v0 says 131,072, where its
+    authors name 2,048."""
     rope_theta: float
     """Base of the rotary position embedding."""
     rms_norm_eps: float

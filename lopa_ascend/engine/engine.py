@@ -17,7 +17,7 @@ from lopa_ascend.backend.memory import free_memory
 from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
 from lopa_ascend.config.sizes import format_size
 from lopa_ascend.decode.allotment import Allotment
-from lopa_ascend.engine.prepare import Prepared, choose_num_pages, model_path, prepare, request_limits
+from lopa_ascend.engine.prepare import Prepared, choose_num_pages, model_name, prepare, request_limits
 from lopa_ascend.engine.scheduler import Scheduler
 from lopa_ascend.engine.sequences import SequenceFactory
 from lopa_ascend.engine.step_costs import measure_step_costs
@@ -64,10 +64,10 @@ class Engine:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self.config, self.mesh = config, mesh or Mesh()
-        self.model_name = "demo" if config.model is None else model_path(config).resolve().name
+        self.model_name = model_name(config)
         prepared = self._prepare()
         model = prepared.model_source.load(prepared.ops, self.mesh.tp, prepared.max_model_len)
-        self.model_config = model.config
+        self.model_config = replace(model.config, eos_token_ids=prepared.eos_token_ids)
         tensors = *model.weights.values(), model.head
         matrices = [w for w in tensors if w.dim() == 2 and (w.is_floating_point() or w.dtype == torch.int8)]
         self._linear = prepared.ops.settle(matrices)

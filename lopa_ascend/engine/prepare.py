@@ -17,7 +17,7 @@ from lopa_ascend.graph.setup import GraphPlan, plan_graphs
 from lopa_ascend.kv.pages import pages_for, slots_for
 from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.score.shards import CANDIDATES
-from lopa_ascend.text.special_ids import check_special_ids
+from lopa_ascend.text.special_ids import check_special_ids, end_token_ids
 from lopa_ascend.text.tokenizer_files import load_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,8 @@ class Prepared:
     """The device's fused ops."""
     num_token_ids: int
     """The tokenizer's number of token ids; the embedding may have more rows."""
+    eos_token_ids: tuple[int, ...]
+    """The ids that end an answer, unless a request sets its own."""
     max_model_len: int
     """Positions of the longest sequence."""
     max_num_batched_tokens: int
@@ -44,6 +46,19 @@ class Prepared:
 def model_path(config: EngineConfig) -> Path:
     """The directory of the configured model."""
     return DEMO_MODEL if config.model is None else Path(config.model)
+
+
+def model_name(config: EngineConfig) -> str:
+    """What the configured model is called: its directory's name.
+
+    In Hugging Face's cache that is a commit (models--ORG--NAME/snapshots/COMMIT), so there it is the repository's name.
+    """
+    if config.model is None:
+        return "demo"
+    path = model_path(config).resolve()
+    repository = path.parent.parent.name
+    is_cached = path.parent.name == "snapshots" and repository.startswith("models--")
+    return repository.rpartition("--")[2] if is_cached else path.name
 
 
 def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
@@ -61,9 +76,10 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
     model_source = open_model(path, config, ops.device)
     model = model_source.config
     _check_split(config, model)
-    tokenizer = load_vocabulary(path, model.vocab_size)
+    tokenizer, eos_token_ids = load_vocabulary(path, model.vocab_size), model.eos_token_ids
     if tokenizer is not None:
-        check_special_ids(tokenizer, path, model.mask_token_id, model.eos_token_ids)
+        check_special_ids(tokenizer, path, model.mask_token_id, eos_token_ids)
+        eos_token_ids = end_token_ids(tokenizer, model.mask_token_id, eos_token_ids)
     num_token_ids = tokenizer.num_token_ids if tokenizer else model.vocab_size
     max_model_len = choose_max_model_len(config, model)
     max_num_batched_tokens = config.max_num_batched_tokens or max(4096, max_model_len)
@@ -71,7 +87,7 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
     if config.mode != "eager":
         identity = model_source.identity, max_model_len, num_token_ids, mesh.tp.rank, mesh.bp.rank
         graph_plan = plan_graphs(config, identity, max_model_len, max_num_batched_tokens)
-    return Prepared(model_source, ops, num_token_ids, max_model_len, max_num_batched_tokens, graph_plan)
+    return Prepared(model_source, ops, num_token_ids, eos_token_ids, max_model_len, max_num_batched_tokens, graph_plan)
 
 
 def _check_split(config: EngineConfig, model: ModelConfig) -> None:

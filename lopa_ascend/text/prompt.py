@@ -100,9 +100,11 @@ class Prompts:
             raise ParameterError("messages", str(error)) from error
 
     def for_engine(self, params: DecodingParams) -> DecodingParams:
-        """The parameters of a request with its ``bad_words`` as token ids; the engine knows no text.
+        """The parameters of a request as the engine takes them: it knows no text, and no special tokens by name.
 
-        A text stands for its tokens alone and for those after a space, which may differ.
+        - A text in ``bad_words`` stands for its tokens alone and for those after a space, which may differ.
+        - A stop string that is a special token, such as "<|im_end|>", becomes one of ``stop_token_ids``: special tokens
+          are no part of an answer's text, in which it would never be found.
 
         Raises:
             ParameterError: there are stop strings or texts in ``bad_words``, and no tokenizer.
@@ -111,6 +113,10 @@ class Prompts:
         for name, needs_tokenizer in has_text.items():
             if needs_tokenizer and self.tokenizer is None:
                 raise ParameterError(name, f"needs a tokenizer, and {self._model_name} has no tokenizer files")
+        if self.tokenizer is not None:
+            special = [token for text in params.stop if (token := self.tokenizer.special_id_of(text)) is not None]
+            if special := [token for token in special if token not in (self._mask_token_id, *params.stop_token_ids)]:
+                params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
         if not has_text["bad_words"]:
             return params
         words: dict[tuple[int, ...], None] = {}

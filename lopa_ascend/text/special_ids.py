@@ -1,4 +1,4 @@
-"""Whether the token ids that a model's configuration names are what the tokenizer says they are."""
+"""What the tokenizer says of the token ids that a model's configuration names: the mask, and the ends of answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_special_ids(tokenizer: Tokenizer, path: Path, mask_token_id: int, eos_token_ids: Sequence[int]) -> None:
-    """Refuses a mask that is an ordinary token, and warns of what may be meant but rarely is.
+    """Refuses a mask that is an ordinary token, and warns of settings that are allowed but usually a mistake.
 
     A mask without a token is right: some models have more rows of the embedding than the tokenizer has ids.
 
@@ -49,3 +49,15 @@ def check_special_ids(tokenizer: Tokenizer, path: Path, mask_token_id: int, eos_
             logger.warning(
                 "%s: eos_token_id %d is the ordinary token %s, which ends answers", path, token, shown(piece)
             )
+
+
+def end_token_ids(tokenizer: Tokenizer, mask_token_id: int, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
+    """The ids that end an answer: those of the configuration, and the tokenizer's padding unless it is the mask.
+
+    Models fill what follows an answer with padding. DiffuCoder has a token of its own for that, "<|dlm_pad|>", which
+    its configuration does not name.
+    """
+    padding = tokenizer.id_of(tokenizer.special["pad_token"]) if "pad_token" in tokenizer.special else None
+    if padding is None or padding == mask_token_id or padding in eos_token_ids:
+        return tuple(eos_token_ids)
+    return *eos_token_ids, padding

@@ -93,6 +93,11 @@ class Tokenizer:
         token: int | None = self._backend.token_to_id(content)
         return token
 
+    def special_id_of(self, content: str) -> int | None:
+        """The id of a special token; None if there is none with this text."""
+        token = self.id_of(content)
+        return token if token is not None and self.is_special(token) else None
+
     def piece(self, token: int) -> bytes:
         """The bytes of one token. The bytes of a sequence are those of its tokens one after the other."""
         piece = self._pieces.get(token)

@@ -75,8 +75,9 @@ def score_humaneval(problem: Mapping[str, Any], text: str) -> dict[str, float]:
 
 
 def score_humaneval_plus(problem: Mapping[str, Any], text: str) -> dict[str, float]:
-    """DiffuCoder's way: the answer up to the closing fence, as evalplus sanitises it."""
-    program = sanitize(text.split("\n```")[0], problem["entry_point"])
+    """DiffuCoder's way: the prompt, which may import and define what the answer needs, and then the answer up to the
+    closing fence, as evalplus sanitises it."""
+    program = sanitize(problem["prompt"] + text.split("```")[0], problem["entry_point"])
     return {"pass_at_1": float(passes(program, _check(problem)))}
 
 
@@ -88,5 +89,5 @@ def score_mbpp_plus(problem: Mapping[str, Any], text: str) -> dict[str, float]:
     """DiffuCoder's way, with the function that the problem's first test calls."""
     defined = [node.name for node in ast.parse(problem["code"]).body if isinstance(node, ast.FunctionDef)]
     called = [name for name in defined if re.search(rf"\b{name}\(", problem["test_list"][0])]
-    program = sanitize(text.split("\n```")[0], called[-1] if called else None)
+    program = sanitize(text.split("```")[0], called[-1] if called else None)
     return {"pass_at_1": float(passes(program, problem["test"]))}

@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lopa_ascend.checkpoint import CheckpointError, load, open_checkpoint
+from lopa_ascend.config import EngineConfig
+from lopa_ascend.engine.prepare import model_name
 from tests.tiny import write_dream
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -298,3 +300,21 @@ def test_refused_shards(tmp_path: Path, case: str) -> None:
 def test_missing_directory(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path}/x: expected a directory")):
         open_checkpoint(tmp_path / "x")
+
+
+def test_a_repository_that_is_not_downloaded_is_named_with_the_command() -> None:
+    command = "hf download Dream-org/Dream-v0-Instruct-7B --local-dir Dream-v0-Instruct-7B"
+    with pytest.raises(CheckpointError, match=f"it is missing; to download a model of this name: {command}$"):
+        open_checkpoint("Dream-org/Dream-v0-Instruct-7B")
+    with pytest.raises(CheckpointError, match="it is missing$"):
+        open_checkpoint("/no/such/model")
+
+
+def test_names_of_models() -> None:
+    names = {
+        "models/Dream-v0-Instruct-7B": "Dream-v0-Instruct-7B",
+        "hub/models--Dream-org--Dream-v0-Instruct-7B/snapshots/8b7672e": "Dream-v0-Instruct-7B",
+        "snapshots/other": "other",
+        None: "demo",
+    }
+    assert {path: model_name(EngineConfig(model=path)) for path in names} == names

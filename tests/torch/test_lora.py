@@ -146,11 +146,13 @@ def edit_tensors(path: Path, changes: dict[str, torch.Tensor | None]) -> None:
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, str(path / WEIGHTS))
 
 
-def test_fields_without_effect(tmp_path: Path) -> None:
+def test_fields_without_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, adapter = write_dream(tmp_path / "model"), write_adapter(tmp_path / "adapter")
     edit(adapter, lora_dropout=0.1, task_type="CAUSAL_LM", base_model_name_or_path="x", init_lora_weights="eva")
     edit(adapter, eva_config={"rho": 2.0}, layers_to_transform=None, layers_pattern=None, modules_to_save=[], new=False)
-    deltas = open_adapter(adapter, open_checkpoint(model).config).deltas
+    with caplog.at_level("INFO"):
+        deltas = open_adapter(adapter, open_checkpoint(model).config).deltas
+    assert "adapter: an adapter that was trained on 'x'" in caplog.text
     assert {name: delta.scaling for name, delta in deltas.items()} == {
         f"model.layers.{n}.self_attn.q_proj.weight": 2.0 for n in range(2)
     }

@@ -139,6 +139,14 @@ def test_the_right_program_of_a_local_problem_passes_and_a_wrong_one_fails(name:
         assert task.score(problem, task.cut(right.replace("return", "return not"))) == {"pass_at_1": 0.0}
 
 
+@linux
+def test_an_answer_to_humaneval_plus_may_use_what_its_prompt_imports_and_defines():
+    prompt = 'from math import sqrt\n\ndef half(x):\n    return x / 2\n\ndef f(x):\n    """Half of the root of x."""\n'
+    problem = {"prompt": prompt, "entry_point": "f", "test": "def check(f):\n    assert f(4) == 1"}
+    for answer in ("def f(x):\n    return half(sqrt(x))```", "    return half(sqrt(x))\n```\nand more"):
+        assert scoring.score_humaneval_plus(problem, answer) == {"pass_at_1": 1.0}
+
+
 def test_answers_are_cut_at_stop_strings_or_only_where_the_published_code_always_cuts():
     text = "#### 3\nQuestion: next [DONE] more"
     assert TASKS["gsm8k"].cut(text) == "#### 3\n"

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lopa_ascend.config import ParameterError
+from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.text.prompt import Prompts
+from lopa_ascend.text.special_ids import end_token_ids
 from lopa_ascend.text.time_limit import TookTooLongError, time_limit
 from lopa_ascend.text.tokenizer import Tokenizer, TokenizerError
 from lopa_ascend.text.tokenizer_files import load_tokenizer
@@ -344,3 +345,26 @@ def test_the_time_limit_strikes_inside_its_context_alone():
     for _ in range(10_000):
         pass
     assert outcomes == {"ended", "in time"}
+
+
+# ---- special tokens as ends ------------------------------------------------------------------------------------------
+
+
+def test_padding_ends_an_answer_unless_it_is_the_mask(tmp_path: Path) -> None:
+    """As in DiffuCoder, whose configuration names another end than its tokenizer's padding."""
+    end, start, turn_end, mask = range(VOCAB_SIZE - 4, VOCAB_SIZE)
+    same = some(write_tokenizer(tmp_path / "same"))
+    assert end_token_ids(same, mask, [end]) == (end,)
+    assert end_token_ids(same, mask, []) == (end,)
+    own = some(write_tokenizer(tmp_path / "own", pad_token="<|im_end|>"))
+    assert end_token_ids(own, mask, [end, start]) == (end, start, turn_end)
+    assert end_token_ids(some(write_tokenizer(tmp_path / "mask", pad_token="<|mask|>")), mask, [end]) == (end,)
+    assert end_token_ids(some(write_tokenizer(tmp_path / "none", pad_token=None)), mask, [end]) == (end,)
+
+
+def test_a_stop_string_that_is_a_special_token_is_a_stop_token(tmp_path: Path) -> None:
+    tokenizer = some(write_tokenizer(tmp_path))
+    prompts = Prompts(tokenizer, VOCAB_SIZE, VOCAB_SIZE - 1, "model")
+    params = prompts.for_engine(DecodingParams(stop=("<|im_end|>", "the", "<|mask|>"), stop_token_ids=(7,)))
+    assert params.stop_token_ids == (7, VOCAB_SIZE - 2)
+    assert prompts.for_engine(DecodingParams(stop=("the",))).stop_token_ids == ()
