@@ -10,7 +10,8 @@ cd "$root"
 source scripts/env.sh
 venv=$root/.venv-npu
 torch_npu="torch_npu==2.13.0"
-# What torch_npu and torchair import (the wheel names numpy and pyyaml alone), and what the tests do.
+# What torch_npu, torchair and CANN's Python modules need (torch_npu's wheel names torch, numpy and pyyaml alone), and what
+# the tests do.
 packages=(protobuf decorator scipy attrs psutil packaging numpy pyyaml "pytest>=8" pytest-timeout hypothesis)
 
 for tool in gcc nm readelf; do

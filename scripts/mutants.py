@@ -6,7 +6,8 @@
 A target is some modules and the tests that hold them. cosmic-ray makes the mutants (pip install -e '.[mutation]'):
 another operator, number or comparison, a condition negated, a loop left out. The tests run once for each
 mutant, in a copy of the last commit. Prints a Markdown table, and writes the mutants that survived to --out as diffs.
-A mutant survives because a test is missing, or because the change has no effect.
+A mutant survives because a test is missing, or because the change has no effect. Mutants for which cosmic-ray has no
+such verdict, as where the changed code could not be run, are untested and have no part in the score.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTEST = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=first-failure")
 TIMEOUT = 5.0
 """A mutant is killed after so many times the duration of the unchanged tests."""
-HEADER = "| target | mutants | killed | survived | score |\n|---|---|---|---|---|"
+HEADER = "| target | mutants | killed | survived | untested | score |\n|---|---|---|---|---|---|"
 WITHOUT_EFFECT = re.compile(
     r"core/(ReplaceBinaryOperator_BitOr_\w+|ReplaceComparisonOperator_(Eq_Is|Is_Eq|NotEq_IsNot|IsNot_NotEq))"
 )
@@ -83,11 +84,16 @@ class Score:
 
     killed: int = 0
     survived: int = 0
+    untested: int = 0
+    """Neither killed nor survived, such as cosmic-ray's "incompetent" ones."""
 
     @property
     def share(self) -> float:
-        """Share of the mutants that tests noticed."""
+        """Share of the tested mutants that tests noticed."""
         return self.killed / max(1, self.killed + self.survived)
+
+    def __add__(self, other: Score) -> Score:
+        return Score(self.killed + other.killed, self.survived + other.survived, self.untested + other.untested)
 
 
 def copy_of_last_commit(folder: Path) -> None:
@@ -108,7 +114,7 @@ def run(target: Target, folder: Path, count: int, seed: int, survivors: Path) ->
         survivors: file for the diffs of those that no test noticed.
 
     Raises:
-        RuntimeError: the tests fail without any change.
+        RuntimeError: the tests fail without any change, or cosmic-ray did not get through all chosen mutants.
     """
     tests = [sys.executable, *PYTEST, *target.tests]
     config, session = folder / "mutants.toml", folder / "mutants.sqlite"
@@ -130,7 +136,11 @@ def run(target: Target, folder: Path, count: int, seed: int, survivors: Path) ->
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(5)
             bar.update(len(_results(session, chosen)) - bar.n)
-    return _score(_results(session, chosen), survivors)
+    results = _results(session, chosen)
+    if process.returncode or len(results) != len(chosen):
+        found = f"{len(results)} results of {len(chosen)} mutants"
+        raise RuntimeError(f"cosmic-ray ended with status {process.returncode} and {found}")
+    return _score(results, survivors)
 
 
 def _choose(session: Path, folder: Path, count: int, seed: int) -> set[str]:
@@ -170,7 +180,8 @@ def _score(results: list[Any], survivors: Path) -> Score:
 
     survived = [result.diff or "" for result in results if result.test_outcome is TestOutcome.SURVIVED]
     survivors.write_text("\n\n".join(survived))
-    return Score(len(results) - len(survived), len(survived))
+    killed = sum(result.test_outcome is TestOutcome.KILLED for result in results)
+    return Score(killed, len(survived), len(results) - killed - len(survived))
 
 
 def _duration(tests: list[str], folder: Path) -> float:
@@ -201,13 +212,14 @@ def main() -> None:
             folder = Path(directory)
             copy_of_last_commit(folder)
             score = run(TARGETS[name], folder, args.mutants, args.seed, args.out / f"{name}.diff")
-        total.killed, total.survived = total.killed + score.killed, total.survived + score.survived
+        total += score
         print(_row(name, score), flush=True)
     print(_row("all", total))
 
 
 def _row(name: str, score: Score) -> str:
-    return f"| {name} | {score.killed + score.survived} | {score.killed} | {score.survived} | {score.share:.0%} |"
+    num_mutants = score.killed + score.survived + score.untested
+    return f"| {name} | {num_mutants} | {score.killed} | {score.survived} | {score.untested} | {score.share:.0%} |"
 
 
 if __name__ == "__main__":

@@ -195,13 +195,20 @@ class UsualParams:
     )
     eos_token_id: int | tuple[int, ...] | None = declare(
         None,
-        Parameter(TokenIds(), "token ids that end the answer", default_text="the model's", graphs=GraphSupport.BUCKET),
+        Parameter(
+            TokenIds(),
+            "token ids that end the answer; the model's are those of generation_config.json or config.json, and the "
+            "tokenizer's pad_token unless it is the mask",
+            default_text="the model's",
+            graphs=GraphSupport.BUCKET,
+        ),
     )
     stop_token_ids: tuple[int, ...] = declare(
         (),
         Parameter(
             TokenIds(),
-            "more token ids that end the answer, with `ignore_eos` too",
+            "further token ids that end the answer, even if `ignore_eos` is set; a stop string that is a special token "
+            "counts as one",
             default_text="none",
             graphs=GraphSupport.BUCKET,
         ),

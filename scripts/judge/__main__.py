@@ -16,7 +16,8 @@
   soak       minutes of mixed load leave memory, pages and answers as they were
 
 Prints a line for each verdict, "ok" or FAILED with what was found; the exit status is 1 if one is FAILED. schema,
-accuracy, clients and load need public tools: pip install -e '.[judge]', or ./ci/judges.sh, which installs them first.
+accuracy, clients, load and fuzz need public tools, and all judges need httpx: pip install -e '.[judge]', or
+./ci/judges.sh, which installs them first.
 """
 
 from __future__ import annotations

@@ -42,6 +42,15 @@ def test_tables_have_the_papers_rows():
     assert replace(lopa, decoding="fast_dllm", base="d2f", num_branches=0) == without
 
 
+def test_baselines_of_diffucoder_decode_as_the_published_code_or_say_how_not():
+    rows = {f"{row.model} {row.label}": row for row in rows_of("table2")}
+    params = {name: DecodingParams(**row.preset.merged(row.options)) for name, row in rows.items()}
+    assert params["D2F-DiffuCoder vanilla"].window_attention == "block_causal"
+    assert params["D2F-DiffuCoder LoPA"].window_attention == "full"
+    assert params["DiffuCoder vanilla"].temperature == 0
+    assert "samples at temperature 0.4 and top_p 0.95" in rows["DiffuCoder vanilla"].certainty
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("table1")

@@ -1,0 +1,47 @@
+"""What pip installs, and on which versions the project was tried."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOML = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+PYPROJECT: dict[str, Any] = TOML.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+
+
+def names(extra: str) -> set[str]:
+    """The packages of an extra, without their versions."""
+    requirements = PYPROJECT["project"]["optional-dependencies"][extra]
+    return {re.split(r"[\[<>=~!; ]", requirement)[0] for requirement in requirements}
+
+
+def test_extras_have_what_their_commands_import():
+    assert {"httpx", "matplotlib"} <= names("bench")
+    assert {"httpx", "hypothesis"} <= names("judge")
+    assert "httpx" in names("test")
+
+
+def test_the_npu_extra_has_what_the_npu_tests_install():
+    (line,) = re.findall(r"^packages=\((.*)\)$", (ROOT / "ci" / "npu.sh").read_text("utf-8"), re.MULTILINE)
+    needed = names("npu") - {"torch_npu"}
+    assert needed == {"protobuf", "decorator", "scipy", "attrs", "psutil"}
+    assert needed <= set(line.split())
+    page = (ROOT / "docs" / "ascend.md").read_text("utf-8")
+    install = page[page.index("## Install") : page.index("## Switch")]
+    assert needed <= set(re.findall(r"\w+", install))
+
+
+def test_the_versions_that_are_run_are_those_of_the_page(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "nox", MagicMock())
+    monkeypatch.delitem(sys.modules, "scripts.versions", raising=False)
+    combinations = importlib.import_module("scripts.versions").COMBINATIONS
+    monkeypatch.delitem(sys.modules, "scripts.versions")
+    page = (ROOT / "docs" / "compatibility.md").read_text("utf-8")
+    rows = re.findall(r"^  \| ([\d., ]+) \| ([\d.]+) \| ([\d.]+) \|", page, re.MULTILINE)
+    named = [(python, torch, transformers) for pythons, torch, transformers in rows for python in pythons.split(", ")]
+    assert sorted(combinations) == sorted(named)
