@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.bad_words import BadWords
 from lopa_ascend.decode.strategy import Strategy
-from lopa_ascend.kv.pages import PageTables, worst_case
+from lopa_ascend.kv.pages import PAGE_SIZE, PageTables, worst_case
 from lopa_ascend.types import Alternatives, Demand, Scoring, SequencePlan
 
 if TYPE_CHECKING:
@@ -110,6 +110,7 @@ class Sequence:
     @property
     def num_reserved(self) -> int:
         """Pages that the sequence may still take."""
-        committed = max(self.num_committed, self.request.num_shared)
         pages = self.page_tables
+        # Pages that all slots share are shared for good, also those of positions that later passes compute again.
+        committed = max(self.num_committed, self.request.num_shared, pages.num_shared * PAGE_SIZE)
         return worst_case(self.request.limit, len(pages.by_slot), committed) - pages.num_pages

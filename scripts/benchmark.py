@@ -7,7 +7,8 @@
 
 A task file has a JSON object on each line, with "question" and "answer", or the fields that its task needs; "task"
 overrides --task for that line. A file with a mistake is refused, with the number of the line, before the model is
-loaded.
+loaded. Where all lines are of task "problems", answers have at most 192 tokens, unless a preset or --max-new-tokens
+gives another number.
 
 The folder --out gets benchmark.json (what was measured, on which machine), samples.jsonl (an object for each answer,
 written when the answer is there), results.csv and results.md. The same command again goes on where it was interrupted.
@@ -21,7 +22,7 @@ else is measured.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from scripts.benchmarking.report import markdown, results, write_csv
 from scripts.benchmarking.run import Plan, run
 from scripts.benchmarking.samples import SampleFile
 from scripts.benchmarking.settings import FIGURES, Setting, one_setting, swept
-from scripts.evaluation.command import add_prompt_flags, number_from, run_command
+from scripts.evaluation.command import SEED, add_prompt_flags, number_from, run_command
 from scripts.evaluation.files import (
     DEFAULT_TASK,
     check_runnable,
@@ -47,7 +48,7 @@ from scripts.evaluation.tasks import TASKS
 from scripts.pictures import picture
 
 ANSWER = 192
-"""``max_new_tokens`` where nothing is said of it: what the bundled model's answers need."""
+"""``max_new_tokens`` for the task "problems" where nothing is said of it: what the bundled model's answers need."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -87,7 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_prompt_flags(parser)
     parser.add_argument(
-        "--examples-from", type=Path, metavar="DIR", help="folder with TASK.examples.jsonl (default: the project's own)"
+        "--examples-from", type=Path, metavar="DIR", help="folder with TASK.examples.jsonl (default: that of FILE)"
     )
     parser.add_argument(
         "--sweep",
@@ -117,11 +118,12 @@ def benchmark(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     used = {task.name: task for task, _ in problems}
     preset = find_preset(args.preset) if args.preset else None
     counts = {name: _num_examples(args, preset.tasks if preset else {}, name) for name in used}
-    examples = {name: read_examples(task, args.examples_from, counts[name]) for name, task in used.items()}
-    settings = _settings(args, given)
+    folder = args.examples_from or args.file.parent
+    examples = {name: read_examples(task, folder, counts[name]) for name, task in used.items()}
+    settings = _settings(args, given, used)
     # Answers to equal prompts must not become faster with the runs.
     widest = max((setting.params for setting in settings), key=lambda params: params.lookaheads)
-    fixed = {"enable_prefix_caching": False, "seed": 0, **graph_settings(widest)}
+    fixed = {"enable_prefix_caching": False, "seed": SEED, **graph_settings(widest)}
     if "graph_block_size" in fixed:
         fixed["graph_block_size"] = max(setting.params.block_size for setting in settings)
     engine = {**fixed, **field_values(given, ENGINE_FLAGS)}
@@ -148,11 +150,13 @@ def benchmark(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     _write(args, settings, file, len(problems))
 
 
-def _settings(args: argparse.Namespace, given: Mapping[str, Any]) -> list[Setting]:
+def _settings(args: argparse.Namespace, given: Mapping[str, Any], tasks: Collection[str]) -> list[Setting]:
+    """The settings that are measured on problems of these tasks."""
     decoding = field_values(given, DECODING_FLAGS)
     if args.preset:
         decoding = find_preset(args.preset).merged(decoding)
-    decoding = {"max_new_tokens": ANSWER, **decoding}
+    if set(tasks) == {DEFAULT_TASK}:
+        decoding = {"max_new_tokens": ANSWER, **decoding}
     if args.sweep:
         return swept(args.sweep, decoding)
     setting = one_setting(decoding)

@@ -1,13 +1,15 @@
 """Scores a model through lm-eval, in this process, with the prompts and the scoring of the published evaluations.
 
     python -m scripts.evaluate --limit 10                                    GSM8K's form, the bundled model
-    python -m scripts.evaluate gsm8k minerva_math mbpp humaneval --model DIR --lora-path DIR --preset S13 --data DIR
-    python -m scripts.evaluate humaneval_plus --model DIR --preset diffucoder-humaneval-plus --data DIR
+    python -m scripts.evaluate gsm8k --preset dream-gsm8k --model DIR --lora-path DIR --data DIR
+    python -m scripts.evaluate minerva_math --preset dream-math --model DIR --lora-path DIR --data DIR
+    python -m scripts.evaluate gsm8k mbpp --preset S13 --model DIR --lora-path DIR --data DIR
     python -m scripts.evaluate lm_eval:arc_easy --model DIR                  any task of lm-eval itself
 
---data is a folder with TASK.jsonl and TASK.examples.jsonl; the project's own holds ten problems of each task, which
-show that everything works and say nothing about a model. A file with a mistake is refused with the line's number before
-the model is loaded. Programs that the model writes run in a sandbox. docs/evaluation.md says more.
+A preset is made for the tasks that it names, so each task has a preset of its own. --data is a folder with TASK.jsonl
+and TASK.examples.jsonl; the project's own holds ten problems of each task, which show that everything works and say
+nothing about a model. A file with a mistake is refused with the line's number before the model is loaded. Programs that
+the model writes run in a sandbox. docs/evaluation.md says more.
 
 Needs lm-eval: pip install -e '.[eval]'
 """
@@ -18,18 +20,18 @@ import argparse
 import importlib.util
 import json
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lopa_ascend.config import EngineConfig
+from lopa_ascend.config import DecodingParams, EngineConfig
 from lopa_ascend.config.help import HelpFormatter
-from lopa_ascend.config.presets import PromptFormat, find_preset
+from lopa_ascend.config.presets import Preset, PromptFormat, find_preset
 from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values
-from scripts.benchmarking.machine import describe_machine, describe_model
-from scripts.evaluation.command import add_prompt_flags, number_from, run_command
+from scripts.benchmarking.machine import describe_engine, describe_examples, describe_machine, describe_model
+from scripts.evaluation.command import SEED, add_prompt_flags, number_from, run_command
 from scripts.evaluation.files import DATA, TaskFileError, check_runnable, read_examples, read_problems
 from scripts.evaluation.prompts import CHAT, find_format
 from scripts.evaluation.tasks import TASKS, Problem, Task
@@ -45,6 +47,8 @@ class Job:
     task: Task
     problems: tuple[Problem, ...]
     examples: tuple[Problem, ...]
+    digest: str
+    """SHA-256 of the task file, hexadecimal."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -93,8 +97,9 @@ def evaluate(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     prompt = find_format(args.prompt or (preset.prompts[0].name if preset else CHAT.name))
     decoding = field_values(given, DECODING_FLAGS)
     decoding = preset.merged(decoding) if preset else decoding
-    engine = field_values(given, ENGINE_FLAGS)
-    EngineConfig(**engine)
+    engine = {"max_num_seqs": args.batch_size, "seed": SEED, **field_values(given, ENGINE_FLAGS)}
+    params, config = DecodingParams(**decoding), EngineConfig(**engine)
+    settings = describe_settings(args, preset, prompt, params, config, jobs, foreign)
     check_runnable([job.task for job in jobs])
     if args.out:
         _check_writable(args.out)
@@ -102,16 +107,18 @@ def evaluate(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     _check_foreign(foreign)
     cut = preset is None or preset.cuts_answers
     results = _simple_evaluate(args, jobs, foreign, prompt, {**engine, **decoding}, cut=cut)
-    _report(args, results, jobs, describe_model(engine.get("model"), engine.get("lora")))
+    described = {**describe_model(engine.get("model"), engine.get("lora")), "settings": settings}
+    _report(args, results, jobs, described)
 
 
 def _job(args: argparse.Namespace, name: str, counts: Mapping[str, int]) -> Job:
     if name not in TASKS:
         raise TaskFileError(f"unknown task {name!r}; choose from {', '.join(TASKS)}, or {FOREIGN}NAME")
     task = TASKS[name]
-    problems = [problem for _, problem in read_problems(args.data / f"{name}.jsonl", name).problems]
+    file = read_problems(args.data / f"{name}.jsonl", name)
+    problems = [problem for _, problem in file.problems]
     count = args.examples if args.examples is not None else counts.get(name, 0)
-    return Job(task, tuple(problems[: args.limit]), tuple(read_examples(task, args.data, count)))
+    return Job(task, tuple(problems[: args.limit]), tuple(read_examples(task, args.data, count)), file.digest)
 
 
 @dataclass(frozen=True)
@@ -126,6 +133,43 @@ class Foreign:
     def named(cls, args: argparse.Namespace, name: str, of_preset: Mapping[str, int]) -> Foreign:
         """The task of this name, with the number of examples that the arguments or the preset give."""
         return cls(name, of_preset.get(name) if args.examples is None else args.examples)
+
+
+def describe_settings(
+    args: argparse.Namespace,
+    preset: Preset | None,
+    prompt: PromptFormat,
+    params: DecodingParams,
+    config: EngineConfig,
+    jobs: Sequence[Job],
+    foreign: Sequence[Foreign],
+) -> dict[str, Any]:
+    """What was run, for the file of --out. A task may ask for other stop strings, as its samples show.
+
+    Args:
+        args: all arguments.
+        preset: the one that was chosen, if any.
+        prompt: format of the prompts.
+        params: how answers are decoded.
+        config: of the engine.
+        jobs: tasks of ours.
+        foreign: lm-eval's own.
+    """
+    tasks: dict[str, Any] = {
+        job.task.name: {"sha256": job.digest, "examples": describe_examples(job.examples)} for job in jobs
+    }
+    tasks |= {FOREIGN + task.name: {"examples": {"count": task.num_examples}} for task in foreign}
+    return {
+        "preset": None if preset is None else preset.name,
+        "cut": preset is None or preset.cuts_answers,
+        "prompt": asdict(prompt),
+        "tasks": tasks,
+        "limit": args.limit,
+        "decoding": asdict(params),
+        "engine": describe_engine(config),
+        "batch_size": args.batch_size,
+        "mc_num": args.mc_num,
+    }
 
 
 def _check_installed() -> None:
@@ -224,7 +268,7 @@ def merged_results(found: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def _report(args: argparse.Namespace, results: Mapping[str, Any], jobs: list[Job], model: dict[str, Any]) -> None:
+def _report(args: argparse.Namespace, results: Mapping[str, Any], jobs: list[Job], described: dict[str, Any]) -> None:
     from scripts.evaluation.lm_tasks import PREFIX, scores_of
 
     found = {job.task.name: scores_of(results, job.task) for job in jobs}
@@ -232,7 +276,7 @@ def _report(args: argparse.Namespace, results: Mapping[str, Any], jobs: list[Job
     others = {name: scores for name, scores in results["results"].items() if not name.startswith(PREFIX)}
     if args.out:
         content = {
-            **model,
+            **described,
             "machine": describe_machine(),
             "scores": found,
             "lm_eval": others,

@@ -61,6 +61,8 @@ class Limits:
         Raises:
             ParameterError: the request does not fit; ``param`` names the field, and the message has the numbers.
         """
+        if prompt_tokens < 1:
+            raise ParameterError("prompt", "must not be empty")
         room = self.max_model_len - prompt_tokens
         if room < 1:
             raise ContextLengthError("prompt", f"has {prompt_tokens} tokens; {context_length(self.max_model_len)}")
@@ -129,9 +131,11 @@ class Limits:
                     raise ParameterError(name, f"{token} is not below the vocabulary size {self.vocab_size}")
                 if token == self.mask_token_id and name in ("eos_token_id", "stop_token_ids"):
                     raise ParameterError(name, f"{token} is the mask, which would end every answer")
-                if token == self.mask_token_id and name == "logit_bias":
+                is_never_generated = token == self.mask_token_id or token >= self._num_token_ids
+                if name == "logit_bias" and is_never_generated:
                     # A bias would change its share of the softmax's denominator, and with it every probability.
-                    raise ParameterError(name, f"{token} is the mask, which is never generated")
+                    found = "the mask" if token == self.mask_token_id else "no token of the tokenizer"
+                    raise ParameterError(name, f"{token} is {found}, which is never generated")
         self._check_choice(params)
 
     def _check_choice(self, params: DecodingParams) -> None:
@@ -147,5 +151,9 @@ class Limits:
 
     def _are_all_ids(self, tokens: set[int]) -> bool:
         """Whether these are all ids that can be generated, and the mask."""
-        num_token_ids = self.vocab_size if self.num_token_ids is None else self.num_token_ids
-        return sum(token < num_token_ids for token in tokens) == num_token_ids
+        return sum(token < self._num_token_ids for token in tokens) == self._num_token_ids
+
+    @property
+    def _num_token_ids(self) -> int:
+        """Ids that can be generated, and the mask."""
+        return self.vocab_size if self.num_token_ids is None else self.num_token_ids

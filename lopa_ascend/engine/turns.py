@@ -82,7 +82,7 @@ class Turns:
         # Decoding steps are still owed: short prompts may go between them, unless they would overtake an overdue one.
         if self._is_overdue(in_order[0]):
             return []
-        return _fitting(in_order, TOKENS_PER_DECODING_STEP)
+        return _fitting(in_order, min(self.max_prefill_tokens, TOKENS_PER_DECODING_STEP))
 
     def _is_overdue(self, prompt: Prompt) -> bool:
         """Whether no other prompt may go before this one any more."""

@@ -77,10 +77,12 @@ class Runner:
         for copy in plan.copies:
             self.pool.copy_page(copy)
         if self.graphs is None:
-            results = self._run_eagerly(plan.sequences, sequences)
+            results = self._run_eagerly(plan.sequences, sequences, [])
         else:
             launched, eager = self.graphs.launch(plan, sequences)
-            results = self._run_eagerly(eager, sequences) if eager else []
+            run_eagerly = {step.request_id for step in eager}
+            beside = [sequences[s.request_id] for s in plan.sequences if s.request_id not in run_eagerly]
+            results = self._run_eagerly(eager, sequences, beside) if eager else []
             results += self.graphs.collect(launched, sequences)
         for result in results:
             sequence = sequences[result.request_id]
@@ -90,16 +92,26 @@ class Runner:
         return StepResult(tuple(results))
 
     def _run_eagerly(
-        self, steps: tuple[SequenceStep, ...] | list[SequenceStep], sequences: Mapping[str, Sequence]
+        self,
+        steps: tuple[SequenceStep, ...] | list[SequenceStep],
+        sequences: Mapping[str, Sequence],
+        beside: list[Sequence],
     ) -> list[SequenceResult]:
         """Runs a step eagerly. The allotment decides how many branches those sequences get whose number of branches
-        follows the load, and learns from the results."""
+        follows the load, and learns from the results.
+
+        Args:
+            steps: what to run.
+            sequences: all running sequences by request id.
+            beside: those that graphs decode in the same step.
+        """
         chosen = [sequences[step.request_id] for step in steps]
         by_load = [s for s in chosen if s.request.params.follows_load and s.plan is not None]
         if not by_load:
             return self.eager.run(chosen, steps)
         assert self.allotment is not None
-        others = [s for s in chosen if s not in by_load]
+        others = [self._num_computed(s) for s in chosen if s not in by_load]
+        others += [s.demand.num_computed for s in beside if s.demand is not None]
         asks = self._allot_branches(self.allotment, by_load, others)
         start = time.perf_counter()
         results = self.eager.run(chosen, steps)
@@ -111,14 +123,19 @@ class Runner:
                 self.allotment.learn(ask, result.record, strategy.saved_by_a_win, strategy.given_up)
         return results
 
-    def _allot_branches(self, allotment: Allotment, by_load: list[Sequence], others: list[Sequence]) -> dict[str, Ask]:
+    def _allot_branches(self, allotment: Allotment, by_load: list[Sequence], others: list[int]) -> dict[str, Ask]:
         """Keeps as many lookahead branches of each sequence in ``by_load`` as the allotment gives it.
+
+        Args:
+            allotment: what decides.
+            by_load: the sequences.
+            others: the tokens that each other sequence of the step computes.
 
         Returns:
             By request id: what the allotment was asked.
         """
         asks = [Ask(s.strategy.params, s.strategy.is_stuck, self.eager.placement.costs(planned(s))) for s in by_load]
-        counts = allotment.choose(asks, [self._num_computed(s) for s in others])
+        counts = allotment.choose(asks, others)
         for sequence, count in zip(by_load, counts, strict=True):
             sequence.plan = sequence.strategy.keep(planned(sequence), count)
         return {sequence.request_id: ask for sequence, ask in zip(by_load, asks, strict=True)}

@@ -65,8 +65,8 @@ class SequencePlan:
     winner_commits: bool
     """Full attention: keys and values differ by branch, so the winner's are copied to all slots after the pass."""
     prefix_length: int
-    """Later queries attend to the first ``prefix_length`` positions in a separate pass over the keys: to the cached
-    positions or, while the prompt is computed and committed, to the prompt."""
+    """Queries from position ``prefix_length`` on attend in two parts, which are merged: to the positions before it, and
+    to the rest. The first part is what is cached; while the prompt is computed and committed, it is the prompt."""
     fills_all_slots: bool = False
     """There is one row. Every group computes it, and its keys and values go to every slot: later rows of any slot read
     them."""

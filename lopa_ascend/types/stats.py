@@ -84,7 +84,8 @@ class EngineStats:
     num_rows: int = 0
     """Branches evaluated, on all ranks."""
     idle_rows: int = 0
-    """Rows that were left empty on all ranks: branches that did not divide evenly, or padding in graphs."""
+    """Rows of the sequences that took part which were left empty on all ranks: their branches did not divide evenly, or
+    a graph has room for more."""
     traffic: tuple[Traffic, ...] = ()
     graphs: GraphStats | None = None
     """None in eager mode."""

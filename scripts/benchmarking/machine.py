@@ -15,7 +15,9 @@ import lopa_ascend
 from lopa_ascend import __version__
 from lopa_ascend.checkpoint.files import check_directory
 from lopa_ascend.config import EngineConfig
+from lopa_ascend.config.presets import FILE as PRESETS
 from lopa_ascend.demo import DEMO_MODEL
+from scripts import demo_problems
 from scripts.evaluation.files import TaskFile
 from scripts.evaluation.tasks import Problem
 
@@ -23,6 +25,8 @@ PACKAGES = ("torch", "torch_npu", "transformers", "tokenizers")
 PATHS = ("model", "lora", "graph_cache")
 """Fields of the engine's configuration that are directories: those of weights are described by a digest, and the cache
 of graphs changes no figure."""
+SUFFIXES = (".json", ".safetensors", ".jinja")
+"""Of a model's files that its digest covers, beside merges.txt."""
 CHUNK = 1 << 20
 """Bytes of a piece of a weight file."""
 NUM_CHUNKS = 32
@@ -56,14 +60,20 @@ def describe_benchmark(
         **describe_model(config.model, config.lora),
         "problems": {"file": tasks.path.name, "sha256": tasks.digest, "limit": limit},
         "prompt": prompt,
-        "examples": {task: _describe_examples(problems) for task, problems in examples.items()},
+        "examples": {task: describe_examples(problems) for task, problems in examples.items()},
         "cut": cut,
-        "engine": {name: getattr(config, name) for name in EngineConfig.names() if name not in PATHS},
+        "engine": describe_engine(config),
         "machine": describe_machine(),
     }
 
 
-def _describe_examples(problems: Sequence[Problem]) -> dict[str, Any]:
+def describe_engine(config: EngineConfig) -> dict[str, Any]:
+    """The engine's settings by name, without directories."""
+    return {name: getattr(config, name) for name in EngineConfig.names() if name not in PATHS}
+
+
+def describe_examples(problems: Sequence[Problem]) -> dict[str, Any]:
+    """The number of examples in a prompt, and a digest of them."""
     digest = hashlib.sha256(repr(list(problems)).encode()).hexdigest()[:16]
     return {"count": len(problems), "digest": digest}
 
@@ -87,10 +97,12 @@ def describe_machine() -> dict[str, Any]:
 
 @cache
 def sources_digest() -> str:
-    """A digest of the code that makes figures: the engine's, and that of tasks, scores and measurements."""
+    """A digest of what makes figures: the engine's code, that of tasks, scores and measurements, and prompt formats."""
     scripts = Path(__file__).parents[1]
     folders = [Path(lopa_ascend.__file__).parent, scripts / "evaluation", scripts / "benchmarking"]
     digest = hashlib.sha256()
+    for path in (PRESETS, Path(demo_problems.__file__)):  # the second one scores the task "problems"
+        digest.update(f"{path.name}\n".encode() + path.read_bytes())
     for folder in folders:
         for parent, _, names in sorted(os.walk(folder, followlinks=True)):  # graph/ and parallel/ are links
             for name in sorted(name for name in names if name.endswith((".py", ".cpp", ".h"))):
@@ -125,8 +137,9 @@ def describe_model(model: str | None, adapter: str | None) -> dict[str, Any]:
 
 
 def _digest(folder: Path) -> str:
+    """A digest of a model's weights, configuration, tokenizer and chat template."""
     digest = hashlib.sha256()
-    for path in sorted(path for path in folder.glob("*") if path.suffix in (".json", ".safetensors", ".jinja")):
+    for path in sorted(path for path in folder.glob("*") if path.suffix in SUFFIXES or path.name == "merges.txt"):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:

@@ -15,6 +15,9 @@ from lopa_ascend.serve.flags import option
 from scripts.evaluation.files import TaskFileError
 from scripts.evaluation.prompts import CHAT, prompt_formats
 
+SEED = 0
+"""Seed of the engine where none is given, so that a command with sampled answers can be repeated."""
+
 
 def number_from(least: int) -> Callable[[str], int]:
     """Reads whole numbers from a least one on, for argparse."""

@@ -15,6 +15,8 @@ from scripts.evaluation.tasks import TASKS, Problem, Task
 DATA = Path(__file__).with_name("data")
 """Small files of each task's form, and the examples of tasks that always have the same ones."""
 DEFAULT_TASK = "problems"
+GENERATED_EXAMPLES = ("gsm8k",)
+"""Tasks whose examples in this project are generated, and not those with which models are evaluated."""
 
 
 class TaskFileError(ValueError):
@@ -96,13 +98,20 @@ def read_examples(task: Task, folder: Path | None, count: int) -> list[Problem]:
         count: how many.
 
     Raises:
-        TaskFileError: there is no such file, or it has fewer examples.
+        TaskFileError: there is no such file, it has fewer examples, or only the project has one, with generated
+            examples.
     """
     if not count:
         return []
     name = f"{task.name}.examples.jsonl"
     folders = [*([folder] if folder else []), DATA]
     path = next((folder / name for folder in folders if (folder / name).exists()), folders[0] / name)
+    is_foreign = folder is not None and folder.resolve() != DATA.resolve()
+    if is_foreign and path.parent == DATA and task.name in GENERATED_EXAMPLES:
+        raise TaskFileError(
+            f"{folders[0] / name}: is missing, and this project's examples of {task.name} are generated; put {count} "
+            f"lines of the training split there, or pass --examples 0"
+        )
     problems = [problem for _, problem in read_problems(path, task.name).problems]
     if len(problems) < count:
         raise TaskFileError(f"{path}: has {len(problems)} examples, and {count} are needed")

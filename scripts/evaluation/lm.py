@@ -16,6 +16,7 @@ from tqdm import tqdm
 from lopa_ascend import LLM
 from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
 from lopa_ascend.config.presets import find_preset
+from scripts.evaluation.command import SEED
 from scripts.evaluation.likelihood import MaskedLikelihood
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class LopaLM(TemplateLM):
         mc_num: draws of a log-likelihood.
         device, max_batch_size: what lm-eval passes; the second is not used.
         llm: a model that is loaded already, in place of ``pretrained``.
-        options: fields of ``EngineConfig`` and ``DecodingParams``.
+        options: fields of ``EngineConfig`` and ``DecodingParams``; ``seed`` is ``SEED`` by default.
 
     Raises:
         ParameterError: an option is unknown or not allowed, or the model cannot tokenize text.
@@ -68,7 +69,7 @@ class LopaLM(TemplateLM):
                 raise ParameterError(name, "is neither an option of the engine nor a decoding parameter")
         self.params = DecodingParams.preset(preset, **options) if preset else DecodingParams(**options)
         self._has_own_length = "max_new_tokens" in options or bool(preset and "max_new_tokens" in _decoding(preset))
-        self.llm = llm or LLM(pretrained, **{"max_num_seqs": _size(batch_size), **engine})
+        self.llm = llm or LLM(pretrained, **{"max_num_seqs": _size(batch_size), "seed": SEED, **engine})
         if self.llm.tokenizer is None:
             raise ParameterError("pretrained", "has no tokenizer files, and prompts are texts")
         self.tokenizer = self.llm.tokenizer
@@ -136,6 +137,8 @@ class LopaLM(TemplateLM):
     def request_params(self, asked: Mapping[str, Any]) -> DecodingParams:
         """The parameters for what a task asks for. The length of answers is the model's own, if it was given one.
 
+        An answer ends at the model's own stop strings as well as at the task's.
+
         Raises:
             ParameterError: a task asks for something unknown.
         """
@@ -150,7 +153,7 @@ class LopaLM(TemplateLM):
         until = asked.get("until") or []
         stop = [until] if isinstance(until, str) else list(until)
         if not self.escape_until:
-            changes["stop"] = tuple(text for text in stop if text)
+            changes["stop"] = tuple(dict.fromkeys((*self.params.stop, *filter(None, stop))))
         return replace(self.params, **changes)
 
     def _prompt(self, text: str, params: DecodingParams) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable, Mapping
 
 MAX_LINES = 100
 """Lines of a text that are looked at."""
@@ -21,12 +22,14 @@ def sanitize(text: str, entry_point: str | None = None) -> str:
     text = text.replace("\t", "    ").replace("\r\n", "\n").replace("\r", "\n").strip() + "\n"
     imports: list[ast.stmt] = []
     definitions: dict[str, ast.stmt] = {}
-    for node in ast.parse(_longest_valid(text.splitlines()[:MAX_LINES])).body:
+    for node in ast.parse(longest_valid(text.splitlines()[:MAX_LINES])).body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             imports.append(node)
         elif (name := _defined_name(node)) is not None:
             definitions[name] = node
-    needed = set(definitions) if not entry_point else _reachable(entry_point, definitions)
+    needed = set(definitions)
+    if entry_point:
+        needed = reachable(entry_point, {name: _used_names(node) for name, node in definitions.items()})
     kept = [node for name, node in definitions.items() if name in needed]
     try:
         return "\n".join(ast.unparse(node) for node in [*imports, *kept])
@@ -34,22 +37,28 @@ def sanitize(text: str, entry_point: str | None = None) -> str:
         return ""
 
 
-def _longest_valid(lines: list[str]) -> str:
-    """The consecutive lines that are valid Python and have most lines that are not blank; of equal ones the first."""
+def longest_valid(lines: list[str], *, least: int = 1) -> str:
+    """The consecutive lines that are valid Python and have most lines that are not blank; of equal ones the first.
+
+    Args:
+        lines: of a text.
+        least: number of lines that the result has at least, blank ones counted; without such lines it is empty.
+    """
     best, best_count = "", 0
     for begin in range(len(lines)):
-        for end in range(len(lines), begin, -1):
+        for end in range(len(lines), begin + least - 1, -1):
             part = lines[begin:end]
             count = sum(bool(line.strip()) for line in part)
             if count <= best_count:
                 break  # shorter parts have no more lines
-            if _is_valid(code := "\n".join(part)):
+            if is_valid(code := "\n".join(part)):
                 best, best_count = code, count
                 break
     return best
 
 
-def _is_valid(code: str) -> bool:
+def is_valid(code: str) -> bool:
+    """Whether a text is a Python program."""
     try:
         ast.parse(code)
     except (SyntaxError, ValueError, MemoryError, RecursionError):
@@ -68,17 +77,20 @@ def _defined_name(node: ast.stmt) -> str | None:
     return None
 
 
-def _reachable(entry_point: str, definitions: dict[str, ast.stmt]) -> set[str]:
-    """The entry point, and all names that it uses, directly or not."""
+def reachable(entry_point: str, uses: Mapping[str, Iterable[str]]) -> set[str]:
+    """The entry point, and all names that it uses, directly or not.
+
+    Args:
+        entry_point: the name to begin with.
+        uses: by the name of each definition, the names that stand in it.
+    """
     reached: set[str] = set()
     waiting = [entry_point]
     while waiting:
         name = waiting.pop()
-        if name in reached:
-            continue
-        reached.add(name)
-        if name in definitions:
-            waiting += _used_names(definitions[name])
+        if name not in reached:
+            reached.add(name)
+            waiting += uses.get(name, ())
     return reached
 
 

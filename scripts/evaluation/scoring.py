@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from scripts.demo_problems import parse_result
-from scripts.evaluation import latex
+from scripts.evaluation import evalplus_sanitize, latex
 from scripts.evaluation.sandbox import passes
 from scripts.evaluation.sanitize import sanitize
 
@@ -77,7 +77,7 @@ def score_humaneval(problem: Mapping[str, Any], text: str) -> dict[str, float]:
 def score_humaneval_plus(problem: Mapping[str, Any], text: str) -> dict[str, float]:
     """DiffuCoder's way: the prompt, which may import and define what the answer needs, and then the answer up to the
     closing fence, as evalplus sanitises it."""
-    program = sanitize(problem["prompt"] + text.split("```")[0], problem["entry_point"])
+    program = evalplus_sanitize.sanitize(problem["prompt"] + text.split("```")[0], problem["entry_point"])
     return {"pass_at_1": float(passes(program, _check(problem)))}
 
 
@@ -85,9 +85,16 @@ def _check(problem: Mapping[str, Any]) -> str:
     return f"{problem['test']}\ncheck({problem['entry_point']})"
 
 
+def mbpp_plus_prompt(problem: Mapping[str, Any]) -> str:
+    """The docstring that evalplus gives to a model, without the newline at its end."""
+    return f'"""\n{problem["prompt"]}\n{problem["test_list"][0]}\n"""'
+
+
 def score_mbpp_plus(problem: Mapping[str, Any], text: str) -> dict[str, float]:
-    """DiffuCoder's way, with the function that the problem's first test calls."""
+    """DiffuCoder's way: the prompt, which is a docstring, and the answer up to the closing fence, as evalplus sanitises
+    it for the function that the problem's first test calls."""
     defined = [node.name for node in ast.parse(problem["code"]).body if isinstance(node, ast.FunctionDef)]
     called = [name for name in defined if re.search(rf"\b{name}\(", problem["test_list"][0])]
-    program = sanitize(text.split("```")[0], called[-1] if called else None)
+    answer = mbpp_plus_prompt(problem) + "\n" + text.split("```")[0]
+    program = evalplus_sanitize.sanitize(answer, called[-1] if called else None)
     return {"pass_at_1": float(passes(program, problem["test"]))}

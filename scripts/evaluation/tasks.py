@@ -57,10 +57,6 @@ def _mbpp_question(problem: Problem) -> str:
     return f"{head} tests:\n\n{tests}\n[BEGIN]\n"
 
 
-def _mbpp_plus_question(problem: Problem) -> str:
-    return f'"""\n{problem["prompt"]}\n{problem["test_list"][0]}\n"""'
-
-
 _QUESTION_ANSWER = {"question": str, "answer": str}
 _HUMANEVAL = {"prompt": str, "entry_point": str, "test": str, "canonical_solution": str}
 
@@ -128,7 +124,7 @@ TASKS = {
             question=lambda problem: problem["prompt"].strip(),
             example_answer=lambda problem: problem["canonical_solution"],
             separator="",
-            stop=("\n```",),
+            stop=("```",),
             score=scoring.score_humaneval_plus,
             metric="pass_at_1",
             runs_code=True,
@@ -136,10 +132,10 @@ TASKS = {
         Task(
             name="mbpp_plus",
             fields={"prompt": str, "code": str, "test_list": list, "test": str},
-            question=_mbpp_plus_question,
+            question=scoring.mbpp_plus_prompt,
             example_answer=lambda problem: problem["code"],
             separator="",
-            stop=("\n```",),
+            stop=("```",),
             score=scoring.score_mbpp_plus,
             metric="pass_at_1",
             runs_code=True,

@@ -381,3 +381,15 @@ def test_no_step_writes_a_cache_position_twice_and_every_branch_has_its_rank(pat
     stats = engine.stats()
     assert stats.num_rows == sum(len(record.branches) for output in outputs for record in output.trace or ())
     assert stats.idle_rows == 0
+
+
+def test_pages_that_all_slots_share_are_not_reserved_for_each(path):
+    """Of Fast-dLLM, which commits nothing to the pages behind it: 44 pages are room for two of these requests."""
+    page = Engine(EngineConfig(model=path, kv_cache_memory=2**20)).kv_cache_memory // 16
+    engine = Engine(EngineConfig(model=path, max_model_len=512, enable_prefix_caching=False, kv_cache_memory=44 * page))
+    params = DecodingParams(base="fast_dllm", num_branches=7, block_size=8, max_new_tokens=40, ignore_eos=True)
+    for name in ("first", "second"):
+        engine.add(name, [5] * 400, params)
+    for _ in range(6):
+        engine.step()
+    assert set(engine.scheduler.running) == {"first", "second"}

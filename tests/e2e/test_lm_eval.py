@@ -111,6 +111,9 @@ def test_what_a_task_asks_for_is_taken_or_refused(llm: LLM):
     assert (params.max_new_tokens, params.stop, params.temperature, params.top_p) == (33, ("a",), 0.5, 0.9)
     assert plain.request_params({**asked, "do_sample": False}).temperature == 0
     assert (fixed.request_params(asked).max_new_tokens, fixed.request_params(asked).stop) == (512, ())
+    own = LopaLM(llm=llm, stop=("end", "a"))
+    assert own.request_params({"until": ["a", "b"]}).stop == ("end", "a", "b")
+    assert own.request_params({}).stop == ("end", "a")
     with pytest.raises(ParameterError, match="generation_kwargs: unknown 'num_beams'"):
         plain.request_params({"num_beams": 4})
     with pytest.raises(ParameterError, match="neither an option of the engine nor a decoding parameter"):
@@ -144,4 +147,6 @@ def test_the_command_writes_scores_and_answers(tmp_path: Path, capsys: pytest.Ca
     content = json.loads(out.read_text())
     assert set(content["scores"]["gsm8k"]) == {"strict_match", "flexible_extract"}
     assert content["model"] == "bundled"
+    assert content["settings"]["decoding"]["max_new_tokens"] == 96
+    assert content["settings"]["engine"]["seed"] == 0
     assert len(content["samples"]["lopa_gsm8k"]) == 1

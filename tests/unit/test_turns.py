@@ -32,6 +32,13 @@ def test_a_short_prompt_goes_between_two_of_these_decoding_steps() -> None:
     assert turns.choose([LONG, Prompt("medium", TOKENS_PER_DECODING_STEP + 1)], decoding=True) == []
 
 
+def test_no_step_has_more_than_the_limit_also_where_decoding_steps_are_owed() -> None:
+    turns = Turns(64)
+    turns.choose([LONG], decoding=True)
+    turns.choose([short(1, 40), short(2, 40)], decoding=True)
+    assert turns.choose([short(1, 40), short(2, 40)], decoding=True) == ["short 1"]
+
+
 def test_the_shorter_prompt_goes_first_and_a_step_has_as_many_as_fit() -> None:
     turns = Turns(300)
     waiting = [Prompt("a", 200), Prompt("b", 100), Prompt("c", 120), Prompt("d", 100)]
