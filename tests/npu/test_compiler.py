@@ -279,7 +279,8 @@ def test_lengths_that_a_task_has_already_are_not_written_again(sample: Sample) -
     bucket = sample.compiled(load_compiler("npu", "npugraph_ex", key="sample"), 3)
     layers = sample.model.config.num_layers
     steps = [
-        ([PAGE_SIZE] * 3, 0),  # those of the capture
+        ([PAGE_SIZE] * 3, 2 * layers),  # the capture had lengths of its own
+        ([PAGE_SIZE] * 3, 0),
         ([100, 300, 200], 2 * layers),
         ([100, 300, 200], 0),
         ([100, 300, 201], layers),

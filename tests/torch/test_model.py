@@ -74,11 +74,11 @@ class OpsOfRows(CpuOps):
         return super().add_rms_norm(x, residual, weight, eps)
 
 
-def test_a_step_of_which_no_hidden_state_is_wanted(tmp_path) -> None:
+def test_a_step_of_which_no_hidden_state_is_wanted(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a branch-parallel group that has no branch in the first pass of a block of Fast-dLLM."""
     write_dream(tmp_path)
     model = Recorder(*checkpoint.load(tmp_path, dtype="float32"), OpsOfRows())
-    model.logits = lambda hidden: hidden.new_zeros(len(hidden), model.config.vocab_size)
+    monkeypatch.setattr(model, "logits", lambda hidden: hidden.new_zeros(len(hidden), model.config.vocab_size))
     row = RowPlan(0, tuple(range(16)), 0, (16,), ())
     forward(model, SequencePlan(0, 0, (row,), 1, winner_commits=False, num_opened_blocks=0, prefix_length=0))
     assert model.hidden.shape == (0, model.config.hidden_size)

@@ -191,7 +191,7 @@ def test_what_could_never_run_is_refused_with_the_numbers(
 def test_some_token_is_left_for_every_position() -> None:
     few = replace(limits(), vocab_size=12, mask_token_id=11, num_token_ids=10, eos_token_ids=(3,))
     with pytest.raises(ParameterError, match="logit_bias: 10 is no token of the tokenizer, which is never generated"):
-        few.check(1, DecodingParams(logit_bias={10: 1.0}))
+        few.check(1, DecodingParams(logit_bias=((10, 1.0),)))
     with pytest.raises(ParameterError, match="prompt: must not be empty"):
         few.check(0, DecodingParams())
     words = tuple((5, token) if token % 2 else (token,) for token in range(10))
