@@ -21,7 +21,6 @@ from lopa_ascend.config import (
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.engine import INTERRUPTED
 from lopa_ascend.engine.ranks import start_engine
-from lopa_ascend.engine.updates import failed_update
 from lopa_ascend.text.output import OutputStream
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.tokenizer_files import load_template, load_tokenizer
@@ -205,7 +204,8 @@ class LLM:
             for request_id in lost:
                 self.engine.abort(request_id)
             updates = self.engine.step()  # before the loop: RankError of a rank that has ended goes first
-            for update in (*(failed_update(request_id, INTERRUPTED) for request_id in lost), *updates):
+            ends = [Update.without_step(request_id, "error", INTERRUPTED) for request_id in lost]
+            for update in (*ends, *updates):
                 if (running := self._running.get(update.request_id)) is not None:
                     running.updates.append(update)
             self._in_step = ()
@@ -215,8 +215,7 @@ class LLM:
                 self.engine.abort(self._ended.pop())
 
     def _lost_requests(self) -> list[str]:
-        """The requests whose updates an interrupted step may have lost. Those that the engine has not admitted yet have
-        lost nothing."""
+        """The requests of an interrupted step that may have lost updates. Those that still wait have lost none."""
         waiting = self.engine.scheduler.waiting
         return [request_id for request_id in self._in_step if request_id in self._running and request_id not in waiting]
 

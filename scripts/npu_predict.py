@@ -31,7 +31,8 @@ Measured with the bundled model of 63,410 training steps in blocks of BLOCK_LENG
 of the last one (python -m scripts.bench_updates --problems 40 --block-size 32). Shorter blocks change them more often.
 Of several sequences, one that has changed is enough."""
 INPUTS_WRITTEN = 0.89
-"""Share of replays of one sequence whose inputs differ from those that the device has (the same command)."""
+"""Share of replays of one sequence before which the host must write the inputs, because they are not those of the
+launch before. Measured by the same command."""
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::matmul")
 Task = tuple[str, int, int]
 """Name, bytes moved, FLOPs."""

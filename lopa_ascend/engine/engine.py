@@ -21,7 +21,7 @@ from lopa_ascend.engine.prepare import Prepared, choose_num_pages, model_name, p
 from lopa_ascend.engine.scheduler import Scheduler
 from lopa_ascend.engine.sequences import SequenceFactory
 from lopa_ascend.engine.step_costs import measure_step_costs
-from lopa_ascend.engine.updates import failed_update, make_update
+from lopa_ascend.engine.updates import make_update
 from lopa_ascend.graph.setup import build_executor
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.kv.prefix_cache import PrefixCache
@@ -204,7 +204,7 @@ class Engine:
         return self.scheduler.remove(request_id) or has_lost_update
 
     def has_work(self) -> bool:
-        """Whether any request runs, waits, or has to be told that its step was interrupted."""
+        """Whether ``step`` has something to do: requests run or wait, or those of an interrupted step must be ended."""
         return bool(self.scheduler.running or self.scheduler.waiting or self._open_step)
 
     def step(self) -> list[Update]:
@@ -249,11 +249,11 @@ class Engine:
     def _fail_open_step(self) -> list[Update]:
         """Ends the requests that ran in an interrupted step, which may have updated them in part or lost updates."""
         assert self._open_step is not None
-        self._open_step.update(self.scheduler.running)  # with those that were admitted before ``plan`` was interrupted
+        self._open_step.update(self.scheduler.running)  # ``plan`` may have admitted some before the interruption
         for request_id, sequence in self._open_step.items():
             self.runner.release(sequence)
             self.scheduler.remove(request_id)
-        updates = [failed_update(request_id, INTERRUPTED) for request_id in self._open_step]
+        updates = [Update.without_step(request_id, "error", INTERRUPTED) for request_id in self._open_step]
         self._open_step = None
         return updates
 

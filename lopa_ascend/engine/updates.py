@@ -46,22 +46,6 @@ def make_update(sequence: Sequence, result: SequenceResult) -> Update:
     )
 
 
-def failed_update(request_id: str, error: str) -> Update:
-    """The last update of a request of which nothing is known but that it failed."""
-    return Update(
-        request_id,
-        token_ids=(),
-        max_probs=(),
-        num_forwards=0,
-        num_positions=0,
-        model_tokens=0,
-        winner=None,
-        cached_tokens=0,
-        finish_reason="error",
-        error=error,
-    )
-
-
 def _alternatives(sequence: Sequence, places: range) -> tuple[Alternatives, ...]:
     """The most probable tokens of some places of the answer, if the request asked for them."""
     if not sequence.request.params.top_logprobs:

@@ -103,7 +103,7 @@ class Runner:
         Args:
             steps: what to run.
             sequences: all running sequences by request id.
-            beside: those that graphs decode in the same step.
+            beside: the other sequences of the step, which graphs decode.
         """
         chosen = [sequences[step.request_id] for step in steps]
         by_load = [s for s in chosen if s.request.params.follows_load and s.plan is not None]

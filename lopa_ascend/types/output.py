@@ -45,6 +45,22 @@ class Update:
     canvas_positions: int = 0
     """Positions of the answer in the rows of all branches and forward passes, on all ranks."""
 
+    @classmethod
+    def without_step(cls, request_id: str, finish_reason: str, error: str | None = None) -> Update:
+        """The last update of a request that no completed step has ended: it brings no tokens and counts nothing."""
+        return cls(
+            request_id,
+            token_ids=(),
+            max_probs=(),
+            num_forwards=0,
+            num_positions=0,
+            model_tokens=0,
+            winner=None,
+            cached_tokens=0,
+            finish_reason=finish_reason,
+            error=error,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationOutput:

@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def _chosen(parser: argparse.ArgumentParser, names: Sequence[str], url: str | None) -> Sequence[str]:
-    """The judges to run: those that are named; by default all that can judge the server at ``url``, if there is one.
+    """The judges to run: those that are named. Without names all, or with a ``url`` all that take a running server.
 
     Raises:
         SystemExit: a name is unknown, or is that of a judge that cannot judge this server.

@@ -16,7 +16,7 @@ from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.commands import Abort, Generate
 from lopa_ascend.serve.api.errors import ApiError, unavailable
 from lopa_ascend.serve.engine.generation import Choice, Generation
-from lopa_ascend.serve.engine.messages import Ready, Stepped, update_without_step
+from lopa_ascend.serve.engine.messages import Ready, Stepped
 from lopa_ascend.serve.engine.process import EngineFailed, EngineProcess
 from lopa_ascend.text.output import OutputStream
 from lopa_ascend.text.prompt import Prompts
@@ -64,7 +64,7 @@ class _Running:
     def aborted(self) -> Update:
         """An update that ends the choice with the finish reason "abort" and has no new tokens."""
         if self.last is None:
-            return update_without_step(self.generation.choice_ids[self.index], "abort")
+            return Update.without_step(self.generation.choice_ids[self.index], "abort")
         return replace(
             self.last, token_ids=(), max_probs=(), alternatives=(), winner=None, record=None, finish_reason="abort"
         )

@@ -25,7 +25,6 @@ from lopa_ascend.serve.engine.messages import (
     Start,
     Stepped,
     ToEngine,
-    update_without_step,
 )
 from lopa_ascend.types import Update
 
@@ -90,7 +89,7 @@ def _handle(engine: Engine, message: ToEngine) -> Update | None:
         try:
             engine.add(message.request_id, message.prompt_token_ids, message.params, trace=message.trace)
         except ParameterError as error:
-            return update_without_step(message.request_id, "error", str(error))
+            return Update.without_step(message.request_id, "error", str(error))
     else:
         assert isinstance(message, Abort), message
         engine.abort(message.request_id)

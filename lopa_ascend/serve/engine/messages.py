@@ -47,21 +47,5 @@ class Stepped(msgspec.Struct, tag=True, frozen=True):
     stats: EngineStats
 
 
-def update_without_step(request_id: str, finish_reason: str, error: str | None = None) -> Update:
-    """The only update of a request that ended before its first step."""
-    return Update(
-        request_id,
-        token_ids=(),
-        max_probs=(),
-        num_forwards=0,
-        num_positions=0,
-        model_tokens=0,
-        winner=None,
-        cached_tokens=0,
-        finish_reason=finish_reason,
-        error=error,
-    )
-
-
 ToEngine = Start | Generate | Abort
 FromEngine = Ready | Failed | Stepped
