@@ -18,7 +18,7 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
-from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
+from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError, recommended_decoding
 from lopa_ascend.config.files import read_text
 from lopa_ascend.config.presets import find_preset
 from lopa_ascend.config.sizes import format_size
@@ -274,6 +274,7 @@ def _greeting(client: EngineClient, config: ServeConfig, listener: socket.socket
         f"{_memory_lines(config.engine, ready.ranks)}"
         f"{_preset_line(config, ready.dtype)}"
         f"{_decoding_line(params)}"
+        f"{_blocks_line(config, params)}"
         f"serving   {url}  (API documentation: {url}/docs)\n\n"
         f"curl {url}{route}{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}\n\n"
     )
@@ -288,6 +289,18 @@ def _decoding_line(params: DecodingParams) -> str:
         if name in MAIN_PARAMETERS or getattr(params, name) != getattr(defaults, name)
     ]
     return f"decoding  {' '.join(f'{name}={getattr(params, name)}' for name in names)}\n"
+
+
+def _blocks_line(config: ServeConfig, params: DecodingParams) -> str:
+    """A doubt whether the model can decode in blocks; nothing for one that has an adapter or recommends a decoding, as
+    the bundled model does."""
+    engine = config.engine
+    if not params.is_pipelined or engine.lora is not None or recommended_decoding(engine.model or DEMO_MODEL):
+        return ""
+    return (
+        "note      no --lora-path: a model that was not trained to decode in blocks answers badly; for a Dream without "
+        "the adapter of D2F take --decoding parallel, or --base parallel\n"
+    )
 
 
 def _preset_line(config: ServeConfig, dtype: str) -> str:

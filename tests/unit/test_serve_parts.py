@@ -17,10 +17,11 @@ from lopa_ascend.serve.api.errors import ApiError
 from lopa_ascend.serve.api.intake import Intake
 from lopa_ascend.serve.api.workers import Workers
 from lopa_ascend.serve.app import hosts_of
+from lopa_ascend.serve.cli import parse_args
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.engine.generation import MAX_UNREAD, Choice, Generation
 from lopa_ascend.serve.observe.timeline import Timeline
-from lopa_ascend.serve.server import bind
+from lopa_ascend.serve.server import _blocks_line, bind
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
 JSON_TYPE = (b"content-type", b"application/json")
@@ -218,3 +219,19 @@ def test_a_slow_reader_of_a_trace_ends_its_stream_and_other_updates_are_merged(t
 
     assert asyncio.run(read()) == ([1] * MAX_UNREAD + ["slow_reader"] if trace else [MAX_UNREAD + 1])
     assert aborted == ([generation] if trace else [])
+
+
+def test_the_greeting_doubts_blocks_of_a_model_that_nobody_says_was_trained_for_them(tmp_path):
+    def line(*argv: str) -> str:
+        config = parse_args(list(argv))
+        return _blocks_line(config, DecodingParams(**config.decoding))
+
+    model = ["--model", str(tmp_path)]
+    assert "no --lora-path" in line(*model)
+    assert "no --lora-path" in line(*model, "--decoding", "d2f")
+    for whole_canvas in (["--decoding", "parallel"], ["--base", "parallel"], ["--decoding", "vanilla"]):
+        assert line(*model, *whole_canvas) == ""
+    assert line(*model, "--lora-path", str(tmp_path)) == ""
+    assert line() == ""  # the bundled model recommends how it is decoded
+    (tmp_path / "generation_config.json").write_text('{"lopa_ascend": {"block_size": 16}}')
+    assert line(*model) == ""
