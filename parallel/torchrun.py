@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 BACKEND = "lopa"
@@ -27,8 +28,30 @@ def _exit_at_once(*_: object) -> None:
     os._exit(0)  # no rank has been started yet, and an exception would be raised inside an import
 
 
+def _end_at_signals() -> None:
+    """Lets ``_SIGNALS`` end this process at once, until torchrun installs handlers of its own.
+
+    While torch waits for other nodes, outside of Python, no handler of Python runs. So a thread watches the numbers
+    that Python writes for each signal.
+    """
+    for number in _SIGNALS:
+        signal.signal(number, _exit_at_once)
+    numbers, written = os.pipe()
+    os.set_blocking(written, False)
+    signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+    Thread(target=_watch_signals, args=(numbers,), daemon=True).start()
+
+
+def _watch_signals(numbers: int) -> None:
+    """Ends the process when the number of a signal that ``_exit_at_once`` handles comes out of a pipe."""
+    while number := os.read(numbers, 1):
+        if signal.getsignal(number[0]) is _exit_at_once:
+            os._exit(0)
+
+
 def run(arguments: Sequence[str]) -> int:
     """Runs ranks as torchrun does with these arguments; returns the exit status."""
+    from torch.distributed import DistNetworkError, DistStoreError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
@@ -51,6 +74,12 @@ def run(arguments: Sequence[str]) -> int:
         return 0 if signalled.sigval in _SIGNALS else 128 + signalled.sigval
     except ChildFailedError as failure:
         sys.stderr.write(f"{failure}\n")
+        return 1
+    except (DistNetworkError, DistStoreError) as failure:
+        num_nodes, place = config.max_nodes, flags.rdzv_endpoint
+        sys.stderr.write(
+            f"error: not all of {num_nodes} nodes met at {place} within {NODES_TIMEOUT} s, or one has left: {failure}\n"
+        )
         return 1
     return 0
 
@@ -87,6 +116,7 @@ def _register() -> None:
         def next_rendezvous(self) -> RendezvousInfo:
             if self.rank == 0 and not self._store:
                 self._store = serve_store(self.master_addr, self.master_port)
+                self._store.set_timeout(self.timeout)
             return super().next_rendezvous()
 
     def create(parameters: RendezvousParameters) -> RendezvousHandler:
@@ -98,8 +128,7 @@ def _register() -> None:
 
 
 def main() -> None:
-    for number in _SIGNALS:
-        signal.signal(number, _exit_at_once)
+    _end_at_signals()
     try:
         status = run(sys.argv[1:])
     except (ValueError, OSError) as error:
