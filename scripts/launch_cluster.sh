@@ -20,7 +20,7 @@ usage: launch_cluster.sh --node-rank N --master-addr ADDRESS --interface NAME [F
   --nnodes N           number of nodes ($(default nnodes))
   --node-rank N        number of this node, from 0
   --master-addr HOST   address of node 0 on the network between the nodes
-  --interface NAME     this node's interface on that network, as \`ip address\` names it
+  --interface NAME     this node's interface on that network, as \`ip address\` names it, without what follows an @
 
 $(flags_help)
 END

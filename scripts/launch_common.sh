@@ -59,7 +59,7 @@ parse_flags() {
             --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;&
             --*)
                 name=${1#--}
-                [[ -n ${flag[$name]+known} ]] || refuse "unknown flag $1 (the server's own go after --)"
+                [[ -n $name && -n ${flag[$name]+known} ]] || refuse "unknown flag $1 (the server's own go after --)"
                 [[ -n ${2-} ]] || refuse "$1 needs a value"
                 flag[$name]=$2
                 shift 2

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lopa_ascend.config.help import HelpFormatter
-from scripts.planner.devices import Device, constants_table, load_device
+from scripts.planner.devices import Device, DeviceError, constants_table, load_device
 from scripts.planner.models import load_model
 from scripts.planner.step import COLLECTIVES, collective_seconds, kv_bytes_per_position
 
@@ -113,6 +113,10 @@ def predict(sequences: int, device: Device, context: int, case: str) -> Predicte
     other = 1000 * (device.host_launch_s + inputs + sequences * device.host_request_s)
     host = updates + other
     largest = max(terms, key=terms.__getitem__)
+    if device.host_overlaps:
+        step, bound_by = max(on_device, host), "host" if host > on_device else largest
+    else:
+        step, bound_by = on_device + host, "host" if host > terms[largest] else largest
     return Predicted(
         sequences=sequences,
         tasks=LAYERS * len(layer) + len(outside),
@@ -121,8 +125,8 @@ def predict(sequences: int, device: Device, context: int, case: str) -> Predicte
         updates=updates,
         other_host=other,
         host=host,
-        step=max(on_device, host),
-        bound_by="host" if host > on_device else largest,
+        step=step,
+        bound_by=bound_by,
     )
 
 
@@ -167,10 +171,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.context < 0:
         parser.error(f"--context: must be at least 0, got {options.context}")
+    try:
+        device = load_device(options.device)
+    except DeviceError as error:
+        parser.error(f"--device: {error}")
     if options.constants:
         print(constants_table(options.device))
         return 0
-    device = load_device(options.device)
     columns = [
         (f"{sequences}, {case}", predict(sequences, device, options.context, case))
         for sequences in (1, 4, 16)

@@ -80,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--constants", action="store_true", help="print the constants of --device with their sources")
     parser.add_argument("--validate", action="store_true", help="print the paper's rows beside predictions")
     parser.add_argument(
-        "--measure-cpu", type=Path, metavar="FILE", help="write a description of this CPU (about a minute)"
+        "--measure-cpu", type=_new_file, metavar="FILE", help="write a description of this CPU (about a minute)"
     )
     parser.add_argument(
         "--validate-cpu",
@@ -97,6 +97,14 @@ def _integer(least: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def _new_file(text: str) -> Path:
+    """A file to write, refused before anything is measured for it if its folder is not there."""
+    file = Path(text)
+    if file.is_dir() or not file.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file in a folder that exists, got {text!r}")
+    return file
 
 
 def _tokens_per_forward(text: str) -> tuple[int | None, float]:

@@ -3,9 +3,9 @@
     python -m scripts.preflight --device npu --tp 4 --bp 4 --model DIR    is this machine ready for an NPU server?
     python -m scripts.preflight --device cpu --tp 2 --bp 2                the bundled model on CPUs
 
-It takes the flags of the launch scripts and checks: the mesh of ranks and the ports; with --device npu the dies, the
-driver, CANN, the versions of torch and torch_npu, environment variables and the CPU affinity; the network; the files of
-the model and of the adapter. A line begins with
+It takes the flags of the launch scripts and checks: the mesh of ranks and the ports; with --device npu HCCL's ports,
+the dies, the driver, CANN, the versions of torch and torch_npu, environment variables and the CPU affinity; the
+network; the files of the model and of the adapter. A line begins with
 
   ok      the check has passed
   note    the launch may well work
@@ -25,6 +25,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
 
+if sys.version_info < (3, 10):  # noqa: UP036 - a machine's own python3 may be older
+    sys.exit(f"{sys.executable} is older than Python 3.10; name another interpreter by PYTHON, e.g. PYTHON=python3.11")
+
 # The launch scripts run this file from any folder, by an interpreter in which this project may not be installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -33,11 +36,11 @@ from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.config.npu_versions import INSTALL_INFO
 from scripts.checks.launch import LAST_PORT, Finding, Launch, check_arguments
 from scripts.checks.model import check_model
-from scripts.checks.network import check_network
+from scripts.checks.network import HCCL_BASE_PORT, check_hccl_ports, check_network
 from scripts.checks.npu import (
-    AFFINITY,
     ROOT,
     VISIBLE,
+    affinity_of,
     cann_version,
     check_affinity,
     check_cann,
@@ -47,6 +50,8 @@ from scripts.checks.npu import (
     check_versions,
     installed_versions,
 )
+
+HCCL_TIMEOUT = "HCCL_EXEC_TIMEOUT"
 
 
 def integer(low: int, high: int) -> Callable[[str], int]:
@@ -58,6 +63,16 @@ def integer(low: int, high: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def timeout(text: str) -> int:
+    """Parses the seconds after which a silent rank is given up. Without the flag a launch script passes HCCL's."""
+    try:
+        return integer(2, 86400)(text)
+    except argparse.ArgumentTypeError as error:
+        if text != os.environ.get(HCCL_TIMEOUT):
+            raise
+        raise argparse.ArgumentTypeError(f"{error}, the value of {HCCL_TIMEOUT}; set that or --timeout") from None
 
 
 def graph_mode(text: str) -> str:
@@ -82,7 +97,7 @@ FLAGS: dict[str, tuple[Callable[[str], object], str, str]] = {
         "port on which the ranks find each other; replica i takes this + i",
     ),
     "interface": (str, "NAME", "this node's interface on the network between the nodes"),
-    "timeout": (integer(2, 86400), "SECONDS", "how long a rank may hang before all end (HCCL with AIV: at most 1091)"),
+    "timeout": (timeout, "SECONDS", "how long a rank may hang before all end (HCCL with AIV: at most 1091)"),
     "max_restarts": (integer(0, 10**6), "N", "how often torchrun starts all ranks again"),
     "replicas": (integer(1, 256), "N", "independent servers on this node"),
     "nnodes": (integer(1, 4096), "N", "nodes of the server"),
@@ -126,7 +141,7 @@ def check_machine(launch: Launch) -> Iterator[Finding]:
         cann = None if home is None else cann_version(home)
         yield from check_versions(installed_versions(sys.path, ROOT), cann, launch.graph_mode)
         yield from check_environment(os.environ, launch.graph_mode)
-        yield from check_affinity(os.environ.get(AFFINITY), len(os.sched_getaffinity(0)), os.cpu_count() or 1)
+        yield from check_affinity(affinity_of(launch, os.environ), len(os.sched_getaffinity(0)), os.cpu_count() or 1)
     yield from check_network(launch, Path("/sys/class/net"))
     yield from check_model(launch)
 
@@ -134,6 +149,8 @@ def check_machine(launch: Launch) -> Iterator[Finding]:
 def main() -> int:
     launch, arguments_only = parse_args()
     findings = list(check_arguments(launch))
+    if launch.device == "npu":
+        findings += check_hccl_ports(launch, os.environ.get(HCCL_BASE_PORT))
     if not arguments_only:
         findings += check_machine(launch)
     print("\n".join(map(str, findings)), flush=True)

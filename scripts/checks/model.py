@@ -27,7 +27,7 @@ def _check_files(launch: Launch) -> Iterator[Finding]:
     files = _weights(launch.model)
     if launch.lora_path is not None:
         files += [launch.lora_path / name for name in ("adapter_config.json", "adapter_model.safetensors")]
-    unreadable = [file for file in files if not os.access(file, os.R_OK)]
+    unreadable = [file for file in files if not file.is_file() or not os.access(file, os.R_OK)]
     for file in unreadable:
         yield fail(f"model: {file} is not there or cannot be read", "finish its download, or let this user read it")
     incomplete = [file for file in files if file not in unreadable and not _is_whole(file)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
@@ -17,6 +18,8 @@ LIBRARIES = ("libascendcl.so", "libhccl.so")
 """Files that CANN must have in its lib64."""
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 AFFINITY = "CPU_AFFINITY_CONF"
+DIES = 16
+"""Of a 910C node."""
 ROOT = Path(__file__).resolve().parents[2]
 """This checkout."""
 
@@ -138,17 +141,23 @@ def check_environment(environment: Mapping[str, str], graph_mode: str) -> Iterat
     yield from findings or [ok(f"environment: no variable is in the way of graph mode {graph_mode}")]
 
 
-def check_affinity(setting: str | None, num_usable: int, num_cores: int) -> Iterator[Finding]:
+def affinity_of(launch: Launch, environment: Mapping[str, str]) -> str:
+    """The value of CPU_AFFINITY_CONF with which the ranks will run: the user's, or what launch_common.sh then sets."""
+    takes_the_node = launch.tp * launch.bp // launch.nnodes == DIES
+    return environment.get(AFFINITY, "1" if takes_the_node else "0")
+
+
+def check_affinity(setting: str, num_usable: int, num_cores: int) -> Iterator[Finding]:
     """Notes where torch_npu will not bind its threads to cores as the environment asks it to.
 
     It gives each visible die an equal share of all cores, and binds nothing if this process may not use one of them.
 
     Args:
-        setting: the value of CPU_AFFINITY_CONF; None if it is not set, so that the launch scripts set it.
+        setting: the value of CPU_AFFINITY_CONF.
         num_usable: cores that this process may use.
         num_cores: cores of the machine.
     """
-    mode, *options = (setting or "").removeprefix("mode:").split(",")
+    mode, *options = setting.removeprefix("mode:").split(",")
     if setting and mode not in ("0", "1", "2"):
         choices = "0 (none), 1 (a share of the cores for each die) or 2 (a core for each busy thread)"
         yield note(f"CPU affinity: {AFFINITY} is {setting!r}, which torch_npu does not know; begin it with {choices}")
@@ -170,8 +179,15 @@ def check_versions(installed: Mapping[str, str], cann: str | None, graph_mode: s
         graph_mode: "eager", "npugraph_ex" or "ge".
     """
     if missing := [name for name in DISTRIBUTIONS if name not in installed]:
-        remedy = f"install there what is missing (this project: pip install -e {ROOT}), or set PYTHON to another python"
-        yield fail(f"versions: {sys.executable} has no {' and no '.join(missing)}", remedy)
+        # Without the other two in place, pip would choose a torch_npu by itself, and replace torch.
+        project = shlex.quote(f"{ROOT}[npu]")
+        remedy = (
+            f"install there torch and torch_npu, of one release, and only then this project (pip install -e {project})"
+        )
+        yield fail(
+            f"versions: {sys.executable} has no {' and no '.join(missing)}",
+            f"{remedy}, or set PYTHON to another python",
+        )
         return
     torch, torch_npu = (installed[name].partition("+")[0] for name in ("torch", "torch_npu"))
     try:

@@ -13,7 +13,8 @@ line for each check with a verdict, the largest error as a share of the largest 
   asked    a question to the kernel; the engine does not depend on the answer
 
 The last line has the options for the server. The report is made to be sent to others: it names versions and devices,
-but no paths and no hosts. The exit status is 1 if something was computed wrongly, or if no options work.
+but no folders and no addresses, also where it has the text of an error. The exit status is 1 if something was computed
+wrongly, or if no options work.
 """
 
 from __future__ import annotations
@@ -28,10 +29,9 @@ from lopa_ascend.config.help import HelpFormatter
 
 
 def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
+    return int(text)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -55,7 +55,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.json is not None and not arguments.json.parent.is_dir():
+        parser.error(f"--json: there is no folder {arguments.json.parent}")
     from lopa_ascend.parallel.collectives import RankError  # these import torch, which takes seconds
     from scripts.npu_selftest.node import examine_node, report_text
 

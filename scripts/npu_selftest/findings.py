@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -39,7 +41,12 @@ FASTER = 0.95
 FIRST_LAYOUT = ATTENTION_LAYOUTS[0]
 NOT_TIMED = "not tried, because attention in this layout is not ok"
 WARM_UP = 3
-"""All-reduces of each size before those that are timed."""
+"""Runs of all-reduces of each size before those that are timed."""
+SUMS = 8
+"""All-reduces of a run: the host waits for the device once in a run, which takes longer than a small all-reduce."""
+REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError)
+"""What an op raises that the device or this torch_npu cannot run."""
+MAX_MESSAGE = 300
 
 
 @dataclass(frozen=True)
@@ -65,11 +72,38 @@ def examine(case: Case, repeats: int) -> Finding:
     try:
         results = on_cpu(case.run())
         micros = duration(case.run, repeats) if case.timed else None
-    except (RuntimeError, ValueError) as error:
-        return Finding(case.name, "refused", message=" ".join(str(error).split())[:300])
+    except REFUSALS as error:
+        return Finding(case.name, "refused", message=shortened(error))
     worst = max(relative_error(*pair) for pair in zip(results, on_cpu(case.expected), strict=True))
     verdict = "ok" if worst <= TOLERANCE else "WRONG"
     return Finding(case.name, verdict, worst, micros)
+
+
+def examine_cases(cases: Iterable[Case | Finding], rest: str, repeats: int) -> list[Finding]:
+    """Examines cases, whose inputs are put on the device one case after the other.
+
+    A kernel may have left the device unusable. Then no further inputs can be made, and what was found until then is
+    kept.
+
+    Args:
+        cases: findings among them are kept as they are.
+        rest: name of the finding that stands for all cases from the first one on whose inputs cannot be made.
+        repeats: timed calls of each op.
+    """
+    findings: list[Finding] = []
+    try:
+        for case in cases:
+            findings.append(case if isinstance(case, Finding) else examine(case, repeats))
+    except REFUSALS as error:
+        findings.append(Finding(rest, "refused", message=f"not tried: {shortened(error)}"))
+    return findings
+
+
+def shortened(error: Exception) -> str:
+    """The beginning of an error's text on one line, without folders and addresses of this machine."""
+    text = " ".join(f"{error}".split()) or type(error).__name__
+    text = re.sub(r"(?<![\w./])(?:/[^\s/:'\"()\[\],]+)+/", "", text)
+    return re.sub(r"\b\d{1,3}(?:\.\d{1,3}){3}\b", "<address>", text)[:MAX_MESSAGE]
 
 
 def duration(run: Callable[[], object], repeats: int) -> float:
@@ -104,15 +138,20 @@ def examine_all(repeats: int) -> list[Finding]:
     by_layout = {layout: eager_ops(layout) for layout in ATTENTION_LAYOUTS}
     ops = next(iter(by_layout.values()))
     torch.manual_seed(0)
-    findings = [examine(case, repeats) for case in (*elementwise_cases(ops), *linear_cases(ops), *write_cases(ops))]
+    needed = chain(elementwise_cases(ops), linear_cases(ops), write_cases(ops))
+    findings = examine_cases(needed, "further ops", repeats)
     for layout, layout_ops in by_layout.items():
-        findings += [examine(case, repeats) for case in attention_cases(layout_ops, layout)]
-    working = working_layouts(findings)
+        findings += examine_cases(attention_cases(layout_ops, layout), f"attention {layout}, further cases", repeats)
+    findings += examine_cases(timed_cases(by_layout, working_layouts(findings)), f"{SPEED}, further cases", repeats)
+    captured_ops = by_layout[chosen_layout(findings) or FIRST_LAYOUT]
+    findings += examine_cases(captured_cases(captured_ops), f"{CAPTURED} layer, further cases", repeats)
+    return findings + examine_cases(int8_cases(ops), f"{INT8}: further cases", repeats)
+
+
+def timed_cases(by_layout: Mapping[str, Ops], working: Sequence[str]) -> Iterator[Case | Finding]:
+    """The cases that are timed to choose a layout; refused where attention in the layout is not ok."""
     for layout, case in speed_cases(by_layout):
-        is_timed = layout in working
-        findings.append(examine(case, repeats) if is_timed else Finding(case.name, "refused", message=NOT_TIMED))
-    findings += [examine(case, repeats) for case in captured_cases(by_layout[chosen_layout(findings) or FIRST_LAYOUT])]
-    return findings + [examine(case, repeats) for case in int8_cases(ops)]
+        yield case if layout in working else Finding(case.name, "refused", message=NOT_TIMED)
 
 
 def eager_ops(layout: str) -> Ops:
@@ -126,7 +165,8 @@ def examine_asked(findings: Sequence[Finding], repeats: int) -> Finding:
     Args:
         findings: of ``examine_all``.
     """
-    asked = examine(asked_case(eager_ops(chosen_layout(findings) or FIRST_LAYOUT)), repeats)
+    layout = chosen_layout(findings) or FIRST_LAYOUT
+    (asked,) = examine_cases((asked_case(eager_ops(name)) for name in [layout]), ASKED, repeats)
     answers = {"ok": "the kernel does not mind", "WRONG": "the kernel computes something else"}
     return replace(asked, verdict="asked", message=answers.get(asked.verdict, asked.message))
 
@@ -179,33 +219,52 @@ def options(findings: Sequence[Finding]) -> str | None:
 
 
 def latencies(group: Group, device: torch.device, repeats: int) -> dict[int, float]:
-    """Median microseconds of an all-reduce, by its bytes. Every rank of the group must call it."""
+    """Median microseconds of an all-reduce, by its bytes. Every rank of the group must call it.
+
+    They are launched one by one, so a time also has what the host takes to launch one, where that is longer.
+    """
     medians = {}
     for size in SIZES:
         x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
         durations = []
         for _ in range(WARM_UP + repeats):
             start = time.perf_counter()
-            group.all_reduce(x, "self-test")
-            x[0].item()  # waits until the all-reduce is done
-            durations.append(time.perf_counter() - start)
+            for _ in range(SUMS):
+                group.all_reduce(x, "self-test")
+            x[0].item()  # waits until they are done
+            durations.append((time.perf_counter() - start) / SUMS)
         medians[size] = 1e6 * statistics.median(durations[WARM_UP:])
     return medians
 
 
+def device_failure(device: torch.device) -> str:
+    """Why a device no longer computes; empty if it does."""
+    try:
+        torch.ones(1, device=device).cpu()
+    except REFUSALS as error:
+        return shortened(error)
+    return ""
+
+
 def merged(by_rank: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """For each case the worst finding of all ranks, with the ranks of the same verdict unless these are all ranks."""
+    """For each case the worst finding of all ranks, with the ranks of the same verdict unless these are all ranks.
+
+    A rank whose device has become unusable has no findings of the cases that it has not tried.
+    """
+    names = dict.fromkeys(finding.name for findings in by_rank for finding in findings)
     worst_findings = []
-    for findings in zip(*by_rank, strict=True):
-        worst = max(findings, key=lambda finding: VERDICTS.index(finding.verdict))
-        ranks = tuple(rank for rank, finding in enumerate(findings) if finding.verdict == worst.verdict)
-        worst_findings.append(replace(worst, ranks=ranks if len(ranks) < len(findings) else ()))
+    for name in names:
+        found = {rank: f for rank, findings in enumerate(by_rank) for f in findings if f.name == name}
+        worst = max(found.values(), key=lambda finding: VERDICTS.index(finding.verdict))
+        ranks = tuple(rank for rank, finding in found.items() if finding.verdict == worst.verdict)
+        worst_findings.append(replace(worst, ranks=ranks if len(ranks) < len(by_rank) else ()))
     return worst_findings
 
 
 def slowest(by_rank: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """By group and bytes, the time of the slowest rank."""
+    """By group and bytes, the time of the slowest rank, for the groups that all ranks have timed."""
     return {
         group: {size: max(times[group][size] for times in by_rank) for size in sizes}
         for group, sizes in by_rank[0].items()
+        if all(group in times for times in by_rank)
     }

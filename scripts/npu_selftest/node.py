@@ -13,23 +13,28 @@ import torch
 
 from lopa_ascend.config import EngineConfig, npu_environment
 from lopa_ascend.config.npu_versions import driver_version
+from lopa_ascend.parallel.collectives import RankError
 from lopa_ascend.parallel.launch import Rendezvous, exit_rank, rank_in_environment
 from lopa_ascend.parallel.mesh import Mesh
 from scripts.npu_selftest.collectives import collectives_case
 from scripts.npu_selftest.findings import (
     Finding,
     attention_times,
+    device_failure,
     examine,
     examine_all,
     examine_asked,
     latencies,
     merged,
     options,
+    shortened,
     slowest,
 )
 
 VARIABLES = ("HCCL_OP_EXPANSION_MODE", "HCCL_BUFFSIZE", "CPU_AFFINITY_CONF", *npu_environment.VARIABLES)
 """Environment variables that the report names."""
+ALL_REDUCES = "all-reduces between the ranks"
+"""Name of the finding where they are refused. Without them no options are left."""
 
 
 def examine_node(tensor_parallel_size: int, repeats: int) -> tuple[dict[str, Any], list[Finding], int]:
@@ -46,15 +51,7 @@ def examine_node(tensor_parallel_size: int, repeats: int) -> tuple[dict[str, Any
         ValueError: there is no NPU for this rank, its software is too old, or the ranks do not divide evenly.
         RankError: the ranks did not come together.
     """
-    mesh = Mesh()
-    if rank_in_environment() is not None:
-        rendezvous = Rendezvous.from_environment()
-        config = EngineConfig(
-            device="npu",
-            tensor_parallel_size=tensor_parallel_size,
-            branch_parallel_size=rendezvous.world_size // tensor_parallel_size,
-        )
-        mesh = Mesh.join(config, rendezvous, exit_rank)
+    mesh = _join(tensor_parallel_size)
     findings, times = _examine_rank(mesh, repeats)
     report = {
         "stack": _software_and_device(),
@@ -68,20 +65,58 @@ def examine_node(tensor_parallel_size: int, repeats: int) -> tuple[dict[str, Any
     return report, findings, mesh.rank
 
 
+def _join(tensor_parallel_size: int) -> Mesh:
+    """This rank among those that torchrun has started, or alone.
+
+    Raises:
+        ValueError, RankError: as ``examine_node``.
+    """
+    tp, flag = tensor_parallel_size, f"--tensor-parallel-size {tensor_parallel_size}"
+    if rank_in_environment() is None:
+        if tp > 1:
+            command = f"torchrun --nproc-per-node {tp} -m scripts.npu_selftest {flag}"
+            raise ValueError(f"{flag} needs {tp} ranks or a multiple, which torchrun starts: {command}")
+        return Mesh()
+    rendezvous = Rendezvous.from_environment()
+    bp, left_over = divmod(rendezvous.world_size, tp)
+    if left_over:
+        raise ValueError(f"{flag} does not divide {rendezvous.world_size} ranks; start a multiple of {tp}")
+    config = EngineConfig(device="npu", tensor_parallel_size=tp, branch_parallel_size=bp)
+    return Mesh.join(config, rendezvous, exit_rank)
+
+
 def _examine_rank(mesh: Mesh, repeats: int) -> tuple[list[Finding], dict[str, dict[str, float]]]:
     """What all ranks have found: the findings, and by group and bytes the microseconds of an all-reduce."""
     findings = examine_all(repeats)
     device = torch.device("npu", torch.get_device_module("npu").current_device())
-    groups = {name: group for name, group in (("tp", mesh.tp), ("bp", mesh.bp)) if group.size > 1}
-    times = {name: latencies(group, device, repeats) for name, group in groups.items()}
-    if groups:
-        findings.append(examine(collectives_case(list(groups.values()), device), repeats))
+    times, of_groups = examine_groups(mesh, device, repeats)
+    findings += of_groups
     findings.append(examine_asked(findings, repeats))
     texts = mesh.all_gather_text("self-test", json.dumps([[asdict(finding) for finding in findings], times]))
     by_rank = [json.loads(text) for text in texts]
     findings_by_rank = [[Finding(**finding) for finding in findings] for findings, _ in by_rank]
     times_by_rank = [times for _, times in by_rank]
     return merged(findings_by_rank), slowest(times_by_rank)
+
+
+def examine_groups(mesh: Mesh, device: torch.device, repeats: int) -> tuple[dict[str, dict[int, float]], list[Finding]]:
+    """Microseconds of an all-reduce by group and bytes, and what was found about collectives between the ranks.
+
+    Nothing is tried if the device of some rank no longer computes: the others would wait for it, and then end.
+    """
+    groups = {name: group for name, group in (("tp", mesh.tp), ("bp", mesh.bp)) if group.size > 1}
+    if not groups:
+        return {}, []
+    failures = mesh.all_gather_text("devices", device_failure(device))
+    if any(failures):
+        rank, failure = next((rank, failure) for rank, failure in enumerate(failures) if failure)
+        message = f"not tried, because the device of rank {rank} no longer computes: {failure}"
+        return {}, [Finding(ALL_REDUCES, "refused", message=message)]
+    try:
+        times = {name: latencies(group, device, repeats) for name, group in groups.items()}
+    except RankError as error:
+        return {}, [Finding(ALL_REDUCES, "refused", message=shortened(error))]
+    return times, [examine(collectives_case(list(groups.values()), device), repeats)]
 
 
 def _software_and_device() -> dict[str, str]:

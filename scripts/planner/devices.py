@@ -72,6 +72,9 @@ CONSTANTS = tuple(f.name for f in fields(Device))
 _POSITIVE = ("flops", "bandwidth", "bytes", "efficiency")
 """Constants whose names end so are divided by, or are sizes; all others may be 0."""
 
+_UNITS = {"flops": ("FLOP/s", "OP/s"), "bandwidth": ("B/s",), "bytes": ("B",), "_s": ("s",)}
+"""By the end of a constant's name: what its value is counted in. All others are plain numbers, without a unit."""
+
 
 def known_devices() -> tuple[str, ...]:
     """Names of the built-in devices."""
@@ -120,7 +123,7 @@ def parse_device(description: dict[str, Any], source: str) -> Device:
         source: where it comes from, for messages.
 
     Raises:
-        DeviceError: a constant is missing, unknown, not a number that makes sense, or without a source.
+        DeviceError: a constant is missing, unknown, no number that makes sense, in another unit, or without a source.
     """
     constants = description.get("constants")
     if not isinstance(constants, dict):
@@ -134,12 +137,15 @@ def _value(constants: dict[str, Any], name: str, source: str) -> float:
     entry = constants.get(name)
     if not (isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], str) and entry[2]):
         raise DeviceError(f"{source}: {name} is {entry!r}, expected [value, unit, source]")
-    value = entry[0]
+    value, unit, _ = entry
     must_be_positive = name.endswith(_POSITIVE)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value < math.inf or (must_be_positive and value == 0):
         expected = "above 0" if must_be_positive else "of at least 0"
         raise DeviceError(f"{source}: {name} is {value!r}, expected a number {expected}")
+    units = next((units for end, units in _UNITS.items() if name.endswith(end)), ("",))
+    if value and unit not in units:  # 0 is 0 in every unit
+        raise DeviceError(f"{source}: {name} is in {unit!r}, expected {' or '.join(map(repr, units))}")
     if name.endswith("efficiency") and value > 1:
         raise DeviceError(f"{source}: {name} is {value!r}, expected at most 1")
     return float(value)

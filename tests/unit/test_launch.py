@@ -172,6 +172,16 @@ def test_hccl_gives_up_when_the_engine_does(scripts: Scripts, flags: tuple[str, 
     assert command[command.index("--distributed-timeout-seconds") + 1] == "1800"
 
 
+def test_a_timeout_or_port_of_hccl_that_cannot_be_is_named(scripts: Scripts):
+    done = scripts.run("node", "--dry-run", HCCL_EXEC_TIMEOUT="0")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "got '0', the value of HCCL_EXEC_TIMEOUT; set that or --timeout" in done.stderr
+    done = scripts.run("replicas", "--dry-run", HCCL_IF_BASE_PORT="x")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "FAIL  ports: HCCL_IF_BASE_PORT is 'x'; set a number from 1024 to 65520" in done.stderr
+    assert scripts.run("node", "--dry-run", *CPU, HCCL_IF_BASE_PORT="x").returncode == 0
+
+
 def test_nothing_is_preloaded_that_is_not_there(scripts: Scripts):
     ((environment, _),) = scripts.dry_run("node")
     assert Path(environment.get("LD_PRELOAD", "/")).exists()
@@ -204,9 +214,10 @@ def test_the_checks_know_the_graph_mode_of_the_server(scripts: Scripts, flags: t
 def test_it_starts_what_it_prints(scripts: Scripts, name: str):
     port = free_ports(4)
     flags = [*CPU, "--port", str(port), "--master-port", str(port + 2), "--model", str(DEMO_MODEL)]
-    flags += {"cluster": ["--nnodes=1", *CLUSTER, "--node-rank=0", "--interface=lo"], "replicas": ["--replicas=2"]}.get(
-        name, []
-    )
+    flags += {
+        "cluster": ["--nnodes=1", *CLUSTER, "--node-rank=0", "--interface=lo", "--master-addr=127.0.0.1"],
+        "replicas": ["--replicas=2"],
+    }.get(name, [])
     flags += ["--", "--stop", "$a 'b"]
     printed = scripts.dry_run(name, *flags)
     several = name == "replicas"
@@ -299,6 +310,7 @@ def test_only_a_cpu_gets_an_environment_made(tmp_path: Path):
         ("node", ["--tp"], "--tp needs a value"),
         ("node", ["--port="], "--port needs a value"),
         ("node", ["tp"], "unexpected tp"),
+        ("node", ["--=2"], "unknown flag --"),
         ("node", ["--", "--model=M"], "--model goes before --"),
         ("node", ["--", "--tensor-parallel-size", "2"], "it is --tp here"),
         ("node", ["--", "--branch-parallel-size=2"], "it is --bp here"),

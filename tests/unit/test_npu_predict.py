@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,29 @@ def test_longer_contexts_and_dearer_collectives_cost_more() -> None:
     one = predict(1, device, 512, "optimistic")
     assert predict(1, device, 8192, "optimistic").attention > one.attention
     assert predict(1, device, 512, "pessimistic").collectives > one.collectives
+
+
+def test_the_page_names_the_tokens_of_sixteen_sequences() -> None:
+    layer, _ = tasks_of(16)
+    flops = next(flops for name, _, flops in layer if name == "aten::addmm")  # for q, k and v: 3584 x (7 + 2) heads
+    assert flops == 2 * 1024 * 3584 * 9 * 128
+    assert "of 1,024 tokens a rank" in " ".join(PAGE.read_text().split())
+
+
+def test_a_host_that_does_not_work_ahead_adds_its_time() -> None:
+    after = predict(1, replace(load_device("910c"), host_overlaps=0.0), 512, "optimistic")
+    assert after.step == after.device + after.host
+    assert after.bound_by == "products"
+    slow = replace(load_device("910c"), host_overlaps=0.0, host_launch_s=0.005)
+    assert predict(1, slow, 512, "optimistic").bound_by == "host"
+
+
+@pytest.mark.parametrize("more", [[], ["--constants"]])
+def test_a_device_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[str], more: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--device", "910d", *more])
+    assert stop.value.code == 2
+    assert "--device: unknown device '910d'; choose one of 910c, h200" in capsys.readouterr().err
 
 
 def test_what_was_not_captured_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,8 @@ from scripts.planner import devices
 from scripts.planner.devices import DeviceError, load_device, parse_device
 from scripts.planner.models import load_model
 from scripts.planner.validate import read_paper, validate
+
+PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
 
 # ---- data and models -------------------------------------------------------------------------------------------------
 
@@ -34,6 +37,11 @@ def test_devices_are_described_whole_and_with_sources():
         ({"memory_efficiency": [1.5, "", "s"]}, "at most 1"),
         ({"collective_s": [-1, "s", "s"]}, "at least 0"),
         ({"speed": [1, "", "s"]}, "unknown constant 'speed'"),
+        ({"memory_bandwidth": [1600, "GB/s", "s"]}, "memory_bandwidth is in 'GB/s', expected 'B/s'"),
+        ({"collective_s": [10, "us", "s"]}, "collective_s is in 'us', expected 's'"),
+        ({"bf16_flops": [353.9, "TFLOP/s", "s"]}, "bf16_flops is in 'TFLOP/s', expected 'FLOP/s' or 'OP/s'"),
+        ({"memory_bytes": [64, None, "s"]}, "memory_bytes is in None, expected 'B'"),
+        ({"link_efficiency": [70, "%", "s"]}, "link_efficiency is in '%', expected ''"),
     ],
 )
 def test_broken_descriptions_name_the_constant(change: dict[str, object], expected: str):
@@ -75,6 +83,26 @@ def test_validate_has_a_row_for_each_of_the_papers(capsys: pytest.CaptureFixture
     published = {key: row["published"] for key, row in zip(keys, rows, strict=True)}
     assert published["S13", "D2F-Dream-Base", "MBPP"] == 615.74
     assert published["S12", "D2F-Dream-Instruct", "GSM8K"] == 609.90
+
+
+def test_the_page_has_the_rows_as_they_are_predicted():
+    groups = {"S1-S6, H200, BP 4": (1, 6), "S7-S12, H200, BP 8": (7, 12), "S13-S18, 910C, TP 4 x BP 4": (13, 18)}
+    lines = []
+    for title, (first, last) in groups.items():
+        for model in ("Base", "Instruct"):
+            numbers = {f"S{number}" for number in range(first, last + 1)}
+            rows = [row for row in validate() if row["setting"] in numbers and row["model"].endswith(model)]
+            digits = {"optimistic": 1, "pessimistic": 2 if first == 13 else 1}
+            cells = [span(rows, f"{case}_over_published", digits[case]) for case in digits]
+            times = f"{span(rows, 'published_step_ms', 1)} ms"
+            lines.append(f"| {title if model == 'Base' else ''} | {model} | {' | '.join(cells)} | {times} |")
+    assert "\n".join(lines).replace("|  |", "| |") in PAGE.read_text()
+
+
+def span(rows: list[dict[str, Any]], name: str, digits: int) -> str:
+    """The lowest and the highest value of some rows."""
+    values = [row[name] for row in rows]
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
 
 
 def test_a_rows_own_speed_is_not_what_it_is_predicted_from(monkeypatch: pytest.MonkeyPatch):
@@ -161,6 +189,7 @@ def test_sizes_that_are_given_beside_the_dies_are_kept_and_the_others_found(caps
         ("--tpf -1", "above 0"),
         ("--dies 16 --tp 4 --bp 8", "32 dies"),
         ("--plot x.png", "--dies"),
+        ("--measure-cpu /no/such/folder/cpu.json", "--measure-cpu: must be a file in a folder that exists"),
         ("--device a100", "910c"),
         ("--model Dream-8B", "Dream-7B"),
         ("--context 3000000 --dies 1", "fits on no"),

@@ -13,6 +13,7 @@ from lopa_ascend.demo import DEMO_MODEL
 from scripts.checks.launch import Finding, Launch
 from scripts.checks.network import check_network
 from scripts.checks.npu import (
+    affinity_of,
     check_affinity,
     check_cann,
     check_devices,
@@ -259,9 +260,9 @@ def test_environment(environment: dict[str, str], in_graphs: str, eager: str):
 @pytest.mark.parametrize(
     ("setting", "usable", "line"),
     [
-        (None, 320, "ok    CPU affinity: 320 of 320 cores are usable"),
+        ("1", 320, "ok    CPU affinity: 320 of 320 cores are usable"),
         (
-            None,
+            "1",
             20,
             "note  CPU affinity: 20 of 320 cores are usable, so torch_npu binds no thread; set CPU_AFFINITY_CONF=1,",
         ),
@@ -274,9 +275,17 @@ def test_environment(environment: dict[str, str], in_graphs: str, eager: str):
         ("yes", 320, "note  CPU affinity: CPU_AFFINITY_CONF is 'yes', which torch_npu does not know; begin it with 0"),
     ],
 )
-def test_affinity(setting: str | None, usable: int, line: str):
+def test_affinity(setting: str, usable: int, line: str):
     (found,) = told(check_affinity(setting, usable, 320))
     assert found.startswith(line)
+
+
+def test_the_affinity_that_is_checked_is_that_of_the_ranks():
+    """As the launch scripts set it, which tests/unit/test_launch.py looks at."""
+    assert affinity_of(NODE, {}) == "1"
+    assert affinity_of(replace(NODE, bp=8, nnodes=2), {}) == "1"
+    assert affinity_of(replace(NODE, bp=1, replicas=4), {}) == "0"
+    assert affinity_of(replace(NODE, bp=1), {"CPU_AFFINITY_CONF": "2"}) == "2"
 
 
 def test_missing_distributions():
@@ -298,14 +307,17 @@ def test_a_checkout_is_no_installation(tmp_path: Path):
 def test_ports(tmp_path: Path):
     free = free_ports(4)
     launch = Launch(device="cpu", tp=1, bp=1, replicas=2, port=free, master_port=free + 2)
-    free_lines = [f"127.0.0.1:{free}", f"127.0.0.1:{free + 1}", f"{free + 2}", f"{free + 3}"]
+    free_lines = [f"127.0.0.1:{free}", f"127.0.0.1:{free + 1}", f"127.0.0.1:{free + 2}", f"127.0.0.1:{free + 3}"]
     assert told(check_network(launch, tmp_path)) == [f"ok    network: {port} is free" for port in free_lines]
     last = replace(launch, port=65535, master_port=65535)
-    assert all(":65535" in line or " 65535" in line for line in told(check_network(last, tmp_path)))
+    shown = [
+        line.partition("network: ")[2].removeprefix("cannot listen on ") for line in told(check_network(last, tmp_path))
+    ]
+    assert [port.split()[0] for port in shown] == ["127.0.0.1:65535"] * 2
     with listening() as port:
-        busy = replace(launch, replicas=1, master_port=port)  # on one address, but the ranks meet on all
+        busy = replace(launch, replicas=1, master_port=port)
         remedy = "(Address already in use); stop the program that uses it, or choose another --master-port"
-        assert f"FAIL  network: cannot listen on {port} {remedy}" in told(check_network(busy, tmp_path))
+        assert f"FAIL  network: cannot listen on 127.0.0.1:{port} {remedy}" in told(check_network(busy, tmp_path))
         other_node = replace(busy, nnodes=2, node_rank=1)
         assert told(check_network(other_node, tmp_path)) == []
     (not_ours,) = told(check_network(replace(launch, replicas=1, host="192.0.2.1"), tmp_path))[:1]

@@ -77,6 +77,14 @@ def test_a_model_that_is_not_whole(model: Path, file: str, content: str | None, 
     assert found.startswith("FAIL  model: " + line.replace("{}", str(model)))
 
 
+def test_a_folder_in_the_place_of_a_file(model: Path):
+    (model / "model-00002.safetensors").unlink()
+    (model / "model-00002.safetensors").mkdir()
+    assert model_findings(model)[0].startswith(
+        f"FAIL  model: {model}/model-00002.safetensors is not there or cannot be"
+    )
+
+
 def test_a_single_file_counts_where_there_is_an_index_too(model: Path):
     """As the server loads it: an index may be left over from before its files were joined."""
     (model / "model.safetensors").write_bytes(NO_TENSORS)
