@@ -99,7 +99,8 @@ class Bucket(NamedTuple):
             "F": MaskLimits(self.max_blocks).size,
             "Q": self.state_sizes[2],
             "G": sum(self.state_sizes),
-            "X": 2 * self.max_blocks * self.block_length + 4 + self.branches,
+            # Tokens and guesses of the largest window; blank [3] and the number of opened blocks; lookahead cells.
+            "X": 2 * self.max_blocks * self.block_length + 3 + 1 + self.branches,
             "Y": 3 * self.cells,
             "1": 1,
             "2": 2,
@@ -108,7 +109,8 @@ class Bucket(NamedTuple):
 
     def shape(self, dims: str) -> tuple[int, ...]:
         """Sizes of dimensions given as letters, e.g. "S R C"; "S*C" is one dimension."""
-        return tuple(math.prod(self.dims[letter] for letter in dim.split("*")) for dim in dims.split())
+        sizes = self.dims
+        return tuple(math.prod(sizes[letter] for letter in dim.split("*")) for dim in dims.split())
 
 
 class MaskLimits(NamedTuple):
@@ -184,7 +186,8 @@ def declare(shape: Bucket, max_tokens: int) -> Buckets:
         shape: the largest sizes that any bucket needs.
         max_tokens: the most tokens that a rank may compute in a step; the smallest bucket exists even if it has more.
     """
-    fewest_blocks = min(max(2, -(-shape.branches // shape.block_length)), shape.max_blocks)
+    blocks_for_branches = -(-shape.branches // shape.block_length)  # a window has a cell for each branch at least
+    fewest_blocks = min(max(2, blocks_for_branches), shape.max_blocks)
     buckets = [
         shape._replace(sequences=sequences, blocks=blocks)
         for sequences in _up_to(1, shape.sequences, SEQUENCES_FACTOR)

@@ -61,7 +61,8 @@ def empty_params(num_seats: int, mask: int, shape: Bucket) -> RequestParams:
             for name, spec in specs(RequestParams).items()
         )
     )
-    params.blank[:] = torch.tensor([mask, 0 if mask else 1, FIRST_CELL])
+    other_than_mask = 0 if mask else 1
+    params.blank[:] = torch.tensor([mask, other_than_mask, FIRST_CELL])
     params.marks[:, 0] = mask
     limits = MaskLimits(shape.max_blocks)
     params.mask_limits[:, limits.no_room] = -1.0  # met by no block
@@ -138,7 +139,8 @@ def packed_state(blank: Tensor, request: DecodingParams, snapshot: Snapshot, sha
     lookahead_cells = torch.full((shape.branches,), -1, dtype=torch.int32)
     guesses = torch.zeros_like(cells).flatten()
     for branch, (generated, token) in enumerate(snapshot.lookaheads):
-        cell = generated // size * length + generated % size
+        block, offset_in_block = divmod(generated, size)
+        cell = block * length + offset_in_block
         lookahead_cells[branch] = FIRST_CELL + cell
         guesses[cell - snapshot.window_start * length] = token
     return torch.cat([cells.flatten(), guesses, blank, num_opened_blocks, lookahead_cells]).view(torch.float32)

@@ -32,7 +32,7 @@ class Graphs:
     kind: Kind
     compiler: Compiler
     score: GreedyScore
-    """With the confidence of ``kind``."""
+    """Its confidence is that of ``kind``."""
     num_seats: int
     """Sequences that graphs can decode at the same time."""
     first_padding_slot: int

@@ -156,6 +156,7 @@ def advance(
         compared = [confidences, launch.bars]
     else:
         compared = [confidences, torch.where(rows.masked, predicted.max_probs, constants.no_confidence)]
+    # From the 0 at the end of ``constants.row`` on, each block has the masks of the block before it.
     own = [constants.row, rows.masks, rows.num_opened_blocks[..., None]]
     columns = torch.cat(float_bits([rows.tokens, predicted.tokens, *own, *compared]), 2)
 
@@ -187,15 +188,18 @@ def _choose(
     threshold, which is the rank 2 C, or in a fully activated block its highest rank.
 
     Args:
-        columns: int32 [S, B, ...], see ``advance``.
+        columns: int32 [S, B, V]: token ids [C], predicted ones [C], number of the row, masks before each block [W],
+            masks of the last block, number of opened blocks, and what ``_ranks_of_probabilities`` takes, or confidences
+            and probabilities [2 C].
         is_left_out: all branches but one, bool [S, B].
         is_probability: whether confidences are probabilities.
     """
     S, W = launch.blocks.shape
     C = launch.cells.shape[1]
     taken = torch.where(is_left_out[..., None], constants.nothing, columns).sum(1, dtype=torch.int32)
+    sizes = [C, C, 1, W, 1, 1]
     tokens, guesses, row, masks_before, _, num_opened_blocks, bits = taken.split_with_sizes(
-        [C, C, 1, W, 1, 1, taken.shape[1] - 2 * C - W - 3], 1
+        [*sizes, taken.shape[1] - sum(sizes)], 1
     )
     if is_probability:
         rank = _ranks_of_probabilities(bits, constants)

@@ -52,8 +52,10 @@ class Seats:
         seat = graph.seat = self._free.pop()
         self.num_taken += 1
         graph.window_start, graph.window_blocks = snapshot.window_start, self.shape.max_blocks
-        to_add, to_activate = (threshold_count(tau, request.block_size) for tau in (request.tau_add, request.tau_act))
-        write_params(self.params, seat, request, sorted(strategy.ends), self._mask, to_add, to_activate)
+        filled_to_add = threshold_count(request.tau_add, request.block_size)
+        filled_to_activate = threshold_count(request.tau_act, request.block_size)
+        ends = sorted(strategy.ends)
+        write_params(self.params, seat, request, ends, self._mask, filled_to_add, filled_to_activate)
         packed = packed_state(self.params.blank[seat], request, snapshot, self.shape)
         on_host = self.ops.host_memory(len(packed)).view(packed.dtype).copy_(packed)
         self.storage.states[seat].copy_(on_host, non_blocking=True)

@@ -113,7 +113,8 @@ class ModelInputs(NamedTuple):
     block_ends: Annotated[Tensor, int32("S*W")]
     """With full attention, rows of ``Storage.hidden`` with the hidden states at the ends of blocks, in slot 0."""
     save_rows: Annotated[Tensor, int32("S*W")]
-    """With full attention, the rows that these go to for later steps."""
+    """With full attention, rows of ``Storage.hidden`` to which the hidden states at the ends of blocks in the winner's
+    slot are copied, for later steps."""
     page_tables: Annotated[Tensor, int32("A P")]
     """Page ids of each attention entry."""
 

@@ -62,12 +62,12 @@ class Chosen(NamedTuple):
     guesses: Tensor
     """Token ids that the model predicts, int32 [S, C]."""
     row: Tensor
-    """Its number: sequence * B + branch, int32 [S, 1]."""
+    """Number of the branch: sequence * B + branch, int32 [S, 1]."""
     num_opened_blocks: Tensor
     """int32 [S, 1]."""
     rank: Tensor
-    """Of each cell, float32 [S, C]: below C without a mask, from 2 C on where tau_conf accepts it, otherwise between
-    them, by how many cells it is ahead of."""
+    """Rank of each cell, float32 [S, C]: below C without a mask, from 2 C on where tau_conf accepts the prediction,
+    otherwise from C to 2 C. Of these the more confident cell has the higher rank, the earlier one among equals."""
     filled: Tensor
     """Cells that the fill rule fills, bool [S, C]."""
     taken: Tensor

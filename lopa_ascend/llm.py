@@ -18,6 +18,7 @@ from lopa_ascend.config import (
     fitting_defaults,
     recommended_decoding,
 )
+from lopa_ascend.config.settings import refuse_unknown
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.engine import INTERRUPTED
 from lopa_ascend.engine.ranks import start_engine
@@ -55,6 +56,18 @@ class _Running:
         self.finished = progress.output is not None
         return progress
 
+    def drain(self) -> GenerationOutput | None:
+        """Takes all unread updates; returns the output if they finish the request.
+
+        Raises:
+            GenerationError: the engine could not go on with the request.
+        """
+        while self.updates:
+            output = self.advance().output
+            if output is not None:
+                return output
+        return None
+
 
 class LLM:
     """A loaded model that is ready to generate.
@@ -75,10 +88,7 @@ class LLM:
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any):
-        names = EngineConfig.names()
-        for name in options:
-            if name not in names:
-                raise ParameterError(name, f"unknown option; choose from {', '.join(names)}")
+        refuse_unknown(options, EngineConfig.names())
         lora = options.pop("lora", None)
         path = None if model is None else str(model)
         directory = DEMO_MODEL if model is None else model
@@ -122,9 +132,7 @@ class LLM:
         Raises:
             ParameterError: an option is unknown or not allowed.
         """
-        for name in options:
-            if name not in DecodingParams.names():
-                raise ParameterError(name, f"unknown option; choose from {', '.join(DecodingParams.names())}")
+        refuse_unknown(options, DecodingParams.names())
         return DecodingParams(**{**fitting_defaults(self._recommended, options), **options})
 
     def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
@@ -274,6 +282,7 @@ class LLM:
     def _generate_all(
         self, prompts: list[list[int]], params: DecodingParams | None, trace: bool, quiet: bool
     ) -> list[GenerationOutput]:
+        """As ``generate``, for prompts that are token ids."""
         params = params or self.params()
         for prompt in prompts:
             self.check(prompt, params)
@@ -287,11 +296,9 @@ class LLM:
                 while unfinished:
                     self._step()
                     for index, request in list(unfinished.items()):
-                        while request.updates and not request.finished:
-                            output = request.advance().output
-                            if output is not None:
-                                outputs[index] = output
-                        if request.finished:
+                        output = request.drain()
+                        if output is not None:
+                            outputs[index] = output
                             self._end(unfinished.pop(index))
                             bar.update()
         finally:

@@ -149,10 +149,7 @@ class Mesh:
             shared = self._text_store(dist.distributed_c10d._get_default_store())
         else:
             if store is None:
-                if self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-                    store = serve_store(rendezvous.host, rendezvous.port)
-                else:  # torchrun serves it, or rank 0
-                    store, _, _ = next(connect_to_store("env://", timeout=START_TIMEOUT))
+                store = self._open_store(rendezvous)
             meeting = self._text_store(store).below("lopa")
             shared = meeting.below(meeting.name_start(check))
             dist.init_process_group(
@@ -164,6 +161,14 @@ class Mesh:
             )
         engine_number = 0 if self._owns_process_group else next(_engine_numbers)
         self._texts = shared.below(f"engine/{engine_number}")
+
+    def _open_store(self, rendezvous: Rendezvous) -> Store:
+        """The store through which the ranks find each other. Rank 0 serves it, unless torchrun does."""
+        if self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            return serve_store(rendezvous.host, rendezvous.port)
+        store: Store
+        store, _, _ = next(connect_to_store("env://", timeout=START_TIMEOUT))
+        return store
 
     def _text_store(self, store: Store) -> TextStore:
         return TextStore(store, self.rank, self.size, lambda: self.failure)

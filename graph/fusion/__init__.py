@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -27,17 +27,16 @@ class Report:
     @property
     def fused(self) -> dict[str, int]:
         """Number of rewrites of each pass that made any."""
-        counts = {name: sum(not change.refused for change in changes) for name, changes in self.changes.items()}
+        counts = {name: _num_fused(changes) for name, changes in self.changes.items()}
         return {name: count for name, count in counts.items() if count}
 
     @property
     def refused(self) -> dict[str, list[str]]:
         """For each pass that left something that resembled its pattern, the reasons."""
-        return {
-            name: [change.refused for change in changes if change.refused]
-            for name, changes in self.changes.items()
-            if any(change.refused for change in changes)
+        reasons = {
+            name: [change.refused for change in changes if change.refused] for name, changes in self.changes.items()
         }
+        return {name: found for name, found in reasons.items() if found}
 
     def summary(self) -> str:
         """One line. Refusals at the same line of the model are counted, with the reason of the first one."""
@@ -58,12 +57,17 @@ class Report:
     def __str__(self) -> str:
         lines = []
         for name, changes in self.changes.items():
-            lines.append(f"{name}: {sum(not change.refused for change in changes)}")
+            lines.append(f"{name}: {_num_fused(changes)}")
             for change in changes:
                 place = f" ({change.line})" if change.line else ""
                 why = f": left, {change.refused}" if change.refused else ""
                 lines.append(f"  {', '.join(change.nodes)}{place}{why}")
         return "\n".join(lines)
+
+
+def _num_fused(changes: Sequence[Change]) -> int:
+    """How many of the changes of a pass are rewrites."""
+    return sum(not change.refused for change in changes)
 
 
 def fuse(module: GraphModule, ops: Ops) -> Report:

@@ -185,9 +185,9 @@ class Memory:
         roots = self.roots[node]
         if any(root.op != "call_function" for root in roots):
             return False
-        sharing = [other for other, its_roots in self.roots.items() if its_roots & roots and other.op != "output"]
-        end = self.order[reader]
-        return all(self.order[user] <= end for other in sharing for user in other.users if user not in sharing)
+        sharing = {other for other, its_roots in self.roots.items() if its_roots & roots and other.op != "output"}
+        users = set[Node]().union(*(other.users for other in sharing)) - sharing
+        return all(self.order[user] <= self.order[reader] for user in users)
 
 
 def is_pure(node: Node, ops: object) -> bool:

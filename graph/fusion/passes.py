@@ -85,8 +85,10 @@ def rewrite_rms_norm(rewriter: Rewriter, match: Match) -> Sequence[Node]:
 def summands(rewriter: Rewriter, match: Match) -> tuple[Node, Node]:
     """(x, residual) of a sum. The kernel may write into the residual, so nothing may read the residual later."""
     total, pair = match["total"], [match["x"], match["residual"]]
-    values = [value(node) for node in pair if isinstance(node, Node)]
-    if any(x.shape != value(total).shape or x.dtype != value(total).dtype for x in values) or len(values) < 2:
+    result = value(total)
+    values = [value(node) for node in pair if isinstance(node, Node)]  # a number is no node
+    are_alike = all(x.shape == result.shape and x.dtype == result.dtype for x in values)
+    if len(values) < 2 or not are_alike:
         raise Refused("the summands are not of one shape and dtype")
     memory = rewriter.memory
     if memory.roots[pair[0]] & memory.roots[pair[1]]:
@@ -147,7 +149,9 @@ def rewrite_rms_norm_quant(rewriter: Rewriter, match: Match) -> Sequence[Node]:
     pair = rewriter.call(rewriter.ops.rms_norm_quant, match["x"], match["weight"], match["eps"])
     codes, scale = rewriter.parts(pair, 2)
     shape = value(match["scale"]).shape
-    return scale if shape == value(scale).shape else rewriter.call(aten.reshape.default, scale, static(shape)), codes
+    if shape != value(scale).shape:
+        scale = rewriter.call(aten.reshape.default, scale, static(shape))
+    return scale, codes
 
 
 # Linear layers.

@@ -90,7 +90,12 @@ class Rope:
         self._first = first_equals(rewriter)
         return self._fusion(rewriter)
 
-    def _build(self, rewriter: Rewriter, match: Match) -> Sequence[Node]:
+    def _check(self, rewriter: Rewriter, match: Match) -> None:
+        """Refuses a match that is no rotation of pairs of one head, or that is computed in another dtype.
+
+        Raises:
+            Refused: see above.
+        """
         x, cos, sin = match["x"], match["cos"], match["sin"]
         x_value = value(x)
         if not isinstance(cos, Node) or not isinstance(sin, Node) or value(cos).shape != value(sin).shape:
@@ -105,13 +110,18 @@ class Rope:
         memory = rewriter.memory
         if (memory.roots[cos] | memory.roots[sin]) & memory.written:
             raise Refused("cosines or sines are written into")
+
+    def _build(self, rewriter: Rewriter, match: Match) -> Sequence[Node]:
+        self._check(rewriter, match)
+        x, cos, sin = match["x"], match["cos"], match["sin"]
+        x_value = value(x)
         tokens, heads = token_and_head_dims(x_value.shape, value(cos).shape)
-        sizes = [math.prod(x_value.shape[i] for i in dims) for dims in (tokens, heads)]
+        num_tokens, num_heads = (math.prod(x_value.shape[i] for i in dims) for dims in (tokens, heads))
+        head_dim = x_value.shape[-1]
         order = [*tokens, *heads, x_value.dim() - 1]
-        cos, sin = self._first[cos], self._first[sin]
-        tables = self._tables_of(rewriter, cos, sin, sizes[0], x_value.shape[-1] // 2)
+        tables = self._tables_of(rewriter, self._first[cos], self._first[sin], num_tokens, head_dim // 2)
         heads_last = permuted(rewriter, x, order)
-        flat = reshaped(rewriter, heads_last, [*sizes, x_value.shape[-1]])
+        flat = reshaped(rewriter, heads_last, [num_tokens, num_heads, head_dim])
         out = reshaped(rewriter, rewriter.call(rewriter.ops.rope, flat, *tables), value(heads_last).shape)
         back = sorted(range(len(order)), key=order.__getitem__)
         return [permuted(rewriter, out, back)]

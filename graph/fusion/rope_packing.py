@@ -61,26 +61,23 @@ class RopePacking:
         return changes
 
     def _pack(self, rewriter: Rewriter, split: Node, parts: Sequence[Part]) -> None:
+        """Rotates what ``split`` divides, in place of its parts.
+
+        Raises:
+            Refused: the parts are not heads of one size, or are not rotated by the same tables.
+        """
         whole, ropes = split.args[0], [part.rope for part in parts if part.rope]
-        cos, sin = ropes[0].args[1:]
         assert isinstance(whole, Node)
-        assert isinstance(cos, Node)
-        assert isinstance(sin, Node)
-        if any(rope.args[1:] != (cos, sin) for rope in ropes):
-            raise Refused("parts are rotated by different tables")
+        cos, sin = tables_of(ropes)
         tokens, _, size = static(value(ropes[0]).shape)
-        if any(part.size % size for part in parts):
-            raise Refused(f"not all parts, of sizes {[part.size for part in parts]}, are made of heads of {size}")
-        heads = [part.size // size for part in parts]
-        for part, number in zip(parts, heads, strict=True):
-            if part.rope and static(value(part.rope).shape) != [tokens, number, size]:
-                raise Refused("the parts are not rotated as heads of one size")
+        heads = heads_of(parts, tokens, size)
         if sum(part.size for part in parts) != value(whole).shape[-1]:
             raise Refused("a part is not used")
 
         def build(_: Match) -> Sequence[Node]:
-            by_part = zip(parts, heads, strict=True)
-            is_rotated = [part.rope is not None for part, number in by_part for _ in range(number)]
+            is_rotated: list[bool] = []  # by head
+            for part, number in zip(parts, heads, strict=True):
+                is_rotated += [part.rope is not None] * number
             tables = self._tables_for(rewriter, cos, sin, is_rotated)
             by_head = rewriter.call(aten.reshape.default, whole, [tokens, sum(heads), size])
             rotated = rewriter.call(rewriter.ops.rope, by_head, *tables)
@@ -111,6 +108,39 @@ class RopePacking:
                 wide_cos = rewriter.call(aten.where.self, keeps, one, cos)
             self._tables[key] = wide_cos, wide_sin
         return self._tables[key]
+
+
+def tables_of(ropes: Sequence[Node]) -> tuple[Node, Node]:
+    """The cosines and sines by which all of these calls rotate.
+
+    Raises:
+        Refused: they are not the same for all.
+    """
+    cos, sin = ropes[0].args[1:]
+    assert isinstance(cos, Node)
+    assert isinstance(sin, Node)
+    if any(rope.args[1:] != (cos, sin) for rope in ropes):
+        raise Refused("parts are rotated by different tables")
+    return cos, sin
+
+
+def heads_of(parts: Sequence[Part], tokens: int, size: int) -> list[int]:
+    """The number of heads of each part.
+
+    Args:
+        tokens: the number of tokens, -1 if it is unknown.
+        size: of a head.
+
+    Raises:
+        Refused: a part is not made of heads of this size, or is rotated as something else.
+    """
+    if any(part.size % size for part in parts):
+        raise Refused(f"not all parts, of sizes {[part.size for part in parts]}, are made of heads of {size}")
+    heads = [part.size // size for part in parts]
+    for part, number in zip(parts, heads, strict=True):
+        if part.rope and static(value(part.rope).shape) != [tokens, number, size]:
+            raise Refused("the parts are not rotated as heads of one size")
+    return heads
 
 
 def rope_of(rewriter: Rewriter, part: Node) -> Node | None:

@@ -158,15 +158,15 @@ def _check_program(program: ExportedProgram, config: ModelConfig) -> None:
         if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
             raise ValueError(f"forward draws random numbers{_line(node)}")
     constants = signature.inputs_to_lifted_tensor_constants
-    for node in graph.find_nodes(op="placeholder"):
+    inputs = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    for node in inputs.values():
         # Single numbers travel along with a launch; a tensor of the host would be copied in every step.
         if node.name in constants and program.constants[constants[node.name]].dim():
             place = _line(next(iter(node.users)))
             raise ValueError(
                 f"forward uses a tensor{place} that is no parameter and no buffer; register it as a buffer"
             )
-        if node.name == "tokens":
-            num_computed = node.meta["val"].shape[0]
+    num_computed = inputs["tokens"].meta["val"].shape[0]
     (output,) = graph.find_nodes(op="output")
     (result,) = nodes_in(output.args)
     _check("the result of forward", result.meta["val"], (num_computed, config.hidden_size), config)

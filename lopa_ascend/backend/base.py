@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -42,17 +43,21 @@ class Entries:
     entry of the group. Every entry attends to at least one position after the prefix."""
 
     def divided(self, max_queries: int | None) -> Entries:
-        """The same attention by entries of at most ``max_queries`` queries, or of any number where that is None: a
-        longer entry becomes several, each with its KV length and page table."""
-        lengths = [divided_length(length, max_queries) for length in self.lengths]
-        if len(lengths) == sum(map(len, lengths)):
+        """Entries for the same attention, in which every longer entry has become several, each with its KV length and
+        page table.
+
+        Args:
+            max_queries: queries of an entry at most; None for any number.
+        """
+        parts_by_entry = [divided_length(length, max_queries) for length in self.lengths]
+        if all(len(parts) == 1 for parts in parts_by_entry):
             return self
-        entry = [index for index, parts in enumerate(lengths) for _ in parts]
+        entry_of_part = [index for index, parts in enumerate(parts_by_entry) for _ in parts]
         return Entries(
-            lengths=tuple(length for parts in lengths for length in parts),
-            kv_lengths=tuple(self.kv_lengths[index] for index in entry),
-            page_tables=self.page_tables.index_select(0, torch.tensor(entry, device=self.page_tables.device)),
-            sequences=tuple(self.sequences[index] for index in entry),
+            lengths=tuple(chain.from_iterable(parts_by_entry)),
+            kv_lengths=tuple(self.kv_lengths[index] for index in entry_of_part),
+            page_tables=self.page_tables.index_select(0, torch.tensor(entry_of_part, device=self.page_tables.device)),
+            sequences=tuple(self.sequences[index] for index in entry_of_part),
             prefixes=self.prefixes,
         )
 

@@ -51,7 +51,9 @@ def _free_on_this_machine() -> int:
 def _available() -> int:
     """MemAvailable of Linux; elsewhere half of the machine's memory."""
     kibibytes = _numbers(Path("/proc/meminfo")).get("MemAvailable:")
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2 if kibibytes is None else kibibytes * 1024
+    if kibibytes is not None:
+        return kibibytes * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def _container_limit() -> int | None:

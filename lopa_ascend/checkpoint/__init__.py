@@ -141,7 +141,7 @@ def _rank_tensors(
         refuse_adapter(checkpoint, lora)
         modules: Collection[str] = checkpoint.int8.kinds
         return slice_tensors(stored_int8(checkpoint), with_scale_slices(slices, modules)), modules
-    modules = {module for module in checkpoint.expected.linears if module.rpartition(".")[2] in int8}
+    modules = checkpoint.expected.linears_named(int8)
     whole = with_whole_columns(slices, modules, checkpoint)
     tensors = slice_tensors(checkpoint.tensors(), whole)
     if lora is not None:

@@ -15,8 +15,9 @@ from lopa_ascend.config.files import check_regular, parse_json_object, shown
 ITEM_SIZES = {"F32": 4, "BF16": 2, "F16": 2}
 """Bytes of one value, by the safetensors name of its dtype: the dtypes that float tensors may have."""
 INTEGER_SIZES = {"I8": 1, "I32": 4, "I64": 8}
-"""The same for the integer dtypes, which only an int8 checkpoint may hold."""
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+"""Bytes of one value of the integer dtypes, which only an int8 checkpoint may hold."""
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+"""Endings of files that hold weights as pickles."""
 _LENGTH_FIELD = 8
 """Bytes at the beginning of a safetensors file that hold the length of its header."""
 _MAX_HEADER = 4 * 2**20
@@ -78,7 +79,7 @@ def no_weights_error(path: Path, expected: str) -> CheckpointError:
         path: the directory.
         expected: the files that should be there, in words.
     """
-    pickles = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLE_SUFFIXES)
+    pickles = sorted(file.name for file in path.iterdir() if file.suffix in PICKLE_SUFFIXES)
     if pickles:
         return CheckpointError(
             f"{path}: holds only pickles ({pickles[0]}), which are never read because a pickle can run code; "
@@ -171,7 +172,7 @@ def _parse_entry(file: Path, name: str, entry: object, item_sizes: Mapping[str, 
 
 
 def _are_sizes(values: list[object]) -> bool:
-    """Whether all are integers of 64 bits, which True and False are not. More than 8 of them are no shape."""
+    """Whether these are integers from 0 up to 64 bits, at most 8 of them. True and False are no integers here."""
     return len(values) <= 8 and all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 

@@ -24,6 +24,8 @@ from lopa_ascend.config.int8_files import (
     uses_compressed_tensors,
 )
 
+Kind = Literal["dynamic", "static"]
+"""Whether the checkpoint has the scales of activations: "static" if it has."""
 PACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linear layers that run as one, and so must agree."""
 _MODELSLIM_KINDS: Mapping[str, Kind | None] = {"FLOAT": None, "W8A8_DYNAMIC": "dynamic", "W8A8": "static"}
@@ -34,9 +36,6 @@ _TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", 
 _TENSOR = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
 _MATCH_SECONDS = 0.1
 """Seconds for one comparison of a regular expression with a name. It takes microseconds."""
-
-Kind = Literal["dynamic", "static"]
-"""Whether the checkpoint has the scales of activations: "static" if it has."""
 
 
 @dataclass(frozen=True)
@@ -108,15 +107,14 @@ def compressed_tensors_config(kept: Iterable[str]) -> dict[str, Any]:
 
 def _check_packed(found: Int8Description, modules: Iterable[str]) -> None:
     """Refuses layers that run as one and are not all float, or all int8 of one kind."""
+    packed_by_first = {members[0]: members for members in PACKED}
     for module in modules:
         parent, _, name = module.rpartition(".")
-        for members in PACKED:
-            if name != members[0]:
-                continue
-            kinds = {f"{parent}.{member}": found.kinds.get(f"{parent}.{member}") for member in members}
-            if len({*kinds.values()}) > 1:
-                words = ", ".join(f"{member} is {kind or 'float'}" for member, kind in kinds.items())
-                raise CheckpointError(f"{found.source}: {words}, expected the same of all: they run as one layer")
+        layers = [f"{parent}.{member}" for member in packed_by_first.get(name, ())]
+        kinds = {layer: found.kinds.get(layer) for layer in layers}
+        if len({*kinds.values()}) > 1:
+            words = ", ".join(f"{layer} is {kind or 'float'}" for layer, kind in kinds.items())
+            raise CheckpointError(f"{found.source}: {words}, expected the same of all: they run as one layer")
 
 
 # ---- compressed-tensors ----------------------------------------------------------------------------------------------
@@ -141,7 +139,9 @@ class _CompressedTensors:
             raise self._error("config_groups", groups, "an object of objects")
         kinds_by_group = {name: self._kind(name, group) for name, group in groups.items()}
         ignored = self._names("ignore", self.values.get("ignore") or [])
-        targets = {name: self._names(f"config_groups.{name}.targets", g.get("targets")) for name, g in groups.items()}
+        targets = {
+            name: self._names(f"config_groups.{name}.targets", group.get("targets")) for name, group in groups.items()
+        }
         kinds: dict[str, Kind] = {}
         for module in modules:
             if self._matches(ignored, module):

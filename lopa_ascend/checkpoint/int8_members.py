@@ -32,24 +32,25 @@ class Member:
 
 def members_of(description: Int8Description, module: str, num_outputs: int) -> dict[str, Member]:
     """The tensors that an int8 layer has beside its weight and bias, by the last part of their names."""
-    column, one = ((num_outputs, 1), (num_outputs,)), ((1,), ())
+    per_output = ((num_outputs, 1), (num_outputs,))
+    single = ((1,), ())
     is_static = description.kinds[module] == "static"
     if description.format == COMPRESSED_TENSORS:
         members = {
-            "weight_scale": Member(column, FLOATS),
-            "weight_zero_point": Member(column, ("I8",), required=False),
+            "weight_scale": Member(per_output, FLOATS),
+            "weight_zero_point": Member(per_output, ("I8",), required=False),
         }
         if is_static:
-            members["input_scale"] = Member(one, FLOATS)
-            members["input_zero_point"] = Member(one, ("I8",), required=False)
+            members["input_scale"] = Member(single, FLOATS)
+            members["input_zero_point"] = Member(single, ("I8",), required=False)
         return members
     if not is_static:
-        return {"weight_scale": Member(column, FLOATS), "weight_offset": Member(column, FLOATS)}
+        return {"weight_scale": Member(per_output, FLOATS), "weight_offset": Member(per_output, FLOATS)}
     return {
-        "weight_scale": Member(column, FLOATS, required=False),
-        "weight_offset": Member(column, FLOATS, required=False),
-        "input_scale": Member(one, FLOATS),
-        "input_offset": Member(one, ("I8", *FLOATS)),
+        "weight_scale": Member(per_output, FLOATS, required=False),
+        "weight_offset": Member(per_output, FLOATS, required=False),
+        "input_scale": Member(single, FLOATS),
+        "input_offset": Member(single, ("I8", *FLOATS)),
         "quant_bias": Member(((num_outputs,),), ("I32",)),
         "deq_scale": Member(((num_outputs,),), ("F32", "I64")),
     }

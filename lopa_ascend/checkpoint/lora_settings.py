@@ -52,7 +52,8 @@ _FIELDS_WITHOUT_EFFECT = {
     "runtime_config",
     "task_type",
 }
-"""For training, for bookkeeping, or read only if another field is set; they have no part in W + scaling * B @ A."""
+"""Fields for training and bookkeeping, and fields that are read only if another one is set: they have no part in
+W + scaling * B @ A."""
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal")
 """Ways to initialise A and B that leave the base weights alone. The others (pissa, olora, loftq, corda, lora_ga) change
 the base weights first, so that the adapter does not fit the weights on disk."""

@@ -73,14 +73,24 @@ def stored_int8(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in checkpoint.tensors():
         yield name, tensor
         module = name.removesuffix(".weight")
-        files = checkpoint.members.get(module) if module != name else None
-        if files is not None:
-            tensors = {part: map_tensor(file, f"{module}.{part}") for part, file in files.items()}
-            members, bias = Int8Members(module, tensors, files), f"{module}.bias"
-            scale = members.weight_scale()
-            has_bias = bias in checkpoint.files
-            members.check_quant_bias(tensor, map_tensor(checkpoint.files[bias], bias) if has_bias else None)
-            yield scale_name(module), scale
+        if name.endswith(".weight") and module in checkpoint.members:
+            yield scale_name(module), _stored_scale(checkpoint, module, tensor)
+
+
+def _stored_scale(checkpoint: Checkpoint, module: str, weight: Tensor) -> Tensor:
+    """The scales of an int8 layer, float32 [out], once all of its members have been checked.
+
+    Args:
+        module: the layer's name.
+        weight: int8 [out, in].
+    """
+    files, bias_name = checkpoint.members[module], f"{module}.bias"
+    tensors = {part: map_tensor(file, f"{module}.{part}") for part, file in files.items()}
+    members = Int8Members(module, tensors, files)
+    scale = members.weight_scale()
+    bias = map_tensor(checkpoint.files[bias_name], bias_name) if bias_name in checkpoint.files else None
+    members.check_quant_bias(weight, bias)
+    return scale
 
 
 def with_scale_slices(slices: TensorSlices, modules: Collection[str]) -> TensorSlices:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,10 @@ class ExpectedTensors:
     """Tied tensors: name -> name of the tensor with the same values. A checkpoint may leave them out."""
     linears: tuple[str, ...]
     """Names of the linear layers, which an adapter may change."""
+
+    def linears_named(self, last_parts: Collection[str]) -> set[str]:
+        """The linear layers whose names end with one of these parts, e.g. "q_proj"."""
+        return {name for name in self.linears if name.rpartition(".")[2] in last_parts}
 
 
 def dream_tensors(config: ModelConfig) -> ExpectedTensors:
@@ -180,7 +184,7 @@ def open_checkpoint(
 
 
 def _static_doubts(int8: Int8Description | None) -> tuple[str, ...]:
-    """That scales of activations are there, and are not used."""
+    """A warning if the checkpoint has scales of activations, which are not used; empty if it has none."""
     modules = int8.static() if int8 else []
     if not modules:
         return ()
@@ -190,9 +194,10 @@ def _static_doubts(int8: Int8Description | None) -> tuple[str, ...]:
 
 
 def _doubts(path: Path, raw: dict[str, Any], generation: dict[str, Any], config: ModelConfig) -> tuple[str, ...]:
-    """Whether the two configurations have no token in common that ends an answer.
+    """A warning if no token ends an answer by both config.json and generation_config.json; empty if one does, or if a
+    file names none.
 
-    This is no error: fine-tuned models often have a ``config.json`` that was left as it was.
+    It is no error: fine-tuned models often have a ``config.json`` that was left as it was.
     """
     in_config = eos_ids(raw, config.vocab_size, str(path / "config.json"))
     if not in_config or generation.get("eos_token_id") is None or {*in_config} & {*config.eos_token_ids}:
@@ -301,8 +306,8 @@ def _choose_dtype(path: Path, raw: Mapping[str, Any], config: ModelConfig, heade
                 num_bytes[_DTYPE_NAMES[header.dtype]] += header.num_bytes
         return max(num_bytes, key=lambda name: num_bytes[name])
     if config.dtype not in DTYPES:
-        field = "torch_dtype" if raw.get("torch_dtype") else "dtype"
+        name = "torch_dtype" if raw.get("torch_dtype") else "dtype"
         raise CheckpointError(
-            f"{path / 'config.json'}: {field} is {shown(config.dtype)}, expected {' or '.join(DTYPES)}"
+            f"{path / 'config.json'}: {name} is {shown(config.dtype)}, expected {' or '.join(DTYPES)}"
         )
     return config.dtype

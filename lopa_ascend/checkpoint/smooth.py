@@ -122,12 +122,13 @@ def smoothed(
         int8: the last parts of the names of the linear layers that are quantised.
     """
     readers = smoothed_readers(int8)
-    for name, given in tensors:
-        tensor, module = given, name.removesuffix(".weight")
-        source = source_of(module, readers.values())
-        if module != name and source is not None:
-            tensor = tensor * factors[source].to(tensor.dtype)
-        if module != name and module in factors:
-            divisor = factors[module].to(tensor.dtype)
-            tensor = tensor / (divisor if tensor.dim() == 1 else divisor[:, None])
+    for name, tensor in tensors:
+        if name.endswith(".weight"):
+            module = name.removesuffix(".weight")
+            source = source_of(module, readers.values())
+            if source is not None:  # columns that read what is divided
+                tensor = tensor * factors[source].to(tensor.dtype)
+            if module in factors:  # a norm, or rows of a linear layer, that make what is divided
+                divisor = factors[module].to(tensor.dtype)
+                tensor = tensor / (divisor if tensor.dim() == 1 else divisor[:, None])
         yield name, tensor

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lopa_ascend.checkpoint.files import CheckpointError
+from lopa_ascend.checkpoint.files import PICKLE_SUFFIXES, CheckpointError
 from lopa_ascend.checkpoint.int8_formats import compressed_tensors_config
 from lopa_ascend.checkpoint.lora import merge_adapter, open_adapter
 from lopa_ascend.checkpoint.quantize import quantized, weight_name
@@ -60,16 +60,16 @@ def write_int8(
     After an exception ``out`` is empty again.
     """
     checkpoint = open_to_quantize(path, out)
-    modules = {module for module in checkpoint.expected.linears if module.rpartition(".")[2] in int8}
+    modules = checkpoint.expected.linears_named(int8)
     tensors = _int8_tensors(checkpoint, lora, activations, int8, modules)
     out.mkdir(parents=True, exist_ok=True)
     with _emptied_after_failure(out):
         _write_weights(checkpoint, _parts(tensors, max_file_bytes), out)
         for file in sorted(path.iterdir()):
-            is_weights = ".safetensors" in file.name or file.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+            is_weights = ".safetensors" in file.name or file.suffix in PICKLE_SUFFIXES
             if file.is_file() and not is_weights and file.name != _CONFIG:
                 shutil.copyfile(file, out / file.name)
-        kept = [m for m in checkpoint.expected.linears if m not in modules and m != "lm_head"]
+        kept = [name for name in checkpoint.expected.linears if name not in modules and name != "lm_head"]
         config = read_json_object(path / _CONFIG, CheckpointError)
         # Last, so that a directory that was not finished is no checkpoint.
         _write_json(out / _CONFIG, {**config, CONFIG_FIELD: compressed_tensors_config(kept)})

@@ -46,7 +46,7 @@ class Need(NamedTuple):
 
 
 TOKENS_NEED = Need("branch_candidates", "tokens", "confidence", ("max_prob", "neg_entropy"))
-"""For decodings with branches alone."""
+"""What branches over tokens need. It is checked only for decodings with branches."""
 NEEDS = (
     Need("branch_score", "pivot", "branch_candidates", ("tokens",)),
     Need("branch_score", "expected", "acceptance", ("threshold",)),
@@ -81,13 +81,29 @@ def fitting_defaults(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> d
         ParameterError: the decoding is that of another package, which cannot be loaded.
     """
     merged = {"decoding": "lopa", "base": "d2f", **defaults, **asked}
-    decoding = merged["decoding"]
     try:
-        if not is_known(decoding):
+        if not is_known(merged["decoding"]):
             return dict(defaults)
     except ValueError as error:
         raise ParameterError("decoding", str(error)) from error
     usable = _defaults_for_sampling(defaults) if _is_sampling(asked.get("temperature")) else dict(defaults)
+    unusable = _unusable_defaults(merged, defaults)
+    usable = {name: value for name, value in usable.items() if name not in unusable}
+    _leave_out_conflicts(usable, asked)
+    longest = asked.get("max_new_tokens")
+    if "min_new_tokens" in usable and isinstance(longest, int):
+        usable["min_new_tokens"] = max(0, min(usable["min_new_tokens"], longest))
+    return usable
+
+
+def _unusable_defaults(merged: Mapping[str, Any], defaults: Mapping[str, Any]) -> set[str]:
+    """The names of parameters whose defaults have no place in the decoding of a request.
+
+    Args:
+        merged: the defaults, with what the request asks for in their place; and the decoding and its base in any case.
+        defaults: decoding parameters by name.
+    """
+    decoding = merged["decoding"]
     filled_by = filling(decoding, merged["base"])
     unusable = {name for name, decodings in DECODINGS_OF.items() if filled_by not in decodings}
     if filled_by not in PIPELINED:
@@ -102,12 +118,7 @@ def fitting_defaults(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> d
         unusable.add("num_branches")  # the default number is meant for the default decoding
     if "num_branches" in unusable or merged.get("num_branches") != AUTO:
         unusable.add("branches_by_load")
-    usable = {name: value for name, value in usable.items() if name not in unusable}
-    _leave_out_conflicts(usable, asked)
-    longest = asked.get("max_new_tokens")
-    if "min_new_tokens" in usable and isinstance(longest, int):
-        usable["min_new_tokens"] = max(0, min(usable["min_new_tokens"], longest))
-    return usable
+    return unusable
 
 
 def _leave_out_conflicts(usable: dict[str, Any], asked: Mapping[str, Any]) -> None:
@@ -211,20 +222,20 @@ def _check_tokens(params: DecodingParams) -> None:
 
 def _check_decoding(params: DecodingParams) -> None:
     """Checks the parameters that do not go with every decoding."""
-    own = filling(params.decoding, params.base)
-    is_over_other = params.decoding == "lopa" and own != "lopa"
-    named = f'base "{own}"' if is_over_other else f'decoding "{params.decoding}"'
+    filled_by = filling(params.decoding, params.base)
+    is_over_other = params.decoding == "lopa" and filled_by != "lopa"
+    named = f'base "{filled_by}"' if is_over_other else f'decoding "{params.decoding}"'
     if params.decoding not in DECODINGS and params.branch_acceptance != "published":
         raise ParameterError("branch_acceptance", f'"{params.branch_acceptance}" does not go with {named}')
     if params.decoding != "lopa" and params.base != "d2f":
         raise ParameterError("base", f'"{params.base}" does not go with {named}; it is for "lopa"')
     for name, decodings in DECODINGS_OF.items():
-        value = getattr(params, name)
-        if own not in decodings and value != getattr(type(params), name):
+        value, default = getattr(params, name), getattr(type(params), name)
+        if filled_by not in decodings and value != default:
             choices = ", ".join(f'"{decoding}"' for decoding in decodings)
             shown = f'"{value}"' if isinstance(value, str) else value
             raise ParameterError(name, f"{shown} does not go with {named}; it is for {choices}")
-    if own not in PIPELINED and params.window_attention != "full":
+    if filled_by not in PIPELINED and params.window_attention != "full":
         other = 'block_cache "dual"' if params.block_cache == "dual" else named
         message = (
             f'"{params.window_attention}" does not go with {other}, where every position attends to the whole canvas; '

@@ -9,11 +9,10 @@ from typing import Any
 
 from lopa_ascend.config.combinations import PIPELINED, check_combinations, filling
 from lopa_ascend.config.decodings import built_in
-from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.kinds import AUTO
 from lopa_ascend.config.presets import find_preset
 from lopa_ascend.config.research_params import ALGS, ResearchParams
-from lopa_ascend.config.settings import GraphSupport, Parameter, check_settings, settings
+from lopa_ascend.config.settings import GraphSupport, Parameter, check_settings, refuse_unknown, settings
 from lopa_ascend.config.usual_params import MIN_TEMPERATURE, UsualParams
 
 
@@ -93,7 +92,8 @@ class DecodingParams(ResearchParams, UsualParams):
         """Most generated positions: ``max_new_tokens``, with ``whole_last_block`` rounded up to whole blocks."""
         if not self.whole_last_block:
             return self.max_new_tokens
-        return -(-self.max_new_tokens // self.block_size) * self.block_size
+        num_blocks = -(-self.max_new_tokens // self.block_size)  # rounded up
+        return num_blocks * self.block_size
 
     @property
     def eos_token_ids(self) -> tuple[int, ...] | None:
@@ -122,9 +122,7 @@ class DecodingParams(ResearchParams, UsualParams):
             ParameterError: there is no such preset, or an option is not allowed.
         """
         found = find_preset(name)
-        for option in options:
-            if option not in cls.names():
-                raise ParameterError(option, f"unknown option; choose from {', '.join(cls.names())}")
+        refuse_unknown(options, cls.names())
         return cls(**found.merged(options))
 
     def with_valid(self, **values: Any) -> DecodingParams:
@@ -153,3 +151,13 @@ class DecodingParams(ResearchParams, UsualParams):
     def graph_support(cls) -> dict[str, GraphSupport]:
         """By name, in order: with which values a request can run in compiled steps."""
         return {name: parameter.graphs for name, parameter in cls.parameters().items()}
+
+
+def lookaheads_parameter(params: DecodingParams) -> str:
+    """The name of the parameter that ``DecodingParams.lookaheads`` is the value of."""
+    return "max_auto_branches" if params.is_auto else "num_branches"
+
+
+def banned_ids(params: DecodingParams) -> list[tuple[int, ...]]:
+    """The entries of ``bad_words`` that are token ids rather than texts."""
+    return [word for word in params.bad_words if not isinstance(word, str)]

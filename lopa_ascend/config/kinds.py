@@ -289,8 +289,9 @@ class Words(Kind):
     token: ClassVar[Integer] = Integer(0)
     """One id. The model's vocabulary limits it further."""
     max_texts: int
+    """Most strings."""
     max_characters: int
-    """Of a string."""
+    """Most characters of a string."""
 
     @property
     def max_tokens(self) -> int:

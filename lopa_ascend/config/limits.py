@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
-from lopa_ascend.config.decoding import DecodingParams
+from lopa_ascend.config.decoding import DecodingParams, banned_ids, lookaheads_parameter
 from lopa_ascend.config.errors import ContextLengthError, ParameterError, context_length
 from lopa_ascend.kv.pages import slots_for, worst_case
 
@@ -61,6 +62,25 @@ class Limits:
         Raises:
             ParameterError: the request does not fit; ``param`` names the field, and the message has the numbers.
         """
+        self._check_length(prompt_tokens, params)
+        if params.lookaheads > self.max_num_branches:
+            message = f"{params.lookaheads} exceeds this server's max_num_branches {self.max_num_branches}"
+            raise ParameterError(lookaheads_parameter(params), message)
+        self._check_first_step(prompt_tokens, params)
+        full_windows = params.is_pipelined and params.window_attention == "full"
+        if full_windows and self.branch_parallel_size > 1 and self.graph_mode != "eager":
+            message = (
+                f'"full" and branch_parallel_size {self.branch_parallel_size} do not go together in graph mode '
+                f'{self.graph_mode}; choose "block_causal", or a server with graph mode eager'
+            )
+            raise ParameterError("window_attention", message)
+        if params.top_k is not None and self.max_top_k is not None and params.top_k > self.max_top_k:
+            raise ParameterError("top_k", f"{params.top_k} exceeds this server's limit of {self.max_top_k}")
+        self._check_pages(prompt_tokens, params)
+        self.check_token_ids(params)
+
+    def _check_length(self, prompt_tokens: int, params: DecodingParams) -> None:
+        """Refuses a request whose prompt and answer together are longer than ``max_model_len``."""
         if prompt_tokens < 1:
             raise ParameterError("prompt", "must not be empty")
         room = self.max_model_len - prompt_tokens
@@ -73,33 +93,27 @@ class Limits:
                 f"{context_length(self.max_model_len)}, which leaves {room}"
             )
             raise ContextLengthError("max_new_tokens", message)
-        if params.lookaheads > self.max_num_branches:
-            message = f"{params.lookaheads} exceeds this server's max_num_branches {self.max_num_branches}"
-            raise ParameterError("max_auto_branches" if params.is_auto else "num_branches", message)
+
+    def _check_first_step(self, prompt_tokens: int, params: DecodingParams) -> None:
+        """Refuses a request whose first step would compute more tokens than ``max_num_batched_tokens``: the prompt, and
+        the first block or the whole canvas."""
         if params.is_pipelined:
-            opened, what = min(params.block_size, params.max_canvas), "first block"
+            name, what, num_opened = "block_size", "first block", min(params.block_size, params.max_canvas)
         else:
             decoding = f'decoding "{params.decoding}"' if params.base == "d2f" else f'base "{params.base}"'
-            opened, what = params.max_canvas, f"canvas that {decoding} computes whole"
-        if opened >= self.max_num_batched_tokens:
-            message = f"makes a {what} of {opened}, which with any prompt exceeds max_num_batched_tokens"
-            name = "block_size" if params.is_pipelined else "max_new_tokens"
+            name, what, num_opened = "max_new_tokens", f"canvas that {decoding} computes whole", params.max_canvas
+        if num_opened >= self.max_num_batched_tokens:
+            message = f"makes a {what} of {num_opened}, which with any prompt exceeds max_num_batched_tokens"
             raise ParameterError(name, f"{message} {self.max_num_batched_tokens}")
-        if prompt_tokens + opened > self.max_num_batched_tokens:
+        if prompt_tokens + num_opened > self.max_num_batched_tokens:
             message = (
-                f"has {prompt_tokens} tokens; with the {what} of {opened} they exceed max_num_batched_tokens "
+                f"has {prompt_tokens} tokens; with the {what} of {num_opened} they exceed max_num_batched_tokens "
                 f"{self.max_num_batched_tokens}"
             )
             raise ParameterError("prompt", message)
-        full_windows = params.is_pipelined and params.window_attention == "full"
-        if full_windows and self.branch_parallel_size > 1 and self.graph_mode != "eager":
-            message = (
-                f'"full" and branch_parallel_size {self.branch_parallel_size} do not go together in graph mode '
-                f'{self.graph_mode}; choose "block_causal", or a server with graph mode eager'
-            )
-            raise ParameterError("window_attention", message)
-        if params.top_k is not None and self.max_top_k is not None and params.top_k > self.max_top_k:
-            raise ParameterError("top_k", f"{params.top_k} exceeds this server's limit of {self.max_top_k}")
+
+    def _check_pages(self, prompt_tokens: int, params: DecodingParams) -> None:
+        """Refuses a request that can need more KV pages than the engine has."""
         num_shared = prompt_tokens if params.is_pipelined else 0
         pages = worst_case(prompt_tokens + params.max_canvas, self.num_slots(params), num_shared)
         if pages > self.num_pages:
@@ -108,22 +122,21 @@ class Limits:
                 f"{pages} KV pages, but this server has {self.num_pages} (kv_cache_memory); ask for fewer branches or "
                 "tokens"
             )
-            lookaheads = "max_auto_branches" if params.is_auto else "num_branches"
-            raise ParameterError(lookaheads if params.lookaheads else "max_new_tokens", message)
-        self.check_token_ids(params)
+            raise ParameterError(lookaheads_parameter(params) if params.lookaheads else "max_new_tokens", message)
 
     def check_token_ids(self, params: DecodingParams) -> None:
-        """Refuses ids that the model does not have, the mask where it would end or spoil every answer, and to ban all
-        ids. Texts in ``bad_words`` count as nothing: ``Prompts.for_engine`` makes token ids of them.
+        """Checks the token ids that a request names. Texts in ``bad_words`` are not looked at: ``Prompts.for_engine``
+        makes token ids of them.
 
         Raises:
-            ParameterError: see above.
+            ParameterError: the model does not have an id; the mask would end every answer; an id has a bias and is
+                never generated; or no token would be left for a position.
         """
         token_ids = {
             "eos_token_id": params.eos_token_ids or (),
             "stop_token_ids": params.stop_token_ids,
             "logit_bias": [token for token, _ in params.logit_bias],
-            "bad_words": [token for word in params.bad_words if not isinstance(word, str) for token in word],
+            "bad_words": list(chain.from_iterable(banned_ids(params))),
         }
         for name, tokens in token_ids.items():
             for token in tokens:
@@ -142,7 +155,7 @@ class Limits:
         """Refuses parameters that would leave no token for a position."""
         eos = self.eos_token_ids if params.eos_token_ids is None else params.eos_token_ids
         # The last token of a longer word is banned wherever the word's beginning may still be filled in.
-        never = {self.mask_token_id, *(word[-1] for word in params.bad_words if not isinstance(word, str))}
+        never = {self.mask_token_id, *(word[-1] for word in banned_ids(params))}
         if self._are_all_ids(never):
             raise ParameterError("bad_words", "would ban every token: all are the last one of a word")
         if params.min_new_tokens and self._are_all_ids({*never, *eos, *params.stop_token_ids}):
@@ -150,7 +163,7 @@ class Limits:
             raise ParameterError("min_new_tokens", message)
 
     def _are_all_ids(self, tokens: set[int]) -> bool:
-        """Whether these are all ids that can be generated, and the mask."""
+        """Whether ``tokens``, which hold the mask, hold all ids that can be generated."""
         return sum(token < self._num_token_ids for token in tokens) == self._num_token_ids
 
     @property

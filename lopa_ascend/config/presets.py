@@ -94,8 +94,9 @@ def presets() -> Mapping[str, Preset]:
     formats = {name: PromptFormat(name=name, **fields) for name, fields in content["prompts"].items()}
     found = {}
     for name, own in content["presets"].items():
-        fields = {**content["groups"][own["group"]], **own}
-        decoding = {**content["groups"][own["group"]]["decoding"], **own["decoding"]}
+        group = content["groups"][own["group"]]
+        fields = {**group, **own}
+        decoding = {**group["decoding"], **own["decoding"]}
         found[name] = Preset(
             name=name,
             title=fields["title"],
@@ -158,10 +159,14 @@ def _common_text(preset: Preset) -> str:
     ]
     for prompt in preset.prompts:
         parts = ["BOS" if prompt.add_bos else "no BOS", "chat template" if prompt.chat_template else "no template"]
-        parts += ["examples as turns"] if prompt.fewshot_as_multiturn else []
-        parts += [f"system {prompt.system!r}"] if prompt.system else []
-        parts += [f"user {prompt.user!r}"] if prompt.user != "{prompt}" else []
-        parts += [f"answer begins with {prompt.answer_prefix!r}"] if prompt.answer_prefix else []
+        if prompt.fewshot_as_multiturn:
+            parts.append("examples as turns")
+        if prompt.system:
+            parts.append(f"system {prompt.system!r}")
+        if prompt.user != "{prompt}":
+            parts.append(f"user {prompt.user!r}")
+        if prompt.answer_prefix:
+            parts.append(f"answer begins with {prompt.answer_prefix!r}")
         lines.append(f"  prompt  {prompt.name} ({prompt.model}): {', '.join(parts)}")
     for certainty in dict.fromkeys(preset.certainty.values()):
         names = ", ".join(sorted(name for name, value in preset.certainty.items() if value == certainty))

@@ -6,6 +6,7 @@ and the table in docs/decoding.md are all made from these declarations.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
 from typing import Any, TypeVar
@@ -101,6 +102,21 @@ def declare(default: T, setting: Setting) -> T:
 def settings(owner: type[Any]) -> dict[str, Setting]:
     """The declarations of a dataclass by field name, in order. Fields without a declaration are left out."""
     return {f.name: f.metadata[_KEY] for f in fields(owner) if _KEY in f.metadata}
+
+
+def refuse_unknown(options: Iterable[str], names: Sequence[str]) -> None:
+    """Refuses options that are no settings.
+
+    Args:
+        options: names of options that a caller has given.
+        names: names of all settings.
+
+    Raises:
+        ParameterError: there is no setting of a name; the message lists all.
+    """
+    for option in options:
+        if option not in names:
+            raise ParameterError(option, f"unknown option; choose from {', '.join(names)}")
 
 
 def check_settings(instance: object) -> None:

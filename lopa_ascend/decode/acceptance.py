@@ -35,7 +35,7 @@ def float32(value: float) -> float:
 
 
 def threshold(params: DecodingParams) -> Rule:
-    """Each prediction by itself, whatever the others are."""
+    """Looks at each prediction by itself: whether it is accepted does not depend on the others."""
     tau_conf = float32(params.tau_conf)
     return lambda predictions: [fill for fill in predictions if fill.max_prob > tau_conf]
 
@@ -46,13 +46,14 @@ def factor(params: DecodingParams) -> Rule:
     def accept(predictions: Sequence[Fill]) -> list[Fill]:
         ranked = _by_probability(predictions)
         products = ((n + 1) * (1 - fill.max_prob) for n, fill in enumerate(ranked, 1))
-        return _first(ranked, [product < params.acceptance_factor for product in products])
+        return _before_refused(ranked, [product < params.acceptance_factor for product in products])
 
     return accept
 
 
 def entropy_bound(params: DecodingParams) -> Rule:
-    """``DecodingParams`` refuses this rule unless the confidence is the negative entropy, which it reads here."""
+    """Takes the confidences for negative entropies: ``DecodingParams`` refuses the rule where they are something else.
+    The sum of entropies grows with n, so the first n that fails ends the search."""
 
     def accept(predictions: Sequence[Fill]) -> list[Fill]:
         ranked = sorted(predictions, key=lambda fill: (-fill.confidence, fill.position))
@@ -61,7 +62,7 @@ def entropy_bound(params: DecodingParams) -> Rule:
         for fill in ranked:
             allowed.append(total <= params.acceptance_gamma)
             total -= fill.confidence
-        return _first(ranked, allowed)
+        return _before_refused(ranked, allowed)
 
     return accept
 
@@ -76,7 +77,7 @@ def frechet(params: DecodingParams) -> Rule:
         for fill in ranked:
             doubt += 1 - fill.max_prob
             allowed.append(max(0.0, 1 - doubt) - (1 - fill.max_prob) > params.acceptance_delta)
-        return _first(ranked, allowed)
+        return _before_refused(ranked, allowed)
 
     return accept
 
@@ -104,7 +105,7 @@ def _by_probability(predictions: Sequence[Fill]) -> list[Fill]:
     return sorted(predictions, key=lambda fill: (-fill.max_prob, fill.position))
 
 
-def _first(ranked: Sequence[Fill], allowed: Sequence[bool]) -> list[Fill]:
-    """The predictions before the first that is not allowed, in the order of positions."""
+def _before_refused(ranked: Sequence[Fill], allowed: Sequence[bool]) -> list[Fill]:
+    """The predictions before the first one that is not allowed, in the order of positions."""
     count = next((n for n, is_allowed in enumerate(allowed) if not is_allowed), len(ranked))
     return sorted(ranked[:count], key=lambda fill: fill.position)

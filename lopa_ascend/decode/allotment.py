@@ -141,13 +141,15 @@ class Allotment:
         while candidates:
             _, index = heapq.heappop(candidates)
             ask, count = asks[index], chosen[index]
-            more = num_tokens + ask.costs[count + 1] - ask.costs[count]
-            gain = worth + self._expected(ask, count)
-            pays = gain * self._seconds(num_tokens) > worth * self._seconds(more)
-            is_too_much = more > self.max_tokens and more > num_tokens  # a row without tokens of its own always fits
+            # With the next row of this request:
+            next_tokens = num_tokens + ask.costs[count + 1] - ask.costs[count]
+            next_worth = worth + self._expected(ask, count)
+            pays = next_worth * self._seconds(num_tokens) > worth * self._seconds(next_tokens)
+            adds_tokens = next_tokens > num_tokens  # a row without tokens of its own always fits
+            is_too_much = adds_tokens and next_tokens > self.max_tokens
             if is_too_much or not pays:
                 continue
-            chosen[index], num_tokens, worth = count + 1, more, gain
+            chosen[index], num_tokens, worth = count + 1, next_tokens, next_worth
             self._offer(candidates, asks, [index], chosen)
         self._num_tokens = num_tokens
         return chosen
@@ -162,16 +164,18 @@ class Allotment:
             self._beyond = self._agree(max(0, round(1e9 * beyond))) / 1e9
             self._observed.clear()
 
-    def learn(self, ask: Ask, record: StepRecord, saved_by_a_win: float = 1.0, given_up: Sequence[float] = ()) -> None:
+    def learn(
+        self, ask: Ask, record: StepRecord, saved_by_a_win: float = 1.0, wins_of_dropped: Sequence[float] = ()
+    ) -> None:
         """Counts which branches of a request have won: the winner, and those that have confirmed it.
 
         Args:
             saved_by_a_win: passes that a lookahead branch saves where it wins.
-            given_up: for each branch that was given up, by rank, the probability with which it would have won.
+            wins_of_dropped: for each branch that was dropped, by rank, the probability that it would have won.
         """
         num_lookaheads = len(record.branches) - 1
         won = {record.winner, *record.branches[record.winner].confirmed_by}
-        wins = [*(float(rank in won) for rank in range(num_lookaheads)), *given_up]
+        wins = [*(float(rank in won) for rank in range(num_lookaheads)), *wins_of_dropped]
         self._counts.setdefault(ask.kind, _Counts()).add([saved_by_a_win * win for win in wins])
 
     def _seconds(self, num_tokens: int) -> float:

@@ -95,14 +95,12 @@ class Branch:
 
     def masked_positions(self, mask: int) -> list[int]:
         """Absolute positions that hold the mask, ascending."""
+        return [position for block in self.blocks if block.masks for position in self.masked_in(block, mask)]
+
+    def masked_in(self, block: Block, mask: int) -> list[int]:
+        """Absolute positions of one of the generated blocks that hold the mask, ascending."""
         first, tokens = self.first, self.tokens
-        return [
-            position
-            for block in self.blocks
-            if block.masks
-            for position in range(block.start, block.end)
-            if tokens[position - first] == mask
-        ]
+        return [position for position in range(block.start, block.end) if tokens[position - first] == mask]
 
     def fill(self, fill: Fill, eos: Set[int]) -> None:
         """Puts a token into a masked position."""

@@ -65,17 +65,17 @@ def branch_scores(
     """
     weight = Fraction(fixed_point(params.creation_weight), SCALE)
     if params.branch_score == "expected":
-        own = _expected(branches, results, params)
+        unweighted = _expected(branches, results, params)
     elif params.branch_score == "pivot":
-        own = _pivot(branches, rows, results, params)
+        unweighted = _pivot(branches, rows, results, params)
     else:
         # Branches over tokens have entropies as confidences even if ``confidence`` is "max_prob": these choose the
         # pivot, and branches are scored by probability.
         for_pivot_alone = params.ranking != params.confidence and params.branch_score != "entropy"
         totals = [branch_score(r.max_probs if for_pivot_alone else r.confidences, params) for r in results]
-        own = [Fraction(total, count * SCALE) for total, count in totals]
+        unweighted = [Fraction(total, count * SCALE) for total, count in totals]
     scores = []
-    for branch, score in zip(branches, own, strict=True):
+    for branch, score in zip(branches, unweighted, strict=True):
         creation = SCALE if branch.lookahead is None else fixed_point(branch.lookahead.confidence)
         scores.append((1 - weight) * score + weight * Fraction(creation, SCALE))
     return scores
@@ -90,12 +90,20 @@ def _expected(branches: Sequence[Branch], results: Sequence[RowResult], params: 
     its own tokens filled already.
     """
     tau = fixed_point(params.tau_conf)
+
+    def passing(prob: float) -> int:
+        """min(1, prob / tau_conf) on the integer grid of branch scores."""
+        return min(SCALE, fixed_point(prob) * SCALE // tau) if tau else SCALE
+
     num_own = [len(branch.own_fills) for branch in branches]
     most = max(own + len(result.max_probs) for own, result in zip(num_own, results, strict=True))
     scores = []
     for own, result in zip(num_own, results, strict=True):
-        passing = [min(SCALE, fixed_point(prob) * SCALE // tau) if tau else SCALE for prob in result.max_probs]
-        scores.append(Fraction(own * SCALE + sum(passing), most * SCALE) if passing else Fraction(1))
+        if result.max_probs:
+            filled = own * SCALE + sum(map(passing, result.max_probs))
+            scores.append(Fraction(filled, most * SCALE))
+        else:
+            scores.append(Fraction(1))
     return scores
 
 

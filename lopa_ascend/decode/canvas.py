@@ -78,11 +78,9 @@ class Parallel(Canvas):
     def num_counted(self) -> int:
         return first_masked(self.anchor).start - len(self.prompt)
 
-    def _masked(self, branch: Branch, block: Block) -> list[int]:
-        return [q for q in range(block.start, block.end) if branch.tokens[q - branch.first] == self.mask]
-
     def _row(self, branch: Branch) -> RowPlan:
-        return self._whole_row(branch, self._masked(branch, first_masked(branch)) if branch.masks else ())
+        masked = branch.masked_in(first_masked(branch), self.mask) if branch.masks else ()
+        return self._whole_row(branch, masked)
 
     def _choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
         accepted = self.accept(predicted)

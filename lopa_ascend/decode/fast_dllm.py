@@ -30,6 +30,6 @@ class FastDllm(Parallel):
             tokens=tuple(branch.tokens[block.start - first : end - first]),
             compute_from=block.start,
             entry_ends=(end,),
-            masked=tuple(self._masked(branch, block)),
+            masked=tuple(branch.masked_in(block, self.mask)),
             stale_end=branch.end,
         )

@@ -74,7 +74,8 @@ class Lookaheads(Strategy):
             return []
         block = first_masked(anchor)
         here = [fill for fill in open_positions if fill.position < block.end]
-        return pivot_fills(*self._won, here, self.params, self.ends)
+        row, result = self._won
+        return pivot_fills(row, result, here, self.params, self.ends)
 
     def _branches(self, anchor: Branch, drafts: Sequence[Sequence[Fill]]) -> list[Branch]:
         """A lookahead branch for each of ``drafts``, which are its own tokens; and the anchor after them."""

@@ -25,8 +25,8 @@ class Strategy(ABC):
         limit: the most positions that the sequence can have.
         ends: token ids that end the answer.
         is_stuck: the last pass filled nothing that a rule had accepted.
-        given_up: for each lookahead branch that ``keep`` dropped from the last pass, by rank: the probability that it
-            would have won. Empty if the pass does not show this.
+        wins_of_dropped: for each lookahead branch that ``keep`` dropped from the last pass, by rank: the probability
+            that it would have won. Empty if the pass does not show this.
         saved_by_a_win: forward passes that a lookahead branch saves when it wins.
         accept: the acceptance rule.
 
@@ -59,7 +59,7 @@ class Strategy(ABC):
         self.num_committed = num_committed
         self.num_forwards = 0
         self.is_stuck = False
-        self.given_up: tuple[float, ...] = ()
+        self.wins_of_dropped: tuple[float, ...] = ()
         self._won: tuple[RowPlan, RowResult]
         """The winner's row of the last forward pass, and its predictions."""
         state = BlockState.IN_CACHE if num_committed == len(prompt) else BlockState.TO_CACHE

@@ -25,32 +25,34 @@ from lopa_ascend.types import Fill, RowResult, SequencePlan
 Place = tuple[int, int]
 """(position, token id)."""
 Confirmed = Mapping[Place, tuple[int, Fill]]
-"""What confirms tokens of a branch: the index of the branch that predicts it, and its prediction."""
+"""By place of a branch's own token: the index of the branch that confirms the token, and that branch's prediction."""
 
 
 class DraftingLopa(Lopa):
     """What both kinds of confirmation have in common."""
 
-    _left_out: Sequence[Branch] = ()
-    """Lookahead branches of this pass that were given up."""
+    _dropped: Sequence[Branch] = ()
+    """Lookahead branches of this pass that ``keep`` has dropped."""
     _would_win_if_confirmed: ClassVar[float] = 1.0
-    """Measured: how often a branch that was given up, and is the first that the anchor confirms, would have won."""
+    """Measured: how often a dropped branch that is the first one that the anchor confirms would have won."""
 
     def keep(self, plan: SequencePlan, num_lookaheads: int) -> SequencePlan:
-        self._left_out = self.branches[:-1][num_lookaheads:]
+        self._dropped = self.branches[:-1][num_lookaheads:]
         return super().keep(plan, num_lookaheads)
 
     def _spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
-        """With ``lookahead_depth`` above 1 the sets of ``draft_ranks``. Positions of fully activated blocks have the
-        first ranks: in these D2F fills something in every pass."""
+        """With ``lookahead_depth`` above 1, one branch for each set of ``draft_ranks``, and the anchor after them.
+        Positions of fully activated blocks have the first ranks: in these blocks D2F fills something in every pass."""
         if self.params.lookahead_depth == 1:
             return super()._spawn(anchor, open_positions)
         anchor.activate(self.params.tau_act)  # as the next plan does
-        active = [range(block.start, block.end) for block in anchor.blocks if block.activated]
-        ranked = sorted(
-            open_positions,
-            key=lambda fill: (not any(fill.position in block for block in active), -fill.confidence, fill.position),
-        )
+        activated = [range(block.start, block.end) for block in anchor.blocks if block.activated]
+
+        def place_in_ranking(fill: Fill) -> tuple[bool, float, int]:
+            is_in_activated = any(fill.position in block for block in activated)
+            return not is_in_activated, -fill.confidence, fill.position
+
+        ranked = sorted(open_positions, key=place_in_ranking)
         shapes = draft_ranks(min(len(ranked), self._num_wanted), self.params.lookahead_depth, self._num_wanted)
         return self._branches(anchor, [[ranked[rank] for rank in shape] for shape in shapes])
 
@@ -61,7 +63,7 @@ class DraftingLopa(Lopa):
         branch = self.branches[winner]
         if branch.lookahead is not None:
             branch.confirm([confirmed[_place(fill)] for fill in branch.own_fills])
-        self.given_up = self._would_win(winner, predicted[-1])
+        self.wins_of_dropped = self._would_win(winner, predicted[-1])
         return winner, [float(score) for score in scores]
 
     @abstractmethod
@@ -74,19 +76,19 @@ class DraftingLopa(Lopa):
         """
 
     def _would_win(self, winner: int, predicted: list[Fill]) -> tuple[float, ...]:
-        """For each branch that was left out of this pass, the probability that it would have won. Only the first one
-        that the anchor confirms could have won, and only if the anchor has won the pass.
+        """For each dropped branch of this pass, the probability that it would have won. Only the first one that the
+        anchor confirms could have won, and only if the anchor has won the pass.
 
         Args:
             winner: index of the branch that has won.
             predicted: the predictions for the anchor.
         """
-        left_out, self._left_out = self._left_out, ()
-        probabilities = [0.0] * len(left_out)
+        dropped, self._dropped = self._dropped, ()
+        probabilities = [0.0] * len(dropped)
         anchor_won = winner == len(self.branches) - 1
-        if left_out and anchor_won:
+        if dropped and anchor_won:
             fills, _ = self._choose(self.branches[winner], predicted)
-            first = next((rank for rank, branch in enumerate(left_out) if self._confirms(fills, branch)), None)
+            first = next((rank for rank, branch in enumerate(dropped) if self._confirms(fills, branch)), None)
             if first is not None:
                 probabilities[first] = self._would_win_if_confirmed
         return tuple(probabilities)

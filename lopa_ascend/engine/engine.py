@@ -200,8 +200,8 @@ class Engine:
         sequence = self.scheduler.running.get(request_id)
         if sequence is not None:
             self.runner.release(sequence)
-        has_lost_update = self._open_step is not None and self._open_step.pop(request_id, None) is not None
-        return self.scheduler.remove(request_id) or has_lost_update
+        interrupted = None if self._open_step is None else self._open_step.pop(request_id, None)
+        return self.scheduler.remove(request_id) or interrupted is not None
 
     def has_work(self) -> bool:
         """Whether ``step`` has something to do: requests run or wait, or those of an interrupted step must be ended."""

@@ -119,7 +119,7 @@ class Scheduler:
             return _CachedPrompt(entry, entry.full_pages)
         if not self.approximate:
             return _CachedPrompt()
-        return _CachedPrompt(full_pages=self.prefix_cache.longest(key))
+        return _CachedPrompt(full_pages=self.prefix_cache.longest_common_pages(key))
 
     def _fits(self, request: Request, cached: _CachedPrompt) -> bool:
         """Whether the request, if it reuses the cached pages, and all running ones can get every page they may need."""

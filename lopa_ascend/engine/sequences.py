@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lopa_ascend.config import ModelConfig
+from lopa_ascend.config.decoding import banned_ids
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.bad_words import BadWords
 from lopa_ascend.kv.pages import PageTables
@@ -46,10 +47,9 @@ class SequenceFactory:
         return sequence
 
     def _bad_words(self, request: Request) -> BadWords | None:
-        words = request.params.bad_words
-        assert not any(isinstance(word, str) for word in words), "the engine knows no text"
-        token_ids = [word for word in words if not isinstance(word, str)]
-        return BadWords(token_ids, self.model.mask_token_id) if token_ids else None
+        words = banned_ids(request.params)
+        assert len(words) == len(request.params.bad_words), "the engine knows no text"
+        return BadWords(words, self.model.mask_token_id) if words else None
 
     def _scoring(self, request: Request, eos: tuple[int, ...]) -> Scoring:
         # Fields without effect keep their defaults, so that more requests are scored together.

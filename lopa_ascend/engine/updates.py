@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lopa_ascend.sequence import Sequence
-from lopa_ascend.types import Alternatives, SequenceResult, Update
+from lopa_ascend.types import Alternatives, SequenceResult, Update, winner_rank
 
 
 def make_update(sequence: Sequence, result: SequenceResult) -> Update:
@@ -18,9 +18,6 @@ def make_update(sequence: Sequence, result: SequenceResult) -> Update:
     final = strategy.final_tokens()
     new = slice(sequence.num_reported, len(final))
     sequence.num_reported = len(final)
-    winner = None
-    if record is not None:  # in evaluation order the anchor comes last; readers count it as 0
-        winner = (record.winner + 1) % len(record.branches)
     finish_reason, stop_token_id = None, None
     if result.error is not None:
         finish_reason = "error"
@@ -34,7 +31,7 @@ def make_update(sequence: Sequence, result: SequenceResult) -> Update:
         num_forwards=strategy.num_forwards,
         num_positions=strategy.num_opened,
         model_tokens=sequence.model_tokens,
-        winner=winner,
+        winner=None if record is None else winner_rank(record),
         cached_tokens=sequence.num_cached,
         finish_reason=finish_reason,
         stop_token_id=stop_token_id,

@@ -32,7 +32,7 @@ class PageAllocator:
         self._free = list(range(num_pages - 1, -1, -1))
         self._references = [0] * num_pages
         self._cached_references = [0] * num_pages
-        """Of the references of each page, those of the prefix cache."""
+        """By page: how many of its references are the prefix cache's."""
 
     @property
     def num_free(self) -> int:
@@ -52,10 +52,9 @@ class PageAllocator:
         Raises:
             OutOfPages: none is free, and nothing can be reclaimed.
         """
-        while not self._free and self.reclaim():
-            pass
-        if not self._free:
-            raise OutOfPages(f"all {self.num_pages} KV pages are in use")
+        while not self._free:
+            if not self.reclaim():
+                raise OutOfPages(f"all {self.num_pages} KV pages are in use")
         page = self._free.pop()
         self._references[page] = 1
         return page

@@ -80,7 +80,7 @@ class PrefixCache:
             self._entries.move_to_end(key)
         return entry
 
-    def longest(self, key: PrefixKey) -> tuple[int, ...]:
+    def longest_common_pages(self, key: PrefixKey) -> tuple[int, ...]:
         """The pages that a prompt without an entry can reuse: the whole pages that it has in common with the cached
         prompt that begins like it for longest. At least one token of the prompt is left to compute.
 

@@ -8,6 +8,8 @@ that made them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -22,71 +24,66 @@ from lopa_ascend.sequence import Sequence
 from lopa_ascend.types import SequencePlan, StepRecord
 
 
-def note_alternatives(
-    sequence: Sequence,
-    plan: SequencePlan,
-    record: StepRecord,
-    job: Job | None,
-    placement: Placement,
-    model: Model,
-    bp: Group,
-) -> None:
-    """Records the lists of one forward pass in ``sequence.alternatives``, on every rank.
+@dataclass(frozen=True)
+class AlternativesRecorder:
+    """Records the lists of one rank's sequences."""
 
-    Args:
-        plan: what was computed.
-        record: what the pass did; the sequence's next branches have begun.
-        job: what this rank's group predicted, branch by branch.
-    """
-    lookaheads = {fill.position for branch in sequence.strategy.branches for fill in branch.own_fills}
-    wanted = {record.winner: {fill.position for fill in record.fills} | lookaheads}
-    won = record.branches[record.winner]
-    for fill, branch in zip(won.own_fills, won.confirmed_by, strict=False):  # as published, nothing confirms a token
-        wanted.setdefault(branch, set()).add(fill.position)
-    for branch, positions in wanted.items():
-        if positions:
-            _note(sequence, plan, branch, sorted(positions), job, placement, model, bp)
+    model: Model
+    placement: Placement
+    bp: Group
+    """The ranks that hold the same part of the model and evaluate other branches."""
 
+    def record(self, sequence: Sequence, plan: SequencePlan, record: StepRecord, job: Job | None) -> None:
+        """Records the lists of one forward pass in ``sequence.alternatives``, on every rank.
 
-def _note(
-    sequence: Sequence,
-    plan: SequencePlan,
-    branch: int,
-    positions: list[int],
-    job: Job | None,
-    placement: Placement,
-    model: Model,
-    bp: Group,
-) -> None:
-    """Records the lists of some positions, as one branch predicted them.
+        Args:
+            plan: what was computed.
+            record: what the pass did; the sequence's next branches have begun.
+            job: what this rank's group predicted, branch by branch.
+        """
+        lookaheads = {fill.position for branch in sequence.strategy.branches for fill in branch.own_fills}
+        wanted = {record.winner: {fill.position for fill in record.fills} | lookaheads}
+        won = record.branches[record.winner]
+        # As published, nothing confirms a token: ``confirmed_by`` is empty then.
+        for fill, branch in zip(won.own_fills, won.confirmed_by, strict=False):
+            wanted.setdefault(branch, set()).add(fill.position)
+        for branch, positions in wanted.items():
+            if positions:
+                self._record_branch(sequence, plan, branch, sorted(positions), job)
 
-    Args:
-        branch: index in ``plan.rows``.
-        positions: masked positions of that row, ascending.
-    """
-    count = sequence.request.params.top_logprobs
-    group, _ = placement.home(branch)
-    message = torch.zeros(len(positions), 2 * count, device=model.head.device)
-    if bp.rank == group:
-        assert job is not None
-        num_before = sum(len(plan.rows[before].masked) for before in range(group, branch, placement.size))
-        index = num_before + np.searchsorted(plan.rows[branch].masked, positions)
-        message = _lists(job, index, count, model)
-    message = bp.broadcast(message, group, "top_logprobs")
-    ids, probs = message.cpu().split(count, dim=1)
-    for position, tokens, values in zip(positions, ids.long().tolist(), probs.tolist(), strict=True):
-        pairs = zip(tokens, values, strict=True)
-        sequence.alternatives[position] = tuple((token, prob) for token, prob in pairs if prob > 0)
+    def _record_branch(
+        self, sequence: Sequence, plan: SequencePlan, branch: int, positions: list[int], job: Job | None
+    ) -> None:
+        """Records the lists of some positions, as one branch predicted them.
 
+        Args:
+            branch: index in ``plan.rows``.
+            positions: masked positions of that row, ascending.
+        """
+        count = sequence.request.params.top_logprobs
+        group, _ = self.placement.home(branch)
+        message = torch.zeros(len(positions), 2 * count, device=self.model.head.device)
+        if self.bp.rank == group:
+            assert job is not None
+            earlier_rows = plan.rows[group : branch : self.placement.size]  # of the same group
+            num_before = sum(len(row.masked) for row in earlier_rows)
+            index = num_before + np.searchsorted(plan.rows[branch].masked, positions)
+            message = self._lists(job, index, count)
+        message = self.bp.broadcast(message, group, "top_logprobs")
+        ids, probs = message.cpu().split(count, dim=1)
+        for position, tokens, values in zip(positions, ids.long().tolist(), probs.tolist(), strict=True):
+            pairs = zip(tokens, values, strict=True)
+            sequence.alternatives[position] = tuple((token, prob) for token, prob in pairs if prob > 0)
 
-def _lists(job: Job, index: NDArray[np.int64], count: int, model: Model) -> Tensor:
-    """Token ids, which float32 holds exactly up to 2^24, and probabilities, float32 [n, 2 * count].
+    def _lists(self, job: Job, index: NDArray[np.int64], count: int) -> Tensor:
+        """Token ids, which float32 holds exactly up to 2^24, and probabilities, float32 [n, 2 * count].
 
-    Args:
-        index: of the hidden states in ``job``.
-    """
-    logits = model.logits(job.hidden[torch.from_numpy(index).to(job.hidden.device)])
-    if job.adjustment is not None:
-        logits = job.adjustment.apply(logits, model.first_token_id)
-    found = most_probable(logits, job.scoring, count, model.first_token_id, model.tp)
-    return torch.cat([found.ids.float(), found.probs], -1)
+        Args:
+            index: of the hidden states in ``job``.
+        """
+        model = self.model
+        logits = model.logits(job.hidden[torch.from_numpy(index).to(job.hidden.device)])
+        if job.adjustment is not None:
+            logits = job.adjustment.apply(logits, model.first_token_id)
+        found = most_probable(logits, job.scoring, count, model.first_token_id, model.tp)
+        return torch.cat([found.ids.float(), found.probs], -1)

@@ -20,7 +20,7 @@ from lopa_ascend.model.base import ForwardInputs, Model
 from lopa_ascend.parallel.collectives import ALONE, Group
 from lopa_ascend.parallel.placement import Placement
 from lopa_ascend.probe import Probe, no_probe
-from lopa_ascend.runner.alternatives import note_alternatives
+from lopa_ascend.runner.alternatives import AlternativesRecorder
 from lopa_ascend.runner.bans import bans_for
 from lopa_ascend.runner.layout import BEFORE_WINDOW, Layout, Part, build_layout
 from lopa_ascend.runner.scoring import Job, Scorer
@@ -61,6 +61,7 @@ class EagerExecutor:
         self.model, self.pool, self.ops, self.bp = model, pool, ops, bp
         self.placement = Placement(bp.size, bp.rank)
         self.scorer = Scorer(model, ops)
+        self._alternatives = AlternativesRecorder(model, self.placement, bp)
         self.probe: Probe = no_probe
         self.num_rows = self.idle_rows = 0
 
@@ -101,7 +102,7 @@ class EagerExecutor:
             return SequenceResult(sequence.request_id, None, NOT_FINITE)
         record = sequence.strategy.absorb(share.plan, results, forward.model_tokens, forward.head_rows)
         if sequence.request.params.top_logprobs:
-            note_alternatives(sequence, share.plan, record, forward.job, self.placement, self.model, self.bp)
+            self._alternatives.record(sequence, share.plan, record, forward.job)
         self.commit(sequence, share, step, record.winner, forward)
         sequence.plan = sequence.strategy.plan()
         return SequenceResult(sequence.request_id, record)

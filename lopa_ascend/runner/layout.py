@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from lopa_ascend.backend import Entries
-from lopa_ascend.kv.pages import PAGE_SIZE
+from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
 from lopa_ascend.kv.slot_mapping import slot_mapping
 from lopa_ascend.types import RowPlan, SequenceStep, Share
 
@@ -241,7 +241,7 @@ def _writes(share: Share, step: SequenceStep, row_tokens: Sequence[Indices]) -> 
 
 def _page_tables(tables: Sequence[Sequence[int]], kv_lengths: Sequence[int]) -> torch.Tensor:
     """int32 [entries, pages]; the columns after an entry's own pages repeat its last page."""
-    width = -(-max(kv_lengths) // PAGE_SIZE)
+    width = pages_for(max(kv_lengths))
     out = np.empty((len(tables), width), dtype=np.int32)
     for row, table in zip(out, tables, strict=True):
         pages = table[:width]

@@ -80,8 +80,8 @@ class Runner:
             results = self._run_eagerly(plan.sequences, sequences, [])
         else:
             launched, eager = self.graphs.launch(plan, sequences)
-            run_eagerly = {step.request_id for step in eager}
-            beside = [sequences[s.request_id] for s in plan.sequences if s.request_id not in run_eagerly]
+            eager_ids = {step.request_id for step in eager}
+            beside = [sequences[step.request_id] for step in plan.sequences if step.request_id not in eager_ids]
             results = self._run_eagerly(eager, sequences, beside) if eager else []
             results += self.graphs.collect(launched, sequences)
         for result in results:
@@ -106,12 +106,14 @@ class Runner:
             beside: the other sequences of the step, which graphs decode.
         """
         chosen = [sequences[step.request_id] for step in steps]
-        by_load = [s for s in chosen if s.request.params.follows_load and s.plan is not None]
+        by_load = [
+            sequence for sequence in chosen if sequence.request.params.follows_load and sequence.plan is not None
+        ]
         if not by_load:
             return self.eager.run(chosen, steps)
         assert self.allotment is not None
-        others = [self._num_computed(s) for s in chosen if s not in by_load]
-        others += [s.demand.num_computed for s in beside if s.demand is not None]
+        others = [self._num_computed(sequence) for sequence in chosen if sequence not in by_load]
+        others += [sequence.demand.num_computed for sequence in beside if sequence.demand is not None]
         asks = self._allot_branches(self.allotment, by_load, others)
         start = time.perf_counter()
         results = self.eager.run(chosen, steps)
@@ -120,7 +122,7 @@ class Runner:
             ask = asks.get(result.request_id)
             if ask is not None and result.record is not None:
                 strategy = sequences[result.request_id].strategy
-                self.allotment.learn(ask, result.record, strategy.saved_by_a_win, strategy.given_up)
+                self.allotment.learn(ask, result.record, strategy.saved_by_a_win, strategy.wins_of_dropped)
         return results
 
     def _allot_branches(self, allotment: Allotment, by_load: list[Sequence], others: list[int]) -> dict[str, Ask]:
@@ -134,13 +136,18 @@ class Runner:
         Returns:
             By request id: what the allotment was asked.
         """
-        asks = [Ask(s.strategy.params, s.strategy.is_stuck, self.eager.placement.costs(planned(s))) for s in by_load]
+        asks = [self._ask(sequence) for sequence in by_load]
         counts = allotment.choose(asks, others)
         for sequence, count in zip(by_load, counts, strict=True):
             sequence.plan = sequence.strategy.keep(planned(sequence), count)
         return {sequence.request_id: ask for sequence, ask in zip(by_load, asks, strict=True)}
 
+    def _ask(self, sequence: Sequence) -> Ask:
+        strategy = sequence.strategy
+        return Ask(strategy.params, strategy.is_stuck, self.eager.placement.costs(planned(sequence)))
+
     def _num_computed(self, sequence: Sequence) -> int:
+        """The tokens that the group that computes most computes of a sequence's next pass."""
         return self.eager.placement.demand(planned(sequence)).num_computed
 
     def _demand(self, sequence: Sequence) -> Demand | None:

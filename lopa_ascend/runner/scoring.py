@@ -61,11 +61,7 @@ class Scorer:
     def __init__(self, model: Model, ops: Ops) -> None:
         self.model, self.ops = model, ops
 
-    def score(
-        self,
-        jobs: List[Job],
-        probe: Probe,
-    ) -> list[Predictions]:
+    def score(self, jobs: List[Job], probe: Probe) -> list[Predictions]:
         """The predictions of each job."""
         out: list[Predictions] = []
         for batch in _batches(jobs):
@@ -88,16 +84,11 @@ class Scorer:
             rows, where = torch.cat([rows, rows[-1:]]), torch.cat([where, where[-1:]])
         tp = self.model.tp
         is_split = tp.size > 1
-        limit = CANDIDATES if is_split else None
-        first_job = batch.jobs[0]  # the only one if it has an adjustment or bans
         pieces: list[tuple[Tensor, ...]] = []  # statistics of this shard if the vocabulary is split, else predictions
         for chunk, chunk_positions in zip(rows.split(HEAD_ROWS), where.split(HEAD_ROWS), strict=True):
             logits = self.model.logits(chunk).split(SCORE_ROWS)
             for piece, at in zip(logits, chunk_positions.split(SCORE_ROWS), strict=True):
-                if first_job.adjustment is not None:
-                    piece = first_job.adjustment.apply(piece, self.model.first_token_id)
-                bans = None if first_job.bans is None else first_job.bans.within(SCORE_ROWS * len(pieces), len(piece))
-                shard = shard_scores(piece, scoring, at, round_, self.model.first_token_id, limit, bans)
+                shard = self._shard_scores(piece, at, batch, first_row=SCORE_ROWS * len(pieces))
                 if is_split:
                     pieces.append((shard,))
                 else:  # merged at once, while the statistics are in the CPU's cache
@@ -111,6 +102,22 @@ class Scorer:
             ids, candidate_probs = candidates
             predictions = predictions._replace(candidates=ids.astype(np.int32), candidate_probs=candidate_probs)
         return predictions
+
+    def _shard_scores(self, logits: Tensor, positions: Tensor, batch: _Batch, first_row: int) -> Tensor:
+        """The statistics of this rank's shard for some rows of a batch; see ``shards.shard_scores``.
+
+        Args:
+            logits: of these rows [R, local_vocab_size].
+            positions: which they predict, int64 [R].
+            first_row: index of the first of them in the batch.
+        """
+        first_token_id = self.model.first_token_id
+        job = batch.jobs[0]  # the only one if it has an adjustment or bans
+        if job.adjustment is not None:
+            logits = job.adjustment.apply(logits, first_token_id)
+        bans = None if job.bans is None else job.bans.within(first_row, len(logits))
+        limit = CANDIDATES if self.model.tp.size > 1 else None
+        return shard_scores(logits, batch.scoring, positions, batch.round, first_token_id, limit, bans)
 
 
 def _batches(jobs: List[Job]) -> list[_Batch]:

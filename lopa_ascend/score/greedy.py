@@ -92,7 +92,8 @@ class GreedyScore:
 
     def _score_shard(self, logits: Tensor) -> _ShardStats:
         wide = logits.float()
-        best, index = (wide + self._never_chosen if self._has_choice else wide).max(-1, keepdim=True)
+        choosable = wide + self._never_chosen if self._has_choice else wide
+        best, index = choosable.max(-1, keepdim=True)
         log_shares = torch.log_softmax(wide, -1)
         log_share = log_shares.gather(1, index)
         ids = self._ids.index_select(0, index.view(-1))

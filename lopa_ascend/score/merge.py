@@ -52,6 +52,7 @@ def merge_scores(stats: Tensor, scoring: Scoring, positions: Tensor, round_: int
         other = torch.maximum(by_name["other"].amax(0), values.scatter(-1, chosen, -math.inf).amax(-1))
         confidence = prob - scaled(other, high, temperature).exp() / total
     else:
+        # A shard's "dot" measures logits from the shard's largest one; with ``shift`` from the largest of all shards.
         dot = _sum_over_shards(weight * (by_name["dot"] + by_name["total"] * shift))
         confidence = dot / total - total.log()
     predicted = ids.gather(-1, chosen)[:, 0], prob, confidence

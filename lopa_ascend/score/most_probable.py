@@ -45,9 +45,8 @@ def most_probable(logits: Tensor, scoring: Scoring, count: int, first: int, tp: 
     best = pad(best[:, :count], missing, value=-math.inf)
     best_ids = pad(ids[order[:, :count]], missing)
     # Token ids are exact in float32 up to 2^24.
-    gathered = tp.all_gather(
-        torch.cat([log_total, best, best_ids.float()], -1), "vocabulary"
-    )  # [shards, R, 1 + 2 count]
+    message = torch.cat([log_total, best, best_ids.float()], -1)
+    gathered = tp.all_gather(message, "vocabulary")  # [shards, R, 1 + 2 count]
     log_totals, values, all_ids = gathered.transpose(0, 1).split([1, count, count], -1)  # [R, shards, ...] each
     ranked, order = values.flatten(1).sort(dim=-1, descending=True, stable=True)
     probs = (ranked[:, :count] - log_totals[..., 0].logsumexp(-1, keepdim=True)).exp()

@@ -72,7 +72,7 @@ class Predictions(NamedTuple):
         return bool(np.isfinite(self.confidences).all())
 
     def row_result(self) -> RowResult:
-        """The same as Python numbers, for a one-dimensional array."""
+        """The predictions as Python numbers; their arrays must be one-dimensional."""
         candidates: tuple[tuple[tuple[int, float], ...], ...] = ()
         if self.candidates is not None and self.candidate_probs is not None:
             pairs = zip(self.candidates.tolist(), self.candidate_probs.tolist(), strict=True)

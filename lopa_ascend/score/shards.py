@@ -168,8 +168,9 @@ def _ban(x: Tensor, scoring: Scoring, positions: Tensor, first: int, bans: Bans 
     """
     size, every_row = x.shape[-1], slice(None)
     places: list[Place] = []
-    if 0 <= scoring.mask - first < size:
-        places.append((every_row, slice(scoring.mask - first, scoring.mask - first + 1)))
+    mask_column = scoring.mask - first
+    if 0 <= mask_column < size:
+        places.append((every_row, slice(mask_column, mask_column + 1)))
     if scoring.num_token_ids < first + size:
         places.append((every_row, slice(max(scoring.num_token_ids - first, 0), None)))
     is_early = positions < scoring.min_position

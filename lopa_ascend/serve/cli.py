@@ -24,6 +24,7 @@ from lopa_ascend.config import (
     fitting_defaults,
     recommended_decoding,
 )
+from lopa_ascend.config.decoding import lookaheads_parameter
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.config.kinds import Boolean, Choice, Strings, Text, Words
 from lopa_ascend.config.presets import LIST, find_preset, presets_text
@@ -142,12 +143,7 @@ def _serve_config(given: Mapping[str, Any]) -> ServeConfig:
     params = DecodingParams(**decoding)
     # Graphs are compiled for what most requests will ask for, unless a flag says otherwise.
     engine = EngineConfig(**{**graph_settings(params), **field_values(given, ENGINE_FLAGS)})
-    if params.lookaheads > engine.max_num_branches:
-        name = "max_auto_branches" if params.is_auto else "num_branches"
-        by_default = f" by preset {given['preset']}" if "preset" in given else " by default"
-        by_default = "" if name in given else by_default
-        message = f"is {params.lookaheads}{by_default}, which exceeds --max-num-branches {engine.max_num_branches}"
-        raise ParameterError(name, message)
+    _check_lookaheads(given, params, engine)
     if rank_in_environment() is not None:
         Rendezvous.from_environment().check_world_size(engine)
     _check_stream_blocks(given, engine)
@@ -161,6 +157,21 @@ def _recommended(given: Mapping[str, Any], decoding: Mapping[str, Any]) -> dict[
         return fitting_defaults(recommended_decoding(given.get("model", DEMO_MODEL)), decoding)
     except ConfigError as error:
         raise ParameterError("model", f"cannot be served: {error}") from error
+
+
+def _check_lookaheads(given: Mapping[str, Any], params: DecodingParams, engine: EngineConfig) -> None:
+    """Refuses a default number of lookahead branches that no request may ask for."""
+    if params.lookaheads <= engine.max_num_branches:
+        return
+    name = lookaheads_parameter(params)
+    if name in given:
+        origin = ""
+    elif "preset" in given:
+        origin = f" by preset {given['preset']}"
+    else:
+        origin = " by default"
+    message = f"is {params.lookaheads}{origin}, which exceeds --max-num-branches {engine.max_num_branches}"
+    raise ParameterError(name, message)
 
 
 def _check_stream_blocks(given: Mapping[str, Any], engine: EngineConfig) -> None:

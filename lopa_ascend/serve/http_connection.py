@@ -79,11 +79,10 @@ class HttpConnection(H11Protocol):
         Directly after an answer uvicorn's own timer runs, until the client sends something."""
         state = self.conn.their_state
         is_awaited = state is h11.IDLE or (state is h11.SEND_BODY and self.conn.our_state is h11.DONE)
-        if not is_awaited or self.timeout_keep_alive_task is not None or state is not self._timed_state:
+        must_send = is_awaited and self.timeout_keep_alive_task is None
+        if not must_send or state is not self._timed_state:
             self._stop_timer()
-        if not is_awaited or self.timeout_keep_alive_task is not None or self.transport.is_closing():
-            return
-        if self._timer is None:
+        if must_send and self._timer is None and not self.transport.is_closing():
             self._timer, self._timed_state = self.loop.call_later(HEAD_TIMEOUT, self._on_timeout), state
 
     def _stop_timer(self) -> None:

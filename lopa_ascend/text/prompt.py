@@ -109,24 +109,35 @@ class Prompts:
         Raises:
             ParameterError: there are stop strings or texts in ``bad_words``, and no tokenizer.
         """
-        has_text = {"stop": bool(params.stop), "bad_words": any(isinstance(word, str) for word in params.bad_words)}
-        for name, needs_tokenizer in has_text.items():
-            if needs_tokenizer and self.tokenizer is None:
-                raise ParameterError(name, f"needs a tokenizer, and {self._model_name} has no tokenizer files")
-        if self.tokenizer is not None:
-            special = [token for text in params.stop if (token := self.tokenizer.special_id_of(text)) is not None]
-            if special := [token for token in special if token not in (self._mask_token_id, *params.stop_token_ids)]:
-                params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
-        if not has_text["bad_words"]:
+        has_banned_texts = any(isinstance(word, str) for word in params.bad_words)
+        if self.tokenizer is None:
+            for name, needs_tokenizer in (("stop", bool(params.stop)), ("bad_words", has_banned_texts)):
+                if needs_tokenizer:
+                    raise ParameterError(name, f"needs a tokenizer, and {self._model_name} has no tokenizer files")
             return params
-        words: dict[tuple[int, ...], None] = {}
-        for word in params.bad_words:
-            for ids in self._forms(word) if isinstance(word, str) else [word]:
-                words[ids] = None
-        return replace(params, bad_words=tuple(words))
+        special = _special_stops(params, self.tokenizer, self._mask_token_id)
+        if special:
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, *special))
+        if has_banned_texts:
+            params = replace(params, bad_words=_words_as_ids(params.bad_words, self.tokenizer))
+        return params
 
-    def _forms(self, word: str) -> list[tuple[int, ...]]:
-        """The token ids of a text at the beginning of an answer, and after a space."""
-        assert self.tokenizer is not None
-        bare = word.lstrip(" ")
-        return [ids for text in (bare, f" {bare}") if (ids := tuple(self.tokenizer.encode(text)))]
+
+def _special_stops(params: DecodingParams, tokenizer: Tokenizer, mask_token_id: int) -> list[int]:
+    """The ids of stop strings that are special tokens, but for the mask and those that are stop token ids already."""
+    known = (mask_token_id, *params.stop_token_ids)
+    ids = map(tokenizer.special_id_of, params.stop)
+    return [token for token in ids if token is not None and token not in known]
+
+
+def _words_as_ids(words: Sequence[str | tuple[int, ...]], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """The words as token ids, each once. A text becomes two words: alone, and after a space."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        if isinstance(word, str):
+            bare = word.lstrip(" ")
+            found |= dict.fromkeys(tuple(tokenizer.encode(text)) for text in (bare, f" {bare}"))
+        else:
+            found[word] = None
+    found.pop((), None)  # of a text without tokens
+    return tuple(found)

@@ -57,13 +57,16 @@ class TextStream:
         """The whole text, given all tokens. Nothing is held back; an incomplete UTF-8 sequence becomes U+FFFD."""
         return self._advance(token_ids, final=True)
 
+    @property
+    def _length(self) -> int:
+        """Characters of the whole text so far."""
+        return len(self._shown) + len(self._held)
+
     def _advance(self, token_ids: Sequence[int], final: bool) -> str:
         if self.stopped is not None:
             return self._shown
         self._decode_new(token_ids, final)
-        end = len(self._shown) + len(self._held)
-        if self._search is not None:
-            end = self._search_new(self._search, final)
+        end = self._length if self._search is None else self._search_new(self._search, final)
         num_released = end - len(self._shown)
         self._shown += self._held[:num_released]
         self._held = self._held[num_released:]
@@ -71,7 +74,7 @@ class TextStream:
 
     def _decode_new(self, token_ids: Sequence[int], final: bool) -> None:
         """Adds the text of tokens that have not been decoded yet to the held text."""
-        length = len(self._shown) + len(self._held)
+        length = self._length
         chunks = [self._held]
         for token in token_ids[len(self._lengths) :]:
             if not self._tokenizer.is_special(token):
@@ -91,11 +94,11 @@ class TextStream:
             Characters of the whole text that may be shown.
         """
         if len(self._lengths) < self._min_tokens:  # no stop string counts yet
-            min_end = len(self._shown) + len(self._held)
+            min_end = self._length
         else:
             min_end = self._lengths[self._min_tokens - 1] if self._min_tokens else 0
         search.search(self._held[search.length - len(self._shown) :], min_end)
-        end = len(self._shown) + len(self._held) if final else search.open_start
+        end = self._length if final else search.open_start
         if search.found is None:
             return end
         if final or search.is_decided:

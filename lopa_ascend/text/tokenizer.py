@@ -77,8 +77,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids. Bytes that are not UTF-8 become U+FFFD; ids that do not exist become nothing."""
-        skip = self.is_special if skip_special_tokens else lambda _: False
-        return b"".join(self.piece(token) for token in ids if not skip(token)).decode(errors="replace")
+        shown = [token for token in ids if not (skip_special_tokens and self.is_special(token))]
+        return b"".join(map(self.piece, shown)).decode(errors="replace")
 
     def is_special(self, token: int) -> bool:
         """Whether a token id is that of a special token."""

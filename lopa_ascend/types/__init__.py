@@ -1,6 +1,6 @@
 """The nouns that every room shares: plain data, without torch and without imports of ours."""
 
-from lopa_ascend.types.decode import BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord
+from lopa_ascend.types.decode import BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord, winner_rank
 from lopa_ascend.types.output import Alternatives, GenerationOutput, Progress, Update
 from lopa_ascend.types.stats import EngineStats, GraphStats, RankReport, Traffic
 from lopa_ascend.types.step import (
@@ -39,4 +39,5 @@ __all__ = [
     "StepResult",
     "Traffic",
     "Update",
+    "winner_rank",
 ]

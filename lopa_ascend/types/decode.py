@@ -144,3 +144,9 @@ class StepRecord:
         """
         start, end = self.span
         return len(self.branches) * (end - max(start, prompt_length))
+
+
+def winner_rank(record: StepRecord) -> int:
+    """0 if the anchor won the pass, r if the lookahead branch of rank r (from 1) did."""
+    is_anchor = record.winner == len(record.branches) - 1
+    return 0 if is_anchor else record.winner + 1

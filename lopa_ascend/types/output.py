@@ -18,7 +18,7 @@ class Update:
     token_ids: tuple[int, ...]
     """Tokens that became final in this step, in order. Final tokens never change."""
     max_probs: tuple[float, ...]
-    """For each of them the probability at which it was filled."""
+    """For each of ``token_ids`` the probability at which it was filled."""
     num_forwards: int
     """Forward passes."""
     num_positions: int

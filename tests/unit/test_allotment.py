@@ -86,7 +86,7 @@ def test_branches_over_tokens_are_counted_apart() -> None:
     assert (allotment.choose([positions]), allotment.choose([tokens])) == ([1], [0])
 
 
-def test_branches_that_were_given_up_are_tried_once_they_would_have_won() -> None:
+def test_branches_that_were_dropped_are_tried_once_they_would_have_won() -> None:
     costs = StepCosts([(32, 1.0), (64, 1.4), (4096, 60.0)])
     allotment, ask = Allotment(costs, 10_000), Ask(AUTO, False, FULL[:2])
     assert allotment.choose([ask]) == [0]
@@ -119,7 +119,7 @@ def test_what_steps_take_beyond_their_costs_makes_rows_cheaper() -> None:
 
 @pytest.mark.parametrize(("acceptance", "probability"), [("verified", 0.7), ("exact", 1.0)])
 @pytest.mark.parametrize("token", [5, 6])
-def test_a_pass_shows_whether_a_branch_that_was_given_up_would_have_won(
+def test_a_pass_shows_whether_a_branch_that_was_dropped_would_have_won(
     acceptance: str, probability: float, token: int
 ) -> None:
     """The lookahead token is 5, and the anchor's next pass predicts it above tau_conf, or another token."""
@@ -134,10 +134,10 @@ def test_a_pass_shows_whether_a_branch_that_was_given_up_would_have_won(
         strategy.absorb(plan, found, 0, 0)
 
     step(5, (0.95, 0.5, *[0.2] * 6), 0)
-    assert not strategy.given_up
+    assert not strategy.wins_of_dropped
     assert strategy.branches[0].lookahead is not None
     step(token, (0.95, *[0.2] * 6), 0)
-    assert strategy.given_up == (probability * (token == 5),)
+    assert strategy.wins_of_dropped == (probability * (token == 5),)
 
 
 @pytest.mark.parametrize("bp", [1, 2, 4])

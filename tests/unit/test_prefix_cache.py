@@ -34,21 +34,21 @@ def differing_at(position: int) -> tuple[int, ...]:
 @pytest.mark.parametrize("offset", [0, 1, PAGE_SIZE - 1])
 def test_pages_before_the_first_difference_can_be_reused(page: int, offset: int) -> None:
     cache = cache_of(PROMPT)
-    assert cache.longest(key(differing_at(page * PAGE_SIZE + offset))) == tuple(range(page))
+    assert cache.longest_common_pages(key(differing_at(page * PAGE_SIZE + offset))) == tuple(range(page))
 
 
 def test_one_token_is_left_to_compute() -> None:
     cache = cache_of(PROMPT)
-    assert cache.longest(key(PROMPT[: 2 * PAGE_SIZE])) == (0,)
-    assert cache.longest(key(PROMPT[: 2 * PAGE_SIZE + 1])) == (0, 1)
+    assert cache.longest_common_pages(key(PROMPT[: 2 * PAGE_SIZE])) == (0,)
+    assert cache.longest_common_pages(key(PROMPT[: 2 * PAGE_SIZE + 1])) == (0, 1)
 
 
 def test_the_longest_common_beginning_is_taken_and_the_first_of_equals() -> None:
     second = differing_at(PAGE_SIZE)
     cache = cache_of(second, PROMPT, differing_at(3 * PAGE_SIZE))
-    assert cache.longest(key((*PROMPT, 5))) == (4, 5, 6)
-    assert cache.longest(key((*second, 5))) == (0, 1, 2)
-    assert cache.longest(key((-2, *PROMPT))) == ()
+    assert cache.longest_common_pages(key((*PROMPT, 5))) == (4, 5, 6)
+    assert cache.longest_common_pages(key((*second, 5))) == (0, 1, 2)
+    assert cache.longest_common_pages(key((-2, *PROMPT))) == ()
 
 
 @pytest.mark.parametrize("num_tokens", [1, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 2 * PAGE_SIZE])

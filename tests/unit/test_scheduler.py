@@ -79,10 +79,10 @@ def test_a_whole_prompt_is_reused_and_a_beginning_only_when_asked_for() -> None:
     cache = run.scheduler.prefix_cache
     assert cache is not None
     run.drive(arriving)
-    assert len(cache.longest(PrefixKey((0,) * 700, "block_causal", 0))) == 2
-    assert cache.longest(PrefixKey((1,) * 700, "block_causal", 0)) == ()
-    assert cache.longest(PrefixKey((0,) * 700, "full", 3)) == ()
-    assert len(cache.longest(PrefixKey((0,) * 256, "block_causal", 0))) == 1
+    assert len(cache.longest_common_pages(PrefixKey((0,) * 700, "block_causal", 0))) == 2
+    assert cache.longest_common_pages(PrefixKey((1,) * 700, "block_causal", 0)) == ()
+    assert cache.longest_common_pages(PrefixKey((0,) * 700, "full", 3)) == ()
+    assert len(cache.longest_common_pages(PrefixKey((0,) * 256, "block_causal", 0))) == 1
 
 
 def test_a_decoding_step_has_as_many_sequences_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,6 @@ def _silu_of_rows(x: Tensor) -> Tensor:
 
 
 def plain_silu(x: Tensor) -> Tensor:
-    """The same op by op. Of these each rounds once, and exp does not depend on the place of an element."""
+    """``silu`` op by op. Each op rounds once, and exp does not depend on the place of an element."""
     wide = x.float()
     return wide.div(wide.neg().exp_().add_(1)).to(x.dtype)

@@ -106,7 +106,7 @@ class PackageCompiler(CachingCompiler):
         self._wait_for_ranks()
 
     def _wait_for_ranks(self) -> None:
-        """So that no rank begins a collective long before another one does."""
+        """Waits until all ranks are here, so that none begins a collective long before another one does."""
         self.on_every_rank(True)
 
     @abstractmethod

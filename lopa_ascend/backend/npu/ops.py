@@ -132,10 +132,10 @@ class NpuOps:
 
     def swiglu_quant(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
         """For gate_up in float16 or bfloat16."""
-        if not one_kernel_takes(gate_up):
-            codes, scale = npu.npu_dynamic_quant(self.swiglu(gate_up))
-        else:
+        if one_kernel_takes(gate_up):
             codes, scale = npu.npu_dequant_swiglu_quant(gate_up, activate_left=True, quant_mode=1)
+        else:
+            codes, scale = npu.npu_dynamic_quant(self.swiglu(gate_up))
         return codes, scale
 
     def kv_write(

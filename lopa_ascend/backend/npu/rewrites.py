@@ -96,9 +96,10 @@ def join_in_place(module: GraphModule) -> None:
             assert isinstance(parts, Sequence)
             sources = [source_of(part) for part in parts]
             writable = [source for source in sources if source is not None]
-            if any(dimension) or len(set(writable)) < len(parts):
-                continue
-            _compute_inside(joint, writable)
+            joins_first_dimension = not any(dimension)
+            can_all_be_written = len(set(writable)) == len(parts)  # a source of two parts can lie in one place only
+            if joins_first_dimension and can_all_be_written:
+                _compute_inside(joint, writable)
     graph.eliminate_dead_code()
     module.recompile()
 
@@ -123,9 +124,8 @@ def _whole(getitem: Node) -> Node:
 def _compute_inside(joint: Node, sources: list[Node]) -> None:
     """Replaces a joint by memory that ``sources`` write one after the other."""
     graph, result = joint.graph, joint.meta["val"]
-    first = min(  # nodes are ordered as in the graph
-        _whole(source) if source.target is operator.getitem else source for source in sources
-    )
+    writers = [_whole(source) if source.target is operator.getitem else source for source in sources]
+    first = min(writers)  # nodes are ordered as in the graph
     with graph.inserting_before(first):
         memory = graph.call_function(
             aten.new_empty.default, (first.all_input_nodes[0], [result.numel()]), {"dtype": result.dtype}

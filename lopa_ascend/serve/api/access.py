@@ -113,7 +113,7 @@ class Access:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         is_bearer = scheme.lower() == "bearer"
         sent = key.strip(" \t").encode("latin-1")  # a bare strip() would take 0xA0 and 0x85 too, which end characters
-        if self._key is None or is_bearer and hmac.compare_digest(sent, self._key):
+        if self._key is None or (is_bearer and hmac.compare_digest(sent, self._key)):
             return None
         message = "the API key is missing or wrong; send it in the header Authorization: Bearer KEY"
         challenge = {"WWW-Authenticate": "Bearer"}

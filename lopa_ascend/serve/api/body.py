@@ -136,17 +136,22 @@ def _check_num_items(raw: bytes) -> None:
     count, place = 0, 0
     while (found := _ITEM_OR_STRING.search(raw, place)) is not None:
         place = found.end()
-        if found[0] != b'"':
-            count += 1
-            if count > MAX_JSON_ITEMS:
-                raise _bad(f"the body has more than {MAX_JSON_ITEMS} objects, lists and names", code="invalid_json")
+        if found[0] == b'"':
+            place = _end_of_string(raw, place)
             continue
-        while (end := _ESCAPE_OR_END.search(raw, place)) is not None:
-            place = end.end()
-            if end[0] == b'"':
-                break
-        else:
-            return  # a string without an end, which the parser refuses
+        count += 1
+        if count > MAX_JSON_ITEMS:
+            raise _bad(f"the body has more than {MAX_JSON_ITEMS} objects, lists and names", code="invalid_json")
+
+
+def _end_of_string(raw: bytes, place: int) -> int:
+    """The place after the string whose first character is at ``place``; the end of the body for a string without an
+    end, which the parser refuses."""
+    while (found := _ESCAPE_OR_END.search(raw, place)) is not None:
+        place = found.end()
+        if found[0] == b'"':
+            return place
+    return len(raw)
 
 
 def _load(raw: bytes) -> dict[str, Any]:
@@ -230,12 +235,16 @@ def _drop_unsupported(values: dict[str, Any], neutral: NeutralValues, prefix: st
     """
     for name in neutral.keys() & values.keys():
         value = values.pop(name)
-        # In Python False equals 0, in JSON it does not.
-        if value is None or any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral[name]):
+        if value is None or any(_are_equal_in_json(value, item) for item in neutral[name]):
             continue
         allowed = " or ".join(json.dumps(item) for item in neutral[name] or (None,))
         message = f"{prefix}{name} is not supported here; leave it out or send {allowed}"
         raise _bad(message, prefix + name, code="unsupported_parameter")
+
+
+def _are_equal_in_json(a: object, b: object) -> bool:
+    """Whether two values are equal, where false is not 0 as it is in Python."""
+    return a == b and isinstance(a, bool) == isinstance(b, bool)
 
 
 def _validate(model: type[T], values: dict[str, Any]) -> T:

@@ -213,7 +213,8 @@ class ChunkEncoder(Encoder):
         token_ids = progress.token_ids[known:]
         tokens = self._probs[index].push(token_ids, progress.max_probs[known:], progress.alternatives[known:])
         details, chunks = self._writer.details, []
-        if text or (token_ids and (details.with_ids or details.logprobs is not None)):
+        shows_tokens = details.with_ids or details.logprobs is not None
+        if text or (token_ids and shows_tokens):
             delta, logprobs = self._writer.form.delta(text), self._writer.logprobs(tokens)
             chunks.append(self._chunk(index, delta, logprobs=logprobs, token_ids=token_ids))
         if progress.output is not None:

@@ -15,7 +15,7 @@ from lopa_ascend.serve.api.events import Encoder
 from lopa_ascend.serve.api.schema import Json
 from lopa_ascend.serve.engine.client import Choice
 from lopa_ascend.text.tokenizer import Tokenizer
-from lopa_ascend.types import BranchRecord, Fill, GenerationOutput, Progress, StepRecord, Update
+from lopa_ascend.types import BranchRecord, Fill, GenerationOutput, Progress, StepRecord, Update, winner_rank
 
 # ---- events, as /openapi.json documents them -------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class StepEncoder(Encoder):
             "canvas_length": winner.end - self._num_prompt,
             "fills": [self._fill(fill) for fill in fills],
             "committed": max(0, record.cache_length + record.committed - self._num_prompt),
-            "winner": 0 if winner.lookahead is None else record.winner + 1,
+            "winner": winner_rank(record),
             "branches": [self._branch(rank, branch) for rank, branch in enumerate((anchor, *lookaheads))],
         }
 

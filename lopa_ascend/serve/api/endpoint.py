@@ -159,10 +159,12 @@ class Endpoint:
         Raises:
             ApiError: 500, the token failed in the engine; 503, there was no step in time, or none can come.
         """
-        client, stepped, before = self._client, asyncio.Event(), self._client.stats.num_steps
+        client, stepped = self._client, asyncio.Event()
+        num_steps_before = client.stats.num_steps
 
         def observe(updates: Sequence[Update], stats: EngineStats) -> None:
-            if stats.num_steps > before and all(update.finish_reason != "error" for update in updates):
+            has_failed = any(update.finish_reason == "error" for update in updates)
+            if stats.num_steps > num_steps_before and not has_failed:
                 stepped.set()
 
         generation = self._health_generation()
@@ -336,7 +338,8 @@ class WholeAnswer(Response):
 
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-"""Of a stream: neither caches nor nginx, which keeps the beginning of an answer by default, may hold it back."""
+"""Headers of a stream: neither caches nor nginx, which keeps the beginning of an answer by default, may hold the stream
+back."""
 
 
 class EventStream(StreamingResponse):

@@ -97,7 +97,10 @@ def completion_logprobs(tokens: Sequence[TokenProb], with_top: bool) -> dict[str
 
 def chat_logprobs(tokens: Sequence[TokenProb], with_top: bool) -> dict[str, Any]:
     """``logprobs`` of a choice of chat completions; ``with_top``: with the list of the most probable tokens."""
-    content = [{**item.chat(), "top_logprobs": [top.chat() for top in item.top] if with_top else []} for item in tokens]
+    content = []
+    for item in tokens:
+        top = [other.chat() for other in item.top] if with_top else []
+        content.append({**item.chat(), "top_logprobs": top})
     return {"content": content, "refusal": None}
 
 

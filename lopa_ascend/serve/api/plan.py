@@ -22,6 +22,8 @@ from lopa_ascend.text.prompt import Prompts
 MAX_TOKEN_IDS = 2**16
 """Most token ids in eos_token_id, stop_token_ids, logit_bias or bad_words, each counted once for every choice of the
 request, as every choice has its own copy in the engine."""
+ID_PARAMETERS = ("eos_token_id", "stop_token_ids", "logit_bias")
+"""Parameters that name token ids one by one. Those of ``bad_words`` make words."""
 
 
 def check_defaults(decoding: Mapping[str, Any], prompts: Prompts, limits: Limits) -> None:
@@ -128,13 +130,15 @@ class Planner:
         if request.stream_options is not None and not request.stream:
             raise ParameterError("stream_options", "needs stream: true")
         asked, defaults = asked_parameters(request), self._defaults(request)
+        _drop_repeated_ids(asked.values)
         if isinstance(request, CompletionRequest) and request.logprobs is not None:
             asked.values["top_logprobs"], asked.sent_as["top_logprobs"] = request.logprobs, "logprobs"
         choices, params_by_length = [], dict[int, DecodingParams]()
         try:
             self._check_sizes(asked.values, len(prompts) * (request.n or 1))
             for prompt in prompts:
-                if (params := params_by_length.get(len(prompt))) is None:
+                params = params_by_length.get(len(prompt))
+                if params is None:
                     params = self.prompts.for_engine(self._params(defaults, asked.values, len(prompt)))
                     self.limits.check(len(prompt), params)
                     params_by_length[len(prompt)] = params
@@ -143,8 +147,11 @@ class Planner:
             raise _renamed(error, {"prompt": prompt_field, **asked.sent_as}) from None
         return choices
 
-    def _check_sizes(self, asked: dict[str, Any], num_choices: int) -> None:
-        """Refuses lists that are too long. Token ids in ``asked`` that come several times are reduced to one.
+    def _check_sizes(self, asked: Mapping[str, Any], num_choices: int) -> None:
+        """Refuses lists that are too long.
+
+        Args:
+            asked: the parameters that the request sets, with each token id once.
 
         Raises:
             ParameterError: there are too many stop strings or token ids.
@@ -153,14 +160,13 @@ class Planner:
         stops = [stop] if isinstance(stop, str) else stop
         if len(stops) > self.max_stop_strings:
             raise ParameterError("stop", f"has {len(stops)} strings; this server takes {self.max_stop_strings}")
-        if (characters := sum(map(len, stops))) > self.max_stop_characters:
+        characters = sum(map(len, stops))
+        if characters > self.max_stop_characters:
             message = f"has {characters} characters together; this server takes {self.max_stop_characters}"
             raise ParameterError("stop", message)
         counts = {"bad_words": _num_ids(asked.get("bad_words") or ())}
-        for name in ("eos_token_id", "stop_token_ids", "logit_bias"):
+        for name in ID_PARAMETERS:
             values = asked.get(name)
-            if isinstance(values, list):
-                values = asked[name] = tuple(dict.fromkeys(values))
             counts[name] = len(values) if isinstance(values, tuple | dict) else 0
         for name, count in counts.items():
             if count * num_choices > MAX_TOKEN_IDS:
@@ -213,13 +219,19 @@ def asked_parameters(request: GenerationRequest) -> AskedParameters:
     return AskedParameters(values, sent_as)
 
 
+def _drop_repeated_ids(asked: dict[str, Any]) -> None:
+    """Makes each list of token ids among the parameters of a request a tuple with each id once."""
+    for name in ID_PARAMETERS:
+        if isinstance(asked.get(name), list):
+            asked[name] = tuple(dict.fromkeys(asked[name]))
+
+
 def _num_ids(words: str | Sequence[str | Sequence[int]]) -> int:
     """Most token ids that ``bad_words`` can become: a text has one for each byte at most, alone and after a space."""
-    sizes = [
-        2 * (len(word.encode()) + 1) if isinstance(word, str) else len(word)
-        for word in ([words] if isinstance(words, str) else words)
-    ]
-    return sum(sizes)
+    total = 0
+    for word in [words] if isinstance(words, str) else words:
+        total += 2 * (len(word.encode()) + 1) if isinstance(word, str) else len(word)
+    return total
 
 
 def _with_own_seed(params: DecodingParams, index: int) -> DecodingParams:

@@ -186,7 +186,7 @@ class CompletionRequest(GenerationRequest):
 
 
 CHAT_PART_FIELDS = frozenset(("type", "text", "cache_control", "prompt_cache_breakpoint"))
-"""Of a text part. The last two are about caches of other servers, and without effect."""
+"""Fields of a text part. The last two are about caches of other servers, and without effect."""
 
 
 def _chat_text(content: object) -> str:
@@ -196,13 +196,18 @@ def _chat_text(content: object) -> str:
     if not isinstance(content, list) or not content:
         raise ValueError("must be a string or a list of text parts")
     for part in content:
-        if not (
-            isinstance(part, dict) and {"type", "text"} <= part.keys() <= CHAT_PART_FIELDS and part["type"] == "text"
-        ):
+        if not _is_text_part(part):
             raise ValueError('every part must be {"type": "text", "text": ...}; other parts are not supported')
         if not isinstance(part["text"], str):
             raise ValueError("the text of a part must be a string")
     return "\n".join(part["text"] for part in content)
+
+
+def _is_text_part(part: object) -> bool:
+    """Whether a part of a message's content is a text, with no other fields than a text may have."""
+    if not isinstance(part, dict) or not {"type", "text"} <= part.keys() <= CHAT_PART_FIELDS:
+        return False
+    return bool(part["type"] == "text")
 
 
 _TEXT_PART = {

@@ -110,7 +110,8 @@ class Workers:
 
     def lane(self, size: int) -> Lane:
         """The lane for a body of ``size`` bytes."""
-        return self.lanes[size > SMALL_BODY]
+        small, large = self.lanes
+        return large if size > SMALL_BODY else small
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """What ``work`` on a body of ``size`` bytes returns or raises. Raises as ``Lane.run`` does."""

@@ -172,7 +172,7 @@ class EngineClient:
             message = f"prompts times n make {len(choices)} choices; this server takes at most {self.max_choices}"
             raise ParameterError("n" if one_prompt else "prompt", message)
         if (problem := self.health()) is not None:
-            raise unavailable(problem) if self._death is None else unavailable(problem, "engine_dead")
+            raise unavailable(problem, "service_unavailable" if self._death is None else "engine_dead")
         room = max(0, self.ready.limits.max_num_seqs - self.num_running) + self.settings.max_num_queued_reqs
         if self.num_waiting + len(choices) > room:
             message = (

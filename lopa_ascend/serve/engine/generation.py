@@ -73,9 +73,11 @@ class Generation:
             await self._news.wait()
             self._news.clear()
             while self._unread:
-                index, _ = key = next(iter(self._unread))
+                key = next(iter(self._unread))
+                index, _ = key
                 update, progress = self._unread.pop(key)
-                remaining -= progress.output is not None
+                if progress.output is not None:
+                    remaining -= 1
                 yield index, update, progress
             if self._error is not None and remaining:
                 raise self._error
@@ -94,7 +96,7 @@ class Generation:
             return
         key = (index, update.num_forwards if self.trace else 0)
         if key in self._unread:
-            before = self._unread.pop(key)[0]
+            before, _ = self._unread.pop(key)
             update = replace(
                 update,
                 token_ids=before.token_ids + update.token_ids,
@@ -103,6 +105,7 @@ class Generation:
                 record=update.record or before.record,
             )
         self._unread[key] = update, progress
-        self._unfinished -= progress.output is not None
+        if progress.output is not None:
+            self._unfinished -= 1
         self.ended = self.ended or self._unfinished == 0
         self._news.set()

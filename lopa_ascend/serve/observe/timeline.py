@@ -47,9 +47,10 @@ class ChoiceTimeline:
         self.last = update
         visible = len(progress.token_ids)
         if visible > self.num_text_tokens:
+            if self.first_token is None:
+                self.first_token = now
             if self.last_token is not None:
                 self.gaps.append(now - self.last_token)
-            self.first_token = now if self.first_token is None else self.first_token
             self.last_token = now
         self.num_text_tokens = visible
         if progress.output is not None:

@@ -142,7 +142,7 @@ class NativeOps(CpuOps):
         return out
 
     def _norm_quant(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """The same as int8 [..., hidden], and a scale for each row [...]."""
+        """``_norm`` as int8 [..., hidden], and a scale for each row, float32 [...]."""
         size = x.shape[-1]
         codes, scale = _empty_codes(x, size)
         arguments = x, residual, weight, scale.numel(), size, eps, codes, scale
