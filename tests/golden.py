@@ -12,6 +12,7 @@ from lopa_ascend import DecodingParams
 FOLDER = Path(__file__).parent / "data" / "golden"
 CASES = sorted(path.stem for path in FOLDER.glob("*.json"))
 MASK_CHOSEN = "quirk_mask_argmax"  # the published code fills a position with the mask here; ours never does
+NO_GRAPH = "lopa_bf3_full_alpha_topp"  # scores branches by their tails, which no graph does
 
 
 def read(case: str) -> dict[str, Any]:

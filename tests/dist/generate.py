@@ -1,7 +1,9 @@
 """What every rank of a test runs: `python -m tests.dist.generate JOB OUT`.
 
-JOB is a JSON file with a list of {"model", "options", "requests": [{"prompt", "params"}], "together"}; the outputs go
-to OUT with this process's rank, or 0, after it. Graphs are not compiled, they run as the functions that they are of.
+JOB is a JSON file with a list of {"model", "options", "requests": [{"prompt", "params"}], "together", "eager_steps"};
+the outputs go to OUT with this process's rank, or 0, after it. Graphs are not compiled, they run as the functions that
+they are of. With "eager_steps" a rank fails unless graphs have decoded, and left just these steps to the eager executor
+(see ``GraphStats``).
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,18 +41,30 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
     """All requests, one after the other or ``together``, which takes different parameters in one batch."""
     with LLM(job["model"], **job["options"]) as llm:
         requests = [(request["prompt"], DecodingParams(**request["params"])) for request in job["requests"]]
-        if not job.get("together"):
-            return [shown(llm.generate([prompt], params, trace=True, quiet=True)[0]) for prompt, params in requests]
-        outputs: list[GenerationOutput | None] = [None] * len(requests)
-        streams = dict(enumerate(llm.stream(prompt, params, trace=True) for prompt, params in requests))
-        while streams:
-            for index, stream in list(streams.items()):
-                progress = next(stream)
-                if progress.output is not None:
-                    outputs[index] = progress.output
-                    stream.close()
-                    del streams[index]
-        return [shown(output) for output in outputs if output is not None]
+        if job.get("together"):
+            outputs = decode_together(llm, requests)
+        else:
+            outputs = [llm.generate([prompt], params, trace=True, quiet=True)[0] for prompt, params in requests]
+        if "eager_steps" in job:
+            graphs = llm.engine.stats().graphs
+            assert graphs is not None
+            assert graphs.num_steps > 0, graphs
+            assert graphs.eager_steps == job["eager_steps"], graphs
+        return [shown(output) for output in outputs]
+
+
+def decode_together(llm: LLM, requests: Sequence[tuple[list[int], DecodingParams]]) -> list[GenerationOutput]:
+    """All requests in one batch, each with its own parameters."""
+    outputs: dict[int, GenerationOutput] = {}
+    streams = dict(enumerate(llm.stream(prompt, params, trace=True) for prompt, params in requests))
+    while streams:
+        for index, stream in list(streams.items()):
+            progress = next(stream)
+            if progress.output is not None:
+                outputs[index] = progress.output
+                stream.close()
+                del streams[index]
+    return [outputs[index] for index in range(len(requests))]
 
 
 def main() -> None:

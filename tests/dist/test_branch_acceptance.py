@@ -71,6 +71,7 @@ def test_graphs_on_ranks_accept_the_branches_that_one_eager_process_accepts(tp: 
     ranked: dict[str, Any] = {"tensor_parallel_size": tp, "branch_parallel_size": bp, "max_num_seqs": 2}
     for job, kind in zip(jobs, kinds, strict=True):
         job["options"] |= {"graph_mode": "inductor", "graph_branch_acceptance": kind, "graph_num_branches": 5, **ranked}
+        job["eager_steps"] = {}
     (verified, d2f), (exact, _, auto) = ranks.generate(tp * bp, jobs, tmp_path)
     assert [verified, d2f, exact] == [*eager[0], eager[1][0]]
     assert {**auto, "cached": 0} == exact

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +30,7 @@ def job(case: str, tp: int, bp: int) -> dict:
         "agreement_interval": 1,
     }
     request = {"prompt": trace["prompt_ids"], "params": asdict(params)}
-    return {"model": str(golden.model_path(trace)), "options": options, "requests": [request]}
+    return {"model": str(golden.model_path(trace)), "options": options, "requests": [request], "eager_steps": {}}
 
 
 @pytest.mark.parametrize(("tp", "bp"), [(2, 2), (1, 3)])
@@ -39,6 +41,13 @@ def test_golden_cases(tp: int, bp: int, tmp_path: Path) -> None:
         trace = golden.read(case)
         assert output["tokens"] == trace["output_ids"], case
         assert output["winners"] == [record["winner"] for record in golden.rounds(trace)], case
+
+
+def eager_field(params: dict[str, Any]) -> str | None:
+    """What a request of ``test_concurrent.job`` asks for that graphs do not decode; None if they decode it."""
+    if params.get("num_branches", 0) > 3:
+        return "num_branches"
+    return next((name for name in ("confidence", "min_new_tokens") if name in params), None)
 
 
 @pytest.mark.parametrize(("tp", "bp"), [(1, 2)])
@@ -57,4 +66,9 @@ def test_requests_together_get_what_one_eager_process_gives(tp: int, bp: int, tm
     for each in jobs:
         each["requests"] = [r for r in each["requests"] if r["params"].get("window_attention") != "full"]
     expected = ranks.generate(1, jobs[:1], tmp_path)
+    eager: Counter[str] = Counter()
+    for request, output in zip(jobs[0]["requests"], expected[0], strict=True):
+        if (field := eager_field(request["params"])) is not None:
+            eager[field] += output["forwards"] - (not output["cached"])  # a first pass that computes the prompt
+    jobs[1]["eager_steps"] = eager
     assert ranks.generate(tp * bp, jobs[1:], tmp_path) == expected

@@ -82,6 +82,11 @@ def health(server: ServerProcess) -> int:
     return httpx.get(server.url + "/health", timeout=5).status_code
 
 
+def refusal(answer: httpx.Response) -> tuple[int, str]:
+    """Status and code of an error."""
+    return answer.status_code, answer.json()["error"]["code"]
+
+
 # ---- the engine dies -------------------------------------------------------------------------------------------------
 
 
@@ -99,9 +104,10 @@ def test_engine_killed_under_load(model_dir: Path):
             assert (json.loads(events[-2])["error"]["code"], events[-1]) == ("engine_dead", "[DONE]")
             assert ended - killed < 2
         for answer, ended in (future.result(60) for future in answers):
-            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+            assert refusal(answer) == (503, "engine_dead")
             assert ended - killed < 2
-        assert whole(server, SHORT)[0].status_code == 503
+        assert refusal(whole(server, SHORT)[0]) == (503, "engine_dead")
+        assert server.http.get("/ready").status_code == 503
         assert "SIGKILL" in server.http.get("/health").json()["error"]["message"]
         assert server.process.wait(timeout=10) == 1
         assert "Traceback" not in server.stderr.all()
@@ -159,12 +165,13 @@ def test_full_queue(small: ServerProcess):
     with under_way(small, ENDLESS), under_way(small, ENDLESS):
         waiting = Stream(small, SHORT)
         until(lambda: metric(small, "vllm:num_requests_waiting") == 1, 5)
-        answer = whole(small, SHORT)[0]
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "queue_full")
-        assert int(answer.headers["Retry-After"]) >= 1
+        for answer in (whole(small, SHORT)[0], small.http.get("/ready")):
+            assert refusal(answer) == (503, "queue_full")
+            assert int(answer.headers["Retry-After"]) >= 1
         assert health(small) == 200
         assert small.http.get("/health_generate").status_code == 200  # the steps of the others are proof enough
     assert waiting.end()[0][-1] == "[DONE]"
+    assert small.http.get("/ready").status_code == 200
     assert whole(small, SHORT)[0].status_code == 200
     assert whole(small, {**SHORT, "n": 3})[0].status_code == 200
     answer = whole(small, {**SHORT, "n": 4})[0]
@@ -179,7 +186,8 @@ def test_watchdog_sees_an_engine_that_hangs(small: ServerProcess):
         try:
             until(lambda: health(small) == 503, 5)
             assert "watchdog" in small.http.get("/health").json()["error"]["message"]
-            assert whole(small, SHORT)[0].status_code == 503
+            for answer in (whole(small, SHORT)[0], small.http.get("/ready")):
+                assert refusal(answer) == (503, "service_unavailable")
         finally:
             os.kill(small.engine_pid, signal.SIGCONT)
         until(lambda: health(small) == 200, 5)
@@ -208,7 +216,7 @@ def test_request_timeout(model_dir: Path):
     with running("--model", str(model_dir), "--request-timeout", "2.5") as server:
         stream = Stream(server, ENDLESS).begun()
         answer = whole(server, ENDLESS)[0]
-        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+        assert refusal(answer) == (504, "timeout")
         events = stream.end()[0]
         assert len(events) > 3
         assert (json.loads(events[-2])["error"]["code"], events[-1]) == ("timeout", "[DONE]")
@@ -222,9 +230,9 @@ def test_no_new_requests_while_running_ones_end(model_dir: Path):
         with under_way(server, {**ENDLESS, "max_tokens": 400}) as lines:
             server.process.send_signal(signal.SIGTERM)
             until(lambda: health(server) == 503, 2)
-            answer = whole(server, SHORT)[0]
-            assert answer.status_code == 503
-            assert "shutting down" in answer.json()["error"]["message"]
+            for answer in (whole(server, SHORT)[0], server.http.get("/ready")):
+                assert refusal(answer) == (503, "service_unavailable")
+                assert "shutting down" in answer.json()["error"]["message"]
             events = [json.loads(line.removeprefix("data: ")) for line in lines if line and not line.endswith("[DONE]")]
         assert events[-1]["choices"][0]["finish_reason"] == "length"
         assert server.process.wait(timeout=10) == 0

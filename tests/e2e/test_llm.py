@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import lopa_ascend
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.backend.cpu.products import unpacked
-from lopa_ascend.config import ParameterError
+from lopa_ascend.checkpoint import CheckpointError
+from lopa_ascend.config import ConfigError, ParameterError
 from lopa_ascend.llm import GenerationError
+from lopa_ascend.parallel.collectives import RankError
+from lopa_ascend.text.tokenizer import TokenizerError
 from tests.tiny import VOCAB_SIZE, write_dream, write_tokenizer
 
 SHORT = {"block_size": 8, "max_new_tokens": 40, "tau_conf": 0.5}
@@ -63,6 +69,30 @@ def test_a_directory_recommends_how_its_model_is_decoded(tmp_path: Path) -> None
     assert llm.generate("hello", quiet=True) != llm.generate("hello", DecodingParams(), quiet=True)
     with pytest.raises(ParameterError, match="block_sizes: unknown option; choose from .*block_size"):
         llm.params(block_sizes=8)
+
+
+def test_an_adapter_answers_as_the_checkpoint_does_into_which_it_was_merged(tmp_path: Path) -> None:
+    base, merged = (write_dream(tmp_path / name, eos_token_id=3) for name in ("base", "merged"))
+    (tmp_path / "adapter").mkdir()
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    weights, generator = load_file(merged / "model.safetensors"), torch.Generator().manual_seed(0)
+    factors: dict[str, Tensor] = {}
+    for layer, name in product(range(2), ("q_proj", "v_proj")):
+        module = f"model.layers.{layer}.self_attn.{name}"
+        weight = weights[f"{module}.weight"]
+        shapes = (2, weight.shape[1]), (weight.shape[0], 2)
+        a, b = (torch.randint(-4, 5, shape, generator=generator) / 8 for shape in shapes)
+        weight += 2 * b @ a  # exact, so both are rounded once
+        factors |= {f"base_model.model.{module}.lora_A.weight": a, f"base_model.model.{module}.lora_B.weight": b}
+    save_file(weights, merged / "model.safetensors")
+    save_file(factors, tmp_path / "adapter" / "adapter_model.safetensors")
+    plain, adapted, expected = (
+        LLM(path, lora=lora).generate([[5, 6, 7]], params(ignore_eos=True), trace=True, quiet=True)[0]
+        for path, lora in ((base, None), (base, tmp_path / "adapter"), (merged, None))
+    )
+    assert adapted == expected
+    assert adapted.token_ids != plain.token_ids
 
 
 def test_chat_goes_through_the_template(llm: LLM) -> None:
@@ -234,11 +264,19 @@ def test_logits_that_are_not_finite_fail_the_request_alone(path) -> None:
     good = one(llm)
     kept = head.clone()
     head[7] = torch.nan
-    with pytest.raises(GenerationError):
+    with pytest.raises(GenerationError, match="not finite"):
         one(llm)
     head.copy_(kept)
     assert not llm.engine.stats().pages_in_use
     assert one(llm) == good
+
+
+def test_what_the_caller_can_mend_is_a_value_error_and_what_the_engine_suffers_is_none() -> None:
+    mended = (ParameterError, CheckpointError, ConfigError, TokenizerError)
+    assert all(issubclass(error, ValueError) for error in mended)
+    assert not any(issubclass(error, ValueError) for error in (GenerationError, RankError))
+    for error in (ParameterError, GenerationError, RankError):
+        assert getattr(lopa_ascend, error.__name__) is error
 
 
 def test_without_a_tokenizer_prompts_are_ids(tmp_path) -> None:

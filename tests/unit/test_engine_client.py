@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import threading
 import weakref
 from collections.abc import AsyncIterator, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 import zmq
@@ -16,18 +18,22 @@ from starlette.requests import ClientDisconnect, Request
 
 from lopa_ascend.config import DecodingParams, Limits, decoding
 from lopa_ascend.config.combinations import check_combinations
+from lopa_ascend.serve.api import workers
 from lopa_ascend.serve.api.body import parse_completion
 from lopa_ascend.serve.api.endpoint import COMPLETIONS, Endpoint
+from lopa_ascend.serve.api.errors import ApiError
 from lopa_ascend.serve.api.intake import Intake
 from lopa_ascend.serve.api.plan import Planner
 from lopa_ascend.serve.api.protocol import CompletionRequest
 from lopa_ascend.serve.api.workers import Workers
+from lopa_ascend.serve.app import create_app
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.engine.client import Choice, ClientSettings, EngineClient
-from lopa_ascend.serve.engine.messages import Ready
+from lopa_ascend.serve.engine.messages import Ready, Stepped
 from lopa_ascend.serve.engine.process import EngineProcess
 from lopa_ascend.serve.observe.metrics import Metrics
 from lopa_ascend.text.prompt import Prompts
+from lopa_ascend.types import Update
 from tests.tiny import tiny_tokenizer
 
 LIMITS = Limits(
@@ -91,6 +97,66 @@ def test_choices_are_planned_and_submitted_without_checking_the_parameters_of_ea
     assert [msgspec.convert(message["params"], DecodingParams) for message in messages] == expected
 
 
+# ---- /health_generate ------------------------------------------------------------------------------------------------
+
+
+def update_of(request_id: str, **fields: Any) -> Update:
+    return Update(request_id, (7,), (0.5,), 1, 1, 1, 0, 0, **fields)
+
+
+async def health_generate(num_steps: int, *updates: Update) -> tuple[tuple[int, str] | None, list[str]]:
+    """Asks for proof that the engine works, which sends one message, of so many steps.
+
+    Args:
+        updates: in the message; the request id "" stands for the one of the token that the engine is asked for.
+
+    Returns:
+        Status and code of the refusal if there is one; the types of the messages that the engine gets.
+    """
+    async with connected() as (client, engines):
+        intake = Intake(10**6, 10**6, Workers(0))
+        planner = Planner(client.prompts, LIMITS, {}, 1, 1, None)
+        endpoint = Endpoint(client, planner, intake, Metrics(client, "m", intake), "m", ServeConfig())
+        receiving, seeing = asyncio.create_task(client._receive()), asyncio.create_task(endpoint.see_a_step(0.3))
+        messages = [msgspec.msgpack.decode(await engines.recv())]
+        sent = [replace(update, request_id=update.request_id or messages[0]["request_id"]) for update in updates]
+        await engines.send(msgspec.msgpack.encode(Stepped(sent, replace(client.stats, num_steps=num_steps))))
+        (refusal,) = await asyncio.gather(seeing, return_exceptions=True)
+        receiving.cancel()
+        while await engines.poll(0):
+            messages.append(msgspec.msgpack.decode(await engines.recv()))
+        await intake.workers.close()
+        assert client.num_running + client.num_waiting == 0
+        assert not client.observers
+        types = [message["type"] for message in messages]
+        if refusal is None:
+            return None, types
+        assert isinstance(refusal, ApiError), refusal
+        return (refusal.status, refusal.code), types
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "updates", "expected", "is_aborted"),
+    [
+        (1, [update_of("", finish_reason="length")], None, False),
+        (1, [update_of("another")], None, True),
+        (1, [], None, True),
+        (0, [], (503, "service_unavailable"), True),  # a heartbeat
+        (1, [update_of("another", finish_reason="error", error="x")], (503, "service_unavailable"), True),
+        (1, [update_of("", finish_reason="error", error="not finite")], (500, "engine_error"), False),
+    ],
+)
+def test_health_generate_wants_a_step_that_worked(
+    num_steps: int, updates: list[Update], expected: tuple[int, str] | None, is_aborted: bool
+):
+    refusal, messages = asyncio.run(health_generate(num_steps, *updates))
+    assert refusal == expected
+    assert messages == ["Generate", "Abort"][: 1 + is_aborted]
+
+
+# ---- what waits ------------------------------------------------------------------------------------------------------
+
+
 async def send_nothing(message: MutableMapping[str, Any]) -> None:
     raise AssertionError(message)
 
@@ -126,5 +192,34 @@ def test_a_request_that_waits_keeps_no_fields_without_effect():
             with pytest.raises(ClientDisconnect):
                 await response(scope, messages.get, send_nothing)
             await intake.workers.close()
+
+    asyncio.run(run())
+
+
+def test_health_is_bad_while_small_bodies_wait_for_long(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(workers, "SMALL_THREADS", 1)
+
+    async def run() -> None:
+        async with connected() as (client, _):
+            app, go = create_app(client, ServeConfig(watchdog_timeout=0.2)), threading.Event()
+            asyncio.get_running_loop().call_later(10, go.set)  # so that a test that fails ends
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+
+                async def statuses() -> list[int]:
+                    return [(await http.get(route)).status_code for route in ("/health", "/ready")]
+
+                assert await statuses() == [200, 200]
+                bodies = [asyncio.create_task(app.state.workers.run(1, go.wait)) for _ in range(2)]
+                await asyncio.sleep(0.3)
+                assert await statuses() == [503, 503]
+                assert "has waited for" in (await http.get("/health")).json()["error"]["message"]
+                assert 'lopa:bodies_waiting{engine="0",model_name="m",size="small"} 1.0' in (
+                    (await http.get("/metrics")).text
+                )
+                go.set()
+                await asyncio.gather(*bodies)
+                assert await statuses() == [200, 200]
+            await app.state.workers.close()
 
     asyncio.run(run())

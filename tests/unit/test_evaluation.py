@@ -281,8 +281,16 @@ def test_formats_that_a_model_cannot_make_are_refused():
 
 
 def test_mbpp_and_math_have_their_usual_examples():
-    assert [e["task_id"] if "task_id" in e else e["text"][:30] for e in read_examples(TASKS["mbpp"], None, 3)]
-    assert "Find the domain" in read_examples(TASKS["minerva_math"], None, 4)[0]["problem"]
+    mbpp = (
+        "Write a function to find the similar elements",
+        "Write a python function to identify non-prime numbers",
+        "Write a function to find the largest integers",
+    )
+    math = ("Find the domain of the expression", "If $\\det", "Terrell usually lifts", "If the system of equations")
+    for name, field, beginnings in (("mbpp", "text", mbpp), ("minerva_math", "problem", math)):
+        found = read_examples(TASKS[name], None, len(beginnings))
+        for example, text in zip(found, beginnings, strict=True):
+            assert example[field].startswith(text)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

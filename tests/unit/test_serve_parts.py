@@ -61,6 +61,7 @@ async def read(pieces: list[bytes], *headers: tuple[bytes, bytes], limit: int = 
 def status(*arguments: Any, **keywords: Any) -> tuple[int, dict[str, str]]:
     with pytest.raises(ApiError) as error:
         asyncio.run(read(*arguments, **keywords))
+    assert error.value.code == {413: "request_too_large", 408: "body_timeout"}[error.value.status]
     return error.value.status, error.value.headers
 
 
