@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.decode.allotment import Allotment, StepCosts
+from scripts.arguments import number_from
 from scripts.demo_sets import asked, read
 from scripts.planner.devices import load_device
 from scripts.planner.models import load_model
@@ -92,8 +93,10 @@ def main() -> None:
         action="store_true",
         help='with --acceptance published: let "auto" also look at what other requests compute',
     )
-    parser.add_argument("--limit", type=int, default=64, metavar="N", help="number of problems (default: 64)")
-    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="rounds on a CPU (default: 3)")
+    parser.add_argument(
+        "--limit", type=number_from(1), default=64, metavar="N", help="number of problems (default: 64)"
+    )
+    parser.add_argument("--repeat", type=number_from(1), default=3, metavar="N", help="rounds on a CPU (default: 3)")
     args = parser.parse_args()
     from lopa_ascend import LLM  # imports torch, which takes seconds
 

@@ -35,10 +35,10 @@ import torch
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.types import GenerationOutput
+from scripts.arguments import number_from, picture
 from scripts.bench_decode import decoding_params
 from scripts.decode_bench.parts import PARTS, Parts, Peaks, copy_peak, gemm_peak, int8_peak, measure_parts, memory_peak
 from scripts.decode_bench.workload import WORKLOAD, write_model
-from scripts.pictures import picture
 
 
 @dataclass(frozen=True)
@@ -123,21 +123,25 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.bench_batches", description=__doc__, formatter_class=HelpFormatter
     )
-    for name, default, text in (
-        ("--requests", [1, 8, 32], "numbers of requests"),
-        ("--prompts", [32, 1500], "tokens of a prompt"),
-        ("--branches", [0, 3], "lookahead branches, the paper's k; 0 is D2F"),
+    for name, default, least, text in (
+        ("--requests", [1, 8, 32], 1, "numbers of requests"),
+        ("--prompts", [32, 1500], 1, "tokens of a prompt"),
+        ("--branches", [0, 3], 0, "lookahead branches, the paper's k; 0 is D2F"),
     ):
         shown = " ".join(map(str, default))
-        parser.add_argument(name, type=int, nargs="+", default=default, metavar="N", help=f"{text} (default: {shown})")
-    parser.add_argument("--new-tokens", type=int, default=64, metavar="N", help="tokens to decode (default: 64)")
+        parser.add_argument(
+            name, type=number_from(least), nargs="+", default=default, metavar="N", help=f"{text} (default: {shown})"
+        )
+    parser.add_argument(
+        "--new-tokens", type=number_from(1), default=64, metavar="N", help="tokens to decode (default: 64)"
+    )
     parser.add_argument(
         "--dtype",
         default="bfloat16",
         choices=("float32", "bfloat16"),
         help="number format of the weights (default: bfloat16)",
     )
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of torch (default: 1)")
+    parser.add_argument("--threads", type=number_from(1), default=1, metavar="N", help="threads of torch (default: 1)")
     parser.add_argument(
         "--model", type=Path, default=Path("build/bench-model"), metavar="DIR",
         help="where the random model is kept (default: build/bench-model)",

@@ -46,12 +46,12 @@ import torch
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.types import GenerationOutput
+from scripts.arguments import number_from, picture
 from scripts.benchmarking.machine import describe_machine
 from scripts.decode_bench.draw import StepParts, draw_parts
 from scripts.decode_bench.parts import PARTS, Parts, Peaks, copy_peak, gemm_peak, int8_peak, measure_parts, memory_peak
 from scripts.decode_bench.stand_in import StandIn, StandInOutput
 from scripts.decode_bench.workload import WORKLOAD, workload_prompt, write_model
-from scripts.pictures import picture
 
 RECORDED = {0: "d2f", 4: "bf4", 8: "bf8"}
 """Lookahead branches -> name under which the workload file has the published code's output ids."""
@@ -143,7 +143,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--branches",
-        type=int,
+        type=number_from(0),
         nargs="+",
         default=[0, 4, 8],
         metavar="K",
@@ -155,13 +155,26 @@ def build_parser() -> argparse.ArgumentParser:
     ):
         parser.add_argument(name, nargs="+", default=choices, choices=choices, help=f"{text} (default: all)")
     parser.add_argument(
-        "--threads", type=int, nargs="+", default=[1], metavar="N", help="numbers of CPU threads (default: 1)"
+        "--threads",
+        type=number_from(1),
+        nargs="+",
+        default=[1],
+        metavar="N",
+        help="numbers of CPU threads (default: 1)",
     )
     parser.add_argument(
-        "--rounds", type=int, default=1, metavar="N", help="decodes of each kind, all kinds in turn (default: 1)"
+        "--rounds",
+        type=number_from(1),
+        default=1,
+        metavar="N",
+        help="decodes of each kind, all kinds in turn (default: 1)",
     )
     parser.add_argument(
-        "--new-tokens", type=int, default=NEW_TOKENS, metavar="N", help=f"tokens to decode (default: {NEW_TOKENS})"
+        "--new-tokens",
+        type=number_from(1),
+        default=NEW_TOKENS,
+        metavar="N",
+        help=f"tokens to decode (default: {NEW_TOKENS})",
     )
     parser.add_argument("--no-stand-in", action="store_true", help="only our side: leaves the column stand-in empty")
     parser.add_argument(

@@ -29,6 +29,7 @@ from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.demo import HELD_OUT
 from lopa_ascend.graph import setup
 from lopa_ascend.probe import PartTimes
+from scripts.arguments import number_from
 
 
 def measure(name: str, questions: list[str], options: dict[str, Any]) -> list[tuple[int, ...]]:
@@ -60,10 +61,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.bench_graph", description=__doc__, formatter_class=HelpFormatter
     )
-    parser.add_argument("--problems", type=int, default=4, metavar="N", help="held-out problems (default: 4)")
-    parser.add_argument("--sequences", type=int, default=1, metavar="N", help="problems decoded at a time (default: 1)")
     parser.add_argument(
-        "--window-blocks", type=int, default=4, metavar="N", help="blocks of the largest window (default: 4)"
+        "--problems", type=number_from(1), default=4, metavar="N", help="held-out problems (default: 4)"
+    )
+    parser.add_argument(
+        "--sequences", type=number_from(1), default=1, metavar="N", help="problems decoded at a time (default: 1)"
+    )
+    parser.add_argument(
+        "--window-blocks", type=number_from(1), default=4, metavar="N", help="blocks of the largest window (default: 4)"
     )
     arguments = parser.parse_args()
     with HELD_OUT.open(encoding="utf-8") as lines:

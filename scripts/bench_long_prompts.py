@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.config.help import HelpFormatter
+from scripts.arguments import number_from
 from scripts.judge.client import questions
 from scripts.judge.report import percentile
 
@@ -100,9 +101,11 @@ def main() -> None:
         ("--length", 1505, "tokens of a long prompt"),
         ("--requests", 40, "requests of each short client"),
     ):
-        parser.add_argument(name, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
+        parser.add_argument(
+            name, type=number_from(1), default=default, metavar="N", help=f"{text} (default: {default})"
+        )
     parser.add_argument(
-        "--max-prefill-tokens", type=int, nargs="*", default=[], metavar="N",
+        "--max-prefill-tokens", type=number_from(1), nargs="*", default=[], metavar="N",
         help="limits of a prefill step (default: the engine's)",
     )  # fmt: skip
     args = parser.parse_args()

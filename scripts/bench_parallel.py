@@ -17,7 +17,7 @@ from pathlib import Path
 from lopa_ascend.config import WINDOW_ATTENTIONS, DecodingParams, EngineConfig
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.demo import DEMO_MODEL
-from scripts.pictures import picture
+from scripts.arguments import number_from, picture
 
 TRAFFIC = """\
 Ranks decode held-out problems together, as a server does. What a rank sends in each step must equal a formula over
@@ -104,9 +104,15 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=HelpFormatter,
     )
     sent.set_defaults(report=traffic)
-    sent.add_argument("--tp", type=int, default=2, metavar="N", help="ranks that split each forward pass (default: 2)")
     sent.add_argument(
-        "--bp", type=int, default=2, metavar="N", help="groups of --tp ranks that take different branches (default: 2)"
+        "--tp", type=number_from(1), default=2, metavar="N", help="ranks that split each forward pass (default: 2)"
+    )
+    sent.add_argument(
+        "--bp",
+        type=number_from(1),
+        default=2,
+        metavar="N",
+        help="groups of --tp ranks that take different branches (default: 2)",
     )
     sent.add_argument(
         "--model",
@@ -122,16 +128,24 @@ def build_parser() -> argparse.ArgumentParser:
         help="number format of the weights (default: float32)",
     )
     sent.add_argument(
-        "--num-branches", type=int, default=3, metavar="K", help="lookahead branches, the paper's k (default: 3)"
+        "--num-branches",
+        type=number_from(0),
+        default=3,
+        metavar="K",
+        help="lookahead branches, the paper's k (default: 3)",
     )
     sent.add_argument(
         "--window", default="block_causal", choices=WINDOW_ATTENTIONS, help="window attention (default: block_causal)"
     )
-    sent.add_argument("--problems", type=int, default=32, metavar="N", help="held-out problems to decode (default: 32)")
     sent.add_argument(
-        "--max-num-seqs", type=int, default=4, metavar="N", help="problems decoded at a time (default: 4)"
+        "--problems", type=number_from(1), default=32, metavar="N", help="held-out problems to decode (default: 32)"
     )
-    sent.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens of an answer (default: 128)")
+    sent.add_argument(
+        "--max-num-seqs", type=number_from(1), default=4, metavar="N", help="problems decoded at a time (default: 4)"
+    )
+    sent.add_argument(
+        "--max-tokens", type=number_from(1), default=128, metavar="N", help="tokens of an answer (default: 128)"
+    )
     times = commands.add_parser(
         "scaling",
         help="CPU seconds of 1, 2 and 4 branch-parallel ranks",
@@ -146,8 +160,12 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="where the random model is kept (default: build/bench-model)",
     )
-    times.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens of the decode (default: 128)")
-    times.add_argument("--repetitions", type=int, default=3, metavar="N", help="decodes of each kind (default: 3)")
+    times.add_argument(
+        "--max-tokens", type=number_from(1), default=128, metavar="N", help="tokens of the decode (default: 128)"
+    )
+    times.add_argument(
+        "--repetitions", type=number_from(1), default=3, metavar="N", help="decodes of each kind (default: 3)"
+    )
     times.add_argument("--plot", type=picture, metavar="FILE", help="also write the tables as a picture")
     return parser
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 
 from lopa_ascend.config.help import HelpFormatter
+from scripts.arguments import number_from
 
 ROWS = (1, 16, 33, 64, 100, 128, 300, 512, 1024)
 
@@ -24,11 +25,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.bench_rows", description=__doc__, formatter_class=HelpFormatter
     )
-    parser.add_argument("--inputs", type=int, default=768, metavar="N", help="inputs of the layer (default: 768)")
-    parser.add_argument("--outputs", type=int, default=4096, metavar="N", help="outputs of the layer (default: 4096)")
+    parser.add_argument(
+        "--inputs", type=number_from(1), default=768, metavar="N", help="inputs of the layer (default: 768)"
+    )
+    parser.add_argument(
+        "--outputs", type=number_from(1), default=4096, metavar="N", help="outputs of the layer (default: 4096)"
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of the weight")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of torch (default: 1)")
-    parser.add_argument("--calls", type=int, default=7, metavar="N", help="calls a figure (default: 7)")
+    parser.add_argument("--threads", type=number_from(1), default=1, metavar="N", help="threads of torch (default: 1)")
+    parser.add_argument("--calls", type=number_from(1), default=7, metavar="N", help="calls a figure (default: 7)")
     return parser
 
 

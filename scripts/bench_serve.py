@@ -29,10 +29,10 @@ import httpx
 from tqdm import tqdm
 
 from lopa_ascend.config.help import HelpFormatter
+from scripts.arguments import number_from, picture
 from scripts.judge.client import Answer, Ask, ask, chat, connect, questions
 from scripts.judge.report import percentile
 from scripts.judge.server import serving
-from scripts.pictures import picture
 
 LEVELS = (1, 2, 4, 8, 16, 32)
 """Numbers of clients."""
@@ -169,22 +169,34 @@ def main() -> None:
         "--url", metavar="URL", help="a running server (default: one is started here, without prefix cache)"
     )
     parser.add_argument(
-        "--requests", type=int, default=96, metavar="N", help="requests for each number of clients (default: 96)"
+        "--requests",
+        type=number_from(1),
+        default=96,
+        metavar="N",
+        help="requests for each number of clients (default: 96)",
     )
     levels_text = ", ".join(map(str, LEVELS))
     parser.add_argument(
         "--levels",
-        type=int,
+        type=number_from(1),
         nargs="+",
         default=LEVELS,
         metavar="N",
         help=f"numbers of clients (default: {levels_text})",
     )
     parser.add_argument(
-        "--max-tokens", type=int, default=192, metavar="N", help="tokens of an answer, at most (default: 192)"
+        "--max-tokens",
+        type=number_from(1),
+        default=192,
+        metavar="N",
+        help="tokens of an answer, at most (default: 192)",
     )
     parser.add_argument(
-        "--num-branches", type=int, default=3, metavar="K", help="lookahead branches, the paper's k (default: 3)"
+        "--num-branches",
+        type=number_from(0),
+        default=3,
+        metavar="K",
+        help="lookahead branches, the paper's k (default: 3)",
     )
     parser.add_argument(
         "--sequential", action="store_true", help="also measure one client on a server with --max-num-seqs 1"

@@ -31,6 +31,7 @@ from lopa_ascend.backend.memory import free_memory
 from lopa_ascend.config import ConfigError, ModelConfig
 from lopa_ascend.config.files import read_json_object
 from lopa_ascend.config.help import HelpFormatter
+from scripts.arguments import number_from
 from scripts.planner.models import FILE, known_models
 
 FORMATS: dict[str, dict[str, Any]] = {"w8a8": {"quantization": "w8a8"}, "bfloat16": {}}
@@ -130,7 +131,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", choices=known_models(), default="Dream-7B", help="dimensions (default: Dream-7B)")
     parser.add_argument("--dir", type=Path, metavar="DIR", help="where the checkpoint is made (default: the system's)")
-    parser.add_argument("--block-size", type=int, default=32, metavar="N", help="of the request (default: 32)")
+    parser.add_argument(
+        "--block-size", type=number_from(1), default=32, metavar="N", help="of the request (default: 32)"
+    )
     parser.add_argument("--measure", type=Path, metavar="DIR", help=argparse.SUPPRESS)  # in the process of a format
     return parser
 

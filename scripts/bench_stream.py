@@ -28,6 +28,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from lopa_ascend.config.help import HelpFormatter
+from scripts.arguments import number_from
 from scripts.demo_problems import parse_result
 from scripts.demo_sets import read
 from scripts.judge.client import Answer, ask, chat, connect
@@ -115,11 +116,13 @@ def main() -> None:
     parser.add_argument(
         "--url", metavar="URL", help="a running server (default: one is started here, without prefix cache)"
     )
-    parser.add_argument("--problems", type=int, default=60, metavar="N", help="held-out problems (default: 60)")
+    parser.add_argument(
+        "--problems", type=number_from(1), default=60, metavar="N", help="held-out problems (default: 60)"
+    )
     sizes_text = ", ".join(map(str, BLOCK_SIZES))
     parser.add_argument(
         "--block-sizes",
-        type=int,
+        type=number_from(1),
         nargs="+",
         default=BLOCK_SIZES,
         metavar="N",

@@ -35,6 +35,7 @@ from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.demo import DEMO_MODEL, HELD_OUT
 from lopa_ascend.graph import setup
 from lopa_ascend.kv.pages import pages_for
+from scripts.arguments import number_from
 
 LAYERS = 28
 UPDATE_MILLISECONDS = 0.184
@@ -107,12 +108,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.bench_updates", description=__doc__, formatter_class=HelpFormatter
     )
-    parser.add_argument("--problems", type=int, default=500, metavar="N", help="held-out problems (default: 500)")
-    parser.add_argument("--sequences", type=int, default=1, metavar="N", help="problems decoded at a time (default: 1)")
+    parser.add_argument(
+        "--problems", type=number_from(1), default=500, metavar="N", help="held-out problems (default: 500)"
+    )
+    parser.add_argument(
+        "--sequences", type=number_from(1), default=1, metavar="N", help="problems decoded at a time (default: 1)"
+    )
     recommended = decoding_params(None).block_size
     parser.add_argument(
         "--block-size",
-        type=int,
+        type=number_from(1),
         metavar="N",
         help=f"positions in a block (default: what the bundled model recommends, {recommended})",
     )

@@ -31,12 +31,13 @@ from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.config.presets import find_preset
 from lopa_ascend.demo import HELD_OUT
 from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values, graph_settings
+from scripts.arguments import number_from, picture
 from scripts.benchmarking.machine import describe_benchmark
 from scripts.benchmarking.report import markdown, results, write_csv
 from scripts.benchmarking.run import Plan, run
 from scripts.benchmarking.samples import SampleFile
 from scripts.benchmarking.settings import FIGURES, Setting, one_setting, swept
-from scripts.evaluation.command import SEED, add_prompt_flags, number_from, run_command
+from scripts.evaluation.command import SEED, add_prompt_flags, run_command
 from scripts.evaluation.files import (
     DEFAULT_TASK,
     check_runnable,
@@ -45,7 +46,6 @@ from scripts.evaluation.files import (
 )
 from scripts.evaluation.prompts import CHAT, PromptMaker, find_format
 from scripts.evaluation.tasks import TASKS
-from scripts.pictures import picture
 
 ANSWER = 192
 """``max_new_tokens`` for the task "problems" where nothing is said of it: what the bundled model's answers need."""

@@ -25,9 +25,9 @@ from tqdm import tqdm
 
 from lopa_ascend.config import BRANCH_SCORES, DecodingParams
 from lopa_ascend.config.help import HelpFormatter
+from scripts.arguments import number_from, picture
 from scripts.demo_sets import asked, read
 from scripts.eval_demo import decoding, solved
-from scripts.pictures import picture
 
 if TYPE_CHECKING:
     from lopa_ascend import LLM
@@ -141,9 +141,15 @@ def main() -> None:
         prog="python -m scripts.branch_scores", description=__doc__, formatter_class=HelpFormatter
     )
     parser.add_argument("--model", metavar="DIR", help="another model directory (default: the bundled model)")
-    parser.add_argument("--limit", type=int, default=500, metavar="N", help="number of problems (default: 500)")
-    parser.add_argument("--branches", type=int, default=7, metavar="K", help="lookahead branches (default: 7)")
-    parser.add_argument("--block-size", type=int, metavar="N", help="positions in a block (default: bundled model's)")
+    parser.add_argument(
+        "--limit", type=number_from(1), default=500, metavar="N", help="number of problems (default: 500)"
+    )
+    parser.add_argument(
+        "--branches", type=number_from(0), default=7, metavar="K", help="lookahead branches (default: 7)"
+    )
+    parser.add_argument(
+        "--block-size", type=number_from(1), metavar="N", help="positions in a block (default: bundled model's)"
+    )
     parser.add_argument(
         "--scores",
         nargs="+",

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.demo import HANDWRITTEN, INDEPENDENT
+from scripts.arguments import number_from
 from scripts.problems import chats
 from scripts.problems.sums import make_practice
 from scripts.problems.telling import Narrative, tell, tell_next
@@ -192,8 +193,8 @@ def main() -> None:
         description=__doc__,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("--count", type=int, default=3, metavar="N", help="number of problems (default: 3)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the problems (default: 0)")
+    parser.add_argument("--count", type=number_from(1), default=3, metavar="N", help="number of problems (default: 3)")
+    parser.add_argument("--seed", type=number_from(0), default=0, help="seed of the problems (default: 0)")
     parser.add_argument("--held-out", action="store_true", help="held-out problems, not those for training")
     parser.add_argument("--json", action="store_true", help="one JSON object with messages and answer a line")
     args = parser.parse_args()

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.text.tokenizer_files import WORD_PATTERN
+from scripts.arguments import number_from
 from scripts.demo_problems import problems
 
 CORPUS_SIZE = 20_000
@@ -104,9 +105,13 @@ def main() -> None:
         formatter_class=HelpFormatter,
     )
     parser.add_argument("folder", type=Path, help="where the files go")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the problems (default: 0)")
+    parser.add_argument("--seed", type=number_from(0), default=0, help="seed of the problems (default: 0)")
     parser.add_argument(
-        "--corpus-size", type=int, default=CORPUS_SIZE, metavar="N", help=f"number of problems (default: {CORPUS_SIZE})"
+        "--corpus-size",
+        type=number_from(1),
+        default=CORPUS_SIZE,
+        metavar="N",
+        help=f"number of problems (default: {CORPUS_SIZE})",
     )
     args = parser.parse_args()
     tokenizer = build(args.folder, args.seed, args.corpus_size)

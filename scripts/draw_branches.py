@@ -21,6 +21,7 @@ from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.demo import HELD_OUT
 from lopa_ascend.types import GenerationOutput, StepRecord
+from scripts.arguments import number_from
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "branches.svg"
 FONT, CHARACTER, LINE, MARGIN, LABELS = 13, 7.9, 30, 16, 150
@@ -159,8 +160,12 @@ def main() -> None:
         description=__doc__,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("--branches", type=int, default=3, metavar="K", help="lookahead branches (default: 3)")
-    parser.add_argument("--block-size", type=int, default=8, metavar="N", help="positions of a block (default: 8)")
+    parser.add_argument(
+        "--branches", type=number_from(0), default=3, metavar="K", help="lookahead branches (default: 3)"
+    )
+    parser.add_argument(
+        "--block-size", type=number_from(1), default=8, metavar="N", help="positions of a block (default: 8)"
+    )
     parser.add_argument(
         "--out", type=Path, default=OUT, metavar="FILE", help="where to write (default: docs/branches.svg)"
     )

@@ -29,10 +29,9 @@ from lopa_ascend.config import DecodingParams, recommended_decoding
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.demo import DEMO_MODEL, HANDWRITTEN, HELD_OUT, INDEPENDENT
 from lopa_ascend.types import GenerationOutput
+from scripts.arguments import number_from, picture
 from scripts.demo_problems import parse_result
 from scripts.demo_sets import Conversation, asked, going_on, other_held_out, read, read_set, typed_ways, unseen
-from scripts.evaluation.command import number_from
-from scripts.pictures import picture
 
 if TYPE_CHECKING:
     from lopa_ascend import LLM

@@ -15,16 +15,9 @@ import shutil
 from pathlib import Path
 
 from lopa_ascend.config.help import HelpFormatter
+from scripts.arguments import share
 
 WEIGHTS = "model.safetensors"
-
-
-def share_of(text: str) -> float:
-    """Reads a share from 0 to 1."""
-    share = float(text)
-    if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a share from 0 to 1")
-    return share
 
 
 def write_mean(first: Path, second: Path, share: float, out: Path) -> None:
@@ -63,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("second", type=Path, help="directory of another checkpoint of the same model")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the mean goes")
     parser.add_argument(
-        "--share", type=share_of, default=0.5, metavar="X", help="share of the second checkpoint (default: 0.5)"
+        "--share", type=share, default=0.5, metavar="X", help="share of the second checkpoint (default: 0.5)"
     )
     return parser
 

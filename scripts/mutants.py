@@ -30,6 +30,7 @@ from typing import Any
 from tqdm import tqdm
 
 from lopa_ascend.config.help import HelpFormatter
+from scripts.arguments import number_from
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTEST = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=first-failure")
@@ -198,8 +199,12 @@ def main() -> None:
         prog="python -m scripts.mutants", description=__doc__, formatter_class=HelpFormatter
     )
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"{', '.join(TARGETS)} (default: all)")
-    parser.add_argument("--mutants", type=int, default=60, metavar="N", help="of each target; 0: all (default: 60)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the choice of mutants (default: 0)")
+    parser.add_argument(
+        "--mutants", type=number_from(0), default=60, metavar="N", help="of each target; 0: all (default: 60)"
+    )
+    parser.add_argument(
+        "--seed", type=number_from(0), default=0, metavar="N", help="of the choice of mutants (default: 0)"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "mutants", metavar="DIR", help="for the diffs")
     args = parser.parse_args()
     if unknown := [name for name in args.targets if name not in TARGETS]:

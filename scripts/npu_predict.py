@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lopa_ascend.config.help import HelpFormatter
+from scripts.arguments import number_from
 from scripts.planner.devices import Device, DeviceError, constants_table, load_device
 from scripts.planner.models import load_model
 from scripts.planner.step import COLLECTIVES, collective_seconds, kv_bytes_per_position
@@ -160,7 +161,9 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m scripts.npu_predict", description=__doc__, formatter_class=HelpFormatter
     )
     parser.add_argument("--device", default="910c", help="built-in device, or a JSON file (docs/planner.md)")
-    parser.add_argument("--context", type=int, default=512, help="positions before the window of each sequence")
+    parser.add_argument(
+        "--context", type=number_from(0), default=512, help="positions before the window of each sequence"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--constants", action="store_true", help="print the device's constants with their sources")
     return parser
@@ -169,8 +172,6 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = build_parser()
     options = parser.parse_args(arguments)
-    if options.context < 0:
-        parser.error(f"--context: must be at least 0, got {options.context}")
     try:
         device = load_device(options.device)
     except DeviceError as error:

@@ -25,7 +25,8 @@ from typing import Any
 from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.serve.flags import ENGINE_FLAGS, add_flags, field_values
-from scripts.evaluation.command import number_from, refusals
+from scripts.arguments import number_from
+from scripts.evaluation.command import refusals
 from scripts.evaluation.files import DATA
 from scripts.evaluation.prompts import prompt_formats
 from scripts.tables.output import write_table

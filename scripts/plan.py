@@ -20,12 +20,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from lopa_ascend.config import ConfigError, ModelConfig
 from lopa_ascend.config.help import HelpFormatter
-from scripts.pictures import picture
+from scripts.arguments import new_file, number_from, picture
 from scripts.planner.devices import Device, DeviceError, constants_table, known_devices, load_device
 from scripts.planner.models import known_models, load_model
 from scripts.planner.search import DEFAULT_TPF, Plan, all_plans, best_plan, plan, tokens_per_forward
@@ -60,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("dies", None, 1, "dies at most, with the best of --tp, --bp and --k not given; more make replicas"),
     ):
         shown = "" if default is None else f" (default: {default})"
-        parser.add_argument(f"--{name}", type=_integer(least), default=default, metavar="N", help=text + shown)
+        parser.add_argument(f"--{name}", type=number_from(least), default=default, metavar="N", help=text + shown)
     parser.add_argument(
         "--tpf",
         nargs="+",
@@ -80,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--constants", action="store_true", help="print the constants of --device with their sources")
     parser.add_argument("--validate", action="store_true", help="print the paper's rows beside predictions")
     parser.add_argument(
-        "--measure-cpu", type=_new_file, metavar="FILE", help="write a description of this CPU (about a minute)"
+        "--measure-cpu", type=new_file, metavar="FILE", help="write a description of this CPU (about a minute)"
     )
     parser.add_argument(
         "--validate-cpu",
@@ -88,23 +87,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="measure this CPU, and steps of three random models on it, beside predictions, as one JSON line (minutes)",
     )
     return parser
-
-
-def _integer(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"must be an integer of at least {least}, got {text!r}")
-        return int(text)
-
-    return parse
-
-
-def _new_file(text: str) -> Path:
-    """A file to write, refused before anything is measured for it if its folder is not there."""
-    file = Path(text)
-    if file.is_dir() or not file.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"must be a file in a folder that exists, got {text!r}")
-    return file
 
 
 def _tokens_per_forward(text: str) -> tuple[int | None, float]:

@@ -37,11 +37,10 @@ from lopa_ascend.config import DecodingParams
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.config.research_params import BASES
 from lopa_ascend.demo import HELD_OUT
+from scripts.arguments import number_from, picture
 from scripts.calibration import read_texts
 from scripts.demo_sets import asked, read
 from scripts.eval_demo import decoding, evaluate
-from scripts.evaluation.command import number_from
-from scripts.pictures import picture
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -28,8 +28,8 @@ from lopa_ascend.checkpoint.write import open_to_quantize, write_int8
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.config.engine import INT8_LAYERS
 from lopa_ascend.config.help import HelpFormatter
+from scripts.arguments import number_from
 from scripts.calibration import largest_inputs, read_texts
-from scripts.evaluation.command import number_from
 
 
 def measured(model: Path, lora: Path | None, file: Path, limit: int, int8: Collection[str]) -> dict[str, Tensor]:

@@ -39,6 +39,7 @@ from pathlib import Path
 
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.demo import DEMO_MODEL, HELD_OUT
+from scripts.arguments import number_from, share
 from scripts.demo_problems import problems
 
 NUM_HELD_OUT = 500
@@ -82,23 +83,33 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     training = parser.add_argument_group("training")
     for name, kind, default, text in (
-        ("--measure-steps", int, 0, "batches to predict before the first step, to find what the model fails at"),
-        ("--ar-steps", int, 1000, "steps of the autoregressive warm-up"),
-        ("--diffusion-steps", int, 5000, "steps of masked diffusion"),
+        (
+            "--measure-steps",
+            number_from(0),
+            0,
+            "batches to predict before the first step, to find what the model fails at",
+        ),
+        ("--ar-steps", number_from(0), 1000, "steps of the autoregressive warm-up"),
+        ("--diffusion-steps", number_from(0), 5000, "steps of masked diffusion"),
         (
             "--batch",
-            int,
+            number_from(1),
             48,
             "problems in a step; three times as many if it is autoregressive alone, after the warm-up",
         ),
         ("--lr", float, 3e-3, "highest learning rate"),
-        ("--clean-share", float, 0.5, "share of the new batches after the warm-up that are autoregressive alone"),
-        ("--full-share", float, 0.12, "share of the new batches after the warm-up with full attention in the window"),
-        ("--least-share", float, 0.15, "share of the problems kept of a template that the model solves; 1 keeps all"),
-        ("--dropout", float, 0.0, "share of the channels that prompts go without in a step, against learning by heart"),
-        ("--average-steps", int, 500, "memory in steps of the running mean of the weights that the checkpoint has"),
-        ("--seed", int, 0, "seed of weights, problems and noise; another one draws other problems"),
-        ("--threads", int, 2, "threads of torch"),
+        ("--clean-share", share, 0.5, "share of the new batches after the warm-up that are autoregressive alone"),
+        ("--full-share", share, 0.12, "share of the new batches after the warm-up with full attention in the window"),
+        ("--least-share", share, 0.15, "share of the problems kept of a template that the model solves; 1 keeps all"),
+        ("--dropout", share, 0.0, "share of the channels that prompts go without in a step, against learning by heart"),
+        (
+            "--average-steps",
+            number_from(1),
+            500,
+            "memory in steps of the running mean of the weights that the checkpoint has",
+        ),
+        ("--seed", number_from(0), 0, "seed of weights, problems and noise; another one draws other problems"),
+        ("--threads", number_from(1), 2, "threads of torch"),
     ):
         training.add_argument(name, type=kind, default=default, metavar="N", help=f"{text} (default: {default})")
     training.add_argument(
@@ -120,7 +131,9 @@ def build_parser() -> argparse.ArgumentParser:
         ("--save-every", 100, "save the state and the checkpoint"),
         ("--eval-every", 500, "print the accuracy"),
     ):
-        reports.add_argument(name, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
+        reports.add_argument(
+            name, type=number_from(1), default=default, metavar="N", help=f"{text} (default: {default})"
+        )
     return parser
 
 

@@ -12,22 +12,12 @@ from lopa_ascend.checkpoint import CheckpointError
 from lopa_ascend.config import ConfigError, ParameterError
 from lopa_ascend.config.presets import LIST, presets_text
 from lopa_ascend.serve.flags import option
+from scripts.arguments import number_from
 from scripts.evaluation.files import TaskFileError
 from scripts.evaluation.prompts import CHAT, prompt_formats
 
 SEED = 0
 """Seed of the engine where none is given, so that a command with sampled answers can be repeated."""
-
-
-def number_from(least: int) -> Callable[[str], int]:
-    """Reads whole numbers from a least one on, for argparse."""
-
-    def parse(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"must be a whole number from {least} on, got {text!r}")
-        return int(text)
-
-    return parse
 
 
 def add_prompt_flags(parser: argparse.ArgumentParser) -> None:

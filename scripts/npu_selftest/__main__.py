@@ -23,15 +23,9 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from lopa_ascend.config.help import HelpFormatter
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
-    return int(text)
+from scripts.arguments import new_file, number_from
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -40,25 +34,22 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report as JSON")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="also write the report as JSON")
     parser.add_argument(
         "--tensor-parallel-size",
-        type=positive,
+        type=number_from(1),
         default=1,
         metavar="N",
         help="ranks of a tensor parallel group, under torchrun (default: 1)",
     )
     parser.add_argument(
-        "--repeats", type=positive, default=20, metavar="N", help="timed calls of each op (default: 20)"
+        "--repeats", type=number_from(1), default=20, metavar="N", help="timed calls of each op (default: 20)"
     )
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = build_parser()
-    arguments = parser.parse_args(argv)
-    if arguments.json is not None and not arguments.json.parent.is_dir():
-        parser.error(f"--json: there is no folder {arguments.json.parent}")
+    arguments = build_parser().parse_args(argv)
     from lopa_ascend.parallel.collectives import RankError  # these import torch, which takes seconds
     from scripts.npu_selftest.node import examine_node, report_text
 

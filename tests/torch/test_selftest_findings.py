@@ -122,8 +122,8 @@ def test_a_device_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--repeats", "0"], "--repeats: must be an integer of at least 1, got '0'"),
-        (["--json", "no/such/folder/report.json"], "--json: there is no folder no/such/folder"),
+        (["--repeats", "0"], "--repeats: must be a whole number from 1 on, got '0'"),
+        (["--json", "no/such/folder/report.json"], "--json: must be a file in a folder that exists"),
     ],
 )
 def test_wrong_flags(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:

@@ -15,6 +15,7 @@ from lopa_ascend.checkpoint import CheckpointError
 from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
 from lopa_ascend.demo import HELD_OUT
 from lopa_ascend.types import GenerationOutput
+from scripts.arguments import picture
 from scripts.benchmarking.draw import by_branches, pareto_front
 from scripts.benchmarking.machine import describe_benchmark, describe_model
 from scripts.benchmarking.metrics import accuracy_under_parallelism, measure, over_runs
@@ -24,7 +25,6 @@ from scripts.benchmarking.samples import Sample, SampleFile
 from scripts.benchmarking.settings import Setting, one_setting, swept
 from scripts.evaluation.files import DATA, TaskFileError, read_examples, read_problems
 from scripts.evaluation.tasks import TASKS
-from scripts.pictures import picture
 
 GOOD = '{"question": "1 + 1?", "answer": "#### 2"}'
 SAMPLE = Sample(

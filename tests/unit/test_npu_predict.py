@@ -72,4 +72,4 @@ def test_what_was_not_captured_is_refused(capsys: pytest.CaptureFixture[str]) ->
         predict(3, load_device("910c"), 512, "optimistic")
     with pytest.raises(SystemExit):
         main(["--context", "-1"])
-    assert "--context: must be at least 0, got -1" in capsys.readouterr().err
+    assert "--context: must be a whole number from 0 on, got '-1'" in capsys.readouterr().err

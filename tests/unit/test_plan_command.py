@@ -181,7 +181,7 @@ def test_sizes_that_are_given_beside_the_dies_are_kept_and_the_others_found(caps
         ("--dies 16 --tp 4 --bp 8 --k 7", "32 dies"),
         ("--dies 16 --bp 8 --k 3", "bp is at most k + 1"),
         ("--dies 2 --tp 4", "needs 4 dies, there are 2"),
-        ("--tp 0", "at least 1"),
+        ("--tp 0", "from 1 on"),
         ("--k 20", "0:3.1, 14:10.1"),
         ("--tpf 5", "--k"),
         ("--tpf 5 3:6 --k 3", "one number"),
