@@ -13,6 +13,7 @@ from lopa_ascend.serve.api import body, intake, workers
 from lopa_ascend.serve.api.errors import ApiError
 from lopa_ascend.serve.api.intake import Intake
 from lopa_ascend.serve.api.workers import SMALL_BODY, Lane, Workers
+from lopa_ascend.serve.observe.intake import IntakeState
 
 LARGE = SMALL_BODY + 1
 HEADERS = [(b"content-type", b"application/json")]
@@ -52,6 +53,9 @@ def test_large_bodies_share_a_limit_and_small_ones_do_not_count():
         assert (refused.value.status, refused.value.code) == (503, "queue_full")
         assert refused.value.headers == {"Retry-After": "1"}
         assert [lane.num_refused for lane in taking.workers.lanes] == [0, 1]
+        metrics = {metric.name: metric for metric in IntakeState(taking, {"model_name": "tiny"}).collect()}
+        refused_by_size = {s.labels["size"]: s.value for s in metrics["lopa:bodies_refused"].samples}
+        assert refused_by_size == {"small": 0, "large": 1}
         assert await takes[3] == SMALL_BODY
         takes[0].cancel()  # its client is gone
         await settle()

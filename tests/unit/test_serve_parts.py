@@ -7,6 +7,8 @@ import socket
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 
@@ -16,7 +18,7 @@ from lopa_ascend.serve.api.access import Access
 from lopa_ascend.serve.api.errors import ApiError
 from lopa_ascend.serve.api.intake import Intake
 from lopa_ascend.serve.api.workers import Workers
-from lopa_ascend.serve.app import hosts_of
+from lopa_ascend.serve.app import _allow_origins, hosts_of
 from lopa_ascend.serve.cli import parse_args
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.engine.generation import MAX_UNREAD, Choice, Generation
@@ -236,3 +238,14 @@ def test_the_greeting_doubts_blocks_of_a_model_that_nobody_says_was_trained_for_
     assert line() == ""  # the bundled model recommends how it is decoded
     (tmp_path / "generation_config.json").write_text('{"lopa_ascend": {"block_size": 16}}')
     assert line(*model) == ""
+
+
+def test_a_star_lets_web_pages_of_all_origins_read_answers():
+    def allowed(origin: str, *allowed_origins: str) -> str | None:
+        app = FastAPI()
+        _allow_origins(app, allowed_origins)
+        return TestClient(app).get("/", headers={"Origin": origin}).headers.get("access-control-allow-origin")
+
+    assert allowed("https://example.org", "*") == allowed("http://localhost:3000", "*") == "*"
+    assert allowed("https://example.org") is None
+    assert allowed("http://localhost:3000") == "http://localhost:3000"
