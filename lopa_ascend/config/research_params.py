@@ -55,18 +55,25 @@ class ResearchParams:
         ),
     )
     acceptance_factor: float = declare(
-        1.0, Parameter(Number(0, 1000), 'bound of `acceptance` "factor"; higher is faster', group=Group.RESEARCH)
+        1.0,
+        Parameter(
+            Number(0, 1000), 'bound of `acceptance` "factor"; higher is faster and less accurate', group=Group.RESEARCH
+        ),
     )
     acceptance_gamma: float = declare(
         0.1,
         Parameter(
             Number(0, 1000),
-            'bound of `acceptance` "entropy_bound", in nats; higher is faster; needs `confidence` "neg_entropy"',
+            'bound of `acceptance` "entropy_bound", in nats; higher is faster and less accurate; needs `confidence` '
+            '"neg_entropy"',
             group=Group.RESEARCH,
         ),
     )
     acceptance_delta: float = declare(
-        0.25, Parameter(Number(0, 1), 'bound of `acceptance` "frechet"; lower is faster', group=Group.RESEARCH)
+        0.25,
+        Parameter(
+            Number(0, 1), 'bound of `acceptance` "frechet"; lower is faster and less accurate', group=Group.RESEARCH
+        ),
     )
     steps: int | None = declare(
         None,
@@ -107,9 +114,9 @@ class ResearchParams:
         "published",
         Parameter(
             Choice(BRANCH_ACCEPTANCES),
-            'which branch wins: "published": that with the highest score; "verified": that which fills most, of those '
-            'whose lookahead token "d2f" would fill now; "exact": that which "d2f" would have next, so that the answer '
-            'is that of "d2f"',
+            'which branch wins: "published": the one with the highest score; "verified": the one that fills most '
+            'positions, among the anchor and the branches whose lookahead token "d2f" would fill now; "exact": the one '
+            'that "d2f" would have after this pass, so that the answer is that of "d2f"',
             group=Group.RESEARCH,
             graphs=GraphSupport.COMPILED,
         ),
@@ -118,8 +125,8 @@ class ResearchParams:
         1,
         Parameter(
             Integer(1, 16),
-            "most tokens that a lookahead branch has beside the anchor's; above 1 a pass may save several others, with "
-            '`branch_acceptance` "verified" and "exact"',
+            "most tokens that a lookahead branch has in addition to the anchor's; above 1 one pass may replace several "
+            'passes of "d2f"; needs `branch_acceptance` "verified" or "exact"',
             group=Group.RESEARCH,
             graphs=GraphSupport.DEFAULT,
         ),
@@ -131,8 +138,8 @@ class ResearchParams:
         None,
         Parameter(
             Boolean(),
-            'whether `num_branches` "auto" looks at what other requests compute in the same step; otherwise the '
-            "request's own state decides alone, and its tokens do not depend on others",
+            'whether `num_branches` "auto" depends on what other requests compute in the same step; if not, only the '
+            "request's own state decides, and its tokens do not depend on other requests",
             group=Group.RESEARCH,
             default_text='true with `branch_acceptance` "verified" and "exact", otherwise false',
         ),
@@ -151,8 +158,8 @@ class ResearchParams:
         0.9,
         Parameter(
             Number(0, 1),
-            'with `branch_candidates` "tokens" the least probability that the tokens of all branches have together at '
-            "the pivot",
+            'with `branch_candidates` "tokens": a position can be the pivot if the tokens of all branches together '
+            "have at least this probability there",
             group=Group.RESEARCH,
         ),
     )
@@ -160,7 +167,7 @@ class ResearchParams:
         0.1,
         Parameter(
             Number(0, 1000),
-            'with `branch_score` "pivot" the weight of the log-probability of a branch\'s own token',
+            'with `branch_score` "pivot": weight of the log-probability of a branch\'s own token',
             group=Group.RESEARCH,
         ),
     )
@@ -224,7 +231,7 @@ class ResearchParams:
         True,
         Parameter(
             Boolean(),
-            "end as soon as the visible text is final; otherwise fill every open block first, as the published "
+            "end as soon as the text up to the EOS is final; otherwise fill every open block first, as the published "
             "code does",
             group=Group.RESEARCH,
         ),

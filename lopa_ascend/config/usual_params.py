@@ -137,7 +137,7 @@ class UsualParams:
             "seed of this request's sampling; the same request with the same seed gets the same answer",
             group=None,  # the flag --seed is the engine's, from which requests draw theirs
             off=(-1,),
-            default_text="a new one for each answer, which contains it",
+            default_text="a new one for each answer, which the answer names",
         ),
     )
     presence_penalty: float = declare(
