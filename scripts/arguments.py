@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,15 +20,23 @@ def number_from(least: int) -> Callable[[str], int]:
     return parse
 
 
+def positive(text: str) -> float:
+    """Reads a finite number above 0, for argparse."""
+    return _number(text, "a number above 0", lambda value: 0 < value < math.inf)
+
+
 def share(text: str) -> float:
     """Reads a share from 0 to 1, for argparse."""
-    message = f"must be a share from 0 to 1, got {text!r}"
+    return _number(text, "a share from 0 to 1", lambda value: 0 <= value <= 1)
+
+
+def _number(text: str, expected: str, is_right: Callable[[float], bool]) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(message) from None
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(message)
+        value = math.nan  # which no comparison takes for right
+    if not is_right(value):
+        raise argparse.ArgumentTypeError(f"must be {expected}, got {text!r}")
     return value
 
 
@@ -40,7 +49,17 @@ def new_file(text: str) -> Path:
 
 
 def picture(text: str) -> Path:
-    """Reads where a picture goes, for argparse. Without matplotlib it is refused."""
+    """Reads the name of a picture to write, for argparse; matplotlib and the picture's folder must be there."""
+    _check_matplotlib()
+    return new_file(text)
+
+
+def folder_of_pictures(text: str) -> Path:
+    """Reads the name of a folder, new or not, that pictures are written to, for argparse; matplotlib must be there."""
+    _check_matplotlib()
+    return Path(text)
+
+
+def _check_matplotlib() -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("needs matplotlib; install it: pip install -e '.[bench]'")
-    return Path(text)

@@ -37,7 +37,7 @@ from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.types import GenerationOutput
 from scripts.arguments import number_from, picture
 from scripts.bench_decode import decoding_params
-from scripts.decode_bench.parts import PARTS, Parts, Peaks, copy_peak, gemm_peak, int8_peak, measure_parts, memory_peak
+from scripts.decode_bench.parts import PARTS, Parts, Peaks, measure_parts, measure_peaks
 from scripts.decode_bench.workload import WORKLOAD, write_model
 
 
@@ -48,7 +48,9 @@ class Decode:
     prompt_tokens: int
     """Of each request."""
     requests: int
+    """How many."""
     k: int
+    """Lookahead branches."""
     prefill_seconds: float
     """CPU seconds for all prompts."""
     outputs: tuple[GenerationOutput, ...]
@@ -156,8 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_model(args.model, json.loads(WORKLOAD.read_text()))
     llm = LLM(args.model, dtype=args.dtype, max_num_seqs=max(args.requests), max_num_batched_tokens=16384)
     torch.set_num_threads(args.threads)
-    own, wide = gemm_peak(getattr(torch, args.dtype)), gemm_peak(torch.float32)
-    peaks = Peaks(max(own, wide), int8_peak(), copy_peak(), memory_peak())
+    peaks, _, _ = measure_peaks(getattr(torch, args.dtype))
     print(f"{args.dtype}, {args.threads} thread(s), {peaks.flops / 1e9:.0f} GFLOP/s a core\n")
     heads = ["prompt", "requests", " k", " prompts", "tokens/step", "model tokens/s", "new tokens/s"]
     print("  ".join([*heads, *(name.rjust(21) for name in PARTS)]))

@@ -34,10 +34,10 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -49,7 +49,7 @@ from lopa_ascend.types import GenerationOutput
 from scripts.arguments import number_from, picture
 from scripts.benchmarking.machine import describe_machine
 from scripts.decode_bench.draw import StepParts, draw_parts
-from scripts.decode_bench.parts import PARTS, Parts, Peaks, copy_peak, gemm_peak, int8_peak, measure_parts, memory_peak
+from scripts.decode_bench.parts import PARTS, Parts, Peaks, measure_parts, measure_peaks
 from scripts.decode_bench.stand_in import StandIn, StandInOutput
 from scripts.decode_bench.workload import WORKLOAD, workload_prompt, write_model
 
@@ -57,6 +57,19 @@ RECORDED = {0: "d2f", 4: "bf4", 8: "bf8"}
 """Lookahead branches -> name under which the workload file has the published code's output ids."""
 NEW_TOKENS = 128
 """New tokens of the recorded decodes."""
+HEADINGS = (
+    "forwards",
+    "   TPF",
+    "tokens/step",
+    " cpu secs",
+    "wall secs",
+    "forward GFLOP/s",
+    "  decode GFLOP/s",
+    " stand-in",
+    "  a token",
+)
+"""Of the columns of ``report``, as wide as these."""
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -87,7 +100,7 @@ def report(measured: Measurement, peak: float, stand_in: StandInOutput | None, v
 
     Args:
         measured: the decode.
-        peak: FLOP/s of the GEMM peak in the model's dtype.
+        peak: FLOP/s of the GEMM peak, in the faster of the model's dtype and float32.
         stand_in: the same decode by the stand-in; None if it was not run.
         verdict: whether the output ids are those of the published code; empty if these were not recorded.
     """
@@ -200,62 +213,79 @@ def decoding_params(k: int, window: str, new_tokens: int) -> DecodingParams:
     )  # fmt: skip
 
 
-def compare_ids(output: GenerationOutput, expected: dict[str, Any] | None) -> str:
-    """Whether the output ids are those of the published code."""
-    if expected is None:
-        return ""
-    return "same ids" if list(output.token_ids) == expected["output_ids"] else "OTHER IDS"
+def run_format(
+    args: argparse.Namespace, work: dict[str, Any], form: str, threads: int, before: dict[str, dict[str, float]]
+) -> list[StepParts]:
+    """Measures and prints the decodes in one number format with one number of threads.
 
-
-def run_format(args: argparse.Namespace, work: dict[str, Any], form: str, threads: int) -> list[StepParts]:
-    """Measures and prints the decodes in one number format with one number of threads."""
-    prompt = workload_prompt(work)
+    Args:
+        args: all arguments of the command.
+        work: the contents of the workload file.
+        form: one of the choices of --formats.
+        threads: of torch.
+        before: as in ``step_parts``.
+    """
     dtype, quantization = ("bfloat16", form) if form == "w8a8" else (form, None)
     llm = LLM(args.model, dtype=dtype, quantization=quantization, enable_prefix_caching=False)
     stand_in = None if args.no_stand_in else StandIn(args.model, getattr(torch, dtype))
     torch.set_num_threads(threads)
-    own, wide = gemm_peak(getattr(torch, dtype)), gemm_peak(torch.float32)
-    # A processor without bfloat16 units is faster in float32, and that is the floor then.
-    peaks = Peaks(max(own, wide), int8_peak(), copy_peak(), memory_peak())
-    before = json.loads(args.before.read_text()) if args.before else {}
-    kinds = [(window, k) for window in args.windows for k in args.branches]
-    ours: dict[tuple[str, int], list[Measurement]] = {kind: [] for kind in kinds}
-    theirs: dict[int, list[StandInOutput]] = {k: [] for k in args.branches}
-    for _ in range(args.rounds):
-        if stand_in is not None:
-            for k in args.branches:
-                theirs[k].append(stand_in.decode(prompt, decoding_params(k, "full", args.new_tokens)))
-        for window, k in kinds:
-            ours[window, k].append(measure(llm, prompt, decoding_params(k, window, args.new_tokens)))
+    peaks, own, wide = measure_peaks(getattr(torch, dtype))
+    ours, theirs = decode_in_turn(args, workload_prompt(work), llm, stand_in)
     print(
         f"\n{form}, {threads} thread(s): {dtype} GEMM peak {own / 1e9:.1f} GFLOP/s a core, float32 {wide / 1e9:.1f}, "
         f"int8 {peaks.int8_flops / 1e9:.1f}; "
         f"copies {peaks.bytes / 1e9:.1f} GB/s, "
         f"reads from memory {peaks.memory / 1e9:.1f} GB/s"
     )
-    heads = (
-        "forwards",
-        "   TPF",
-        "tokens/step",
-        " cpu secs",
-        "wall secs",
-        "forward GFLOP/s",
-        "  decode GFLOP/s",
-        " stand-in",
-        "  a token",
-    )
-    print("  ".join([f"{'window':>12s}   k", *heads]))
+    print("  ".join([f"{'window':>12s}   k", *HEADINGS]))
     found = []
     for (window, k), measured in ours.items():
-        middle = sorted(measured, key=lambda one: one.total)[len(measured) // 2]
-        is_recorded = window == "full" and form == "float32" and k in RECORDED and args.new_tokens == NEW_TOKENS
-        verdict = compare_ids(middle.output, work["expected"][f"{RECORDED[k]}/float32"] if is_recorded else None)
-        by_seconds = sorted(theirs[k], key=lambda one: one.seconds)
-        stand_in_middle = by_seconds[len(by_seconds) // 2] if by_seconds else None
+        middle = _middle(measured, lambda one: one.total)
+        is_recorded = window == "full" and form == "float32" and args.new_tokens == NEW_TOKENS
+        verdict = compare_ids(middle.output, work["expected"], k) if is_recorded else ""
+        stand_in_middle = _middle(theirs[k], lambda one: one.seconds) if theirs[k] else None
         print(f"{window:>12s} {k:3d}  {report(middle, peaks.flops, stand_in_middle, verdict)}", flush=True)
         label = f"{form}, {window}, k = {k}, {threads} thread(s)"
         found.append(step_parts(label, middle, peaks, before))
     return found
+
+
+def decode_in_turn(
+    args: argparse.Namespace, prompt: list[int], llm: LLM, stand_in: StandIn | None
+) -> tuple[dict[tuple[str, int], list[Measurement]], dict[int, list[StandInOutput]]]:
+    """Makes all kinds of decode in each round, so that a machine that becomes slower makes all of them slower.
+
+    Returns:
+        Our decodes by window attention and lookahead branches, and the stand-in's by lookahead branches.
+    """
+    ours: dict[tuple[str, int], list[Measurement]] = {(window, k): [] for window in args.windows for k in args.branches}
+    theirs: dict[int, list[StandInOutput]] = {k: [] for k in args.branches}
+    for _ in range(args.rounds):
+        if stand_in is not None:
+            for k in args.branches:
+                theirs[k].append(stand_in.decode(prompt, decoding_params(k, "full", args.new_tokens)))
+        for (window, k), measured in ours.items():
+            measured.append(measure(llm, prompt, decoding_params(k, window, args.new_tokens)))
+    return ours, theirs
+
+
+def _middle(decodes: Sequence[Item], seconds: Callable[[Item], float]) -> Item:
+    """The decode with the median time; of an even number of decodes the slower one of the two in the middle."""
+    return sorted(decodes, key=seconds)[len(decodes) // 2]
+
+
+def compare_ids(output: GenerationOutput, expected: dict[str, Any], k: int) -> str:
+    """Whether the output ids are those of the published code.
+
+    Args:
+        output: a decode with full attention in float32.
+        expected: the published code's decodes by name, as in the workload file.
+        k: lookahead branches; empty is returned where this number was not recorded.
+    """
+    if k not in RECORDED:
+        return ""
+    recorded = expected[f"{RECORDED[k]}/float32"]["output_ids"]
+    return "same ids" if list(output.token_ids) == recorded else "OTHER IDS"
 
 
 def print_parts(decodes: Sequence[StepParts]) -> None:
@@ -268,15 +298,14 @@ def print_parts(decodes: Sequence[StepParts]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    if args.rounds < 1:
-        raise SystemExit(f"--rounds {args.rounds}: must be at least 1")
     work = json.loads(WORKLOAD.read_text())
     if not (args.model / "config.json").exists():
         write_model(args.model, work)
+    before = json.loads(args.before.read_text()) if args.before else {}
     decodes: list[StepParts] = []
     for form in args.formats:
         for num_threads in args.threads:
-            decodes += run_format(args, work, form, num_threads)
+            decodes += run_format(args, work, form, num_threads, before)
     print_parts(decodes)
     if args.write:
         args.write.write_text(json.dumps({decode.label: dict(decode.taken) for decode in decodes}, indent=1) + "\n")

@@ -15,7 +15,6 @@ The host's work, to send off a launch and to take in its result, is what asynchr
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from typing import Any
 from unittest import mock
@@ -26,10 +25,10 @@ from tqdm import tqdm
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.backend.compiler import Eager
 from lopa_ascend.config.help import HelpFormatter
-from lopa_ascend.demo import HELD_OUT
 from lopa_ascend.graph import setup
 from lopa_ascend.probe import PartTimes
 from scripts.arguments import number_from
+from scripts.demo_sets import asked, read
 
 
 def measure(name: str, questions: list[str], options: dict[str, Any]) -> list[tuple[int, ...]]:
@@ -37,7 +36,7 @@ def measure(name: str, questions: list[str], options: dict[str, Any]) -> list[tu
     start, wall = time.process_time(), time.perf_counter()
     llm = LLM(**options)
     started, waited = time.process_time() - start, time.perf_counter() - wall
-    chats = [[{"role": "user", "content": question}] for question in questions]
+    chats = [asked(question) for question in questions]
     params = DecodingParams(max_new_tokens=128)
     llm.chat(chats[:1], params, quiet=True)
     steps = llm.engine.stats().num_steps
@@ -71,8 +70,7 @@ def main() -> None:
         "--window-blocks", type=number_from(1), default=4, metavar="N", help="blocks of the largest window (default: 4)"
     )
     arguments = parser.parse_args()
-    with HELD_OUT.open(encoding="utf-8") as lines:
-        questions = [json.loads(line)["question"] for line, _ in zip(lines, range(arguments.problems), strict=False)]
+    questions = [question for question, _ in read(arguments.problems)]
     common: dict[str, Any] = {
         "dtype": "float32",
         "max_num_seqs": arguments.sequences,

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.config.help import HelpFormatter
 from scripts.arguments import number_from
+from scripts.demo_sets import asked
 from scripts.judge.client import questions
 from scripts.judge.report import percentile
 
@@ -99,7 +100,7 @@ def main() -> None:
         ("--short", 2, "clients with short prompts"),
         ("--long", 4, "clients with long prompts"),
         ("--length", 1505, "tokens of a long prompt"),
-        ("--requests", 40, "requests of each short client"),
+        ("--requests", 40, "requests of the first short client, after which a measurement ends"),
     ):
         parser.add_argument(
             name, type=number_from(1), default=default, metavar="N", help=f"{text} (default: {default})"
@@ -116,7 +117,7 @@ def main() -> None:
     rows += [] if args.max_prefill_tokens else [("the default", args.long, {})]
     for name, num_long, options in rows:
         with LLM(threads=1, enable_prefix_caching=False, **options) as llm:
-            texts = [llm.tokenize_chat([{"role": "user", "content": question}]) for question in questions()]
+            texts = [llm.tokenize_chat(asked(question)) for question in questions()]
             short = [Client(itertools.cycle(texts[index :: args.short])) for index in range(args.short)]
             long = [Client(long_prompts(llm, args.length, index)) for index in range(num_long)]
             seconds = run(llm, [*short, *long], args.requests, params, name)

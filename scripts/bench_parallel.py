@@ -97,6 +97,13 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=HelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="{traffic,scaling}")
+    add_traffic(commands)
+    add_scaling(commands)
+    return parser
+
+
+def add_traffic(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command that measures what ranks send."""
     sent = commands.add_parser(
         "traffic",
         help="bytes between ranks, against formulas and the published engine",
@@ -146,6 +153,10 @@ def build_parser() -> argparse.ArgumentParser:
     sent.add_argument(
         "--max-tokens", type=number_from(1), default=128, metavar="N", help="tokens of an answer (default: 128)"
     )
+
+
+def add_scaling(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command that measures how work divides among ranks."""
     times = commands.add_parser(
         "scaling",
         help="CPU seconds of 1, 2 and 4 branch-parallel ranks",
@@ -167,7 +178,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--repetitions", type=number_from(1), default=3, metavar="N", help="decodes of each kind (default: 3)"
     )
     times.add_argument("--plot", type=picture, metavar="FILE", help="also write the tables as a picture")
-    return parser
 
 
 def main() -> None:

@@ -260,14 +260,14 @@ class _Timed:
 
     def decode(self, job: ScalingJob) -> Decode:
         before = dict(self._times.seconds)
-        start, thread = time.process_time(), time.thread_time()
+        process_start, thread_start = time.process_time(), time.thread_time()
         output = self.llm.generate([job.prompt], job.params, quiet=True)[0]
-        total, thread = time.process_time() - start, time.thread_time() - thread
+        total, main_thread = time.process_time() - process_start, time.thread_time() - thread_start
         forward, scores, exchange = (
             self._times.seconds[part] - before.get(part, 0.0) for part in ("forward", "score", "exchange")
         )
         return Decode(
-            total, thread, forward, scores, exchange, num_steps=output.num_forwards, token_ids=output.token_ids
+            total, main_thread, forward, scores, exchange, num_steps=output.num_forwards, token_ids=output.token_ids
         )
 
 

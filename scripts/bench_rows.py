@@ -11,12 +11,11 @@ rows in each call. Every figure is the smallest of some calls.
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
 from functools import partial
 
 from lopa_ascend.config.help import HelpFormatter
 from scripts.arguments import number_from
+from scripts.timing import fastest_call
 
 ROWS = (1, 16, 33, 64, 100, 128, 300, 512, 1024)
 
@@ -31,20 +30,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--outputs", type=number_from(1), default=4096, metavar="N", help="outputs of the layer (default: 4096)"
     )
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of the weight")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        default="float32",
+        help="number format of the weight (default: float32)",
+    )
     parser.add_argument("--threads", type=number_from(1), default=1, metavar="N", help="threads of torch (default: 1)")
-    parser.add_argument("--calls", type=number_from(1), default=7, metavar="N", help="calls a figure (default: 7)")
+    parser.add_argument(
+        "--calls", type=number_from(1), default=7, metavar="N", help="calls for each figure (default: 7)"
+    )
     return parser
-
-
-def milliseconds(call: Callable[[], object], calls: int) -> float:
-    """CPU time of the fastest of some calls."""
-    times = []
-    for _ in range(calls):
-        start = time.process_time()
-        call()
-        times.append(time.process_time() - start)
-    return 1000 * min(times)
 
 
 def main() -> None:
@@ -64,10 +60,10 @@ def main() -> None:
     print("|" + "---|" * (2 + len(PIECES)))
     for rows in ROWS:
         x = torch.randn(rows, args.inputs).to(dtype)
-        figures = [milliseconds(partial(library, x, weight, None), args.calls)]
+        seconds = [fastest_call(partial(library, x, weight, None), args.calls)]
         for piece in PIECES:
-            figures.append(milliseconds(partial(library.in_pieces, x, weight, None, piece), args.calls))
-        print(f"| {rows} |" + "".join(f" {figure:.2f} |" for figure in figures))
+            seconds.append(fastest_call(partial(library.in_pieces, x, weight, None, piece), args.calls))
+        print(f"| {rows} |" + "".join(f" {1000 * taken:.2f} |" for taken in seconds))
 
 
 if __name__ == "__main__":

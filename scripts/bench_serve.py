@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import multiprocessing
 import tempfile
 import time
@@ -75,6 +76,18 @@ class Level:
         cells = [f"{len(self.answers) / self.seconds:.2f}", f"{self.tokens_per_second:.0f}"]
         cells += [f"{value:.0f}" for value in times] + [f"{self.milliseconds('pings', 0.99):.1f}"]
         return f"| {self.name} | {' | '.join(cells)} |"
+
+
+def make_requests(count: int, max_tokens: int, num_branches: int) -> list[Ask]:
+    """Streamed chat requests with the held-out questions, which come again if there are fewer than ``count``."""
+    fields = {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": max_tokens,
+        "num_branches": num_branches,
+    }
+    asked = itertools.islice(itertools.cycle(questions()), count)
+    return [chat(question, **fields) for question in asked]
 
 
 def measure(url: str, requests: list[Ask], clients: int, name: str) -> Level:
@@ -161,7 +174,7 @@ def draw(levels: list[Level], sequential: Level | None, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.bench_serve", description=__doc__, formatter_class=HelpFormatter
     )
@@ -202,16 +215,15 @@ def main() -> None:
         "--sequential", action="store_true", help="also measure one client on a server with --max-num-seqs 1"
     )
     parser.add_argument("--plot", type=picture, metavar="FILE", help="also write the table as a picture")
+    return parser
+
+
+def main() -> None:
+    parser = build_parser()
     args = parser.parse_args()
     if args.url and args.sequential:
         parser.error("--sequential compares with a server of the bundled model, and --url may be that of another")
-    fields = {
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "max_tokens": args.max_tokens,
-        "num_branches": args.num_branches,
-    }
-    requests = [chat(question, **fields) for question in (10 * questions())[: args.requests]]
+    requests = make_requests(args.requests, args.max_tokens, args.num_branches)
     print(HEADER)
     levels, sequential = [], None
     with tempfile.TemporaryDirectory() as directory:

@@ -52,7 +52,7 @@ def write_random(path: Path, config: Mapping[str, Any]) -> int:
         config: the fields of config.json.
 
     Returns:
-        Its bytes.
+        The bytes of all its files.
     """
     import torch
     from safetensors.torch import save_file
@@ -127,12 +127,19 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m scripts.bench_size", description=__doc__, formatter_class=HelpFormatter
     )
     parser.add_argument(
-        "--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="what to load (default: all)"
+        "--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="number formats to load (default: all)"
     )
-    parser.add_argument("--model", choices=known_models(), default="Dream-7B", help="dimensions (default: Dream-7B)")
-    parser.add_argument("--dir", type=Path, metavar="DIR", help="where the checkpoint is made (default: the system's)")
     parser.add_argument(
-        "--block-size", type=number_from(1), default=32, metavar="N", help="of the request (default: 32)"
+        "--model", choices=known_models(), default="Dream-7B", help="model with these dimensions (default: Dream-7B)"
+    )
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        metavar="DIR",
+        help="directory where the checkpoint is made (default: the system's temporary directory)",
+    )
+    parser.add_argument(
+        "--block-size", type=number_from(1), default=32, metavar="N", help="block_size of the request (default: 32)"
     )
     parser.add_argument("--measure", type=Path, metavar="DIR", help=argparse.SUPPRESS)  # in the process of a format
     return parser

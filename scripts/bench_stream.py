@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import re
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -31,13 +30,14 @@ from lopa_ascend.config.help import HelpFormatter
 from scripts.arguments import number_from
 from scripts.demo_problems import parse_result
 from scripts.demo_sets import read
+from scripts.doc_tables import with_table
 from scripts.judge.client import Answer, ask, chat, connect
 from scripts.judge.server import ROOT, serving
 
 BLOCK_SIZES = (4, 8, 16, 32)
 PAGE = ROOT / "docs" / "results.md"
-PLACE = re.compile(r"(<!-- table: streams\b.*-->\n\n)(?:\|.*\n)*")
-"""In the page: the comment before the table, and the table."""
+TABLE = "streams"
+"""Name of the table in the page."""
 
 
 async def measure(url: str, problems: Sequence[tuple[str, int]], block_sizes: Sequence[int]) -> dict[int, list[Answer]]:
@@ -130,13 +130,15 @@ def main() -> None:
     )
     parser.add_argument("--write", action="store_true", help="write docs/results.md instead of printing")
     args = parser.parse_args()
+    if args.write:
+        with_table(PAGE.read_text("utf-8"), TABLE, "")  # that the page has a place for it, before minutes of work
     problems = read(args.problems)
     with tempfile.TemporaryDirectory() as directory:
         with serving(args.url, Path(directory) / "server.log", "--no-enable-prefix-caching") as server:
             answers = asyncio.run(measure(server.url, problems, args.block_sizes))
     text = table(answers, [result for _, result in problems])
     if args.write:
-        PAGE.write_text(PLACE.sub(lambda found: found[1] + text, PAGE.read_text("utf-8")), "utf-8")
+        PAGE.write_text(with_table(PAGE.read_text("utf-8"), TABLE, text), "utf-8")
     else:
         print(text, end="")
 

@@ -21,7 +21,6 @@ vllm-ascend on a 910B3 (docs/ascend.md, Host time of a replay).
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from unittest import mock
 
@@ -32,10 +31,11 @@ from lopa_ascend import LLM, DecodingParams, ParameterError
 from lopa_ascend.backend.compiler import Eager, Run, Step
 from lopa_ascend.config import EngineConfig, recommended_decoding
 from lopa_ascend.config.help import HelpFormatter
-from lopa_ascend.demo import DEMO_MODEL, HELD_OUT
+from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.graph import setup
 from lopa_ascend.kv.pages import pages_for
 from scripts.arguments import number_from
+from scripts.demo_sets import asked, read
 
 LAYERS = 28
 UPDATE_MILLISECONDS = 0.184
@@ -95,7 +95,7 @@ def count(questions: Sequence[str], num_sequences: int, params: DecodingParams) 
             graph_block_size=max(params.block_size, EngineConfig().graph_block_size),  # longer blocks need more room
         )
     counting.reset()  # without the padding that buckets start with
-    chats = [[{"role": "user", "content": question}] for question in questions]
+    chats = [asked(question) for question in questions]
     graphs = llm.engine.runner.graphs
     assert graphs is not None
     before = graphs.inputs.num_written
@@ -131,8 +131,7 @@ def main(argv: list[str] | None = None) -> None:
         params = decoding_params(arguments.block_size)
     except ParameterError as error:
         parser.error(f"--block-size: {str(error).removeprefix('block_size: ')}")
-    with HELD_OUT.open(encoding="utf-8") as lines:
-        questions = [json.loads(line)["question"] for line, _ in zip(lines, range(arguments.problems), strict=False)]
+    questions = [question for question, _ in read(arguments.problems)]
     torch.set_num_threads(1)
     counting = count(questions, arguments.sequences, params)
     changed = counting.num_changed / counting.num_replays

@@ -31,19 +31,14 @@ from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.config.presets import find_preset
 from lopa_ascend.demo import HELD_OUT
 from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values, graph_settings
-from scripts.arguments import number_from, picture
+from scripts.arguments import folder_of_pictures, number_from
 from scripts.benchmarking.machine import describe_benchmark
 from scripts.benchmarking.report import markdown, results, write_csv
 from scripts.benchmarking.run import Plan, run
 from scripts.benchmarking.samples import SampleFile
 from scripts.benchmarking.settings import FIGURES, Setting, one_setting, swept
-from scripts.evaluation.command import SEED, add_prompt_flags, run_command
-from scripts.evaluation.files import (
-    DEFAULT_TASK,
-    check_runnable,
-    read_examples,
-    read_problems,
-)
+from scripts.evaluation.command import SEED, add_prompt_flags, run_command, with_defaults
+from scripts.evaluation.files import DEFAULT_TASK, check_runnable, read_examples, read_problems
 from scripts.evaluation.prompts import CHAT, PromptMaker, find_format
 from scripts.evaluation.tasks import TASKS
 
@@ -95,10 +90,19 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME=V1,V2,...",
-        help=f"measure all values of a decoding parameter; several make a product; or {FIGURES}: what all plots need",
+        help="measure each of these values of a decoding parameter; several --sweep make all combinations; "
+        f"--sweep {FIGURES}: all settings that the plots need",
     )
-    parser.add_argument("--plots", type=picture, metavar="DIR", help="also draw the figures of a sweep")
-    add_flags(parser, {**ENGINE_FLAGS, **DECODING_FLAGS})
+    parser.add_argument(
+        "--plots",
+        type=folder_of_pictures,
+        metavar="DIR",
+        help="folder to which the plots of a sweep are written (needs matplotlib)",
+    )
+    usual = DECODING_FLAGS["max_new_tokens"].default
+    length = f"the preset's, or {ANSWER} where all lines are of task problems, else {usual}"
+    shown = {"seed": str(SEED), "enable_prefix_caching": "off", "max_new_tokens": length}
+    add_flags(parser, with_defaults({**ENGINE_FLAGS, **DECODING_FLAGS}, shown))
     return parser
 
 
@@ -129,7 +133,7 @@ def benchmark(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     engine = {**fixed, **field_values(given, ENGINE_FLAGS)}
     config = EngineConfig(**engine)
     name = args.prompt or (preset.prompts[0].name if preset else CHAT.name)
-    check_runnable(used)
+    check_runnable(used.values())
     cut = preset is None or preset.cuts_answers
     file = SampleFile(args.out, describe_benchmark(config, tasks, args.limit, name, examples, cut=cut))
     plan = Plan(

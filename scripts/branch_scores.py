@@ -156,7 +156,7 @@ def main() -> None:
         choices=list(SCORES),
         default=list(SCORES),
         metavar="NAME",
-        help=f'scores that are compared with "{BASELINE}": {", ".join(SCORES)} (default: all)',
+        help=f'scores that are compared with "{BASELINE}": {", ".join(map(repr, SCORES))} (default: all)',
     )
     parser.add_argument("--plot", type=picture, metavar="FILE", help="also write the table as a picture")
     args = parser.parse_args()

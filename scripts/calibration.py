@@ -7,7 +7,7 @@ times, with masks at random places, whose shares are spread over 0 to 1.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,12 +88,21 @@ class RecordingOps:
         return self._ops.linear(x, weight, bias)
 
 
+def check_float_dream(weights: Collection[str]) -> None:
+    """Checks the names of a model's weights.
+
+    Raises:
+        ValueError: the model is not a Dream with float weights.
+    """
+    if any(name.endswith(".weight_scale") for name in weights) or "layers.0.qkv.weight" not in weights:
+        raise ValueError("expected a Dream with float weights")
+
+
 def largest_inputs(llm: LLM, texts: Sequence[tuple[str, str]]) -> dict[str, Tensor]:
     """The largest magnitude of each input channel of the linear layers of a model, float32 [in] by name.
 
     A prompt with an answer is a message of a conversation, and masks are in the answer; a prompt alone is a text that
-    has masks after its first token. The last token is never masked: the EOS,
-    if the model has one.
+    has masks after its first token. The last token, which is the EOS if the model has one, is never masked.
 
     Args:
         llm: a Dream with float weights, on one rank.
@@ -109,19 +118,18 @@ def largest_inputs(llm: LLM, texts: Sequence[tuple[str, str]]) -> dict[str, Tens
     from scripts.evaluation.likelihood import MaskedLikelihood
 
     model: Any = llm.engine.runner.model
-    if any(name.endswith(".weight_scale") for name in model.weights) or "layers.0.qkv.weight" not in model.weights:
-        raise ValueError("expected a Dream with float weights")
+    check_float_dream(model.weights)
     split = [_split(llm, prompt, answer) for prompt, answer in texts]  # all are checked before the first is computed
     masked = MaskedLikelihood(llm.engine, num_samples=NUM_SHARES, batch_size=NUM_SHARES)
-    recording = RecordingOps(model.ops, dict(model.weights))
-    model.ops = recording
+    ops = model.ops
+    model.ops = recording = RecordingOps(ops, dict(model.weights))
     try:
         with torch.inference_mode():
             for context, target in split:
                 noisy, _ = masked.draw(torch.tensor(context + target), len(context), torch.Generator().manual_seed(0))
                 masked.hidden_states(noisy, torch.arange(noisy.numel()))
     finally:
-        model.ops = recording._ops
+        model.ops = ops
     return {name: magnitudes.clone() for name, magnitudes in recording.magnitudes.items()}
 
 

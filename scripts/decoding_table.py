@@ -1,18 +1,20 @@
-"""Makes the tables of decoding parameters in docs/decoding.md from the declarations in lopa_ascend/config.
+"""Makes the tables of decoding parameters in docs/decoding.md.
 
-python -m scripts.decoding_table            print the tables
-python -m scripts.decoding_table --write    put them into docs/decoding.md
+    python -m scripts.decoding_table            print the tables
+    python -m scripts.decoding_table --write    put them into docs/decoding.md
+
+They follow from the declarations of the parameters in lopa_ascend/config.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.config.settings import Group, Parameter
+from scripts.doc_tables import with_table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "decoding.md"
 TITLES = ("parameter", "default", "allowed values", "meaning", "in compiled steps")
@@ -49,9 +51,9 @@ def _meaning(parameter: Parameter) -> str:
 
 
 def with_tables(page: str) -> str:
-    """The page with its tables made anew. Each table follows the comment that names it, after an empty line."""
-    place = re.compile(r"(<!-- table: (usual|research)\b.*-->\n\n)(?:\|.*\n)*")
-    return place.sub(lambda found: found[1] + table(research=found[2] == "research"), page)
+    """The page with both tables made anew."""
+    page = with_table(page, "usual", table(research=False))
+    return with_table(page, "research", table(research=True))
 
 
 def main() -> None:

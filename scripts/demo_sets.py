@@ -76,8 +76,8 @@ def read_set(path: Path, limit: int | None = None) -> list[Question]:
     return questions
 
 
-def read(limit: int) -> list[tuple[str, int]]:
-    """The first held-out problems: question and result."""
+def read(limit: int | None = None) -> list[tuple[str, int]]:
+    """The first held-out problems, or all: question and result."""
     return [(question.text, question.result) for question in read_set(HELD_OUT, limit)]
 
 

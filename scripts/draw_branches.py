@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import html
-import json
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,9 +18,9 @@ from pathlib import Path
 
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.config.help import HelpFormatter
-from lopa_ascend.demo import HELD_OUT
 from lopa_ascend.types import GenerationOutput, StepRecord
 from scripts.arguments import number_from
+from scripts.demo_sets import asked, read
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "branches.svg"
 FONT, CHARACTER, LINE, MARGIN, LABELS = 13, 7.9, 30, 16, 150
@@ -114,12 +113,7 @@ def draw(rows: Sequence[Row], block_size: int, caption: str) -> str:
         f'<rect width="{width:.0f}" height="{height:.0f}" fill="#ffffff"/>',
     ]
     parts += [_label(MARGIN, MARGIN + FONT + i * LINE * 0.7, line) for i, line in enumerate(captions)]
-    for number, (kind, meaning) in enumerate(LEGEND.items()):
-        x = MARGIN + number * (width - 2 * MARGIN) / len(LEGEND)
-        parts.append(
-            f'<rect x="{x:.1f}" y="{legend_top}" width="14" height="14" fill="{COLOURS[kind]}" stroke="#c4c9d1"/>'
-        )
-        parts.append(_label(x + 20, legend_top + 12, meaning))
+    parts += _legend(legend_top, width)
     for block in range(len(widths) // block_size):
         left, right = lefts[block * block_size], lefts[(block + 1) * block_size]
         parts.append(_label((left + right) / 2, top - 10, f"block {block + 1}", anchor="middle"))
@@ -127,24 +121,51 @@ def draw(rows: Sequence[Row], block_size: int, caption: str) -> str:
     parts.append(_label(lefts[-1] + 10, top - 10, "score"))
     for number, row in enumerate(rows):
         # An empty line separates the row without a score, the winner after the pass.
-        y = top + (number if row.score else number + 1) * LINE
-        weight = "bold" if row.is_winner else "normal"
-        parts.append(_label(MARGIN, y + 19, row.name, weight=weight))
-        for cell, left, cell_width in zip(row.cells, lefts, widths, strict=False):
-            parts.append(
-                f'<rect x="{left:.1f}" y="{y + 2}" width="{cell_width:.1f}" height="{LINE - 4}" '
-                f'fill="{COLOURS[cell.kind]}" stroke="#c4c9d1"/>'
-            )
-            parts.append(_label(left + cell_width / 2, y + 19, cell.text, anchor="middle"))
-        if row.score:
-            parts.append(_label(lefts[-1] + 10, y + 19, row.score + (" wins" if row.is_winner else ""), weight=weight))
-        if row.is_winner:
-            box = lefts[-1] - lefts[0]
-            parts.append(
-                f'<rect x="{lefts[0]}" y="{y + 1}" width="{box:.1f}" height="{LINE - 2}" fill="none" stroke="#1f6feb" '
-                'stroke-width="2.5"/>'
-            )
+        line_number = number if row.score else number + 1
+        parts += _row(row, top + line_number * LINE, lefts, widths)
     return "\n".join([*parts, "</svg>", ""])
+
+
+def _legend(top: float, width: float) -> list[str]:
+    """The meanings of the colours, side by side.
+
+    Args:
+        top: in pixels.
+        width: of the picture in pixels.
+    """
+    parts = []
+    for number, (kind, meaning) in enumerate(LEGEND.items()):
+        x = MARGIN + number * (width - 2 * MARGIN) / len(LEGEND)
+        parts.append(f'<rect x="{x:.1f}" y="{top}" width="14" height="14" fill="{COLOURS[kind]}" stroke="#c4c9d1"/>')
+        parts.append(_label(x + 20, top + 12, meaning))
+    return parts
+
+
+def _row(row: Row, y: int, lefts: Sequence[float], widths: Sequence[float]) -> list[str]:
+    """The name, cells and score of a row.
+
+    Args:
+        row: what is drawn.
+        y: top of the row in pixels.
+        lefts: left ends of the cells in pixels, and the right end of the last one.
+        widths: of the cells in pixels.
+    """
+    weight = "bold" if row.is_winner else "normal"
+    parts = [_label(MARGIN, y + 19, row.name, weight=weight)]
+    for cell, left, width in zip(row.cells, lefts, widths, strict=False):
+        parts.append(
+            f'<rect x="{left:.1f}" y="{y + 2}" width="{width:.1f}" height="{LINE - 4}" '
+            f'fill="{COLOURS[cell.kind]}" stroke="#c4c9d1"/>'
+        )
+        parts.append(_label(left + width / 2, y + 19, cell.text, anchor="middle"))
+    if row.score:
+        parts.append(_label(lefts[-1] + 10, y + 19, row.score + (" wins" if row.is_winner else ""), weight=weight))
+    if row.is_winner:
+        parts.append(
+            f'<rect x="{lefts[0]}" y="{y + 1}" width="{lefts[-1] - lefts[0]:.1f}" height="{LINE - 2}" fill="none" '
+            'stroke="#1f6feb" stroke-width="2.5"/>'
+        )
+    return parts
 
 
 def _label(x: float, y: float, text: str, anchor: str = "start", weight: str = "normal") -> str:
@@ -161,7 +182,7 @@ def main() -> None:
         formatter_class=HelpFormatter,
     )
     parser.add_argument(
-        "--branches", type=number_from(0), default=3, metavar="K", help="lookahead branches (default: 3)"
+        "--branches", type=number_from(1), default=3, metavar="K", help="lookahead branches (default: 3)"
     )
     parser.add_argument(
         "--block-size", type=number_from(1), default=8, metavar="N", help="positions of a block (default: 8)"
@@ -172,9 +193,8 @@ def main() -> None:
     arguments = parser.parse_args()
     llm = LLM()
     params = DecodingParams(num_branches=arguments.branches, block_size=arguments.block_size, max_new_tokens=64)
-    for line in HELD_OUT.read_text(encoding="utf-8").splitlines():
-        question = json.loads(line)["question"]
-        (output,) = llm.chat([[{"role": "user", "content": question}]], params, trace=True, quiet=True)
+    for question, _ in read():
+        (output,) = llm.chat([asked(question)], params, trace=True, quiet=True)
         record = interesting(output, arguments.block_size)
         if record is not None:
             caption = f"Forward pass {record.index + 1} for: {question}"

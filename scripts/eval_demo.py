@@ -249,8 +249,8 @@ def print_groups(heading: str, groups: dict[str, list[str]], exact: dict[tuple[s
 
 def typed(llm: LLM, limit: int) -> None:
     """Prints exact of held-out problems that are typed in other ways, or stand after other messages."""
-    ways, results = typed_ways(limit)
-    for name, conversations in ways.items():
+    conversations_by_way, results = typed_ways(limit)
+    for name, conversations in conversations_by_way.items():
         _print_exact(llm, name, conversations, results)
     _print_exact(llm, "going on from an answer", *going_on(limit))
 

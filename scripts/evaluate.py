@@ -32,7 +32,7 @@ from lopa_ascend.config.presets import Preset, PromptFormat, find_preset
 from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values
 from scripts.arguments import number_from
 from scripts.benchmarking.machine import describe_engine, describe_examples, describe_machine, describe_model
-from scripts.evaluation.command import SEED, add_prompt_flags, run_command
+from scripts.evaluation.command import SEED, add_prompt_flags, run_command, with_defaults
 from scripts.evaluation.files import DATA, TaskFileError, check_runnable, read_examples, read_problems
 from scripts.evaluation.prompts import CHAT, find_format
 from scripts.evaluation.tasks import TASKS, Problem, Task
@@ -64,17 +64,24 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "tasks", nargs="*", metavar="TASK", help=f"{names}, or {FOREIGN}NAME (default: the preset's, or gsm8k)"
     )
-    parser.add_argument("--data", type=Path, default=DATA, metavar="DIR", help="(default: scripts/evaluation/data)")
+    parser.add_argument(
+        "--data", type=Path, default=DATA, metavar="DIR", help="folder of task files (default: scripts/evaluation/data)"
+    )
     parser.add_argument("--limit", type=number_from(1), metavar="N", help="the first N problems (default: all)")
     add_prompt_flags(parser)
     parser.add_argument(
         "--batch-size", type=number_from(1), default=8, metavar="N", help="answers made together (default: 8)"
     )
     parser.add_argument(
-        "--mc-num", type=number_from(1), default=128, metavar="N", help="draws of a log-likelihood (default: 128)"
+        "--mc-num",
+        type=number_from(1),
+        default=128,
+        metavar="N",
+        help="random maskings over which a log-likelihood is averaged (default: 128)",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file for scores and answers")
-    add_flags(parser, {**ENGINE_FLAGS, **DECODING_FLAGS})
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON file to write scores, answers and settings to")
+    shown = {"seed": str(SEED), "max_num_seqs": "`batch_size`"}
+    add_flags(parser, with_defaults({**ENGINE_FLAGS, **DECODING_FLAGS}, shown))
     return parser
 
 

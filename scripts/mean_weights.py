@@ -30,7 +30,7 @@ def write_mean(first: Path, second: Path, share: float, out: Path) -> None:
         out: directory that is written; it may be one of the two.
 
     Raises:
-        ValueError: the tensors differ in names or shapes.
+        ValueError: the tensors differ in names or shapes, or are int8 codes, which have no mean.
     """
     from safetensors.torch import load_file, save_file
 
@@ -42,10 +42,18 @@ def write_mean(first: Path, second: Path, share: float, out: Path) -> None:
     )
     if different:
         raise ValueError(f"{first} and {second} are no checkpoints of one model: {different[0]} differs or is missing")
+    integers = [name for name in ours if not (ours[name].is_floating_point() and theirs[name].is_floating_point())]
+    if integers:
+        raise ValueError(
+            f"{integers[0]} is not in floating point; take the checkpoints from before they were quantised"
+        )
     mean = {name: ours[name].float().lerp(theirs[name].float(), share).to(ours[name].dtype) for name in ours}
     if out.resolve() != first.resolve():
-        shutil.copytree(first, out, dirs_exist_ok=True)
-    save_file(mean, out / WEIGHTS, metadata={"format": "pt"})
+        shutil.copytree(first, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns(WEIGHTS))
+    # ``out`` may be the only copy of one of the two: it keeps its weights until the mean is there as a whole.
+    unfinished = out / f"{WEIGHTS}.tmp"
+    save_file(mean, unfinished, metadata={"format": "pt"})
+    unfinished.replace(out / WEIGHTS)
 
 
 def build_parser() -> argparse.ArgumentParser:

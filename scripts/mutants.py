@@ -200,12 +200,18 @@ def main() -> None:
     )
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"{', '.join(TARGETS)} (default: all)")
     parser.add_argument(
-        "--mutants", type=number_from(0), default=60, metavar="N", help="of each target; 0: all (default: 60)"
+        "--mutants", type=number_from(0), default=60, metavar="N", help="mutants of each target; 0: all (default: 60)"
     )
     parser.add_argument(
-        "--seed", type=number_from(0), default=0, metavar="N", help="of the choice of mutants (default: 0)"
+        "--seed", type=number_from(0), default=0, metavar="N", help="seed of the choice of mutants (default: 0)"
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "mutants", metavar="DIR", help="for the diffs")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "build" / "mutants",
+        metavar="DIR",
+        help="folder for the diffs (default: build/mutants)",
+    )
     args = parser.parse_args()
     if unknown := [name for name in args.targets if name not in TARGETS]:
         parser.error(f"unknown target {unknown[0]!r}; there are {', '.join(TARGETS)}")

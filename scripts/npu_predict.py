@@ -72,17 +72,21 @@ def tasks_of(sequences: int) -> tuple[list[Task], list[Task]]:
 
 
 def seconds(task: Task, device: Device, case: str, kv_bytes: float) -> tuple[str, float]:
-    """The term of a task, and its time.
+    """The term of a task, and its time in seconds.
 
     Args:
+        task: a captured one.
+        device: of each rank.
         case: "optimistic" or "pessimistic" collectives.
         kv_bytes: keys and values that the attention of a layer reads.
     """
     name, moved, flops = task
     if "all_reduce" in name:
-        return "collectives", collective_seconds(device, TP, moved / 2, case, reduce=True)
-    if "all_gather" in name:  # of what a rank sends, and of what it gets from all of its group
-        return "collectives", collective_seconds(device, TP, moved * TP / (1 + TP), case, reduce=False)
+        result_bytes = moved / 2  # the task moves an input, and a result of the same size
+        return "collectives", collective_seconds(device, TP, result_bytes, case, reduce=True)
+    if "all_gather" in name:
+        result_bytes = moved * TP / (1 + TP)  # the task moves an input, and a result that is TP times as large
+        return "collectives", collective_seconds(device, TP, result_bytes, case, reduce=False)
     if "attention" in name:
         return "attention", (moved + kv_bytes) / device.reachable_bandwidth + device.matrix_kernel_s
     memory = moved / device.reachable_bandwidth
@@ -96,6 +100,8 @@ def predict(sequences: int, device: Device, context: int, case: str) -> Predicte
     """Adds a step up.
 
     Args:
+        sequences: decoded together; one of the captured numbers.
+        device: of each rank.
         context: positions before the window of each sequence.
         case: see ``seconds``.
     """
@@ -160,9 +166,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.npu_predict", description=__doc__, formatter_class=HelpFormatter
     )
-    parser.add_argument("--device", default="910c", help="built-in device, or a JSON file (docs/planner.md)")
     parser.add_argument(
-        "--context", type=number_from(0), default=512, help="positions before the window of each sequence"
+        "--device",
+        default="910c",
+        metavar="DEVICE",
+        help="910c or h200, or a JSON file like scripts/planner/devices.json (default: 910c)",
+    )
+    parser.add_argument(
+        "--context",
+        type=number_from(0),
+        default=512,
+        metavar="N",
+        help="positions before the window of each sequence (default: 512)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--constants", action="store_true", help="print the device's constants with their sources")

@@ -26,7 +26,7 @@ from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.serve.flags import ENGINE_FLAGS, add_flags, field_values
 from scripts.arguments import number_from
-from scripts.evaluation.command import refusals
+from scripts.evaluation.command import refusals, with_defaults
 from scripts.evaluation.files import DATA
 from scripts.evaluation.prompts import prompt_formats
 from scripts.tables.output import write_table
@@ -54,22 +54,34 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="MODEL=DIR[,ADAPTER]",
         help="directory of a model of the table, and of its LoRA adapter",
     )
-    parser.add_argument("--data", type=Path, default=DATA, metavar="DIR", help="(default: scripts/evaluation/data)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="(default: build/TABLE)")
+    parser.add_argument(
+        "--data", type=Path, default=DATA, metavar="DIR", help="folder of task files (default: scripts/evaluation/data)"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for table and answers (default: build/TABLE)")
     parser.add_argument("--rows", type=re.compile, metavar="REGEX", help="only rows whose name matches")
     parser.add_argument("--limit", type=number_from(1), metavar="N", help="the first N problems (default: all)")
-    parser.add_argument("--runs", type=number_from(1), default=1, metavar="N", help="medians are shown (default: 1)")
+    parser.add_argument(
+        "--runs", type=number_from(1), default=1, metavar="N", help="repetitions; medians are shown (default: 1)"
+    )
     parser.add_argument(
         "--one-rank", action="store_true", help="run rows of several devices on one: same tokens, other speed"
     )
     parser.add_argument(
-        "--prompt", choices=tuple(prompt_formats()), help="(default: the row's; chat for the bundled model)"
+        "--prompt",
+        choices=tuple(prompt_formats()),
+        help="format of prompts (default: the row's; chat for the bundled model)",
     )
     parser.add_argument(
-        "--examples", type=number_from(0), metavar="N", help="in a prompt (default: the row's; 0 for the bundled model)"
+        "--examples",
+        type=number_from(0),
+        metavar="N",
+        help="examples in a prompt (default: the row's; 0 for the bundled model)",
     )
-    parser.add_argument("--max-new-tokens", type=number_from(1), metavar="N", help="(default: the row's)")
-    add_flags(parser, {name: flag for name, flag in ENGINE_FLAGS.items() if flag.field not in FROM_ROWS})
+    parser.add_argument(
+        "--max-new-tokens", type=number_from(1), metavar="N", help="most tokens of an answer (default: the row's)"
+    )
+    flags = {name: flag for name, flag in ENGINE_FLAGS.items() if flag.field not in FROM_ROWS}
+    add_flags(parser, with_defaults(flags, {"seed": "0"}))
     return parser
 
 
@@ -83,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
 def run_table(args: argparse.Namespace) -> None:
     """Runs the rows that can run here, one after the other, and writes the table after each."""
     engine: dict[str, Any] = field_values({k: v for k, v in vars(args).items() if v is not None}, ENGINE_FLAGS)
-    EngineConfig(**engine)
+    EngineConfig(**engine)  # refuses wrong settings before any row is looked at
     rows = [row for row in rows_of(args.table) if args.rows is None or args.rows.search(row.name)]
     if not rows:
         raise ParameterError("rows", f"matches none of {', '.join(row.name for row in rows_of(args.table))}")

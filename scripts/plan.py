@@ -48,7 +48,9 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="DEVICE",
         help=f"{' or '.join(known_devices())}, or a JSON file like scripts/planner/devices.json (default: 910c)",
     )
-    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of the weights (default: bf16)")
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, default="bf16", help="number format of the weights (default: bf16)"
+    )
     for name, default, least, text in (
         ("tp", None, 1, "tensor parallel size"),
         ("bp", None, 1, "branch parallel size"),
@@ -63,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tpf",
         nargs="+",
-        type=_tokens_per_forward,
+        type=_parse_tpf,
         metavar="X",
         help="tokens per forward pass: one number for the given --k, or pairs K:X between which it is interpolated "
         "(default: " + " ".join(f"{k}:{tpf}" for k, tpf in DEFAULT_TPF.items()) + ", D2F-Dream on GSM8K in the paper)",
@@ -89,7 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _tokens_per_forward(text: str) -> tuple[int | None, float]:
+def _parse_tpf(text: str) -> tuple[int | None, float]:
     """The pair (k, TPF) of a text such as 3:6.5; k is None where the text is one number."""
     before, colon, after = text.rpartition(":")
     try:

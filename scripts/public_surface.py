@@ -3,8 +3,8 @@
 tests/unit/test_public_surface.py compares it with tests/data/public_surface.json, so that whoever changes the surface
 changes that file, and a reviewer sees it.
 
-python -m scripts.public_surface            print it
-python -m scripts.public_surface --write    put it into tests/data/public_surface.json
+    python -m scripts.public_surface            print it
+    python -m scripts.public_surface --write    put it into tests/data/public_surface.json
 """
 
 from __future__ import annotations
@@ -216,8 +216,9 @@ def main() -> None:
         prog="python -m scripts.public_surface", description=__doc__, formatter_class=HelpFormatter
     )
     parser.add_argument("--write", action="store_true", help="write tests/data/public_surface.json instead of printing")
+    args = parser.parse_args()
     text = as_text(surface()) + "\n"
-    if parser.parse_args().write:
+    if args.write:
         FILE.write_text(text, "utf-8")
     else:
         print(text, end="")

@@ -18,7 +18,7 @@ squares over all outputs, divided by that of the layer's product in float32:
 A prompt file has a prompt on each line, as text or as a JSON object with "prompt" or "question"; each becomes the first
 message of a conversation.
 
-"table" decodes in the number format of the checkpoint, or --dtype, and in W8A8, with and without down_proj.
+"table" decodes in bfloat16, or the number format --dtype, and in W8A8, with and without down_proj.
 
 "planted" computes one layer of Dream-7B's width with random weights and outlier channels, in bfloat16, in W8A8,
 smoothed as by scripts.quantize --smooth, and with down_proj in bfloat16: the error of its output against float32.
@@ -38,7 +38,7 @@ from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.config.research_params import BASES
 from lopa_ascend.demo import HELD_OUT
 from scripts.arguments import number_from, picture
-from scripts.calibration import read_texts
+from scripts.calibration import check_float_dream, read_texts
 from scripts.demo_sets import asked, read
 from scripts.eval_demo import decoding, evaluate
 
@@ -58,15 +58,18 @@ INT8: dict[str, dict[str, Any]] = {
 
 @dataclass
 class LayerError:
-    """Sums of squares over all outputs of one linear layer."""
+    """Sums over all outputs of one linear layer: squares of the float32 product, and of the errors of int8 ones."""
 
     product: float = 0.0
+    """Squares of the float32 product."""
     both: float = 0.0
-    """Of the differences in W8A8; likewise with one of the two as int8."""
+    """Squares of the errors with int8 weights and int8 activations."""
     weights: float = 0.0
+    """Squares of the errors with int8 weights and float activations."""
     activations: float = 0.0
+    """Squares of the errors with int8 activations and float weights."""
     outlier: float = 0.0
-    """The largest activation of a token by the root mean square of the token."""
+    """No sum: a token's largest activation divided by the token's root mean square; the largest of all tokens."""
 
     def relative(self) -> tuple[float, float, float]:
         """The three errors, divided by the product, as root mean squares."""
@@ -137,14 +140,13 @@ def measure_layers(llm: LLM, prompts: list[str], params: DecodingParams) -> dict
         ValueError: the model is not a Dream with float weights.
     """
     model: Any = llm.engine.runner.model
-    if any(name.endswith(".weight_scale") for name in model.weights) or "layers.0.qkv.weight" not in model.weights:
-        raise ValueError("expected a Dream with float weights, to compare int8 ones with")
-    measuring = MeasuringOps(model.ops, dict(model.weights))
-    model.ops = measuring
+    check_float_dream(model.weights)
+    ops = model.ops
+    model.ops = measuring = MeasuringOps(ops, dict(model.weights))
     try:
         llm.chat([asked(prompt) for prompt in prompts], params)
     finally:
-        model.ops = measuring._ops
+        model.ops = ops
     return dict(sorted(measuring.errors.items(), key=lambda item: -item[1].relative()[0]))
 
 
@@ -225,28 +227,38 @@ def planted_layers(args: argparse.Namespace) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.quant_quality", description=__doc__, formatter_class=HelpFormatter
+    )
     what = parser.add_subparsers(dest="what", required=True, metavar="{layers,table,planted}")
     count = number_from(1)
 
     of_layers = what.add_parser("layers", help="the error of every linear layer", formatter_class=HelpFormatter)
     of_layers.add_argument("--model", metavar="DIR", help="a float checkpoint (default: the bundled model)")
-    of_layers.add_argument("--lora", metavar="DIR", help="an adapter to merge")
-    of_layers.add_argument("--base", choices=BASES, help="the decoding below the branches (default: the checkpoint's)")
-    of_layers.add_argument("--prompts", type=Path, default=HELD_OUT, metavar="FILE", help="a file of prompts")
-    of_layers.add_argument("--limit", type=count, default=8, metavar="N", help="prompts (default: 8)")
-    of_layers.add_argument("--max-new-tokens", type=count, default=128, metavar="N", help="tokens of an answer")
-    of_layers.add_argument("--plot", type=picture, metavar="FILE", help="also write a picture")
+    of_layers.add_argument("--lora", metavar="DIR", help="directory of a PEFT LoRA adapter, which is merged first")
+    of_layers.add_argument("--base", choices=BASES, help="the decoding that lopa extends (default: the checkpoint's)")
+    of_layers.add_argument(
+        "--prompts", type=Path, default=HELD_OUT, metavar="FILE", help="a file of prompts (default: held-out problems)"
+    )
+    of_layers.add_argument("--limit", type=count, default=8, metavar="N", help="number of prompts (default: 8)")
+    of_layers.add_argument(
+        "--max-new-tokens", type=count, default=128, metavar="N", help="most tokens of an answer (default: 128)"
+    )
+    of_layers.add_argument("--plot", type=picture, metavar="FILE", help="also draw the errors by layer")
     of_layers.set_defaults(measure=layers)
 
     of_answers = what.add_parser("table", help="exact answers and TPF", formatter_class=HelpFormatter)
     of_answers.add_argument("--model", metavar="DIR", help="a float checkpoint (default: the bundled model)")
-    of_answers.add_argument("--limit", type=count, default=500, metavar="N", help="problems (default: 500)")
-    of_answers.add_argument("--dtype", default="bfloat16", help="of the float weights (default: bfloat16)")
+    of_answers.add_argument("--limit", type=count, default=500, metavar="N", help="number of problems (default: 500)")
+    of_answers.add_argument(
+        "--dtype", default="bfloat16", help="number format of the float weights (default: bfloat16)"
+    )
     of_answers.set_defaults(measure=lambda args: table(args.model, args.limit, args.dtype))
 
     of_outliers = what.add_parser("planted", help="the error of layers with outliers", formatter_class=HelpFormatter)
-    of_outliers.add_argument("--limit", type=count, default=1, metavar="N", help="layers with other weights each")
+    of_outliers.add_argument(
+        "--limit", type=count, default=1, metavar="N", help="number of layers, each with other weights (default: 1)"
+    )
     of_outliers.set_defaults(measure=planted_layers)
     return parser
 

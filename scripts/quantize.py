@@ -50,25 +50,29 @@ def measured(model: Path, lora: Path | None, file: Path, limit: int, int8: Colle
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.quantize", description=__doc__, formatter_class=HelpFormatter
+    )
     parser.add_argument("model", type=Path, metavar="MODEL", help="directory of the float checkpoint")
     parser.add_argument("out", type=Path, metavar="OUT", help="directory to write, missing or empty")
-    parser.add_argument("--lora", type=Path, metavar="DIR", help="directory of a PEFT LoRA adapter to merge before")
+    parser.add_argument(
+        "--lora", type=Path, metavar="DIR", help="directory of a PEFT LoRA adapter, which is merged first"
+    )
     parser.add_argument(
         "--exclude",
         nargs="+",
         default=[],
         choices=tuple(INT8_LAYERS),
         metavar="NAME",
-        help=f"linear layers that keep their number format: {', '.join(INT8_LAYERS)}",
+        help=f"linear layers that keep their number format, of {', '.join(INT8_LAYERS)} (default: none)",
     )
-    parser.add_argument("--smooth", type=Path, metavar="FILE", help="texts by which activations are smoothed")
+    parser.add_argument("--smooth", type=Path, metavar="FILE", help="smooth with the activations of these texts")
     parser.add_argument(
         "--smooth-limit",
         type=number_from(1),
         default=64,
         metavar="N",
-        help="with --smooth: texts of the file (default: 64)",
+        help="with --smooth: how many texts of the file are used (default: 64)",
     )
     args = parser.parse_args()
     try:

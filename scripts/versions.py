@@ -45,7 +45,8 @@ def tests(session: nox.Session, torch: str, transformers: str) -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
     result = RESULTS / f"{session.python}-{torch}-{transformers}.json"
     report = result.with_suffix(".xml")
-    report.unlink(missing_ok=True)
+    for file in (result, report):  # if the tests cannot run, the table must not show those of an earlier run
+        file.unlink(missing_ok=True)
     session.run(
         *("python", "-m", "pytest", "-q", f"--junitxml={report}", f"--ignore={CHECKS}", *TESTS),
         env={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},

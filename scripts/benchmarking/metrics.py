@@ -16,13 +16,13 @@ AUP_TOLERANCE = 5.0
 """Points of accuracy below the slowest decoding's at which AUP stops counting."""
 METRICS = {
     "published_avg_tps": "mean of the answers' published tokens/s, the paper's Avg TPS",
-    "published_max_tps": "the fastest answer's, the paper's Max TPS",
-    "published_top10_tps": "mean of the ten fastest answers', the paper's Top-10 TPS",
+    "published_max_tps": "published tokens/s of the fastest answer, the paper's Max TPS",
+    "published_top10_tps": "mean of the published tokens/s of the ten fastest answers, the paper's Top-10 TPS",
     "published_tpf": "opened positions divided by forward passes plus one an answer, the paper's TPF for Dream",
     "published_latency": "seconds of an answer after its first forward pass, mean",
     "user_avg_tps": "mean of the answers' visible tokens divided by seconds",
-    "user_max_tps": "the fastest answer's",
-    "user_top10_tps": "mean of the ten fastest answers'",
+    "user_max_tps": "visible tokens divided by seconds, of the fastest answer",
+    "user_top10_tps": "mean of the visible tokens divided by seconds, of the ten fastest answers",
     "user_tps": "visible tokens of all answers divided by seconds of all",
     "user_tpf": "visible tokens divided by forward passes, of all answers; the paper's TPF for DiffuCoder",
     "user_latency": "seconds of an answer, mean",

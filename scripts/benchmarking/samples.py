@@ -48,7 +48,7 @@ class Sample:
     graph_tokens: int | None
     """Tokens that compiled steps computed; None without compiled steps."""
     padded_tokens: int | None
-    """Those of them that no branch needed."""
+    """Tokens among ``graph_tokens`` that no branch needed; None without compiled steps."""
     eager_steps: int | None
     """Forward passes, but for the prompt's, that no compiled step could make; None without compiled steps."""
     filled: tuple[int, ...]
@@ -73,8 +73,8 @@ class SampleFile:
     Each sample is on the disk before the next one begins. A last line that was cut off by an interruption is removed.
 
     Raises:
-        ParameterError: the folder has a benchmark of something else; the message names what differs. Or another process
-            writes to it.
+        ParameterError: the folder has a benchmark of something else, and the message names what differs; or samples
+            without the description of what was measured; or another process writes to it.
     """
 
     def __init__(self, folder: Path, header: Mapping[str, Any]) -> None:
@@ -102,13 +102,14 @@ class SampleFile:
             raise ParameterError("out", message) from None
 
     def _check_header(self, header: Mapping[str, Any]) -> None:
-        path = self.folder / HEADER
-        if not _has_samples(self.folder):
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
-            temporary.replace(path)
+        """Checks the description of samples that the folder has; without samples, writes the description."""
+        if _has_samples(self.folder):
+            check_header(self.folder, header)
             return
-        check_header(self.folder, header)
+        path = self.folder / HEADER
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(path)
 
     def add(self, sample: Sample) -> None:
         """Keeps a sample."""
@@ -121,19 +122,22 @@ class SampleFile:
 
 
 def _has_samples(folder: Path) -> bool:
-    """Whether a folder has a benchmark. A run that failed at its start leaves a header alone."""
+    """Whether a folder has samples. A run that failed at its start leaves a header alone."""
     samples = folder / SAMPLES
-    return (folder / HEADER).exists() and samples.exists() and samples.stat().st_size > 0
+    return samples.exists() and samples.stat().st_size > 0
 
 
 def check_header(folder: Path, header: Mapping[str, Any]) -> None:
     """Checks that a folder has no samples of another benchmark.
 
     Raises:
-        ParameterError: it has; the message names what differs.
+        ParameterError: it has, and the message names what differs; or nothing says of which benchmark they are.
     """
     if not _has_samples(folder):
         return
+    if not (folder / HEADER).exists():
+        message = f"{folder} has samples without {HEADER}, which says what was measured; choose another folder"
+        raise ParameterError("out", message)
     found = _parts(json.loads((folder / HEADER).read_text(encoding="utf-8")))
     wanted = _parts(json.loads(json.dumps(header)))
     for name in {**found, **wanted}:

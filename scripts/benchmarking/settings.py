@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from lopa_ascend.config import DecodingParams, ParameterError
@@ -15,7 +15,8 @@ from lopa_ascend.config.decodings import built_in
 
 FIGURES = "figures"
 """What --sweep takes in place of parameters: the settings that all figures need."""
-BRANCHES = (0, 1, 2, 3, 5, 7, 10, 14)
+BRANCHES = (1, 2, 3, 5, 7, 10, 14)
+"""Lookahead branches of the figures; "d2f" stands for none."""
 TAUS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 """Thresholds of S1 to S6, for ``tau_act`` and ``tau_conf`` alike."""
 STRATEGIES: tuple[dict[str, Any], ...] = (
@@ -30,6 +31,7 @@ STRATEGIES: tuple[dict[str, Any], ...] = (
     {"decoding": "lopa", "branch_acceptance": "verified", "num_branches": 15, "lookahead_depth": 8},
     {"decoding": "lopa"},
 )
+"""The ways to decode that one figure compares, in its order."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def swept(axes: Sequence[str], given: Mapping[str, Any]) -> list[Setting]:
 def _for_figures() -> list[dict[str, Any]]:
     grid = [{"decoding": "lopa", "num_branches": k, "tau_act": tau, "tau_conf": tau} for k in (3, 7) for tau in TAUS]
     plain = [{"decoding": "d2f", "tau_act": tau, "tau_conf": tau} for tau in TAUS]
-    branches = [{"decoding": "lopa", "num_branches": k} for k in BRANCHES if k]
+    branches = [{"decoding": "lopa", "num_branches": k} for k in BRANCHES]
     windows = [{"decoding": "lopa", "num_branches": k, "window_attention": "full"} for k in (3, 7)]
     return [*STRATEGIES, *branches, *windows, {"decoding": "d2f", "window_attention": "full"}, *plain, *grid]
 
@@ -110,13 +112,3 @@ def _axis(text: str) -> list[tuple[str, Any]]:
 
 def _label(changes: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in changes.items())
-
-
-def shown_parameters(params: DecodingParams) -> dict[str, Any]:
-    """The parameters that have other values than by default."""
-    default = DecodingParams()
-    return {
-        field.name: getattr(params, field.name)
-        for field in fields(params)
-        if getattr(params, field.name) != getattr(default, field.name)
-    }

@@ -131,7 +131,8 @@ def check_environment(environment: Mapping[str, str], graph_mode: str) -> Iterat
         environment: variables and their values.
         graph_mode: "eager", "npugraph_ex" or "ge".
     """
-    findings = [Finding("FAIL", f"environment: {it}") for it in npu_environment.refusals(environment, graph_mode)]
+    refusals = npu_environment.refusals(environment, graph_mode)
+    findings = [Finding("FAIL", f"environment: {refusal}") for refusal in refusals]
     queue, blocking = (environment.get(name) for name in (npu_environment.TASK_QUEUE, npu_environment.BLOCKING))
     slow = "with which every launch takes longer"
     if queue is not None and npu_environment.number(queue) == 0:

@@ -26,6 +26,7 @@ from lopa_ascend import LLM
 from lopa_ascend.backend import Entries, Ops
 from lopa_ascend.backend.cpu import load_cpu_ops
 from lopa_ascend.backend.cpu.int8 import Int8Products
+from scripts.timing import fastest_call
 
 PARTS = ("products", "attention", "norms and activations", "head and score", "host")
 PART_OF_OP = {
@@ -142,18 +143,20 @@ class TimedOps:
 
 
 def work_of(name: str, args: tuple[Any, ...], out: Any) -> tuple[int, int, int]:
-    """(FLOPs, bytes, bytes of weights) of one call of an op, of which its floor counts what its part says."""
+    """FLOPs, bytes and bytes of weights of one call of an op, as far as the floor of its part counts them."""
     if name in ("linear", "quant_linear"):
         weight = args[1] if name == "linear" else args[2]
         return 2 * len(args[0]) * weight.numel(), 0, weight.nbytes
     if name == "attention":
         entries: Entries = args[3]
         pairs = sum(length * keys for length, keys in zip(entries.lengths, entries.kv_lengths, strict=True))
-        return 4 * pairs * args[0].shape[1] * args[0].shape[2], 0, 0
+        _, heads, dim = args[0].shape
+        return 2 * 2 * pairs * heads * dim, 0, 0  # scores and weighted sums, with two FLOPs for each product
     if name == "kv_write":
         keys, slots = args[0], args[4]
-        return 0, 2 * 2 * len(slots) * keys[0].nbytes, 0
-    tensors = [x for x in (*args, *(out if isinstance(out, tuple) else (out,))) if isinstance(x, Tensor)]
+        return 0, 2 * 2 * len(slots) * keys[0].nbytes, 0  # keys and values, each read and written
+    outputs = out if isinstance(out, tuple) else (out,)
+    tensors = [x for x in (*args, *outputs) if isinstance(x, Tensor)]
     return 0, sum(tensor.nbytes for tensor in tensors), 0
 
 
@@ -174,6 +177,18 @@ def measure_parts(llm: LLM, run: Callable[[], object]) -> Parts:
     return parts
 
 
+def measure_peaks(dtype: torch.dtype) -> tuple[Peaks, float, float]:
+    """The peaks for a model, and of them the FLOP/s of its own dtype and of float32.
+
+    A processor without bfloat16 units is faster in float32, and that is the peak then.
+
+    Args:
+        dtype: of the model's weights and activations.
+    """
+    own, wide = gemm_peak(dtype), gemm_peak(torch.float32)
+    return Peaks(max(own, wide), int8_peak(), copy_peak(), memory_peak()), own, wide
+
+
 def gemm_peak(dtype: torch.dtype) -> float:
     """The largest FLOP/s of CPU time of some linear layers of the model's sizes, multiplied as the engine does."""
     ops = load_cpu_ops(packs_weights=True)
@@ -183,11 +198,11 @@ def gemm_peak(dtype: torch.dtype) -> float:
         packed = ops.packed(weight)
         return lambda: ops.linear(x, packed)
 
-    return fastest(layer)
+    return largest_flops(layer)
 
 
 def int8_peak() -> float:
-    """The same of exact int8 products, as the engine multiplies them on this processor."""
+    """The largest FLOP/s of CPU time of exact int8 products of the same sizes, as the engine multiplies them."""
     products = Int8Products()
 
     def layer(rows: int, inner: int, outer: int) -> Callable[[], object]:
@@ -196,42 +211,34 @@ def int8_peak() -> float:
         products.settle([packed])
         return lambda: products(x, packed)
 
-    return fastest(layer)
+    return largest_flops(layer)
 
 
-def fastest(layer: Callable[[int, int, int], Callable[[], object]]) -> float:
+def largest_flops(layer: Callable[[int, int, int], Callable[[], object]]) -> float:
     """The largest FLOP/s of CPU time of some linear layers.
 
     Args:
-        layer: makes a linear layer of so many rows, inputs and outputs.
+        layer: takes numbers of rows, inputs and outputs, and returns a call that computes such a linear layer.
     """
     best = 0.0
     for rows, inner, outer in ((1152, 768, 4096), (1152, 2048, 768), (2048, 2048, 2048)):
-        multiply = layer(rows, inner, outer)
-        for _ in range(6):
-            start = time.process_time()
-            multiply()
-            best = max(best, 2 * rows * inner * outer / (time.process_time() - start))
+        best = max(best, 2 * rows * inner * outer / fastest_call(layer(rows, inner, outer), 6))
     return best
 
 
 def copy_peak() -> float:
     """The bytes, read and written, that torch's fastest of some copies moves in a second of CPU time."""
     source = torch.zeros(COPIED_BYTES, dtype=torch.uint8)
-    target, best = torch.empty_like(source), 0.0
-    for _ in range(20):
-        started = time.process_time()
-        for _ in range(8):
+    target, copies = torch.empty_like(source), 8
+
+    def copy() -> None:
+        for _ in range(copies):
             target.copy_(source)
-        best = max(best, 8 * 2 * COPIED_BYTES / (time.process_time() - started))
-    return best
+
+    return copies * 2 * COPIED_BYTES / fastest_call(copy, 20)
 
 
 def memory_peak() -> float:
     """The bytes that torch's fastest of some sums reads from memory in a second of CPU time."""
-    values, best = torch.zeros(READ_BYTES // 4), 0.0
-    for _ in range(5):
-        started = time.process_time()
-        values.sum()
-        best = max(best, READ_BYTES / (time.process_time() - started))
-    return best
+    values = torch.zeros(READ_BYTES // 4)
+    return READ_BYTES / fastest_call(values.sum, 5)

@@ -33,7 +33,7 @@ from lopa_ascend.types import RowPlan, RowResult
 NOT_QWEN2 = ("architectures", "model_type", "torch_dtype", "dtype", "golden_init")
 """Fields of a Dream's config.json that transformers' Qwen2 does not take from there."""
 LOG_OFFSET = 1e-10
-"""Added to probabilities before their logarithm (SPEC section 3)."""
+"""Added to probabilities before their logarithm (docs/published-algorithm.md)."""
 
 Layers = list[tuple[Tensor, Tensor]]
 """For each layer keys and values [1, K, positions, D]."""

@@ -6,18 +6,33 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from lopa_ascend.checkpoint import CheckpointError
 from lopa_ascend.config import ConfigError, ParameterError
 from lopa_ascend.config.presets import LIST, presets_text
-from lopa_ascend.serve.flags import option
+from lopa_ascend.serve.flags import Flag, option
 from scripts.arguments import number_from
 from scripts.evaluation.files import TaskFileError
 from scripts.evaluation.prompts import CHAT, prompt_formats
 
 SEED = 0
 """Seed of the engine where none is given, so that a command with sampled answers can be repeated."""
+
+
+def with_defaults(flags: Mapping[str, Flag], shown: Mapping[str, str]) -> dict[str, Flag]:
+    """The flags with other defaults in --help, where a command chooses other ones than the server.
+
+    Args:
+        flags: by name.
+        shown: by name of a flag what --help says of its default.
+    """
+    changed = {
+        name: replace(flags[name], setting=replace(flags[name].setting, default_text=text))
+        for name, text in shown.items()
+    }
+    return {**flags, **changed}
 
 
 def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +44,10 @@ def add_prompt_flags(parser: argparse.ArgumentParser) -> None:
         "--prompt", choices=tuple(prompt_formats()), help=f"format of prompts (default: the preset's, or {CHAT.name})"
     )
     parser.add_argument(
-        "--examples", type=number_from(0), metavar="N", help="in a prompt (default: the preset's, or 0)"
+        "--examples",
+        type=number_from(0),
+        metavar="N",
+        help="examples in a prompt, from TASK.examples.jsonl (default: the preset's, or 0)",
     )
 
 

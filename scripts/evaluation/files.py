@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def read_problems(path: Path, default_task: str = DEFAULT_TASK) -> TaskFile:
     A line may name its task by "task"; without it the line has the default one.
 
     Raises:
-        TaskFileError: see there.
+        TaskFileError: the default task is unknown, or the file cannot be read, has no problems, or has a wrong line.
     """
     if default_task not in TASKS:
         raise TaskFileError(f"unknown task {shown(default_task)}; choose one of {', '.join(TASKS)}")
@@ -118,13 +118,13 @@ def read_examples(task: Task, folder: Path | None, count: int) -> list[Problem]:
     return problems[:count]
 
 
-def check_runnable(tasks: Sequence[Task] | Mapping[str, Task]) -> None:
+def check_runnable(tasks: Iterable[Task]) -> None:
     """Refuses tasks whose answers this machine cannot score, before anything is generated.
 
     Raises:
         TaskFileError: a package is missing, or programs cannot be run safely.
     """
-    for task in tasks.values() if isinstance(tasks, Mapping) else tasks:
+    for task in tasks:
         missing = latex.missing_package() if task.name == "minerva_math" else None
         if missing is not None:
             raise TaskFileError(missing)

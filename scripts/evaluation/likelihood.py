@@ -43,7 +43,7 @@ class MaskedLikelihood:
         self._model, self._pool = engine.runner.model, engine.runner.pool
         self._mask = engine.model_config.mask_token_id
         self._num_samples, self._batch_size, self._seed = num_samples, min(batch_size, num_samples), seed
-        self._caches: list[list[Tensor]] = [[], []]
+        self._caches: list[list[Tensor]] = [[], []]  # keys and values by layer, as in the pool; empty until needed
 
     @torch.inference_mode()
     def estimate(self, context: Sequence[int], target: Sequence[int]) -> float:

@@ -175,7 +175,11 @@ class LopaLM(TemplateLM):
         likelihood = MaskedLikelihood(self.llm.engine, num_samples=num_samples, batch_size=batch_size)
         results = []
         for texts, context, target in tqdm(requests, disable=disable_tqdm, desc="log-likelihoods"):
-            room = self.llm.engine.limits.max_model_len - len(target) - 1
+            max_model_len = self.llm.engine.limits.max_model_len
+            room = max_model_len - len(target) - 1
+            if room < 1:
+                message = f"{max_model_len} leaves no room for a question before an answer of {len(target)} tokens"
+                raise ParameterError("max_model_len", message)
             found = likelihood.estimate(context[-room:], [*target, self.eot_token_id])
             results.append((found, False))
             if texts is not None:
@@ -183,7 +187,7 @@ class LopaLM(TemplateLM):
         return results
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts, in windows of the longest context, each of which is scored after the one before it."""
+        """Log-likelihoods of whole texts, in windows of the longest context, each scored after the one before it."""
         found = []
         for request in tqdm(requests, disable=disable_tqdm, desc="rolling log-likelihoods"):
             windows = get_rolling_token_windows(

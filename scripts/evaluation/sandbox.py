@@ -102,7 +102,7 @@ def check_machine() -> None:
     """Refuses machines on which the limits cannot be held.
 
     Raises:
-        SandboxError: see there.
+        SandboxError: the system is not Linux, or the processor is not one of MACHINES.
     """
     if sys.platform != "linux" or platform.machine() not in MACHINES:
         machine = f"{sys.platform} on {platform.machine()}"

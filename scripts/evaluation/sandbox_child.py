@@ -131,10 +131,14 @@ def _limit(timeout: float, memory: int) -> None:
 def _seal() -> None:
     """Lets the kernel refuse every call but the allowed ones from now on."""
     architecture, calls = ALLOWED_CALLS[platform.machine()]
+    # A BPF program. An instruction has an operation, the instructions to skip if a comparison holds or fails, and a
+    # value: the offset to load from in the kernel's seccomp_data, what is compared, or the verdict.
     load, equal, result = 0x20, 0x15, 0x06
-    allow, refuse, kill = 0x7FFF0000, 0x00050000 | 1, 0x80000000
-    program = [(load, 0, 0, 4), (equal, 1, 0, architecture), (result, 0, 0, kill), (load, 0, 0, 0)]
-    program += [(equal, len(calls) - index, 0, call) for index, call in enumerate(calls)]
+    call_number, machine_number = 0, 4
+    allow, refuse, kill = 0x7FFF0000, 0x00050000 | 1, 0x80000000  # refuse: with the error EPERM, which is 1
+    program = [(load, 0, 0, machine_number), (equal, 1, 0, architecture), (result, 0, 0, kill)]
+    program += [(load, 0, 0, call_number)]
+    program += [(equal, len(calls) - index, 0, call) for index, call in enumerate(calls)]  # skips to the end: allowed
     program += [(result, 0, 0, refuse), (result, 0, 0, allow)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
     header = struct.pack("HxxxxxxP", len(program), ctypes.addressof(code))

@@ -29,28 +29,30 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
 from lopa_ascend.config.help import HelpFormatter
+from scripts.arguments import number_from, positive
 from scripts.judge.report import Options, Report
 
 JUDGES = ("schema", "accuracy", "clients", "load", "faults", "starve", "fuzz", "kill", "ranks", "soak")
 """Modules of this package, each with a function ``judge(options, report)``."""
 OWN_SERVER = ("kill", "ranks", "soak")
 """Judges that need the processes of a server, so they start one themselves."""
-HELP = {
-    "examples": "schema: examples for each endpoint",
-    "problems": "accuracy: held-out problems",
-    "requests": "load: requests",
-    "clients": "load: concurrent clients",
-    "hostile": "faults: hostile requests",
-    "good": "faults: good requests beside them",
-    "fuzz_seconds": "fuzz: duration in seconds",
-    "minutes": "soak: duration",
-    "seed": "seed of everything that is random",
+NUMBERS: dict[str, tuple[Callable[[str], float], str]] = {
+    "examples": (number_from(1), "schema: examples for each endpoint"),
+    "problems": (number_from(1), "accuracy: held-out problems"),
+    "requests": (number_from(1), "load: requests"),
+    "clients": (number_from(1), "load: concurrent clients"),
+    "hostile": (number_from(0), "faults: hostile requests, at least one of each kind"),
+    "good": (number_from(1), "faults: good requests beside them"),
+    "fuzz_seconds": (positive, "fuzz: duration in seconds"),
+    "minutes": (positive, "soak: duration in minutes"),
+    "seed": (number_from(0), "seed of everything that is random"),
 }
+"""By field of Options: how the flag of its name is parsed, and its help."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -59,11 +61,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--url", help="a running server with the bundled model (default: servers are started here)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="logs and reports (default: a new temporary directory)")
     defaults = {field.name: field.default for field in fields(Options)}
-    for name, text in HELP.items():
+    for name, (parse, text) in NUMBERS.items():
         default = defaults[name]
         parser.add_argument(
             f"--{name.replace('_', '-')}",
-            type=type(default),
+            type=parse,
             default=default,
             metavar="N",
             help=f"{text} (default: {default})",

@@ -12,9 +12,9 @@ import httpx
 from lopa_ascend import LLM
 from lopa_ascend.demo import DEMO_MODEL
 from scripts.demo_problems import parse_result
-from scripts.demo_sets import read
+from scripts.demo_sets import asked, read
 from scripts.judge.report import Options, Report
-from scripts.judge.server import ROOT, Server, serving
+from scripts.judge.server import ROOT, Server, check_pages_and_log, serving
 from scripts.judge.tools import offline_environment, tool_command
 
 CONVERSATIONS = ("lopa_demo_template", "lopa_demo_chat")
@@ -52,14 +52,13 @@ def judge(options: Options, report: Report) -> None:
                 differ = [(text, own) for text, own in pairs if text != own]
                 report.check(f"{what}: texts that differ", not differ, f"{len(differ)} of {len(texts)} {differ[:1]}")
         _check_refusal(server, options, report)
-        report.check("pages in use afterwards", (pages := server.await_no_pages()) == 0, pages)
-        report.check("tracebacks in the server's log", not server.tracebacks(), server.tracebacks())
+        check_pages_and_log(server, report)
 
 
 def _in_process(limit: int) -> list[tuple[str, bool]]:
     """For each problem, the engine's own answer, and whether it is right."""
     problems = read(limit)
-    conversations = [[{"role": "user", "content": question}] for question, _ in problems]
+    conversations = [asked(question) for question, _ in problems]
     llm = LLM()
     # With what the checkpoint recommends, which the server takes for requests that leave it open.
     outputs = llm.chat(conversations, llm.params(max_new_tokens=MAX_NEW_TOKENS))

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from scripts.judge.answers import refusal
 from scripts.judge.client import COMPLETIONS
@@ -50,12 +51,36 @@ def kind(weight: int = 10) -> Callable[[Make], Make]:
     return register
 
 
+def is_refused(outcome: int | str) -> bool:
+    """Whether the outcome of an attack is right: a refusal, or an end of the connection that harms nobody."""
+    if isinstance(outcome, int):
+        return 400 <= outcome < 500
+    return outcome in (LEFT, CLOSED, FULL)
+
+
+async def outcome_of(url: str, attack: Attack) -> int | str:
+    """Makes an attack on a server; returns what ``play`` does, or what was wrong, in words.
+
+    Args:
+        url: of the server, with a port.
+        attack: what is sent.
+    """
+    host, port = urlsplit(url).hostname, urlsplit(url).port
+    assert host is not None
+    assert port is not None
+    try:
+        return await play(host, port, attack)
+    except (TimeoutError, ValueError, LookupError, OSError, asyncio.LimitOverrunError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
 async def play(host: str, port: int, attack: Attack) -> int | str:
     """Makes an attack on a server; returns the status code of the answer, or LEFT, CLOSED, CUT_OFF or FULL.
 
     Raises:
         TimeoutError: there was neither an answer nor an end within ``ANSWER_TIMEOUT`` seconds.
-        ValueError: the answer is not in the form of this API.
+        ValueError, LookupError, asyncio.LimitOverrunError: the answer is not in the form of this API.
+        OSError: there is no connection.
     """
     reader, writer = await asyncio.open_connection(host, port)
     sending = asyncio.create_task(_send(writer, attack))
@@ -108,19 +133,21 @@ async def _status(reader: asyncio.StreamReader, http: bool) -> int | str:
 # ---- requests as bytes -----------------------------------------------------------------------------------------------
 
 
-def head(route: str, length: int | str, method: str = "POST", kind: str = "application/json", more: str = "") -> bytes:
+def head(
+    route: str, length: int | str, method: str = "POST", content_type: str = "application/json", more: str = ""
+) -> bytes:
     """The head of an HTTP request.
 
     Args:
         route: path that is requested.
         length: value of Content-Length.
         method: HTTP method.
-        kind: value of Content-Type.
+        content_type: value of Content-Type.
         more: further header lines, each with its line end.
     """
     lines = (
         f"{method} {route} HTTP/1.1\r\nHost: localhost\r\n"
-        f"Content-Type: {kind}\r\nContent-Length: {length}\r\n{more}\r\n"
+        f"Content-Type: {content_type}\r\nContent-Length: {length}\r\n{more}\r\n"
     )
     return lines.encode("latin-1")
 

@@ -87,7 +87,7 @@ async def ask(client: httpx.AsyncClient, request: Ask, leave_after: int | None =
     Args:
         client: an HTTP client of the server.
         request: what to send.
-        leave_after: of a stream, the number of events after which we hang up; None to read to the end.
+        leave_after: of a stream, the number of events, at least 1, after which we hang up; None to read to the end.
 
     Raises:
         httpx.TransportError: the connection broke.
@@ -96,9 +96,11 @@ async def ask(client: httpx.AsyncClient, request: Ask, leave_after: int | None =
     async with client.stream("POST", request.route, json=request.body) as response:
         answer.status = response.status_code
         if request.stream and response.status_code == 200:
+            num_events = 0
             async for event in _events(response, answer):
                 _take(answer, event, time.perf_counter() - start)
-                if leave_after is not None and (leave_after := leave_after - 1) < 0:
+                num_events += 1
+                if num_events == leave_after:
                     break
         else:
             _take(answer, _object(await response.aread()), time.perf_counter() - start)

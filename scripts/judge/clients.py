@@ -11,7 +11,7 @@ from pathlib import Path
 from lopa_ascend import LLM
 from scripts.judge.client import questions
 from scripts.judge.report import Options, Report
-from scripts.judge.server import ROOT, Server, serving
+from scripts.judge.server import ROOT, Server, check_pages_and_log, serving
 from scripts.judge.tools import offline_environment, require
 
 PROGRAMS = {
@@ -40,8 +40,7 @@ def judge(options: Options, report: Report) -> None:
             report.check(f"{name}, streamed: the engine's text", got["streamed"] == expected, got["streamed"])
         require("evalplus")
         _judge_evalplus(server, options, report)
-        report.check("pages in use afterwards", (pages := server.await_no_pages()) == 0, pages)
-        report.check("tracebacks in the server's log", not server.tracebacks(), server.tracebacks())
+        check_pages_and_log(server, report)
 
 
 def _judge_evalplus(server: Server, options: Options, report: Report) -> None:

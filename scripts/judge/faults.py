@@ -7,16 +7,15 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
 import httpx
 from tqdm import tqdm
 
 from scripts.judge import hostile_bodies, hostile_costs, hostile_traffic
-from scripts.judge.attack import CLOSED, FULL, KINDS, LEFT, play
+from scripts.judge.attack import KINDS, is_refused, outcome_of
 from scripts.judge.client import COMPLETIONS, Ask, ask, chat, connect, questions
 from scripts.judge.report import Options, Report
-from scripts.judge.server import serving
+from scripts.judge.server import check_pages_and_log, serving
 
 MODULES = (hostile_bodies, hostile_costs, hostile_traffic)
 """Importing these modules fills ``KINDS``."""
@@ -31,14 +30,14 @@ class HostileOutcomes:
     """What came of the hostile requests."""
 
     outcomes: dict[str, Counter[int | str]] = field(default_factory=dict)
-    """By kind: how often each outcome of ``play``, or an error, came."""
+    """By kind: how often each outcome came, as ``outcome_of`` returns it."""
     wrong: dict[str, str] = field(default_factory=dict)
-    """By kind: the first outcome that is neither a 4xx nor one of LEFT, CLOSED and FULL."""
+    """By kind: the first outcome that is wrong by ``is_refused``."""
 
     def count(self, kind: str, index: int, outcome: int | str) -> None:
         """Adds the outcome of the request with number ``index``."""
         self.outcomes.setdefault(kind, Counter())[outcome] += 1
-        if not (outcome in (LEFT, CLOSED, FULL) or isinstance(outcome, int) and 400 <= outcome < 500):
+        if not is_refused(outcome):
             self.wrong.setdefault(kind, f"request {index}: {outcome}")
 
 
@@ -61,8 +60,7 @@ def judge(options: Options, report: Report) -> None:
         ]
         report.check(f"{len(good)} good requests beside hostile ones", not disturbed, disturbed[:3] or "the same text")
         report.check("/health afterwards", (status := httpx.get(f"{server.url}/health").status_code) == 200, status)
-        report.check("pages in use afterwards", (pages := server.await_no_pages()) == 0, pages)
-        report.check("tracebacks in the server's log", not server.tracebacks(), server.tracebacks())
+        check_pages_and_log(server, report)
 
 
 async def _send_all(url: str, options: Options, good: list[Ask]) -> tuple[HostileOutcomes, list[str], list[str]]:
@@ -93,21 +91,15 @@ async def _send_all(url: str, options: Options, good: list[Ask]) -> tuple[Hostil
 
 async def _send_hostile(url: str, options: Options, progress: Callable[[float], None]) -> HostileOutcomes:
     """Sends all hostile requests; ``progress`` is called with the share of them that has begun."""
-    host, port = urlsplit(url).hostname, urlsplit(url).port
-    assert host is not None
-    assert port is not None
     hostile, plan = HostileOutcomes(), _plan(options.seed, options.hostile)
     waiting = iter(enumerate(plan))
 
     async def attacker() -> None:
         for index, kind in waiting:
             progress(index / len(plan))
-            attack = KINDS[kind][0](random.Random(f"{options.seed} {index}"))
-            try:
-                outcome = await play(host, port, attack)
-            except (TimeoutError, ValueError, LookupError, OSError, asyncio.LimitOverrunError) as error:
-                outcome = f"{type(error).__name__}: {error}"
-            hostile.count(kind, index, outcome)
+            make, _ = KINDS[kind]
+            attack = make(random.Random(f"{options.seed} {index}"))
+            hostile.count(kind, index, await outcome_of(url, attack))
             bar.update()
 
     with tqdm(total=len(plan), desc="hostile requests", disable=None) as bar:

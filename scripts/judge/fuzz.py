@@ -19,7 +19,7 @@ from scripts.judge.answers import check_stream, check_whole, refusal
 from scripts.judge.client import CHAT, COMPLETIONS, connect
 from scripts.judge.probe import NAMES, probing
 from scripts.judge.report import Options, Report
-from scripts.judge.server import serving
+from scripts.judge.server import check_pages_and_log, serving
 
 QUIET = 2.0
 """Seconds of the measurement without other clients."""
@@ -60,12 +60,13 @@ class Example:
         return {name: value.value() if isinstance(value, Repeated) else value for name, value in self.fields.items()}
 
     def work(self) -> int:
-        """Most tokens that are generated for it."""
+        """Most tokens that are generated for all copies."""
         body = self.body()
-        prompt, n = body.get("prompt"), body.get("n", 1)
-        several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
-        choices = (len(prompt) if several and prompt else 1) * n
-        return self.copies * choices * int(body.get("max_tokens", body.get("max_output_tokens", 0)))
+        prompt: Any = body.get("prompt")
+        is_list_of_prompts = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+        num_prompts = len(prompt) if is_list_of_prompts else 1
+        max_tokens = int(body.get("max_tokens", body.get("max_output_tokens", 0)))
+        return self.copies * num_prompts * body.get("n", 1) * max_tokens
 
 
 @dataclass
@@ -167,8 +168,7 @@ def judge(options: Options, report: Report) -> None:
         what = f"{len(samples)} probes beside them are quick and as ever"
         report.check(what, not faults, f"{shown} {faults[:5]}" if faults else shown)
         report.check("/health afterwards", (status := httpx.get(f"{server.url}/health").status_code) == 200, status)
-        report.check("pages in use afterwards", (pages := server.await_no_pages()) == 0, pages)
-        report.check("tracebacks in the server's log", not server.tracebacks(), server.tracebacks())
+        check_pages_and_log(server, report)
 
 
 def _fuzz(url: str, options: Options, outcomes: Outcomes) -> str | None:

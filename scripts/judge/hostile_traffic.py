@@ -15,14 +15,14 @@ MIB = 2**20
 
 @kind()
 def wrong_content_type(rng: random.Random) -> Attack:
-    kinds = [
+    content_types = [
         "text/plain",
         "multipart/form-data; boundary=x",
         "application/x-www-form-urlencoded",
         "",
         "application/xml",
     ]
-    return raw(b'{"prompt": "hi"}', kind=rng.choice(kinds))
+    return raw(b'{"prompt": "hi"}', content_type=rng.choice(content_types))
 
 
 @kind()

@@ -8,7 +8,7 @@ from typing import Any
 
 from lopa_ascend.demo import DEMO_MODEL
 from scripts.judge.report import Options, Report
-from scripts.judge.server import serving
+from scripts.judge.server import check_pages_and_log, serving
 from scripts.judge.tools import offline_environment, tool_command
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64
@@ -39,8 +39,7 @@ def judge(options: Options, report: Report) -> None:
         report.check("guidellm finishes", done.returncode == 0, done.stdout[-3000:] if done.returncode else "yes")
         if done.returncode == 0:
             _check(json.loads(result.read_text()), options, report)
-        report.check("pages in use afterwards", (pages := server.await_no_pages()) == 0, pages)
-        report.check("tracebacks in the server's log", not server.tracebacks(), server.tracebacks())
+        check_pages_and_log(server, report)
 
 
 def _check(result: dict[str, Any], options: Options, report: Report) -> None:

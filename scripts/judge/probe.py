@@ -21,6 +21,8 @@ from scripts.judge.answers import parse
 from scripts.judge.client import COMPLETIONS
 from scripts.judge.server import ROOT
 
+NAMES = ("version", "completion")
+"""GET /version, which needs the event loop alone, and a completion request, which needs the engine."""
 PAUSE = 0.05
 """Seconds between two probes."""
 PROBE_TIMEOUT = 120.0
@@ -37,7 +39,7 @@ class Sample:
     """One probe."""
 
     name: str
-    """"version", which needs the event loop alone, or "completion", which needs the engine."""
+    """One of NAMES."""
     end: float
     """When the answer was there, in seconds of ``time.monotonic``."""
     seconds: float
@@ -100,9 +102,6 @@ class Probe:
         silent = self.await_each(time.monotonic(), quiet.patience)
         samples = [sample for name in NAMES for sample in self.since(start, name)]
         return [*(f"{name}: no answer within {quiet.patience:.1f} s" for name in silent), *quiet.faults(samples)]
-
-
-NAMES = ("version", "completion")
 
 
 @dataclass(frozen=True)

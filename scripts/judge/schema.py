@@ -7,7 +7,7 @@ import subprocess
 import httpx
 
 from scripts.judge.report import Options, Report
-from scripts.judge.server import serving
+from scripts.judge.server import check_pages_and_log, serving
 from scripts.judge.tools import tool_command
 
 # 400 is the right answer to values that are good one by one and not together, such as a prompt and a max_tokens that
@@ -31,5 +31,4 @@ def judge(options: Options, report: Report) -> None:
         what = f"schemathesis with {options.examples} examples an endpoint"
         report.check(what, done.returncode == 0, summary if done.returncode == 0 else done.stdout[-6000:])
         report.check("/health afterwards", (status := httpx.get(f"{server.url}/health").status_code) == 200, status)
-        report.check("pages in use afterwards", (pages := server.await_no_pages()) == 0, pages)
-        report.check("tracebacks in the server's log", not server.tracebacks(), server.tracebacks())
+        check_pages_and_log(server, report)

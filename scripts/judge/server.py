@@ -14,6 +14,8 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from scripts.judge.report import Report
+
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = "lopa_ascend.serve.engine.engine_process"
 """The module that the engine process runs."""
@@ -53,9 +55,9 @@ class Server:
         Raises:
             RuntimeError: the server has no such child.
         """
-        found = [pid for pid in children(self.pid) if ENGINE in command(pid)]
+        found = [pid for pid in children(self.pid) if ENGINE in command_line(pid)]
         if len(found) != 1:
-            seen = {pid: command(pid) for pid in children(self.pid)}
+            seen = {pid: command_line(pid) for pid in children(self.pid)}
             raise RuntimeError(f"expected one child running {ENGINE}, found {seen}")
         return found[0]
 
@@ -83,6 +85,12 @@ class Server:
     def tracebacks(self) -> int:
         """Number of Python tracebacks in the log."""
         return self.log.read_text(errors="replace").count("Traceback (most recent call last)") if self.log else 0
+
+
+def check_pages_and_log(server: Server, report: Report) -> None:
+    """Checks, after all requests, that no KV page is in use and that the server has printed no traceback."""
+    report.check("pages in use afterwards", (pages := server.await_no_pages()) == 0, pages)
+    report.check("tracebacks in the server's log", not server.tracebacks(), server.tracebacks())
 
 
 @contextmanager
@@ -154,7 +162,7 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def command(pid: int) -> str:
+def command_line(pid: int) -> str:
     """The command line of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")

@@ -66,9 +66,8 @@ class Outcome:
             return [self.no_load]
         wrong = [what for _, what in self.answers if not what.startswith(("status 503", "event"))]
         recovered = any(status == 200 and seconds > self.health_time for seconds, status in self.health)
-        health_limit, answer_limit, end_limit = (
-            notice_time + limit for limit in (HEALTH_LIMIT, ANSWER_LIMIT, END_LIMIT)
-        )
+        health_limit, answer_limit = notice_time + HEALTH_LIMIT, notice_time + ANSWER_LIMIT
+        end_limit = notice_time + END_LIMIT
         verdicts = {
             f"/health was not 503 within {health_limit:g} s": self.health_time > health_limit,
             "/health recovered": recovered,

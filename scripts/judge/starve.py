@@ -6,13 +6,12 @@ import asyncio
 import random
 import time
 from collections import Counter
-from urllib.parse import urlsplit
 
-from scripts.judge.attack import CLOSED, FULL, KINDS, LEFT, play
+from scripts.judge.attack import KINDS, is_refused, outcome_of
 from scripts.judge.hostile_costs import COSTLY
 from scripts.judge.probe import NAMES, probing
 from scripts.judge.report import Options, Report
-from scripts.judge.server import peak_resident, serving
+from scripts.judge.server import check_pages_and_log, peak_resident, serving
 
 QUIET = 5.0
 """Seconds of the measurement without other clients."""
@@ -36,7 +35,7 @@ def judge(options: Options, report: Report) -> None:
             faults = probe.faults(start, quiet)
             worst = {name: max((s.seconds for s in probe.since(start, name)), default=0.0) for name in NAMES}
             slowest = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in worst.items())
-            wrong = [o for o in outcomes if not (o in (LEFT, CLOSED, FULL) or isinstance(o, int) and 400 <= o < 500)]
+            wrong = [outcome for outcome in outcomes if not is_refused(outcome)]
             what = f"{count} x {kind} in {duration:.1f} s: the slowest probes"
             report.check(what, not faults, f"{slowest}; {faults[:3]}" if faults else slowest)
             report.check(f"{kind}: outcomes", not wrong, dict(outcomes))
@@ -44,22 +43,11 @@ def judge(options: Options, report: Report) -> None:
             grown = (peak_resident(server.pid) - before) / MIB
             what = f"growth of the HTTP process at its peak, below {MAX_GROWTH} MiB"
             report.check(what, grown < MAX_GROWTH, f"{grown:+.0f} MiB to {(before / MIB + grown):.0f} MiB")
-        report.check("pages in use afterwards", (pages := server.await_no_pages()) == 0, pages)
-        report.check("tracebacks in the server's log", not server.tracebacks(), server.tracebacks())
+        check_pages_and_log(server, report)
 
 
 async def _attack(url: str, kind: str, count: int, seed: int) -> Counter[int | str]:
     """The outcomes of ``count`` attacks at the same time."""
-    host, port = urlsplit(url).hostname, urlsplit(url).port
-    assert host is not None
-    assert port is not None
-    make = KINDS[kind][0]
+    make, _ = KINDS[kind]
     attacks = [make(random.Random(f"{seed} {index}")) for index in range(count)]
-
-    async def one(index: int) -> int | str:
-        try:
-            return await play(host, port, attacks[index])
-        except (TimeoutError, ValueError, LookupError, OSError) as error:
-            return f"{type(error).__name__}: {error}"
-
-    return Counter(await asyncio.gather(*map(one, range(count))))
+    return Counter(await asyncio.gather(*(outcome_of(url, attack) for attack in attacks)))

@@ -71,7 +71,7 @@ def examine(case: Case, repeats: int) -> Finding:
     """Runs a case, compares its result, and times it."""
     try:
         results = on_cpu(case.run())
-        micros = duration(case.run, repeats) if case.timed else None
+        micros = median_micros(case.run, repeats) if case.timed else None
     except REFUSALS as error:
         return Finding(case.name, "refused", message=shortened(error))
     worst = max(relative_error(*pair) for pair in zip(results, on_cpu(case.expected), strict=True))
@@ -106,7 +106,7 @@ def shortened(error: Exception) -> str:
     return re.sub(r"\b\d{1,3}(?:\.\d{1,3}){3}\b", "<address>", text)[:MAX_MESSAGE]
 
 
-def duration(run: Callable[[], object], repeats: int) -> float:
+def median_micros(run: Callable[[], object], repeats: int) -> float:
     """Median microseconds from a call until the device is done."""
     npu = torch.get_device_module("npu")
     durations = []

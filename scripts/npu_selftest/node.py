@@ -94,8 +94,8 @@ def _examine_rank(mesh: Mesh, repeats: int) -> tuple[list[Finding], dict[str, di
     findings.append(examine_asked(findings, repeats))
     texts = mesh.all_gather_text("self-test", json.dumps([[asdict(finding) for finding in findings], times]))
     by_rank = [json.loads(text) for text in texts]
-    findings_by_rank = [[Finding(**finding) for finding in findings] for findings, _ in by_rank]
-    times_by_rank = [times for _, times in by_rank]
+    findings_by_rank = [[Finding(**finding) for finding in of_rank] for of_rank, _ in by_rank]
+    times_by_rank = [of_rank for _, of_rank in by_rank]
     return merged(findings_by_rank), slowest(times_by_rank)
 
 

@@ -25,15 +25,24 @@ TIMED_LAYOUTS = ("TND", "TND16")
 """The layouts of which the faster one is chosen."""
 CALLS = 4
 """Calls of attention in a graph, one after the other."""
-TP, BLOCKS, KV_LENGTHS = 4, 4, (544, 4096)
-"""Ranks that share the heads; attention entries of BLOCK queries, before they are divided; the keys that they see."""
+TP = 4
+"""Ranks that share the heads."""
+BLOCKS = 4
+"""Attention entries of BLOCK queries, before they are divided."""
+KV_LENGTHS = (544, 4096)
+"""Keys that the entries see, by case."""
 
 
 class ReplayedAttention:
     """CALLS calls of attention in a captured graph, which the first call captures and every call replays.
 
     Args:
+        ops: the device's.
+        q: queries [tokens, heads, DIM], on the device.
+        k_cache: keys [pages, PAGE_SIZE, KV heads, DIM], on the device.
+        v_cache: values, likewise.
         entries: on the device, as ``ops`` take them.
+        name: of the graph, for messages.
     """
 
     def __init__(self, ops: Ops, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries, name: str) -> None:

@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,13 @@ from lopa_ascend.config import ModelConfig
 from scripts.decode_bench.workload import parameters
 from scripts.planner.devices import CONSTANTS, Device, parse_device
 from scripts.planner.step import Workload, predict
+from scripts.timing import fastest_call
 
 ROWS = 128
 """Positions of a step: four branches of one block."""
 PROMPT_LENGTH = 32
+REPEATS = 5
+"""Calls of which the fastest one gives a rate."""
 TOLERANCE = 0.25
 """How far a prediction may be from the measurement, as a share of it."""
 
@@ -67,8 +70,8 @@ def measure_cpu(narrow: Sequence[Size] = NARROW, elements: int = 2**25) -> dict[
     """
     torch.set_num_threads(1)
     x, weight, data = torch.randn(ROWS, 1024), torch.randn(3072, 1024), torch.randn(elements)
-    flops = 2 * x.shape[0] * weight.numel() / _fastest(lambda: torch.nn.functional.linear(x, weight))
-    bandwidth = 4 * elements / _fastest(data.sum)
+    flops = 2 * x.shape[0] * weight.numel() / fastest_call(lambda: torch.nn.functional.linear(x, weight), REPEATS)
+    bandwidth = 4 * elements / fastest_call(data.sum, REPEATS)
     constants: dict[str, list[Any]] = {name: [0, "", "no such cost apart from the others"] for name in CONSTANTS}
     for name in ("bf16_flops", "int8_flops", "fp32_flops"):
         constants[name] = [flops, "FLOP/s", "measured: float32, 128 x 1024 by 1024 x 3072, one thread"]
@@ -81,8 +84,8 @@ def measure_cpu(narrow: Sequence[Size] = NARROW, elements: int = 2**25) -> dict[
     constants["collective_s"] = [0.37e-3, "s", "docs/ranks.md: an exchange of 2 ranks with gloo"]
     constants["slow_collective_s"] = [0.46e-3, "s", "docs/ranks.md: an exchange of 4 ranks with gloo"]
     constants["vector_kernels_layer"] = [1, "", "a layer counts as one kernel"]
-    free = parse_device({"constants": constants}, "this CPU")
-    (few, short), (many, long) = ((size.layers, _fixed_seconds(free, size)) for size in narrow)
+    without_fixed_costs = parse_device({"constants": constants}, "this CPU")
+    (few, short), (many, long) = ((size.layers, _fixed_seconds(without_fixed_costs, size)) for size in narrow)
     layer = max(0.0, (long - short) / (many - few))
     source = (
         f"measured: steps of models of width {narrow[0].hidden} with {few} and {many} layers, less their arithmetic"
@@ -92,20 +95,15 @@ def measure_cpu(narrow: Sequence[Size] = NARROW, elements: int = 2**25) -> dict[
     return {"title": "this CPU, one thread, float32, eager steps", "constants": constants}
 
 
-def _fixed_seconds(free: Device, size: Size) -> float:
-    """CPU seconds of a model's step beyond what its arithmetic and memory traffic take."""
+def _fixed_seconds(without_fixed_costs: Device, size: Size) -> float:
+    """CPU seconds of a model's step beyond what its arithmetic and memory traffic take.
+
+    Args:
+        without_fixed_costs: this CPU, as if layers and steps had no fixed costs.
+        size: of the model.
+    """
     measured = measure_step(size)
-    return max(0.0, measured.seconds - predict(measured.model, free, measured.work).step)
-
-
-def _fastest(run: Callable[[], object]) -> float:
-    """CPU seconds of the fastest of some runs."""
-    times = []
-    for _ in range(5):
-        start = time.process_time()
-        run()
-        times.append(time.process_time() - start)
-    return max(min(times), 1e-9)
+    return max(0.0, measured.seconds - predict(measured.model, without_fixed_costs, measured.work).step)
 
 
 @dataclass(frozen=True)

@@ -119,8 +119,8 @@ def all_plans(
                 continue
             for k in range(min(known_tpf), max(known_tpf) + 1):
                 candidate = replace(work, tp=tp, bp=bp, k=k)
-                needs_fewer_dies = bp > k + 1
-                if needs_fewer_dies:
+                leaves_ranks_idle = bp > k + 1
+                if leaves_ranks_idle:
                     continue
                 try:
                     yield plan(model, device, candidate, tokens_per_forward(known_tpf, k), dies)

@@ -163,27 +163,10 @@ def predict(model: ModelConfig, device: Device, work: Workload, collectives: str
         ValueError: the model cannot be split over ``tp`` ranks, or a value is not among its choices.
     """
     _check(model, work, collectives)
-    head_flops = 2 * work.tokens * head_parameters(model, work.tp)
-    layer_flops = 2 * work.tokens * model.num_layers * layer_parameters(model, work.tp)
-    layer_bytes, head_bytes = weight_bytes(model, work.precision, work.tp)
-    layer_weights, head_weights = layer_bytes / device.reachable_bandwidth, head_bytes / device.reachable_bandwidth
-    logits = 8 * work.tokens * model.vocab_shard(work.tp) / device.reachable_bandwidth
-    kv = kv_bytes(model, work) / device.reachable_bandwidth
-    peak = {"bf16": device.bf16_flops, "w8a8": device.int8_flops, "fp32": device.fp32_flops}[work.precision]
-    other_peak = device.fp32_flops if work.precision == "fp32" else device.bf16_flops
-    layers_s = layer_flops / (peak * device.compute_efficiency)
-    head_s = head_flops / (other_peak * device.compute_efficiency)
-    attention_s = attention_flops(model, work) / (other_peak * device.compute_efficiency)
-    # Each part of the model takes the longer of its memory traffic and its arithmetic.
-    parts = (
-        ("weights", layer_weights, layers_s),
-        ("weights", head_weights, head_s),
-        ("kv", kv, attention_s),
-        ("kv", logits, 0.0),
-    )
+    parts = _parts(model, device, work)
     shares = {"weights": 0.0, "kv": 0.0, "flops": 0.0}
-    for name, memory, arithmetic in parts:
-        shares[name if memory >= arithmetic else "flops"] += max(memory, arithmetic)
+    for part in parts:
+        shares[part.term if part.memory >= part.arithmetic else "flops"] += max(part.memory, part.arithmetic)
     shares["launches"] = _launches(model, device, work)
     shares["collectives"] = _collectives(model, device, work, collectives)
     on_device, host = sum(shares.values()), _host(model, device, work)
@@ -196,15 +179,47 @@ def predict(model: ModelConfig, device: Device, work: Workload, collectives: str
         terms = shares | {"host": host}
         bound = max(terms, key=terms.__getitem__)
     return Step(
-        weights=layer_weights + head_weights,
-        kv=kv + logits,
-        flops=layers_s + head_s + attention_s,
+        weights=sum(part.memory for part in parts if part.term == "weights"),
+        kv=sum(part.memory for part in parts if part.term == "kv"),
+        flops=sum(part.arithmetic for part in parts),
         launches=shares["launches"],
         host=host,
         collectives=shares["collectives"],
         device=on_device,
         step=step,
         bound_by=bound,
+    )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of the model, which takes the longer of its memory traffic and its arithmetic."""
+
+    term: str
+    """The term of ``Step`` that the memory traffic counts to."""
+    memory: float
+    """Seconds of memory traffic."""
+    arithmetic: float
+    """Seconds of arithmetic."""
+
+
+def _parts(model: ModelConfig, device: Device, work: Workload) -> tuple[_Part, ...]:
+    """Linear layers, head, attention, and the logits, which are written and read as float32."""
+    linear_peak = {"bf16": device.bf16_flops, "w8a8": device.int8_flops, "fp32": device.fp32_flops}[work.precision]
+    other_peak = device.fp32_flops if work.precision == "fp32" else device.bf16_flops
+    layer_flops = 2 * work.tokens * model.num_layers * layer_parameters(model, work.tp)
+    head_flops = 2 * work.tokens * head_parameters(model, work.tp)
+    layer_bytes, head_bytes = weight_bytes(model, work.precision, work.tp)
+    logits_bytes = 2 * 4 * work.tokens * model.vocab_shard(work.tp)
+
+    def part(term: str, num_bytes: int, flops: int, peak: float) -> _Part:
+        return _Part(term, num_bytes / device.reachable_bandwidth, flops / (peak * device.compute_efficiency))
+
+    return (
+        part("weights", layer_bytes, layer_flops, linear_peak),
+        part("weights", head_bytes, head_flops, other_peak),
+        part("kv", kv_bytes(model, work), attention_flops(model, work), other_peak),
+        part("kv", logits_bytes, 0, other_peak),
     )
 
 

@@ -26,8 +26,9 @@ WINDOW = 128
 """Positions of a window: 4 blocks of 32. Assumed; the paper does not say how many blocks are open."""
 CONTEXT = 1024
 """Few-shot prompt and committed blocks. Assumed; the term is small."""
-LAST = 6
-"""Settings of a group, from the highest thresholds to the lowest."""
+GROUP_SIZE = 6
+"""Settings with the same thresholds in the same order, from the highest to the lowest: S1 to S6, S7 to S12, S13 to S18.
+"""
 Key = tuple[str, str]
 """Model and task."""
 
@@ -109,12 +110,15 @@ def _tokens_per_forward(
     """
     if (*key, number) in known:
         return known[(*key, number)], "Table 3"
-    position = (number - 1) % LAST + 1
     anchor = 12 if 7 <= number <= 12 else 18
-    other = 0 if number >= 13 else 12  # S1 to S6 for Ascend's rows, S13 to S18 for the others
-    ratio = published[(*key, other + position)] / published[(*key, other + LAST)]
-    shape = "" if position == LAST else f" x tokens/s of S{other + position} / S{other + LAST}"
-    return known[(*key, anchor)] * ratio, f"estimated: TPF of S{anchor}{shape}"
+    other_platform = range(1, 7) if number >= 13 else range(13, 19)
+    same_thresholds, lowest_thresholds = other_platform[(number - 1) % GROUP_SIZE], other_platform[-1]
+    ratio = published[(*key, same_thresholds)] / published[(*key, lowest_thresholds)]
+    if same_thresholds == lowest_thresholds:
+        factor = ""
+    else:
+        factor = f" x tokens/s of S{same_thresholds} / S{lowest_thresholds}"
+    return known[(*key, anchor)] * ratio, f"estimated: TPF of S{anchor}{factor}"
 
 
 def _number(setting: str) -> int:

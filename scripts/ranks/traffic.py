@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from statistics import mean
 
@@ -13,19 +11,15 @@ import torch
 
 from lopa_ascend import DecodingParams, checkpoint
 from lopa_ascend.config import EngineConfig, ModelConfig
-from lopa_ascend.demo import HELD_OUT
 from lopa_ascend.kv.pages import PAGE_SIZE, slots_for
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.parallel.placement import Placement
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.tokenizer_files import load_tokenizer
 from scripts.bench_ranks import Step, TrafficJob, run
+from scripts.demo_sets import asked, read
+from scripts.planner.models import load_model
 
-DREAM_7B = ModelConfig(
-    vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_layers=28, num_heads=28, num_kv_heads=4,
-    head_dim=128, max_position_embeddings=131072, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=False,
-    attention_bias=True, mask_token_id=151666, eos_token_ids=(), dtype="bfloat16",
-)  # fmt: skip
 PURPOSES = ("layers", "vocabulary", "branches", "kv", "control", "agreement")
 BRANCH_PARALLEL_PURPOSES = ("branches", "control", "agreement")
 CONTROL_BYTES = 8
@@ -126,9 +120,7 @@ def prompts(model: Path, count: int) -> list[list[int]]:
     """The first held-out problems as chat prompts of a model, in token ids."""
     config = checkpoint.open_checkpoint(model).config
     encoder = Prompts(load_tokenizer(model, config.vocab_size), config.vocab_size, config.mask_token_id, model.name)
-    with HELD_OUT.open(encoding="utf-8") as lines:
-        questions = [json.loads(line)["question"] for line in islice(lines, count)]
-    return [encoder.encode_chat([{"role": "user", "content": question}]) for question in questions]
+    return [encoder.encode_chat(asked(question)) for question, _ in read(count)]
 
 
 def measure(config: EngineConfig, model: Path, params: DecodingParams, num_problems: int) -> bool:
@@ -151,7 +143,7 @@ def measure(config: EngineConfig, model: Path, params: DecodingParams, num_probl
         f"({sum(arrivals):,} bytes).\n"
     )
     formulas = Formulas(checkpoint.open_checkpoint(model).config, getattr(torch, config.dtype), tp, bp)
-    for_dream_7b = replace(formulas, model=DREAM_7B, dtype=torch.bfloat16)
+    for_dream_7b = replace(formulas, model=load_model("Dream-7B"), dtype=torch.bfloat16)
     print_sent(formulas, for_dream_7b, steps)
     print_received(formulas, for_dream_7b, steps)
     found = faults(formulas, steps)

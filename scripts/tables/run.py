@@ -21,7 +21,7 @@ from scripts.benchmarking.settings import Setting
 from scripts.checks.npu import num_npus
 from scripts.evaluation.files import TaskFile, TaskFileError, check_runnable, read_examples, read_problems
 from scripts.evaluation.prompts import CHAT, PromptMaker, find_format
-from scripts.evaluation.tasks import TASKS, Problem
+from scripts.evaluation.tasks import TASKS, Problem, Task
 from scripts.tables.rows import Row
 
 if TYPE_CHECKING:
@@ -38,16 +38,24 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is the same for all rows. None: the row's own."""
+    """What is the same for all rows."""
 
     data: Path
+    """Folder with TASK.jsonl and TASK.examples.jsonl."""
     limit: int | None
+    """Problems, from the first one on; None: all."""
     runs: int
+    """How often each problem is decoded."""
     one_rank: bool
+    """Rows of several devices run on one."""
     prompt: str | None
+    """Name of the prompts' format; None: the row's own."""
     examples: int | None
+    """Examples in a prompt; None: as many as the row's own."""
     max_new_tokens: int | None
+    """None: the row's own."""
     engine: Mapping[str, Any]
+    """Engine settings that were given, by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +63,16 @@ class RowPlan:
     """How a row runs, or why it does not."""
 
     skipped: str = ""
-    """The reason; empty if the row runs."""
+    """The reason; empty if the row runs. All other fields are those of a row that runs."""
     engine: Mapping[str, Any] | None = None
+    """The engine's settings, by name."""
     setting: Setting | None = None
     tasks: TaskFile | None = None
+    """The problems."""
     examples: Sequence[Problem] = ()
+    """Solved problems in each prompt."""
     prompt: str = ""
+    """Name of the prompts' format."""
 
 
 @dataclass(frozen=True)
@@ -115,17 +127,11 @@ class TableRun:
         checkpoint = self._checkpoints.get(row.model)
         if checkpoint is None:
             return RowPlan(skipped=f"no --checkpoint {row.model}=DIR")
-        if problem := problem_of(checkpoint):
-            return RowPlan(skipped=problem)
         launch = row.preset.launch
-        ranks = launch.tensor_parallel_size * launch.branch_parallel_size if row.is_distributed else 1
-        available = num_devices(options.engine.get("device", "cpu"))
-        if ranks > available and not options.one_rank:
-            return RowPlan(skipped=f"needs {ranks} devices, and there are {available}; --one-rank runs it on one")
-        try:
-            check_runnable([task])
-        except TaskFileError as error:
-            return RowPlan(skipped=str(error))
+        published_ranks = launch.tensor_parallel_size * launch.branch_parallel_size if row.is_distributed else 1
+        ranks = 1 if options.one_rank else published_ranks
+        if reason := self._reason_to_skip(task, checkpoint, ranks):
+            return RowPlan(skipped=reason)
         is_bundled = checkpoint.model is None
         count = options.examples
         if count is None:
@@ -134,28 +140,54 @@ class TableRun:
         if options.max_new_tokens is not None:
             decoding["max_new_tokens"] = options.max_new_tokens
         params = DecodingParams(**decoding)
-        engine = {
-            "enable_prefix_caching": False,
-            "seed": 0,
-            "max_num_seqs": 1,
-            # Eager rows of one checkpoint share a loaded model, whatever their parameters are.
-            **({} if EngineConfig(**options.engine).mode == "eager" else graph_settings(params)),
-            **options.engine,
-            "model": checkpoint.model,
-            "lora": checkpoint.adapter,
-        }
-        if ranks > 1 and not options.one_rank:
-            engine["tensor_parallel_size"] = launch.tensor_parallel_size
-            engine["branch_parallel_size"] = launch.branch_parallel_size
-            if launch.branch_parallel_size > 1 and params.window_attention == "full":
-                engine = {"graph_mode": "eager", **engine}  # no graph runs it
         return RowPlan(
-            engine=engine,
+            engine=self._engine(row, checkpoint, params, ranks),
             setting=Setting(params, row.name),
             tasks=read_problems(options.data / f"{row.task}.jsonl", row.task),
             examples=read_examples(task, options.data, count),
             prompt=options.prompt or (CHAT.name if is_bundled else row.prompt),
         )
+
+    def _reason_to_skip(self, task: Task, checkpoint: Checkpoint, ranks: int) -> str:
+        """Why a row cannot run here; empty if it can.
+
+        Args:
+            task: of the row.
+            checkpoint: of the row.
+            ranks: devices that the row needs.
+        """
+        if problem := problem_of(checkpoint):
+            return problem
+        available = num_devices(self._options.engine.get("device", "cpu"))
+        if ranks > available:
+            remedy = "; --one-rank runs it on one" if available else ""
+            return f"needs {ranks} devices, and there are {available}{remedy}"
+        try:
+            check_runnable([task])
+        except TaskFileError as error:
+            return str(error)
+        return ""
+
+    def _engine(self, row: Row, checkpoint: Checkpoint, params: DecodingParams, ranks: int) -> dict[str, Any]:
+        """The engine's settings for a row that runs on so many ranks, by name."""
+        given = self._options.engine
+        engine = {
+            "enable_prefix_caching": False,
+            "seed": 0,
+            "max_num_seqs": 1,
+            # Eager rows of one checkpoint share a loaded model, whatever their parameters are.
+            **({} if EngineConfig(**given).mode == "eager" else graph_settings(params)),
+            **given,
+            "model": checkpoint.model,
+            "lora": checkpoint.adapter,
+        }
+        if ranks > 1:
+            launch = row.preset.launch
+            engine["tensor_parallel_size"] = launch.tensor_parallel_size
+            engine["branch_parallel_size"] = launch.branch_parallel_size
+            if launch.branch_parallel_size > 1 and params.window_attention == "full":
+                engine = {"graph_mode": "eager", **engine}  # no graph runs it
+        return engine
 
     def measure(self, row: Row, plan: RowPlan) -> RowOutcome:
         """Measures what a row does not have yet."""

@@ -54,7 +54,13 @@ def test_the_blocks_are_those_that_the_model_recommends_unless_others_are_given(
     assert found[0] > found[1] > 0
 
 
-def test_a_block_of_no_positions_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [("0", "must be a whole number from 1 on, got '0'"), ("4097", "must be an integer from 1 to 4096, got 4097")],
+)
+def test_blocks_of_no_or_too_many_positions_are_refused(
+    capsys: pytest.CaptureFixture[str], size: str, message: str
+) -> None:
     with pytest.raises(SystemExit):
-        main(["--block-size", "0"])
-    assert "--block-size: must be an integer from 1 to 4096, got 0" in capsys.readouterr().err
+        main(["--block-size", size])
+    assert f"--block-size: {message}" in capsys.readouterr().err

@@ -181,6 +181,14 @@ def test_an_interrupted_run_neither_loses_nor_repeats_a_sample(tmp_path: Path):
     assert len(SampleFile(tmp_path, {"model": "m"}).samples) == 4
 
 
+def test_samples_of_which_nothing_says_what_was_measured_are_refused(tmp_path: Path):
+    SampleFile(tmp_path, {"model": "m"}).add(SAMPLE)
+    (tmp_path / "benchmark.json").unlink()
+    with pytest.raises(ParameterError, match="has samples without benchmark.json"):
+        SampleFile(tmp_path, {"model": "other"})
+    assert not (tmp_path / "benchmark.json").exists()
+
+
 def test_a_folder_holds_one_benchmark(tmp_path: Path):
     SampleFile(tmp_path, {"model": "m", "machine": {"cores": 2}}).add(SAMPLE)
     with pytest.raises(ParameterError, match="whose machine.cores is 2, but this one's is 4; choose another folder"):

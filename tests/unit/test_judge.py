@@ -11,19 +11,19 @@ from hypothesis import given
 
 from lopa_ascend.serve.api.body import parse_completion
 from lopa_ascend.serve.api.errors import ApiError
-from scripts.bench_serve import Level
+from scripts.bench_serve import Level, make_requests
 from scripts.bench_stream import table
 from scripts.judge import faults, fuzz, soak
-from scripts.judge.attack import CLOSED, CUT_OFF, FULL, KINDS, LEFT, Attack, head, play
-from scripts.judge.client import COMPLETIONS, Answer, Ask, ask, chat
+from scripts.judge.attack import CLOSED, CUT_OFF, FULL, KINDS, LEFT, Attack, head, outcome_of, play
+from scripts.judge.client import COMPLETIONS, Answer, Ask, ask, chat, questions
 from scripts.judge.hostile_bodies import UNSUPPORTED
 from scripts.judge.hostile_costs import COSTLY
 from scripts.judge.probe import Quiet, Sample
 from scripts.judge.report import Options, Report, percentile
 
 
-async def answered(reply: bytes, *attacks: Attack) -> list[int | str]:
-    """What the attacks make of a server that answers everything with ``reply``."""
+async def answered(reply: bytes, *attacks: Attack, words: bool = False) -> list[int | str]:
+    """What the attacks make of a server that answers everything with ``reply``; with ``words`` errors are in words."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
@@ -32,6 +32,8 @@ async def answered(reply: bytes, *attacks: Attack) -> list[int | str]:
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
+        if words:
+            return [await outcome_of(f"http://127.0.0.1:{port}", attack) for attack in attacks]
         return [await play("127.0.0.1", port, attack) for attack in attacks]
 
 
@@ -44,6 +46,17 @@ def test_outcomes_of_attacks():
     for cut in (b"", refusal[:30], refusal[:-1]):
         assert asyncio.run(answered(cut, asked)) == [CUT_OFF]
     assert asyncio.run(answered(b"", Attack([b"x"]))) == [CLOSED]
+
+
+def test_an_answer_of_another_form_is_an_outcome_in_words():
+    asked = Attack([head(COMPLETIONS, 0)], http=True)
+    for reply, error in (
+        (b"hello\r\n\r\n", "IndexError: "),
+        (b"HTTP/1.1 oh\r\n\r\n", "ValueError: "),
+        (b"HTTP/1.1 400 Bad Request\r\nX: " + b"a" * 2**20, "LimitOverrunError: "),
+    ):
+        (outcome,) = asyncio.run(answered(reply, asked, words=True))
+        assert str(outcome).startswith(error)
 
 
 def test_only_refusals_and_ends_are_right():
@@ -68,11 +81,11 @@ def test_every_kind_takes_part_and_is_reproducible():
 
 
 def test_memory_growth_ignores_the_warm_up():
-    seen = soak.Soak(memory=[(float(s), 100 if s < 100 else 200 + s // 100, 300) for s in range(500)])
+    seen = soak.Soak(memory=[soak.Memory(s, 100 if s < 100 else 200 + s // 100, 300) for s in range(500)])
     assert soak.warm_up_seconds(20) == 300
-    assert 0.01 < seen.growth(1, warm_up=110) < 0.02
-    assert seen.growth(1, warm_up=0) > 1
-    assert seen.growth(2, warm_up=0) == 0
+    assert 0.01 < seen.growth("http", warm_up=110) < 0.02
+    assert seen.growth("http", warm_up=0) > 1
+    assert seen.growth("engine", warm_up=0) == 0
 
 
 def test_changed_answers_are_found():
@@ -94,11 +107,11 @@ def test_percentile_and_report(capsys):
     assert "FAILED  two: 2" in capsys.readouterr().out
 
 
-def answer_of(request: Ask, body: bytes, status: int = 200) -> Answer:
+def answer_of(request: Ask, body: bytes, status: int = 200, leave_after: int | None = None) -> Answer:
     async def run() -> Answer:
         transport = httpx.MockTransport(lambda _: httpx.Response(status, content=body))
         async with httpx.AsyncClient(transport=transport, base_url="http://judge") as client:
-            return await ask(client, request)
+            return await ask(client, request, leave_after)
 
     return asyncio.run(run())
 
@@ -118,6 +131,8 @@ def test_answers_are_read():
     assert whole.ok
     assert whole.texts == {0: "42"}
     assert not answer_of(streamed, event(content="4")).ok
+    left = answer_of(streamed, event(content="4") + event(content="2") + event(content="!"), leave_after=2)
+    assert (left.texts, left.done) == ({0: "42"}, False)
     failed = answer_of(streamed, event(content="4") + b'data: {"error": {"message": "dead"}}\n\ndata: [DONE]\n\n')
     assert (failed.ok, failed.error) == (False, {"message": "dead"})
     refused = answer_of(chat("?"), b'{"error": {"message": "full", "code": "queue_full"}}', 503)
@@ -125,6 +140,12 @@ def test_answers_are_read():
     assert refused.error == {"message": "full", "code": "queue_full"}
     plain = answer_of(chat("?"), b"Internal Server Error", 500)
     assert (plain.ok, plain.error) == (False, {"message": "not a JSON object: b'Internal Server Error'"})
+
+
+def test_a_load_has_as_many_requests_as_are_asked_for():
+    requests = make_requests(10 * len(questions()) + 1, max_tokens=8, num_branches=3)
+    assert len(requests) == 10 * len(questions()) + 1
+    assert requests[0] == requests[-1]
 
 
 def test_row_of_a_load_table():

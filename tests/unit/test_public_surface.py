@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from scripts import decoding_table, public_surface
+from scripts import bench_stream, decoding_table, public_surface
+from scripts.doc_tables import with_table
 
 
 @pytest.fixture(scope="module")
@@ -25,3 +26,22 @@ def test_the_tables_of_decoding_parameters_are_those_of_the_declarations():
     for research in (False, True):
         assert decoding_table.table(research=research) in page, "python -m scripts.decoding_table --write"
     assert decoding_table.with_tables(page) == page
+
+
+def test_a_table_takes_the_place_of_the_one_before_it():
+    page = "<!-- table: one; written by x -->\n\n| old |\n\n<!-- table: other -->\n\n| kept |\n"
+    assert with_table(page, "one", "| a |\n| b |\n") == page.replace("| old |\n", "| a |\n| b |\n")
+    with pytest.raises(ValueError, match="has no comment"):
+        with_table(page, "on", "")
+
+
+def test_the_page_of_results_has_a_place_for_the_table_of_streams():
+    page = bench_stream.PAGE.read_text("utf-8")
+    assert with_table(page, bench_stream.TABLE, "") != page
+
+
+def test_a_wrong_flag_is_refused_before_the_surface_is_made(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(public_surface, "surface", lambda: pytest.fail("made in vain"))
+    monkeypatch.setattr("sys.argv", ["public_surface", "--no-such-flag"])
+    with pytest.raises(SystemExit):
+        public_surface.main()
