@@ -30,6 +30,7 @@ FILES = (
     "cues", "rates", "comparing", "backward", "syntax", "extras", "stages",
     "voices", "doubles", "budget", "flows", "terse", "portions", "primer", "plans",
     "chatter", "lengths", "trios", "idioms", "events", "readers", "goods", "kids",
+    "everyone", "fourfold", "weighed", "askers", "situations", "details", "weekdays", "bunches",
 )  # fmt: skip
 """Text files of templates in scripts/problems/wordings/."""
 
