@@ -16,11 +16,15 @@ if TYPE_CHECKING:
     from lopa_ascend.model.registry import register_model
     from lopa_ascend.parallel.collectives import RankError
 
-# torch reads both variables once, when it is loaded.
+# Libraries read these variables once, when torch is loaded or multiplies for the first time.
 # OMP_WAIT_POLICY: waiting OpenMP threads sleep. Beside other processes, spinning ones took up to thirty times as long.
 # MKL_CBWR: MKL sums each row of a GEMM in the same order, whatever the number of rows and threads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+# LRU_CACHE_CAPACITY (torch's caches) and ONEDNN_PRIMITIVE_CACHE_CAPACITY: oneDNN makes kernels for each number of rows.
+# By default a thousand of them are kept, up to a megabyte each. Making them anew takes no longer than finding them.
+os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
 __version__ = "0.1.0"
 __all__ = [

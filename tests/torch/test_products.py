@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -191,3 +193,24 @@ def test_a_request_is_the_same_alone_and_among_others_on_such_a_processor(
     monkeypatch.setattr(Products, "settle", lambda *_: "unsettled")
     unsettled = LLM(tmp_path, enable_prefix_caching=False)
     assert answers(unsettled, prompts) != answers(unsettled, *([prompt] for prompt in prompts))
+
+
+MANY_NUMBERS_OF_ROWS = """
+import lopa_ascend, resource, torch
+from lopa_ascend.backend.cpu.products import multiply_packed, pack
+
+weights = [pack(torch.randn(outputs, inputs)) for inputs, outputs in ((192, 576), (192, 2048), (1024, 192))]
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for rows in range(16, 1000, 3):
+    for weight in weights:
+        multiply_packed(torch.randn(rows, weight.shape[1]), weight, None)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+def test_kernels_for_many_numbers_of_rows_do_not_fill_the_memory() -> None:
+    """oneDNN keeps a kernel for each number of rows: by default a thousand of them, some 600 MiB here."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("torch has no oneDNN here")
+    run = subprocess.run([sys.executable, "-c", MANY_NUMBERS_OF_ROWS], capture_output=True, text=True, check=True)
+    assert int(run.stdout) < 350
