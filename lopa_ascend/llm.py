@@ -223,7 +223,8 @@ class LLM:
                 self.engine.abort(self._ended.pop())
 
     def _lost_requests(self) -> list[str]:
-        """The requests of an interrupted step that may have lost updates. Those that still wait have lost none."""
+        """The requests that an interrupted step may have changed without a complete update. Requests that wait had no
+        part in the step."""
         waiting = self.engine.scheduler.waiting
         return [request_id for request_id in self._in_step if request_id in self._running and request_id not in waiting]
 

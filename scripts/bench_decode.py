@@ -68,7 +68,7 @@ HEADINGS = (
     " stand-in",
     "  a token",
 )
-"""Of the columns of ``report``, as wide as these."""
+"""Titles of the columns of ``report``, each as wide as its column."""
 Item = TypeVar("Item")
 
 

@@ -15,7 +15,7 @@ import shutil
 from pathlib import Path
 
 from lopa_ascend.config.help import HelpFormatter
-from scripts.arguments import share
+from scripts import arguments
 
 WEIGHTS = "model.safetensors"
 
@@ -64,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("second", type=Path, help="directory of another checkpoint of the same model")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the mean goes")
     parser.add_argument(
-        "--share", type=share, default=0.5, metavar="X", help="share of the second checkpoint (default: 0.5)"
+        "--share", type=arguments.share, default=0.5, metavar="X", help="share of the second checkpoint (default: 0.5)"
     )
     return parser
 

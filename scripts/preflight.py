@@ -66,7 +66,8 @@ def integer(low: int, high: int) -> Callable[[str], int]:
 
 
 def timeout(text: str) -> int:
-    """Parses the seconds after which a silent rank is given up. Without the flag a launch script passes HCCL's."""
+    """Parses the seconds after which a silent rank is given up. Without the flag --timeout the launch scripts pass the
+    value of ``HCCL_TIMEOUT``, so an error names the variable."""
     try:
         return integer(2, 86400)(text)
     except argparse.ArgumentTypeError as error:

@@ -124,7 +124,8 @@ class Prompts:
 
 
 def _special_stops(params: DecodingParams, tokenizer: Tokenizer, mask_token_id: int) -> list[int]:
-    """The ids of stop strings that are special tokens, but for the mask and those that are stop token ids already."""
+    """The token ids of those stop strings that are special tokens. The mask, and ids that stop the answer already, are
+    left out."""
     known = (mask_token_id, *params.stop_token_ids)
     ids = map(tokenizer.special_id_of, params.stop)
     return [token for token in ids if token is not None and token not in known]

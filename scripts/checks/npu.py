@@ -19,7 +19,7 @@ LIBRARIES = ("libascendcl.so", "libhccl.so")
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 AFFINITY = "CPU_AFFINITY_CONF"
 DIES = 16
-"""Of a 910C node."""
+"""Dies of a 910C node."""
 ROOT = Path(__file__).resolve().parents[2]
 """This checkout."""
 

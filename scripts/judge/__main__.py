@@ -89,7 +89,8 @@ def main() -> None:
 
 
 def _chosen(parser: argparse.ArgumentParser, names: Sequence[str], url: str | None) -> Sequence[str]:
-    """The judges to run: those that are named. Without names all, or with a ``url`` all that take a running server.
+    """The judges to run: the named ones. Without names these are all judges, or with a ``url`` all that can judge a
+    running server.
 
     Raises:
         SystemExit: a name is unknown, or is that of a judge that cannot judge this server.

@@ -52,7 +52,7 @@ def kind(weight: int = 10) -> Callable[[Make], Make]:
 
 
 def is_refused(outcome: int | str) -> bool:
-    """Whether the outcome of an attack is right: a refusal, or an end of the connection that harms nobody."""
+    """Whether an attack came to nothing: the server refused the request, or the connection ended without an answer."""
     if isinstance(outcome, int):
         return 400 <= outcome < 500
     return outcome in (LEFT, CLOSED, FULL)

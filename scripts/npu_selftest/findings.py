@@ -41,7 +41,7 @@ FASTER = 0.95
 FIRST_LAYOUT = ATTENTION_LAYOUTS[0]
 NOT_TIMED = "not tried, because attention in this layout is not ok"
 WARM_UP = 3
-"""Runs of all-reduces of each size before those that are timed."""
+"""Runs for each size of all-reduce that are made first and not timed."""
 SUMS = 8
 """All-reduces of a run: the host waits for the device once in a run, which takes longer than a small all-reduce."""
 REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError)
@@ -165,8 +165,11 @@ def examine_asked(findings: Sequence[Finding], repeats: int) -> Finding:
     Args:
         findings: of ``examine_all``.
     """
-    layout = chosen_layout(findings) or FIRST_LAYOUT
-    (asked,) = examine_cases((asked_case(eager_ops(name)) for name in [layout]), ASKED, repeats)
+
+    def cases() -> Iterator[Case]:  # a generator, so that ``examine_cases`` catches what making the case raises
+        yield asked_case(eager_ops(chosen_layout(findings) or FIRST_LAYOUT))
+
+    (asked,) = examine_cases(cases(), ASKED, repeats)
     answers = {"ok": "the kernel does not mind", "WRONG": "the kernel computes something else"}
     return replace(asked, verdict="asked", message=answers.get(asked.verdict, asked.message))
 

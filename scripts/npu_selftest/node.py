@@ -66,7 +66,7 @@ def examine_node(tensor_parallel_size: int, repeats: int) -> tuple[dict[str, Any
 
 
 def _join(tensor_parallel_size: int) -> Mesh:
-    """This rank among those that torchrun has started, or alone.
+    """Joins the ranks that torchrun has started; without torchrun this process is the only rank.
 
     Raises:
         ValueError, RankError: as ``examine_node``.

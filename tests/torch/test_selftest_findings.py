@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from lopa_ascend.config import ATTENTION_LAYOUTS
 from lopa_ascend.parallel.collectives import Group, RankError
+from lopa_ascend.parallel.mesh import Mesh
 from scripts.npu_selftest import findings as module
 from scripts.npu_selftest import node
 from scripts.npu_selftest.__main__ import main
@@ -95,9 +96,13 @@ class TwoRanks(SimpleNamespace):
         return [text, self.other]
 
 
+def two_ranks(other: str) -> Mesh:
+    return cast(Mesh, TwoRanks(other))
+
+
 def test_no_rank_waits_for_one_whose_device_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "latencies", raises(AssertionError("not to be tried")))
-    times, (found,) = node.examine_groups(TwoRanks("error code is 507015"), torch.device("cpu"), 1)  # type: ignore[arg-type]
+    times, (found,) = node.examine_groups(two_ranks("error code is 507015"), torch.device("cpu"), 1)
     assert times == {}
     assert found.message == "not tried, because the device of rank 1 no longer computes: error code is 507015"
     assert options([Finding(f"attention {ATTENTION_LAYOUTS[0]}, 32 queries each", "ok"), found]) is None
@@ -108,7 +113,7 @@ def test_all_reduces_that_fail_do_not_lose_the_report(monkeypatch: pytest.Monkey
         raise RankError("the ranks' exchange of self-test failed")
 
     monkeypatch.setattr(node, "latencies", fails)
-    times, (found,) = node.examine_groups(TwoRanks(""), torch.device("cpu"), 1)  # type: ignore[arg-type]
+    times, (found,) = node.examine_groups(two_ranks(""), torch.device("cpu"), 1)
     assert times == {}
     assert (found.verdict, found.message) == ("refused", "the ranks' exchange of self-test failed")
 

@@ -1,38 +1,28 @@
-"""The parts of the benchmark that need no model: task files, settings, samples, metrics and their tables."""
+"""The parts of the benchmark that need no model: task files, settings, metrics and their tables."""
 
 import argparse
-import json
 import math
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from lopa_ascend.checkpoint import CheckpointError
-from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
-from lopa_ascend.demo import HELD_OUT
+from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.types import GenerationOutput
 from scripts.arguments import picture
 from scripts.benchmarking.draw import by_branches, pareto_front
-from scripts.benchmarking.machine import describe_benchmark, describe_model
 from scripts.benchmarking.metrics import accuracy_under_parallelism, measure, over_runs
 from scripts.benchmarking.report import markdown, results, write_csv
-from scripts.benchmarking.run import Plan, num_visible, seeded
-from scripts.benchmarking.samples import Sample, SampleFile
-from scripts.benchmarking.settings import Setting, one_setting, swept
+from scripts.benchmarking.run import num_visible, seeded
+from scripts.benchmarking.samples import SampleFile
+from scripts.benchmarking.settings import one_setting, swept
 from scripts.evaluation.files import DATA, TaskFileError, read_examples, read_problems
 from scripts.evaluation.tasks import TASKS
+from tests.samples import SAMPLE, plan
 
 GOOD = '{"question": "1 + 1?", "answer": "#### 2"}'
-SAMPLE = Sample(
-    setting="a", run=0, index=0, task="problems", text="#### 2", visible_tokens=30, opened_tokens=64, num_forwards=7,
-    model_tokens=300, seconds=3.0, first_seconds=1.0, forward_seconds=2.4, host_seconds=None, pages=2,
-    graph_tokens=None, padded_tokens=None, eager_steps=None, filled=(20, 10),
-    scores={"exact": 1.0, "loose": 0.0}, metric="exact",
-)  # fmt: skip
 
 # ---- task files ------------------------------------------------------------------------------------------------------
 
@@ -153,111 +143,6 @@ def test_a_malformed_axis_is_refused(axes: list[str], expected: str):
 
 def test_the_key_of_a_setting_names_its_values_alone():
     assert one_setting({"num_branches": 3}).key == one_setting({}).key != one_setting({"num_branches": 4}).key
-
-
-# ---- samples ---------------------------------------------------------------------------------------------------------
-
-
-def plan(settings: list[Setting], runs: int = 2, count: int = 2) -> Plan:
-    problem = (TASKS["problems"], json.loads(GOOD))
-    return Plan(settings=settings, problems=[problem] * count, examples={}, runs=runs, warmup=0)
-
-
-def test_an_interrupted_run_neither_loses_nor_repeats_a_sample(tmp_path: Path):
-    settings = [one_setting({}), one_setting({"num_branches": 7})]
-    missing = plan(settings).missing(SampleFile(tmp_path, {"model": "m"}))
-    assert [(run, s.key, index) for run, s, index in missing] == [
-        (run, s.key, index) for run in (0, 1) for s in settings for index in (0, 1)
-    ]
-    file = SampleFile(tmp_path, {"model": "m"})
-    for run, setting, index in missing[:3]:
-        file.add(replace(SAMPLE, setting=setting.key, run=run, index=index))
-    with (tmp_path / "samples.jsonl").open("a") as lines:
-        lines.write('{"setting": "cut of')
-    again = SampleFile(tmp_path, {"model": "m"})
-    assert list(again.samples.values()) == list(file.samples.values())
-    assert plan(settings).missing(again) == missing[3:]
-    again.add(replace(SAMPLE, setting=missing[3][1].key, run=missing[3][0], index=missing[3][2]))
-    assert len(SampleFile(tmp_path, {"model": "m"}).samples) == 4
-
-
-def test_samples_of_which_nothing_says_what_was_measured_are_refused(tmp_path: Path):
-    SampleFile(tmp_path, {"model": "m"}).add(SAMPLE)
-    (tmp_path / "benchmark.json").unlink()
-    with pytest.raises(ParameterError, match="has samples without benchmark.json"):
-        SampleFile(tmp_path, {"model": "other"})
-    assert not (tmp_path / "benchmark.json").exists()
-
-
-def test_a_folder_holds_one_benchmark(tmp_path: Path):
-    SampleFile(tmp_path, {"model": "m", "machine": {"cores": 2}}).add(SAMPLE)
-    with pytest.raises(ParameterError, match="whose machine.cores is 2, but this one's is 4; choose another folder"):
-        SampleFile(tmp_path, {"model": "m", "machine": {"cores": 4}})
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"quantization": "w8a8"},
-        {"quantization": "w8a8", "quantization_exclude": ("o_proj",)},
-        {"enable_prefix_caching": False},
-        {"graph_mode": "inductor"},
-        {"max_num_seqs": 1},
-    ],
-)
-def test_a_folder_holds_answers_of_one_engine(tmp_path: Path, change: dict[str, Any]):
-    tasks = read_problems(HELD_OUT)
-
-    def header(config: EngineConfig, *, cut: bool = True) -> dict[str, Any]:
-        return describe_benchmark(config, tasks, None, "chat", {}, cut=cut)
-
-    SampleFile(tmp_path, header(EngineConfig(**change)))  # a run that failed before its first answer
-    SampleFile(tmp_path, header(EngineConfig())).add(SAMPLE)
-    SampleFile(tmp_path, header(EngineConfig()))
-    with pytest.raises(ParameterError, match=f"whose engine.{min(change)} is"):
-        SampleFile(tmp_path, header(EngineConfig(**change)))
-    with pytest.raises(ParameterError, match="whose cut is"):
-        SampleFile(tmp_path, header(EngineConfig(), cut=False))
-
-
-def test_a_folder_holds_answers_to_prompts_with_the_same_examples(tmp_path: Path):
-    tasks = read_problems(HELD_OUT)
-
-    def header(answer: str) -> dict[str, Any]:
-        examples = {"gsm8k": [{"question": "1 + 1?", "answer": answer}]}
-        return describe_benchmark(EngineConfig(), tasks, None, "chat", examples, cut=True)
-
-    SampleFile(tmp_path, header("#### 2")).add(SAMPLE)
-    SampleFile(tmp_path, header("#### 2"))
-    with pytest.raises(ParameterError, match=r"whose examples\.gsm8k\.digest is"):
-        SampleFile(tmp_path, header("#### 3"))
-
-
-def test_a_model_of_other_weights_has_another_digest(tmp_path: Path):
-    weights = tmp_path / "model.safetensors"
-    digests = []
-    for place in (None, 0, 33 * 2**20, 64 * 2**20 - 1):
-        content = bytearray(64 * 2**20)
-        if place is not None:
-            content[place] = 1
-        weights.write_bytes(content)
-        digests.append(describe_model(str(tmp_path), None)["model_digest"])
-    assert len(set(digests)) == 4
-    with pytest.raises(CheckpointError, match="nothing: expected a directory in the Hugging Face layout"):
-        describe_model(str(tmp_path / "nothing"), None)
-
-
-def test_two_processes_do_not_write_to_one_folder(tmp_path: Path):
-    holds = "import pathlib, sys; from scripts.benchmarking import samples; "
-    holds += "file = samples.SampleFile(pathlib.Path(sys.argv[1]), {}); print(); input()"
-    command = [sys.executable, "-c", holds, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        other.stdout.readline()
-        with pytest.raises(ParameterError, match="another process writes to .*choose another folder"):
-            SampleFile(tmp_path, {})
-        other.communicate("\n")
-    SampleFile(tmp_path, {})
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
