@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,12 +13,38 @@ from lopa_ascend.score.reductions import finite_max, first_argmax, scaled, softm
 from lopa_ascend.score.shards import columns
 from lopa_ascend.types import Scoring
 
+Stats = dict[str, Tensor]
+"""The statistics of the shards by name, [shards, R] each; ``shards.columns`` explains the names."""
+
+
+class Softmax(NamedTuple):
+    """What the logits of R rows have in common, to turn one of them into a probability."""
+
+    high: Tensor
+    """The largest logit of each row [R, 1]."""
+    total: Tensor
+    """The sum of exp((logit - high) / temperature) over the vocabulary [R, 1]."""
+    temperature: float
+
+    @classmethod
+    def of_shards(cls, stats: Stats, temperature: float) -> Softmax:
+        high = stats["high"].amax(0)
+        weights = scaled(stats["high"], high, temperature).exp()
+        return cls(high[:, None], _sum_over_shards(weights * stats["total"])[:, None], temperature)
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """(logit - high) / temperature of logits [R, n]."""
+        return scaled(logits, self.high, self.temperature)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """The probabilities of logits [R, n]."""
+        return self.scaled(logits).exp() / self.total
+
 
 def merge_scores(stats: Tensor, scoring: Scoring, positions: Tensor, round_: int) -> tuple[Tensor, ...]:
     """The predictions of R rows. Each row's result is a function of that row's statistics.
 
-    The confidence "margin" is the chosen token's probability minus the largest other one, "neg_entropy" the sum of
-    p log p. Where a logit is NaN or +inf the confidence is NaN, and the rest has no meaning; for -inf see the head of
+    Where a logit is NaN or +inf the confidence is NaN, and the rest has no meaning; for -inf see the head of
     ``prediction.py``. If top_p would keep tokens that their shard did not offer, the next offered ones take their
     place.
 
@@ -31,36 +58,51 @@ def merge_scores(stats: Tensor, scoring: Scoring, positions: Tensor, round_: int
         most probable tokens, best first, the lowest ids first among equals: token ids int64 and probabilities float32,
         [R, candidates] each. The probability is 0 where there are fewer tokens.
     """
-    names, temperature = columns(scoring), scoring.temperature
-    by_name = dict(zip(names, stats[..., : len(names)].unbind(-1), strict=True))  # [shards, R] each
-    values, ids = stats[..., len(names) :].transpose(0, 1).chunk(2, -1)  # [R, shards, K] each
+    names = columns(scoring)
+    by_name: Stats = dict(zip(names, stats[..., : len(names)].unbind(-1), strict=True))
+    logits, ids = stats[..., len(names) :].transpose(0, 1).chunk(2, -1)  # the offered tokens [R, shards, K]
     if scoring.truncated:
-        values, ids, kept = _truncate(values, ids, by_name.get("mass"), scoring)
+        logits, ids, kept = _truncate(logits, ids, by_name.get("mass"), scoring)
         for name, column in kept.items():  # the kept tokens count as one more shard
             by_name[name] = torch.cat([by_name[name], column.t()])
-    values, ids = values.flatten(1), ids.flatten(1).long()
-    high = by_name["high"].amax(0)
-    shift = scaled(by_name["high"], high, temperature)
-    weight = shift.exp()
-    total = _sum_over_shards(weight * by_name["total"])
-    x = scaled(values, high[:, None], temperature)
-    chosen = first_argmax(x + gumbel_noise(scoring.seed, positions, round_, ids) if temperature else values)
-    prob = x.gather(-1, chosen)[:, 0].exp() / total
-    if scoring.confidence == "max_prob":
-        confidence = prob
-    elif scoring.confidence == "margin":
-        other = torch.maximum(by_name["other"].amax(0), values.scatter(-1, chosen, -math.inf).amax(-1))
-        confidence = prob - scaled(other, high, temperature).exp() / total
-    else:
-        # A shard's "dot" measures logits from the shard's largest one; with ``shift`` from the largest of all shards.
-        dot = _sum_over_shards(weight * (by_name["dot"] + by_name["total"] * shift))
-        confidence = dot / total - total.log()
-    predicted = ids.gather(-1, chosen)[:, 0], prob, confidence
+    logits, ids = logits.flatten(1), ids.flatten(1).long()
+    softmax = Softmax.of_shards(by_name, scoring.temperature)
+    keys = logits
+    if scoring.temperature:
+        keys = softmax.scaled(logits) + gumbel_noise(scoring.seed, positions, round_, ids)
+    chosen = first_argmax(keys)
+    probs = softmax.probabilities(logits.gather(-1, chosen))[:, 0]
+    confidences = _confidences(chosen, probs, logits, by_name, softmax, scoring)
+    predicted = ids.gather(-1, chosen)[:, 0], probs, confidences
     if not scoring.num_candidates:
         return predicted
-    best, order = values.sort(dim=-1, descending=True, stable=True)
+    best, order = logits.sort(dim=-1, descending=True, stable=True)
     best, order = best[:, : scoring.num_candidates], order[:, : scoring.num_candidates]
-    return *predicted, ids.gather(-1, order), scaled(best, high[:, None], temperature).exp() / total[:, None]
+    return *predicted, ids.gather(-1, order), softmax.probabilities(best)
+
+
+def _confidences(
+    chosen: Tensor, probs: Tensor, logits: Tensor, stats: Stats, softmax: Softmax, scoring: Scoring
+) -> Tensor:
+    """The confidences [R]: "margin" is the chosen token's probability minus the largest other one, "neg_entropy" the
+    sum of p log p.
+
+    Args:
+        chosen: the columns of the chosen tokens in ``logits``, int64 [R, 1].
+        probs: the probabilities of the chosen tokens [R].
+        logits: the offered logits [R, n].
+    """
+    if scoring.confidence == "max_prob":
+        return probs
+    if scoring.confidence == "margin":
+        others = logits.scatter(-1, chosen, -math.inf)
+        other = torch.maximum(stats["other"].amax(0), others.amax(-1))
+        return probs - softmax.probabilities(other[:, None])[:, 0]
+    high, total = softmax.high[:, 0], softmax.total[:, 0]
+    # A shard's "dot" measures logits from the shard's largest one; with ``shift`` from the largest of all shards.
+    shift = scaled(stats["high"], high, scoring.temperature)
+    dot = _sum_over_shards(shift.exp() * (stats["dot"] + stats["total"] * shift))
+    return dot / total - total.log()
 
 
 def _sum_over_shards(x: Tensor) -> Tensor:

@@ -122,12 +122,19 @@ def _offer_one(
     for place, logits in banned:
         x[place] = logits
     stats = {"other": x.amax(-1, keepdim=True)} if scoring.confidence == "margin" else {}
-    # Puts the offered logits back. The maximum matters if only banned ids were left: the offered logit is then -inf,
-    # and the banned id must keep its own. One token at a time, because a missing token may have the id of a chosen one.
-    # scatter_reduce_ would take one call, but an NPU runs it on the host.
-    for token, value in zip(chosen.split(1, -1), values.split(1, -1), strict=True):
-        x.scatter_(-1, token, torch.maximum(x.gather(-1, token), value))
+    _put_back(x, chosen, values)
     return stats | softmax_sums(x, high, scoring), values, chosen + first
+
+
+def _put_back(x: Tensor, chosen: Tensor, values: Tensor) -> None:
+    """Raises x [R, n] at the columns ``chosen`` [R, K] to values [R, K].
+
+    It does not overwrite: where only banned ids were left, the offered logit is -inf, and the banned id must keep its
+    own. It takes one column at a time, because a missing token may have the id of a chosen one. ``scatter_reduce_``
+    would take one call, but an NPU runs it on the host.
+    """
+    for column, value in zip(chosen.split(1, -1), values.split(1, -1), strict=True):
+        x.scatter_(-1, column, torch.maximum(x.gather(-1, column), value))
 
 
 def _offer_best(

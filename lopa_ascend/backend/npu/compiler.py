@@ -149,14 +149,7 @@ class PackageCompiler(CachingCompiler):
                 with torch.compiler.config.patch(dynamic_sources=sources):  # type: ignore[attr-defined]
                     type(self).cache_compile(method, **options)(kv_lengths)
                 self.num_compilations += 1
-                if length_inputs != [len(kv_lengths)]:
-                    file.unlink(missing_ok=True)
-                    message = (
-                        f"its graphs have {length_inputs} inputs for KV lengths, and the step has {len(kv_lengths)}"
-                    )
-                    raise GraphError(f"bucket {name}: {message}")
-                if not file.exists():
-                    raise GraphError(f"bucket {name}: graph mode {self.mode} could not write it to {self._cache.path}")
+                self._check_compiled(name, file, length_inputs, len(kv_lengths))
             run = type(self).cache_compile(method, **options)
             self._wait_for_ranks()
             run(kv_lengths)
@@ -164,6 +157,15 @@ class PackageCompiler(CachingCompiler):
                 # As often as where it is compiled: the ranks must launch collectives alike often, wherever damage is.
                 run(kv_lengths)
         return run
+
+    def _check_compiled(self, name: str, file: Path, length_inputs: list[int], num_lengths: int) -> None:
+        """Raises GraphError unless a bucket became one graph, with an input for each KV length, in its file."""
+        if length_inputs != [num_lengths]:
+            file.unlink(missing_ok=True)
+            found = f"its graphs have {length_inputs} inputs for KV lengths, and the step has {num_lengths}"
+            raise GraphError(f"bucket {name}: {found}")
+        if not file.exists():
+            raise GraphError(f"bucket {name}: graph mode {self.mode} could not write it to {self._cache.path}")
 
     def _is_whole(self, file: Path) -> bool:
         """Whether a bucket is in its file. A file that cannot be loaded, left by a start that broke off, is removed."""
