@@ -85,12 +85,16 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _end_ranks() -> None:
-    """Ends ranks that still run: torchrun forgets one that it is just starting when a signal comes."""
+    """Ends ranks that still run: torchrun forgets one that it is just starting when a signal comes.
+
+    The environment of such a rank is empty for a moment, while the system replaces this program by the rank's.
+    """
     own = os.getpid()
     for file in Path(f"/proc/{own}/task").glob("*/children"):
         for pid in map(int, file.read_text().split()):
             with suppress(OSError):  # it has ended
-                if b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{pid}/environ").read_bytes():
+                environment = Path(f"/proc/{pid}/environ").read_bytes()
+                if not environment or b"TORCHELASTIC_RUN_ID=" in environment:
                     os.kill(pid, signal.SIGKILL)
 
 

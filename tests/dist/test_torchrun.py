@@ -41,6 +41,14 @@ def test_a_signal_is_no_error_and_leaves_nothing_behind() -> None:
         assert "Traceback" not in stderr
 
 
+def test_a_rank_that_is_just_starting_is_ended_too() -> None:
+    """Its environment is empty for a moment; here it stays so."""
+    with subprocess.Popen(["sleep", "60"], env={}) as starting, subprocess.Popen(["sleep", "1"]) as other:
+        torchrun._end_ranks()
+        assert starting.wait(20) == -signal.SIGKILL
+        assert other.wait(20) == 0  # no rank
+
+
 def test_a_signal_before_the_ranks_have_started_is_no_error_either() -> None:
     with start(free_port(), "true") as process:
         time.sleep(0.3)  # it imports torch for seconds
