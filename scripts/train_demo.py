@@ -7,12 +7,12 @@ r"""Trains the bundled model from scratch on a CPU, and writes it as a Dream che
         --state build/demo/further.pt                                    trains the bundled model further, faster
 
 There are two stages, as in the training of Dream: an autoregressive warm-up on plain problems, from which the logits
-are shifted by one position, and masked diffusion on whole conversations, beside more autoregressive batches. Most
-diffusion batches are block-causal, with several answers after each prompt: two with different noise, and one to
-predict autoregressively, which teaches arithmetic faster, because each of its positions can be predicted. Some steps
+are shifted by one position, and masked diffusion on whole conversations. Many of its batches are clean: they have many
+problems, each with an answer to predict autoregressively and two blocks as decoding opens them, nearly or completely
+masked. Most of the others are block-causal, with several answers after each prompt: two with different noise, and one
+to predict autoregressively, which teaches arithmetic faster, because each of its positions can be predicted. Some steps
 later the two noisy answers are trained on a second time. Positions that the model predicted rightly with high
-probability are filled in by then, as decoding would have filled them. The other batches have full attention within the
-window.
+probability are filled in by then, as decoding would have filled them. The rest have full attention within the window.
 
 Problems of a template that the model solves are mostly left out. A run that goes on from a checkpoint does not know
 yet which templates these are; with --measure-steps it finds them out before the first step.
@@ -95,10 +95,10 @@ def build_parser() -> argparse.ArgumentParser:
             "--batch",
             number_from(1),
             48,
-            "problems in a step; three times as many if it is autoregressive alone, after the warm-up",
+            "problems in a step; three times as many in a clean one after the warm-up",
         ),
         ("--lr", float, 3e-3, "highest learning rate"),
-        ("--clean-share", share, 0.5, "share of the new batches after the warm-up that are autoregressive alone"),
+        ("--clean-share", share, 0.5, "share of the new batches after the warm-up that are clean"),
         ("--full-share", share, 0.12, "share of the new batches after the warm-up with full attention in the window"),
         ("--least-share", share, 0.15, "share of the problems kept of a template that the model solves; 1 keeps all"),
         ("--dropout", share, 0.0, "share of the channels that prompts go without in a step, against learning by heart"),

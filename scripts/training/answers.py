@@ -6,14 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
 from scripts.demo_tokenizer import EOS, MASK
 from scripts.training.batches import Batch
-from scripts.training.noise import block_causal, causal, noise
+from scripts.training.noise import BLOCKS, block_causal, causal, noise
 
 FIRST_WEIGHT = 0.25
 """Weight of an answer's first token in the loss. It tells the style of the answer, which is drawn by chance: two thirds
 of an autoregressive loss are this chance, and a quarter of the noise in its gradient."""
+OPENED_BLOCK = min(BLOCKS)
+"""Positions of the blocks that follow an autoregressive answer."""
 SYMBOLS = "0123456789+-*/="
 """Tokens that must be predicted for a problem to count as solved."""
 LOWEST_FILLED, HIGHEST_FILLED = 0.5, 0.95
@@ -35,6 +38,8 @@ class Answer:
     """Weight of each position in the loss [n, l]."""
     mask: torch.Tensor
     """Which positions of the answer see which [l, l] bool."""
+    offsets: torch.Tensor | None = None
+    """Distance of each position from the end of the prompt [l]; None if they are in order."""
 
 
 def weighted_mean(losses: torch.Tensor, answers: list[Answer]) -> torch.Tensor:
@@ -66,6 +71,34 @@ class Answers:
         weight[:, 0] = FIRST_WEIGHT
         return Answer(ids, ids, wanted, weight, causal(length))
 
+    def with_opened_blocks(self, batch: Batch) -> Answer:
+        """Answers to predict autoregressively, followed by two masked blocks: the first one and a random one.
+
+        A block sees the prompt, the answer before it, and itself, as decoding opens it. Some of its first positions are
+        filled. It costs few positions, so that many problems are read with masks behind the position to predict.
+        """
+        clean = self.clean(batch)
+        length, block = batch.answer.shape[1], OPENED_BLOCK
+        num_blocks = (batch.answer.ne(self._eos).sum(1) // block) + 1  # [n], the first EOS included
+        later = int(torch.randint(int(num_blocks.median()), (), generator=self._generator))
+        starts = torch.tensor([0, later * block])
+        offsets = (starts[:, None] + torch.arange(block)).flatten()  # [2 * block]
+        truth = F.pad(batch.answer, (0, block * (later + 1)), value=self._eos)[:, offsets]
+        num_filled = (block * torch.rand(len(truth), 2, 1, generator=self._generator) ** 2).long()
+        masked = (torch.arange(block) >= num_filled).flatten(1)
+        wanted = masked & (offsets % block > 0) & (offsets < block * num_blocks[:, None])
+        sees_answer = torch.arange(length) < starts.repeat_interleave(block)[:, None]
+        sees_block = torch.block_diag(torch.ones(block, block), torch.ones(block, block)).bool()
+        sees_opened = torch.cat([sees_answer, sees_block], 1)
+        return Answer(
+            ids=torch.cat([clean.ids, torch.where(masked, self._mask, truth)], 1),
+            truth=torch.cat([clean.truth, truth], 1),
+            wanted=torch.cat([clean.wanted, wanted], 1),
+            weight=torch.cat([clean.weight, torch.ones(truth.shape)], 1),
+            mask=torch.cat([F.pad(clean.mask, (0, 2 * block)), sees_opened]),
+            offsets=torch.cat([torch.arange(length), offsets]),
+        )
+
     def noisy(self, batch: Batch, *, is_full: bool = False) -> Answer:
         """Answers of masked diffusion: block-causal, or with full attention and a random number of blocks."""
         truth = batch.answer
@@ -79,18 +112,18 @@ class Answers:
         mask = torch.ones(end, end, dtype=torch.bool)
         return Answer(ids[:, :end], truth[:, :end], masked[:, :end], weight[:, :end], mask)
 
-    def solved(self, answers: list[Answer], losses: torch.Tensor) -> list[bool]:
+    def solved(self, batch: Batch, answers: list[Answer], losses: torch.Tensor) -> list[bool]:
         """Whether each digit and sign of a problem's answer was predicted, autoregressively; for each problem.
 
         Args:
-            answers: the first one is the answer to predict autoregressively.
+            batch: the problems.
+            answers: the first one begins with the answer to predict autoregressively.
             losses: cross entropy of each wanted position of all answers [m].
         """
         wanted = torch.cat([answer.wanted for answer in answers], 1)
         is_missed = torch.zeros_like(wanted)
         is_missed[wanted] = torch.exp(-losses) < 0.5
-        clean = answers[0].truth
-        is_wrong = is_missed[:, : clean.shape[1]] & torch.isin(clean, self._symbols)
+        is_wrong = is_missed[:, : batch.answer.shape[1]] & torch.isin(batch.answer, self._symbols)
         return [not any_wrong for any_wrong in is_wrong.any(1).tolist()]
 
     def filled(self, answers: list[Answer], losses: torch.Tensor) -> list[Answer]:

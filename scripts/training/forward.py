@@ -28,11 +28,14 @@ class Shapes:
     prompt: int
     answer: int
     copies: int
+    offsets: Tensor | None = None
+    """Distance of each position of an answer from the end of the prompt [l]; None if they are in order."""
 
     @property
     def positions(self) -> Tensor:
         """The position within its conversation of each position of a row [p + c * l]; all answers follow the prompt."""
-        after = torch.arange(self.prompt, self.prompt + self.answer)
+        offsets = torch.arange(self.answer) if self.offsets is None else self.offsets
+        after = self.prompt + offsets
         return torch.cat([torch.arange(self.prompt), after.repeat(self.copies)])
 
 

@@ -32,8 +32,8 @@ WARM_UP_STEPS = 40
 DECAY_SHARE = 0.5
 """Share of the steps, the last ones, over which the learning rate falls to zero."""
 CLEAN_FACTOR = 3
-"""A batch after the warm-up that is autoregressive alone has so many times the problems of another, in as many tokens:
-reading is learned from many problems, and an answer to predict autoregressively is enough for it."""
+"""A clean batch after the warm-up has so many times the problems of another, in about as many tokens: reading is
+learned from many problems, and an answer to predict autoregressively with two opened blocks is enough for it."""
 GRADIENT_NORM = 0.05
 """Largest norm of a gradient. Most exceed it, so that all batches count alike: otherwise those for a second time, with
 few positions to predict, all of them hard, would decide the direction of the steps."""
@@ -51,7 +51,8 @@ EVALUATION_SEED = 12345
 
 
 Kind = Literal["clean", "noisy", "second", "full"]
-"""Of a batch: autoregressive alone; block-causal with noise; a batch with noise once more; with full attention."""
+"""Of a batch: autoregressive, with opened blocks after the warm-up; block-causal with noise; a batch with noise once
+more; with full attention."""
 
 
 def read_state(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -165,7 +166,7 @@ class Trainer:
         for _ in tqdm(range(self.args.measure_steps), desc="measuring", mininterval=30):
             batch = batches.next(CLEAN_FACTOR * self.args.batch)
             answers = [self.answers.clean(batch)]
-            self.focus.record(batch.sources, self.answers.solved(answers, self.cross_entropies(batch, answers)))
+            self.focus.record(batch.sources, self.answers.solved(batch, answers, self.cross_entropies(batch, answers)))
 
     def train_step(self) -> float:
         """Makes one step; returns the loss, NaN if nothing was masked."""
@@ -183,7 +184,7 @@ class Trainer:
             optimizer.step()
         losses = losses.detach()
         if kind in ("clean", "noisy"):
-            self.focus.record(batch.sources, self.answers.solved(answers, losses))
+            self.focus.record(batch.sources, self.answers.solved(batch, answers, losses))
         if kind == "noisy":
             self.waiting.append((batch, self.answers.filled(answers, losses)[1:]))
         return float(loss.detach())
@@ -207,7 +208,7 @@ class Trainer:
         chosen = torch.rand((), generator=self.generator)
         if chosen < self.args.clean_share:
             batch = self.clean_batches.next(CLEAN_FACTOR * self.args.batch)
-            return batch, [self.answers.clean(batch)], "clean"
+            return batch, [self.answers.with_opened_blocks(batch)], "clean"
         batch = self.batches.next(self.args.batch)
         if chosen < self.args.clean_share + self.args.full_share:
             return batch, [self.answers.noisy(batch, is_full=True)], "full"
@@ -222,7 +223,7 @@ class Trainer:
             is_full: the prompt sees the answer, of which there is one.
         """
         prompt, length = batch.prompt.shape[1], answers[0].ids.shape[1]
-        shapes = Shapes(prompt, length, len(answers))
+        shapes = Shapes(prompt, length, len(answers), answers[0].offsets)
         masks = attention_masks(batch.padding, prompt, [answer.mask for answer in answers], is_full=is_full)
         ids = torch.cat([batch.prompt, *(answer.ids for answer in answers)], 1)
         dropout = self.args.dropout if torch.is_grad_enabled() else 0.0

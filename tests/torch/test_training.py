@@ -16,7 +16,7 @@ from transformers import Qwen2Config, Qwen2Model
 from scripts.demo_tokenizer import build
 from scripts.train_demo import build_parser, main, write_held_out
 from scripts.training import batches
-from scripts.training.answers import SYMBOLS, weighted_mean
+from scripts.training.answers import OPENED_BLOCK, SYMBOLS, Answer, weighted_mean
 from scripts.training.batches import Batch, Batches
 from scripts.training.checkpoint import GEOMETRY
 from scripts.training.focus import UNKNOWN
@@ -111,6 +111,44 @@ def test_answers_behind_one_prompt_are_learnt_as_if_each_stood_there_alone(train
     torch.testing.assert_close(together, (alone * weights).sum() / weights.sum())
 
 
+def test_opened_blocks_are_learnt_as_if_each_followed_its_part_of_the_answer(trainer: Trainer, batch: Batch) -> None:
+    block, length = OPENED_BLOCK, batch.answer.shape[1]
+    opened = trainer.answers.with_opened_blocks(batch)
+    losses = torch.zeros(opened.wanted.shape)
+    with torch.no_grad():
+        losses[opened.wanted] = trainer.cross_entropies(batch, [opened])
+        autoregressive = trainer.answers.clean(batch)
+        torch.testing.assert_close(
+            losses[:, :length][autoregressive.wanted], trainer.cross_entropies(batch, [autoregressive])
+        )
+    for columns in (slice(length, length + block), slice(length + block, None)):
+        start = int(opened.offsets[columns][0])
+        ids = torch.cat([batch.answer[:, :start], opened.ids[:, columns]], 1)
+        mask = causal(start + block)
+        mask[start:, start:] = True
+        wanted = torch.cat([torch.zeros(len(ids), start, dtype=torch.bool), opened.wanted[:, columns]], 1)
+        truth = torch.cat([batch.answer[:, :start], opened.truth[:, columns]], 1)
+        alone = Answer(ids, truth, wanted, torch.ones(ids.shape), mask)
+        with torch.no_grad():
+            expected = trainer.cross_entropies(batch, [alone])
+        torch.testing.assert_close(losses[:, columns][opened.wanted[:, columns]], expected)
+
+
+def test_opened_blocks_are_masked_behind_some_filled_positions(trainer: Trainer, batch: Batch) -> None:
+    length, starts = batch.answer.shape[1], set()
+    for _ in range(50):
+        opened = trainer.answers.with_opened_blocks(batch)
+        starts.add(int(opened.offsets[-OPENED_BLOCK]))
+        is_masked = (opened.ids == trainer.mask)[:, length:].unflatten(1, (2, OPENED_BLOCK))
+        assert (is_masked.int().diff(dim=-1) >= 0).all()  # filled from the left
+        assert is_masked[..., -1].all()
+        visible = ~is_masked.flatten(1)
+        assert torch.equal(opened.ids[:, length:][visible], opened.truth[:, length:][visible])
+        assert not (opened.wanted[:, length:] & visible).any()
+    assert len(starts) > 1
+    assert all(start % OPENED_BLOCK == 0 and start < length for start in starts)
+
+
 def test_the_first_token_of_an_answer_counts_a_quarter(trainer: Trainer, batch: Batch) -> None:
     """It tells the style of the answer, which nothing in the question decides."""
     answer = trainer.answers.clean(batch)
@@ -166,7 +204,7 @@ def test_a_problem_is_solved_if_each_digit_and_sign_is_predicted(trainer: Traine
     probability[2, is_symbol[2].nonzero()[1]] = 0.4
     probabilities = torch.cat([probability, torch.full(answers[1].ids.shape, 0.1)], 1)
     losses = -probabilities[torch.cat([answer.wanted for answer in answers], 1)].log()
-    assert trainer.answers.solved(answers, losses) == [True, True, False, True]
+    assert trainer.answers.solved(batch, answers, losses) == [True, True, False, True]
 
 
 def test_gradients_of_all_batches_are_cut_to_one_length(trainer: Trainer) -> None:
