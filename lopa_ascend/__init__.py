@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 # LRU_CACHE_CAPACITY (torch's caches) and ONEDNN_PRIMITIVE_CACHE_CAPACITY: oneDNN makes kernels for each number of rows.
-# By default a thousand of them are kept, in up to 3 GiB. With 64 the bundled model decodes in as many CPU seconds.
+# By default a thousand of them are kept, in up to 3 GiB. With 64 the bundled model decodes in as many CPU seconds, and
+# with W8A8 in 4 to 5 % more (Zen 4, one thread, 160 problems).
 os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
