@@ -37,7 +37,7 @@ from scripts.problems.working import answer
 
 HELD_OUT_BUCKETS = 64
 """Questions fall into so many buckets, of which one is held out."""
-SYSTEM_SHARE, SECOND_TURN_SHARE, SMALL_TALK_SHARE = 0.14, 0.12, 0.03
+SYSTEM_SHARE, SECOND_TURN_SHARE, SMALL_TALK_SHARE = 0.14, 0.2, 0.03
 """Shares of the conversations with a system prompt, with a second turn, and without a problem."""
 
 Message = dict[str, str]
@@ -135,7 +135,7 @@ def make_problem(rng: random.Random, *, other_nouns: bool = False) -> Problem:
     held_out = is_held_out(narrative.question)
     if chosen < SMALL_TALK_SHARE + SECOND_TURN_SHARE:
         messages += _earlier_turn(rng, narrative)
-        following = tell_next(rng, narrative) if rng.random() < 0.6 else None
+        following = tell_next(rng, narrative) if rng.random() < 0.5 else None
         narrative = following or _tell_own(rng, other_nouns=other_nouns)
         held_out = held_out or (following is None and is_held_out(narrative.question))
     messages.append({"role": "user", "content": chats.typed(rng, narrative.question)})

@@ -17,7 +17,9 @@ declare -A flag=(
     [timeout]=${HCCL_EXEC_TIMEOUT:-60}
 )
 server_flags=() # what follows --
-graph_mode=     # the server's own --graph-mode, if server_flags has one
+# The server's own --graph-mode and --shutdown-timeout, if server_flags has them.
+graph_mode=
+shutdown_timeout=
 dry_run=
 
 flags_help() {
@@ -71,6 +73,8 @@ parse_flags() {
     for name in "${server_flags[@]}"; do
         [[ $before != --graph-mode ]] || graph_mode=$name
         [[ $name != --graph-mode=* ]] || graph_mode=${name#*=}
+        [[ $before != --shutdown-timeout ]] || shutdown_timeout=$name
+        [[ $name != --shutdown-timeout=* ]] || shutdown_timeout=${name#*=}
         before=$name
         case ${name%%=*} in
             --model | --lora-path | --device | --host | --port) refuse "${name%%=*} goes before --" ;;
@@ -124,6 +128,10 @@ make_environment() {
         cpu_environment
     else
         npu_environment "$1" "${2:-0}"
+    fi
+    # Seconds after a signal until torchrun kills the ranks: running requests may go on in them.
+    if [[ $shutdown_timeout =~ ^([0-9]+)(\.[0-9]*)?$ ]]; then
+        setting TORCH_ELASTIC_SHUTDOWN_TIMEOUT $((10#${BASH_REMATCH[1]} + 30))
     fi
     # Control messages use gloo on every device. Without this it takes the address that the host's name has, if any.
     setting GLOO_SOCKET_IFNAME "${flag[interface]:-lo}"

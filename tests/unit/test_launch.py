@@ -108,6 +108,17 @@ def test_a_node_is_sixteen_dies(scripts: Scripts):
     assert command == torchrun(*place, "--nproc-per-node", "16", "--max-restarts", "3") + serve("npu", 4, 4)
 
 
+@pytest.mark.parametrize("flags", [("--shutdown-timeout", "120"), ("--shutdown-timeout=120.5",)])
+def test_torchrun_lets_requests_end(scripts: Scripts, flags: tuple[str, ...]):
+    """It kills ranks 30 s after a signal by default."""
+    name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    for arguments in ((), CPU):
+        ((environment, _),) = scripts.dry_run("node", *arguments, "--", *flags)
+        assert environment[name] == "150"
+    ((environment, _),) = scripts.dry_run("node", "--", "--shutdown-timeout=soon")  # the server refuses it
+    assert name not in environment
+
+
 def test_a_cluster_has_one_command_but_for_the_rank_of_the_node(scripts: Scripts):
     ((environment, command),) = scripts.dry_run("cluster", *CLUSTER)
     assert environment["HCCL_SOCKET_IFNAME"] == "=eth0"  # without = eth01 would do as well
