@@ -35,6 +35,19 @@ class Origins(Strings):
         return origins
 
 
+@dataclass(frozen=True)
+class UrlPath(Text):
+    """A path as it stands in a URL, without a slash at its end; or nothing."""
+
+    metavar: ClassVar[str] = "PATH"
+    _PATTERN: ClassVar[re.Pattern[str]] = re.compile(r"(/[A-Za-z0-9._~!$&'()*+,;=:@%-]+)*")
+
+    def checked(self, value: object) -> object:
+        if not isinstance(value, str) or not self._PATTERN.fullmatch(value):
+            raise ValueError(f"{value!r} is not a path of a URL such as /models/demo, percent-encoded where not ASCII")
+        return value
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
     """How a server is started. Values are checked where they are read: on the command line and in the YAML file."""
@@ -98,7 +111,7 @@ class ServeConfig:
         ),
     )
     root_path: str = declare(
-        "", Setting(Text(), "path under which a proxy shows this server", group=Group.SERVER, metavar="PATH")
+        "", Setting(UrlPath(), "path under which a proxy shows this server, e.g. /models", group=Group.SERVER)
     )
     max_body_size: int = declare(
         8 * 2**20, Setting(Bytes(0), "largest body of a request, in bytes or e.g. 512KiB", group=Group.SERVER)

@@ -45,6 +45,13 @@ class HttpConnection(H11Protocol):
         super().handle_events()
         self._watch_client()
 
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is not HTTP, unless it follows an answer: the rest of a body that was answered early."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._stop_stall_timer()

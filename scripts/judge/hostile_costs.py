@@ -22,6 +22,7 @@ COSTLY = {
     "conversation_of_90_000": 4,
     "millions_of_lists": 4,
     "millions_of_wrong_items": 4,
+    "long_names": 4,
     "half_of_4_mb": 60,
     "half_a_head": 60,
 }
@@ -73,7 +74,20 @@ def millions_of_lists(rng: random.Random) -> Attack:
 
 @kind(weight=1)
 def millions_of_wrong_items(rng: random.Random) -> Attack:
-    return _completion(b'"stop_token_ids":[%s"x"]' % (b'"x",' * MIB))
+    return _completion(rng.choice([b'"stop_token_ids":[%s"x"]', b'"bad_words":[[%s"x"]]']) % (b'"x",' * MIB))
+
+
+@kind(weight=1)
+def long_names(rng: random.Random) -> Attack:
+    name = b"ab" * (3 * MIB)
+    path, body = rng.choice(
+        [
+            (COMPLETIONS, b'{"prompt":"hi","%s":1}'),
+            (COMPLETIONS, b'{"prompt":"hi","logit_bias":{"%s":1}}'),
+            (CHAT, b'{"messages":[{"role":"user","content":"hi","%s":1}]}'),
+        ]
+    )
+    return raw(body % name, path)
 
 
 @kind(weight=2)

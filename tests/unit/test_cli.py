@@ -117,6 +117,9 @@ def test_every_setting_has_one_flag():
         ("--allowed-origins https://example.org/", "without a path"),
         ("--allowed-origins example.org", "such as https://example.org"),
         ("--allowed-origins https://Example.org", "in lower case"),
+        ("--root-path /\u00e9", "percent-encoded where not ASCII"),
+        ("--root-path models", "is not a path of a URL such as /models/demo"),
+        ("--root-path /models/", "is not a path of a URL"),
         ("--model " + "a" * 300, "File name too long"),
     ],
 )

@@ -89,6 +89,17 @@ def test_a_body_that_goes_on_after_its_answer_has_a_limit():
     against_a_server(client)
 
 
+def test_a_malformed_rest_of_a_body_after_its_answer_ends_the_connection(caplog: pytest.LogCaptureFixture):
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"POST /early HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n")
+        await reader.readuntil(b"early")
+        writer.write(b"no chunk\r\n")
+        assert await reader.read() in (b"", b"\r\n0\r\n\r\n")
+
+    against_a_server(client)
+    assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
+
+
 def test_a_connection_goes_on_after_an_early_answer_and_the_rest_of_its_body():
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n")

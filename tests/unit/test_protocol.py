@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
 
 from lopa_ascend.config import ContextLengthError, DecodingParams, Limits, ParameterError
@@ -17,7 +19,7 @@ from lopa_ascend.serve.api.body import (
     parse_response,
     parse_tokenize,
 )
-from lopa_ascend.serve.api.errors import ApiError
+from lopa_ascend.serve.api.errors import MAX_TEXT, ApiError
 from lopa_ascend.serve.api.plan import MAX_TOKEN_IDS, Planner
 from lopa_ascend.serve.api.protocol import (
     UNSUPPORTED_CHAT,
@@ -280,6 +282,30 @@ def test_diffusion_and_tokenize_bodies():
     assert parse_tokenize(b'{"prompt": "x", "add_special_tokens": true}').prompt == "x"
     with pytest.raises(ApiError, match="did you mean 'request_id'"):
         parse_abort(b'{"requestid": "x"}')
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"bad_words": [[""] * 999]}, {"bad_words": [0] * 999}, {"stop": [0] * 999}, {"stop_token_ids": [""] * 999}],
+)
+def test_a_list_stops_at_its_first_wrong_item(fields: dict[str, Any]):
+    with pytest.raises(ValidationError) as wrong:
+        CompletionRequest.model_validate({"prompt": "a", **fields})
+    assert wrong.value.error_count() < 5
+
+
+def test_names_of_megabytes_are_refused_at_once_and_shortened():
+    name = "ab" * 2**21
+    start = time.process_time()
+    for parse, body in (
+        (parse_completion, {"prompt": "a", name: 1}),
+        (parse_completion, {"prompt": "a", "logit_bias": {name: "x"}}),
+        (parse_chat, {"messages": [{"role": "user", "content": "a", name: 1}]}),
+    ):
+        with pytest.raises(ApiError) as refused:
+            parse(json.dumps(body).encode())
+        assert len(json.dumps(refused.value.body())) < 3 * MAX_TEXT
+    assert time.process_time() - start < 1  # a comparison with the names of all fields takes longer
 
 
 def test_stop_strings_are_limited_in_number_and_length():

@@ -269,7 +269,9 @@ def _explain(error: ErrorDetails, model: type[BaseModel]) -> ApiError:
     path = [part for place, part in enumerate(location) if place in fields or not _is_type_name(part)]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
     if error["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(str(path[-1]), model.model_fields, n=1) if len(path) == 1 else []
+        name = str(path[-1])
+        is_likely = len(path) == 1 and len(name) <= MAX_SHOWN  # a comparison with megabytes takes seconds
+        close = difflib.get_close_matches(name, model.model_fields, n=1) if is_likely else []
         hint = f"; did you mean {close[0]!r}?" if close else ""
         return _bad(f"unknown field {param!r}{hint}", param, code="unknown_parameter")
     if error["type"] == "missing":

@@ -14,8 +14,8 @@ from starlette.responses import JSONResponse, Response
 
 from lopa_ascend.config import ContextLengthError, ParameterError
 
-MAX_MESSAGE = 1000
-"""Most characters of a message. Messages quote the client's values, which can be megabytes long."""
+MAX_TEXT = 1000
+"""Most characters of a message or of the name of a field. Both quote bodies, which can be megabytes long."""
 CLIENT_CLOSED_REQUEST = 499
 """Status for the log where the client has closed the connection."""
 RETRY_AFTER = 1
@@ -72,12 +72,16 @@ class ApiError(Exception):
         """The answer's JSON."""
         other = "invalid_request_error" if self.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
         error_type = TYPES.get(HTTPStatus(self.status), other)
-        message = self.message if len(self.message) <= MAX_MESSAGE else self.message[:MAX_MESSAGE] + "..."
-        detail = ErrorDetail(message=message, type=error_type, param=self.param, code=self.code)
+        param = None if self.param is None else _shortened(self.param)
+        detail = ErrorDetail(message=_shortened(self.message), type=error_type, param=param, code=self.code)
         return ErrorBody(error=detail).model_dump()
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body(), self.status, self.headers)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "..."
 
 
 def unavailable(message: str, code: str = "service_unavailable") -> ApiError:

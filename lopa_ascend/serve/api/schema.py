@@ -47,9 +47,10 @@ JSON_TYPES: dict[type[Kind], Any] = {
     Strings: str | Annotated[list[str], Field(fail_fast=True)],
     TokenIds: int | Annotated[list[int], Field(fail_fast=True)],
     TokenNumbers: dict[str, float],
-    Words: Annotated[list[str | list[int]], Field(fail_fast=True)],
+    Words: Annotated[list[str | Annotated[list[int], Field(fail_fast=True)]], Field(fail_fast=True)],
 }
-"""The type of a request's field, by the kind of the decoding parameter."""
+"""The type of a request's field, by the kind of the decoding parameter. Lists stop at their first wrong item: pydantic
+would make an error for each of a million."""
 
 
 def with_decoding_parameters(model: type[B]) -> type[B]:
