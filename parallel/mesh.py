@@ -27,6 +27,8 @@ from lopa_ascend.parallel.store import START_TIMEOUT, TextStore, serve_store
 from lopa_ascend.parallel.watch import ProcessWatch
 from lopa_ascend.types import Traffic
 
+MEETING_TIMEOUT = timedelta(minutes=2)
+"""Time for ranks that are all there to make their connections. While they wait for it, they notice nothing else."""
 EXPLANATION_TIMEOUT = 2.0
 """Seconds in which the watch should find the rank that made a collective fail."""
 
@@ -62,7 +64,7 @@ def new_groups(purpose: str, ranks: list[list[int]]) -> dist.ProcessGroup:
     """
     options = communicator_options(dist.get_backend(), purpose)
     group: dist.ProcessGroup | None
-    group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=START_TIMEOUT, pg_options=options)
+    group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=MEETING_TIMEOUT, pg_options=options)
     assert group is not None
     return group
 
@@ -128,39 +130,39 @@ class Mesh:
             os.environ.setdefault("HCCL_EXEC_TIMEOUT", str(math.ceil(config.distributed_timeout_seconds)))
         try:
             open_device(config.device)
-            mesh._connect(config.device, rendezvous, store, check)
+            ranks = mesh._meet(rendezvous, store, check)
             mesh._start_watch(rendezvous, on_failure)
-            mesh._make_groups(config)
+            mesh.all_gather_text("watched", "")  # from here on each rank hears of the end of any other
+            mesh._connect(config, ranks)
         except BaseException as error:
             mesh.close("it could not join")
             if isinstance(error, RankError) or not isinstance(error, RuntimeError):
                 raise
-            raise RankError(f"rank {mesh.rank}: the ranks did not meet: {error}") from error
+            raise RankError(f"rank {mesh.rank}: the ranks did not meet: {mesh.failure or error}") from error
         return mesh
 
-    def _connect(self, device: str, rendezvous: Rendezvous, store: Store | None, check: Callable[[], None]) -> None:
-        """Sets ``_texts``, and initialises torch.distributed unless an earlier engine of these processes has."""
+    def _meet(self, rendezvous: Rendezvous, store: Store | None, check: Callable[[], None]) -> Store | None:
+        """Waits for all ranks, and sets ``_texts``.
+
+        Returns:
+            The store for torch.distributed; None if an earlier engine of these processes has initialised it.
+        """
         if rendezvous.local:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         if store is not None and dist.is_initialized():
             raise RankError("torch.distributed is in use in this process; close() the other engine first")
         self._owns_process_group = store is not None
-        if dist.is_initialized():
+        is_initialized = dist.is_initialized()
+        if is_initialized:
             shared = self._text_store(dist.distributed_c10d._get_default_store())
         else:
             if store is None:
                 store = self._open_store(rendezvous)
             meeting = self._text_store(store).below("lopa")
             shared = meeting.below(meeting.name_start(check))
-            dist.init_process_group(
-                collective_backend(device),
-                store=shared.below("ranks").store,
-                rank=self.rank,
-                world_size=self.size,
-                timeout=START_TIMEOUT,
-            )
         engine_number = 0 if self._owns_process_group else next(_engine_numbers)
         self._texts = shared.below(f"engine/{engine_number}")
+        return None if is_initialized else shared.below("ranks").store
 
     def _open_store(self, rendezvous: Rendezvous) -> Store:
         """The store through which the ranks find each other. Rank 0 serves it, unless torchrun does."""
@@ -189,11 +191,16 @@ class Mesh:
             port, token = self._texts.read("watch").split()
             self._watch = ProcessWatch.connect(rendezvous.host, int(port), token, self.rank, timeout, failed)
 
-    def _make_groups(self, config: EngineConfig) -> None:
+    def _connect(self, config: EngineConfig, store: Store | None) -> None:
+        """Makes the groups, and initialises torch.distributed first if ``store`` is given."""
+        if store is not None:
+            backend = collective_backend(config.device)
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=MEETING_TIMEOUT)
         grid = torch.arange(self.size).view(config.branch_parallel_size, config.tensor_parallel_size)
         self.bp = self._group(new_groups("bp", grid.t().tolist()))
         self.tp = self._group(new_groups("tp", grid.tolist()))
-        self.world = self._group(dist.new_group(backend="gloo", timeout=START_TIMEOUT))
+        self.world = self._group(dist.new_group(backend="gloo", timeout=MEETING_TIMEOUT))
+        self._set_timeout(START_TIMEOUT)
 
     def _group(self, process_group: dist.ProcessGroup) -> Group:
         rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
@@ -232,9 +239,13 @@ class Mesh:
         HCCL takes this timeout from ``HCCL_EXEC_TIMEOUT``, which ``join`` sets; its groups have none of their own.
         """
         self.world.minimum(0, "start")
+        self._set_timeout(self._timeout)
+
+    def _set_timeout(self, timeout: timedelta) -> None:
+        """Sets how long collectives may take, where they are gloo's."""
         for group in (self.tp, self.bp, self.world):
             if group.process_group is not None and dist.get_backend(group.process_group) == "gloo":
-                dist.distributed_c10d._set_pg_timeout(self._timeout, group.process_group)
+                dist.distributed_c10d._set_pg_timeout(timeout, group.process_group)
 
     # ---- while it runs ---------------------------------------------------------------------------------------------
 

@@ -253,6 +253,19 @@ except RankError as error:
     print(error)
 llm.close()
 """
+DOES_NOT_MEET = """
+import os
+import torch.distributed
+if os.environ.get("RANK") == "1":
+    torch.distributed.init_process_group = lambda *_, **__: os._exit(9)
+"""
+MEETS_NOBODY = """
+from datetime import timedelta
+from lopa_ascend import LLM
+from lopa_ascend.parallel import mesh
+mesh.MEETING_TIMEOUT = timedelta(seconds=5)
+LLM(branch_parallel_size=2)
+"""
 ENDS = """
 llm = LLM(branch_parallel_size=2, kv_cache_memory=KV_MEMORY)
 print("begins", flush=True)
@@ -304,6 +317,15 @@ def test_a_follower_that_cannot_go_on_says_why() -> None:
     )
     assert "rank 1 (bp 0, tp 1) has left: ParameterError: prompt: must not be empty" in result.stdout
     assert "ParameterError" in result.stderr  # the traceback of rank 1
+
+
+def test_a_rank_that_ends_while_the_ranks_connect_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rank 0 waits inside of torch then, where nothing but a timeout ends it."""
+    (tmp_path / "sitecustomize.py").write_text(DOES_NOT_MEET)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ranks.ROOT}")
+    result = subprocess.run([sys.executable, "-c", MEETS_NOBODY], capture_output=True, text=True, timeout=ranks.TIMEOUT)
+    assert result.returncode == 1
+    assert "RankError: rank 0: the ranks did not meet: rank 1 has ended" in result.stderr
 
 
 def test_an_engine_that_another_thread_closes_ends_between_two_steps() -> None:
