@@ -127,6 +127,10 @@ class GraphExecutor:
         overwrites that."""
         self.seats.release(graph_of(sequence))
 
+    def reset(self) -> None:
+        """Frees all seats, as ``release`` does for one."""
+        self.seats.free_all()
+
     def demand(self, sequence: Sequence, exact: Demand) -> Demand:
         """What the next step needs at worst.
 

@@ -192,10 +192,15 @@ class LLM:
             self._end(running)
 
     def _begin(self, prompt: Sequence[int], params: DecodingParams, trace: bool) -> _Running:
+        params = self.prompts.for_engine(params)
         running = _Running(f"request-{next(self._ids)}", OutputStream(prompt, params, self.tokenizer))
-        self.engine.add(running.request_id, prompt, self.prompts.for_engine(params), trace=trace)
         self._running[running.request_id] = running
-        return running
+        try:
+            self.engine.add(running.request_id, prompt, params, trace=trace)
+            return running
+        except BaseException:  # Ctrl-C, for example
+            self._end(running)
+            raise
 
     def _end(self, running: _Running) -> None:
         del self._running[running.request_id]

@@ -197,11 +197,15 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """Ends a request now and frees its pages; it gets no further update. False if there is no such request."""
-        sequence = self.scheduler.running.get(request_id)
-        if sequence is not None:
-            self.runner.release(sequence)
         interrupted = None if self._open_step is None else self._open_step.pop(request_id, None)
-        return self.scheduler.remove(request_id) or interrupted is not None
+        try:
+            sequence = self.scheduler.running.get(request_id)
+            if sequence is not None:
+                self.runner.release(sequence)
+            return self.scheduler.remove(request_id) or interrupted is not None
+        except BaseException:  # Ctrl-C, for example
+            self._drop_running().pop(request_id, None)
+            raise
 
     def has_work(self) -> bool:
         """Whether ``step`` has something to do: requests run or wait, or those of an interrupted step must be ended."""
@@ -221,10 +225,21 @@ class Engine:
             self._open_step.update(self.scheduler.running)  # requests that finish in the step leave ``running``
             updates = [] if plan is None else self._run(plan)
         except BaseException:  # Ctrl-C, for example
-            self.scheduler.drop_copies()
+            self._drop_running()
             raise
         self._open_step = None
         return updates
+
+    def _drop_running(self) -> dict[str, Sequence]:
+        """Takes out all running requests after an interruption, which may have come in the middle of any bookkeeping.
+
+        Returns:
+            The requests whose end the next step reports; it may be changed.
+        """
+        self._open_step = {**(self._open_step or {}), **self.scheduler.running}
+        self.runner.reset()
+        self.scheduler.reset()
+        return self._open_step
 
     def _run(self, plan: StepPlan) -> list[Update]:
         """Makes a planned step."""
@@ -248,12 +263,8 @@ class Engine:
 
     def _fail_open_step(self) -> list[Update]:
         """Ends the requests that ran in an interrupted step, which may have updated them in part or lost updates."""
-        assert self._open_step is not None
-        self._open_step.update(self.scheduler.running)  # ``plan`` may have admitted some before the interruption
-        for request_id, sequence in self._open_step.items():
-            self.runner.release(sequence)
-            self.scheduler.remove(request_id)
-        updates = [Update.without_step(request_id, "error", INTERRUPTED) for request_id in self._open_step]
+        ended = self._drop_running()  # once more, in case that was interrupted too
+        updates = [Update.without_step(request_id, "error", INTERRUPTED) for request_id in ended]
         self._open_step = None
         return updates
 

@@ -38,6 +38,8 @@ from lopa_ascend.types import Update
 
 HEARTBEAT = 1.0
 """Seconds between two messages of rank 0 while there is nothing to do."""
+INTERRUPTED_RANKS = "a step was interrupted, so its ranks are no longer in the same state; start a new engine"
+"""Why ranks cannot go on after Ctrl-C, for example."""
 
 
 # ---- messages of rank 0 ----------------------------------------------------------------------------------------------
@@ -115,17 +117,20 @@ class LeadingEngine(Engine):
     def abort(self, request_id: str) -> bool:
         """Ends a request on every rank, as ``Engine.abort`` does on one."""
         with self._lock:
-            found = super().abort(request_id)
-            if found:
-                self._outbox.append(Abort(request_id))
+            try:
+                found = super().abort(request_id)
+                if found:
+                    self._outbox.append(Abort(request_id))
+            except BaseException:  # Ctrl-C, for example
+                self._failure = INTERRUPTED_RANKS
+                raise
         return found
 
     def step(self) -> list[Update]:
         """Makes a step on every rank, as ``Engine.step`` does on one."""
         with self._lock:
             self._check()
-            # Stands until the step is complete. Whatever interrupts it, such as Ctrl-C, leaves the ranks out of step.
-            self._failure = "a step was interrupted, so its ranks are no longer in the same state; start a new engine"
+            self._failure = INTERRUPTED_RANKS  # stands until the step is complete
             try:
                 self._send(_Kind.STEP)
                 updates = super().step()

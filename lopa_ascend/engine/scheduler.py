@@ -84,15 +84,26 @@ class Scheduler:
 
     def remove(self, request_id: str) -> bool:
         """Drops a request wherever it is and frees its pages; False if there is none."""
-        # An interrupted admission leaves a request in both dictionaries. The pages come first, so that an interruption
-        # in between loses none.
         is_waiting = self.waiting.pop(request_id, None) is not None
-        sequence = self.running.get(request_id)
+        sequence = self.running.pop(request_id, None)
         if sequence is None:
             return is_waiting
         sequence.page_tables.release()
-        del self.running[request_id]
         return True
+
+    def reset(self) -> None:
+        """Takes out all running requests, and frees all pages, those of cached prompts too.
+
+        It needs no bookkeeping to be right, so it follows an interruption, which may come in the middle of any of it.
+        Cached prompts go, because the last page of one may not have been copied yet.
+        """
+        for request_id in self.running:  # an interrupted admission leaves a request in both dictionaries
+            self.waiting.pop(request_id, None)
+        self.running.clear()
+        self._copies.clear()
+        if self.prefix_cache is not None:
+            self.prefix_cache.forget()
+        self.allocator.free_all()
 
     # ---- admission -------------------------------------------------------------------------------------------------
 
@@ -139,14 +150,10 @@ class Scheduler:
         entry = cached.entry
         page_tables = PageTables(self.allocator, self.limits.num_slots(request.params))
         num_cached = len(request.prompt) if entry else len(cached.full_pages) * PAGE_SIZE
-        try:
-            page_tables.adopt(cached.full_pages)
-            sequence = self._begin(request, page_tables, num_cached, entry)
-            if entry is not None and entry.partial_page is not None:
-                self._copy_to_slots(entry.partial_page, page_tables, len(request.prompt))
-        except BaseException:  # Ctrl-C: the request goes on waiting
-            page_tables.release()
-            raise
+        page_tables.adopt(cached.full_pages)
+        sequence = self._begin(request, page_tables, num_cached, entry)
+        if entry is not None and entry.partial_page is not None:
+            self._copy_to_slots(entry.partial_page, page_tables, len(request.prompt))
         if self.prefix_cache is not None and request.params.is_pipelined:
             self.prefix_queries += len(request.prompt)
             self.prefix_hits += num_cached
@@ -215,13 +222,6 @@ class Scheduler:
             self.remove(sequence.request_id)
         else:
             sequence.page_tables.share_committed(sequence.num_committed)
-
-    def drop_copies(self) -> None:
-        """Follows a step that was interrupted, in which some copies of pages may not have been made: forgets all copies
-        that are due, and the cached prompts, whose last pages may be among them."""
-        self._copies.clear()
-        if self.prefix_cache is not None:
-            self.prefix_cache.clear()
 
     def _remember(self, sequence: Sequence) -> None:
         """Puts a prompt that was just computed into the prefix cache, unless all pages are in use."""

@@ -138,10 +138,9 @@ class PrefixCache:
             self._allocator.release(page)
         return True
 
-    def clear(self) -> None:
-        """Drops all entries."""
-        while self.drop_oldest():
-            pass
+    def forget(self) -> None:
+        """Forgets all entries, and leaves the references to their pages to the caller."""
+        self._entries.clear()
 
 
 def _common_pages(a: Sequence[int], b: Sequence[int]) -> int:

@@ -194,6 +194,13 @@ def test_stop_strings_cut_the_text(llm: LLM) -> None:
     assert output.num_forwards <= one(llm, ignore_eos=True).num_forwards
 
 
+def test_a_stop_string_that_is_a_special_token_is_a_stop_token(llm: LLM) -> None:
+    token = llm.tokenizer.special_id_of("<|im_end|>")
+    for stop in ({"stop": ("<|im_end|>",)}, {"stop_token_ids": (token,)}):
+        output = one(llm, eos_token_id=(), logit_bias={token: 100}, **stop)
+        assert (output.finish_reason, output.stop_reason) == ("stop", token)
+
+
 def test_progress_only_ever_grows(llm: LLM) -> None:
     tokens: tuple[int, ...] = ()
     text = ""
