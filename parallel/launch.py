@@ -146,7 +146,7 @@ def listen(host: str, port: int) -> socket.socket:
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family)
+        return socket.create_server(address, family=family)  # of IPv6 with the scope, which some need
     except OSError as error:
         reason = str(error.strerror).partition(" (while")[0]  # the rest repeats the address
         message = f"the ranks cannot meet at {host} port {port} ({reason}); MASTER_ADDR must be an address of "

@@ -89,13 +89,20 @@ def _end_ranks() -> None:
 
     The environment of such a rank is empty for a moment, while the system replaces this program by the rank's.
     """
-    own = os.getpid()
-    for file in Path(f"/proc/{own}/task").glob("*/children"):
-        for pid in map(int, file.read_text().split()):
-            with suppress(OSError):  # it has ended
-                environment = Path(f"/proc/{pid}/environ").read_bytes()
-                if not environment or b"TORCHELASTIC_RUN_ID=" in environment:
-                    os.kill(pid, signal.SIGKILL)
+    for pid in _children():
+        with suppress(OSError):  # it has ended
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+            if not environment or b"TORCHELASTIC_RUN_ID=" in environment:
+                os.kill(pid, signal.SIGKILL)
+
+
+def _children() -> list[int]:
+    """The processes that this one has started."""
+    pids: list[int] = []
+    for file in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            pids += map(int, file.read_text().split())
+    return pids
 
 
 def _register() -> None:

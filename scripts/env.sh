@@ -6,6 +6,19 @@
 TORCH="torch==2.13.0"
 
 use_env() {
+    local lock
+    # One at a time: another script may be setting up the same environment. Systems other than Linux have no flock.
+    if command -v flock >/dev/null; then
+        exec {lock}<"$1"
+        flock --nonblock "$lock" || { echo "env: waiting for another script that sets up $1/.venv" >&2 && flock "$lock"; }
+        set_up_env "$@"
+        exec {lock}<&- # a server that is started now would keep it
+    else
+        set_up_env "$@"
+    fi
+}
+
+set_up_env() {
     local root=$1 extra=${2:-} python=${PYTHON:-python3} venv="$1/.venv" wanted
     wanted=$(cd "$root" && { echo "$TORCH" && cat pyproject.toml setup.py lopa_ascend/backend/cpu/native/*.{cpp,h}; } | cksum)
 

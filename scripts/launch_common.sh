@@ -69,7 +69,7 @@ parse_flags() {
             *) refuse "unexpected $1" ;;
         esac
     done
-    local before=
+    local before= digits='^([0-9]+)(\.[0-9]*)?$'
     for name in "${server_flags[@]}"; do
         [[ $before != --graph-mode ]] || graph_mode=$name
         [[ $name != --graph-mode=* ]] || graph_mode=${name#*=}
@@ -83,6 +83,11 @@ parse_flags() {
             --distributed-timeout-seconds) refuse "$name after --: it is --timeout here" ;;
         esac
     done
+    # torchrun must know it too, so the scripts have to read it.
+    if [[ -n $shutdown_timeout ]]; then
+        [[ $shutdown_timeout =~ $digits ]] || refuse "--shutdown-timeout $shutdown_timeout: write seconds in digits, as 120"
+        shutdown_timeout=$((10#${BASH_REMATCH[1]}))
+    fi
 }
 
 # ---- interpreter and pre-flight --------------------------------------------------------------------------------------
@@ -93,6 +98,7 @@ parse_flags() {
 choose_python() {
     python=$(command -v "${PYTHON:-python3}") || refuse "there is no ${PYTHON:-python3}; name another one by PYTHON"
     [[ $python == /* ]] || python=$PWD/$python
+    [[ $python$root != *=* ]] || refuse "$python, in $root: a path with = cannot be launched"
     local installed='from importlib.metadata import version; version("torch"); version("lopa-dist-ascend")'
     # From /, because a checkout in the current directory would count as an installation.
     if [[ ${flag[device]} != cpu ]] || (cd / && "$python" -c "$installed") 2>/dev/null; then
@@ -130,9 +136,7 @@ make_environment() {
         npu_environment "$1" "${2:-0}"
     fi
     # Seconds after a signal until torchrun kills the ranks: running requests may go on in them.
-    if [[ $shutdown_timeout =~ ^([0-9]+)(\.[0-9]*)?$ ]]; then
-        setting TORCH_ELASTIC_SHUTDOWN_TIMEOUT $((10#${BASH_REMATCH[1]} + 30))
-    fi
+    [[ -z $shutdown_timeout ]] || setting TORCH_ELASTIC_SHUTDOWN_TIMEOUT $((shutdown_timeout + 30))
     # Control messages use gloo on every device. Without this it takes the address that the host's name has, if any.
     setting GLOO_SOCKET_IFNAME "${flag[interface]:-lo}"
 }

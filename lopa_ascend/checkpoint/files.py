@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lopa_ascend.config.files import check_regular, parse_json_object, shown
+from lopa_ascend.config.files import MAX_HEADER, check_regular, parse_json_object, shown
 
 ITEM_SIZES = {"F32": 4, "BF16": 2, "F16": 2}
 """Bytes of one value, by the safetensors name of its dtype: the dtypes that float tensors may have."""
@@ -20,9 +20,6 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Endings of files that hold weights as pickles."""
 _LENGTH_FIELD = 8
 """Bytes at the beginning of a safetensors file that hold the length of its header."""
-_MAX_HEADER = 4 * 2**20
-"""Bytes of the largest header that is read. A tensor takes some 120 of them. The header is read again for each tensor
-that is mapped."""
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 """The name of a repository on Hugging Face, such as "Dream-org/Dream-v0-Instruct-7B"."""
 _MAX_NAME = 256
@@ -138,8 +135,8 @@ def _read_raw_header(file: Path) -> tuple[bytes, int]:
             length = struct.unpack("<Q", length_field)[0] if len(length_field) == _LENGTH_FIELD else 0
             if length > file_size - _LENGTH_FIELD:
                 raise CheckpointError(f"{file}: is truncated or not safetensors: {file_size} bytes, header of {length}")
-            if length > _MAX_HEADER:
-                raise CheckpointError(f"{file}: has a header of {length} bytes, expected at most {_MAX_HEADER}")
+            if length > MAX_HEADER:
+                raise CheckpointError(f"{file}: has a header of {length} bytes, expected at most {MAX_HEADER}")
             return stream.read(length), file_size - _LENGTH_FIELD - length
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error

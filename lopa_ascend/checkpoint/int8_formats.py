@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import regex
-
 from lopa_ascend.checkpoint.files import CheckpointError
+from lopa_ascend.checkpoint.patterns import PatternError, Patterns
 from lopa_ascend.config.files import read_json_object, shown
 from lopa_ascend.config.int8_files import (
     COMPRESSED_TENSORS,
@@ -34,8 +33,6 @@ _MODELSLIM_CACHES = ("kv_quant_type", "kv_cache_type", "fa_quant_type", "reduce_
 _WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 _TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 _TENSOR = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
-_MATCH_SECONDS = 0.1
-"""Seconds for one comparison of a regular expression with a name. It takes microseconds."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +122,7 @@ class _CompressedTensors:
 
     def __init__(self, file: Path, values: Mapping[str, Any]):
         self.file, self.values = file, values
+        self._patterns = Patterns()
 
     def describe(self, modules: Iterable[str]) -> Int8Description:
         """The description of these linear layers."""
@@ -183,10 +181,9 @@ class _CompressedTensors:
 
     def _is_match(self, pattern: str, module: str) -> bool:
         try:
-            return regex.match(pattern, module, timeout=_MATCH_SECONDS) is not None
-        except (regex.error, RecursionError, OverflowError, TimeoutError) as error:
-            reason = str(error) or "takes too long"
-            raise CheckpointError(f"{self.file}: {CONFIG_FIELD}: {shown(pattern)}: {reason}") from error
+            return self._patterns.begins(pattern, module)
+        except PatternError as error:
+            raise CheckpointError(f"{self.file}: {CONFIG_FIELD}: {error}") from error
 
     def _error(self, field: str, value: object, expected: str) -> CheckpointError:
         name = field if field.startswith(CONFIG_FIELD) else f"{CONFIG_FIELD}.{field}"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import regex
-
 from lopa_ascend.checkpoint.files import CheckpointError
+from lopa_ascend.checkpoint.patterns import PatternError, Patterns
 from lopa_ascend.config.files import shown
 
 MAX_FIELD = 200
@@ -19,11 +17,6 @@ MAX_ALPHA = 1e9
 """Largest alpha that is accepted. Usual values are around 16."""
 MAX_RANK = 2**20
 """Largest rank that is accepted, as for the sizes of a model. Usual values are around 32."""
-MAX_PATTERN = 10_000
-"""Characters of the longest regular expression."""
-MATCH_TIME = 0.5
-"""Seconds of processor time for all matches of an adapter's regular expressions with names of modules. They take
-milliseconds, unless an expression tries exponentially many ways to match."""
 _SUPPORTED_FIELDS = {
     "alpha_pattern",
     "bias",
@@ -70,9 +63,7 @@ class AdapterSettings:
 
     def __init__(self, file: Path, values: dict[str, Any]):
         self.file, self.values = file, values
-        self._patterns: dict[str, regex.Pattern[str]] = {}
-        """Compiled, by the text of the regular expression."""
-        self._match_time_left = MATCH_TIME
+        self._patterns = Patterns()
         self._names: dict[str, frozenset[str]] = {}
         """By field, the names in its list."""
         self.default_rank = self._parse_rank("r", values.get("r"))
@@ -161,33 +152,10 @@ class AdapterSettings:
 
     def _fully_matches(self, field: str, pattern: str, module: str) -> bool:
         """Whether a regular expression in a field matches a whole name."""
-        compiled = self._patterns.get(pattern)
-        if compiled is None:
-            compiled = self._patterns[pattern] = self._compile(field, pattern)
-        begin = time.process_time()
         try:
-            found = compiled.fullmatch(module, timeout=max(self._match_time_left, 0.001)) is not None
-        except TimeoutError:
-            raise self._slow(field, pattern) from None
-        self._match_time_left -= time.process_time() - begin
-        if self._match_time_left < 0:
-            raise self._slow(field, pattern)
-        return found
-
-    def _compile(self, field: str, pattern: str) -> regex.Pattern[str]:
-        if len(pattern) > MAX_PATTERN:
-            raise self.error(field, f"{shown(pattern)} has {len(pattern)} characters, expected at most {MAX_PATTERN}")
-        try:
-            return regex.compile(pattern)
-        except (regex.error, RecursionError, OverflowError, ValueError) as error:
-            raise self.error(field, f"{shown(pattern)} is not a regular expression: {error}") from error
-
-    def _slow(self, field: str, pattern: str) -> CheckpointError:
-        return self.error(
-            field,
-            f"{shown(pattern)} takes more than {MATCH_TIME:g} s to compare with the names of the model's layers, "
-            "expected a regular expression without nested repetitions, or a list of names",
-        )
+            return self._patterns.matches(pattern, module)
+        except PatternError as error:
+            raise self.error(field, str(error)) from error
 
     def _parse_rank(self, field: str, value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_RANK:

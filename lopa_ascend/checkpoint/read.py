@@ -240,7 +240,8 @@ def _read_indexed_files(index: Path, item_sizes: Mapping[str, int]) -> dict[str,
     headers_by_file: dict[str, dict[str, Header]] = {}
     for name, file in weight_map.items():
         check_name(index, name)
-        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+        is_name = isinstance(file, str) and Path(file).name == file and "\0" not in file
+        if not is_name or not file.endswith(".safetensors"):
             raise CheckpointError(f"{index}: tensor {name}: {shown(file)} is not the name of a .safetensors file")
         if file not in headers_by_file:
             try:

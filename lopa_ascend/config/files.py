@@ -19,6 +19,9 @@ MAX_FILE = 4 * 2**20
 """Bytes of the largest file that is read, unless the caller says otherwise. Configurations have some kilobytes."""
 MAX_VOCABULARY = 32 * 2**20
 """Bytes of the largest file of a vocabulary. The largest byte-level ones in use have 28 million."""
+MAX_HEADER = 4 * 2**20
+"""Bytes of the largest header of a safetensors file that is read. A tensor takes some 120 of them. The header is read
+again for each tensor that is mapped."""
 MAX_DEPTH = 64
 """The most levels to which objects and lists may be nested."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")

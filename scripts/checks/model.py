@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lopa_ascend.config import DREAM, ConfigError, ModelConfig
-from lopa_ascend.config.files import read_json_object
+from lopa_ascend.config.files import MAX_HEADER, read_json_object
 from lopa_ascend.config.int8_files import MODELSLIM_WEIGHTS, modelslim_descriptions
 from lopa_ascend.model.registry import known_models
 from scripts.checks.launch import Finding, Launch, fail, ok
@@ -19,7 +19,7 @@ def check_model(launch: Launch) -> Iterator[Finding]:
     for check in (_check_files, _check_tensor_parallel_size):
         try:
             yield from check(launch)
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:
             yield fail(f"model: {error}", "give a whole Hugging Face directory of a Dream or of a registered model")
 
 
@@ -44,13 +44,13 @@ def _is_whole(file: Path) -> bool:
         return True
     with file.open("rb") as content:
         length = int.from_bytes(content.read(8), "little")
-        if length > file.stat().st_size:  # what git-lfs leaves in place of a file is text
+        if length > min(file.stat().st_size, MAX_HEADER):  # what git-lfs leaves in place of a file is text
             return False
         try:
             header = json.loads(content.read(length))
             ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
             return 8 + length + max(ends, default=0) == file.stat().st_size
-        except (ValueError, AttributeError, TypeError, LookupError):
+        except (ValueError, AttributeError, TypeError, LookupError, RecursionError):
             return False
 
 

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 from scripts.checks.launch import LAST_PORT, Finding, Launch, fail, ok
 
@@ -50,7 +51,7 @@ def _check_master(launch: Launch) -> Finding | None:
     """Why the ranks cannot meet at the address of node 0, as far as its name tells; None if nothing is known of it."""
     host = launch.master_addr
     try:
-        _, address = _resolved(host, launch.master_port)
+        _, (address, *_) = _resolved(host, launch.master_port)
     except OSError as error:
         return fail(f"network: --master-addr {host} ({error.strerror})", "give the address of node 0")
     # Node 0 would wait for the others, which look for it elsewhere. An IPv6 address may end with a %scope.
@@ -67,7 +68,7 @@ def _check_port(host: str, port: int, host_flag: str, port_flag: str) -> Finding
         family, address = _resolved(host, port)
         with socket.socket(family) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((address, port))
+            listener.bind(address)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             remedy = f"stop the program that uses it, or choose another {port_flag}"
@@ -79,8 +80,8 @@ def _check_port(host: str, port: int, host_flag: str, port_flag: str) -> Finding
     return ok(f"network: {shown} is free")
 
 
-def _resolved(host: str, port: int) -> tuple[int, str]:
-    """The family and the text of a host's first address, at which a server would listen.
+def _resolved(host: str, port: int) -> tuple[int, tuple[Any, ...]]:
+    """The family and the socket address of a host's first address, at which a server would listen.
 
     Raises:
         OSError: it has none.
@@ -89,7 +90,7 @@ def _resolved(host: str, port: int) -> tuple[int, str]:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except UnicodeError as error:  # such as 10.0.0..1
         raise socket.gaierror(socket.EAI_NONAME, "neither a name nor an address") from error
-    return family, str(address[0])
+    return family, address
 
 
 def check_hccl_ports(launch: Launch, base: str | None) -> Iterator[Finding]:

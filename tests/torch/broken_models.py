@@ -183,6 +183,7 @@ BROKEN_MODELS: dict[str, tuple[Change, str, str]] = {
     "index: shard is a pipe": (both(split, fifo(SHARD)), SHARD, "is a pipe"),
     "index: list": (both(split, fields(INDEX, weight_map=[1])), INDEX, "weight_map is [1], expected"),
     "index: outside": (index(lambda m: m.update({EMBEDDING: "../x.safetensors"})), INDEX, "is not the name of"),
+    "index: null": (index(lambda m: m.update({EMBEDDING: "a\0.safetensors"})), INDEX, "is not the name of"),
     "index: number": (index(lambda m: m.update({EMBEDDING: 5})), INDEX, f"tensor {EMBEDDING}: 5 is not the name"),
     "index: no shard": (index(lambda m: m.update({EMBEDDING: "a.safetensors"})), INDEX, "which does not exist"),
     "index: long file": (

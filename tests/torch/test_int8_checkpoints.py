@@ -264,7 +264,14 @@ COMPRESSED: dict[str, tuple[Change, str]] = {
     "packed format": (describe("format", "pack-quantized"), "quantization_config.format is 'pack-quantized'"),
     "KV cache": (describe("kv_cache_scheme", {"num_bits": 8}), "kv_cache_scheme is {'num_bits': 8}, expected none"),
     "targets": (lambda c, _: c["config_groups"]["group_0"].update(targets="Linear"), "targets is 'Linear', expected a"),
-    "pattern": (describe("ignore", ["re:("]), r"quantization_config: 're:?\('|quantization_config: '\('"),
+    "pattern": (describe("ignore", ["re:("]), r"quantization_config: '\(' is not a regular expression"),
+    "slow pattern": (describe("ignore", ["re:(.|[a-z])*(?<=!)"]), r"quantization_config: .* takes more than 0\.5 s"),
+    "long pattern": (describe("ignore", ["re:" + "a|" * 9999]), r"quantization_config: .* has 19998 characters"),
+    "pattern of odd flags": (describe("ignore", ["re:(?V0)(?V1)a"]), r"config\.json: quantization_config: '\(\?V0"),
+    "pattern of odd errors": (
+        describe("ignore", ["re:(?:a){1s+99999999999999999999999d<5}"]),
+        r"config\.json: quantization_config: .* is not a regular expression",
+    ),
     "packed members": (
         lambda config, _: config["ignore"].append(Q),
         f"{Q} is float, {LAYER}self_attn.k_proj is dynamic, .*run as one layer",

@@ -176,3 +176,12 @@ def test_a_library_that_does_not_load_is_reported(
     monkeypatch.setattr(kernels, "find_spec", lambda name: type("Spec", (), {"origin": str(broken)}))
     assert kernels.find_kernels() is None
     assert "torch computes everything" in caplog.text
+
+
+def test_torchs_library_is_found_where_paths_have_spaces() -> None:
+    line = "7f00-7f01 r-xp 00000000 fd:00 17                         /home/My Models/lib/libgomp-a3.so.1.0.0"
+    found = kernels.OPENMP.search(
+        f"7f00-7f01 r-xp 00000000 fd:00 16   /lib/libc.so\n{line}\n7f02 rw-p 00 00:00 0 [heap]"
+    )
+    assert found is not None
+    assert found[1] == "/home/My Models/lib/libgomp-a3.so.1.0.0"

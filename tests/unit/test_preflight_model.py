@@ -100,6 +100,7 @@ def test_a_single_file_counts_where_there_is_an_index_too(model: Path):
         NO_TENSORS + b".",
         NO_TENSORS[:-1],
         (2).to_bytes(8, "little") + b"[]",
+        (200_000).to_bytes(8, "little") + b"[" * 200_000,
         (58).to_bytes(8, "little") + b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'[:58] + b"1234567",
     ],
 )

@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 
 LIBRARY = "lopa_ascend.backend.cpu.native.library"
 """What ``setup.py`` compiles: a library of C functions that lies where an extension module of this name would."""
-OPENMP = re.compile(r"/\S*/lib(?:gomp|iomp5|omp)\b[^/\s]*\.so\S*")
-"""The file of an OpenMP library in the memory map of a process."""
+OPENMP = re.compile(r"^(?:\S+ +){5}(/.*/lib(?:gomp|iomp5|omp)\b[^/\n]*\.so.*)$", re.MULTILINE)
+"""The file of an OpenMP library in the memory map of a process: the sixth field of a line, which may hold spaces."""
 MEMORY_MAP = Path("/proc/self/maps")
 ARGUMENTS = {
     "lopa_attention": "plppppplplplllfi",
@@ -85,5 +85,5 @@ def load_kernels(library: str) -> Kernels | None:
     openmp = OPENMP.search(MEMORY_MAP.read_text())
     if openmp is None:
         return None
-    ctypes.CDLL(openmp[0], ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(openmp[1], ctypes.RTLD_GLOBAL)
     return Kernels(ctypes.CDLL(library))
