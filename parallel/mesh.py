@@ -184,12 +184,16 @@ class Mesh:
             on_failure(message)
 
         timeout = self._timeout.total_seconds()
+        # torchrun starts its ranks anew; those that have outlived it would hold their devices and ports.
+        parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         if self.rank == 0:
-            self._watch = ProcessWatch.listen(self.size, timeout, failed, rendezvous.host)
+            self._watch = ProcessWatch.listen(self.size, timeout, failed, rendezvous.host, parent)
             self._texts.write("watch", f"{self._watch.port} {self._watch.token}")
         else:
             port, token = self._texts.read("watch").split()
-            self._watch = ProcessWatch.connect(rendezvous.host, int(port), token, self.rank, timeout, failed)
+            self._watch = ProcessWatch.connect(
+                rendezvous.host, int(port), token, self.rank, timeout, failed, parent=parent
+            )
 
     def _connect(self, config: EngineConfig, store: Store | None) -> None:
         """Makes the groups, and initialises torch.distributed first if ``store`` is given."""

@@ -19,6 +19,7 @@ listener's own beats, so that time in which the listener itself was suspended is
 
 from __future__ import annotations
 
+import os
 import secrets
 import selectors
 import socket
@@ -100,6 +101,7 @@ class ProcessWatch:
         timeout: seconds of silence after which a rank counts as hanging.
         on_failure: called with a message that names the rank that has ended or hangs.
         on_close: called when rank 0 says goodbye.
+        parent: id of the process that must not end before this one; None if it may.
     """
 
     def __init__(
@@ -109,10 +111,12 @@ class ProcessWatch:
         timeout: float,
         on_failure: Callable[[str], object],
         on_close: Callable[[], object] = _do_nothing,
+        parent: int | None = None,
     ):
         assert timeout >= 2 * BEAT_INTERVAL, timeout  # with less, one late beat would be a failure
         self.port, self.token = port, token
         self._timeout, self._on_failure, self._on_close = timeout, on_failure, on_close
+        self._parent = parent
         self._connections: list[_Connection] = []
         self._listener: socket.socket | None = None
         """On rank 0, until all ranks have joined."""
@@ -131,7 +135,9 @@ class ProcessWatch:
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     @classmethod
-    def listen(cls, size: int, timeout: float, on_failure: Callable[[str], object], host: str) -> ProcessWatch:
+    def listen(
+        cls, size: int, timeout: float, on_failure: Callable[[str], object], host: str, parent: int | None = None
+    ) -> ProcessWatch:
         """Starts the watch of rank 0, without waiting for the others: a rank is watched once it has joined.
 
         Until all ranks have joined it listens on a free port; ``port`` and ``token`` are what they need to join.
@@ -141,13 +147,14 @@ class ProcessWatch:
             timeout: seconds of silence, to within a beat, after which a rank counts as hanging.
             on_failure: called with a message that names the rank that has ended or hangs.
             host: the only address to listen on.
+            parent: see the class.
 
         Raises:
             OSError: this machine does not have the address.
         """
         listener = listen(host, 0)
         listener.setblocking(False)
-        watch = cls(listener.getsockname()[1], secrets.token_hex(16), timeout, on_failure)
+        watch = cls(listener.getsockname()[1], secrets.token_hex(16), timeout, on_failure, parent=parent)
         watch._listener, watch._missing_ranks = listener, set(range(1, size))
         watch._selector.register(listener, selectors.EVENT_READ, partial(watch._accept, listener))
         watch._thread.start()
@@ -163,6 +170,7 @@ class ProcessWatch:
         timeout: float,
         on_failure: Callable[[str], object],
         on_close: Callable[[], object] = _do_nothing,
+        parent: int | None = None,
     ) -> ProcessWatch:
         """Starts the watch of another rank, and joins that of rank 0.
 
@@ -174,12 +182,13 @@ class ProcessWatch:
             timeout: seconds of silence, to within a beat, after which rank 0 counts as hanging.
             on_failure: called with the message that rank 0 passes on, or with one that names rank 0.
             on_close: called when rank 0 says goodbye.
+            parent: see the class.
 
         Raises:
             OSError: nothing listens there.
         """
         connection = socket.create_connection((host, port), timeout)
-        watch = cls(port, token, timeout, on_failure, on_close)
+        watch = cls(port, token, timeout, on_failure, on_close, parent)
         leader = _Connection(connection, 0)
         leader.send(f"{token} {rank}".encode())
         watch._add(leader)
@@ -224,7 +233,10 @@ class ProcessWatch:
                 key.data()
 
     def _beat(self) -> None:
-        """Sends a beat to every rank, and looks for those that have been silent for too long."""
+        """Sends a beat to every rank, and looks for those that have been silent for too long, and for the parent."""
+        if self._parent is not None and os.getppid() != self._parent:
+            self._fail(f"the process that started the ranks on {socket.gethostname()} has ended")
+            return
         for connection in self._connections.copy():
             connection.silent_beats += 1
             silence = connection.silent_beats * BEAT_INTERVAL

@@ -116,6 +116,17 @@ def test_one_node_answers_comes_back_and_ends(launched: Launched):
     assert launched.processes() == {}
 
 
+def test_ranks_end_when_their_torchrun_is_killed(launched: Launched):
+    """They would hold ports and devices that a new start needs."""
+    launched.launch("node", "--tp", "1")
+    launched.await_health(True, 120)
+    launched.scripts[0].kill()  # it has become torchrun
+    deadline = time.monotonic() + 10
+    while launched.processes():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
 def test_two_nodes_answer_and_end(launched: Launched):
     for rank in ("0", "1"):
         launched.launch("cluster", "--node-rank", rank, "--master-addr", "127.0.0.1", "--interface", "lo", "--tp", "1")

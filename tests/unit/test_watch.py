@@ -298,3 +298,14 @@ def test_a_rank_that_leaves_for_a_failure_says_which(failure: str, heard_as: str
     for each in (leader, *followers):
         each.close()
     assert all(queue.empty() for queue in heard)
+
+
+def test_a_rank_whose_parent_has_ended_says_so() -> None:
+    heard: list[queue.Queue[str]] = [queue.Queue() for _ in range(2)]
+    another = os.getpid()  # not the parent of this process
+    leader = ProcessWatch.listen(2, 60, heard[0].put, HOST, parent=os.getppid())
+    follower = ProcessWatch.connect(HOST, leader.port, leader.token, 1, 60, heard[1].put, parent=another)
+    message = f"the process that started the ranks on {socket.gethostname()} has ended"
+    assert [each.get(timeout=5) for each in heard] == 2 * [message]
+    for each in (leader, follower):
+        each.close()
