@@ -255,13 +255,10 @@ def _collectives(model: ModelConfig, device: Device, work: Workload, case: str) 
 def memory_bytes(model: ModelConfig, work: Workload) -> int:
     """Bytes that a rank must hold: weights with the whole embedding, and keys and values of its rows.
 
-    The positions in front of the window are shared by a request's rows.
+    The positions in front of the window are shared by a request's rows. A tied head is held beside the embedding,
+    transposed for the product, as on an NPU.
     """
     layers, head = weight_bytes(model, work.precision, work.tp)
-    # A tied head is a part of the embedding.
-    embedding = model.vocab_size * model.hidden_size
-    if model.tie_word_embeddings:
-        embedding -= head_parameters(model, work.tp)
     cached = work.requests * work.context + work.tokens
-    held = embedding * element_bytes(work.precision)
+    held = model.vocab_size * model.hidden_size * element_bytes(work.precision)
     return layers + head + held + cached * kv_bytes_per_position(model, work.precision, work.tp)
