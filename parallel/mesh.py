@@ -28,7 +28,7 @@ from lopa_ascend.parallel.watch import ProcessWatch
 from lopa_ascend.types import Traffic
 
 MEETING_TIMEOUT = timedelta(minutes=2)
-"""Time for ranks that are all there to make their connections. While they wait for it, they notice nothing else."""
+"""Time for ranks that are all there to connect by gloo. While they wait for it, they notice nothing else."""
 EXPLANATION_TIMEOUT = 2.0
 """Seconds in which the watch should find the rank that made a collective fail."""
 
@@ -62,11 +62,25 @@ def new_groups(purpose: str, ranks: list[list[int]]) -> dist.ProcessGroup:
         purpose: "tp" or "bp".
         ranks: the ranks of each group.
     """
-    options = communicator_options(dist.get_backend(), purpose)
+    backend = dist.get_backend()
     group: dist.ProcessGroup | None
-    group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=MEETING_TIMEOUT, pg_options=options)
+    group, _ = dist.new_subgroups_by_enumeration(
+        ranks, timeout=first_timeout(backend), pg_options=communicator_options(backend, purpose)
+    )
     assert group is not None
     return group
+
+
+def first_timeout(backend: str) -> timedelta:
+    """The timeout with which a group is made.
+
+    That of gloo is set anew later. That of HCCL stays, and torch_npu ends the process after it, so it must be longer
+    than HCCL_EXEC_TIMEOUT, after which HCCL itself gives up.
+    """
+    if backend == "gloo":
+        return MEETING_TIMEOUT
+    seconds = float(os.environ.get("HCCL_EXEC_TIMEOUT") or 0)
+    return max(START_TIMEOUT, timedelta(seconds=seconds) + MEETING_TIMEOUT)
 
 
 class Mesh:
@@ -199,7 +213,8 @@ class Mesh:
         """Makes the groups, and initialises torch.distributed first if ``store`` is given."""
         if store is not None:
             backend = collective_backend(config.device)
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=MEETING_TIMEOUT)
+            timeout = first_timeout(backend)
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
         grid = torch.arange(self.size).view(config.branch_parallel_size, config.tensor_parallel_size)
         self.bp = self._group(new_groups("bp", grid.t().tolist()))
         self.tp = self._group(new_groups("tp", grid.tolist()))
@@ -240,7 +255,7 @@ class Mesh:
     def start(self) -> None:
         """Waits until every rank has loaded. From now on a rank that hangs is given up after the configured timeout.
 
-        HCCL takes this timeout from ``HCCL_EXEC_TIMEOUT``, which ``join`` sets; its groups have none of their own.
+        HCCL takes this timeout from ``HCCL_EXEC_TIMEOUT``, which ``join`` sets; see ``first_timeout`` too.
         """
         self.world.minimum(0, "start")
         self._set_timeout(self._timeout)

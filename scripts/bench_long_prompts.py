@@ -87,7 +87,7 @@ def run(llm: LLM, clients: list[Client], num_short: int, params: DecodingParams,
 def long_prompts(llm: LLM, length: int, first: int) -> Iterator[list[int]]:
     """Endless different prompts of ``length`` tokens."""
     texts = questions()
-    for number in itertools.count(first, 1000):
+    for number in itertools.count(first, 61):  # which has no divisor in common with the number of questions
         words = itertools.cycle(llm.tokenize("\n".join(texts[(number + i) % len(texts)] for i in range(60))))
         yield list(itertools.islice(words, length))
 

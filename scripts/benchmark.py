@@ -22,7 +22,7 @@ else is measured.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ from scripts.evaluation.files import DEFAULT_TASK, check_runnable, read_examples
 from scripts.evaluation.prompts import CHAT, PromptMaker, find_format
 from scripts.evaluation.tasks import TASKS
 
+FIXED = {"enable_prefix_caching": False, "seed": SEED}
+"""Options of every engine: answers to equal prompts must not become faster with the runs."""
 ANSWER = 192
 """``max_new_tokens`` for the task "problems" where nothing is said of it: what the bundled model's answers need."""
 
@@ -125,33 +127,50 @@ def benchmark(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     folder = args.examples_from or args.file.parent
     examples = {name: read_examples(task, folder, counts[name]) for name, task in used.items()}
     settings = _settings(args, given, used)
-    # Answers to equal prompts must not become faster with the runs.
-    widest = max((setting.params for setting in settings), key=lambda params: params.lookaheads)
-    fixed = {"enable_prefix_caching": False, "seed": SEED, **graph_settings(widest)}
-    if "graph_block_size" in fixed:
-        fixed["graph_block_size"] = max(setting.params.block_size for setting in settings)
-    engine = {**fixed, **field_values(given, ENGINE_FLAGS)}
-    config = EngineConfig(**engine)
+    engine = field_values(given, ENGINE_FLAGS)
+    config = EngineConfig(**{**FIXED, **engine})
+    groups = by_engine(settings, engine)
     name = args.prompt or (preset.prompts[0].name if preset else CHAT.name)
     check_runnable(used.values())
     cut = preset is None or preset.cuts_answers
     file = SampleFile(args.out, describe_benchmark(config, tasks, args.limit, name, examples, cut=cut))
-    plan = Plan(
-        settings=settings,
-        problems=problems,
-        examples=examples,
-        runs=args.runs,
-        warmup=args.warmup,
-        cut=cut,
-    )
-    if plan.missing(file):
-        from lopa_ascend import LLM  # imports torch, which takes seconds
+    for options, chosen in groups:
+        plan = Plan(
+            settings=chosen,
+            problems=problems,
+            examples=examples,
+            runs=args.runs,
+            warmup=args.warmup,
+            cut=cut,
+        )
+        if plan.missing(file):
+            from lopa_ascend import LLM  # imports torch, which takes seconds
 
-        with LLM(**engine) as llm:
-            if llm.tokenizer is None:
-                raise ParameterError("model", "has no tokenizer files, and prompts are texts")
-            run(llm, PromptMaker(find_format(name), llm.tokenizer), plan, file)
+            with LLM(**options) as llm:
+                if llm.tokenizer is None:
+                    raise ParameterError("model", "has no tokenizer files, and prompts are texts")
+                run(llm, PromptMaker(find_format(name), llm.tokenizer), plan, file)
     _write(args, settings, file, len(problems))
+
+
+def by_engine(settings: Iterable[Setting], engine: Mapping[str, Any]) -> list[tuple[dict[str, Any], list[Setting]]]:
+    """The options of each engine that is needed, and the settings that it measures.
+
+    Compiled steps have a fixed number of branches and size of block, one kind of score and so on. In those of another
+    setting an answer would be padded, or decoded without a graph, and its speed would say nothing. In eager mode one
+    engine measures all.
+
+    Args:
+        settings: what is measured.
+        engine: options that were given.
+    """
+    is_eager = EngineConfig(**engine).mode == "eager"
+    groups: dict[str, tuple[dict[str, Any], list[Setting]]] = {}
+    for setting in settings:
+        options = {**FIXED, **({} if is_eager else graph_settings(setting.params)), **engine}
+        EngineConfig(**options)  # refuses what does not go together before any model is loaded
+        groups.setdefault(repr(sorted(options.items())), (options, []))[1].append(setting)
+    return list(groups.values())
 
 
 def _settings(args: argparse.Namespace, given: Mapping[str, Any], tasks: Collection[str]) -> list[Setting]:

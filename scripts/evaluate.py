@@ -29,7 +29,7 @@ from typing import Any
 from lopa_ascend.config import DecodingParams, EngineConfig
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.config.presets import Preset, PromptFormat, find_preset
-from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values
+from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values, graph_settings
 from scripts.arguments import number_from
 from scripts.benchmarking.machine import describe_engine, describe_examples, describe_machine, describe_model
 from scripts.evaluation.command import SEED, add_prompt_flags, run_command, with_defaults
@@ -105,8 +105,10 @@ def evaluate(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     prompt = find_format(args.prompt or (preset.prompts[0].name if preset else CHAT.name))
     decoding = field_values(given, DECODING_FLAGS)
     decoding = preset.merged(decoding) if preset else decoding
-    engine = {"max_num_seqs": args.batch_size, "seed": SEED, **field_values(given, ENGINE_FLAGS)}
-    params, config = DecodingParams(**decoding), EngineConfig(**engine)
+    params = DecodingParams(**decoding)
+    fixed = {"max_num_seqs": args.batch_size, "seed": SEED, **graph_settings(params)}
+    engine = {**fixed, **field_values(given, ENGINE_FLAGS)}
+    config = EngineConfig(**engine)
     settings = describe_settings(args, preset, prompt, params, config, jobs, foreign)
     check_runnable([job.task for job in jobs])
     if args.out:

@@ -66,7 +66,7 @@ class Flag:
 def graph_settings(params: DecodingParams) -> dict[str, Any]:
     """Settings of an engine whose graphs are compiled for requests with these parameters; none where no graph can run
     their decoding, which leaves the graphs to requests with another one."""
-    if not params.is_pipelined:
+    if not params.is_pipelined or params.lookahead_depth > 1:
         return {}
     found = {setting: getattr(params, name) for setting, name in GRAPH_DEFAULTS.items()}
     if params.is_auto:

@@ -38,8 +38,8 @@ class Plan:
     """Answers are cut at their task's stop strings before they are scored."""
 
     def missing(self, file: SampleFile) -> list[tuple[int, Setting, int]]:
-        """Run, setting and problem of each sample that the file does not have yet. Settings take turns in each run, so
-        that a machine that becomes slower makes all of them slower."""
+        """Run, setting and problem of each sample that the file does not have yet. Settings of one engine take turns in
+        each run, so that a machine that becomes slower makes all of them slower."""
         wanted = [
             (run, setting, index)
             for run in range(self.runs)

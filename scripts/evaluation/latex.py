@@ -121,13 +121,11 @@ def is_equivalent(answer: str, expected: str) -> bool:
         return bool(answer)
     import sympy
     from sympy.parsing.latex import parse_latex
-    from sympy.parsing.latex.errors import LaTeXParsingError
 
     try:
         with _alarm(TIMEOUT):
             difference = parse_latex(answer) - parse_latex(expected)
             return bool(sympy.simplify(difference) == 0)
-    # What sympy raises for what it cannot parse, subtract or simplify; and lists and sets, which it parses.
-    except (LaTeXParsingError, sympy.SympifyError, TypeError, ValueError, AttributeError, TookTooLongError,
-            ArithmeticError, NotImplementedError, RecursionError):  # fmt: skip
+    # sympy raises exceptions of many kinds for what it cannot parse, subtract or simplify, such as lists and sets.
+    except (Exception, TookTooLongError):  # noqa: BLE001
         return False

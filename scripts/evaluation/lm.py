@@ -16,6 +16,7 @@ from tqdm import tqdm
 from lopa_ascend import LLM
 from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
 from lopa_ascend.config.presets import find_preset
+from lopa_ascend.serve.flags import graph_settings
 from scripts.evaluation.command import SEED
 from scripts.evaluation.likelihood import MaskedLikelihood
 
@@ -69,7 +70,8 @@ class LopaLM(TemplateLM):
                 raise ParameterError(name, "is neither an option of the engine nor a decoding parameter")
         self.params = DecodingParams.preset(preset, **options) if preset else DecodingParams(**options)
         self._has_own_length = "max_new_tokens" in options or bool(preset and "max_new_tokens" in _decoding(preset))
-        self.llm = llm or LLM(pretrained, **{"max_num_seqs": _size(batch_size), "seed": SEED, **engine})
+        fixed = {"max_num_seqs": _size(batch_size), "seed": SEED, **graph_settings(self.params)}
+        self.llm = llm or LLM(pretrained, **{**fixed, **engine})
         if self.llm.tokenizer is None:
             raise ParameterError("pretrained", "has no tokenizer files, and prompts are texts")
         self.tokenizer = self.llm.tokenizer

@@ -46,6 +46,8 @@ ALWAYS = (
     "encodings.idna", "unicodedata", "array", "struct", "time", "calendar", "textwrap", "dataclasses", "enum",
 )  # fmt: skip
 """Modules that others import while they run."""
+MAX_DOTS = 20
+"""In the name of a module; each of them is a call inside another when it is imported."""
 REFUSED = ("antigravity", "this", "idlelib", "turtledemo")
 
 
@@ -108,8 +110,10 @@ def _imports(source: str) -> list[str]:
 
 
 def _import(name: str) -> None:
-    # What is missing, or is no module, fails again where the program imports it.
-    with contextlib.suppress(ImportError, AttributeError, ValueError):
+    # What cannot be imported fails again where the program imports it. A __main__ would run before the limits hold.
+    if "__main__" in name.split(".") or name.count(".") > MAX_DOTS:
+        return
+    with contextlib.suppress(Exception, SystemExit):
         importlib.import_module(name)
 
 

@@ -90,6 +90,16 @@ def mbpp_plus_prompt(problem: Mapping[str, Any]) -> str:
     return f'"""\n{problem["prompt"]}\n{problem["test_list"][0]}\n"""'
 
 
+def check_mbpp_plus(problem: Mapping[str, Any]) -> None:
+    """Raises ValueError if the solution is no Python, or there is no test."""
+    if not problem["test_list"]:
+        raise ValueError('"test_list" is empty')
+    try:
+        ast.parse(problem["code"])
+    except SyntaxError as error:
+        raise ValueError(f'"code" is not Python: {error.msg}, line {error.lineno}') from error
+
+
 def score_mbpp_plus(problem: Mapping[str, Any], text: str) -> dict[str, float]:
     """DiffuCoder's way: the prompt, which is a docstring, and the answer up to the closing fence, as evalplus sanitises
     it for the function that the problem's first test calls."""

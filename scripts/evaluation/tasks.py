@@ -137,6 +137,7 @@ TASKS = {
             separator="",
             stop=("```",),
             score=scoring.score_mbpp_plus,
+            check=scoring.check_mbpp_plus,
             metric="pass_at_1",
             runs_code=True,
         ),

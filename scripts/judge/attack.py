@@ -70,7 +70,8 @@ async def outcome_of(url: str, attack: Attack) -> int | str:
     assert port is not None
     try:
         return await play(host, port, attack)
-    except (TimeoutError, ValueError, LookupError, OSError, asyncio.LimitOverrunError) as error:
+    # Before Python 3.11 asyncio's TimeoutError is another class.
+    except (TimeoutError, asyncio.TimeoutError, ValueError, LookupError, OSError, asyncio.LimitOverrunError) as error:
         return f"{type(error).__name__}: {error}"
 
 

@@ -111,11 +111,22 @@ async def ask(client: httpx.AsyncClient, request: Ask, leave_after: int | None =
 
 async def _events(response: httpx.Response, answer: Answer) -> AsyncIterator[dict[str, Any]]:
     """The events of a stream; sets ``answer.done`` at its end."""
-    async for line in response.aiter_lines():
-        if line == "data: [DONE]":
+    async for line in _lines(response):
+        if line == b"data: [DONE]":
             answer.done = True
         elif line:
-            yield _object(line.removeprefix("data: "))
+            yield _object(line.removeprefix(b"data: "))
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """The lines of a body. ``aiter_lines`` would also end a line at U+2028, which JSON may hold."""
+    unread = b""
+    async for piece in response.aiter_bytes():
+        *lines, unread = (unread + piece).split(b"\n")
+        for line in lines:
+            yield line.removesuffix(b"\r")
+    if unread:
+        yield unread
 
 
 def _object(body: bytes | str) -> dict[str, Any]:

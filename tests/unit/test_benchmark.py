@@ -12,6 +12,7 @@ import pytest
 from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.types import GenerationOutput
 from scripts.arguments import picture
+from scripts.benchmark import by_engine
 from scripts.benchmarking.draw import by_branches, pareto_front
 from scripts.benchmarking.metrics import accuracy_under_parallelism, measure, over_runs
 from scripts.benchmarking.report import markdown, results, write_csv
@@ -123,6 +124,22 @@ def test_the_sweep_of_the_figures_has_what_each_figure_needs():
     assert {p.window_attention for p in found if p.decoding == "lopa"} == {"full", "block_causal"}
     assert {p.tau_conf for p in found if p.lookaheads == 7} >= {0.95, 0.9, 0.85, 0.8, 0.75, 0.7}
     assert {p.branch_acceptance for p in found if p.lookahead_depth > 1} == {"exact", "verified"}
+
+
+def test_compiled_steps_are_made_for_the_settings_that_they_measure():
+    found = swept(["figures"], {"window_attention": "block_causal"})
+    ((_, together),) = by_engine(found, {"graph_mode": "eager"})
+    assert together == found
+    groups = by_engine(found, {"graph_mode": "inductor"})
+    assert sorted(s.key for _, settings in groups for s in settings) == sorted(s.key for s in found)
+    for options, settings in groups:
+        for params in (setting.params for setting in settings):
+            if params.is_pipelined and params.lookahead_depth == 1 and not params.is_auto:
+                assert options["graph_num_branches"] == params.lookaheads
+                assert options["graph_branch_acceptance"] == params.branch_acceptance
+                assert options["graph_window_attention"] == params.window_attention
+    given = by_engine(found, {"graph_mode": "inductor", "graph_num_branches": 15})
+    assert {options["graph_num_branches"] for options, _ in given} == {15}
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,8 @@ def test_programs_run_as_in_the_published_evaluations():
     assert forgotten_import.reason == "NameError: name 'List' is not defined"
     assert sandbox.run("if __name__ == '__main__':\n    raise ValueError").passed
     assert sandbox.run("import sys\nassert not sys.flags.hash_randomization").passed
+    for odd in ("import os" + ".path" * 250, "import tkinter.__main__", "import unittest.__main__"):
+        assert not sandbox.run(odd).passed  # and it is no error of the sandbox
 
 
 @linux
@@ -347,6 +349,11 @@ def test_a_broken_task_file_is_refused_before_anything_else(tmp_path: Path, caps
     with pytest.raises(SystemExit):
         evaluate.main(["mbpp", "--data", str(tmp_path), "--model", str(tmp_path / "absent")])
     assert 'mbpp.jsonl, line 1: has no "test_list"' in capsys.readouterr().err
+    plus = {"prompt": "", "code": "def f(x:", "test_list": ["assert f(1)"], "test": ""}
+    (tmp_path / "mbpp_plus.jsonl").write_text(json.dumps(plus) + "\n")
+    with pytest.raises(SystemExit):
+        evaluate.main(["mbpp_plus", "--data", str(tmp_path), "--model", str(tmp_path / "absent")])
+    assert 'mbpp_plus.jsonl, line 1: "code" is not Python' in capsys.readouterr().err
     with pytest.raises(SystemExit):
         evaluate.main(["gsm9k"])
     assert "unknown task 'gsm9k'; choose from problems, gsm8k" in capsys.readouterr().err
