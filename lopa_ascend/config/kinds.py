@@ -295,8 +295,9 @@ class Words(Kind):
 
     @property
     def max_tokens(self) -> int:
-        """Most token ids of a list: a string has at most one for each byte of UTF-8, and one for a space."""
-        return 4 * self.max_characters + 1
+        """Most token ids of a list: a string has at most one for each byte of UTF-8, and one for a space. The tokenizer
+        normalises it to NFC, in which a character has up to 12 bytes."""
+        return 12 * self.max_characters + 1
 
     @property
     def max_total(self) -> int:

@@ -48,13 +48,14 @@ class Tokenizer:
     Args:
         backend: the tokenizer of the `tokenizers` library.
         special: named special tokens, such as "eos_token", that the chat template may use.
+        extra: further tokens that the template may use, by the names that the model's files give them.
     """
 
     chat_template: str | None = None
     """Jinja template that renders a conversation; None if the model has none. Set it before the first ``render``."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, special: dict[str, str]):
-        self.special = special
+    def __init__(self, backend: tokenizers.Tokenizer, special: dict[str, str], extra: dict[str, str]):
+        self.special, self._extra = special, extra
         self.num_token_ids: int = 1 + max(backend.get_vocab(with_added_tokens=True).values())
         """Token ids that exist: one more than the largest."""
         self.max_token_bytes = max(len(_token_bytes(token)) for token in backend.get_vocab(with_added_tokens=True))
@@ -143,4 +144,9 @@ class Tokenizer:
         from transformers import PreTrainedTokenizerFast
 
         empty = tokenizers.Tokenizer(models.BPE())
-        return PreTrainedTokenizerFast(tokenizer_object=empty, chat_template=self.chat_template, **self.special)
+        return PreTrainedTokenizerFast(
+            tokenizer_object=empty,
+            chat_template=self.chat_template,
+            extra_special_tokens=self._extra,
+            **self.special,
+        )

@@ -18,7 +18,7 @@ WORD_PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 """How Qwen2, and Dream after it, splits text into words before BPE."""
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_NAMED_TOKENS = {"bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"}
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _CONFIG = "tokenizer_config.json"
 
@@ -60,8 +60,9 @@ def load_template(path: str | Path, chat_template: str | None = None) -> str | N
 def load_vocabulary(path: str | Path, vocab_size: int) -> Tokenizer | None:
     """The tokenizer of a model directory, without a chat template; None if there are no tokenizer files.
 
-    Reads tokenizer.json, or else vocab.json and merges.txt. Special tokens come from tokenizer_config.json,
-    special_tokens_map.json and added_tokens.json, as far as they exist.
+    Reads tokenizer.json, or else vocab.json and merges.txt. Special tokens come from tokenizer_config.json. Only if it
+    has no added_tokens_decoder, as in older directories, they also come from added_tokens.json, and from
+    special_tokens_map.json, which goes first then; transformers does the same.
 
     Args:
         path: the model directory.
@@ -81,11 +82,11 @@ def load_vocabulary(path: str | Path, vocab_size: int) -> Tokenizer | None:
         source = path / "vocab.json"
         backend = _read_bpe(path, add_prefix_space=_flag(path / _CONFIG, config, "add_prefix_space"))
     _add_declared_tokens(path, backend, config)
-    named, others = _special_tokens(path, config)
-    _mark_as_special(backend, [*named.values(), *others])
+    named, extra, others = _special_tokens(path, config)
+    _mark_as_special(backend, [*named.values(), *extra.values(), *others])
     if not backend.get_vocab_size():
         raise TokenizerError(f"{source}: has no tokens")
-    tokenizer = Tokenizer(backend, named)
+    tokenizer = Tokenizer(backend, named, extra)
     if tokenizer.num_token_ids > vocab_size:
         raise TokenizerError(
             f"{source}: has ids up to {tokenizer.num_token_ids - 1}, expected less than vocab_size {vocab_size}"
@@ -180,9 +181,10 @@ def _add_declared_tokens(path: Path, backend: tokenizers.Tokenizer, config: dict
             )
         declared[token_id] = file, token
 
-    file = path / "added_tokens.json"
-    for content, token_id in read_json_object(file, TokenizerError, optional=True).items():
-        add(file, _parse_token_id(file, token_id), AddedToken(content))
+    if _is_older(config):
+        file = path / "added_tokens.json"
+        for content, token_id in read_json_object(file, TokenizerError, optional=True).items():
+            add(file, _parse_token_id(file, token_id), AddedToken(content))
     file = path / _CONFIG
     decoder = config.get("added_tokens_decoder") or {}
     if not isinstance(decoder, dict):
@@ -203,23 +205,35 @@ def _add_declared_tokens(path: Path, backend: tokenizers.Tokenizer, config: dict
             )
 
 
-def _special_tokens(path: Path, config: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """The special tokens that have a name, such as "eos_token", by name; and the others."""
-    map_file = path / "special_tokens_map.json"
-    sources = {map_file: read_json_object(map_file, TokenizerError, optional=True), path / _CONFIG: config}
+def _is_older(config: dict[str, Any]) -> bool:
+    """Whether tokenizer_config.json leaves added tokens to files of their own."""
+    return config.get("added_tokens_decoder") is None
+
+
+def _special_tokens(path: Path, config: dict[str, Any]) -> tuple[dict[str, str], dict[str, str], list[str]]:
+    """The special tokens with a usual name, such as "eos_token", by name; those with a name of their own, by name; and
+    the others."""
+    sources = {path / _CONFIG: config}
+    if _is_older(config):
+        file = path / "special_tokens_map.json"
+        sources[file] = read_json_object(file, TokenizerError, optional=True)
     named: dict[str, str] = {}
+    extra: dict[str, str] = {}
     others: list[str] = []
     for file, values in sources.items():
-        for name in _NAMED_TOKENS:
-            if values.get(name) is not None:
+        for name in _NAMED_TOKENS & values.keys():
+            named.pop(name, None)  # a null in a later file takes a token away
+            if values[name] is not None:
                 named[name] = _token_text(file, name, values[name])
         for field in ("additional_special_tokens", "extra_special_tokens"):
-            extra = values.get(field) or []
-            if not isinstance(extra, dict | list):
-                raise TokenizerError(f"{file}: {field} is {shown(extra)}, expected a list of tokens")
-            tokens = extra.values() if isinstance(extra, dict) else extra
-            others += [_token_text(file, field, token) for token in tokens]
-    return named, others
+            tokens = values.get(field) or []
+            if isinstance(tokens, dict):
+                extra |= {name: _token_text(file, field, token) for name, token in tokens.items()}
+            elif isinstance(tokens, list):
+                others += [_token_text(file, field, token) for token in tokens]
+            else:
+                raise TokenizerError(f"{file}: {field} is {shown(tokens)}, expected a list of tokens")
+    return named, extra, others
 
 
 def _mark_as_special(backend: tokenizers.Tokenizer, tokens: list[str]) -> None:

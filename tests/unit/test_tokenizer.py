@@ -114,12 +114,34 @@ def test_special_tokens_of_older_files(tmp_path: Path) -> None:
     assert [tokenizer.is_special(token) for token in ids] == [True, True, False, True]
 
 
+def test_files_of_older_directories_go_first_there_and_count_nowhere_else(tmp_path: Path) -> None:
+    """As with transformers."""
+    template = "{{ bos_token }}|{{ eos_token }}|{{ messages[0].content }}"
+    names = {"bos_token": SPECIAL[1], "eos_token": None}
+    write_tokenizer(tmp_path, chat_template=template)
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"hello": VOCAB_SIZE + 5, "<other>": VOCAB_SIZE - 1}))
+    newer = some(tmp_path)
+    assert newer.special == {
+        name: SPECIAL[place] for name, place in (("eos_token", 0), ("pad_token", 0), ("mask_token", -1))
+    }
+    assert newer.render([{"role": "user", "content": "hi"}]) == f"|{SPECIAL[0]}|hi"
+    first = VOCAB_SIZE - len(SPECIAL)
+    (tmp_path / "added_tokens.json").write_text(json.dumps({token: first + i for i, token in enumerate(SPECIAL)}))
+    edit(tmp_path / "tokenizer_config.json", added_tokens_decoder=None)
+    older = some(tmp_path)
+    assert older.special == {"bos_token": SPECIAL[1], "pad_token": SPECIAL[0], "mask_token": SPECIAL[-1]}
+    assert older.render([{"role": "user", "content": "hi"}]) == f"{SPECIAL[1]}||hi"
+
+
 def test_extra_special_tokens(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, vocab_size=VOCAB_SIZE - 1, extra_special_tokens={"image": "<|image|>"})
     tokenizer = some(tmp_path)
     assert tokenizer.encode("<|image|>") == [VOCAB_SIZE - 1]
     assert tokenizer.is_special(VOCAB_SIZE - 1)
     assert tokenizer.num_token_ids == VOCAB_SIZE
+    tokenizer.chat_template = "{{ image }}{{ messages[0].content }}"
+    assert tokenizer.render([{"role": "user", "content": "hi"}]) == "<|image|>hi"
 
 
 def test_added_token_outside_the_byte_alphabet_is_text(tmp_path: Path) -> None:
@@ -149,6 +171,14 @@ def _config(**changes: Any) -> Callable[[Path], object]:
     return lambda path: edit(path / "tokenizer_config.json", **changes)
 
 
+def _older(file: str, text: str) -> Callable[[Path], object]:
+    """A file in a directory whose tokenizer_config.json has no added tokens."""
+    return lambda path: (
+        edit(path / "tokenizer_config.json", added_tokens_decoder=None),
+        (path / file).write_text(text),
+    )
+
+
 EMPTY = {"vocab.json": "{}", "merges.txt": "", "tokenizer_config.json": "{}"}
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no merges": (lambda p: (p / "merges.txt").unlink(), "merges.txt: is missing"),
@@ -173,8 +203,8 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda p: (p / "tokenizer_config.json").write_text("{"),
         "tokenizer_config.json: is not valid JSON",
     ),
-    "broken map": (lambda p: (p / "special_tokens_map.json").write_text("{"), "special_tokens_map.json: is not valid"),
-    "broken tokens": (lambda p: (p / "added_tokens.json").write_text("{"), "added_tokens.json: is not valid JSON"),
+    "broken map": (_older("special_tokens_map.json", "{"), "special_tokens_map.json: is not valid"),
+    "broken tokens": (_older("added_tokens.json", "{"), "added_tokens.json: is not valid JSON"),
     "broken tokenizer": (lambda p: (p / "tokenizer.json").write_text("{"), "tokenizer.json: is not valid JSON"),
     "other decoder": (lambda p: (p / "tokenizer.json").write_text("{}"), "tokenizer.json: decoder is None, expected"),
     "no model": (
@@ -368,3 +398,10 @@ def test_a_stop_string_that_is_a_special_token_is_a_stop_token(tmp_path: Path) -
     params = prompts.for_engine(DecodingParams(stop=("<|im_end|>", "the", "<|mask|>"), stop_token_ids=(7,)))
     assert params.stop_token_ids == (7, VOCAB_SIZE - 2)
     assert prompts.for_engine(DecodingParams(stop=("the",))).stop_token_ids == ()
+
+
+def test_a_banned_text_may_grow_in_nfc(tmp_path: Path) -> None:
+    prompts = Prompts(some(write_tokenizer(tmp_path)), 100, VOCAB_SIZE - 1, "m")
+    for character in ("\u0958", "\ufb2c", "\U0001d160"):  # from 3 or 4 bytes to 6 or 12
+        params = prompts.for_engine(DecodingParams(bad_words=(character * 64,)))
+        assert max(map(len, params.bad_words)) > 4 * 64

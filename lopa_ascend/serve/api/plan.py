@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unicodedata import normalize
 
 from lopa_ascend.config import (
     ContextLengthError,
@@ -227,10 +228,11 @@ def _drop_repeated_ids(asked: dict[str, Any]) -> None:
 
 
 def _num_ids(words: str | Sequence[str | Sequence[int]]) -> int:
-    """Most token ids that ``bad_words`` can become: a text has one for each byte at most, alone and after a space."""
+    """Most token ids that ``bad_words`` can become: a text has one for each byte in NFC at most, alone and after a
+    space."""
     total = 0
     for word in [words] if isinstance(words, str) else words:
-        total += 2 * (len(word.encode()) + 1) if isinstance(word, str) else len(word)
+        total += 2 * (len(normalize("NFC", word).encode()) + 1) if isinstance(word, str) else len(word)
     return total
 
 
