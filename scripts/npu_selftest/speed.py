@@ -54,11 +54,12 @@ class ReplayedAttention:
 
     @cached_property
     def _replay(self) -> CapturedRun:
-        from lopa_ascend.backend.npu.captured import CapturedRun
+        from lopa_ascend.backend.npu.captured import CapturedRun, capturing
 
         npu = torch.get_device_module("npu")
+        self._attend()  # what a first call needs, such as loading the kernel, may not happen in a capture
         graph = npu.NPUGraph()
-        with npu.graph(graph, auto_dispatch_capture=True):
+        with capturing(graph, auto_dispatch_capture=True):
             outputs = [self._attend() for _ in range(CALLS)]
         return CapturedRun(graph, lambda: outputs, outputs[-1], self._name, self._kv_lengths)
 

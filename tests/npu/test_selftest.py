@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -121,6 +122,23 @@ def test_where_tnd_refuses_many_queries(capsys: pytest.CaptureFixture[str], monk
     assert verdicts["replayed attention TND, 4 calls of 4 blocks, 544 keys"] == "refused", "and is not even tried"
     assert last == "options for the server: --device npu --attention-layout TND16 --graph-mode npugraph_ex"
     assert status == 0, "nothing wrong was computed, and there are options without it"
+
+
+def test_a_capture_that_fails_spoils_no_later_check(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end, calls = torch.npu.NPUGraph.capture_end, itertools.count()
+
+    def fail_once(graph: Any) -> None:
+        end(graph)
+        if next(calls) == 0:
+            raise RuntimeError("error 107026: the capture is invalid")
+
+    monkeypatch.setattr(torch.npu.NPUGraph, "capture_end", fail_once)
+    _, verdicts, last = reported(capsys)
+    failed = [name for name, verdict in verdicts.items() if verdict == "refused"]
+    assert failed == ["replayed attention TND, 4 calls of 4 blocks, 544 keys"]
+    assert last.endswith("--graph-mode npugraph_ex")
 
 
 def test_where_entries_of_16_queries_are_faster(

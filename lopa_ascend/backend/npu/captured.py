@@ -8,16 +8,34 @@ docs/ascend.md, Host time of a replay).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch_npu import npu
 
 from lopa_ascend.backend.compiler import GraphError
 
 KV_LENGTHS = "actual_seq_lengths_kv"
 """The argument of the attention kernel that holds the KV lengths of its entries."""
+
+
+@contextmanager
+def capturing(graph: npu.NPUGraph, **options: Any) -> Iterator[None]:
+    """``npu.graph`` with these options. If the capture fails, ops are dispatched and launched as before: torch_npu
+    leaves its own dispatch and its stream behind where the end of a capture raises."""
+    stream = npu.current_stream()
+    try:
+        with npu.graph(graph, **options):
+            yield
+    except BaseException:
+        mode = graph.graph_dispatch_mode
+        if mode in _get_current_dispatch_mode_stack():
+            mode.__exit__(None, None, None)
+        npu.set_stream(stream)
+        raise
 
 
 class CapturedRun:

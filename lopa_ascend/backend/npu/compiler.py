@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -35,7 +35,7 @@ from torchair.inference._cache_compiler import CompiledModel as GeModel
 from lopa_ascend.backend.caching import CachingCompiler
 from lopa_ascend.backend.compiler import MIN_KV_LENGTH, Compiler, GraphError, Run, Step, dynamic_kv_lengths
 from lopa_ascend.backend.graph_cache import GraphCache
-from lopa_ascend.backend.npu.captured import CapturedRun
+from lopa_ascend.backend.npu.captured import CapturedRun, capturing
 from lopa_ascend.backend.npu.rewrites import join_in_place, split_in_one_kernel, sum_in_place
 
 MAX_GRAPHS = 64
@@ -190,6 +190,14 @@ class PackageCompiler(CachingCompiler):
         return MethodType(FunctionType(code, globals(), name), module)
 
 
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and those before it. An error in a capture is followed by another one at the end of the capture."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
 def count_integer_inputs(module: torch.fx.GraphModule) -> int:
     """How many inputs of a graph are integers. A step has no other integers than KV lengths."""
     inputs = module.graph.find_nodes(op="placeholder")
@@ -265,12 +273,12 @@ class NpuGraphEx(PackageCompiler):
         gc.collect()  # an unused graph that is collected during the capture would give memory back, and be counted
         npu.empty_cache()
         graph, memory_before = npu.NPUGraph(), npu.memory_reserved()
-        capture = npu.graph(graph, pool=self._pool, stream=self._stream, auto_dispatch_capture=True)
+        capture = capturing(graph, pool=self._pool, stream=self._stream, auto_dispatch_capture=True)
         try:
             with torch.no_grad(), capture:
                 output = run(lengths)
         except RuntimeError as error:
-            if OUT_OF_STREAMS not in str(error):
+            if not any(OUT_OF_STREAMS in str(cause) for cause in causes(error)):
                 raise
             raise GraphError(
                 f"bucket {name}: after {self.num_captures} graphs the device has no streams for another (error "
