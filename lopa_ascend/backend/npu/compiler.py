@@ -36,7 +36,7 @@ from lopa_ascend.backend.caching import CachingCompiler
 from lopa_ascend.backend.compiler import MIN_KV_LENGTH, Compiler, GraphError, Run, Step, dynamic_kv_lengths
 from lopa_ascend.backend.graph_cache import GraphCache
 from lopa_ascend.backend.npu.captured import CapturedRun, capturing
-from lopa_ascend.backend.npu.rewrites import join_in_place, split_in_one_kernel, sum_in_place
+from lopa_ascend.backend.npu.rewrites import join_in_place, split_in_one_op, sum_in_place
 
 MAX_GRAPHS = 64
 """npugraph_ex's own limit: a graph takes streams and events of the device, which has some two thousand."""
@@ -262,7 +262,7 @@ class NpuGraphEx(PackageCompiler):
 
     def _rewrite(self, module: torch.fx.GraphModule) -> None:
         restore_in_place_writes(module)
-        split_in_one_kernel(module)
+        split_in_one_op(module)
         sum_in_place(module)
         join_in_place(module)
 

@@ -43,8 +43,11 @@ def makes_memory(node: Node) -> bool:
     return isinstance(target, torch._ops.OpOverload) and all(x.alias_info is None for x in target._schema.returns)
 
 
-def split_in_one_kernel(module: GraphModule) -> None:
-    """Lets one kernel split a tensor, where each part is copied to be contiguous by a kernel of its own."""
+def split_in_one_op(module: GraphModule) -> None:
+    """Lets one op split a tensor, where each part is copied to be contiguous by an op of its own.
+
+    torch_npu runs that op as one kernel where it has one for the shapes, and as a copy for each part elsewhere.
+    """
     graph = module.graph
     for split in graph.find_nodes(op="call_function", target=aten.split_with_sizes.default):
         copies = contiguous_parts(split)
