@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import operator
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from lopa_ascend.engine.engine import INTERRUPTED, Engine
 from tests.e2e.batching import decisions, run
 from tests.tiny import write_dream
 
-BOOKKEEPING = ("/kv/pages.py", "/kv/prefix_cache.py", "/engine/scheduler.py", "/engine/engine.py")
 PARAMS = DecodingParams(block_size=8, max_new_tokens=24, tau_conf=0.5, num_branches=2, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [8] * 130, [9] * 128]
 EOS = 3
@@ -153,33 +150,6 @@ def test_a_prompt_that_an_interrupted_step_did_not_copy_is_computed_again(
 # ---- in the middle of the bookkeeping --------------------------------------------------------------------------------
 
 
-class Interruption:
-    """While it is entered, Ctrl-C comes before a line of ``BOOKKEEPING``.
-
-    Args:
-        number: how many of these lines run before; None: it never comes.
-    """
-
-    def __init__(self, number: int | None = None) -> None:
-        self.number, self.num_lines = number, 0
-
-    def __enter__(self) -> Interruption:
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
-        if not frame.f_code.co_filename.endswith(BOOKKEEPING):
-            return None
-        if event == "line":
-            self.num_lines += 1
-            if self.num_lines == self.number:
-                raise KeyboardInterrupt
-        return self._trace
-
-
 def work(llm: LLM) -> list[tuple[int, ...]]:
     """Two streams, one of which is closed early, and requests beside them; the tokens of the latter."""
     read, closed = (llm.stream(prompt, PARAMS) for prompt in PROMPTS[:2])
@@ -191,13 +161,17 @@ def work(llm: LLM) -> list[tuple[int, ...]]:
     return [output.token_ids for output in outputs]
 
 
-def test_no_page_is_lost_or_used_twice_wherever_the_bookkeeping_is_interrupted(path: str) -> None:
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("name", ["allocate", "release", "share", "give_to_cache"])
+def test_no_page_is_lost_or_used_twice_wherever_the_bookkeeping_is_interrupted(
+    path: str, name: str, after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = LLM(path, max_model_len=256, max_num_seqs=4)
     expected = work(llm)
-    with Interruption() as none:
-        work(llm)
-    for number in range(1, none.num_lines, none.num_lines // 25):
-        with suppress(GenerationError, KeyboardInterrupt), Interruption(number):
+    allocator = llm.engine.scheduler.allocator
+    for number in range(1, 12, 2):
+        with monkeypatch.context() as patch, suppress(GenerationError, KeyboardInterrupt):
+            patch.setattr(allocator, name, interrupt_call(number, getattr(allocator, name), after=after))
             work(llm)
         with suppress(GenerationError):  # what was interrupted ends in the next step
             work(llm)
