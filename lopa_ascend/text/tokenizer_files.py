@@ -18,7 +18,8 @@ WORD_PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 """How Qwen2, and Dream after it, splits text into words before BPE."""
-_NAMED_TOKENS = {"bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"}
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""In the order in which those that are in no vocabulary get ids: the same in every process."""
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _CONFIG = "tokenizer_config.json"
 
@@ -221,7 +222,9 @@ def _special_tokens(path: Path, config: dict[str, Any]) -> tuple[dict[str, str],
     extra: dict[str, str] = {}
     others: list[str] = []
     for file, values in sources.items():
-        for name in _NAMED_TOKENS & values.keys():
+        for name in _NAMED_TOKENS:
+            if name not in values:
+                continue
             named.pop(name, None)  # a null in a later file takes a token away
             if values[name] is not None:
                 named[name] = _token_text(file, name, values[name])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +14,11 @@ from hypothesis import strategies as st
 
 from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.text.prompt import Prompts
-from lopa_ascend.text.special_ids import end_token_ids
 from lopa_ascend.text.time_limit import TookTooLongError, time_limit
-from lopa_ascend.text.tokenizer import Tokenizer, TokenizerError
+from lopa_ascend.text.tokenizer import TokenizerError
 from lopa_ascend.text.tokenizer_files import load_tokenizer
 from tests.tiny import CHAT_TEMPLATE, SPECIAL, VOCAB_SIZE, tiny_tokenizer, write_tokenizer
+from tests.unit.loaded_tokenizer import edit, some
 
 TEXTS = [
     "",
@@ -34,17 +33,6 @@ TEXTS = [
     "\u0120 \u00a0 \u2028 \x00 \x7f",
     "for (int i = 0; i < n; ++i) { a[i] += $x; }  // \u2026!!\n\n",
 ]
-
-
-def some(path: Path) -> Tokenizer:
-    tokenizer = load_tokenizer(path, VOCAB_SIZE)
-    assert tokenizer is not None
-    return tokenizer
-
-
-def edit(file: Path, **changes: Any) -> None:
-    values = json.loads(file.read_text()) | changes
-    file.write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
 
 
 def qwen2(path: Path) -> Any:
@@ -98,57 +86,6 @@ def test_truncation_and_padding_in_tokenizer_json_are_ignored(tmp_path: Path) ->
     backend.enable_padding(length=9)
     backend.save(str(source / "tokenizer.json"))
     assert some(source).encode("hello hello hello the") == tiny_tokenizer().encode("hello hello hello the")
-
-
-def test_special_tokens_of_older_files(tmp_path: Path) -> None:
-    """added_tokens.json and special_tokens_map.json instead of added_tokens_decoder."""
-    write_tokenizer(tmp_path, added_tokens_decoder=None, eos_token=None, pad_token=None, mask_token=None)
-    first = VOCAB_SIZE - len(SPECIAL)
-    (tmp_path / "added_tokens.json").write_text(json.dumps({token: first + i for i, token in enumerate(SPECIAL)}))
-    names: dict[str, Any] = {"eos_token": {"content": SPECIAL[0]}, "mask_token": SPECIAL[-1]}
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps(names | {"additional_special_tokens": [SPECIAL[1]]}))
-    tokenizer = some(tmp_path)
-    ids = tokenizer.encode("".join(SPECIAL))
-    assert ids == list(range(first, VOCAB_SIZE))
-    assert tokenizer.decode(ids) == SPECIAL[2]
-    assert [tokenizer.is_special(token) for token in ids] == [True, True, False, True]
-
-
-def test_files_of_older_directories_go_first_there_and_count_nowhere_else(tmp_path: Path) -> None:
-    """As with transformers."""
-    template = "{{ bos_token }}|{{ eos_token }}|{{ messages[0].content }}"
-    names = {"bos_token": SPECIAL[1], "eos_token": None}
-    write_tokenizer(tmp_path, chat_template=template)
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
-    (tmp_path / "added_tokens.json").write_text(json.dumps({"hello": VOCAB_SIZE + 5, "<other>": VOCAB_SIZE - 1}))
-    newer = some(tmp_path)
-    assert newer.special == {
-        name: SPECIAL[place] for name, place in (("eos_token", 0), ("pad_token", 0), ("mask_token", -1))
-    }
-    assert newer.render([{"role": "user", "content": "hi"}]) == f"|{SPECIAL[0]}|hi"
-    first = VOCAB_SIZE - len(SPECIAL)
-    (tmp_path / "added_tokens.json").write_text(json.dumps({token: first + i for i, token in enumerate(SPECIAL)}))
-    edit(tmp_path / "tokenizer_config.json", added_tokens_decoder=None)
-    older = some(tmp_path)
-    assert older.special == {"bos_token": SPECIAL[1], "pad_token": SPECIAL[0], "mask_token": SPECIAL[-1]}
-    assert older.render([{"role": "user", "content": "hi"}]) == f"{SPECIAL[1]}||hi"
-
-
-def test_extra_special_tokens(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, vocab_size=VOCAB_SIZE - 1, extra_special_tokens={"image": "<|image|>"})
-    tokenizer = some(tmp_path)
-    assert tokenizer.encode("<|image|>") == [VOCAB_SIZE - 1]
-    assert tokenizer.is_special(VOCAB_SIZE - 1)
-    assert tokenizer.num_token_ids == VOCAB_SIZE
-    tokenizer.chat_template = "{{ image }}{{ messages[0].content }}"
-    assert tokenizer.render([{"role": "user", "content": "hi"}]) == "<|image|>hi"
-
-
-def test_added_token_outside_the_byte_alphabet_is_text(tmp_path: Path) -> None:
-    tokenizer = some(
-        write_tokenizer(tmp_path, additional_special_tokens=["caf\u00e9 \u6587"], vocab_size=VOCAB_SIZE - 1)
-    )
-    assert tokenizer.decode([VOCAB_SIZE - 1], skip_special_tokens=False) == "caf\u00e9 \u6587"
 
 
 def test_no_tokenizer_files(tmp_path: Path) -> None:
@@ -375,29 +312,6 @@ def test_the_time_limit_strikes_inside_its_context_alone():
     for _ in range(10_000):
         pass
     assert outcomes == {"ended", "in time"}
-
-
-# ---- special tokens as ends ------------------------------------------------------------------------------------------
-
-
-def test_padding_ends_an_answer_unless_it_is_the_mask(tmp_path: Path) -> None:
-    """As in DiffuCoder, whose configuration names another end than its tokenizer's padding."""
-    end, start, turn_end, mask = range(VOCAB_SIZE - 4, VOCAB_SIZE)
-    same = some(write_tokenizer(tmp_path / "same"))
-    assert end_token_ids(same, mask, [end]) == (end,)
-    assert end_token_ids(same, mask, []) == (end,)
-    own = some(write_tokenizer(tmp_path / "own", pad_token="<|im_end|>"))
-    assert end_token_ids(own, mask, [end, start]) == (end, start, turn_end)
-    assert end_token_ids(some(write_tokenizer(tmp_path / "mask", pad_token="<|mask|>")), mask, [end]) == (end,)
-    assert end_token_ids(some(write_tokenizer(tmp_path / "none", pad_token=None)), mask, [end]) == (end,)
-
-
-def test_a_stop_string_that_is_a_special_token_is_a_stop_token(tmp_path: Path) -> None:
-    tokenizer = some(write_tokenizer(tmp_path))
-    prompts = Prompts(tokenizer, VOCAB_SIZE, VOCAB_SIZE - 1, "model")
-    params = prompts.for_engine(DecodingParams(stop=("<|im_end|>", "the", "<|mask|>"), stop_token_ids=(7,)))
-    assert params.stop_token_ids == (7, VOCAB_SIZE - 2)
-    assert prompts.for_engine(DecodingParams(stop=("the",))).stop_token_ids == ()
 
 
 def test_a_banned_text_may_grow_in_nfc(tmp_path: Path) -> None:
