@@ -144,10 +144,10 @@ class Mesh:
             os.environ.setdefault("HCCL_EXEC_TIMEOUT", str(math.ceil(config.distributed_timeout_seconds)))
         try:
             open_device(config.device)
-            ranks = mesh._meet(rendezvous, store, check)
+            torch_store = mesh._meet(rendezvous, store, check)
             mesh._start_watch(rendezvous, on_failure)
             mesh.all_gather_text("watched", "")  # from here on each rank hears of the end of any other
-            mesh._connect(config, ranks)
+            mesh._connect(config, torch_store)
         except BaseException as error:
             mesh.close("it could not join")
             if isinstance(error, RankError) or not isinstance(error, RuntimeError):
@@ -198,7 +198,7 @@ class Mesh:
             on_failure(message)
 
         timeout = self._timeout.total_seconds()
-        # torchrun starts its ranks anew; those that have outlived it would hold their devices and ports.
+        # Ranks must end with their torchrun: a new start needs their devices and ports.
         parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         if self.rank == 0:
             self._watch = ProcessWatch.listen(self.size, timeout, failed, rendezvous.host, parent)

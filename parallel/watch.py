@@ -233,7 +233,7 @@ class ProcessWatch:
                 key.data()
 
     def _beat(self) -> None:
-        """Sends a beat to every rank, and looks for those that have been silent for too long, and for the parent."""
+        """Sends a beat to every rank. Reports a rank that has been silent for too long, and a parent that has ended."""
         if self._parent is not None and os.getppid() != self._parent:
             self._fail(f"the process that started the ranks on {socket.gethostname()} has ended")
             return

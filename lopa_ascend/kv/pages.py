@@ -36,7 +36,7 @@ class PageAllocator:
         self.free_all()
 
     def free_all(self) -> None:
-        """Makes all pages free, whoever holds them. Their holders must forget them."""
+        """Frees every page, also those in use. The caller must clear the page tables and the prefix cache."""
         self.num_evictable = 0
         self._references = [0] * self.num_pages
         self._cached_references = [0] * self.num_pages

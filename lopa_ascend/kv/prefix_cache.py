@@ -139,7 +139,7 @@ class PrefixCache:
         return True
 
     def forget(self) -> None:
-        """Forgets all entries, and leaves the references to their pages to the caller."""
+        """Removes all entries without releasing their pages. The caller must free these."""
         self._entries.clear()
 
 

@@ -126,6 +126,5 @@ def is_equivalent(answer: str, expected: str) -> bool:
         with _alarm(TIMEOUT):
             difference = parse_latex(answer) - parse_latex(expected)
             return bool(sympy.simplify(difference) == 0)
-    # sympy raises exceptions of many kinds for what it cannot parse, subtract or simplify, such as lists and sets.
-    except (Exception, TookTooLongError):  # noqa: BLE001
+    except (Exception, TookTooLongError):  # noqa: BLE001  # sympy raises many kinds for what it cannot parse or simplify
         return False

@@ -75,7 +75,8 @@ class Answers:
         """Answers to predict autoregressively, followed by two masked blocks: the first one and a random one.
 
         A block sees the prompt, the answer before it, and itself, as decoding opens it. Some of its first positions are
-        filled. It costs few positions, so that many problems are read with masks behind the position to predict.
+        filled. The two blocks add few positions, so a batch can still have many problems, and the model learns to read
+        them while later positions are masked.
         """
         clean = self.clean(batch)
         length, block = batch.answer.shape[1], OPENED_BLOCK

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NODE = Launch(device="npu", tp=4, bp=4)
 
 
-def told(findings: Iterator[Finding]) -> list[str]:
+def lines_of(findings: Iterator[Finding]) -> list[str]:
     return [str(finding) for finding in findings]
 
 
@@ -73,7 +73,7 @@ def test_devices(tmp_path: Path, dies: int, visible: str | None, launch: Launch,
     for die in range(dies):
         (tmp_path / f"davinci{die + 100}").touch()  # a container's may have any numbers
     (tmp_path / "davinci_manager").touch()
-    found = told(check_devices(launch, tmp_path, visible))
+    found = lines_of(check_devices(launch, tmp_path, visible))
     assert len(found) == len(lines)
     for line, beginning in zip(found, lines, strict=True):
         assert line.startswith(beginning.format(dev=tmp_path))
@@ -81,16 +81,16 @@ def test_devices(tmp_path: Path, dies: int, visible: str | None, launch: Launch,
 
 def test_cann(tmp_path: Path):
     remedy = "; source CANN's set_env.sh, e.g. /usr/local/Ascend/cann/set_env.sh"
-    assert told(check_cann(None)) == ["FAIL  CANN: ASCEND_HOME_PATH is not set" + remedy]
+    assert lines_of(check_cann(None)) == ["FAIL  CANN: ASCEND_HOME_PATH is not set" + remedy]
     (tmp_path / "lib64").mkdir()
     (tmp_path / "lib64/libascendcl.so").touch()
-    assert told(check_cann(tmp_path)) == [f"FAIL  CANN: {tmp_path}/lib64 has no libhccl.so{remedy}"]
+    assert lines_of(check_cann(tmp_path)) == [f"FAIL  CANN: {tmp_path}/lib64 has no libhccl.so{remedy}"]
     (tmp_path / "lib64/libhccl.so").touch()
-    assert told(check_cann(tmp_path)) == [f"ok    CANN: {tmp_path}, version unknown"]
+    assert lines_of(check_cann(tmp_path)) == [f"ok    CANN: {tmp_path}, version unknown"]
     (tmp_path / "aarch64-linux").mkdir()
     info = "package_name=Ascend-cann-toolkit\ninnerversion=V100R001\nversion=9.1.0\n"
     (tmp_path / "aarch64-linux/ascend_toolkit_install.info").write_text(info)
-    assert told(check_cann(tmp_path)) == [f"ok    CANN: {tmp_path}, version 9.1.0"]
+    assert lines_of(check_cann(tmp_path)) == [f"ok    CANN: {tmp_path}, version 9.1.0"]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_cann(tmp_path: Path):
 )
 def test_versions(torch: str, torch_npu: str, cann: str | None, line: str):
     installed = {"lopa-dist-ascend": "0.1.0", "torch": torch, "torch_npu": torch_npu}
-    (found,) = told(check_versions(installed, cann, "npugraph_ex"))
+    (found,) = lines_of(check_versions(installed, cann, "npugraph_ex"))
     assert found.startswith(line)
 
 
@@ -127,7 +127,7 @@ def test_versions(torch: str, torch_npu: str, cann: str | None, line: str):
 @pytest.mark.parametrize("version", ["2.8.0", "2.9.0", "2.9.0.post2", "2.9.1", "2.10.0", "2.11.0", "2.13.0"])
 def test_torch_npu_is_taken_exactly_if_the_backend_takes_it(version: str, mode: str):
     installed = {"lopa-dist-ascend": "0.1.0", "torch": version.partition(".post")[0], "torch_npu": version}
-    (found,) = told(check_versions(installed, None, mode))
+    (found,) = lines_of(check_versions(installed, None, mode))
     assert found.startswith("FAIL") != can_run(version, mode)
 
 
@@ -188,14 +188,14 @@ def test_driver(tmp_path: Path, version: str, mode: str, line: str):
     (tmp_path / "driver/version.info").write_text(VERSION_INFO.format(version=version))
     install_info = tmp_path / "ascend_install.info"
     install_info.write_text(INSTALL_INFO.format(folder=tmp_path))
-    (found,) = told(check_driver(install_info, mode))
+    (found,) = lines_of(check_driver(install_info, mode))
     assert found.startswith(line)
 
 
 def test_a_driver_that_no_file_tells(tmp_path: Path):
     install_info = tmp_path / "ascend_install.info"
     install_info.write_text(INSTALL_INFO.format(folder=tmp_path))
-    (found,) = told(check_driver(install_info, "npugraph_ex"))
+    (found,) = lines_of(check_driver(install_info, "npugraph_ex"))
     assert found.startswith("note  driver: version unknown, and 25.0.RC1 or newer is needed; npu-smi info shows it")
 
 
@@ -254,7 +254,7 @@ NO_EXPANDABLE_PINNED = "without pin_memory_expandable_segments:True"
 )
 def test_environment(environment: dict[str, str], in_graphs: str, eager: str):
     for mode, line in (("npugraph_ex", in_graphs), ("eager", eager)):
-        (found,) = told(check_environment(environment, mode))
+        (found,) = lines_of(check_environment(environment, mode))
         assert found.startswith(line)
 
 
@@ -277,7 +277,7 @@ def test_environment(environment: dict[str, str], in_graphs: str, eager: str):
     ],
 )
 def test_affinity(setting: str, usable: int, line: str):
-    (found,) = told(check_affinity(setting, usable, 320))
+    (found,) = lines_of(check_affinity(setting, usable, 320))
     assert found.startswith(line)
 
 
@@ -290,7 +290,7 @@ def test_the_affinity_that_is_checked_is_that_of_the_ranks():
 
 
 def test_missing_distributions():
-    (found,) = told(check_versions({"torch": "2.10.0"}, "9.1.0", "eager"))
+    (found,) = lines_of(check_versions({"torch": "2.10.0"}, "9.1.0", "eager"))
     assert found.startswith(f"FAIL  versions: {sys.executable} has no lopa-dist-ascend and no torch_npu; install there")
 
 
@@ -309,17 +309,17 @@ def test_ports(tmp_path: Path):
     free = free_ports(4)
     launch = Launch(device="cpu", tp=1, bp=1, replicas=2, port=free, master_port=free + 2)
     free_lines = [f"127.0.0.1:{free}", f"127.0.0.1:{free + 1}", f"127.0.0.1:{free + 2}", f"127.0.0.1:{free + 3}"]
-    assert told(check_network(launch, tmp_path)) == [f"ok    network: {port} is free" for port in free_lines]
+    assert lines_of(check_network(launch, tmp_path)) == [f"ok    network: {port} is free" for port in free_lines]
     last = replace(launch, port=65535, master_port=65535)
-    found = told(check_network(last, tmp_path))
-    assert [re.findall(r"127\.0\.0\.1:\d+", line) for line in found] == [["127.0.0.1:65535"]] * 2
+    lines = lines_of(check_network(last, tmp_path))
+    assert [re.findall(r"127\.0\.0\.1:\d+", line) for line in lines] == [["127.0.0.1:65535"]] * 2
     with listening() as port:
         busy = replace(launch, replicas=1, master_port=port)
         remedy = "(Address already in use); stop the program that uses it, or choose another --master-port"
-        assert f"FAIL  network: cannot listen on 127.0.0.1:{port} {remedy}" in told(check_network(busy, tmp_path))
+        assert f"FAIL  network: cannot listen on 127.0.0.1:{port} {remedy}" in lines_of(check_network(busy, tmp_path))
         other_node = replace(busy, nnodes=2, node_rank=1)
-        assert told(check_network(other_node, tmp_path)) == []
-    (not_ours,) = told(check_network(replace(launch, replicas=1, host="192.0.2.1"), tmp_path))[:1]
+        assert lines_of(check_network(other_node, tmp_path)) == []
+    (not_ours,) = lines_of(check_network(replace(launch, replicas=1, host="192.0.2.1"), tmp_path))[:1]
     assert not_ours.startswith(f"FAIL  network: cannot listen on 192.0.2.1:{free} (")
 
 
