@@ -69,7 +69,7 @@ parse_flags() {
             *) refuse "unexpected $1" ;;
         esac
     done
-    local before= digits='^([0-9]+)(\.[0-9]*)?$'
+    local before='' digits='^([0-9]+)(\.[0-9]*)?$'
     for name in "${server_flags[@]}"; do
         [[ $before != --graph-mode ]] || graph_mode=$name
         [[ $name != --graph-mode=* ]] || graph_mode=${name#*=}

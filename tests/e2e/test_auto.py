@@ -13,7 +13,7 @@ from lopa_ascend.config import EngineConfig
 from lopa_ascend.decode.allotment import Allotment, StepCosts
 from lopa_ascend.engine.engine import Engine
 from tests.e2e import test_batching as batching
-from tests.e2e.test_batching import decisions, run
+from tests.e2e.batching import decisions, run
 from tests.tiny import write_dream
 
 Asked = tuple[list[int], DecodingParams]

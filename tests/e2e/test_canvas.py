@@ -22,7 +22,7 @@ from tests.canvas_reference import (
     VanillaReference,
 )
 from tests.e2e import test_batching as batching
-from tests.e2e.test_batching import decisions, run
+from tests.e2e.batching import decisions, run
 from tests.tiers import slow_but
 from tests.tiny import write_dream
 

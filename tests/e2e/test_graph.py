@@ -20,7 +20,8 @@ from lopa_ascend.graph import setup
 from lopa_ascend.graph.tensors import view_output
 from lopa_ascend.types import Update
 from tests import golden
-from tests.e2e.test_batching import requests, run
+from tests.e2e.batching import run
+from tests.e2e.test_batching import requests
 from tests.tiers import slow_but
 from tests.tiny import VOCAB_SIZE, write_dream
 

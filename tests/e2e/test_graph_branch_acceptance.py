@@ -15,7 +15,8 @@ from lopa_ascend.config import EngineConfig
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.graph import setup
 from lopa_ascend.types import GenerationOutput
-from tests.e2e.test_batching import requests, run
+from tests.e2e.batching import run
+from tests.e2e.test_batching import requests
 from tests.tiers import slow_but
 from tests.tiny import write_dream
 

@@ -9,7 +9,7 @@ import pytest
 from lopa_ascend import DecodingParams
 from lopa_ascend.backend.compiler import Eager
 from lopa_ascend.graph import setup
-from tests.e2e.test_batching import run
+from tests.e2e.batching import run
 from tests.e2e.test_graph import engine
 from tests.tiny import write_dream
 

@@ -12,7 +12,7 @@ from lopa_ascend import register_decoding
 from lopa_ascend.config import DecodingParams, EngineConfig, decodings
 from lopa_ascend.engine.engine import Engine
 from tests.e2e import test_batching as batching
-from tests.e2e.test_batching import decisions, run
+from tests.e2e.batching import decisions, run
 from tests.tiny import write_dream
 
 

@@ -16,7 +16,7 @@ from lopa_ascend.config import EngineConfig
 from lopa_ascend.engine.engine import Engine
 from tests import reference
 from tests.e2e import test_batching as batching
-from tests.e2e.test_batching import decisions, run
+from tests.e2e.batching import decisions, run
 from tests.e2e.test_reference import random_params
 from tests.e2e.test_verified import Verified
 from tests.tiny import write_dream

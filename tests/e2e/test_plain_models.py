@@ -21,9 +21,10 @@ from lopa_ascend.config import EngineConfig
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.graph import setup
 from tests import golden
+from tests.e2e.batching import decisions, run
 from tests.e2e.conftest import ROOT, running
 from tests.e2e.serving import events
-from tests.e2e.test_batching import decisions, requests, run
+from tests.e2e.test_batching import requests
 from tests.plain_dream import MODEL_TYPE, as_plain, kept_traces, registered
 from tests.tiers import slow_but
 from tests.tiny import write_dream

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch_npu import npu
 
 from scripts.npu_selftest.__main__ import main
 from scripts.npu_selftest.findings import Finding, merged, slowest
@@ -127,14 +128,14 @@ def test_where_tnd_refuses_many_queries(capsys: pytest.CaptureFixture[str], monk
 def test_a_capture_that_fails_spoils_no_later_check(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    end, calls = torch.npu.NPUGraph.capture_end, itertools.count()
+    end, calls = npu.NPUGraph.capture_end, itertools.count()
 
     def fail_once(graph: Any) -> None:
         end(graph)
         if next(calls) == 0:
             raise RuntimeError("error 107026: the capture is invalid")
 
-    monkeypatch.setattr(torch.npu.NPUGraph, "capture_end", fail_once)
+    monkeypatch.setattr(npu.NPUGraph, "capture_end", fail_once)
     _, verdicts, last = reported(capsys)
     failed = [name for name, verdict in verdicts.items() if verdict == "refused"]
     assert failed == ["replayed attention TND, 4 calls of 4 blocks, 544 keys"]

@@ -114,6 +114,8 @@ def test_answers_behind_one_prompt_are_learnt_as_if_each_stood_there_alone(train
 def test_opened_blocks_are_learnt_as_if_each_followed_its_part_of_the_answer(trainer: Trainer, batch: Batch) -> None:
     block, length = OPENED_BLOCK, batch.answer.shape[1]
     opened = trainer.answers.with_opened_blocks(batch)
+    offsets = opened.offsets
+    assert offsets is not None
     losses = torch.zeros(opened.wanted.shape)
     with torch.no_grad():
         losses[opened.wanted] = trainer.cross_entropies(batch, [opened])
@@ -122,7 +124,7 @@ def test_opened_blocks_are_learnt_as_if_each_followed_its_part_of_the_answer(tra
             losses[:, :length][autoregressive.wanted], trainer.cross_entropies(batch, [autoregressive])
         )
     for columns in (slice(length, length + block), slice(length + block, None)):
-        start = int(opened.offsets[columns][0])
+        start = int(offsets[columns][0])
         ids = torch.cat([batch.answer[:, :start], opened.ids[:, columns]], 1)
         mask = causal(start + block)
         mask[start:, start:] = True
@@ -138,6 +140,7 @@ def test_opened_blocks_are_masked_behind_some_filled_positions(trainer: Trainer,
     length, starts = batch.answer.shape[1], set()
     for _ in range(50):
         opened = trainer.answers.with_opened_blocks(batch)
+        assert opened.offsets is not None
         starts.add(int(opened.offsets[-OPENED_BLOCK]))
         is_masked = (opened.ids == trainer.mask)[:, length:].unflatten(1, (2, OPENED_BLOCK))
         assert (is_masked.int().diff(dim=-1) >= 0).all()  # filled from the left

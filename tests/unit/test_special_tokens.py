@@ -66,7 +66,7 @@ def test_added_token_outside_the_byte_alphabet_is_text(tmp_path: Path) -> None:
 
 def test_names_that_are_in_no_vocabulary_get_ids_in_one_order(tmp_path: Path) -> None:
     """Ranks, and a server that starts again, must agree on them."""
-    names = {"cls_token": "<c>", "unk_token": "<u>", "sep_token": "<s>", "bos_token": "<b>"}
+    names: dict[str, Any] = {"cls_token": "<c>", "unk_token": "<u>", "sep_token": "<s>", "bos_token": "<b>"}
     tokenizer = some(write_tokenizer(tmp_path, vocab_size=VOCAB_SIZE - 4, **names))
     assert tokenizer.encode("<b><u><s><c>") == list(range(VOCAB_SIZE - 4, VOCAB_SIZE))
 

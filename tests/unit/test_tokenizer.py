@@ -110,10 +110,12 @@ def _config(**changes: Any) -> Callable[[Path], object]:
 
 def _older(file: str, text: str) -> Callable[[Path], object]:
     """A file in a directory whose tokenizer_config.json has no added tokens."""
-    return lambda path: (
-        edit(path / "tokenizer_config.json", added_tokens_decoder=None),
-        (path / file).write_text(text),
-    )
+
+    def change(path: Path) -> None:
+        edit(path / "tokenizer_config.json", added_tokens_decoder=None)
+        (path / file).write_text(text)
+
+    return change
 
 
 EMPTY = {"vocab.json": "{}", "merges.txt": "", "tokenizer_config.json": "{}"}
