@@ -18,6 +18,8 @@ WORD_PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 """How Qwen2, and Dream after it, splits text into words before BPE."""
+BPE_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast", "DreamTokenizer", "DreamTokenizerFast")
+"""Tokenizers that vocab.json and merges.txt are enough for; others may split text in another way."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """In the order in which those that are in no vocabulary get ids: the same in every process."""
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -61,9 +63,9 @@ def load_template(path: str | Path, chat_template: str | None = None) -> str | N
 def load_vocabulary(path: str | Path, vocab_size: int) -> Tokenizer | None:
     """The tokenizer of a model directory, without a chat template; None if there are no tokenizer files.
 
-    Reads tokenizer.json, or else vocab.json and merges.txt. Special tokens come from tokenizer_config.json. Only if it
-    has no added_tokens_decoder, as in older directories, they also come from added_tokens.json, and from
-    special_tokens_map.json, which goes first then; transformers does the same.
+    Reads tokenizer.json, or else vocab.json and merges.txt as Qwen2's tokenizer does. Special tokens come from
+    tokenizer_config.json. Only if it has no added_tokens_decoder, as in older directories, they also come from
+    added_tokens.json, and from special_tokens_map.json, which goes first then; transformers does the same.
 
     Args:
         path: the model directory.
@@ -81,6 +83,7 @@ def load_vocabulary(path: str | Path, vocab_size: int) -> Tokenizer | None:
         backend = _read_tokenizer_json(source)
     else:
         source = path / "vocab.json"
+        _check_class(path / _CONFIG, config)
         backend = _read_bpe(path, add_prefix_space=_flag(path / _CONFIG, config, "add_prefix_space"))
     _add_declared_tokens(path, backend, config)
     named, extra, others = _special_tokens(path, config)
@@ -132,6 +135,16 @@ def _check_ids(file: Path, vocab: dict[str, Any]) -> None:
                 f"{file}: token {shown(token)} has the id {token_id}, which is that of {shown(by_id[token_id])}; "
                 "expected an id of its own"
             )
+
+
+def _check_class(file: Path, config: dict[str, Any]) -> None:
+    """Refuses the class of a tokenizer that may split text into other words than Qwen2's."""
+    name = config.get("tokenizer_class")
+    if name is not None and name not in BPE_CLASSES:
+        raise TokenizerError(
+            f"{file}: tokenizer_class is {shown(name)}, expected one of {', '.join(BPE_CLASSES)}, or a tokenizer.json "
+            "beside it: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of transformers writes one"
+        )
 
 
 def _read_bpe(path: Path, add_prefix_space: bool) -> tokenizers.Tokenizer:

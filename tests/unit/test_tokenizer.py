@@ -142,6 +142,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda p: (p / "tokenizer_config.json").write_text("{"),
         "tokenizer_config.json: is not valid JSON",
     ),
+    "another class": (
+        _config(tokenizer_class="GPT2Tokenizer"),
+        "tokenizer_config.json: tokenizer_class is 'GPT2Tokenizer', expected one of Qwen2Tokenizer, ",
+    ),
     "broken map": (_older("special_tokens_map.json", "{"), "special_tokens_map.json: is not valid"),
     "broken tokens": (_older("added_tokens.json", "{"), "added_tokens.json: is not valid JSON"),
     "broken tokenizer": (lambda p: (p / "tokenizer.json").write_text("{"), "tokenizer.json: is not valid JSON"),
