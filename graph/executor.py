@@ -132,10 +132,11 @@ class GraphExecutor:
         self.seats.free_all()
 
     def demand(self, sequence: Sequence, exact: Demand) -> Demand:
-        """What the next step needs at worst.
+        """What the sequence's next step of the engine needs at worst.
 
-        A sequence without a step in flight reports nothing in the step that launches its next one ahead. So the demand
-        must also hold for the step after that, which may open one more block.
+        A sequence that has no compiled step in flight gets one in the engine's next step, which reads no result of it.
+        Without a result this demand is not computed anew. So it must hold for the engine's step after that too, whose
+        compiled step may open one more block.
 
         Args:
             exact: what an eager step would need.

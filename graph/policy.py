@@ -41,8 +41,9 @@ class State(NamedTuple):
     guesses: Tensor
     """Token ids that the last step predicted for these cells [S, C]."""
     num_opened_blocks: Tensor
-    """Number of generated blocks that have been opened, finished ones included [S * (K * W + 1)]: of each sequence once
-    for each limit, and once more."""
+    """Number of generated blocks that each sequence has opened, finished ones included, repeated in the order of
+    ``Launch.open_base`` [Q]: for each sequence K * W times, one for each limit, and at the end once for each
+    sequence."""
     lookahead_cells: Tensor
     """The cell that each branch fills in addition to the anchor [S, B]; -1: none."""
     cells_before: Tensor
@@ -146,8 +147,8 @@ def advance(
         branch_acceptance: see ``DecodingParams``; the lookahead branches have one token of their own.
 
     Returns:
-        The next state, the winners' rows int32 [S] (sequence * B + branch), and all that was taken of the winners,
-        int32 [S, V]; see ``tensors.winner_column``.
+        The next state; the numbers of the winners' rows, sequence * B + branch, int32 [S]; and ``Chosen.taken`` of the
+        winners, int32 [S, V].
     """
     B = rows.tokens.shape[1]
     is_probability = predicted.max_probs is predicted.confidences
@@ -156,7 +157,8 @@ def advance(
         compared = [confidences, launch.bars]
     else:
         compared = [confidences, torch.where(rows.masked, predicted.max_probs, constants.no_confidence)]
-    # From the 0 at the end of ``constants.row`` on, each block has the masks of the block before it.
+    # The 0 at the end of ``constants.row``, with all but the last column of ``rows.masks``, gives for each block the
+    # masks of the block before it, and 0 for the first block.
     own = [constants.row, rows.masks, rows.num_opened_blocks[..., None]]
     columns = torch.cat(float_bits([rows.tokens, predicted.tokens, *own, *compared]), 2)
 
@@ -184,8 +186,11 @@ def _choose(
     *,
     is_probability: bool,
 ) -> Chosen:
-    """Takes one branch of each sequence, and applies the fill rule to it: a block fills the cells that reach its
-    threshold, which is the rank 2 C, or in a fully activated block its highest rank.
+    """Takes one branch of each sequence, and applies the fill rule to it.
+
+    A block fills the cells whose rank is at least the block's threshold. This is 2 C, the lowest rank that tau_conf
+    accepts. In a fully activated block without an accepted cell it is the highest rank of the block, but at least C,
+    because cells without a mask have lower ranks.
 
     Args:
         columns: int32 [S, B, V]: token ids [C], predicted ones [C], number of the row, masks before each block [W],
@@ -224,9 +229,11 @@ def _ranks(confidences: Tensor, constants: Constants) -> Tensor:
 
 
 def _ranks_of_probabilities(bits: Tensor, constants: Constants) -> Tensor:
-    """``_ranks`` of probabilities, and C more where tau_conf accepts them, with fewer kernels: the bits of float32 that
-    are not negative are in the order of their values, and the next larger one has the next bits. So one is added where
-    a tie goes to the row's cell.
+    """``_ranks`` where the confidences are probabilities, and C more where tau_conf accepts them, with fewer kernels.
+
+    Floats that are not negative are in the same order as their bits, read as int32. Of two cells with equal bits the
+    earlier one is ahead. For integers, a >= b is a + 1 > b, so ``Constants.later`` is 1 where the other cell comes
+    later.
 
     Args:
         bits: of the probabilities of C cells, then ``Launch.bars``; int32 [S, Y].

@@ -39,7 +39,7 @@ class DecodeStep:
         entries_per_sequence = bucket.slots * bucket.entries
         num_entries = bucket.sequences * entries_per_sequence
         self._lengths = bucket.span_lengths * (bucket.sequences * bucket.slots * bucket.spans)
-        self._sequences = tuple(entry // entries_per_sequence for entry in range(num_entries))
+        self._prefix_groups = tuple(entry // entries_per_sequence for entry in range(num_entries))
         self._prefixes = (0,) * bucket.sequences
         self._scored_shape = bucket.shape("S R C")
 
@@ -77,7 +77,8 @@ class DecodeStep:
     def _forward_inputs(
         self, inputs: StepInputs, tokens: Tensor, slot_mapping: Tensor, kv_lengths: Sequence[int]
     ) -> ForwardInputs:
-        entries = Entries(self._lengths, tuple(kv_lengths), inputs.model.page_tables, self._sequences, self._prefixes)
+        page_tables = inputs.model.page_tables
+        entries = Entries(self._lengths, tuple(kv_lengths), page_tables, self._prefix_groups, self._prefixes)
         return ForwardInputs(
             tokens=tokens.reshape(-1),
             positions=inputs.model.positions,

@@ -9,6 +9,8 @@ declarations. Dimensions, see ``Bucket.dims``:
     F columns of mask limits    Q = S * (K * W + 1) numbers of open blocks    X columns of a packed state
     G elements of the packed states that a step takes    Y = 3 * C columns of a comparison of cells
     U = (M - W) * L cells that a packed state has beyond this window
+    E ids of EOS that a request may have (``MAX_EOS``)    N seats
+    V columns of ``winner.Chosen.taken``: 2 * C + W + 3, and Y or 2 * C, see ``policy._choose``
 
 A **cell** is the place of a generated position, numbered block * L + offset from the end of the prompt on. Blocks may
 be shorter than L, and a sequence's last block shorter still; cells after the end of their block hold no position.
@@ -76,8 +78,9 @@ class Launch(NamedTuple):
     [S]         All 1, so the sum is n + 1.
     """
     bars: Annotated[Tensor, int32("S B 2*C")]
-    """Thresholds, as the bits of floats, that the bits of each cell's confidence are compared with: first C times -1,
-    which every masked cell exceeds, then C times ``tau_conf``, which accepted cells exceed."""
+    """What ``policy._ranks_of_probabilities`` compares the bits of each cell's confidence with. First C times the
+    integer -1: the bits of a masked cell's probability are larger, those of ``NO_CONFIDENCE`` smaller. Then C times the
+    bits of ``tau_conf``: those of accepted cells are larger."""
     slot_mapping: Annotated[Tensor, int32("S R C")]
     """Flat cache position of each cell in each slot; of padding slots where a cell must not be written."""
 
@@ -106,8 +109,10 @@ class ModelInputs(NamedTuple):
     positions: Annotated[Tensor, int32("T")]
     """Position of each token in its sequence."""
     hidden_rows: Annotated[Tensor, int32("T")]
-    """Row of ``Storage.hidden`` that each token's hidden state goes to. Later steps need those at the ends of blocks,
-    of slot 0; in a bucket with full attention they depend on the winner, and all rows are of this step alone."""
+    """Row of ``Storage.hidden`` that each token's hidden state goes to. In slot 0 the last position of each block goes
+    to a row of the seat, which later steps read; all other tokens go to rows of this step alone. In a bucket with full
+    attention all tokens do, and the states at the winner's block ends are copied to the seat afterwards
+    (``save_rows``)."""
     predicted_by: Annotated[Tensor, int32("T")]
     """Row of ``Storage.hidden`` that predicts each token's cell."""
     block_ends: Annotated[Tensor, int32("S*W")]
@@ -159,16 +164,17 @@ class Storage(NamedTuple):
     states: Tensor
     """Packed states [N, X], see ``policy.State``; float32 with the bits of int32."""
     hidden: Tensor
-    """[N * (1 + M) + T, hidden]: for each seat the hidden states at the ends of blocks, that of block b in row
-    (b + 1) mod (1 + M), so that the one before a window and those of its blocks have a row each; then T rows for a
-    step's own use."""
+    """[N * (1 + M) + T, hidden]. Each seat has 1 + M rows for the hidden states at the ends of blocks, that of block b
+    in row (b + 1) mod (1 + M). So there is a row for each block of a window of M blocks, and for the block before,
+    whose state predicts the window's first position. The last T rows are for the step that runs."""
 
 
 class StepOutput(NamedTuple):
     """What a step tells the host.
 
-    A step returns all that it takes of the winners, int32 [S, V], and then ``tokens`` and the predictions: an NPU
-    computes these where they lie in the output, while a part of a tensor would have to be copied there.
+    A step returns one int32 tensor: ``winner.Chosen.taken`` [S, V] of the winners, in which ``winners`` is a column,
+    then ``tokens``, then the predictions. An NPU computes these three in their places in the output, because each is
+    the whole result of an op. ``winners`` alone would have to be copied there.
     """
 
     winners: Annotated[Tensor, int32("S")]
@@ -225,11 +231,12 @@ def view_output(memory: Tensor, bucket: Bucket, num_columns: int) -> StepOutput:
     num_won = len(memory) - sum(math.prod(bucket.shape(spec.dims)) for spec in declared)
     won = memory[:num_won].view(bucket.sequences, -1)
     tokens, ids, max_probs, *others = _views(memory[num_won:], declared, bucket)
-    return StepOutput(won[:, winner_column(bucket.cells)], tokens, ids, max_probs, *(others or [max_probs]))
+    return StepOutput(won[:, winner_row_column(bucket.cells)], tokens, ids, max_probs, *(others or [max_probs]))
 
 
-def winner_column(cells: int) -> int:
-    """The column of what a step takes of the winners that has their rows: after their tokens and predictions."""
+def winner_row_column(cells: int) -> int:
+    """The column of ``winner.Chosen.taken`` that has the number of the winner's row. Before it are the winner's token
+    ids and its predicted token ids, ``cells`` of each."""
     return 2 * cells
 
 

@@ -71,7 +71,7 @@ class Chosen(NamedTuple):
     filled: Tensor
     """Cells that the fill rule fills, bool [S, C]."""
     taken: Tensor
-    """All that is taken of the branch, int32 [S, V]: tokens, guesses, row, and what the other fields come from."""
+    """All columns of the branch, int32 [S, V], in the order that ``policy._choose`` gives."""
 
 
 def losers(

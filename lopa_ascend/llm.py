@@ -82,7 +82,8 @@ class LLM:
             ``kv_cache_memory``, ``max_num_seqs``, ``seed``.
 
     Raises:
-        CheckpointError, ConfigError, TokenizerError: the directory cannot be served; no weights were loaded.
+        CheckpointError, ConfigError, ModelError, TokenizerError: the directory cannot be served. No weights were
+            loaded, unless their values are wrong, such as NaN.
         ParameterError: an option is unknown or not allowed, or the model cannot be split over so many ranks.
         RankError: a rank did not start. Later calls raise it when a rank has ended or hangs.
     """

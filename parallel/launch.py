@@ -68,7 +68,8 @@ class Rendezvous:
             )
             raise ParameterError("tensor_parallel_size", message) from error
         if not 0 <= rank < world_size:
-            raise ParameterError("tensor_parallel_size", f"RANK is {rank}, with a WORLD_SIZE of {world_size}")
+            message = f"RANK is {rank}, expected 0 to {world_size - 1}, because WORLD_SIZE is {world_size}"
+            raise ParameterError("tensor_parallel_size", message)
         return cls(rank, world_size, host, port, local)
 
     def check_world_size(self, config: EngineConfig) -> None:
@@ -261,7 +262,8 @@ def explain_exit(statuses: Mapping[int, int | None]) -> str | None:
     if not ended:
         return None
     # A rank that ended because another one had failed is not the cause, so any other rank comes first.
-    rank = min(ended, key=lambda rank: ended[rank] == OTHER_RANK_FAILED)
+    causes = [rank for rank, status in ended.items() if status != OTHER_RANK_FAILED]
+    rank = (causes or [*ended])[0]
     how = _explain_status(ended[rank])
     return how if statuses.keys() == {0} else f"rank {rank}: {how}"
 

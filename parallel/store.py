@@ -69,7 +69,8 @@ class TextStore:
         Raises:
             RankError: the ranks have failed, or the text did not come in time.
         """
-        for _ in self._poll(f"no rank has written {key} for {START_TIMEOUT}"):
+        what_to_do = "see the logs of the other ranks, and whether all of them were started"
+        for _ in self._poll(f"waited {START_TIMEOUT} for another rank (for {key}); {what_to_do}"):
             if self._has(key):
                 break
             check()
@@ -106,7 +107,8 @@ class TextStore:
             self.write(f"{token}/all", " ".join(tokens))
             return token
         leader = ""
-        for _ in self._poll(f"rank 0 has not appeared for {START_TIMEOUT}"):
+        what_to_do = "see whether it was started, with the same MASTER_ADDR and MASTER_PORT"
+        for _ in self._poll(f"rank 0 has not appeared for {START_TIMEOUT}; {what_to_do}"):
             if leader and self._has(f"{leader}/all") and token in self.read(f"{leader}/all").split():
                 break
             current = self.read("leader")

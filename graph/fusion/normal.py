@@ -128,7 +128,7 @@ def count_from_the_end(node: Node, position: int) -> None:
 
 
 def rewrite_product(rewriter: Rewriter, match: Match) -> Sequence[Node]:
-    """x [..., in] times a constant matrix [in, out]: a linear layer."""
+    """Makes x [..., in] times a constant matrix [in, out] a linear layer."""
     weight, bias = match["weight"], match.bound.get("bias")
     if not rewriter.memory.is_constant(weight):
         raise Refused(f"{weight.name} is no constant of the graph")
@@ -142,7 +142,7 @@ def rewrite_product(rewriter: Rewriter, match: Match) -> Sequence[Node]:
 
 
 def rewrite_transposed_constant(rewriter: Rewriter, match: Match) -> Sequence[Node]:
-    """A constant with its dimensions in another order: a constant."""
+    """Makes a constant with its dimensions in another order a constant of that order."""
     node: Any = match[RESULT]
     if not rewriter.memory.is_constant(match["weight"]):
         raise Refused("no constant")
@@ -150,7 +150,7 @@ def rewrite_transposed_constant(rewriter: Rewriter, match: Match) -> Sequence[No
 
 
 def drop_reshapes_around_linear(rewriter: Rewriter, match: Match) -> Sequence[Node]:
-    """A linear layer between a reshape to two dimensions and one back: a linear layer of more dimensions."""
+    """Drops a reshape to two dimensions before a linear layer, and the one back after it."""
     x, result = value(match["x"]), value(match[RESULT])
     if x.shape[:-1] != result.shape[:-1] or x.shape[-1] != value(match["weight"]).shape[-1]:
         raise Refused("the reshapes do more than to flatten")
@@ -158,7 +158,8 @@ def drop_reshapes_around_linear(rewriter: Rewriter, match: Match) -> Sequence[No
 
 
 def rewrite_silu(rewriter: Rewriter, match: Match) -> Sequence[Node]:
-    """x * sigmoid(x), or SiLU between casts to and from float32: SiLU, which is computed in float32 in any dtype."""
+    """Makes x * sigmoid(x), or SiLU between casts to and from float32, SiLU alone, which computes in float32 whatever
+    the dtype of x."""
     x, result, inner = value(match["x"]), value(match[RESULT]), match["inner"]
     if result.dtype != x.dtype or value(inner).dtype != torch.float32 or match.dtypes - {x.dtype, torch.float32}:
         raise Refused("not a SiLU in float32, rounded once")

@@ -214,8 +214,10 @@ def pack_group(rewriter: Rewriter, x: Node, group: list[Node]) -> Change:
 
 
 def keep_contiguous(rewriter: Rewriter, layers: Sequence[Node]) -> None:
-    """Makes views of results that become slices contiguous again, as they were, for the graph's caller and for foreign
-    ops, whose kernels may need it."""
+    """Inserts a contiguous copy where the graph returns a view of a result of ``layers``, or a foreign op reads one.
+
+    Packing makes these results slices, whose views are no longer contiguous; callers and foreign kernels may need views
+    that are."""
     for view in [node for node, roots in rewriter.memory.roots.items() if roots & set(layers)]:
         foreign = [user for user in view.users if user.op == "output" or is_foreign(user.target)]
         if foreign and value(view).is_contiguous():

@@ -59,7 +59,8 @@ def permutation(node: Node) -> list[int] | None:
 
 
 def permuted(rewriter: Rewriter, x: Node, dims: list[int]) -> Node:
-    """``x.permute(dims)``; if that undoes the permutation which x is, the argument of x."""
+    """``x.permute(dims)``. If x is a permutation that ``dims`` undoes, this is the argument of x; if ``dims`` changes
+    nothing, x."""
     before, same = permutation(x), list(range(len(dims)))
     if before is not None and [before[dim] for dim in dims] == same:
         source = x.args[0]

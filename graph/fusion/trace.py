@@ -144,8 +144,9 @@ def _shape(shape: Sequence[int | SymInt]) -> str:
 def _check_program(program: ExportedProgram, config: ModelConfig) -> None:
     """Raises ValueError for what cannot run in every step alike."""
     signature, graph = program.graph_signature, program.graph
-    for written in (*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()):
-        raise ValueError(f"forward writes into {str(written).removeprefix(INSIDE)}; a model must keep no state")
+    written = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
+    if written:
+        raise ValueError(f"forward writes into {str(written[0]).removeprefix(INSIDE)}; a model must keep no state")
     attended = [node.args[3] for node in graph.find_nodes(op="call_function", target=ATTEND)]
     for layer in range(config.num_layers):
         if attended.count(layer) != 1:

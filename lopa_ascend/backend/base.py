@@ -34,13 +34,12 @@ class Entries:
     page_tables: Tensor
     """Page ids of each entry in the order of positions, int32 [entries, pages]. Columns after the pages that an entry
     needs hold ids of any pages."""
-    sequences: tuple[int, ...]
-    """For each entry the index of its group in ``prefixes``: entries of one sequence that read the same first
-    positions."""
+    prefix_groups: tuple[int, ...]
+    """For each entry the number of its prefix group, an index into ``prefixes``."""
     prefixes: tuple[int, ...]
-    """For each group of entries how many first positions all of them read alike: these are committed, or this step
-    writes the same keys and values for all. So attention may sum them up separately, through the page table of any
-    entry of the group. Every entry attends to at least one position after the prefix."""
+    """For each prefix group the length of the prefix that its entries have in common: positions whose keys and values
+    are committed, or written alike for all of them by this step. So attention may read the prefix once for the group,
+    through the page table of any of its entries. Every entry attends to at least one position after the prefix."""
 
     def divided(self, max_queries: int | None) -> Entries:
         """Entries for the same attention, in which every longer entry has become several, each with its KV length and
@@ -57,7 +56,7 @@ class Entries:
             lengths=tuple(chain.from_iterable(parts_by_entry)),
             kv_lengths=tuple(self.kv_lengths[index] for index in entry_of_part),
             page_tables=self.page_tables.index_select(0, torch.tensor(entry_of_part, device=self.page_tables.device)),
-            sequences=tuple(self.sequences[index] for index in entry_of_part),
+            prefix_groups=tuple(self.prefix_groups[index] for index in entry_of_part),
             prefixes=self.prefixes,
         )
 

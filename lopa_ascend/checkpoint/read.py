@@ -161,7 +161,7 @@ def open_checkpoint(
     generation = read_json_object(path / "generation_config.json", CheckpointError, optional=True)
     try:
         config = ModelConfig.from_json(raw, generation, str(path / "config.json"), model_type)
-        doubts = _doubts(path, raw, generation, config)
+        doubts = _eos_doubts(path, raw, generation, config)
     except ConfigError as error:
         raise CheckpointError(str(error)) from error
     expected = expect(config)
@@ -193,9 +193,8 @@ def _static_doubts(int8: Int8Description | None) -> tuple[str, ...]:
     return (f"{found}; they are not used: activations are quantised token by token when they run",)
 
 
-def _doubts(path: Path, raw: dict[str, Any], generation: dict[str, Any], config: ModelConfig) -> tuple[str, ...]:
-    """A warning if no token ends an answer by both config.json and generation_config.json; empty if one does, or if a
-    file names none.
+def _eos_doubts(path: Path, raw: dict[str, Any], generation: dict[str, Any], config: ModelConfig) -> tuple[str, ...]:
+    """A warning if config.json and generation_config.json both name EOS ids, but none in common; otherwise empty.
 
     It is no error: fine-tuned models often have a ``config.json`` that was left as it was.
     """

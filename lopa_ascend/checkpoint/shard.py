@@ -48,8 +48,9 @@ class Shard:
         slices: dict[str, tuple[slice, ...]] = {}
         for name, shape in expected_shapes(config).items():
             module = name.split(".")[-2]
-            by_dimension = zip((split_rows, split_columns), shape, strict=False)
-            slices[name] = tuple(split.get(module, slice(0, size)) for split, size in by_dimension)
+            rows = split_rows.get(module, slice(0, shape[0]))
+            columns = [split_columns.get(module, slice(0, size)) for size in shape[1:]]  # a vector has none
+            slices[name] = (rows, *columns)
         return slices
 
     def _even_slice(self, size: int) -> slice:

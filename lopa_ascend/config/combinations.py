@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lopa_ascend.config.decodings import DECODINGS, built_in, is_known
+from lopa_ascend.config.decodings import DECODINGS, built_in_like, is_known
 from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.kinds import AUTO
 from lopa_ascend.config.research_params import ResearchParams
@@ -55,7 +55,7 @@ NEEDS = (
 )
 
 
-def filling(decoding: str, base: str) -> str:
+def decoding_that_fills(decoding: str, base: str) -> str:
     """The name of the built-in decoding whose rules fill the positions.
 
     This is "lopa" itself over the base "d2f", and the base over any other one. A decoding that is not built in counts
@@ -63,7 +63,7 @@ def filling(decoding: str, base: str) -> str:
     """
     if decoding == "lopa" and base != "d2f":
         return base
-    return built_in(decoding)
+    return built_in_like(decoding)
 
 
 def fitting_defaults(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def _unusable_defaults(merged: Mapping[str, Any], defaults: Mapping[str, Any]) -
         defaults: decoding parameters by name.
     """
     decoding = merged["decoding"]
-    filled_by = filling(decoding, merged["base"])
+    filled_by = decoding_that_fills(decoding, merged["base"])
     unusable = {name for name, decodings in DECODINGS_OF.items() if filled_by not in decodings}
     if filled_by not in PIPELINED:
         unusable.add("window_attention")
@@ -179,7 +179,7 @@ def check_combinations(params: DecodingParams) -> None:
     Raises:
         ParameterError: two of them contradict each other; the message names both.
     """
-    if built_in(params.decoding) != "lopa" and params.num_branches:
+    if built_in_like(params.decoding) != "lopa" and params.num_branches:
         message = f'must be 0 with decoding "{params.decoding}", got {params.num_branches}; use "lopa"'
         raise ParameterError("num_branches", message)
     if params.branches_by_load is not None and not params.is_auto:
@@ -191,7 +191,7 @@ def check_combinations(params: DecodingParams) -> None:
         raise ParameterError("min_new_tokens", message)
     for need in NEEDS:
         _check_need(params, need)
-    if params.branch_candidates == "tokens" and built_in(params.decoding) == "lopa":
+    if params.branch_candidates == "tokens" and built_in_like(params.decoding) == "lopa":
         _check_tokens(params)
     if params.lookahead_depth > 1 and params.branch_acceptance == "published":
         message = f'{params.lookahead_depth} does not go with branch_acceptance "published"; use "verified" or "exact"'
@@ -222,7 +222,7 @@ def _check_tokens(params: DecodingParams) -> None:
 
 def _check_decoding(params: DecodingParams) -> None:
     """Checks the parameters that do not go with every decoding."""
-    filled_by = filling(params.decoding, params.base)
+    filled_by = decoding_that_fills(params.decoding, params.base)
     is_over_other = params.decoding == "lopa" and filled_by != "lopa"
     named = f'base "{filled_by}"' if is_over_other else f'decoding "{params.decoding}"'
     if params.decoding not in DECODINGS and params.branch_acceptance != "published":

@@ -7,8 +7,8 @@ from copy import copy
 from dataclasses import dataclass, fields
 from typing import Any
 
-from lopa_ascend.config.combinations import PIPELINED, check_combinations, filling
-from lopa_ascend.config.decodings import built_in
+from lopa_ascend.config.combinations import PIPELINED, check_combinations, decoding_that_fills
+from lopa_ascend.config.decodings import built_in_like
 from lopa_ascend.config.kinds import AUTO
 from lopa_ascend.config.presets import find_preset
 from lopa_ascend.config.research_params import ALGS, ResearchParams
@@ -27,7 +27,7 @@ class DecodingParams(ResearchParams, UsualParams):
     def __post_init__(self) -> None:
         check_settings(self)
         if self.num_branches is None:
-            object.__setattr__(self, "num_branches", 3 if built_in(self.decoding) == "lopa" else 0)
+            object.__setattr__(self, "num_branches", 3 if built_in_like(self.decoding) == "lopa" else 0)
         if self.window_attention is None:
             object.__setattr__(self, "window_attention", "block_causal" if self.is_pipelined else "full")
         if self.temperature < MIN_TEMPERATURE:
@@ -62,13 +62,13 @@ class DecodingParams(ResearchParams, UsualParams):
     def is_pipelined(self) -> bool:
         """Whether a window of blocks moves over the canvas and commits keys and values behind it. If not, the whole
         canvas is there from the beginning, and keys and values are computed again."""
-        return filling(self.decoding, self.base) in PIPELINED
+        return decoding_that_fills(self.decoding, self.base) in PIPELINED
 
     @property
     def ranking(self) -> str:
         """The confidence that a pass reports beside the probability: as a rule ``confidence``; with "vanilla" the one
         that ``alg`` ranks positions by; the negative entropy if the lookahead branches need it."""
-        decoding = built_in(self.decoding)
+        decoding = built_in_like(self.decoding)
         if decoding == "lopa" and (self.branch_candidates == "tokens" or self.branch_score == "entropy"):
             return "neg_entropy"
         if decoding == "vanilla":
@@ -78,13 +78,13 @@ class DecodingParams(ResearchParams, UsualParams):
     @property
     def num_candidates(self) -> int:
         """Most probable tokens that a pass reports of each position: as many as the pivot can have branches."""
-        branches_differ_in_tokens = built_in(self.decoding) == "lopa" and self.branch_candidates == "tokens"
+        branches_differ_in_tokens = built_in_like(self.decoding) == "lopa" and self.branch_candidates == "tokens"
         return self.lookaheads if branches_differ_in_tokens else 0
 
     @property
     def is_random(self) -> bool:
         """Whether the answer depends on the seed."""
-        draws_positions = built_in(self.decoding) == "vanilla" and (self.alg == "origin" or self.alg_temp > 0)
+        draws_positions = built_in_like(self.decoding) == "vanilla" and (self.alg == "origin" or self.alg_temp > 0)
         return self.temperature > 0 or draws_positions
 
     @property

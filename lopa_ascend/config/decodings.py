@@ -65,8 +65,9 @@ def is_known(name: object) -> bool:
     return isinstance(name, str) and (name in DECODINGS or find_decoding(name) is not None)
 
 
-def built_in(decoding: str) -> str:
-    """The built-in decoding itself, or the one that another decoding is like: both go with the same parameters."""
+def built_in_like(decoding: str) -> str:
+    """The decoding itself if it is built in, otherwise the built-in one that its ``like`` names. Both go with the same
+    parameters."""
     if decoding in DECODINGS:
         return decoding
     like: str = _registered[decoding].like

@@ -35,13 +35,13 @@ def float32(value: float) -> float:
 
 
 def threshold(params: DecodingParams) -> Rule:
-    """Looks at each prediction by itself: whether it is accepted does not depend on the others."""
+    """The rule "threshold": accepts each prediction whose probability is above tau_conf, whatever the others are."""
     tau_conf = float32(params.tau_conf)
     return lambda predictions: [fill for fill in predictions if fill.max_prob > tau_conf]
 
 
 def factor(params: DecodingParams) -> Rule:
-    """(n + 1) (1 - c_n) grows with n, so the first n that fails ends the search."""
+    """The rule "factor". (n + 1) (1 - c_n) grows with n, so the first n that fails ends the search."""
 
     def accept(predictions: Sequence[Fill]) -> list[Fill]:
         ranked = _by_probability(predictions)
@@ -52,7 +52,7 @@ def factor(params: DecodingParams) -> Rule:
 
 
 def entropy_bound(params: DecodingParams) -> Rule:
-    """Takes the confidences for negative entropies: ``DecodingParams`` refuses the rule where they are something else.
+    """The rule "entropy_bound". Confidences are negative entropies: ``DecodingParams`` refuses the rule with others.
     The sum of entropies grows with n, so the first n that fails ends the search."""
 
     def accept(predictions: Sequence[Fill]) -> list[Fill]:
@@ -68,7 +68,7 @@ def entropy_bound(params: DecodingParams) -> Rule:
 
 
 def frechet(params: DecodingParams) -> Rule:
-    """The bound falls with n and 1 - c_n grows, so the first n that fails ends the search."""
+    """The rule "frechet". The bound falls with n and 1 - c_n grows, so the first n that fails ends the search."""
 
     def accept(predictions: Sequence[Fill]) -> list[Fill]:
         ranked = _by_probability(predictions)

@@ -65,8 +65,8 @@ class StepCosts:
 
 
 @dataclass(frozen=True)
-class Ask:
-    """A request that takes part in a step."""
+class Applicant:
+    """What ``Allotment`` has to know of a request that takes part in a step."""
 
     params: DecodingParams
     is_stuck: bool
@@ -120,52 +120,56 @@ class Allotment:
         self.costs, self.max_tokens, self._agree = costs, max_tokens, agree
         self._counts: dict[tuple[str, str, str, str, int, bool], _Counts] = {}
         self._num_tokens = 0
-        self._beyond = 0.0
-        """Seconds of a step beyond its costs."""
+        self._overhead = 0.0
+        """Seconds that a real step takes in addition to its ``costs``; see ``OBSERVED``."""
         self._observed: list[float] = []
 
-    def choose(self, asks: Sequence[Ask], others: Sequence[int] = ()) -> list[int]:
+    def choose(self, applicants: Sequence[Applicant], others: Sequence[int] = ()) -> list[int]:
         """The number of lookahead branches of each request.
 
         Rows are added one by one, those first that promise most for their tokens, and a request gets no more once a row
         of it would not pay.
 
         Args:
-            others: tokens that the step computes for each request that does not ask.
+            others: tokens that the step computes for each other request, which gets no branches here.
         """
-        chosen = [0] * len(asks)
-        num_tokens = sum(others) + sum(ask.costs[0] for ask in asks)
-        worth = float(len(asks) + len(others))
+        chosen = [0] * len(applicants)
+        num_tokens = sum(others) + sum(applicant.costs[0] for applicant in applicants)
+        worth = float(len(applicants) + len(others))
         candidates: list[tuple[float, int]] = []
-        self._offer(candidates, asks, range(len(asks)), chosen)
+        self._offer(candidates, applicants, range(len(applicants)), chosen)
         while candidates:
             _, index = heapq.heappop(candidates)
-            ask, count = asks[index], chosen[index]
+            applicant, count = applicants[index], chosen[index]
             # With the next row of this request:
-            next_tokens = num_tokens + ask.costs[count + 1] - ask.costs[count]
-            next_worth = worth + self._expected(ask, count)
+            next_tokens = num_tokens + applicant.costs[count + 1] - applicant.costs[count]
+            next_worth = worth + self._expected(applicant, count)
             pays = next_worth * self._seconds(num_tokens) > worth * self._seconds(next_tokens)
             adds_tokens = next_tokens > num_tokens  # a row without tokens of its own always fits
             is_too_much = adds_tokens and next_tokens > self.max_tokens
             if is_too_much or not pays:
                 continue
             chosen[index], num_tokens, worth = count + 1, next_tokens, next_worth
-            self._offer(candidates, asks, [index], chosen)
+            self._offer(candidates, applicants, [index], chosen)
         self._num_tokens = num_tokens
         return chosen
 
     def observe(self, seconds: float) -> None:
-        """Takes note of how long the step took that ``choose`` was asked for last."""
+        """Notes how long the step took for which ``choose`` was last called."""
         if self._agree is None:
             return
         self._observed.append(seconds - self.costs.seconds(self._num_tokens))
         if len(self._observed) == OBSERVED:
             beyond = sorted(self._observed)[OBSERVED // 4]
-            self._beyond = self._agree(max(0, round(1e9 * beyond))) / 1e9
+            self._overhead = self._agree(max(0, round(1e9 * beyond))) / 1e9
             self._observed.clear()
 
     def learn(
-        self, ask: Ask, record: StepRecord, saved_by_a_win: float = 1.0, wins_of_dropped: Sequence[float] = ()
+        self,
+        applicant: Applicant,
+        record: StepRecord,
+        saved_by_a_win: float = 1.0,
+        wins_of_dropped: Sequence[float] = (),
     ) -> None:
         """Counts which branches of a request have won: the winner, and those that have confirmed it.
 
@@ -176,21 +180,25 @@ class Allotment:
         num_lookaheads = len(record.branches) - 1
         won = {record.winner, *record.branches[record.winner].confirmed_by}
         wins = [*(float(rank in won) for rank in range(num_lookaheads)), *wins_of_dropped]
-        self._counts.setdefault(ask.kind, _Counts()).add([saved_by_a_win * win for win in wins])
+        self._counts.setdefault(applicant.kind, _Counts()).add([saved_by_a_win * win for win in wins])
 
     def _seconds(self, num_tokens: int) -> float:
-        return self._beyond + self.costs.seconds(num_tokens)
+        return self._overhead + self.costs.seconds(num_tokens)
 
-    def _expected(self, ask: Ask, rank: int) -> float:
-        counts = self._counts.get(ask.kind) or _Counts()
+    def _expected(self, applicant: Applicant, rank: int) -> float:
+        counts = self._counts.get(applicant.kind) or _Counts()
         return counts.expected(rank)
 
     def _offer(
-        self, candidates: list[tuple[float, int]], asks: Sequence[Ask], indices: Iterable[int], chosen: Sequence[int]
+        self,
+        candidates: list[tuple[float, int]],
+        applicants: Sequence[Applicant],
+        indices: Iterable[int],
+        chosen: Sequence[int],
     ) -> None:
         """Offers the next row of some requests, if they have another."""
         for index in indices:
-            ask, count = asks[index], chosen[index]
-            if count + 1 < len(ask.costs):
-                tokens = max(1, ask.costs[count + 1] - ask.costs[count])
-                heapq.heappush(candidates, (-self._expected(ask, count) / tokens, index))
+            applicant, count = applicants[index], chosen[index]
+            if count + 1 < len(applicant.costs):
+                tokens = max(1, applicant.costs[count + 1] - applicant.costs[count])
+                heapq.heappush(candidates, (-self._expected(applicant, count) / tokens, index))

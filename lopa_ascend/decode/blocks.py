@@ -111,13 +111,13 @@ class Branch:
         if fill.token in eos:
             self.eos = True
 
-    def lead(self, fills: Sequence[Fill], eos: Set[int]) -> None:
+    def become_lookahead(self, fills: Sequence[Fill], eos: Set[int]) -> None:
         """Turns a copy of the anchor into a lookahead branch, which holds these tokens in addition to the anchor's."""
         for fill in fills:
             self.fill(fill, eos)
         self.lookahead, self.further = fills[0], tuple(fills[1:])
 
-    def follow(self) -> None:
+    def become_anchor(self) -> None:
         """Turns the winner into the anchor of the next branches: its own tokens become ordinary ones."""
         self.lookahead, self.further, self.confirmed_by = None, (), ()
 

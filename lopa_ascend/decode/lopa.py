@@ -79,11 +79,11 @@ class Lookaheads(Strategy):
 
     def _branches(self, anchor: Branch, drafts: Sequence[Sequence[Fill]]) -> list[Branch]:
         """A lookahead branch for each of ``drafts``, which are its own tokens; and the anchor after them."""
-        anchor.follow()
+        anchor.become_anchor()
         branches = []
         for draft in drafts:
             branch = anchor.copy()
-            branch.lead(draft, self.ends)
+            branch.become_lookahead(draft, self.ends)
             branches.append(branch)
         return [*branches, anchor]
 

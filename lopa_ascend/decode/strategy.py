@@ -191,7 +191,7 @@ class Strategy(ABC):
             anchor: the winner, with its fills.
             open_positions: the predictions for positions that are still masked.
         """
-        anchor.follow()
+        anchor.become_anchor()
         return [anchor]
 
     # ---- what is final ---------------------------------------------------------------------------------------------

@@ -34,7 +34,8 @@ class DraftingLopa(Lopa):
     _dropped: Sequence[Branch] = ()
     """Lookahead branches of this pass that ``keep`` has dropped."""
     _would_win_if_confirmed: ClassVar[float] = 1.0
-    """Measured: how often a dropped branch that is the first one that the anchor confirms would have won."""
+    """Probability, measured, that a dropped branch would have won. It counts for the first dropped branch that the
+    anchor's predictions confirm, in a pass that the anchor has won."""
 
     def keep(self, plan: SequencePlan, num_lookaheads: int) -> SequencePlan:
         self._dropped = self.branches[:-1][num_lookaheads:]

@@ -55,8 +55,10 @@ class Engine:
         mesh: this rank's place among others; None: the engine has one rank.
 
     Raises:
-        CheckpointError, ConfigError, ModelError, TokenizerError, ParameterError: the model cannot be served with this
-            configuration; no weights were loaded.
+        CheckpointError, ConfigError, ModelError, TokenizerError, UnsupportedStackError: the model or the device's
+            software cannot be used. No weights were loaded, unless their values are wrong, such as NaN.
+        ParameterError: a setting cannot be used. No weights were loaded, unless it is ``kv_cache_memory``.
+        StartError: another rank cannot serve.
         GraphError: there is no room for so many graphs. The device may show that only once the weights are loaded.
     """
 
@@ -79,7 +81,7 @@ class Engine:
         begin = SequenceFactory(self.runner, self.model_config, prepared.num_token_ids)
         approximate = config.approximate_prefix_caching
         self.scheduler = Scheduler(self.limits, pool.allocator, begin, prefix_cache, approximate=approximate)
-        self._forward_seconds = 0.0
+        self._step_seconds = 0.0
         self._needs_allotment = False
         """Whether there has been a request whose number of branches follows the load."""
         self._open_step: dict[str, Sequence] | None = None
@@ -249,7 +251,7 @@ class Engine:
         except RuntimeError as error:
             self._explain(error)
             raise
-        self._forward_seconds = time.perf_counter() - start
+        self._step_seconds = time.perf_counter() - start
         self._agreement.record_step(plan, result)
         return [self._update(sequence) for sequence in result.sequences]
 
@@ -298,7 +300,7 @@ class Engine:
             prefix_hits=scheduler.prefix_hits,
             copied_positions=runner.pool.copied_positions,
             gathered_bytes=runner.ops.gathered_bytes,
-            forward_seconds=self._forward_seconds,
+            step_seconds=self._step_seconds,
             num_rows=runner.num_rows,
             idle_rows=runner.idle_rows,
             traffic=self.mesh.traffic(),

@@ -42,7 +42,8 @@ class ModelSource(ABC):
             num_positions: positions that a sequence may have.
 
         Raises:
-            CheckpointError: the adapter cannot be loaded; found before any weight is read.
+            CheckpointError: the adapter cannot be loaded, found before any weight is read; or weights have wrong
+                values, such as NaN.
             ValueError: the configured dtype is unknown; found before any weight is read.
         """
 
@@ -56,10 +57,10 @@ def open_model(path: Path, config: EngineConfig, device: torch.device) -> ModelS
         device: where the model will run.
 
     Raises:
-        CheckpointError: the directory does not hold such a model.
+        CheckpointError: the directory does not hold such a model, or its architecture is not registered.
         ModelError: a model in plain torch cannot be traced.
         ParameterError: a model in plain torch cannot be split.
-        ValueError: the architecture is not registered, or the dtype is unknown.
+        ValueError: the dtype is unknown.
     """
     model_type = checkpoint.model_type(path)
     try:

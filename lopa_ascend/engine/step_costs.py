@@ -58,7 +58,7 @@ def _measure(runner: Runner, num_rows: int, world: Group) -> int:
         lengths=(ROW,) * num_rows,
         kv_lengths=(ROW,) * num_rows,
         page_tables=torch.zeros((num_rows, 1), dtype=torch.int32, device=device),
-        sequences=tuple(range(num_rows)),
+        prefix_groups=tuple(range(num_rows)),
         prefixes=(0,) * num_rows,
     ).divided(runner.ops.max_queries)
     inputs = ForwardInputs(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lopa_ascend.kv.pages import PAGE_SIZE, OutOfPages, PageAllocator
+from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class PrefixCache:
 
     def take_pages(self, key: PrefixKey, table: Sequence[int]) -> tuple[int, ...] | None:
         """Pages for a new entry: the full pages of a prompt, shared, and a free page for a copy of the partial page.
-        None if there is an entry already, or no free page.
+        None if there is an entry already, or no page for the copy, not even by dropping entries.
 
         Args:
             table: page ids of the prompt.
@@ -108,14 +108,12 @@ class PrefixCache:
         if key in self._entries:
             return None
         full, partial = divmod(len(key.tokens), PAGE_SIZE)
+        can_allocate = self._allocator.num_free or self._allocator.num_evictable
+        if partial and not can_allocate:
+            return None  # to drop all entries would free no page either
         pages = [self._allocator.share(page) for page in table[:full]]
         if partial:
-            try:
-                pages.append(self._allocator.allocate())
-            except OutOfPages:
-                for page in pages:
-                    self._allocator.release(page)
-                return None
+            pages.append(self._allocator.allocate())
         return tuple(pages)
 
     def insert(self, key: PrefixKey, pages: Sequence[int], last_hidden: Any) -> None:

@@ -114,8 +114,9 @@ class EagerExecutor:
     ) -> list[list[RowResult] | None]:
         """What all groups predict, by sequence and row; None for a sequence with logits that were not finite.
 
-        The only message of a step between branch-parallel groups: 12 bytes for each masked position, and 8 for each of
-        its candidates, padded to the group that has most.
+        The groups gather all predictions in one message: 12 bytes for each masked position, and 8 for each of its
+        candidates, padded to the group that has most. Full attention and ``top_logprobs`` need further messages:
+        ``_broadcast``, and ``AlternativesRecorder``.
 
         Args:
             own: this group's predictions for each sequence.

@@ -95,7 +95,7 @@ class _EntryColumns:
     lengths: list[int] = field(default_factory=list)
     kv_lengths: list[int] = field(default_factory=list)
     page_tables: list[tuple[int, ...]] = field(default_factory=list)
-    sequences: list[int] = field(default_factory=list)
+    prefix_groups: list[int] = field(default_factory=list)
 
 
 def build_layout(items: Sequence[tuple[Share, SequenceStep]]) -> Layout:
@@ -117,7 +117,7 @@ def build_layout(items: Sequence[tuple[Share, SequenceStep]]) -> Layout:
             tokens.append(np.array(row.tokens[span.begin - row.start : span.end - row.start], dtype=np.int64))
             positions.append(np.arange(span.begin, span.end))
             _add_entry(columns, span, step.page_tables[share.slots[span.row]], index, share.plan.prefix_length)
-        prefixes += [share.plan.start, share.plan.prefix_length]  # of its two sequences in ``Entries``: see _add_entry
+        prefixes += [share.plan.start, share.plan.prefix_length]  # of its two prefix groups: see _add_entry
         positions_written, source = _writes(share, step, part.row_tokens)
         written.append(positions_written)
         sources.append(source)
@@ -126,7 +126,7 @@ def build_layout(items: Sequence[tuple[Share, SequenceStep]]) -> Layout:
         lengths=tuple(columns.lengths),
         kv_lengths=tuple(columns.kv_lengths),
         page_tables=_page_tables(columns.page_tables, columns.kv_lengths),
-        sequences=tuple(columns.sequences),
+        prefix_groups=tuple(columns.prefix_groups),
         prefixes=tuple(prefixes),
     )
     return Layout(
@@ -144,9 +144,9 @@ def _add_entry(
 ) -> None:
     """Appends one entry.
 
-    In ``Entries`` each sequence of the batch counts as two. Sequence i has number 2 * i for its prefix, if this step
-    computes it, and number 2 * i + 1 for what follows the prefix. So the first block reads a prompt that is computed in
-    the same step exactly as it reads a cached prompt.
+    Each sequence of the batch has two prefix groups: sequence i has group 2 * i for queries inside its prefix, if this
+    step computes them, and group 2 * i + 1 for queries after the prefix. So the first block reads a prompt that is
+    computed in the same step exactly as it reads a cached prompt.
 
     Args:
         sequence: the index i of the sequence in the batch.
@@ -155,7 +155,7 @@ def _add_entry(
     columns.lengths.append(span.end - span.begin)
     columns.kv_lengths.append(span.num_keys)
     columns.page_tables.append(page_table)
-    columns.sequences.append(2 * sequence + 1 if follows_prefix else 2 * sequence)
+    columns.prefix_groups.append(2 * sequence + 1 if follows_prefix else 2 * sequence)
 
 
 def _spans(share: Share) -> list[_Span]:

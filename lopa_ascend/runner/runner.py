@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from lopa_ascend.decode.allotment import Allotment, Ask
+from lopa_ascend.decode.allotment import Allotment, Applicant
 from lopa_ascend.graph.executor import GraphExecutor
 from lopa_ascend.probe import Probe
 from lopa_ascend.runner.eager import EagerExecutor, planned
@@ -119,18 +119,18 @@ class Runner:
         assert self.allotment is not None
         others = [self._num_computed(sequence) for sequence in chosen if sequence not in by_load]
         others += [sequence.demand.num_computed for sequence in beside if sequence.demand is not None]
-        asks = self._allot_branches(self.allotment, by_load, others)
+        applicants = self._allot_branches(self.allotment, by_load, others)
         start = time.perf_counter()
         results = self.eager.run(chosen, steps)
         self.allotment.observe(time.perf_counter() - start)
         for result in results:
-            ask = asks.get(result.request_id)
-            if ask is not None and result.record is not None:
+            applicant = applicants.get(result.request_id)
+            if applicant is not None and result.record is not None:
                 strategy = sequences[result.request_id].strategy
-                self.allotment.learn(ask, result.record, strategy.saved_by_a_win, strategy.wins_of_dropped)
+                self.allotment.learn(applicant, result.record, strategy.saved_by_a_win, strategy.wins_of_dropped)
         return results
 
-    def _allot_branches(self, allotment: Allotment, by_load: list[Sequence], others: list[int]) -> dict[str, Ask]:
+    def _allot_branches(self, allotment: Allotment, by_load: list[Sequence], others: list[int]) -> dict[str, Applicant]:
         """Keeps as many lookahead branches of each sequence in ``by_load`` as the allotment gives it.
 
         Args:
@@ -141,18 +141,18 @@ class Runner:
         Returns:
             By request id: what the allotment was asked.
         """
-        asks = [self._ask(sequence) for sequence in by_load]
-        counts = allotment.choose(asks, others)
+        applicants = [self._applicant(sequence) for sequence in by_load]
+        counts = allotment.choose(applicants, others)
         for sequence, count in zip(by_load, counts, strict=True):
             sequence.plan = sequence.strategy.keep(planned(sequence), count)
-        return {sequence.request_id: ask for sequence, ask in zip(by_load, asks, strict=True)}
+        return {sequence.request_id: applicant for sequence, applicant in zip(by_load, applicants, strict=True)}
 
-    def _ask(self, sequence: Sequence) -> Ask:
+    def _applicant(self, sequence: Sequence) -> Applicant:
         strategy = sequence.strategy
-        return Ask(strategy.params, strategy.is_stuck, self.eager.placement.costs(planned(sequence)))
+        return Applicant(strategy.params, strategy.is_stuck, self.eager.placement.costs(planned(sequence)))
 
     def _num_computed(self, sequence: Sequence) -> int:
-        """The tokens that the group that computes most computes of a sequence's next pass."""
+        """The tokens that the busiest branch-parallel group computes in a sequence's next pass."""
         return self.eager.placement.demand(planned(sequence)).num_computed
 
     def _demand(self, sequence: Sequence) -> Demand | None:

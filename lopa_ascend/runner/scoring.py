@@ -1,4 +1,4 @@
-"""Scores hidden states of several sequences at once: logits in pieces, then predictions from a CPU's cache."""
+"""From the hidden states of several sequences to predictions for their masked positions."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ Stats = dict[str, Tensor]
 
 
 class Softmax(NamedTuple):
-    """What the logits of R rows have in common, to turn one of them into a probability."""
+    """What the softmax of R rows of logits needs to turn any one of their logits into a probability."""
 
     high: Tensor
     """The largest logit of each row [R, 1]."""

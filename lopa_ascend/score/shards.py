@@ -127,11 +127,11 @@ def _offer_one(
 
 
 def _put_back(x: Tensor, chosen: Tensor, values: Tensor) -> None:
-    """Raises x [R, n] at the columns ``chosen`` [R, K] to values [R, K].
+    """Writes offered logits back: x [R, n] becomes max(x, values [R, K]) in the columns ``chosen`` [R, K].
 
-    It does not overwrite: where only banned ids were left, the offered logit is -inf, and the banned id must keep its
-    own. It takes one column at a time, because a missing token may have the id of a chosen one. ``scatter_reduce_``
-    would take one call, but an NPU runs it on the host.
+    The maximum, because a row with fewer than K allowed tokens offers -inf for those that are missing, in the column of
+    a banned token, or of one that was offered before, whose own logit must stay. For the same reason one column is
+    written after the other. ``scatter_reduce_`` would do it in one call, but an NPU runs it on the host.
     """
     for column, value in zip(chosen.split(1, -1), values.split(1, -1), strict=True):
         x.scatter_(-1, column, torch.maximum(x.gather(-1, column), value))

@@ -102,10 +102,10 @@ def hosts_of(config: ServeConfig, address: str) -> frozenset[str] | None:
     """
     if config.api_key is not None or not _is_loopback(address) or "*" in config.allowed_origins:
         return None
-    own = {address, config.host.lower()}
-    in_urls = {f"[{name}]" for name in own if ":" in name}
-    origins = {host for origin in config.allowed_origins if (host := urlsplit(origin).hostname)}
-    return frozenset({*LOCAL_HOSTS, *own, *in_urls, *origins})
+    of_origins = {host for origin in config.allowed_origins if (host := urlsplit(origin).hostname)}
+    named = {address, config.host.lower(), *of_origins}
+    in_urls = {f"[{name}]" for name in named if ":" in name}
+    return frozenset({*LOCAL_HOSTS, *named, *in_urls})
 
 
 def _is_loopback(address: str) -> bool:
@@ -301,5 +301,5 @@ def _add_abort(app: FastAPI, client: EngineClient, intake: Intake) -> None:
 
 
 def _json(answer: BaseModel) -> Response:
-    """An answer as bytes, made in the thread that calls this: long ones take as long as their making."""
+    """An answer as a JSON response. Worker threads call this, because a long answer takes long to encode."""
     return Response(answer.model_dump_json(), media_type="application/json")

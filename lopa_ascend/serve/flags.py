@@ -64,8 +64,10 @@ class Flag:
 
 
 def graph_settings(params: DecodingParams) -> dict[str, Any]:
-    """Settings of an engine whose graphs are compiled for requests with these parameters; none where no graph can run
-    their decoding, which leaves the graphs to requests with another one."""
+    """The engine's settings with which graphs are compiled for requests with these parameters.
+
+    Empty if no graph can decode such requests. Then the graphs keep their own defaults, for requests with another
+    decoding."""
     if not params.is_pipelined or params.lookahead_depth > 1:
         return {}
     found = {setting: getattr(params, name) for setting, name in GRAPH_DEFAULTS.items()}

@@ -8,10 +8,11 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_TIMEOUT = 10.0
-"""Most seconds for the head of a request, from the connection or from the first byte after the answer before, and for
-the rest of a body, from the first byte after an early answer."""
+"""Most seconds in which a client must send the head of a request, or the rest of a body if the answer went out before
+all of the body had come. The time of a connection's first head begins with the connection, otherwise with the first
+byte that the client sends after an answer."""
 STALL_TIMEOUT = 60.0
-"""Most seconds in which a client may read nothing of an answer that waits for it."""
+"""Most seconds in which a client may read nothing while a part of an answer waits to be sent to it."""
 LATE = b"the head of the request did not arrive in time"
 
 

@@ -92,8 +92,8 @@ class BranchRecord:
     """One branch of one forward pass, for traces."""
 
     lookahead: Fill | None
-    """The token that this branch holds in addition to the anchor; None for the anchor. Where the anchor's predictions
-    of this pass have confirmed it, with their probability."""
+    """The token that this branch holds in addition to the anchor; None for the anchor. Its probability and confidence
+    are those with which it was proposed or, in a draft that has won, those of the prediction that confirms it."""
     end: int
     """End of the branch's window."""
     masks: int
@@ -103,7 +103,8 @@ class BranchRecord:
     further: tuple[Fill, ...] = ()
     """Tokens that the branch holds in addition to ``lookahead``, where ``lookahead_depth`` is above 1."""
     confirmed_by: tuple[int, ...] = ()
-    """For each of ``own_fills`` the index of the branch whose predictions have confirmed it; of drafts that won."""
+    """Only in a draft that has won: for each of ``own_fills`` the index in ``StepRecord.branches`` of the branch whose
+    prediction confirms it."""
 
     @property
     def own_fills(self) -> tuple[Fill, ...]:

@@ -79,13 +79,13 @@ class EngineStats:
     """Positions whose keys and values were copied between slots."""
     gathered_bytes: int = 0
     """Bytes of keys and values that attention copied out of the pages."""
-    forward_seconds: float = 0.0
-    """Duration of the last step."""
+    step_seconds: float = 0.0
+    """Duration of the engine's last step."""
     num_rows: int = 0
     """Branches evaluated, on all ranks."""
     idle_rows: int = 0
-    """Rows of the sequences that took part which were left empty on all ranks: their branches did not divide evenly, or
-    a graph has room for more."""
+    """Places for branches, on all ranks, that stayed empty in steps of sequences: the branches did not divide evenly
+    among the groups, or the graph has room for more."""
     traffic: tuple[Traffic, ...] = ()
     graphs: GraphStats | None = None
     """None in eager mode."""

@@ -69,7 +69,7 @@ class Demand:
     """What the next step of a sequence needs, so that the scheduler can plan it; the same on every rank."""
 
     num_computed: int
-    """Tokens computed by the group that computes most."""
+    """Tokens that the busiest branch-parallel group computes."""
     committed_end: int
     """Positions before this one are committed after the step."""
     slot_ends: tuple[int, ...]

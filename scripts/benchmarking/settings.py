@@ -11,7 +11,7 @@ from typing import Any
 
 from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.config.combinations import fitting_defaults
-from lopa_ascend.config.decodings import built_in
+from lopa_ascend.config.decodings import built_in_like
 
 FIGURES = "figures"
 """What --sweep takes in place of parameters: the settings that all figures need."""
@@ -80,7 +80,7 @@ def swept(axes: Sequence[str], given: Mapping[str, Any]) -> list[Setting]:
     for change in changes:
         # A common parameter that the decoding of a change cannot have gives way; an explicit one of the axes does not.
         values = {**fitting_defaults(given, change), **change}
-        if change.get("num_branches") and built_in(values.get("decoding", "lopa")) != "lopa":
+        if change.get("num_branches") and built_in_like(values.get("decoding", "lopa")) != "lopa":
             continue
         setting = Setting(DecodingParams(**values), _label(change))
         settings.setdefault(setting.key, setting)

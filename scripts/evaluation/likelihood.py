@@ -109,7 +109,7 @@ class MaskedLikelihood:
                 lengths=(n,) * batch,
                 kv_lengths=(n,) * batch,
                 page_tables=torch.arange(batch * pages, dtype=torch.int32).view(batch, pages).to(device),
-                sequences=tuple(range(batch)),
+                prefix_groups=tuple(range(batch)),
                 prefixes=(0,) * batch,
             ).divided(self._model.ops.max_queries),
             rows=wanted.to(device),

@@ -41,7 +41,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def one_entry(entries: Entries, i: int) -> Entries:
     """Entry i in a step of its own."""
-    prefix = entries.prefixes[entries.sequences[i]]
+    prefix = entries.prefixes[entries.prefix_groups[i]]
     return Entries(entries.lengths[i : i + 1], entries.kv_lengths[i : i + 1], entries.page_tables[[i]], (0,), (prefix,))
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lopa_ascend.config import DecodingParams, ParameterError, fitting_defaults
 from lopa_ascend.decode import begin
-from lopa_ascend.decode.allotment import OBSERVED, Allotment, Ask, StepCosts
+from lopa_ascend.decode.allotment import OBSERVED, Allotment, Applicant, StepCosts
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.parallel.placement import Placement
 from lopa_ascend.types import BranchRecord, RowPlan, RowResult, SequencePlan, StepRecord
@@ -38,24 +38,24 @@ def test_costs_never_fall_and_are_exact_at_points(points: list[tuple[int, float]
 
 
 def test_free_rows_are_all_computed_and_rows_of_full_price_are_not() -> None:
-    asks = [Ask(AUTO, False, FULL)] * 3
-    assert Allotment(FLAT, 10_000).choose(asks) == [7, 7, 7]
-    assert Allotment(STEEP, 10_000).choose(asks) == [0, 0, 0]
+    applicants = [Applicant(AUTO, False, FULL)] * 3
+    assert Allotment(FLAT, 10_000).choose(applicants) == [7, 7, 7]
+    assert Allotment(STEEP, 10_000).choose(applicants) == [0, 0, 0]
 
 
 def test_rows_become_fewer_the_more_requests_there_are() -> None:
     costs = StepCosts([(1, 1.0), (512, 1.05), (4096, 8.0)])
-    rows = [Allotment(costs, 10_000).choose([Ask(AUTO, False, FULL)] * n) for n in (1, 4, 16, 64)]
+    rows = [Allotment(costs, 10_000).choose([Applicant(AUTO, False, FULL)] * n) for n in (1, 4, 16, 64)]
     means = [sum(chosen) / len(chosen) for chosen in rows]
     assert means == sorted(means, reverse=True)
     assert (means[0], means[-1]) == (7, 0)
-    # Tokens of requests that do not ask fill the device too.
-    assert Allotment(costs, 10_000).choose([Ask(AUTO, False, FULL)], others=[32] * 63) == [0]
+    # Tokens of requests that do not applicant fill the device too.
+    assert Allotment(costs, 10_000).choose([Applicant(AUTO, False, FULL)], others=[32] * 63) == [0]
 
 
 def test_branches_fill_no_step_beyond_its_limit() -> None:
-    assert Allotment(FLAT, 200).choose([Ask(AUTO, False, FULL)] * 2) == [2, 2]
-    assert Allotment(FLAT, 10).choose([Ask(AUTO, False, FULL)] * 2) == [0, 0]
+    assert Allotment(FLAT, 200).choose([Applicant(AUTO, False, FULL)] * 2) == [2, 2]
+    assert Allotment(FLAT, 10).choose([Applicant(AUTO, False, FULL)] * 2) == [0, 0]
 
 
 def record(num_lookaheads: int, winner: int) -> StepRecord:
@@ -66,7 +66,7 @@ def record(num_lookaheads: int, winner: int) -> StepRecord:
 def test_what_has_won_is_tried_again_and_what_never_wins_is_not() -> None:
     costs = StepCosts([(32, 1.0), (64, 1.1), (4096, 40.0)])
     allotment = Allotment(costs, 10_000)
-    stuck, free = Ask(AUTO, True, FULL[:2]), Ask(AUTO, False, FULL[:2])
+    stuck, free = Applicant(AUTO, True, FULL[:2]), Applicant(AUTO, False, FULL[:2])
     assert allotment.choose([stuck]) == allotment.choose([free]) == [1]
     for _ in range(100):
         allotment.learn(stuck, record(1, 0))
@@ -78,7 +78,7 @@ def test_what_has_won_is_tried_again_and_what_never_wins_is_not() -> None:
 def test_branches_over_tokens_are_counted_apart() -> None:
     allotment = Allotment(StepCosts([(32, 1.0), (64, 1.1), (4096, 40.0)]), 10_000)
     positions, tokens = (
-        Ask(replace(AUTO, branch_candidates=kind), False, FULL[:2]) for kind in ("positions", "tokens")
+        Applicant(replace(AUTO, branch_candidates=kind), False, FULL[:2]) for kind in ("positions", "tokens")
     )
     for _ in range(100):
         allotment.learn(positions, record(1, 0))
@@ -88,17 +88,17 @@ def test_branches_over_tokens_are_counted_apart() -> None:
 
 def test_branches_that_were_dropped_are_tried_once_they_would_have_won() -> None:
     costs = StepCosts([(32, 1.0), (64, 1.4), (4096, 60.0)])
-    allotment, ask = Allotment(costs, 10_000), Ask(AUTO, False, FULL[:2])
-    assert allotment.choose([ask]) == [0]
+    allotment, applicant = Allotment(costs, 10_000), Applicant(AUTO, False, FULL[:2])
+    assert allotment.choose([applicant]) == [0]
     for would_win, chosen in ((1.0, 1), (0.0, 0)):
         for _ in range(100):
-            allotment.learn(ask, record(0, 0), 0.75, (would_win,))
-        assert allotment.choose([ask]) == [chosen]
+            allotment.learn(applicant, record(0, 0), 0.75, (would_win,))
+        assert allotment.choose([applicant]) == [chosen]
 
 
 def test_what_steps_take_beyond_their_costs_makes_rows_cheaper() -> None:
     """For every rank as much as rank 0 says, once enough steps were observed."""
-    costs, ask = StepCosts([(32, 1.0), (64, 1.4), (4096, 60.0)]), Ask(AUTO, False, FULL[:2])
+    costs, applicant = StepCosts([(32, 1.0), (64, 1.4), (4096, 60.0)]), Applicant(AUTO, False, FULL[:2])
     asked: list[int] = []
 
     def agree(nanoseconds: int) -> int:
@@ -107,14 +107,14 @@ def test_what_steps_take_beyond_their_costs_makes_rows_cheaper() -> None:
 
     allotment = Allotment(costs, 10_000, agree)
     for _ in range(OBSERVED):
-        assert allotment.choose([ask]) == [0]
+        assert allotment.choose([applicant]) == [0]
         allotment.observe(1.5)
     assert asked == [5 * 10**8]
-    assert allotment.choose([ask]) == [1]
+    assert allotment.choose([applicant]) == [1]
     alone = Allotment(costs, 10_000)
     for _ in range(OBSERVED):
         alone.observe(100.0)
-    assert alone.choose([ask]) == [0]
+    assert alone.choose([applicant]) == [0]
 
 
 @pytest.mark.parametrize(("acceptance", "probability"), [("verified", 0.7), ("exact", 1.0)])
@@ -216,15 +216,17 @@ def simulate(num_requests: int, params: DecodingParams, costs: StepCosts, rounds
         running = [(seed, strategy) for seed, strategy, plan in planned if plan is not None]
         plans = [plan for _, _, plan in planned if plan is not None]
         if params.follows_load:
-            asks = [Ask(params, s.is_stuck, placement.costs(p)) for (_, s), p in zip(running, plans, strict=True)]
-            counts = allotment.choose(asks)
+            applicants = [
+                Applicant(params, s.is_stuck, placement.costs(p)) for (_, s), p in zip(running, plans, strict=True)
+            ]
+            counts = allotment.choose(applicants)
             plans = [s.keep(p, k) for (_, s), p, k in zip(running, plans, counts, strict=True)]
         if plans:
             seconds += costs.seconds(sum(placement.demand(plan).num_computed for plan in plans))
         for i, ((seed, strategy), plan) in enumerate(zip(running, plans, strict=True)):
             record = strategy.absorb(plan, results(plan, strategy, seed), 0, 0)
             if params.follows_load:
-                allotment.learn(asks[i], record)
+                allotment.learn(applicants[i], record)
     return seconds
 
 

@@ -67,6 +67,23 @@ def test_large_bodies_share_a_limit_and_small_ones_do_not_count():
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("limit", [0, SMALL_BODY, 2 * LARGE])
+def test_a_body_for_which_there_can_never_be_room_is_too_large(limit: int):
+    """A 503 would ask its client to try again."""
+
+    async def run() -> None:
+        taking, sender = Intake(10 * LARGE, limit, Workers(1)), Sender()
+        taking_it = asyncio.create_task(taking.take(sender.request, len))
+        sender.send(b"1" * (max(limit, SMALL_BODY) + 1), more=False)
+        with pytest.raises(ApiError) as refused:
+            await taking_it
+        assert refused.value.status == 413
+        assert f"takes at most {max(limit, SMALL_BODY)}" in str(refused.value)
+        await taking.workers.close()
+
+    asyncio.run(run())
+
+
 def test_a_body_that_trickles_in_is_given_up(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(intake, "BODY_TIMEOUT", 0.2)
 

@@ -59,6 +59,18 @@ def test_the_last_page_is_partial_unless_the_prompt_fills_it(num_tokens: int) ->
     assert entry.partial_page == (pages[-1] if num_tokens % PAGE_SIZE else None)
 
 
+def test_a_prompt_that_finds_no_page_for_its_copy_drops_no_entry() -> None:
+    cache = cache_of(PROMPT)
+    others = PROMPT[:10]
+    for page in range(4):
+        cache._allocator.share(page)  # a running request has the pages of the entry
+    assert cache.take_pages(key(others), [0]) is None
+    assert key(PROMPT) in cache
+    cache._allocator.release(3)
+    assert cache.take_pages(key(others), [0]) == (3,)
+    assert key(PROMPT) not in cache
+
+
 @pytest.mark.parametrize(
     ("window_attention", "block_size", "first_block"), [("block_causal", 16, 0), ("full", 16, 16), ("full", 64, 50)]
 )

@@ -137,6 +137,7 @@ def test_a_server_for_this_machine_answers_its_own_names_alone():
         assert called(name) == 200
     assert called("evil.example:8000") == called("127.0.0.1.evil.example") == 403
     assert called("page.example", allowed_origins=("https://page.example:444",)) == 200
+    assert called("[2001:db8::1]:8443", allowed_origins=("http://[2001:db8::1]:8443",)) == 200
     for flags in ({"allowed_origins": ("*",)}, {"api_key": "key"}, {"address": "0.0.0.0"}, {"address": "192.0.2.1"}):
         assert called("evil.example", **flags) == 200
     assert called("[0:0:0:0:0:0:0:1]:80", "::1", host="0:0:0:0:0:0:0:1") == 200

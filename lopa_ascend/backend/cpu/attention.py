@@ -93,7 +93,7 @@ def plan_attention(entries: Entries, kv_heads: int, page_size: int) -> Attention
 
 def plan_own_part(entries: Entries, page_size: int) -> tuple[list[Reading], list[list[int]]]:
     """The readings of the keys after the prefixes, and the entries of all batches in order, by their indices."""
-    prefixes = [entries.prefixes[sequence] for sequence in entries.sequences]
+    prefixes = [entries.prefixes[group] for group in entries.prefix_groups]
 
     def shape(i: int) -> tuple[bool, int, int]:
         return not prefixes[i], entries.lengths[i], entries.kv_lengths[i] - prefixes[i]
@@ -110,14 +110,14 @@ def plan_own_part(entries: Entries, page_size: int) -> tuple[list[Reading], list
 
 def plan_prefix_part(entries: Entries, page_size: int) -> tuple[list[Reading], list[list[int]]]:
     """The readings of the prefixes, and the entries of all batches in order, by their indices."""
-    with_prefix = [i for i, sequence in enumerate(entries.sequences) if entries.prefixes[sequence]]
-    with_prefix.sort(key=lambda i: (entries.sequences[i], entries.lengths[i]))
+    with_prefix = [i for i, group in enumerate(entries.prefix_groups) if entries.prefixes[group]]
+    with_prefix.sort(key=lambda i: (entries.prefix_groups[i], entries.lengths[i]))
     readings, batches = [], []
-    for sequence, group in groupby(with_prefix, entries.sequences.__getitem__):
+    for prefix_group, group in groupby(with_prefix, entries.prefix_groups.__getitem__):
         members = list(group)
         by_length = [list(batch) for _, batch in groupby(members, entries.lengths.__getitem__)]
         first_table = entries.page_tables[members[:1]]
-        positions = flat_positions(first_table, [0], entries.prefixes[sequence], page_size)
+        positions = flat_positions(first_table, [0], entries.prefixes[prefix_group], page_size)
         readings.append(Reading(positions, tuple(Batch(len(batch), entries.lengths[batch[0]]) for batch in by_length)))
         batches += by_length
     return readings, batches

@@ -37,7 +37,7 @@ def call_attention(ops_number: int, q: Tensor, k_cache: Tensor, v_cache: Tensor,
         entries.page_tables.contiguous(),
         entries.lengths,
         entries.kv_lengths,
-        entries.sequences,
+        entries.prefix_groups,
         entries.prefixes,
         ops_number,
     )
@@ -52,14 +52,14 @@ def paged_attention(  # noqa: PLR0913
     page_tables: Tensor,
     lengths: Sequence[int],
     kv_lengths: Sequence[int],
-    sequences: Sequence[int],
+    prefix_groups: Sequence[int],
     prefixes: Sequence[int],
     ops_number: int,
 ) -> Tensor:
     """``attention`` of the registered ops over the entries with these fields."""
     table_bytes = page_tables.numpy().tobytes()
     entries = entries_of(
-        tuple(lengths), tuple(kv_lengths), table_bytes, tuple(page_tables.shape), tuple(sequences), tuple(prefixes)
+        tuple(lengths), tuple(kv_lengths), table_bytes, tuple(page_tables.shape), tuple(prefix_groups), tuple(prefixes)
     )
     return _ops_by_number[ops_number].attention(q, k_cache, v_cache, entries)
 
@@ -75,7 +75,7 @@ def entries_of(
     kv_lengths: tuple[int, ...],
     table_bytes: bytes,
     table_shape: tuple[int, ...],
-    sequences: tuple[int, ...],
+    prefix_groups: tuple[int, ...],
     prefixes: tuple[int, ...],
 ) -> Entries:
     """The entries with these fields. All layers of a step get the same object, and so share one plan.
@@ -85,8 +85,8 @@ def entries_of(
         kv_lengths: see ``Entries``.
         table_bytes: the content of the page tables, int32.
         table_shape: the shape of the page tables.
-        sequences: see ``Entries``.
+        prefix_groups: see ``Entries``.
         prefixes: see ``Entries``.
     """
     page_tables = torch.frombuffer(bytearray(table_bytes), dtype=torch.int32).view(table_shape)
-    return Entries(lengths, kv_lengths, page_tables, sequences, prefixes)
+    return Entries(lengths, kv_lengths, page_tables, prefix_groups, prefixes)

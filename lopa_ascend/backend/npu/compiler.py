@@ -153,9 +153,6 @@ class PackageCompiler(CachingCompiler):
             run = type(self).cache_compile(method, **options)
             self._wait_for_ranks()
             run(kv_lengths)
-            if is_whole:
-                # As often as where it is compiled: the ranks must launch collectives alike often, wherever damage is.
-                run(kv_lengths)
         return run
 
     def _check_compiled(self, name: str, file: Path, length_inputs: list[int], num_lengths: int) -> None:
@@ -268,7 +265,8 @@ class NpuGraphEx(PackageCompiler):
 
     def _compile(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: list[int]) -> Run:
         run = super()._compile(step, name, tensors, kv_lengths)
-        # They differ, so that CapturedRun sees which attention task takes which; those of padding rows are all alike.
+        # All different, so that CapturedRun can tell which of them each attention task takes. Padding rows have equal
+        # ones.
         lengths = [MIN_KV_LENGTH + index % NUM_LENGTHS for index in range(len(kv_lengths))]
         gc.collect()  # an unused graph that is collected during the capture would give memory back, and be counted
         npu.empty_cache()

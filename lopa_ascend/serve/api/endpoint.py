@@ -289,7 +289,7 @@ class Run:
         """As ``Generation.updates``; also notes the times."""
         try:
             async for index, update, progress in self.generation.updates():
-                now, seconds = time.monotonic(), self._client.stats.forward_seconds
+                now, seconds = time.monotonic(), self._client.stats.step_seconds
                 self.timeline.choices[index].advance(now, seconds, update, progress)
                 yield index, update, progress
         except ApiError as error:
@@ -311,8 +311,10 @@ PIECE = 64 * 2**10
 
 
 class WholeAnswer(Response):
-    """The answer to a request that does not stream. The run ends when all but the end of the answer has been sent, so a
-    server that shuts down waits for it.
+    """The answer to a request that does not stream, sent in pieces.
+
+    A piece waits while the client leaves earlier ones unread, and the run ends when the last piece is on its way. So a
+    server that shuts down waits for clients that read slowly.
 
     Args:
         run: the running generation.

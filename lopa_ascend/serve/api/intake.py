@@ -76,7 +76,8 @@ class IncomingBody:
         """Bytes that ``memory`` counts for this body."""
 
     def add(self, piece: bytes) -> None:
-        """Keeps a piece that has arrived. From the first one on that finds no room nothing is kept."""
+        """Keeps a piece that has arrived. When a piece finds no room, all pieces are dropped, and later ones only count
+        in ``size``."""
         self.size += len(piece)
         if not self.has_room:
             return
@@ -112,7 +113,7 @@ class Intake:
     def __init__(self, max_body_size: int, max_total_body_size: int, workers: Workers):
         self.workers = workers
         self.memory = BodyMemory(max_total_body_size)
-        self.max_body_size = max_body_size
+        self.max_body_size = min(max_body_size, max(SMALL_BODY, max_total_body_size))  # larger ones never find room
 
     async def take(self, request: Request, work: Callable[[bytes], T]) -> T:
         """What ``work`` makes of the body of a request, in a thread, because large bodies take seconds.
@@ -142,7 +143,7 @@ class Intake:
             raise self._too_large(body.size)
         if not body.has_room:
             self.workers.lane(body.size).num_refused += 1
-            message = f"the bodies of other requests take the {self.memory.limit} bytes that there are for them"
+            message = f"other bodies take the {self.memory.limit} bytes that there are for large ones; try again later"
             raise unavailable(message, "queue_full")
         content_type = request.headers.get("content-type", "")
         if content_type.partition(";")[0].strip().lower() != "application/json":

@@ -249,7 +249,7 @@ class ResponseEncoder(Encoder):
         return f"event: {event['type']}\ndata: {as_ascii(event)}\n\n"
 
     def _closed(self, response: Json) -> list[Json]:
-        """The last events, with what the response holds: of its text, part and message, and of itself."""
+        """The closing events: the finished text, its content part, its message, and at last the whole response."""
         (message,) = response["output"]
         (part,) = message["content"]
         last = "response.completed" if response["status"] == "completed" else "response.incomplete"

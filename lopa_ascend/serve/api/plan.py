@@ -160,10 +160,10 @@ class Planner:
         stop = asked.get("stop") or ()
         stops = [stop] if isinstance(stop, str) else stop
         if len(stops) > self.max_stop_strings:
-            raise ParameterError("stop", f"has {len(stops)} strings; this server takes {self.max_stop_strings}")
+            raise ParameterError("stop", f"has {len(stops)} strings; this server takes at most {self.max_stop_strings}")
         characters = sum(map(len, stops))
         if characters > self.max_stop_characters:
-            message = f"has {characters} characters together; this server takes {self.max_stop_characters}"
+            message = f"has {characters} characters together; this server takes at most {self.max_stop_characters}"
             raise ParameterError("stop", message)
         counts = {"bad_words": _num_ids(asked.get("bad_words") or ())}
         for name in ID_PARAMETERS:

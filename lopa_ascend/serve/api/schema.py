@@ -1,7 +1,8 @@
 """JSON Schema for request bodies: the decoding parameters as fields, their ranges, and fields that have no effect.
 
 Schemas are for readers and tools. The values are checked by ``DecodingParams`` and the engine's limits; a test compares
-both. Which values go together is said in words only: tools multiply such rules out, and no schema can express a sum.
+both. Descriptions alone say which values go together: tools would expand such rules into every combination, and JSON
+Schema cannot limit a sum, such as that of prompt and answer.
 """
 
 from __future__ import annotations

@@ -22,16 +22,16 @@ MAX_QUEUED_SMALL = 1024
 
 
 class Lane:
-    """Threads of their own for some bodies, and a queue in front of them that has an end.
+    """Worker threads for one kind of bodies, with a queue of limited length.
 
     Args:
-        size: what bodies these are, for messages and metrics.
+        kind: "small" or "large", for messages and metrics.
         threads: bodies that are worked on at the same time.
         max_queued: further bodies that may wait.
     """
 
-    def __init__(self, size: str, threads: int, max_queued: int):
-        self.size = size
+    def __init__(self, kind: str, threads: int, max_queued: int):
+        self.kind = kind
         self.num_running = 0
         """Bodies that are worked on."""
         self.num_begun = 0
@@ -41,7 +41,7 @@ class Lane:
         self.seconds_waited = 0.0
         """Time between arrival and begin, summed over ``num_begun`` bodies."""
         self._threads, self._max_queued = threads, max_queued
-        self._executor = ThreadPoolExecutor(threads, f"{size}-bodies")
+        self._executor = ThreadPoolExecutor(threads, f"{kind}-bodies")
         self._lock = threading.Lock()
         self._waiting: dict[object, float] = {}
         """When each waiting body arrived, in seconds of ``time.monotonic``, the oldest first."""
@@ -64,8 +64,8 @@ class Lane:
         """
         if self.num_running + self.num_waiting >= self._threads + self._max_queued:
             self.num_refused += 1
-            message = f"{self._max_queued} {self.size} bodies wait to be read already"
-            raise unavailable(message, "queue_full")
+            found = f"all threads for {self.kind} bodies are busy, and no more than {self._max_queued} bodies may wait"
+            raise unavailable(f"{found}; try again later", "queue_full")
         body = object()
         with self._lock:
             self._waiting[body] = time.monotonic()

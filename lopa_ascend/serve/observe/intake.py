@@ -35,7 +35,7 @@ class IntakeState(Collector):
         for name, text, value in gauges:
             gauge = GaugeMetricFamily(f"lopa:bodies_{name}", text, labels=[*names, "size"])
             for lane in self._intake.workers.lanes:
-                gauge.add_metric([*values, lane.size], value(lane))
+                gauge.add_metric([*values, lane.kind], value(lane))
             yield gauge
         names.append("size")
         refused = CounterMetricFamily(
@@ -43,7 +43,7 @@ class IntakeState(Collector):
         )
         waits = SummaryMetricFamily("lopa:body_wait_seconds", "How long bodies waited.", labels=names)
         for lane in self._intake.workers.lanes:
-            refused.add_metric([*values, lane.size], lane.num_refused)
-            waits.add_metric([*values, lane.size], lane.num_begun, lane.seconds_waited)
+            refused.add_metric([*values, lane.kind], lane.num_refused)
+            waits.add_metric([*values, lane.kind], lane.num_begun, lane.seconds_waited)
         yield refused
         yield waits

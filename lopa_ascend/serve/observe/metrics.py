@@ -79,7 +79,7 @@ class Metrics:
             return
         self._steps_seen = stats.num_steps
         tokens = sum(len(update.token_ids) for update in updates)
-        self._forward.observe(stats.forward_seconds)
+        self._forward.observe(stats.step_seconds)
         self._iteration.observe(tokens)
         self._committed.inc(tokens)
         for update in updates:
