@@ -6,6 +6,7 @@ recorded; there is no need to start it by hand.
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -302,9 +303,13 @@ def scaling(job: ScalingJob) -> RankTimes:
 
 
 def main() -> None:
-    job = msgspec.msgpack.decode(Path(sys.argv[1]).read_bytes(), type=Job)
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench_ranks", description=__doc__)
+    parser.add_argument("job", type=Path, metavar="JOB", help="file with the job")
+    parser.add_argument("out", type=Path, metavar="OUT", help="where the records go")
+    args = parser.parse_args()
+    job = msgspec.msgpack.decode(args.job.read_bytes(), type=Job)
     noted = traffic(job) if isinstance(job, TrafficJob) else scaling(job)
-    Path(sys.argv[2]).write_bytes(msgspec.msgpack.encode(noted))
+    args.out.write_bytes(msgspec.msgpack.encode(noted))
 
 
 if __name__ == "__main__":

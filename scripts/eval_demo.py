@@ -273,7 +273,6 @@ def _print_exact(llm: LLM, name: str, conversations: list[Conversation], results
 
 def prefix(model: str | None, limit: int, options: dict[str, Any]) -> None:
     """Decodes prompts that begin with the same solved problems, with the exact prefix cache and the approximate one."""
-    from lopa_ascend import LLM
     from scripts.demo_tokenizer import ASSISTANT, EOS, USER
 
     examples = read_set(HELD_OUT)[-4:]
@@ -282,7 +281,7 @@ def prefix(model: str | None, limit: int, options: dict[str, Any]) -> None:
     prompts = [f"{shots}{USER}{question}{ASSISTANT}" for question, _ in problems]
     texts: dict[str, list[str | None]] = {}
     for name in ("exact", "approximate"):
-        llm = LLM(model, approximate_prefix_caching=name == "approximate", max_num_seqs=1, **options)
+        llm = load(model, approximate_prefix_caching=name == "approximate", max_num_seqs=1, **options)
         outputs = llm.generate(prompts, decoding(3, 0.9))
         reused = sum(output.cached_tokens for output in outputs) / sum(len(o.prompt_token_ids) for o in outputs)
         exact = share_of_exact(outputs, problems)
@@ -290,6 +289,16 @@ def prefix(model: str | None, limit: int, options: dict[str, Any]) -> None:
         texts[name] = [output.text for output in outputs]
     changed = sum(a != b for a, b in zip(texts["exact"], texts["approximate"], strict=True))
     print(f"{changed} of {len(problems)} answers changed")
+
+
+def load(model: str | None, **options: Any) -> LLM:
+    """The model. Ends this process with one line if it cannot be loaded."""
+    from lopa_ascend import LLM  # imports torch, which takes seconds
+
+    try:
+        return LLM(model, **options)
+    except (ValueError, OSError) as error:
+        sys.exit(str(error))
 
 
 def draw(outcomes: dict[tuple[str, int, float], Outcome], path: Path) -> None:
@@ -332,18 +341,16 @@ def main() -> None:
     args = parser.parse_args()
     if args.what != "table" and (args.block_size or args.plot):
         parser.error(f"--block-size and --plot go with table, not with {args.what}")
-    from lopa_ascend import LLM  # imports torch, which takes seconds
-
     options = {name: getattr(args, name) for name in ("device", "dtype", "graph_mode", "attention_layout")}
     limit = args.limit or DEFAULT_LIMITS[args.what]
+    most = len(read_set(HELD_OUT)) - 1
+    if args.what == "typed" and limit > most:
+        parser.error(f"--limit of typed is at most {most}: it needs one problem more")
     if args.what == "prefix":
         prefix(args.model, limit, options)
         return
     # With cached prompts a setting would compute fewer tokens the later it is measured.
-    try:
-        llm = LLM(args.model, enable_prefix_caching=False, **options)
-    except (ValueError, OSError) as error:
-        sys.exit(str(error))
+    llm = load(args.model, enable_prefix_caching=False, **options)
     if args.what == "table":
         table(llm, limit, args.block_size, args.plot)
     else:

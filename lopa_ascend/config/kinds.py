@@ -58,12 +58,12 @@ class Kind(ABC):
 
 @dataclass(frozen=True)
 class Text(Kind):
-    """Any text. What reads the setting refuses a text that it cannot use, such as a path without a file."""
+    """Any text in UTF-8. What reads the setting refuses a text that it cannot use, such as a path without a file."""
 
     metavar: ClassVar[str] = "TEXT"
 
     def checked(self, value: object) -> object:
-        return value
+        return _text(value) if isinstance(value, str) else value
 
     def parse(self, text: str) -> str:
         return text

@@ -107,12 +107,21 @@ def parse_args(argv: Sequence[str] | None = None) -> ServeConfig:
             sys.stdout.write(presets_text())
             parser.exit()
         if API_KEY in os.environ:
-            given.setdefault("api_key", os.environ[API_KEY])
+            given.setdefault("api_key", _key_from_environment())
         if "api_key" in given:  # one that was read from a file ends with its newline, which no header can hold
             given["api_key"] = given["api_key"].strip(string.whitespace)
         return _serve_config(given)
     except ParameterError as error:
         parser.error(f"argument {option(error.param)}{str(error).removeprefix(error.param)}")
+
+
+def _key_from_environment() -> str:
+    key = os.environ[API_KEY]
+    try:
+        key.encode()
+    except UnicodeEncodeError as error:  # without the key: messages end up in logs
+        raise ParameterError("api_key", f"is not text in UTF-8, in {API_KEY} at character {error.start}") from None
+    return key
 
 
 def _unknown_argument(arguments: Sequence[str]) -> str:
@@ -198,13 +207,14 @@ def _check_secrets_and_tls(given: Mapping[str, Any]) -> None:
 class _UniqueKeys(yaml.SafeLoader):
     """Refuses a key that is there twice, of which YAML would take the last."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        values = super().construct_mapping(node, deep)
-        if len(values) < len(node.value):
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise ValueError(f"{str(twice)!r} is there twice")
-        return values
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # Here the merge key "<<" is not yet replaced by the keys that it brings, which the mapping's own may override.
+        node = super().compose_mapping_node(anchor)
+        keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:
+            raise ValueError(f"{twice[1]!r} is there twice")
+        return node
 
 
 def _read_config(file: Path) -> dict[str, Any]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
+import contextlib
+import fcntl
+import termios
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -33,13 +37,14 @@ class HttpConnection(H11Protocol):
     _timed_state: object = None
     """State of the client in which the timer was started."""
     _stall_timer: asyncio.TimerHandle | None = None
-    """Runs while the client leaves more unread than the buffer of the connection should hold."""
+    """Runs while a part of an answer waits for the client."""
     _num_unread = 0
-    """Bytes that were unread when the stall timer was started."""
+    """``_count_unread`` when the stall timer was started."""
 
     # uvicorn narrows the transport's type, as no other kind reaches it.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # so pause_writing is called whenever anything has to wait
         self._watch_client()
 
     def handle_events(self) -> None:
@@ -67,12 +72,20 @@ class HttpConnection(H11Protocol):
         super().resume_writing()
 
     def _watch_reader(self) -> None:
-        self._num_unread = self.transport.get_write_buffer_size()
+        self._num_unread = self._count_unread()
         self._stall_timer = self.loop.call_later(STALL_TIMEOUT, self._check_reader)
+
+    def _count_unread(self) -> int:
+        """Bytes that wait for the client, here and in the kernel. The kernel takes more only once it has sent much of
+        what it holds, so the bytes here alone do not show that a slow client goes on."""
+        in_kernel = array.array("i", [0])
+        with contextlib.suppress(OSError):  # not all systems count them
+            fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, in_kernel)
+        return self.transport.get_write_buffer_size() + in_kernel[0]
 
     def _check_reader(self) -> None:
         """Ends the connection if nothing was read since the last look. A slow reader may go on."""
-        if self.transport.get_write_buffer_size() < self._num_unread:
+        if self._count_unread() < self._num_unread:
             self._watch_reader()
         else:
             self.transport.abort()

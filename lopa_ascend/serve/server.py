@@ -168,6 +168,10 @@ async def _serve(config: ServeConfig, settings: ClientSettings, listener: socket
     try:
         app = create_app(client, config, listener.getsockname()[0])
         server = Server(_uvicorn(config, app), client, interrupts, config.shutdown_timeout, greeting)
+        try:
+            listen(listener, config.host, config.port)
+        except OSError as error:
+            return _refused(error)
         await server.serve(sockets=[listener])
         await app.state.workers.close()
         return server.status
@@ -195,6 +199,8 @@ def _refused(error: Exception) -> int:
 def bind(host: str, port: int) -> socket.socket:
     """A socket with this address.
 
+    Another process can bind it too until ``listen``.
+
     Raises:
         OSError: the address cannot be used; the message names the flags.
     """
@@ -206,6 +212,18 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise OSError(f"--host {host} --port {port}: {error.strerror}") from error
     return listener
+
+
+def listen(listener: socket.socket, host: str, port: int) -> None:
+    """Lets clients connect. Before the model is loaded they shall be refused, as by a server that does not run.
+
+    Raises:
+        OSError: another server listens at the address since it was bound; the message names the flags.
+    """
+    try:
+        listener.listen()
+    except OSError as error:
+        raise OSError(f"--host {host} --port {port}: {error.strerror}") from error
 
 
 def _check_tls(config: ServeConfig) -> None:

@@ -177,6 +177,8 @@ def test_config_file_and_command_line(tmp_path: Path):
         decoding={"tau_conf": 0.7, "stop": ("- x", "y"), "ignore_eos": True, "eos_token_id": (3,)},
     )
     assert parse_args(["--config", write(tmp_path / "empty.yaml", "")]) == parse_args([])
+    merged = write(tmp_path / "merged.yaml", "<<: {port: 1, tau_conf: 0.5}\nport: 2\n")
+    assert parse_args(["--config", merged]) == parse_args(["--port", "2", "--tau-conf", "0.5"])
 
 
 @pytest.mark.parametrize(
@@ -222,9 +224,11 @@ def test_the_key_comes_from_the_environment_too(capsys: pytest.CaptureFixture[st
     assert "given" not in repr(parse_args(["--api-key", "given", "--ssl-certfile", "c", "--ssl-keyfile", "k"]))
     monkeypatch.setenv(cli.API_KEY, "from a file\r\n")
     assert parse_args([]).api_key == "from a file"
-    for empty in ("", " \n"):
-        monkeypatch.setenv(cli.API_KEY, empty)
+    for wrong in ("", " \n", "k\udcff"):
+        monkeypatch.setenv(cli.API_KEY, wrong)
         assert "--api-key" in refusal(capsys)
+    monkeypatch.delenv(cli.API_KEY)
+    assert "--model" in refusal(capsys, "--model", "M\udce9")
 
 
 def test_help_names_every_flag_once_and_answers_without_torch():

@@ -1,6 +1,7 @@
 """Clients that do not finish the head of a request."""
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -40,7 +41,8 @@ def against_a_server(client: Client) -> None:
         serving = asyncio.create_task(server.serve())
         while not server.started:
             await asyncio.sleep(0.01)
-        reader, writer = await asyncio.open_connection(*server.servers[0].sockets[0].getsockname())
+        address = server.servers[0].sockets[0].getsockname()
+        reader, writer = await asyncio.open_connection(*address, limit=2**12)
         try:
             await asyncio.wait_for(client(reader, writer), 10)
         finally:
@@ -129,6 +131,53 @@ def test_a_client_that_stops_reading_is_left_and_a_slow_one_is_not(stops: bool):
         except ConnectionError:
             pass
         assert (num_read < LARGE) == stops
+
+    against_a_server(client)
+
+
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> list[HttpConnection]:
+    """The server's connections, whose buffers in the kernel are as large as the kernel allows."""
+    made: list[HttpConnection] = []
+
+    def connection_made(connection: HttpConnection, transport: asyncio.Transport) -> None:
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**22)
+        make(connection, transport)
+        made.append(connection)
+
+    make = HttpConnection.connection_made
+    monkeypatch.setattr(HttpConnection, "connection_made", connection_made)
+    return made
+
+
+def test_a_client_that_reads_less_than_the_kernel_waits_for_is_a_slow_one(connections: list[HttpConnection]):
+    """The kernel takes more of an answer only once a third of its own buffer is free."""
+
+    async def client(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        loop = asyncio.get_running_loop()
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**13)
+            slow.setblocking(False)
+            await loop.sock_connect(slow, writer.get_extra_info("peername"))
+            await loop.sock_sendall(slow, b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
+            await asyncio.sleep(TIMEOUT / 3)  # all buffers are full
+            for _step in range(40):
+                await asyncio.sleep(TIMEOUT / 10)
+                assert await loop.sock_recv(slow, 2**11)
+            assert not connections[1].transport.is_closing()
+
+    against_a_server(client)
+
+
+def test_a_client_that_leaves_a_small_part_unread_is_left(connections: list[HttpConnection]):
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        while not (waiting := connections[0].transport.get_write_buffer_size()):
+            writer.write(HEAD.replace(b"2", b"16384") + b"\r\n" + b"." * 2**14)
+            await asyncio.sleep(0.002)
+        assert waiting < 2**16
+        await asyncio.sleep(3 * TIMEOUT)
+        assert connections[0].transport.is_closing()
 
     against_a_server(client)
 

@@ -23,7 +23,7 @@ from lopa_ascend.serve.cli import parse_args
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.engine.generation import MAX_UNREAD, Choice, Generation
 from lopa_ascend.serve.observe.timeline import Timeline
-from lopa_ascend.serve.server import _blocks_line, bind
+from lopa_ascend.serve.server import _blocks_line, bind, listen
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
 JSON_TYPE = (b"content-type", b"application/json")
@@ -162,6 +162,16 @@ def test_an_address_that_cannot_be_used_is_named():
             bind("127.0.0.1", port)
     with pytest.raises(OSError, match="--host nowhere.invalid --port 80: "):
         bind("nowhere.invalid", 80)
+
+
+def test_of_two_servers_that_start_at_one_address_the_later_one_is_refused():
+    """Until one of them listens, the address is free for both."""
+    with bind("127.0.0.1", 0) as one:
+        port = one.getsockname()[1]
+        with bind("127.0.0.1", port) as other:
+            listen(one, "127.0.0.1", port)
+            with pytest.raises(OSError, match=f"--host 127.0.0.1 --port {port}: Address already in use"):
+                listen(other, "127.0.0.1", port)
 
 
 def test_our_own_failures_are_answered_and_logged(caplog: pytest.LogCaptureFixture):
