@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletionChunk
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.serve.api.completions import CHAT, COMPLETION, ChunkEncoder, CompletionWriter, Details, Format
-from lopa_ascend.serve.api.endpoint import encoded
+from lopa_ascend.serve.api.endpoint import PIECE, encoded
 from lopa_ascend.serve.api.logprobs import LOWEST, TokenProbs
 from lopa_ascend.serve.api.protocol import StreamOptions
 from lopa_ascend.serve.engine.client import Choice
@@ -188,7 +188,7 @@ def test_the_list_of_probable_tokens_is_of_one_distribution(top_p: float | None)
     output = GenerationOutput((1, 2), (7, 7), None, "length", None, 1, 2, 2, (0.9, 0.9), alternatives=ranked)
     listed = 0.9 if top_p is None else 0.3
     chat, completion = (
-        CompletionWriter(form, "m", [choice], Details(logprobs=2)).whole([output])["choices"][0]["logprobs"]
+        next(CompletionWriter(form, "m", [choice], Details(logprobs=2)).whole([output])["choices"])["logprobs"]
         for form in (CHAT, COMPLETION)
     )
     first, second = chat["content"]
@@ -219,7 +219,7 @@ def test_a_long_answer_is_encoded_beside_the_event_loop():
     response = CompletionWriter(COMPLETION, "m", choices, Details(n=16, logprobs=1))
     output = GenerationOutput((1, 2), (7,) * 800, "é" * 800, "length", None, 1, 800, 800, (0.5,) * 800)
 
-    async def run() -> tuple[bytes, float, float]:
+    async def run() -> tuple[list[bytes], float, float]:
         gaps, start = [0.0], time.monotonic()
         encoding = asyncio.create_task(asyncio.to_thread(encoded, response, [output] * 16))
         while not encoding.done():
@@ -228,8 +228,9 @@ def test_a_long_answer_is_encoded_beside_the_event_loop():
             gaps.append(time.monotonic() - before)
         return await encoding, max(gaps), time.monotonic() - start
 
-    body, worst, whole = asyncio.run(run())
+    parts, worst, whole = asyncio.run(run())
     assert worst < whole / 2
-    answer = json.loads(body)
-    assert answer == json.loads(json.dumps(response.whole([output] * 16)))
+    assert max(map(len, parts)) < 2 * PIECE
+    answer, expected = json.loads(b"".join(parts)), response.whole([output] * 16)
+    assert answer == json.loads(json.dumps({**expected, "choices": list(expected["choices"])}))
     assert len(answer["choices"]) == 16

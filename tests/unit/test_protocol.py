@@ -30,7 +30,7 @@ from lopa_ascend.serve.api.protocol import (
     IgnoredFields,
 )
 from lopa_ascend.text.prompt import Prompts
-from tests.tiny import tiny_tokenizer
+from tests.tiny import VOCAB_SIZE, tiny_tokenizer
 
 MODELS: Any = [(CompletionRequest, "validation"), (ChatRequest, "validation")]
 SCHEMAS = models_json_schema(MODELS)[1]["$defs"]
@@ -316,6 +316,23 @@ def test_stop_strings_are_limited_in_number_and_length():
         with pytest.raises(ParameterError, match="this server takes") as wrong:
             params(stop=stop)
         assert wrong.value.param == "stop"
+
+
+def test_log_probabilities_are_limited_in_number():
+    """Each takes memory while its answer is made, and n choices have n times as many."""
+    planner = replace(PLANNER, limits=replace(LIMITS, max_model_len=10_000, num_pages=1000, vocab_size=VOCAB_SIZE))
+    most = {"max_tokens": 8192, "n": 128}
+    assert len(planner.completion(parsed(logprobs=0, **most))) == 128
+    assert len(planner.completion(parsed(n=128, max_tokens=9000))) == 128
+    with pytest.raises(ParameterError, match="2097152 log probabilities") as wrong:
+        planner.completion(parsed(logprobs=1, **most))
+    assert wrong.value.param == "logprobs"
+    planner = replace(planner, prompts=Prompts(tiny_tokenizer(), VOCAB_SIZE, VOCAB_SIZE - 1, "m"))
+    fields = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "max_tokens": 2048, "n": 128}
+    assert len(planner.chat(parse_chat(json.dumps({**fields, "top_logprobs": 3}).encode()))) == 128
+    with pytest.raises(ParameterError, match="at most 1048576") as wrong:
+        planner.chat(parse_chat(json.dumps({**fields, "top_logprobs": 4}).encode()))
+    assert wrong.value.param == "top_logprobs"
 
 
 def test_token_ids_count_once_and_for_each_choice():

@@ -171,8 +171,9 @@ class CompletionWriter:
         return {"usage": usage, "lopa": lopa}
 
     def whole(self, outputs: Sequence[GenerationOutput]) -> Json:
-        """The response to a request that does not stream."""
-        choices = [self._whole_choice(index, output) for index, output in enumerate(outputs)]
+        """The response to a request that does not stream. "choices" is an iterator: choices with log probabilities are
+        large, so each is made when it is encoded."""
+        choices = (self._whole_choice(index, output) for index, output in enumerate(outputs))
         return {**self.head, "object": self.form.whole, "choices": choices, **self.totals(outputs)}
 
     def _whole_choice(self, index: int, output: GenerationOutput) -> Json:

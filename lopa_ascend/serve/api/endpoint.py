@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -21,6 +20,7 @@ from lopa_ascend.config import DecodingParams
 from lopa_ascend.serve.api import body, completions
 from lopa_ascend.serve.api.access import log_line, request_id
 from lopa_ascend.serve.api.diffusion import StepWriter
+from lopa_ascend.serve.api.encoding import as_utf8
 from lopa_ascend.serve.api.errors import ApiError, unavailable
 from lopa_ascend.serve.api.events import Encoder
 from lopa_ascend.serve.api.intake import Intake
@@ -45,7 +45,7 @@ class Writer(Protocol):
     """Id of the answer."""
 
     def whole(self, outputs: Sequence[GenerationOutput]) -> Json:
-        """The answer, from the output of each choice, if it is not streamed."""
+        """The answer, from the output of each choice, if it is not streamed. Long parts may be iterators."""
 
     def encoder(self) -> Encoder:
         """Makes the events of the answer if it is streamed."""
@@ -231,18 +231,14 @@ class Endpoint:
         log_line(event="finished", id=run.generation.request_id, request_id=http_request_id, **numbers)
 
 
-def encoded(writer: Writer, outputs: Sequence[GenerationOutput]) -> bytes:
-    """A whole answer as JSON. Each choice is encoded by itself, because encoding keeps other threads waiting."""
-    fields = [f"{_json(name)}:{_json_field(value)}" for name, value in writer.whole(outputs).items()]
-    return f"{{{','.join(fields)}}}".encode()
-
-
-def _json_field(value: Any) -> str:
-    return f"[{','.join(map(_json, value))}]" if isinstance(value, list) else _json(value)
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+def encoded(writer: Writer, outputs: Sequence[GenerationOutput]) -> list[bytes]:
+    """A whole answer as JSON, in parts of about ``PIECE`` bytes."""
+    parts = [bytearray()]
+    for piece in as_utf8(writer.whole(outputs)):
+        if len(parts[-1]) >= PIECE:
+            parts.append(bytearray())
+        parts[-1] += piece
+    return [bytes(part) for part in parts]
 
 
 async def _finish(generation: Generation) -> None:
@@ -307,7 +303,9 @@ class Run:
 
 
 PIECE = 64 * 2**10
-"""Bytes of a whole answer that are sent at once."""
+"""Bytes of a whole answer that are sent at once, or a little more."""
+LARGE_UPDATE = 64
+"""New tokens from which on the events of an update are made in a thread: with log probabilities they are megabytes."""
 
 
 class WholeAnswer(Response):
@@ -331,12 +329,15 @@ class WholeAnswer(Response):
         async with self._run.until_disconnect(receive):
             outputs = await self._run.outputs()
             # In a thread: answers of many choices, with log probabilities, are megabytes.
-            body = await asyncio.to_thread(encoded, self._writer, outputs)
-            self.headers["Content-Length"] = str(len(body))
+            parts = await asyncio.to_thread(encoded, self._writer, outputs)
+            self.headers["Content-Length"] = str(sum(map(len, parts)))
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            for start in range(0, len(body), PIECE):
-                piece, more = body[start : start + PIECE], start + PIECE < len(body)
-                await send({"type": "http.response.body", "body": piece, "more_body": more})
+            for number, part in enumerate(parts, 1):
+                await send({"type": "http.response.body", "body": part, "more_body": number < len(parts)})
+
+
+def _frames(encoder: Encoder, index: int, update: Update, progress: Progress) -> list[str]:
+    return [encoder.frame(event) for event in encoder.events(index, update, progress)]
 
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -368,8 +369,10 @@ class EventStream(StreamingResponse):
             yield encoder.frame(event)
         try:
             async for index, update, progress in run.updates():
-                for event in encoder.events(index, update, progress):
-                    yield encoder.frame(event)
+                make = partial(_frames, encoder, index, update, progress)
+                is_large = len(update.token_ids) >= LARGE_UPDATE
+                for frame in await asyncio.to_thread(make) if is_large else make():
+                    yield frame
             for event in encoder.closing():
                 yield encoder.frame(event)
         except ClientDisconnect:

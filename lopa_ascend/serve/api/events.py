@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
+from lopa_ascend.serve.api.encoding import as_ascii
 from lopa_ascend.serve.api.errors import ApiError
 from lopa_ascend.serve.api.schema import Json
 from lopa_ascend.types import Progress, Update
@@ -36,8 +36,3 @@ class Encoder(ABC):
     def frame(self, event: Json) -> str:
         """An event as it is sent."""
         return f"data: {as_ascii(event)}\n\n"
-
-
-def as_ascii(value: Json) -> str:
-    """One line of JSON. ASCII only, because many clients take U+2028 and U+0085 for ends of lines."""
-    return json.dumps(value)

@@ -14,8 +14,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, Field
 
 from lopa_ascend.serve.api.answers import LopaStats
+from lopa_ascend.serve.api.encoding import as_ascii
 from lopa_ascend.serve.api.errors import ApiError
-from lopa_ascend.serve.api.events import Encoder, as_ascii
+from lopa_ascend.serve.api.events import Encoder
 from lopa_ascend.serve.api.openai_responses_body import Reasoning, ResponseRequest
 from lopa_ascend.serve.api.schema import Json
 from lopa_ascend.serve.engine.client import Choice

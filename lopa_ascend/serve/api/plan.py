@@ -23,6 +23,8 @@ from lopa_ascend.text.prompt import Prompts
 MAX_TOKEN_IDS = 2**16
 """Most token ids in eos_token_id, stop_token_ids, logit_bias or bad_words, each counted once for every choice of the
 request, as every choice has its own copy in the engine."""
+MAX_LOGPROBS = 2**20
+"""Most log probabilities in an answer: each takes some 200 bytes while the answer is made."""
 ID_PARAMETERS = ("eos_token_id", "stop_token_ids", "logit_bias")
 """Parameters that name token ids one by one. Those of ``bad_words`` make words."""
 
@@ -144,6 +146,9 @@ class Planner:
                     self.limits.check(len(prompt), params)
                     params_by_length[len(prompt)] = params
                 choices += [Choice(prompt, _with_own_seed(params, index)) for index in range(request.n or 1)]
+            logprobs = getattr(request, "logprobs", None)  # responses have no such field
+            if logprobs is not None and logprobs is not False:  # 0 asks for those of the tokens
+                _check_logprobs(choices)
         except ParameterError as error:
             raise _renamed(error, {"prompt": prompt_field, **asked.sent_as}) from None
         return choices
@@ -234,6 +239,17 @@ def _num_ids(words: str | Sequence[str | Sequence[int]]) -> int:
     for word in [words] if isinstance(words, str) else words:
         total += 2 * (len(normalize("NFC", word).encode()) + 1) if isinstance(word, str) else len(word)
     return total
+
+
+def _check_logprobs(choices: Sequence[Choice]) -> None:
+    """Raises ParameterError if the choices of a request can have too many log probabilities together."""
+    total = sum(choice.params.max_new_tokens * (1 + choice.params.top_logprobs) for choice in choices)
+    if total > MAX_LOGPROBS:
+        message = (
+            f"makes up to {total} log probabilities: number of choices times max_tokens times (1 + top_logprobs); "
+            f"this server gives at most {MAX_LOGPROBS} in one answer"
+        )
+        raise ParameterError("top_logprobs", message)
 
 
 def _with_own_seed(params: DecodingParams, index: int) -> DecodingParams:
