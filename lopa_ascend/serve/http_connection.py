@@ -44,7 +44,8 @@ class HttpConnection(H11Protocol):
     # uvicorn narrows the transport's type, as no other kind reaches it.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # so pause_writing is called whenever anything has to wait
+        # So pause_writing is called whenever anything has to wait. With 0 asyncio's TLS pauses when nothing waits, too.
+        transport.set_write_buffer_limits(high=1)
         self._watch_client()
 
     def handle_events(self) -> None:
