@@ -20,7 +20,7 @@ Dumps = Callable[[Any], str]
 
 def as_ascii(value: Json) -> str:
     """One line of JSON. ASCII only, because many clients take U+2028 and U+0085 for ends of lines."""
-    return "".join(pieces(value, _ascii))
+    return "".join(pieces(value, _ascii)) if _has_long_list(value) else _ascii(value)
 
 
 def pieces(value: Any, dumps: Dumps) -> Iterator[str]:
@@ -44,6 +44,10 @@ def pieces(value: Any, dumps: Dumps) -> Iterator[str]:
             yield from pieces(item, dumps)
             before = ","
         yield "]" if before == "," else "[]"
+    elif isinstance(value, list) and len(value) == 1:  # such as the choices of a chunk
+        yield "["
+        yield from pieces(value[0], dumps)
+        yield "]"
     elif isinstance(value, list) and len(value) > MAX_ITEMS:
         before = "["
         for start in range(0, len(value), MAX_ITEMS):
@@ -52,6 +56,15 @@ def pieces(value: Any, dumps: Dumps) -> Iterator[str]:
         yield "]"
     else:
         yield dumps(value)
+
+
+def _has_long_list(value: Any) -> bool:
+    """Whether ``pieces`` would divide a list."""
+    if isinstance(value, dict):
+        return any(map(_has_long_list, value.values()))
+    if not isinstance(value, list):
+        return False
+    return len(value) > MAX_ITEMS or (len(value) == 1 and _has_long_list(value[0]))
 
 
 def _ascii(value: Any) -> str:
