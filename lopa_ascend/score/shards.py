@@ -129,9 +129,10 @@ def _offer_one(
 def _put_back(x: Tensor, chosen: Tensor, values: Tensor) -> None:
     """Writes offered logits back: x [R, n] becomes max(x, values [R, K]) in the columns ``chosen`` [R, K].
 
-    The maximum, because a row with fewer than K allowed tokens offers -inf for those that are missing, in the column of
-    a banned token, or of one that was offered before, whose own logit must stay. For the same reason one column is
-    written after the other. ``scatter_reduce_`` would do it in one call, but an NPU runs it on the host.
+    A row with fewer than K allowed tokens offers -inf in the remaining places, for columns of banned tokens, or of
+    tokens that were offered before. The logits of these tokens must stay: hence the maximum. Two offers of a row may be
+    for the same column, so one is written after the other. ``scatter_reduce_`` would write all in one call, but an NPU
+    runs it on the host.
     """
     for column, value in zip(chosen.split(1, -1), values.split(1, -1), strict=True):
         x.scatter_(-1, column, torch.maximum(x.gather(-1, column), value))

@@ -116,10 +116,11 @@ def parse_args(argv: Sequence[str] | None = None) -> ServeConfig:
 
 
 def _key_from_environment() -> str:
+    """The value of LOPA_API_KEY. Raises ParameterError, which does not show the key, if it is not text."""
     key = os.environ[API_KEY]
     try:
         key.encode()
-    except UnicodeEncodeError as error:  # without the key: messages end up in logs
+    except UnicodeEncodeError as error:
         raise ParameterError("api_key", f"is not text in UTF-8, in {API_KEY} at character {error.start}") from None
     return key
 

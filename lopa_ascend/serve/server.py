@@ -168,10 +168,6 @@ async def _serve(config: ServeConfig, settings: ClientSettings, listener: socket
     try:
         app = create_app(client, config, listener.getsockname()[0])
         server = Server(_uvicorn(config, app), client, interrupts, config.shutdown_timeout, greeting)
-        try:
-            listen(listener, config.host, config.port)
-        except OSError as error:
-            return _refused(error)
         await server.serve(sockets=[listener])
         await app.state.workers.close()
         return server.status
@@ -180,11 +176,16 @@ async def _serve(config: ServeConfig, settings: ClientSettings, listener: socket
 
 
 async def _start(config: ServeConfig, settings: ClientSettings, listener: socket.socket) -> tuple[EngineClient, str]:
-    """The client of a new engine, and the greeting. Raises as ``EngineClient.start`` and ``check_defaults`` do."""
+    """The client of a new engine, and the greeting. From then on the server listens.
+
+    Raises as ``EngineClient.start``, ``check_defaults`` and ``listen`` do.
+    """
     client = await EngineClient.start(config.engine, settings)
     try:
         check_defaults(config.decoding, client.prompts, client.ready.limits)
-        return client, await asyncio.to_thread(_greeting, client, config, listener)
+        greeting = await asyncio.to_thread(_greeting, client, config, listener)
+        listen(listener, config.host, config.port)
+        return client, greeting
     except BaseException:
         await client.close()
         raise
@@ -210,20 +211,24 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise OSError(f"--host {host} --port {port}: {error.strerror}") from error
+        raise _address_error(host, port, error) from error
     return listener
 
 
 def listen(listener: socket.socket, host: str, port: int) -> None:
-    """Lets clients connect. Before the model is loaded they shall be refused, as by a server that does not run.
+    """Lets clients connect. Called once the model is loaded: until then connections are refused.
 
     Raises:
-        OSError: another server listens at the address since it was bound; the message names the flags.
+        OSError: another server has begun to listen at this address; the message names the flags.
     """
     try:
         listener.listen()
     except OSError as error:
-        raise OSError(f"--host {host} --port {port}: {error.strerror}") from error
+        raise _address_error(host, port, error) from error
+
+
+def _address_error(host: str, port: int, error: OSError) -> OSError:
+    return OSError(f"--host {host} --port {port}: {error.strerror}")
 
 
 def _check_tls(config: ServeConfig) -> None:

@@ -21,7 +21,8 @@ WORD_PATTERN = (
 BPE_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast", "DreamTokenizer", "DreamTokenizerFast")
 """Tokenizers that vocab.json and merges.txt are enough for; others may split text in another way."""
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""In the order in which those that are in no vocabulary get ids: the same in every process."""
+"""Fields that name a special token. A token that is not in the vocabulary yet gets the next free id, in this order, so
+that all ranks, and later starts, give it the same id."""
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _CONFIG = "tokenizer_config.json"
 

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
+from typing import cast
 
 import pytest
 import uvicorn
@@ -171,7 +172,7 @@ def test_a_client_that_reads_less_than_the_kernel_waits_for_is_a_slow_one(connec
 
 def test_a_client_that_leaves_a_small_part_unread_is_left(connections: list[HttpConnection]):
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        cast(asyncio.Transport, writer.transport).pause_reading()
         while not (waiting := connections[0].transport.get_write_buffer_size()):
             writer.write(HEAD.replace(b"2", b"16384") + b"\r\n" + b"." * 2**14)
             await asyncio.sleep(0.002)
