@@ -203,7 +203,7 @@ def wrong_messages(rng: random.Random) -> Attack:
         {"content": image},
         {"content": 5},
         {"content": []},
-        {"name": "x"},
+        {"name": 5},
     ]
     messages: list[Any] = [[], None, "hi", {}, [[]], [None], [{}], *([{**user, **item}] for item in wrong)]
     return post(CHAT, messages=rng.choice(messages), max_tokens=4)

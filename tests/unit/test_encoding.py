@@ -1,58 +1,47 @@
-"""JSON of long answers, which no single call of the library encodes."""
+"""JSON of answers: one line for every client, and long lists item by item."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lopa_ascend.serve.api.encoding import MAX_ITEMS, as_ascii, as_utf8, pieces
+from lopa_ascend.serve.api.encoding import as_line, encode, pieces
 
+TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("\u0085\u2028\u2029\r\n\v\f\x1c\x1d\x1e\\u"))
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=9),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=6,
 )
 
 
-@given(value=VALUES, length=st.integers(0, 3 * MAX_ITEMS))
-@example(value=[], length=MAX_ITEMS)
-@example(value={}, length=MAX_ITEMS + 1)
-def test_pieces_join_to_the_json_of_the_library(value: Any, length: int) -> None:
-    wholes: tuple[dict[str, Any], ...] = ({"a": value, "b": {"c": [value] * length}}, {})
-    for whole in wholes:
-        assert json.loads(as_ascii(whole)) == whole
-        assert json.loads(b"".join(as_utf8(whole))) == whole
-        assert as_ascii(whole) == json.dumps(whole, separators=(",", ":"))
+@given(value=st.dictionaries(TEXT, VALUES, max_size=3))
+@example(value={"a": "\u0085\u2028\u2029\\\u2028"})
+def test_a_line_stays_one_line_and_keeps_its_value(value: dict[str, Any]) -> None:
+    line = as_line(value)
+    assert json.loads(line) == value
+    assert len(line.decode().splitlines()) == 1
 
 
-@given(items=st.lists(VALUES, max_size=5))
-def test_an_iterator_becomes_a_list_and_is_read_item_by_item(items: list[Any]) -> None:
-    read: list[Any] = []
+@given(value=st.dictionaries(TEXT, VALUES, max_size=3), items=st.none() | st.lists(VALUES, max_size=3))
+@example(value={"a": 1}, items=[])
+def test_pieces_join_to_the_json(value: dict[str, Any], items: list[Any] | None) -> None:
+    whole = {**value, "items": items}
+    in_pieces = {**value, "items": items if items is None else iter(items)}
+    assert b"".join(pieces(in_pieces)) == encode(whole)
 
-    def noted() -> Any:
-        for item in items:
+
+def test_each_item_of_an_iterator_is_read_when_the_items_before_it_are_encoded() -> None:
+    read: list[int] = []
+
+    def items() -> Iterator[int]:
+        for item in range(3):
             read.append(item)
             yield item
 
-    made = []
-    for piece in pieces({"a": noted()}, json.dumps):
-        made.append((piece, len(read)))
-    assert json.loads("".join(piece for piece, _ in made)) == {"a": items}
-    assert [count for _, count in made] == sorted(count for _, count in made)
-    assert not items or made[1][1] == 1
-
-
-def test_no_call_of_the_library_encodes_a_long_list() -> None:
-    sizes = []
-
-    def dumps(value: Any) -> str:
-        sizes.append(len(value) if isinstance(value, list) else 1)
-        assert isinstance(value, str | list)
-        return json.dumps(value)
-
-    chunk: dict[str, Any] = {"choices": [{"logprobs": {"content": [{}] * 1000}}]}
-    assert json.loads("".join(pieces(chunk, dumps))) == chunk
-    assert max(sizes) == MAX_ITEMS
+    encoded = [(piece, len(read)) for piece in pieces({"a": items()})]
+    assert encoded == [(b'{"a":', 0), (b"[0", 1), (b",1", 2), (b",2", 3), (b"]", 3), (b"}", 3)]

@@ -20,7 +20,7 @@ from lopa_ascend.config import DecodingParams
 from lopa_ascend.serve.api import body, completions
 from lopa_ascend.serve.api.access import log_line, request_id
 from lopa_ascend.serve.api.diffusion import StepWriter
-from lopa_ascend.serve.api.encoding import as_utf8
+from lopa_ascend.serve.api.encoding import pieces
 from lopa_ascend.serve.api.errors import ApiError, unavailable
 from lopa_ascend.serve.api.events import Encoder
 from lopa_ascend.serve.api.intake import Intake
@@ -45,7 +45,7 @@ class Writer(Protocol):
     """Id of the answer."""
 
     def whole(self, outputs: Sequence[GenerationOutput]) -> Json:
-        """The answer, from the output of each choice, if it is not streamed. Long parts may be iterators."""
+        """The answer, from the output of each choice, if it is not streamed. A list may be an iterator."""
 
     def encoder(self) -> Encoder:
         """Makes the events of the answer if it is streamed."""
@@ -234,7 +234,7 @@ class Endpoint:
 def encoded(writer: Writer, outputs: Sequence[GenerationOutput]) -> list[bytes]:
     """A whole answer as JSON, in parts of about ``PIECE`` bytes."""
     parts = [bytearray()]
-    for piece in as_utf8(writer.whole(outputs)):
+    for piece in pieces(writer.whole(outputs)):
         if len(parts[-1]) >= PIECE:
             parts.append(bytearray())
         parts[-1] += piece
@@ -336,7 +336,7 @@ class WholeAnswer(Response):
                 await send({"type": "http.response.body", "body": part, "more_body": number < len(parts)})
 
 
-def _frames(encoder: Encoder, index: int, update: Update, progress: Progress) -> list[str]:
+def _frames(encoder: Encoder, index: int, update: Update, progress: Progress) -> list[bytes]:
     return [encoder.frame(event) for event in encoder.events(index, update, progress)]
 
 
@@ -364,7 +364,7 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
     @staticmethod
-    async def _events(run: Run, encoder: Encoder) -> AsyncIterator[str]:
+    async def _events(run: Run, encoder: Encoder) -> AsyncIterator[bytes]:
         for event in encoder.opening():
             yield encoder.frame(event)
         try:

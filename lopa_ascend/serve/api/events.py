@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from lopa_ascend.serve.api.encoding import as_ascii
+from lopa_ascend.serve.api.encoding import as_line
 from lopa_ascend.serve.api.errors import ApiError
 from lopa_ascend.serve.api.schema import Json
 from lopa_ascend.types import Progress, Update
@@ -14,7 +14,7 @@ from lopa_ascend.types import Progress, Update
 class Encoder(ABC):
     """Makes the events of one stream. Its form is that of completions, unless a subclass has another."""
 
-    end: ClassVar[str] = "data: [DONE]\n\n"
+    end: ClassVar[bytes] = b"data: [DONE]\n\n"
     """The end of the stream, after the events of an answer and after those of a failure."""
 
     @abstractmethod
@@ -33,6 +33,6 @@ class Encoder(ABC):
         """Events in place of the remaining ones, if the request fails after the stream has begun."""
         return [error.body()]
 
-    def frame(self, event: Json) -> str:
+    def frame(self, event: Json) -> bytes:
         """An event as it is sent."""
-        return f"data: {as_ascii(event)}\n\n"
+        return b"data: " + as_line(event) + b"\n\n"

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, Field
 
 from lopa_ascend.serve.api.answers import LopaStats
-from lopa_ascend.serve.api.encoding import as_ascii
+from lopa_ascend.serve.api.encoding import as_line
 from lopa_ascend.serve.api.errors import ApiError
 from lopa_ascend.serve.api.events import Encoder
 from lopa_ascend.serve.api.openai_responses_body import Reasoning, ResponseRequest
@@ -202,7 +202,7 @@ class ResponseWriter:
 class ResponseEncoder(Encoder):
     """Makes the events of one streamed response. Its last event holds the response as it would be without a stream."""
 
-    end: ClassVar[str] = ""
+    end: ClassVar[bytes] = b""
 
     def __init__(self, writer: ResponseWriter):
         self._writer = writer
@@ -245,9 +245,10 @@ class ResponseEncoder(Encoder):
             self._event("response.failed", response=self._writer.unfinished("failed", [message], failed)),
         ]
 
-    def frame(self, event: Json) -> str:
+    def frame(self, event: Json) -> bytes:
         """An event as it is sent: named by its type."""
-        return f"event: {event['type']}\ndata: {as_ascii(event)}\n\n"
+        kind: str = event["type"]
+        return b"event: " + kind.encode() + b"\ndata: " + as_line(event) + b"\n\n"
 
     def _closed(self, response: Json) -> list[Json]:
         """The closing events: the finished text, its content part, its message, and at last the whole response."""
