@@ -60,17 +60,24 @@ def elementwise_cases(ops: Ops) -> Iterator[Case]:
         CPU.add_rms_norm(x, residual.clone(), weight, EPS),
     )
     yield Case("swiglu", partial(ops.swiglu, npu_gate_up), CPU.swiglu(gate_up))
-    for name, heads in (("q", HEADS), ("k", KV_HEADS)):
-        part = randn(TOKENS, heads, DIM)
-        run = partial(ops.rope, part.to(ops.device), *cosines_and_sines(ops))
-        yield Case(f"rope of {name}", run, CPU.rope(part, *cosines_and_sines(CPU)))
+    q, qkv = randn(TOKENS, HEADS, DIM), randn(TOKENS, HEADS + 2 * KV_HEADS, DIM)
+    for name, heads, tables in (("q", q, rope_tables), ("q, k and v at once", qkv, rope_tables_by_head)):
+        run = partial(ops.rope, heads.to(ops.device), *tables(ops))
+        yield Case(f"rope of {name}", run, CPU.rope(heads, *tables(CPU)))
 
 
-def cosines_and_sines(ops: Ops) -> tuple[Tensor, Tensor]:
+def rope_tables(ops: Ops) -> tuple[Tensor, Tensor]:
     """The tables of ``ops.rope`` for TOKENS positions, in the form that the device wants."""
     frequencies = ROPE_THETA ** -(torch.arange(0, DIM, 2) / DIM)
     angles = torch.outer(torch.arange(TOKENS) * 17.0, frequencies)
     return ops.rope_tables(angles.cos().to(ops.device), angles.sin().to(ops.device), torch.bfloat16)
+
+
+def rope_tables_by_head(ops: Ops) -> tuple[Tensor, Tensor]:
+    """The same tables with a row for each head of q, k and v, as Dream has them: v is not rotated."""
+    is_rotated = (torch.arange(HEADS + 2 * KV_HEADS) < HEADS + KV_HEADS)[:, None].to(ops.device)
+    cos, sin = rope_tables(ops)
+    return torch.where(is_rotated, cos, torch.ones_like(cos)), torch.where(is_rotated, sin, torch.zeros_like(sin))
 
 
 def linear_cases(ops: Ops) -> Iterator[Case]:
@@ -199,12 +206,11 @@ class Layer:
         self.ops = ops
         self.norm, self.bias = norm.to(ops.device), bias.to(ops.device)
         self.qkv = ops.stored(qkv.to(ops.device))
-        self.tables = cosines_and_sines(ops)
+        self.tables = rope_tables_by_head(ops)
 
     def __call__(self, x: Tensor, caches: Tensor, slot_mapping: Tensor, entries: Entries) -> Tensor:
         qkv = self.ops.linear(self.ops.rms_norm(x, self.norm, EPS), self.qkv, self.bias)
-        q, k, v = qkv.view(TOKENS, -1, DIM).split([HEADS, KV_HEADS, KV_HEADS], 1)
-        q, k = (self.ops.rope(part, *self.tables) for part in (q, k))
+        q, k, v = self.ops.rope(qkv.view(TOKENS, -1, DIM), *self.tables).split([HEADS, KV_HEADS, KV_HEADS], 1)
         self.ops.kv_write(k, v, caches[0], caches[1], slot_mapping)
         return self.ops.attention(q, caches[0], caches[1], entries)
 

@@ -29,6 +29,7 @@ from scripts.npu_selftest.cases import (
     write_cases,
 )
 from scripts.npu_selftest.speed import CALLS, KV_LENGTHS, SPEED, TIMED_LAYOUTS, speed_cases, speed_name
+from scripts.npu_selftest.step_cases import captured_step_cases, step_cases
 
 TOLERANCE = 0.02
 """Largest error that is ok, as a share of the largest value: a few roundings of bfloat16."""
@@ -138,13 +139,14 @@ def examine_all(repeats: int) -> list[Finding]:
     by_layout = {layout: eager_ops(layout) for layout in ATTENTION_LAYOUTS}
     ops = next(iter(by_layout.values()))
     torch.manual_seed(0)
-    needed = chain(elementwise_cases(ops), linear_cases(ops), write_cases(ops))
+    needed = chain(elementwise_cases(ops), linear_cases(ops), write_cases(ops), step_cases(ops))
     findings = examine_cases(needed, "further ops", repeats)
     for layout, layout_ops in by_layout.items():
         findings += examine_cases(attention_cases(layout_ops, layout), f"attention {layout}, further cases", repeats)
     findings += examine_cases(timed_cases(by_layout, working_layouts(findings)), f"{SPEED}, further cases", repeats)
     captured_ops = by_layout[chosen_layout(findings) or FIRST_LAYOUT]
-    findings += examine_cases(captured_cases(captured_ops), f"{CAPTURED} layer, further cases", repeats)
+    captured = chain(captured_cases(captured_ops), captured_step_cases(captured_ops))
+    findings += examine_cases(captured, f"{CAPTURED} layer, further cases", repeats)
     return findings + examine_cases(int8_cases(ops), f"{INT8}: further cases", repeats)
 
 

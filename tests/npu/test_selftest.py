@@ -61,7 +61,7 @@ def test_where_all_is_well(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     status, verdicts, last = reported(capsys, "--json", str(file))
     assert last == "options for the server: --device npu --attention-layout TND --graph-mode npugraph_ex"
     assert status == 0
-    assert len(verdicts) == 29
+    assert len(verdicts) == 32
     assert sum(name.startswith("W8A8: ") for name in verdicts) == 5
     assert [name for name, verdict in verdicts.items() if verdict != "ok"] == [
         "attention, pool smaller than the entries' pages, at once"
@@ -192,6 +192,23 @@ def test_where_a_replay_keeps_the_lengths_of_the_capture(
     monkeypatch.setattr(capture, "change", lambda op, args, kwargs: kwargs.get("out"))
     status, verdicts, last = reported(capsys)
     assert (verdicts[OTHER], verdicts[SAME]) == ("WRONG", "ok")
+    assert last.endswith("--graph-mode eager")
+    assert status == 1
+
+
+def test_where_writes_of_rows_flush_bits_that_look_denormal(capsys: pytest.CaptureFixture[str]) -> None:
+    """The state of a sequence, int32 that is written as float32, would be lost."""
+
+    def flushing(x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+        is_denormal = values.abs() < torch.finfo(torch.float32).tiny
+        x[rows[:, 0].long()] = values.masked_fill(is_denormal, 0)
+        return x
+
+    with replaced("npu_scatter_nd_update_", flushing):
+        status, verdicts, last = reported(capsys)
+    assert [name for name, verdict in verdicts.items() if verdict == "WRONG"] == [
+        "captured predictions and writes of rows"
+    ]
     assert last.endswith("--graph-mode eager")
     assert status == 1
 
