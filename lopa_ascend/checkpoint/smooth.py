@@ -127,8 +127,13 @@ def smoothed(
             module = name.removesuffix(".weight")
             source = source_of(module, readers.values())
             if source is not None:  # columns that read what is divided
-                tensor = tensor * factors[source].to(tensor.dtype)
+                tensor = _times(tensor, factors[source])
             if module in factors:  # a norm, or rows of a linear layer, that make what is divided
-                divisor = factors[module].to(tensor.dtype)
-                tensor = tensor / (divisor if tensor.dim() == 1 else divisor[:, None])
+                inverse = 1 / factors[module]
+                tensor = _times(tensor, inverse if tensor.dim() == 1 else inverse[:, None])
         yield name, tensor
+
+
+def _times(tensor: Tensor, powers: Tensor) -> Tensor:
+    """A tensor times powers of two, some of which float16 cannot hold, in the dtype of the tensor."""
+    return (tensor.float() * powers).to(tensor.dtype)

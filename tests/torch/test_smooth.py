@@ -120,6 +120,18 @@ def test_factors_are_powers_of_two_near_those_of_smoothquant() -> None:
     assert factors[3] == factors[4] == 1
 
 
+def test_factors_that_float16_cannot_hold_are_folded_into_it() -> None:
+    layer, norm = "model.layers.0.mlp.gate_proj", "model.layers.0.post_attention_layernorm"
+    factors = {norm: torch.tensor([2.0**16, 2.0**-16])}
+    weight = torch.tensor([[0.25, 32768.0]], dtype=torch.float16)
+    gains = torch.tensor([1024.0, 0.5], dtype=torch.float16)
+    tensors = [(f"{layer}.weight", weight), (f"{norm}.weight", gains)]
+    folded = dict(smoothed(tensors, factors, ["gate_proj", "up_proj"]))
+    assert folded[f"{layer}.weight"].tolist() == [[16384.0, 0.5]]
+    assert folded[f"{norm}.weight"].tolist() == [2.0**-6, 32768.0]
+    assert {tensor.dtype for tensor in folded.values()} == {torch.float16}
+
+
 def test_masks_are_at_several_shares_and_in_answers_alone(path: Path) -> None:
     llm = LLM(path)
     model: Any = llm.engine.runner.model
