@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import shlex
 import signal
 import socket
 import ssl
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import zip_longest
 from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
 
-from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError, recommended_decoding
 from lopa_ascend.config.files import read_text
-from lopa_ascend.config.presets import find_preset
-from lopa_ascend.config.sizes import format_size
-from lopa_ascend.demo import DEMO_MODEL, HELD_OUT
-from lopa_ascend.kv.pages import slots_for
+from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.serve.api.plan import check_defaults
 from lopa_ascend.serve.app import create_app
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.engine.client import ClientSettings, EngineClient, EngineFailed
+from lopa_ascend.serve.greeting import make_greeting
 from lopa_ascend.serve.http_connection import HttpConnection
 from lopa_ascend.text.template import check_template
 from lopa_ascend.text.tokenizer_files import load_template
-from lopa_ascend.types import RankReport
 
 LAST_EVENTS_TIME = 1.0
 """Seconds that clients have to read their last events after their requests were ended."""
@@ -41,10 +34,6 @@ SHUTDOWN_TIME = 3.0
 """Seconds after which a shutdown stops waiting, e.g. for a thread that tokenizes a very long prompt."""
 DEAD_ENGINE_TIME = 3.0
 """Seconds during which /health still answers 503 after the engine has died, for load balancers."""
-MAIN_PARAMETERS = (
-    "decoding", "num_branches", "block_size", "tau_add", "tau_act", "tau_conf", "max_new_tokens", "temperature",
-)  # fmt: skip
-"""Decoding parameters that the greeting shows whatever their values; /server_info shows all."""
 
 
 class Interrupts:
@@ -183,7 +172,7 @@ async def _start(config: ServeConfig, settings: ClientSettings, listener: socket
     client = await EngineClient.start(config.engine, settings)
     try:
         check_defaults(config.decoding, client.prompts, client.ready.limits)
-        greeting = await asyncio.to_thread(_greeting, client, config, listener)
+        greeting = await asyncio.to_thread(make_greeting, client, config, listener)
         listen(listener, config.host, config.port)
         return client, greeting
     except BaseException:
@@ -280,100 +269,3 @@ def _uvicorn(config: ServeConfig, app: FastAPI) -> uvicorn.Config:
         ssl_ca_certs=config.ssl_ca_certs,
         ssl_cert_reqs=ssl.CERT_NONE if config.ssl_ca_certs is None else ssl.CERT_REQUIRED,
     )
-
-
-def _greeting(client: EngineClient, config: ServeConfig, listener: socket.socket) -> str:
-    """What the server prints when it is ready: model, ranks, memory, decoding, URL and an example request."""
-    host, port = listener.getsockname()[:2]
-    scheme = "http" if config.ssl_certfile is None else "https"
-    url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-    ready, params = client.ready, DecodingParams(**config.decoding)
-    route, body = _example(client, config)
-    key = "" if config.api_key is None else ' -H "Authorization: Bearer $LOPA_API_KEY"'
-    return (
-        f"\nmodel     {config.served_model_name or ready.model_name}, max_model_len {ready.limits.max_model_len}, "
-        f"{ready.dtype} on {ready.device}\n"
-        f"{_ranks_line(config.engine, params)}"
-        f"{_memory_lines(config.engine, ready.ranks)}"
-        f"{_preset_line(config, ready.dtype)}"
-        f"{_decoding_line(params)}"
-        f"{_blocks_line(config, params)}"
-        f"serving   {url}  (API documentation: {url}/docs)\n\n"
-        f"curl {url}{route}{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}\n\n"
-    )
-
-
-def _decoding_line(params: DecodingParams) -> str:
-    """The server's decoding parameters: the main ones, and all others that the operator has changed."""
-    defaults = DecodingParams()
-    names = [
-        name
-        for name in DecodingParams.names()
-        if name in MAIN_PARAMETERS or getattr(params, name) != getattr(defaults, name)
-    ]
-    return f"decoding  {' '.join(f'{name}={getattr(params, name)}' for name in names)}\n"
-
-
-def _blocks_line(config: ServeConfig, params: DecodingParams) -> str:
-    """A doubt whether the model can decode in blocks; nothing for one that has an adapter or recommends a decoding, as
-    the bundled model does."""
-    engine = config.engine
-    if not params.is_pipelined or engine.lora is not None or recommended_decoding(engine.model or DEMO_MODEL):
-        return ""
-    return (
-        "note      no --lora-path: a model that was not trained to decode in blocks answers badly; for a Dream without "
-        "the adapter of D2F take --decoding parallel, or --base parallel\n"
-    )
-
-
-def _preset_line(config: ServeConfig, dtype: str) -> str:
-    """What the published row of the preset ran on, beside what runs here; nothing without a preset."""
-    if config.preset is None:
-        return ""
-    engine, launch = config.engine, find_preset(config.preset).launch
-    here = f"{engine.device}, {dtype}, tp {engine.tensor_parallel_size} x bp {engine.branch_parallel_size}"
-    return f"preset    {config.preset}: published with {launch}; here {here}\n"
-
-
-def _ranks_line(engine: EngineConfig, params: DecodingParams) -> str:
-    """The mesh of ranks, and how many of the slots for branches stay idle; nothing for one rank."""
-    if engine.world_size == 1:
-        return ""
-    tp, bp = engine.tensor_parallel_size, engine.branch_parallel_size
-    branches = 1 + params.lookaheads
-    slots = slots_for(branches, bp) * bp
-    idle = "" if slots == branches else f": {slots - branches} of {slots} slots idle; more branches would cost nothing"
-    return f"ranks     tensor parallel {tp} x branch parallel {bp}, {branches} branches{idle}\n"
-
-
-def _memory_lines(engine: EngineConfig, ranks: Sequence[RankReport]) -> str:
-    """What each rank holds in memory, and where the rank runs if there are several."""
-    lines = []
-    for number, rank in enumerate(ranks):
-        bp, tp = divmod(number, engine.tensor_parallel_size)
-        place = "" if len(ranks) == 1 else f"rank {number} (bp {bp}, tp {tp}) on {rank.host} {rank.device}: "
-        pages = f"{rank.num_pages} x {format_size(rank.page_bytes)} = {format_size(rank.num_pages * rank.page_bytes)}"
-        graphs = f", {rank.num_graphs} graphs {format_size(rank.graphs)}" if rank.num_graphs else ""
-        lines.append(
-            f"{place}weights {format_size(rank.weights)}, KV pages {pages}{graphs}, free {format_size(rank.free)}"
-        )
-    return "".join(f"{title:<10}{line}\n" for title, line in zip_longest(["memory"], lines, fillvalue=""))
-
-
-def _example(client: EngineClient, config: ServeConfig) -> tuple[str, dict[str, object]]:
-    """Route and body of a request that works.
-
-    This is the first use of the chat template, whose imports take seconds that no request then has to wait for.
-    """
-    if client.prompts.tokenizer is None:
-        return "/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 32}
-    question = "What is 12 + 30?"
-    if config.engine.model is None:
-        with HELD_OUT.open(encoding="utf-8") as lines:
-            question = json.loads(lines.readline())["question"]
-    messages = [{"role": "user", "content": question}]
-    try:
-        client.prompts.encode_chat(messages)
-    except ParameterError:
-        return "/v1/completions", {"prompt": question, "max_tokens": 64}
-    return "/v1/chat/completions", {"messages": messages}

@@ -8,7 +8,7 @@ import pytest
 from lopa_ascend.config import DecodingParams, ParameterError, find_preset, presets
 from lopa_ascend.config.presets import FILE, presets_text
 from lopa_ascend.serve.cli import parse_args
-from lopa_ascend.serve.server import _preset_line
+from lopa_ascend.serve.greeting import _preset_line
 
 TAUS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 """tau_act and tau_conf of Table 6, in the order of the settings of a group."""

@@ -22,8 +22,9 @@ from lopa_ascend.serve.app import _allow_origins, hosts_of
 from lopa_ascend.serve.cli import parse_args
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.engine.generation import MAX_UNREAD, Choice, Generation
+from lopa_ascend.serve.greeting import _blocks_line, _graphs_line
 from lopa_ascend.serve.observe.timeline import Timeline
-from lopa_ascend.serve.server import _blocks_line, bind, listen
+from lopa_ascend.serve.server import bind, listen
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
 JSON_TYPE = (b"content-type", b"application/json")
@@ -249,6 +250,25 @@ def test_the_greeting_doubts_blocks_of_a_model_that_nobody_says_was_trained_for_
     assert line() == ""  # the bundled model recommends how it is decoded
     (tmp_path / "generation_config.json").write_text('{"lopa_ascend": {"block_size": 16}}')
     assert line(*model) == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ([], ""),
+        (["--decoding", "d2f"], ""),
+        (["--decoding", "vanilla"], "decoding vanilla"),
+        (["--base", "parallel"], "base parallel"),
+        (["--branch-acceptance", "exact", "--lookahead-depth", "2"], "lookahead_depth 2"),
+    ],
+)
+def test_the_greeting_names_a_default_that_no_graph_can_decode(flags: list[str], reason: str):
+    config = parse_args(["--graph-mode", "inductor", *flags])
+    line = _graphs_line(config.engine, DecodingParams(**config.decoding))
+    assert reason in line
+    assert bool(line) == bool(reason)
+    eager = parse_args(["--graph-mode", "eager", *flags])
+    assert _graphs_line(eager.engine, DecodingParams(**eager.decoding)) == ""
 
 
 def test_a_star_lets_web_pages_of_all_origins_read_answers():

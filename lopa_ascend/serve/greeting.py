@@ -1,0 +1,138 @@
+"""What the server prints when it is ready."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError, recommended_decoding
+from lopa_ascend.config.presets import find_preset
+from lopa_ascend.config.sizes import format_size
+from lopa_ascend.demo import DEMO_MODEL, HELD_OUT
+from lopa_ascend.kv.pages import slots_for
+from lopa_ascend.serve.config import ServeConfig
+from lopa_ascend.serve.engine.client import EngineClient
+from lopa_ascend.serve.flags import graph_settings
+from lopa_ascend.types import RankReport
+
+MAIN_PARAMETERS = (
+    "decoding", "num_branches", "block_size", "tau_add", "tau_act", "tau_conf", "max_new_tokens", "temperature",
+)  # fmt: skip
+"""Decoding parameters that the greeting shows whatever their values; /server_info shows all."""
+
+
+def make_greeting(client: EngineClient, config: ServeConfig, listener: socket.socket) -> str:
+    """Model, ranks, memory, decoding, URL and an example request."""
+    host, port = listener.getsockname()[:2]
+    scheme = "http" if config.ssl_certfile is None else "https"
+    url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    ready, params = client.ready, DecodingParams(**config.decoding)
+    route, body = _example(client, config)
+    key = "" if config.api_key is None else ' -H "Authorization: Bearer $LOPA_API_KEY"'
+    return (
+        f"\nmodel     {config.served_model_name or ready.model_name}, max_model_len {ready.limits.max_model_len}, "
+        f"{ready.dtype} on {ready.device}\n"
+        f"{_ranks_line(config.engine, params)}"
+        f"{_memory_lines(config.engine, ready.ranks)}"
+        f"{_preset_line(config, ready.dtype)}"
+        f"{_decoding_line(params)}"
+        f"{_blocks_line(config, params)}"
+        f"{_graphs_line(config.engine, params)}"
+        f"serving   {url}  (API documentation: {url}/docs)\n\n"
+        f"curl {url}{route}{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}\n\n"
+    )
+
+
+def _decoding_line(params: DecodingParams) -> str:
+    """The server's decoding parameters: the main ones, and all others that the operator has changed."""
+    defaults = DecodingParams()
+    names = [
+        name
+        for name in DecodingParams.names()
+        if name in MAIN_PARAMETERS or getattr(params, name) != getattr(defaults, name)
+    ]
+    return f"decoding  {' '.join(f'{name}={getattr(params, name)}' for name in names)}\n"
+
+
+def _blocks_line(config: ServeConfig, params: DecodingParams) -> str:
+    """A doubt whether the model can decode in blocks; nothing for one that has an adapter or recommends a decoding, as
+    the bundled model does."""
+    engine = config.engine
+    if not params.is_pipelined or engine.lora is not None or recommended_decoding(engine.model or DEMO_MODEL):
+        return ""
+    return (
+        "note      no --lora-path: a model that was not trained to decode in blocks answers badly; for a Dream without "
+        "the adapter of D2F take --decoding parallel, or --base parallel\n"
+    )
+
+
+def _graphs_line(engine: EngineConfig, params: DecodingParams) -> str:
+    """A note that no graph can decode what the server decodes by default; nothing if one can."""
+    if engine.mode == "eager" or graph_settings(params):
+        return ""
+    if params.is_pipelined:
+        reason = f"lookahead_depth {params.lookahead_depth}"
+    elif params.lookaheads:
+        reason = f"base {params.base}"
+    else:
+        reason = f"decoding {params.decoding}"
+    return (
+        f"note      no graph can decode {reason}, so such requests run eagerly; if there are no others, "
+        "--graph-mode eager starts sooner\n"
+    )
+
+
+def _preset_line(config: ServeConfig, dtype: str) -> str:
+    """What the published row of the preset ran on, beside what runs here; nothing without a preset."""
+    if config.preset is None:
+        return ""
+    engine, launch = config.engine, find_preset(config.preset).launch
+    here = f"{engine.device}, {dtype}, tp {engine.tensor_parallel_size} x bp {engine.branch_parallel_size}"
+    return f"preset    {config.preset}: published with {launch}; here {here}\n"
+
+
+def _ranks_line(engine: EngineConfig, params: DecodingParams) -> str:
+    """The mesh of ranks, and how many of the slots for branches stay idle; nothing for one rank."""
+    if engine.world_size == 1:
+        return ""
+    tp, bp = engine.tensor_parallel_size, engine.branch_parallel_size
+    branches = 1 + params.lookaheads
+    slots = slots_for(branches, bp) * bp
+    idle = "" if slots == branches else f": {slots - branches} of {slots} slots idle; more branches would cost nothing"
+    return f"ranks     tensor parallel {tp} x branch parallel {bp}, {branches} branches{idle}\n"
+
+
+def _memory_lines(engine: EngineConfig, ranks: Sequence[RankReport]) -> str:
+    """What each rank holds in memory, and where the rank runs if there are several."""
+    lines = []
+    for number, rank in enumerate(ranks):
+        bp, tp = divmod(number, engine.tensor_parallel_size)
+        place = "" if len(ranks) == 1 else f"rank {number} (bp {bp}, tp {tp}) on {rank.host} {rank.device}: "
+        pages = f"{rank.num_pages} x {format_size(rank.page_bytes)} = {format_size(rank.num_pages * rank.page_bytes)}"
+        graphs = f", {rank.num_graphs} graphs {format_size(rank.graphs)}" if rank.num_graphs else ""
+        lines.append(
+            f"{place}weights {format_size(rank.weights)}, KV pages {pages}{graphs}, free {format_size(rank.free)}"
+        )
+    return "".join(f"{title:<10}{line}\n" for title, line in zip_longest(["memory"], lines, fillvalue=""))
+
+
+def _example(client: EngineClient, config: ServeConfig) -> tuple[str, dict[str, object]]:
+    """Route and body of a request that works.
+
+    This is the first use of the chat template, whose imports take seconds that no request then has to wait for.
+    """
+    if client.prompts.tokenizer is None:
+        return "/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 32}
+    question = "What is 12 + 30?"
+    if config.engine.model is None:
+        with HELD_OUT.open(encoding="utf-8") as lines:
+            question = json.loads(lines.readline())["question"]
+    messages = [{"role": "user", "content": question}]
+    try:
+        client.prompts.encode_chat(messages)
+    except ParameterError:
+        return "/v1/completions", {"prompt": question, "max_tokens": 64}
+    return "/v1/chat/completions", {"messages": messages}
