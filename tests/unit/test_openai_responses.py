@@ -194,7 +194,7 @@ def checked(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for number, event in enumerate(events):
         assert event["sequence_number"] == number
         assert EVENT.validate_python(event, strict=True).type == event["type"]
-        name, data, *end = ResponseEncoder(writer()).frame(event).split("\n")
+        name, data, *end = ResponseEncoder(writer()).frame(event).decode().split("\n")
         assert (name, json.loads(data.removeprefix("data: ")), end) == (f"event: {event['type']}", event, ["", ""])
     return events
 
@@ -240,4 +240,4 @@ def test_a_failure_is_an_error_and_a_failed_response():
     (message,) = failed["response"]["output"]
     assert (message["status"], message["content"][0]["text"]) == ("incomplete", "be")
     assert failed["response"].keys() == ResponseObject.model_fields.keys()
-    assert encoder.end == ""
+    assert encoder.end == b""
