@@ -370,3 +370,7 @@ def test_only_the_tensor_parallel_communicator_runs_on_the_vector_cores(monkeypa
     assert hccl.communicator_options("bp") is None
     monkeypatch.setenv(hccl.EXPANSION_VARIABLE, "AI_CPU")
     assert hccl.communicator_options("tp") is None
+    assert hccl.communicator_options("bp") is None
+    monkeypatch.setenv(hccl.EXPANSION_VARIABLE, "AIV")
+    assert hccl.communicator_options("tp") is None
+    assert hccl.communicator_options("bp").hccl_config == {"hccl_op_expansion_mode": 2}

@@ -8,7 +8,9 @@ from typing import Any
 from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
 EXPANSION_VARIABLE = "HCCL_OP_EXPANSION_MODE"
-"""Sets the expansion mode of all communicators of a process."""
+"""Sets the expansion mode of all communicators that have no option of their own."""
+AI_CPU = 2
+"""The expansion mode AI_CPU, HCCL's default on a 910C: the device's CPU launches collectives."""
 VECTOR_CORES = 3
 """The expansion mode AIV: collectives run on the vector cores, with the least latency for small messages."""
 
@@ -16,8 +18,9 @@ VECTOR_CORES = 3
 def communicator_options(purpose: str) -> Any:
     """Options of a communicator.
 
-    By CANN's documents only one communicator of a die may use the vector cores. This is the tensor parallel one, which
-    sums twice a layer; all others keep HCCL's default. If the variable is set, it holds for all of them.
+    By CANN's documents only one communicator of a die may use the vector cores; two of them can wait for each other
+    for ever. This is the tensor parallel one, which sums twice a layer, unless the variable says otherwise. All others
+    keep what the variable or HCCL's default says, except that no variable moves them to the vector cores.
 
     Args:
         purpose: "tp" or "bp".
@@ -25,8 +28,13 @@ def communicator_options(purpose: str) -> Any:
     Returns:
         Options for ``torch.distributed``; None for HCCL's defaults.
     """
-    if purpose != "tp" or os.environ.get(EXPANSION_VARIABLE):
+    given = os.environ.get(EXPANSION_VARIABLE)
+    if purpose == "tp":
+        mode = None if given else VECTOR_CORES
+    else:
+        mode = AI_CPU if given == "AIV" else None
+    if mode is None:
         return None
     options = ProcessGroupHCCL.Options()
-    options.hccl_config = {"hccl_op_expansion_mode": VECTOR_CORES}
+    options.hccl_config = {"hccl_op_expansion_mode": mode}
     return options
