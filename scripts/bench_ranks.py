@@ -30,7 +30,7 @@ from lopa_ascend.engine.ranks import LeadingEngine, follow
 from lopa_ascend.parallel.launch import Rendezvous, exit_rank, free_port
 from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.probe import PartTimes
-from lopa_ascend.runner.scoring import SCORE_ROWS
+from lopa_ascend.runner.scoring import HEAD_ROWS
 from lopa_ascend.score.shards import columns
 from lopa_ascend.types import SequencePlan, Traffic
 
@@ -150,7 +150,8 @@ class Recorder:
         elif part == "score":
             num_rows, scoring = work
             # A last piece of one row is scored as two; a token and its logit follow the columns (see shard_scores).
-            self._scored.append((num_rows + (num_rows % SCORE_ROWS == 1), len(columns(scoring)) + 2))
+            score_rows = self._engine.runner.ops.score_rows or HEAD_ROWS
+            self._scored.append((num_rows + (num_rows % score_rows == 1), len(columns(scoring)) + 2))
         yield
 
     def _close(self) -> None:

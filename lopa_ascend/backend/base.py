@@ -72,6 +72,8 @@ class Ops(Protocol):
     max_queries: int | None
     """Queries that an attention entry has at most; None for any number. Callers divide longer entries on the host, by
     ``Entries.divided``."""
+    score_rows: int | None
+    """Rows of logits that are best scored at a time; None for any number."""
 
     def stored(self, weight: Tensor) -> Tensor:
         """Converts the weight of a linear layer to the layout that ``linear`` of this device takes.

@@ -22,8 +22,6 @@ from lopa_ascend.types import Scoring
 HEAD_ROWS = 512
 """Rows of logits that are computed at a time: enough to use each of the head's weights many times. With 128 the head
 and the scores of 380 positions and 32,000 token ids took 1.1 to 1.2 times as long."""
-SCORE_ROWS = 16
-"""Rows of logits that are scored at a time: few enough to stay in a CPU's cache."""
 
 Indices = NDArray[np.int64]
 
@@ -80,15 +78,16 @@ class Scorer:
         if not num_rows:
             return NO_PREDICTIONS
         where = torch.from_numpy(positions).to(self.ops.device)
-        if num_rows % SCORE_ROWS == 1:  # torch sums a single row in several threads, so in another order
+        score_rows = self.ops.score_rows or HEAD_ROWS
+        if num_rows % score_rows == 1:  # torch sums a single row in several threads, so in another order
             rows, where = torch.cat([rows, rows[-1:]]), torch.cat([where, where[-1:]])
         tp = self.model.tp
         is_split = tp.size > 1
         pieces: list[tuple[Tensor, ...]] = []  # statistics of this shard if the vocabulary is split, else predictions
         for chunk, chunk_positions in zip(rows.split(HEAD_ROWS), where.split(HEAD_ROWS), strict=True):
-            logits = self.model.logits(chunk).split(SCORE_ROWS)
-            for piece, at in zip(logits, chunk_positions.split(SCORE_ROWS), strict=True):
-                shard = self._shard_scores(piece, at, batch, first_row=SCORE_ROWS * len(pieces))
+            logits = self.model.logits(chunk).split(score_rows)
+            for piece, at in zip(logits, chunk_positions.split(score_rows), strict=True):
+                shard = self._shard_scores(piece, at, batch, first_row=score_rows * len(pieces))
                 if is_split:
                     pieces.append((shard,))
                 else:  # merged at once, while the statistics are in the CPU's cache

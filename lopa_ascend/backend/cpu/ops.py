@@ -54,6 +54,7 @@ class CpuOps:
         keep_freed_memory()
         self.gathered_bytes = 0
         self.max_queries: int | None = None
+        self.score_rows: int | None = 16  # few enough to stay in the cache
         self.device = torch.device("cpu")
         self._packs_weights = packs_weights
         self._packed_dtypes = packed_dtypes()
