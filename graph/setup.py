@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
+
+import torch
 
 from lopa_ascend.backend.compiler import Compiler
 from lopa_ascend.config import MAX_QUERIES, EngineConfig, ParameterError
@@ -48,6 +51,22 @@ class GraphPlan:
     def num_padding_pages(self) -> int:
         """Pages that the KV pool needs in addition, for the keys and values of padding rows and cells."""
         return pages_for(max(bucket.tokens for bucket in self.buckets.declared))
+
+    @property
+    def num_attention_pages(self) -> int:
+        """Places of all page tables of the largest step. With fewer pages in the pool, attention on an NPU takes
+        several launches in each layer."""
+        return max(math.prod(bucket.shape("A P")) for bucket in self.buckets.declared)
+
+    def score_memory(self, vocabulary: int, dtype: torch.dtype) -> int:
+        """Bytes that the scores of the largest step take: its logits, and two tensors of their size in float32.
+
+        Args:
+            vocabulary: token ids of this rank.
+            dtype: of the logits.
+        """
+        num_rows = max(bucket.tokens for bucket in self.buckets.declared)
+        return num_rows * vocabulary * (dtype.itemsize + 2 * torch.float32.itemsize)
 
 
 def plan_graphs(config: EngineConfig, identity: object, max_model_len: int, max_tokens: int) -> GraphPlan:

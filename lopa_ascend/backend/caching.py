@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from lopa_ascend.backend.compiler import Compiler, GraphError, Run, Step
@@ -31,7 +32,7 @@ class CachingCompiler(Compiler):
         with private_files():
             try:
                 return self._compile_cached(step, name, tensors, kv_lengths)
-            except GraphError:
+            except (GraphError, torch.OutOfMemoryError):
                 raise
             # Damaged files may raise anything. If they were not the reason, the second attempt raises the same again.
             except Exception as error:

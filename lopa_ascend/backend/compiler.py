@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 Step = Callable[[Sequence[Tensor], Sequence[int]], Tensor]
@@ -82,8 +83,8 @@ class Compiler(ABC):
                 compilation, and later ones may differ.
 
         Raises:
-            GraphError: the compiler is frozen or full, the device has no room for another graph, or the KV lengths go
-                elsewhere than to the attention.
+            GraphError: the compiler is frozen or full, the device has no room for another graph or no memory for the
+                step, or the KV lengths go elsewhere than to the attention.
             ValueError: a KV length is less than 2.
         """
         if self._frozen:
@@ -93,7 +94,13 @@ class Compiler(ABC):
             raise GraphError(f"graph mode {self.mode} holds {self.max_buckets} graphs; bucket {name} would be one more")
         if min(kv_lengths) < MIN_KV_LENGTH:
             raise ValueError(f"bucket {name}: a KV length is less than {MIN_KV_LENGTH}")
-        return self._compile(step, name, tensors, list(kv_lengths))
+        try:
+            return self._compile(step, name, tensors, list(kv_lengths))
+        except torch.OutOfMemoryError as error:
+            raise GraphError(
+                f"bucket {name}: the device has no memory for its step ({error}); lower kv_cache_memory, max_num_seqs "
+                "or graph_window_blocks"
+            ) from error
 
     def freeze(self) -> None:
         """Makes every further ``compile`` an error."""

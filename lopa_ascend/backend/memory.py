@@ -11,16 +11,18 @@ MAX_CPU_KV_MEMORY = 4 * 2**30
 """Bytes of the KV pool on a CPU at most, since other programs use its memory too."""
 
 
-def default_kv_memory(device: str, ranks: int) -> int:
+def default_kv_memory(device: str, ranks: int, reserved: int = 0) -> int:
     """Bytes of one rank's KV pool, once its weights are loaded.
 
-    On a CPU half of what is free, at most 4 GiB. On an NPU four fifths: steps, graphs and collectives need the rest.
+    On a CPU half of what is free, at most 4 GiB. On an NPU four fifths: activations, graphs and collectives need the
+    rest.
 
     Args:
         device: "cpu" or "npu".
         ranks: processes that share the memory of a CPU.
+        reserved: bytes that will be needed for something else.
     """
-    free = free_memory(device, ranks)
+    free = max(0, free_memory(device, ranks) - reserved)
     return free * 4 // 5 if device == "npu" else min(MAX_CPU_KV_MEMORY, free // 2)
 
 

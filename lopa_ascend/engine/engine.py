@@ -119,7 +119,7 @@ class Engine:
         """
         shape, dtype = model.config.kv_shape(model.tp.size), model.head.dtype
         page_bytes = KVPool.page_bytes(shape, dtype)
-        own_pages = choose_num_pages(self.config, prepared.max_model_len, page_bytes)
+        own_pages = choose_num_pages(self.config, prepared, model, page_bytes)
         num_pages = self.mesh.world.minimum(own_pages, "start")
         num_padding_pages = prepared.graph_plan.num_padding_pages if prepared.graph_plan else 0
         try:

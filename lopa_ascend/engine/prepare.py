@@ -15,6 +15,7 @@ from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.models import ModelSource, open_model
 from lopa_ascend.graph.setup import GraphPlan, plan_graphs
 from lopa_ascend.kv.pages import pages_for, slots_for
+from lopa_ascend.model.base import Model
 from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.score.shards import CANDIDATES
 from lopa_ascend.text.special_ids import check_special_ids, end_token_ids
@@ -118,8 +119,11 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 # ---- with the weights loaded ---------------------------------------------------------------------------------------
 
 
-def choose_num_pages(config: EngineConfig, max_model_len: int, page_bytes: int) -> int:
+def choose_num_pages(config: EngineConfig, prepared: Prepared, model: Model, page_bytes: int) -> int:
     """Pages of this rank's KV pool.
+
+    By default as many as a full server with the usual number of branches can use, and on an NPU with graphs as many as
+    let one kernel attend for a whole step, as far as the memory goes.
 
     Raises:
         ParameterError: the configured memory holds no page.
@@ -131,8 +135,13 @@ def choose_num_pages(config: EngineConfig, max_model_len: int, page_bytes: int) 
         return config.kv_cache_memory // page_bytes
     usual_slots = slots_for(1 + DecodingParams().lookaheads, config.branch_parallel_size)
     most_slots = slots_for(1 + config.max_num_branches, config.branch_parallel_size)
-    useful = max(config.max_num_seqs * usual_slots, most_slots) * pages_for(max_model_len)
-    affordable = default_kv_memory(config.device, config.world_size) // page_bytes
+    useful = max(config.max_num_seqs * usual_slots, most_slots) * pages_for(prepared.max_model_len)
+    reserved, graphs = 0, prepared.graph_plan
+    if graphs is not None:
+        reserved = graphs.num_padding_pages * page_bytes + graphs.score_memory(model.local_vocab_size, model.head.dtype)
+        if config.device == "npu":
+            useful = max(useful, graphs.num_attention_pages)
+    affordable = default_kv_memory(config.device, config.world_size, reserved) // page_bytes
     return max(1, min(useful, affordable))
 
 

@@ -119,7 +119,10 @@ class PackageCompiler(CachingCompiler):
     def _abandon_cache(self, error: Exception) -> None:
         if dist.is_initialized() and dist.get_world_size() > 1:
             # Another launch here would be one more than on the other ranks: their collectives would wait.
-            raise GraphError(f"graph_cache: {self._cache.path} cannot be used ({error}); delete it") from error
+            raise GraphError(
+                f"a graph in {self._cache.path} cannot be made or run ({error}); if this is no error of the device, "
+                "delete that graph_cache"
+            ) from error
         super()._abandon_cache(error)
 
     def _compile_cached(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: list[int]) -> Run:

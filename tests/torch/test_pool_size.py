@@ -1,0 +1,67 @@
+"""How many pages the KV pool has by default: what a full server can use, as far as the memory beside the steps goes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lopa_ascend.backend import memory
+from lopa_ascend.backend.compiler import Compiler, Eager, GraphError
+from lopa_ascend.config import EngineConfig
+from lopa_ascend.engine.prepare import choose_num_pages
+from lopa_ascend.graph.buckets import Bucket, declare
+from lopa_ascend.graph.setup import GraphPlan
+
+GIB = 2**30
+MAX_MODEL_LEN, PAGES = 8192, 64
+VOCABULARY = 152064
+
+
+def num_pages(monkeypatch: pytest.MonkeyPatch, free: int, page_bytes: int, slots: int, ranks: dict[str, Any]) -> int:
+    """The pages of Dream-7B's pool on an NPU.
+
+    Args:
+        free: bytes that the device has left.
+        slots: slots of a sequence on a rank.
+    """
+    monkeypatch.setattr(memory, "free_memory", lambda *_: free)
+    config = EngineConfig(device="npu", **ranks)
+    shape = Bucket(config.max_num_seqs, 8, PAGES, 4, slots, 32, 8)
+    plan = GraphPlan(shape, declare(shape, 8192), Eager())
+    prepared: Any = SimpleNamespace(max_model_len=MAX_MODEL_LEN, graph_plan=plan)
+    tp = config.tensor_parallel_size
+    model: Any = SimpleNamespace(local_vocab_size=VOCABULARY // tp, head=torch.empty(0, dtype=torch.bfloat16))
+    return choose_num_pages(config, prepared, model, page_bytes)
+
+
+def test_the_scores_and_padding_pages_of_the_largest_step_are_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dream-7B on one die: 8,192 rows of logits beside their values in float32 are 11.6 GiB."""
+    page_bytes, free = 7 * 2**20, 45 * GIB
+    pages = num_pages(monkeypatch, free, page_bytes, slots=4, ranks={})
+    scores = 8192 * VOCABULARY * (2 + 4 + 4)
+    padding = 8192 // 128 * page_bytes
+    left = free - pages * page_bytes - scores - padding
+    assert left == pytest.approx((free - scores - padding) / 5, abs=page_bytes)
+
+
+def test_one_kernel_takes_the_entries_of_a_whole_step_where_memory_goes_that_far(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With one slot on each of four groups of ranks a step has 256 entries, and a request only 64 pages."""
+    ranks: dict[str, Any] = {"tensor_parallel_size": 4, "branch_parallel_size": 4}
+    page_bytes = 7 * 2**20 // 4
+    assert num_pages(monkeypatch, 55 * GIB, page_bytes, slots=1, ranks=ranks) == 32 * 8 * PAGES
+    assert num_pages(monkeypatch, 20 * GIB, page_bytes, slots=1, ranks=ranks) < 32 * 8 * PAGES
+
+
+def test_a_step_for_which_the_device_has_no_memory_names_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("NPU out of memory. Tried to allocate 4.64 GiB")
+
+    compiler: Compiler = Eager()
+    monkeypatch.setattr(compiler, "_compile", fail)
+    with pytest.raises(GraphError, match=r"bucket large: .*no memory.*4\.64 GiB.*lower kv_cache_memory"):
+        compiler.compile(fail, "large", [], [2])
