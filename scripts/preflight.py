@@ -47,6 +47,7 @@ from scripts.checks.npu import (
     check_devices,
     check_driver,
     check_environment,
+    check_npu_network,
     check_versions,
     installed_versions,
 )
@@ -142,6 +143,7 @@ def check_machine(launch: Launch) -> Iterator[Finding]:
         cann = None if home is None else cann_version(home)
         yield from check_versions(installed_versions(sys.path, ROOT), cann, launch.graph_mode)
         yield from check_environment(os.environ, launch.graph_mode)
+        yield from check_npu_network(launch, Path("/etc/hccn.conf"))
         yield from check_affinity(affinity_of(launch, os.environ), len(os.sched_getaffinity(0)), os.cpu_count() or 1)
     yield from check_network(launch, Path("/sys/class/net"))
     yield from check_model(launch)

@@ -16,6 +16,8 @@ DISTRIBUTIONS = ("lopa-dist-ascend", "torch", "torch_npu")
 """Names of the distributions that must be installed."""
 LIBRARIES = ("libascendcl.so", "libhccl.so")
 """Files that CANN must have in its lib64."""
+CONTROL_DEVICES = ("davinci_manager", "devmm_svm", "hisi_hdc")
+"""Devices of the driver that every process with an NPU opens, whichever die it uses."""
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 AFFINITY = "CPU_AFFINITY_CONF"
 DIES = 16
@@ -44,6 +46,9 @@ def check_devices(launch: Launch, dev: Path, visible: str | None) -> Iterator[Fi
     if not num_present:
         yield fail(f"devices: {dev} has no davinciN", "install the driver, or start the container with its devices")
         return
+    if missing := [name for name in CONTROL_DEVICES if not (dev / name).exists()]:
+        yield fail(f"devices: {dev} has no {' and no '.join(missing)}", "start the container with them too")
+        return
     if visible is not None and not re.fullmatch(r"\d+(,\d+)*", visible):
         yield fail(f"devices: {VISIBLE} is {visible!r}", "give numbers and commas alone, e.g. 0,1,2,3")
         return
@@ -59,6 +64,18 @@ def check_devices(launch: Launch, dev: Path, visible: str | None) -> Iterator[Fi
     else:
         yield ok(f"devices: dies {', '.join(map(str, dies[:num_needed]))} of {num_present}")
         yield from _check_packages(launch.tp, dies[:num_needed])
+
+
+def check_npu_network(launch: Launch, settings: Path) -> Iterator[Finding]:
+    """Notes what is not checked of the network between the NPUs of several nodes.
+
+    Args:
+        launch: what is to be launched.
+        settings: /etc/hccn.conf, which has the addresses of this node's NPUs.
+    """
+    if launch.nnodes > 1:
+        where = "" if settings.exists() else f", and {settings} is missing: a container needs the host's"
+        yield note(f"NPU network: not tried{where}; docs/deploy.md, Several nodes, has the commands")
 
 
 def _check_packages(tp: int, dies: list[int]) -> Iterator[Finding]:

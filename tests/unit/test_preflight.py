@@ -14,12 +14,14 @@ from lopa_ascend.demo import DEMO_MODEL
 from scripts.checks.launch import Finding, Launch
 from scripts.checks.network import check_network
 from scripts.checks.npu import (
+    CONTROL_DEVICES,
     affinity_of,
     check_affinity,
     check_cann,
     check_devices,
     check_driver,
     check_environment,
+    check_npu_network,
     check_versions,
     installed_versions,
 )
@@ -72,11 +74,29 @@ def lines_of(findings: Iterator[Finding]) -> list[str]:
 def test_devices(tmp_path: Path, dies: int, visible: str | None, launch: Launch, lines: list[str]):
     for die in range(dies):
         (tmp_path / f"davinci{die + 100}").touch()  # a container's may have any numbers
-    (tmp_path / "davinci_manager").touch()
+    for name in CONTROL_DEVICES:
+        (tmp_path / name).touch()
     found = lines_of(check_devices(launch, tmp_path, visible))
     assert len(found) == len(lines)
     for line, beginning in zip(found, lines, strict=True):
         assert line.startswith(beginning.format(dev=tmp_path))
+
+
+def test_a_container_without_the_driver_s_control_devices(tmp_path: Path):
+    for name in ("davinci0", "davinci_manager"):
+        (tmp_path / name).touch()
+    found = lines_of(check_devices(replace(NODE, tp=1, bp=1), tmp_path, None))
+    assert found == [f"FAIL  devices: {tmp_path} has no devmm_svm and no hisi_hdc; start the container with them too"]
+
+
+def test_the_network_between_npus_is_not_tried(tmp_path: Path):
+    file = tmp_path / "hccn.conf"
+    assert lines_of(check_npu_network(NODE, file)) == []
+    (found,) = lines_of(check_npu_network(replace(NODE, nnodes=2), file))
+    assert found.startswith(f"note  NPU network: not tried, and {file} is missing: a container needs the host's; docs/")
+    file.touch()
+    (found,) = lines_of(check_npu_network(replace(NODE, nnodes=2), file))
+    assert found.startswith("note  NPU network: not tried; docs/deploy.md")
 
 
 def test_cann(tmp_path: Path):
