@@ -98,7 +98,11 @@ class LLM:
         self._recommended = recommended_decoding(directory)
         self.engine = start_engine(EngineConfig(model=path, lora=None if lora is None else str(lora), **options))
         self.config = self.engine.model_config
-        self.tokenizer = load_tokenizer(directory, self.config.vocab_size)
+        try:
+            self.tokenizer = load_tokenizer(directory, self.config.vocab_size)
+        except BaseException:  # the caller gets nothing that could be closed
+            self.close()
+            raise
         self.prompts = Prompts(
             self.tokenizer, self.config.vocab_size, self.config.mask_token_id, self.engine.model_name
         )

@@ -44,6 +44,14 @@ def free_memory(device: str, ranks: int) -> int:
     return _free_on_this_machine() // ranks
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there was no memory for a tensor or an array."""
+    import torch  # not at the top, because this module is also for processes without torch
+
+    # On a CPU torch raises a RuntimeError.
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
 def _free_on_this_machine() -> int:
     """What the machine has available, or what the limit of this process's container leaves, if that is less."""
     limit = _container_limit()

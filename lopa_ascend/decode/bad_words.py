@@ -43,14 +43,14 @@ class BadWords:
             self._last_tokens[last_bit] = word[-1]
             first_bit <<= len(word)
 
-    def banned_tokens(self, answer: Sequence[int], first: int) -> list[list[int]]:
+    def banned_tokens(self, answer: Sequence[int], first: int) -> list[tuple[int, ...]]:
         """The tokens that may not be filled into each place of an answer, from one place to the end.
 
         Args:
             answer: token ids of the answer of one branch, masks included.
             first: index in ``answer``.
         """
-        tokens_of: dict[int, list[int]] = {}  # by ``may_go_on``, which is the same at most places
+        tokens_of: dict[int, tuple[int, ...]] = {}  # by ``may_go_on``, which is the same at most places
         banned = []
         may_end_here = 0
         start = max(0, first - self._longest)
@@ -59,7 +59,8 @@ class BadWords:
             may_go_on = (may_end_here << 1) | self._first_tokens
             if place >= first:
                 if may_go_on not in tokens_of:
-                    tokens_of[may_go_on] = sorted({last for bit, last in self._last_tokens.items() if may_go_on & bit})
+                    last_tokens = {last for bit, last in self._last_tokens.items() if may_go_on & bit}
+                    tokens_of[may_go_on] = tuple(sorted(last_tokens))
                 banned.append(tokens_of[may_go_on])
             if token == self._mask:  # any token may still be filled in
                 may_end_here = may_go_on

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend.memory import free_memory
+from lopa_ascend.backend.memory import free_memory, is_out_of_memory
 from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
 from lopa_ascend.config.sizes import format_size
 from lopa_ascend.decode.allotment import Allotment
@@ -38,6 +38,8 @@ SEED_BITS = 53
 """Bits of a seed that is drawn: few enough that every JSON client can send the seed back unchanged."""
 INTERRUPTED = "a step was interrupted, such as by Ctrl-C; the requests that ran then cannot go on"
 """The error of such a request."""
+NO_MEMORY = "there was no memory for a step of %d tokens; ask for fewer branches or tokens"
+"""The error of the requests in such a step."""
 
 
 class Engine:
@@ -219,7 +221,7 @@ class Engine:
         If the step before was interrupted, such as by Ctrl-C, this one only ends the requests that ran in it.
         """
         if self._open_step is not None:
-            return self._fail_open_step()
+            return self._fail_open_step(INTERRUPTED)
         self._prepare_allotment()
         self._open_step = dict(self.scheduler.running)
         try:
@@ -244,29 +246,43 @@ class Engine:
         return self._open_step
 
     def _run(self, plan: StepPlan) -> list[Update]:
-        """Makes a planned step."""
+        """Makes a planned step. One rank alone survives a step without memory: only the requests in it end."""
         start = time.perf_counter()
         try:
             result = self.runner.step(plan, self.scheduler.running)
-        except RuntimeError as error:
-            self._explain(error)
+        except (RuntimeError, MemoryError) as error:
+            if self.mesh.world.size > 1:
+                self._explain(error)
+            elif is_out_of_memory(error):
+                return self._end_without_memory(plan)
             raise
         self._step_seconds = time.perf_counter() - start
         self._agreement.record_step(plan, result)
         return [self._update(sequence) for sequence in result.sequences]
 
-    def _explain(self, error: RuntimeError) -> None:
+    def _end_without_memory(self, plan: StepPlan) -> list[Update]:
+        """Ends the requests of a step for which there was no memory."""
+        request_ids = [step.request_id for step in plan.sequences]
+        demands = [self.scheduler.running[request_id].demand for request_id in request_ids]
+        reason = NO_MEMORY % sum(demand.num_computed for demand in demands if demand is not None)
+        if self.runner.graphs is not None:  # a graph of any request may be in flight
+            return self._fail_open_step(reason)
+        for request_id in request_ids:
+            self.abort(request_id)
+        return [Update.without_step(request_id, "error", reason) for request_id in request_ids]
+
+    def _explain(self, error: Exception) -> None:
         """Raises RankError in place of what a compiled step raises when an exchange in it fails because of another
         rank. Other exchanges raise RankError themselves."""
-        if not isinstance(error, RankError) and self.mesh.world.size > 1:
+        if not isinstance(error, RankError):
             reason = self.mesh.world.explain()
             if reason is not None:
                 raise RankError(f"a step failed: {reason}") from error
 
-    def _fail_open_step(self) -> list[Update]:
-        """Ends the requests that ran in an interrupted step, which may have updated them in part or lost updates."""
+    def _fail_open_step(self, reason: str) -> list[Update]:
+        """Ends the requests that ran when a step broke off, which may have updated them in part or lost updates."""
         ended = self._drop_running()  # once more, in case that was interrupted too
-        updates = [Update.without_step(request_id, "error", INTERRUPTED) for request_id in ended]
+        updates = [Update.without_step(request_id, "error", reason) for request_id in ended]
         self._open_step = None
         return updates
 

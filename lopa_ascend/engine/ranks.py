@@ -277,19 +277,27 @@ class _Followers:
     """The processes of the other ranks while they start; ends them if the ``with`` block fails."""
 
     def __init__(self, config: EngineConfig, port: int):
+        self._starts = local_rank_processes(config, port)
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         """By rank."""
-        for rank, start in local_rank_processes(config, port).items():
-            self.processes[rank] = subprocess.Popen(
-                start.command, stdin=subprocess.PIPE, env=start.environment, start_new_session=True
-            )
 
     def __enter__(self) -> _Followers:
+        try:
+            for rank, start in self._starts.items():
+                self.processes[rank] = subprocess.Popen(
+                    start.command, stdin=subprocess.PIPE, env=start.environment, start_new_session=True
+                )
+        except BaseException:  # one cannot be started, or Ctrl-C
+            self._end()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, _: TracebackType | None) -> None:
         if kind is not None:
-            _end_processes(list(self.processes.values()))
+            self._end()
+
+    def _end(self) -> None:
+        _end_processes(list(self.processes.values()))
 
     def check(self) -> None:
         """Looks whether all processes still run.

@@ -23,6 +23,9 @@ from lopa_ascend.score.most_probable import most_probable
 from lopa_ascend.sequence import Sequence
 from lopa_ascend.types import SequencePlan, StepRecord
 
+ROWS = 64
+"""Positions whose lists are made at a time: with a large vocabulary the logits of all would take gigabytes."""
+
 
 @dataclass(frozen=True)
 class AlternativesRecorder:
@@ -81,9 +84,11 @@ class AlternativesRecorder:
         Args:
             index: of the hidden states in ``job``.
         """
-        model = self.model
-        logits = model.logits(job.hidden[torch.from_numpy(index).to(job.hidden.device)])
-        if job.adjustment is not None:
-            logits = job.adjustment.apply(logits, model.first_token_id)
-        found = most_probable(logits, job.scoring, count, model.first_token_id, model.tp)
-        return torch.cat([found.ids.float(), found.probs], -1)
+        model, lists = self.model, []
+        for rows in torch.from_numpy(index).to(job.hidden.device).split(ROWS):
+            logits = model.logits(job.hidden[rows])
+            if job.adjustment is not None:
+                logits = job.adjustment.apply(logits, model.first_token_id)
+            found = most_probable(logits, job.scoring, count, model.first_token_id, model.tp)
+            lists.append(torch.cat([found.ids.float(), found.probs], -1))
+        return torch.cat(lists)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
+import numpy as np
 import torch
 
 from lopa_ascend.runner.layout import Part
@@ -24,9 +23,9 @@ def bans_for(sequence: Sequence, part: Part, device: torch.device) -> Bans | Non
         for row in part.share.rows
     ]
     banned = [banned_by_row[row][place - first] for place, row in zip(places, predictions.rows, strict=True)]
-    rows = torch.arange(len(banned)).repeat_interleave(torch.tensor([len(ids) for ids in banned]))
-    ids = torch.tensor(list(chain.from_iterable(banned)), dtype=torch.long)
-    return Bans(rows.to(device), ids.to(device))
+    indices = {ids: index for index, ids in enumerate(dict.fromkeys(filter(None, banned)))}
+    lists = tuple(torch.tensor(ids, device=device) for ids in indices)
+    return Bans(lists, np.array([indices.get(ids, -1) for ids in banned]))
 
 
 def _answer(sequence: Sequence, start: int, tokens: tuple[int, ...]) -> list[int]:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from lopa_ascend.parallel.collectives import Group
+from lopa_ascend.score.reductions import first_argmax
 from lopa_ascend.types import Scoring
 
 
@@ -39,15 +39,26 @@ def most_probable(logits: Tensor, scoring: Scoring, count: int, first: int, tp: 
     log_total = x.logsumexp(-1, keepdim=True)
     ids = torch.arange(first, first + x.shape[1], device=x.device)
     is_listed = (ids != scoring.mask) & (ids < scoring.num_token_ids)
-    # A stable sort, because topk may take any of equal values.
-    best, order = x.masked_fill(~is_listed, -math.inf).sort(dim=-1, descending=True, stable=True)
-    missing = (0, max(count - x.shape[1], 0))
-    best = pad(best[:, :count], missing, value=-math.inf)
-    best_ids = pad(ids[order[:, :count]], missing)
+    best, columns = _largest(x.masked_fill(~is_listed, -math.inf), count)
     # Token ids are exact in float32 up to 2^24.
-    message = torch.cat([log_total, best, best_ids.float()], -1)
+    message = torch.cat([log_total, best, (columns + first).float()], -1)
     gathered = tp.all_gather(message, "vocabulary")  # [shards, R, 1 + 2 count]
     log_totals, values, all_ids = gathered.transpose(0, 1).split([1, count, count], -1)  # [R, shards, ...] each
     ranked, order = values.flatten(1).sort(dim=-1, descending=True, stable=True)
     probs = (ranked[:, :count] - log_totals[..., 0].logsumexp(-1, keepdim=True)).exp()
     return MostProbable(all_ids.flatten(1).gather(1, order[:, :count]).long(), probs)
+
+
+def _largest(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest values of each row of x [R, n], which is overwritten, and their columns, [R, count] each: the largest
+    first, the lowest columns first among equals. -inf stands for values that are missing.
+
+    As many maxima cost less than sorting a vocabulary, and topk may take any of equal values.
+    """
+    values, columns = [], []
+    for _ in range(count):
+        column = first_argmax(x)
+        values.append(x.gather(-1, column))
+        columns.append(column)
+        x.scatter_(-1, column, -math.inf)
+    return torch.cat(values, -1), torch.cat(columns, -1)

@@ -13,7 +13,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -31,17 +33,16 @@ Offer = tuple[dict[str, Tensor], Tensor, Tensor]
 
 
 class Bans(NamedTuple):
-    """Tokens that may not be chosen in single rows, as pairs."""
+    """Tokens that may not be chosen in single rows."""
 
-    rows: Tensor
-    """Indices of rows, int64 [n]."""
-    ids: Tensor
-    """Token ids, int64 [n]."""
+    lists: tuple[Tensor, ...]
+    """Different lists of token ids, int64 [n] each."""
+    list_of_row: NDArray[np.int64]
+    """By row the index of its list; -1 for none."""
 
     def within(self, first_row: int, num_rows: int) -> Bans:
-        """The bans of some rows, which count from 0 then."""
-        is_there = (self.rows >= first_row) & (self.rows < first_row + num_rows)
-        return Bans(self.rows[is_there] - first_row, self.ids[is_there])
+        """The bans of a range of rows."""
+        return Bans(self.lists, self.list_of_row[first_row : first_row + num_rows])
 
 
 def columns(scoring: Scoring) -> tuple[str, ...]:
@@ -185,8 +186,10 @@ def _ban(x: Tensor, scoring: Scoring, positions: Tensor, first: int, bans: Bans 
     if scoring.eos and bool(is_early.any()):
         places.append((is_early.nonzero(), _eos_columns(x, scoring, first)))
     if bans is not None:
-        is_here = (bans.ids >= first) & (bans.ids < first + size)
-        places.append((bans.rows[is_here], bans.ids[is_here] - first))
+        for index in np.unique(bans.list_of_row[bans.list_of_row >= 0]):
+            rows, ids = np.flatnonzero(bans.list_of_row == index), bans.lists[index]
+            is_here = (ids >= first) & (ids < first + size)
+            places.append((torch.from_numpy(rows)[:, None].to(x.device), ids[is_here] - first))
     banned = [(place, x[place].clone()) for place in places]
     for place in places:
         x[place] = -math.inf

@@ -31,11 +31,11 @@ def test_no_order_of_fills_and_no_number_of_them_at_once_makes_a_word(
 
 def test_the_last_token_is_free_where_another_token_stands_before_it() -> None:
     words = BadWords([[1, 2, 3]], MASK)
-    assert words.banned_tokens([1, 2, MASK], 2) == [[3]]
-    assert words.banned_tokens([MASK, 2, MASK], 2) == [[3]]
-    assert words.banned_tokens([1, 1, MASK], 2) == [[]]
-    assert words.banned_tokens([1, MASK, MASK], 1) == [[], [3]], "a word of three cannot end at place 1"
-    assert BadWords([[3]], MASK).banned_tokens([MASK], 0) == [[3]]
+    assert words.banned_tokens([1, 2, MASK], 2) == [(3,)]
+    assert words.banned_tokens([MASK, 2, MASK], 2) == [(3,)]
+    assert words.banned_tokens([1, 1, MASK], 2) == [()]
+    assert words.banned_tokens([1, MASK, MASK], 1) == [(), (3,)], "a word of three cannot end at place 1"
+    assert BadWords([[3]], MASK).banned_tokens([MASK], 0) == [(3,)]
 
 
 @given(words, st.lists(st.sampled_from([*range(NUM_TOKENS), MASK]), min_size=1, max_size=8), st.data())
@@ -52,5 +52,5 @@ def test_a_token_is_banned_where_it_could_end_a_word(
             if len(before[len(word)]) == len(word) - 1
             and all(held in (token, MASK) for token, held in zip(word, before[len(word)], strict=False))
         ]
-        wanted.append(sorted({word[-1] for word in fits}))
+        wanted.append(tuple(sorted({word[-1] for word in fits})))
     assert BadWords(bad, MASK).banned_tokens(answer, first) == wanted
