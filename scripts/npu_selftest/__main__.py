@@ -4,8 +4,10 @@
     torchrun --nproc-per-node 16 -m scripts.npu_selftest --tensor-parallel-size 4    all NPUs of a node, and all-reduces
 
 Runs each op at the shapes of Dream-7B in bfloat16 and compares it with the CPU backend, lopa_ascend/backend/cpu; then
-replays a captured layer with other KV lengths; then, with several ranks, times the all-reduces of each group. Prints a
-line for each check with a verdict, the largest error as a share of the largest value, and microseconds a call:
+replays a captured layer with other KV lengths, and a compiled step's policy; then, with several ranks, times the
+all-reduces of each group and replays the collectives of a step. Meanwhile rank 0 writes to stderr which check runs. At
+the end it prints a line for each check with a verdict, the largest error as a share of the largest value, and
+microseconds a call:
 
   ok       the NPU computed what the CPU computes
   refused  the op raised an error; other options may do without it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,19 +16,20 @@ from torch import Tensor
 from lopa_ascend.backend import Ops, load_ops
 from lopa_ascend.config import ATTENTION_LAYOUTS, GRAPH_MODES_BY_DEVICE, EngineConfig
 from lopa_ascend.parallel.collectives import Group
+from lopa_ascend.parallel.launch import rank_in_environment
 from scripts.npu_selftest.cases import (
     ASKED,
     CAPTURED,
-    INT8,
     Case,
     asked_case,
     attention_cases,
-    captured_cases,
     elementwise_cases,
-    int8_cases,
     linear_cases,
     write_cases,
 )
+from scripts.npu_selftest.int8_cases import INT8, int8_cases
+from scripts.npu_selftest.layer_cases import captured_cases
+from scripts.npu_selftest.policy_cases import policy_cases
 from scripts.npu_selftest.speed import CALLS, KV_LENGTHS, SPEED, TIMED_LAYOUTS, speed_cases, speed_name
 from scripts.npu_selftest.step_cases import captured_step_cases, step_cases
 
@@ -45,7 +47,7 @@ WARM_UP = 3
 """Runs for each size of all-reduce that are made first and not timed."""
 SUMS = 8
 """All-reduces of a run: the host waits for the device once in a run, which takes longer than a small all-reduce."""
-REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError)
+REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError, ImportError)
 """What an op raises that the device or this torch_npu cannot run."""
 MAX_MESSAGE = 300
 
@@ -59,7 +61,8 @@ class Finding:
     verdict: str
     """One of ``VERDICTS``."""
     error: float | None = None
-    """The largest error as a share of the largest value; None if nothing was computed."""
+    """The largest error as a share of the largest value, or the share of different values if none may differ; None if
+    nothing was computed."""
     micros: float | None = None
     """Median duration of a call in microseconds; None if calls were not timed."""
     message: str = ""
@@ -69,15 +72,42 @@ class Finding:
 
 
 def examine(case: Case, repeats: int) -> Finding:
-    """Runs a case, compares its result, and times it."""
+    """Runs a case, compares its result, and times it. Its name is written before it runs, its verdict after it."""
+    announce(f"{case.name} ... ")
+    finding = _examine(case, repeats)
+    announce_verdict(finding)
+    return finding
+
+
+def announce(text: str) -> None:
+    """Writes to stderr at once, on rank 0. What was written is not lost where the device hangs or ends the process."""
+    if rank_in_environment() in (None, 0):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def announce_verdict(finding: Finding) -> None:
+    """Ends the line of a case."""
+    announce(f"{finding.verdict}: {finding.message}\n" if finding.message else f"{finding.verdict}\n")
+
+
+def announced(finding: Finding) -> Finding:
+    """The finding of something that was not tried, after a line about it."""
+    announce(f"{finding.name} ... ")
+    announce_verdict(finding)
+    return finding
+
+
+def _examine(case: Case, repeats: int) -> Finding:
+    """``examine`` without what is written."""
     try:
         results = on_cpu(case.run())
         micros = median_micros(case.run, repeats) if case.timed else None
     except REFUSALS as error:
         return Finding(case.name, "refused", message=shortened(error))
-    worst = max(relative_error(*pair) for pair in zip(results, on_cpu(case.expected), strict=True))
-    verdict = "ok" if worst <= TOLERANCE else "WRONG"
-    return Finding(case.name, verdict, worst, micros)
+    error_of, most = (share_of_different, 0.0) if case.exact else (relative_error, TOLERANCE)
+    worst = max(error_of(*pair) for pair in zip(results, on_cpu(case.expected), strict=True))
+    return Finding(case.name, "ok" if worst <= most else "WRONG", worst, micros)
 
 
 def examine_cases(cases: Iterable[Case | Finding], rest: str, repeats: int) -> list[Finding]:
@@ -94,9 +124,9 @@ def examine_cases(cases: Iterable[Case | Finding], rest: str, repeats: int) -> l
     findings: list[Finding] = []
     try:
         for case in cases:
-            findings.append(case if isinstance(case, Finding) else examine(case, repeats))
+            findings.append(announced(case) if isinstance(case, Finding) else examine(case, repeats))
     except REFUSALS as error:
-        findings.append(Finding(rest, "refused", message=f"not tried: {shortened(error)}"))
+        findings.append(announced(Finding(rest, "refused", message=f"not tried: {shortened(error)}")))
     return findings
 
 
@@ -131,6 +161,11 @@ def relative_error(result: Tensor, expected: Tensor) -> float:
     return float(error.nan_to_num(nan=float("inf")))
 
 
+def share_of_different(result: Tensor, expected: Tensor) -> float:
+    """The share of values that are not those expected."""
+    return float((result != expected).float().mean())
+
+
 def examine_all(repeats: int) -> list[Finding]:
     """Examines all cases on this process's NPU but the asked one; each op is timed ``repeats`` times.
 
@@ -145,7 +180,7 @@ def examine_all(repeats: int) -> list[Finding]:
         findings += examine_cases(attention_cases(layout_ops, layout), f"attention {layout}, further cases", repeats)
     findings += examine_cases(timed_cases(by_layout, working_layouts(findings)), f"{SPEED}, further cases", repeats)
     captured_ops = by_layout[chosen_layout(findings) or FIRST_LAYOUT]
-    captured = chain(captured_cases(captured_ops), captured_step_cases(captured_ops))
+    captured = chain(captured_cases(captured_ops), captured_step_cases(captured_ops), policy_cases(captured_ops))
     findings += examine_cases(captured, f"{CAPTURED} layer, further cases", repeats)
     return findings + examine_cases(int8_cases(ops), f"{INT8}: further cases", repeats)
 
@@ -218,9 +253,13 @@ def options(findings: Sequence[Finding]) -> str | None:
     needed = [finding for finding in findings if not finding.name.startswith(avoidable)]
     if layout is None or any(finding.verdict != "ok" for finding in needed):
         return None
-    capture_works = all(finding.verdict == "ok" for finding in findings if finding.name.startswith(CAPTURED))
-    mode = GRAPH_MODES_BY_DEVICE["npu"][0] if capture_works else "eager"
+    mode = GRAPH_MODES_BY_DEVICE["npu"][0] if capture_works(findings) else "eager"
     return f"--device npu --attention-layout {layout} --graph-mode {mode}"
+
+
+def capture_works(findings: Sequence[Finding]) -> bool:
+    """Whether everything is ok that only graph modes need."""
+    return all(finding.verdict == "ok" for finding in findings if finding.name.startswith(CAPTURED))
 
 
 def latencies(group: Group, device: torch.device, repeats: int) -> dict[int, float]:

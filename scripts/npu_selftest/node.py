@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from typing import Any
@@ -17,10 +17,17 @@ from lopa_ascend.parallel.collectives import RankError
 from lopa_ascend.parallel.launch import Rendezvous, exit_rank, rank_in_environment
 from lopa_ascend.parallel.mesh import Mesh
 from scripts.npu_selftest.collectives import collectives_case
+from scripts.npu_selftest.exchanges import EXCHANGES, exchanges_case
 from scripts.npu_selftest.findings import (
+    FIRST_LAYOUT,
     Finding,
+    announce,
+    announced,
     attention_times,
+    capture_works,
+    chosen_layout,
     device_failure,
+    eager_ops,
     examine,
     examine_all,
     examine_asked,
@@ -89,7 +96,7 @@ def _examine_rank(mesh: Mesh, repeats: int) -> tuple[list[Finding], dict[str, di
     """What all ranks have found: the findings, and by group and bytes the microseconds of an all-reduce."""
     findings = examine_all(repeats)
     device = torch.device("npu", torch.get_device_module("npu").current_device())
-    times, of_groups = examine_groups(mesh, device, repeats)
+    times, of_groups = examine_groups(mesh, device, findings, repeats)
     findings += of_groups
     findings.append(examine_asked(findings, repeats))
     texts = mesh.all_gather_text("self-test", json.dumps([[asdict(finding) for finding in findings], times]))
@@ -99,24 +106,72 @@ def _examine_rank(mesh: Mesh, repeats: int) -> tuple[list[Finding], dict[str, di
     return merged(findings_by_rank), slowest(times_by_rank)
 
 
-def examine_groups(mesh: Mesh, device: torch.device, repeats: int) -> tuple[dict[str, dict[int, float]], list[Finding]]:
+def examine_groups(
+    mesh: Mesh, device: torch.device, findings: Sequence[Finding], repeats: int
+) -> tuple[dict[str, dict[int, float]], list[Finding]]:
     """Microseconds of an all-reduce by group and bytes, and what was found about collectives between the ranks.
 
     Nothing is tried if the device of some rank no longer computes: the others would wait for it, and then end.
+
+    Args:
+        findings: what this rank has found before.
+        repeats: timed calls of each all-reduce.
     """
     groups = {name: group for name, group in (("tp", mesh.tp), ("bp", mesh.bp)) if group.size > 1}
     if not groups:
         return {}, []
-    failures = mesh.all_gather_text("devices", device_failure(device))
-    if any(failures):
-        rank, failure = next((rank, failure) for rank, failure in enumerate(failures) if failure)
-        message = f"not tried, because the device of rank {rank} no longer computes: {failure}"
-        return {}, [Finding(ALL_REDUCES, "refused", message=message)]
+    failure = first_failure(mesh, "devices", device_failure(device))
+    if failure:
+        message = f"not tried, because a device no longer computes: {failure}"
+        return {}, [announced(Finding(ALL_REDUCES, "refused", message=message))]
+    announce(f"{ALL_REDUCES} ... ")
     try:
         times = {name: latencies(group, device, repeats) for name, group in groups.items()}
     except RankError as error:
+        announce(f"refused: {shortened(error)}\n")
         return {}, [Finding(ALL_REDUCES, "refused", message=shortened(error))]
-    return times, [examine(collectives_case(list(groups.values()), device), repeats)]
+    announce("timed\n")
+    captured = examine(collectives_case(list(groups.values()), device), repeats)
+    return times, [captured, examine_exchanges(mesh, findings, repeats)]
+
+
+def examine_exchanges(mesh: Mesh, findings: Sequence[Finding], repeats: int) -> Finding:
+    """Tries the collectives of a captured step, unless some rank has no captured attention that is ok: the others would
+    wait for it, and then end."""
+    layout = chosen_layout(findings)
+    failure = "" if layout and capture_works(findings) else "captured cases are not ok"
+    failure = first_failure(mesh, "captured cases", failure)
+    if failure:
+        return announced(Finding(EXCHANGES, "refused", message=f"not tried: {failure}"))
+    ops = eager_ops(layout or FIRST_LAYOUT)
+    return examine(exchanges_case(ops, mesh.tp, mesh.bp, raises_on_all(mesh, "captured exchanges")), repeats)
+
+
+def raises_on_all(mesh: Mesh, subject: str) -> Callable[[str], None]:
+    """A function that every rank calls with what has failed there, or "", and that raises RuntimeError on all ranks if
+    anything has.
+
+    Args:
+        subject: as for ``Mesh.all_gather_text``.
+    """
+
+    def agree(failure: str) -> None:
+        found = first_failure(mesh, subject, failure)
+        if found:
+            raise RuntimeError(found)
+
+    return agree
+
+
+def first_failure(mesh: Mesh, subject: str, failure: str) -> str:
+    """What has failed on the first rank on which something has, with the rank; empty if nothing has.
+
+    Args:
+        subject: as for ``Mesh.all_gather_text``.
+        failure: what has failed on this rank; empty if nothing has.
+    """
+    failures = mesh.all_gather_text(subject, failure)
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(failures) if text), "")
 
 
 def _software_and_device() -> dict[str, str]:

@@ -24,10 +24,18 @@ WRITTEN = ((HIDDEN, torch.bfloat16), (256, torch.float32))
 """Width and dtype of the tensors that rows are written to: hidden states, and the states of sequences."""
 
 
+LAYERS = 28
+LARGE = 2**31
+"""Elements of a pool that int32 cannot number."""
+SHARE_FOR_POOL = 0.25
+"""The most of the free memory that a large pool may take."""
+
+
 def step_cases(ops: Ops) -> Iterator[Case]:
     """What a step computes around the model in every graph mode."""
     yield copy_case(ops)
     yield score_case(ops)
+    yield from large_pool_cases(ops)
 
 
 def copy_case(ops: Ops) -> Case:
@@ -44,6 +52,28 @@ def copy_case(ops: Ops) -> Case:
         return pool.caches
 
     return Case("copy between pages", partial(copied, pool_on(str(ops.device))), copied(pool_on("cpu")))
+
+
+def large_pool_cases(ops: Ops) -> Iterator[Case]:
+    """The last pages of a pool that is larger than int32 can number, as the engine's are: a write of keys and values in
+    the last layer, and a copy in all layers. None where the pool would take too much of the free memory."""
+    shape = KVShape(num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=DIM)
+    page_bytes = KVPool.page_bytes(shape, torch.bfloat16)
+    num_pages = LARGE // (page_bytes // 2) + 3
+    if num_pages * page_bytes > SHARE_FOR_POOL * torch.get_device_module("npu").mem_get_info()[0]:
+        return
+    values = randn(2, LAYERS, PAGE_SIZE, KV_HEADS, DIM)
+    npu_values, slot_mapping = values.to(ops.device), torch.arange(PAGE_SIZE, device=ops.device)
+
+    def run() -> Tensor:
+        pool, source = KVPool(shape, num_pages, torch.bfloat16, str(ops.device)), num_pages - 2
+        pool.caches[:, :-1, source] = npu_values[:, :-1]
+        k, v = npu_values[:, -1]
+        ops.kv_write(k, v, pool.k[-1], pool.v[-1], slot_mapping + source * PAGE_SIZE)
+        pool.copy([source], [source + 1], 0, PAGE_SIZE)
+        return pool.caches[:, :, source + 1]
+
+    yield Case("last pages of a large pool", run, values, timed=False)
 
 
 def score_case(ops: Ops) -> Case:

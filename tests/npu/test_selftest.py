@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch_npu import npu
 
+from scripts.npu_selftest import int8_cases, step_cases
 from scripts.npu_selftest.__main__ import main
-from scripts.npu_selftest.findings import Finding, merged, slowest
-from tests.npu.lab import attention, capture, device  # noqa: F401
+from scripts.npu_selftest.findings import Finding, eager_ops, examine_cases, merged, slowest
+from tests.npu.lab import attention, capture
 from tests.npu.lab.constraints import require
 from tests.tiers import slow_but
 
@@ -38,6 +39,17 @@ def price_of_an_entry(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, float]
     return prices
 
 
+ALL_PRODUCTS = int8_cases.PRODUCTS
+
+
+@pytest.fixture(autouse=True)
+def small_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One int8 product without bias, since the larger ones take seconds here, and a large pool of few pages."""
+    name = "o of a rank of four"
+    monkeypatch.setattr(int8_cases, "PRODUCTS", {name: ALL_PRODUCTS[name]})
+    monkeypatch.setattr(step_cases, "LARGE", 2**23)
+
+
 @contextmanager
 def replaced(name: str, kernel: Any) -> Iterator[None]:
     """The laboratory's kernel of ``npu::name`` is another one for a while."""
@@ -48,26 +60,31 @@ def replaced(name: str, kernel: Any) -> Iterator[None]:
 
 
 def reported(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, str], str]:
-    """(exit status, verdicts by check, the last line) of the printed report."""
+    """(exit status, verdicts by check, the last line) of the printed report. The progress names every check too."""
     status = main(["--repeats", "1", *arguments])
-    lines = capsys.readouterr().out.splitlines()
-    verdicts = ("ok", "refused", "WRONG", "asked")
-    words = [line.split(maxsplit=1) for line in lines if line.split(" ")[0] in verdicts]
-    return status, {rest.split("  ")[0]: verdict for verdict, rest in words}, lines[-1]
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    words = [line.split(maxsplit=1) for line in lines if line.split(" ")[0] in ("ok", "refused", "WRONG", "asked")]
+    verdicts = {rest.split("  ")[0]: verdict for verdict, rest in words}
+    progress = dict(line.split(" ... ") for line in printed.err.splitlines() if " ... " in line)
+    assert list(progress) == list(verdicts)
+    assert all(progress[name].startswith(verdict) for name, verdict in verdicts.items() if verdict != "asked")
+    return status, verdicts, lines[-1]
 
 
-def test_where_all_is_well(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_where_all_is_well(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(int8_cases, "PRODUCTS", ALL_PRODUCTS)
     file = tmp_path / "report.json"
     status, verdicts, last = reported(capsys, "--json", str(file))
     assert last == "options for the server: --device npu --attention-layout TND --graph-mode npugraph_ex"
     assert status == 0
-    assert len(verdicts) == 32
-    assert sum(name.startswith("W8A8: ") for name in verdicts) == 5
+    assert len(verdicts) == 47
+    assert sum(name.startswith("W8A8: ") for name in verdicts) == 11
     assert [name for name, verdict in verdicts.items() if verdict != "ok"] == [
         "attention, pool smaller than the entries' pages, at once"
     ]
     names = [name.split(",")[0].split(":")[0] for name in verdicts]
-    assert names[-6:] == ["W8A8"] * 5 + ["attention"], "what may leave the device unusable comes last"
+    assert names[-12:] == ["W8A8"] * 11 + ["attention"], "what may leave the device unusable comes last"
     report = json.loads(file.read_text())
     assert {finding["name"]: finding["verdict"] for finding in report["findings"]} == verdicts
     assert report["stack"]["CANN"] == "9.1.0"
@@ -236,6 +253,37 @@ def test_where_a_replay_forgets_the_lengths_that_it_is_not_given_again(
     assert verdicts[SAME] == "WRONG"
     assert last.endswith("--graph-mode eager")
     assert status == 1
+
+
+def test_a_large_pool_is_made_only_where_there_is_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "last pages of a large pool"
+
+    def large_pool() -> dict[str, str]:
+        cases = step_cases.large_pool_cases(eager_ops("TND"))
+        return {finding.name: finding.verdict for finding in examine_cases(cases, "further ops", 1)}
+
+    assert large_pool() == {name: "ok"}
+    with replaced("npu_scatter_pa_kv_cache", lambda *_, **__: None):
+        assert large_pool() == {name: "WRONG"}
+    monkeypatch.setattr(npu, "mem_get_info", lambda: (2**25, 2**36))
+    assert large_pool() == {}
+
+
+def test_where_no_graph_can_hold_an_int8_product(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = capture.record
+
+    def refusing(op: Any, args: Any, kwargs: Any) -> Any:
+        require(op is not torch.ops.npu.npu_quant_matmul.default, "error 107026: the capture is invalid")
+        return record(op, args, kwargs)
+
+    monkeypatch.setattr(capture, "record", refusing)
+    status, verdicts, last = reported(capsys)
+    refusals = [name for name, verdict in verdicts.items() if verdict == "refused"]
+    assert refusals == ["W8A8: product in a graph, replayed with other inputs"]
+    assert last.endswith("--graph-mode npugraph_ex")
+    assert status == 0
 
 
 def test_ranks_are_reported_as_the_worst_of_them() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,11 +14,13 @@ import torch
 from lopa_ascend.config import ATTENTION_LAYOUTS
 from lopa_ascend.parallel.collectives import Group, RankError
 from lopa_ascend.parallel.mesh import Mesh
+from scripts.npu_selftest import exchanges, node
 from scripts.npu_selftest import findings as module
-from scripts.npu_selftest import node
 from scripts.npu_selftest.__main__ import main
-from scripts.npu_selftest.cases import Case
-from scripts.npu_selftest.findings import Finding, examine_cases, merged, options, shortened, slowest
+from scripts.npu_selftest.cases import CAPTURED, CPU, Case
+from scripts.npu_selftest.exchanges import EXCHANGES, exchanges_case
+from scripts.npu_selftest.findings import Finding, examine, examine_cases, merged, options, shortened, slowest
+from scripts.npu_selftest.layer_cases import random_layer_inputs
 
 ONE = torch.ones(1)
 
@@ -34,7 +37,11 @@ def raises(error: Exception) -> Callable[[], Any]:
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("no"), ValueError("no"), TypeError("no"), AttributeError("no"), AssertionError("no")]
+    "error",
+    [
+        *(RuntimeError("no"), ValueError("no"), TypeError("no"), AttributeError("no"), AssertionError("no")),
+        ImportError("no"),
+    ],
 )
 def test_an_op_that_is_missing_or_takes_other_arguments_is_refused(error: Exception) -> None:
     found = examine_cases([case("swiglu", raises(error)), case("rope")], "further ops", 1)
@@ -102,9 +109,9 @@ def two_ranks(other: str) -> Mesh:
 
 def test_no_rank_waits_for_one_whose_device_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "latencies", raises(AssertionError("not to be tried")))
-    times, (found,) = node.examine_groups(two_ranks("error code is 507015"), torch.device("cpu"), 1)
+    times, (found,) = node.examine_groups(two_ranks("error code is 507015"), torch.device("cpu"), [], 1)
     assert times == {}
-    assert found.message == "not tried, because the device of rank 1 no longer computes: error code is 507015"
+    assert found.message == "not tried, because a device no longer computes: rank 1: error code is 507015"
     assert options([Finding(f"attention {ATTENTION_LAYOUTS[0]}, 32 queries each", "ok"), found]) is None
 
 
@@ -113,9 +120,68 @@ def test_all_reduces_that_fail_do_not_lose_the_report(monkeypatch: pytest.Monkey
         raise RankError("the ranks' exchange of self-test failed")
 
     monkeypatch.setattr(node, "latencies", fails)
-    times, (found,) = node.examine_groups(two_ranks(""), torch.device("cpu"), 1)
+    times, (found,) = node.examine_groups(two_ranks(""), torch.device("cpu"), [], 1)
     assert times == {}
     assert (found.verdict, found.message) == ("refused", "the ranks' exchange of self-test failed")
+
+
+@pytest.mark.parametrize(
+    ("verdict", "other", "message"),
+    [
+        ("refused", "", "not tried: rank 0: captured cases are not ok"),
+        ("ok", "captured cases are not ok", "not tried: rank 1: captured cases are not ok"),
+    ],
+)
+def test_no_rank_waits_in_a_step_for_one_that_captures_nothing(verdict: str, other: str, message: str) -> None:
+    attention = Finding(f"attention {ATTENTION_LAYOUTS[0]}, 32 queries each", "ok")
+    captured = Finding(f"{CAPTURED} layer, replayed with other KV lengths", verdict)
+    found = node.examine_exchanges(two_ranks(other), [attention, captured], 1)
+    assert found == Finding(EXCHANGES, "refused", message=message)
+    assert (options([attention, found]) or "").endswith("--graph-mode eager")
+
+
+def test_no_rank_replays_a_step_that_another_one_has_not_captured() -> None:
+    class Captures:
+        def capture(self, *_: object) -> None: ...
+
+    agree = node.raises_on_all(two_ranks("error 107026: the capture is invalid"), "captured exchanges")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            exchanges,
+            "make_sample",
+            lambda _: exchanges.Sample((ONE,) * 3, ONE, ONE, [(random_layer_inputs(None, 1, 8, None), ONE)]),
+        )
+        patch.setattr(exchanges, "RankStep", lambda *_: None)
+        patch.setattr(exchanges, "Captures", Captures)
+        patch.setattr(exchanges, "expected_results", lambda *_: [ONE])
+        found = examine(exchanges_case(CPU, Group(), Group(), agree), 1)
+    assert (found.verdict, found.message) == ("refused", "rank 1: error 107026: the capture is invalid")
+
+
+def test_a_case_is_named_before_it_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the last line says where a device hangs."""
+
+    def run() -> torch.Tensor:
+        assert capsys.readouterr().err == "rope ... "
+        return ONE
+
+    assert examine(case("rope", run), 1).verdict == "ok"
+    assert capsys.readouterr().err == "ok\n"
+    examine(case("swiglu", raises(RuntimeError("error code is 507015"))), 1)
+    assert capsys.readouterr().err == "swiglu ... refused: error code is 507015\n"
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    examine(case("rope"), 1)
+    assert capsys.readouterr().err == "", "rank 0 writes"
+
+
+def test_decisions_may_not_differ_at_all() -> None:
+    """A rank that is off by one is far below the rounding of the largest number."""
+    expected = torch.tensor([2**24, 3], dtype=torch.int32)
+    decided = Case("policy", lambda: expected - torch.tensor([0, 1]), expected, timed=False, exact=True)
+    assert examine(decided, 1) == Finding("policy", "WRONG", 0.5)
+    assert examine(replace(decided, exact=False), 1).verdict == "ok"
+    assert examine(replace(decided, run=lambda: expected.clone()), 1) == Finding("policy", "ok", 0.0)
 
 
 def test_a_device_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (*HALVES, torch.float32)
 BFLOAT16 = 15
 """The number by which schemas name torch.bfloat16."""
+EXACT_SUMS = 1024
+"""Products of int8 values whose sum float32 holds exactly."""
 _library = torch.library.Library("npu", "IMPL")
 
 
@@ -210,9 +212,10 @@ def quant_matmul(
     allowed = (torch.int32, torch.bfloat16, torch.float32)
     require(bias is None or (bias.dtype in allowed and bias.shape == scale.shape), f"{name}: bias is [N]")
     require(bias is None or bias.dtype != torch.int32, f"{name}: the laboratory adds a float bias alone")
-    # Float32 holds sums of up to 1024 such products exactly.
-    exact = torch.float32 if x1.shape[1] <= 1024 else torch.float64
-    product = (x1.to(exact) @ x2.to(exact)).float() * scale.float() * pertoken_scale[:, None]
+    parts = zip(x1.split(EXACT_SUMS, 1), x2.split(EXACT_SUMS), strict=True)
+    summed = sum((left.float() @ right.float()).double() for left, right in parts)
+    assert isinstance(summed, Tensor)
+    product = summed.float() * scale.float() * pertoken_scale[:, None]
     return (product if bias is None else product + bias.float()).bfloat16()
 
 
