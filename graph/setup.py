@@ -54,19 +54,21 @@ class GraphPlan:
 
     @property
     def num_attention_pages(self) -> int:
-        """Places of all page tables of the largest step. With fewer pages in the pool, attention on an NPU takes
-        several launches in each layer."""
+        """Pages with which one attention kernel of an NPU can take the largest step: one for each place in its page
+        tables. With fewer, each layer takes several launches."""
         return max(math.prod(bucket.shape("A P")) for bucket in self.buckets.declared)
 
-    def score_memory(self, vocabulary: int, dtype: torch.dtype) -> int:
-        """Bytes that the scores of the largest step take: its logits, and two tensors of their size in float32.
+    def score_memory(self, vocabulary: int, dtype: torch.dtype, confidence: str) -> int:
+        """Bytes that the scores of the largest step take: its logits, and two or three float32 tensors of that size.
 
         Args:
             vocabulary: token ids of this rank.
             dtype: of the logits.
+            confidence: see ``DecodingParams.confidence``.
         """
         num_rows = max(bucket.tokens for bucket in self.buckets.declared)
-        return num_rows * vocabulary * (dtype.itemsize + 2 * torch.float32.itemsize)
+        num_tensors = 3 if confidence == "neg_entropy" else 2
+        return num_rows * vocabulary * (dtype.itemsize + num_tensors * torch.float32.itemsize)
 
 
 def plan_graphs(config: EngineConfig, identity: object, max_model_len: int, max_tokens: int) -> GraphPlan:

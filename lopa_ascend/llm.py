@@ -29,7 +29,8 @@ from lopa_ascend.types import GenerationOutput, Progress, Update
 
 
 class GenerationError(RuntimeError):
-    """A request failed inside the engine. Other requests are not affected."""
+    """A request failed inside the engine: its logits were not finite, or a step that it ran in had no memory or was
+    interrupted, for example by Ctrl-C."""
 
 
 @dataclass

@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from lopa_ascend.backend.compiler import Compiler, GraphError, Run, Step
 from lopa_ascend.backend.graph_cache import GraphCache, private_files
+from lopa_ascend.backend.memory import is_out_of_memory
 
 
 class CachingCompiler(Compiler):
@@ -32,11 +32,11 @@ class CachingCompiler(Compiler):
         with private_files():
             try:
                 return self._compile_cached(step, name, tensors, kv_lengths)
-            except (GraphError, torch.OutOfMemoryError):
+            except GraphError:
                 raise
             # Damaged files may raise anything. If they were not the reason, the second attempt raises the same again.
             except Exception as error:
-                if not self._cache.is_kept:
+                if not self._cache.is_kept or is_out_of_memory(error):
                     raise
                 self._abandon_cache(error)
         self.num_loaded, self.num_compilations = num_loaded, num_compilations

@@ -10,8 +10,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
+
+from lopa_ascend.backend.memory import is_out_of_memory
 
 Step = Callable[[Sequence[Tensor], Sequence[int]], Tensor]
 """``step(tensors, kv_lengths)``. The KV lengths go to the entries of the attention, all of them in order, and to
@@ -96,7 +97,9 @@ class Compiler(ABC):
             raise ValueError(f"bucket {name}: a KV length is less than {MIN_KV_LENGTH}")
         try:
             return self._compile(step, name, tensors, list(kv_lengths))
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             raise GraphError(
                 f"bucket {name}: the device has no memory for its step ({error}); lower kv_cache_memory, max_num_seqs "
                 "or graph_window_blocks"

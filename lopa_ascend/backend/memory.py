@@ -14,13 +14,13 @@ MAX_CPU_KV_MEMORY = 4 * 2**30
 def default_kv_memory(device: str, ranks: int, reserved: int = 0) -> int:
     """Bytes of one rank's KV pool, once its weights are loaded.
 
-    On a CPU half of what is free, at most 4 GiB. On an NPU four fifths: activations, graphs and collectives need the
-    rest.
+    On a CPU half of what is free beside ``reserved``, at most 4 GiB. On an NPU four fifths of that: activations, graphs
+    and collectives need the rest.
 
     Args:
         device: "cpu" or "npu".
         ranks: processes that share the memory of a CPU.
-        reserved: bytes that will be needed for something else.
+        reserved: bytes to leave free besides.
     """
     free = max(0, free_memory(device, ranks) - reserved)
     return free * 4 // 5 if device == "npu" else min(MAX_CPU_KV_MEMORY, free // 2)
@@ -45,11 +45,17 @@ def free_memory(device: str, ranks: int) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there was no memory for a tensor or an array."""
-    import torch  # not at the top, because this module is also for processes without torch
+    """Whether an error, or one before it, says that a device or this machine had no memory.
 
-    # On a CPU torch raises a RuntimeError.
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+    The texts count as well: torch raises a plain RuntimeError on a CPU, and torch_npu for the workspace of a kernel.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        text = str(cause)
+        if isinstance(cause, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def _free_on_this_machine() -> int:

@@ -106,7 +106,7 @@ class EngineConfig:
             "size of the KV pages, in bytes or e.g. 512MiB",
             group=Group.ENGINE,
             default_text="what the other limits can use; at most 4GiB and half of the free memory, or on an NPU "
-            "four fifths of the memory that is free after the weights were loaded",
+            "four fifths of the memory that is free beside the weights and the scores of the largest graph",
         ),
     )
     max_num_seqs: int = declare(32, Setting(Integer(1), "requests that run at the same time", group=Group.ENGINE))

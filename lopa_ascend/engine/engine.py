@@ -38,7 +38,7 @@ SEED_BITS = 53
 """Bits of a seed that is drawn: few enough that every JSON client can send the seed back unchanged."""
 INTERRUPTED = "a step was interrupted, such as by Ctrl-C; the requests that ran then cannot go on"
 """The error of such a request."""
-NO_MEMORY = "there was no memory for a step of %d tokens; ask for fewer branches or tokens"
+NO_MEMORY = "there was no memory for a step; requests with fewer branches or tokens need less"
 """The error of the requests in such a step."""
 
 
@@ -246,7 +246,7 @@ class Engine:
         return self._open_step
 
     def _run(self, plan: StepPlan) -> list[Update]:
-        """Makes a planned step. One rank alone survives a step without memory: only the requests in it end."""
+        """Makes a planned step. An engine of one rank survives a step without memory: only the requests in it end."""
         start = time.perf_counter()
         try:
             result = self.runner.step(plan, self.scheduler.running)
@@ -262,14 +262,13 @@ class Engine:
 
     def _end_without_memory(self, plan: StepPlan) -> list[Update]:
         """Ends the requests of a step for which there was no memory."""
+        # A graph of any request may be in flight; or a copy that the plan makes, of a cached page, may be missing.
+        if self.runner.graphs is not None or plan.copies:
+            return self._fail_open_step(NO_MEMORY)
         request_ids = [step.request_id for step in plan.sequences]
-        demands = [self.scheduler.running[request_id].demand for request_id in request_ids]
-        reason = NO_MEMORY % sum(demand.num_computed for demand in demands if demand is not None)
-        if self.runner.graphs is not None:  # a graph of any request may be in flight
-            return self._fail_open_step(reason)
         for request_id in request_ids:
             self.abort(request_id)
-        return [Update.without_step(request_id, "error", reason) for request_id in request_ids]
+        return [Update.without_step(request_id, "error", NO_MEMORY) for request_id in request_ids]
 
     def _explain(self, error: Exception) -> None:
         """Raises RankError in place of what a compiled step raises when an exchange in it fails because of another

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from lopa_ascend.backend import Entries
+from lopa_ascend.backend.memory import is_out_of_memory
 from lopa_ascend.decode.allotment import StepCosts
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.base import ForwardInputs
@@ -20,8 +21,8 @@ from lopa_ascend.types import Scoring
 ROW = 32
 """Tokens of a row."""
 LONG = 0.1
-"""Seconds. Sizes are measured from small to large, at least two of them; after a step that takes longer than this, no
-larger size is measured."""
+"""Seconds. Sizes are measured from small to large, at least two of them; after a step that takes longer than this, or
+that has no memory, no larger size is measured."""
 REPETITIONS = 5
 """The most measurements of one size."""
 ENOUGH = 0.1
@@ -39,7 +40,12 @@ def measure_step_costs(runner: Runner, max_tokens: int, world: Group) -> StepCos
     sizes = [ROW * 2**power for power in range(16) if ROW * 2**power <= largest]
     points: list[tuple[int, float]] = []
     for size in sizes:
-        nanoseconds = _measure(runner, size // ROW, world)
+        try:
+            nanoseconds = _measure(runner, size // ROW, world)
+        except (RuntimeError, MemoryError) as error:
+            if world.size > 1 or len(points) < 2 or not is_out_of_memory(error):
+                raise
+            break
         points.append((size, nanoseconds / 1e9))
         if len(points) > 1 and nanoseconds > LONG * 1e9:
             break

@@ -23,7 +23,7 @@ from lopa_ascend.score.most_probable import most_probable
 from lopa_ascend.sequence import Sequence
 from lopa_ascend.types import SequencePlan, StepRecord
 
-ROWS = 64
+ROWS_AT_A_TIME = 64
 """Positions whose lists are made at a time: with a large vocabulary the logits of all would take gigabytes."""
 
 
@@ -85,7 +85,7 @@ class AlternativesRecorder:
             index: of the hidden states in ``job``.
         """
         model, lists = self.model, []
-        for rows in torch.from_numpy(index).to(job.hidden.device).split(ROWS):
+        for rows in torch.from_numpy(index).to(job.hidden.device).split(ROWS_AT_A_TIME):
             logits = model.logits(job.hidden[rows])
             if job.adjustment is not None:
                 logits = job.adjustment.apply(logits, model.first_token_id)

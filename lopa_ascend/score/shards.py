@@ -36,9 +36,9 @@ class Bans(NamedTuple):
     """Tokens that may not be chosen in single rows."""
 
     lists: tuple[Tensor, ...]
-    """Different lists of token ids, int64 [n] each."""
+    """The distinct lists of banned token ids, int64 [n] each."""
     list_of_row: NDArray[np.int64]
-    """By row the index of its list; -1 for none."""
+    """Index into ``lists`` of each row; -1 for none."""
 
     def within(self, first_row: int, num_rows: int) -> Bans:
         """The bans of a range of rows."""

@@ -32,7 +32,7 @@ def num_npus(dev: Path = Path("/dev")) -> int:
 
 
 def check_devices(launch: Launch, dev: Path, visible: str | None) -> Iterator[Finding]:
-    """Checks that the machine has the dies that the ranks of this node need.
+    """Checks that the machine has the dies that the ranks of this node need, and the driver's control devices.
 
     A container counts its dies from 0, whichever davinciN are mapped into it: their number decides, not their names.
 
@@ -47,7 +47,9 @@ def check_devices(launch: Launch, dev: Path, visible: str | None) -> Iterator[Fi
         yield fail(f"devices: {dev} has no davinciN", "install the driver, or start the container with its devices")
         return
     if missing := [name for name in CONTROL_DEVICES if not (dev / name).exists()]:
-        yield fail(f"devices: {dev} has no {' and no '.join(missing)}", "start the container with them too")
+        yield fail(
+            f"devices: {dev} has no {' and no '.join(missing)}", "load the driver, or start the container with them"
+        )
         return
     if visible is not None and not re.fullmatch(r"\d+(,\d+)*", visible):
         yield fail(f"devices: {VISIBLE} is {visible!r}", "give numbers and commas alone, e.g. 0,1,2,3")

@@ -10,7 +10,7 @@ from torch import Tensor
 from lopa_ascend.backend.compiler import MIN_KV_LENGTH
 
 NUM_LENGTHS = 61
-"""Different KV lengths during a capture, as the engine has them: the compiler's constant of this name."""
+"""Different KV lengths during a capture; equal to ``NUM_LENGTHS`` of backend/npu/compiler.py."""
 Step = Callable[[Sequence[int]], list[Tensor]]
 """Computes some tensors, given the KV length of each attention entry."""
 

@@ -103,10 +103,10 @@ def _examine(case: Case, repeats: int) -> Finding:
     try:
         results = on_cpu(case.run())
         micros = median_micros(case.run, repeats) if case.timed else None
+        error_of, most = (share_of_different, 0.0) if case.exact else (relative_error, TOLERANCE)
+        worst = max(error_of(*pair) for pair in zip(results, on_cpu(case.expected), strict=True))
     except REFUSALS as error:
         return Finding(case.name, "refused", message=shortened(error))
-    error_of, most = (share_of_different, 0.0) if case.exact else (relative_error, TOLERANCE)
-    worst = max(error_of(*pair) for pair in zip(results, on_cpu(case.expected), strict=True))
     return Finding(case.name, "ok" if worst <= most else "WRONG", worst, micros)
 
 

@@ -33,7 +33,7 @@ from scripts.npu_selftest.step_cases import MASK
 
 EOS = 151643
 """Of Dream-7B."""
-GROUPS, GROUP = 2, 1
+NUM_GROUPS, OWN_GROUP = 2, 1
 """Branch parallel groups, and the one whose rows are computed."""
 BUCKET = Bucket(sequences=4, blocks=4, pages=4, branches=4, slots=2, block_length=BLOCK, max_blocks=4)
 NUM_SEQUENCES = BUCKET.sequences - 1
@@ -70,7 +70,7 @@ def decide(inputs: Sequence[Tensor], constants: Constants, branch_acceptance: st
     memory, states, tokens, probs = inputs
     launch, params, _ = view_inputs(memory, BUCKET)
     rows = open_blocks(params, unpack_state(states, launch, constants), launch)
-    of_group = rows_of_group(rows, launch, constants, GROUPS, GROUP, full_attention=True)
+    of_group = rows_of_group(rows, launch, constants, NUM_GROUPS, OWN_GROUP, full_attention=True)
     predicted = Predicted(tokens, probs, probs)
     after, winner, taken = advance(params, launch, rows, predicted, constants, branch_acceptance)
     return [*of_group, winner, taken, pack_state(after, params, constants).view(torch.int32)]

@@ -22,9 +22,8 @@ VOCABULARY, MASK = 152064, 151666
 """Of Dream-7B."""
 WRITTEN = ((HIDDEN, torch.bfloat16), (256, torch.float32))
 """Width and dtype of the tensors that rows are written to: hidden states, and the states of sequences."""
-
-
 LAYERS = 28
+"""Of Dream-7B."""
 LARGE = 2**31
 """Elements of a pool that int32 cannot number."""
 SHARE_FOR_POOL = 0.25
@@ -56,7 +55,7 @@ def copy_case(ops: Ops) -> Case:
 
 def large_pool_cases(ops: Ops) -> Iterator[Case]:
     """The last pages of a pool that is larger than int32 can number, as the engine's are: a write of keys and values in
-    the last layer, and a copy in all layers. None where the pool would take too much of the free memory."""
+    the last layer, and a copy in all layers. No case where the pool would take too much of the free memory."""
     shape = KVShape(num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=DIM)
     page_bytes = KVPool.page_bytes(shape, torch.bfloat16)
     num_pages = LARGE // (page_bytes // 2) + 3

@@ -33,6 +33,7 @@ def test_pieces_join_to_the_json(value: dict[str, Any], items: list[Any] | None)
     whole = {**value, "items": items}
     in_pieces = {**value, "items": items if items is None else iter(items)}
     assert b"".join(pieces(in_pieces)) == encode(whole)
+    assert b"".join(pieces(value)) == encode(value)
 
 
 def test_each_item_of_an_iterator_is_read_when_the_items_before_it_are_encoded() -> None:
@@ -44,4 +45,4 @@ def test_each_item_of_an_iterator_is_read_when_the_items_before_it_are_encoded()
             yield item
 
     encoded = [(piece, len(read)) for piece in pieces({"a": items()})]
-    assert encoded == [(b'{"a":', 0), (b"[0", 1), (b",1", 2), (b",2", 3), (b"]", 3), (b"}", 3)]
+    assert encoded == [(b"{", 0), (b'"a":', 0), (b"[0", 1), (b",1", 2), (b",2", 3), (b"]", 3), (b"}", 3)]

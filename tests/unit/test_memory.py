@@ -41,3 +41,15 @@ def test_no_limit_is_that_of_the_machine(container: Path) -> None:
 
 def test_this_machine_has_memory() -> None:
     assert 0 < memory.free_memory("cpu", 1) < 2**50
+
+
+def test_what_says_that_there_was_no_memory() -> None:
+    """torch_npu raises a plain RuntimeError for a kernel's workspace, and an error at the end of a broken capture."""
+    workspace = RuntimeError("NPU out of memory. NPUWorkspaceAllocator tried to allocate 2.00 GiB")
+    assert memory.is_out_of_memory(workspace)
+    assert memory.is_out_of_memory(MemoryError())
+    assert memory.is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"))
+    assert not memory.is_out_of_memory(RuntimeError("the device is gone"))
+    end_of_capture = RuntimeError("error 107026: the capture is invalid")
+    end_of_capture.__context__ = workspace
+    assert memory.is_out_of_memory(end_of_capture)

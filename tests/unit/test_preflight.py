@@ -86,7 +86,9 @@ def test_a_container_without_the_driver_s_control_devices(tmp_path: Path):
     for name in ("davinci0", "davinci_manager"):
         (tmp_path / name).touch()
     found = lines_of(check_devices(replace(NODE, tp=1, bp=1), tmp_path, None))
-    assert found == [f"FAIL  devices: {tmp_path} has no devmm_svm and no hisi_hdc; start the container with them too"]
+    assert found == [
+        f"FAIL  devices: {tmp_path} has no devmm_svm and no hisi_hdc; load the driver, or start the container with them"
+    ]
 
 
 def test_the_network_between_npus_is_not_tried(tmp_path: Path):

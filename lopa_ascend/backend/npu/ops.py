@@ -60,7 +60,7 @@ class NpuOps:
         self.device = torch.device("npu", torch_npu.npu.current_device())
         self.gathered_bytes = 0
         self.max_queries = MAX_QUERIES.get(attention_layout)
-        self.score_rows: int | None = None  # each piece would be some 25 launches
+        self.score_rows: int | None = None  # fewer rows at a time are more launches
         self.kernel_layout = "BSH" if attention_layout == "BSH" else "TND"
         self._debug = debug
 

@@ -17,7 +17,7 @@ ENDS_OF_LINES = {character.encode(): rf"\u{ord(character):04x}".encode() for cha
 """Characters that JSON allows in strings, but that many clients take for ends of lines, and their escapes."""
 
 encode = msgspec.json.Encoder().encode
-"""The JSON of a value, in UTF-8."""
+"""The JSON of a value, in UTF-8. Numbers that are not finite become null."""
 
 
 def as_line(value: Json) -> bytes:
@@ -29,8 +29,10 @@ def as_line(value: Json) -> bytes:
 
 
 def pieces(answer: Json) -> Iterator[bytes]:
-    """The JSON of an answer, piece by piece. Values that are iterators become lists, of which each item is a piece."""
-    before = b"{"
+    """The JSON of an answer, piece by piece. Its values that are iterators become lists, of which each item is a piece;
+    values inside them may not be iterators."""
+    yield b"{"
+    before = b""
     for name, value in answer.items():
         yield before + encode(name) + b":"
         if isinstance(value, Iterator):

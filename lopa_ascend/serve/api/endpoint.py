@@ -45,7 +45,8 @@ class Writer(Protocol):
     """Id of the answer."""
 
     def whole(self, outputs: Sequence[GenerationOutput]) -> Json:
-        """The answer, from the output of each choice, if it is not streamed. A list may be an iterator."""
+        """The answer, from the output of each choice, if it is not streamed. A value may be an iterator, which is
+        sent as a list."""
 
     def encoder(self) -> Encoder:
         """Makes the events of the answer if it is streamed."""
@@ -232,13 +233,9 @@ class Endpoint:
 
 
 def encoded(writer: Writer, outputs: Sequence[GenerationOutput]) -> list[bytes]:
-    """A whole answer as JSON, in parts of about ``PIECE`` bytes."""
-    parts = [bytearray()]
-    for piece in pieces(writer.whole(outputs)):
-        if len(parts[-1]) >= PIECE:
-            parts.append(bytearray())
-        parts[-1] += piece
-    return [bytes(part) for part in parts]
+    """A whole answer as JSON, in parts of ``PIECE`` bytes."""
+    whole = b"".join(pieces(writer.whole(outputs)))
+    return [whole[start : start + PIECE] for start in range(0, len(whole), PIECE)]
 
 
 async def _finish(generation: Generation) -> None:
@@ -303,7 +300,7 @@ class Run:
 
 
 PIECE = 64 * 2**10
-"""Bytes of a whole answer that are sent at once, or a little more."""
+"""Bytes of a whole answer that are sent at once."""
 LARGE_UPDATE = 64
 """New tokens from which on the events of an update are made in a thread: with log probabilities they are megabytes."""
 
