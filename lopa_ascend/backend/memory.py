@@ -44,20 +44,6 @@ def free_memory(device: str, ranks: int) -> int:
     return _free_on_this_machine() // ranks
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or one before it, says that a device or this machine had no memory.
-
-    The texts count as well: torch raises a plain RuntimeError on a CPU, and torch_npu for the workspace of a kernel.
-    """
-    cause: BaseException | None = error
-    while cause is not None:
-        text = str(cause)
-        if isinstance(cause, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
-            return True
-        cause = cause.__cause__ or cause.__context__
-    return False
-
-
 def _free_on_this_machine() -> int:
     """What the machine has available, or what the limit of this process's container leaves, if that is less."""
     limit = _container_limit()

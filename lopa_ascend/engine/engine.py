@@ -13,7 +13,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend.memory import free_memory, is_out_of_memory
+from lopa_ascend.backend.errors import is_out_of_memory
+from lopa_ascend.backend.memory import free_memory
 from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
 from lopa_ascend.config.sizes import format_size
 from lopa_ascend.decode.allotment import Allotment

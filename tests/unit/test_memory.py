@@ -1,4 +1,4 @@
-"""How much memory a CPU's KV pool may take."""
+"""How much memory a CPU's KV pool may take, and which errors say that there was none."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lopa_ascend.backend import memory
+from lopa_ascend.backend.errors import is_out_of_memory
 
 GIB = 2**30
 
@@ -46,10 +47,10 @@ def test_this_machine_has_memory() -> None:
 def test_what_says_that_there_was_no_memory() -> None:
     """torch_npu raises a plain RuntimeError for a kernel's workspace, and an error at the end of a broken capture."""
     workspace = RuntimeError("NPU out of memory. NPUWorkspaceAllocator tried to allocate 2.00 GiB")
-    assert memory.is_out_of_memory(workspace)
-    assert memory.is_out_of_memory(MemoryError())
-    assert memory.is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"))
-    assert not memory.is_out_of_memory(RuntimeError("the device is gone"))
+    assert is_out_of_memory(workspace)
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"))
+    assert not is_out_of_memory(RuntimeError("the device is gone"))
     end_of_capture = RuntimeError("error 107026: the capture is invalid")
     end_of_capture.__context__ = workspace
-    assert memory.is_out_of_memory(end_of_capture)
+    assert is_out_of_memory(end_of_capture)

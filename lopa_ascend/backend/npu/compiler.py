@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -34,6 +34,7 @@ from torchair.inference._cache_compiler import CompiledModel as GeModel
 
 from lopa_ascend.backend.caching import CachingCompiler
 from lopa_ascend.backend.compiler import MIN_KV_LENGTH, Compiler, GraphError, Run, Step, dynamic_kv_lengths
+from lopa_ascend.backend.errors import causes
 from lopa_ascend.backend.graph_cache import GraphCache
 from lopa_ascend.backend.npu.captured import CapturedRun, capturing
 from lopa_ascend.backend.npu.rewrites import join_in_place, split_in_one_op, sum_in_place
@@ -188,14 +189,6 @@ class PackageCompiler(CachingCompiler):
         code = BucketModule.run.__code__.replace(co_name=f"{name}_{next(_numbers)}")
         module = BucketModule(step, tensors, f"{self._key}; {shapes}")
         return MethodType(FunctionType(code, globals(), name), module)
-
-
-def causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and those before it. An error in a capture is followed by another one at the end of the capture."""
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__ or cause.__context__
 
 
 def count_integer_inputs(module: torch.fx.GraphModule) -> int:
