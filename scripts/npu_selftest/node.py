@@ -19,7 +19,6 @@ from lopa_ascend.parallel.mesh import Mesh
 from scripts.npu_selftest.collectives import collectives_case
 from scripts.npu_selftest.exchanges import EXCHANGES, exchanges_case
 from scripts.npu_selftest.findings import (
-    FIRST_LAYOUT,
     Finding,
     announce,
     announced,
@@ -143,7 +142,8 @@ def examine_exchanges(mesh: Mesh, findings: Sequence[Finding], repeats: int) -> 
     failure = first_failure(mesh, "captured cases", failure)
     if failure:
         return announced(Finding(EXCHANGES, "refused", message=f"not tried: {failure}"))
-    ops = eager_ops(layout or FIRST_LAYOUT)
+    assert layout is not None
+    ops = eager_ops(layout)
     return examine(exchanges_case(ops, mesh.tp, mesh.bp, raises_on_all(mesh, "captured exchanges")), repeats)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -16,6 +16,7 @@ from lopa_ascend.score.greedy import GreedyScore
 from lopa_ascend.score.merge import merge_scores
 from lopa_ascend.score.shards import shard_scores
 from lopa_ascend.types import KVShape, Scoring
+from scripts.npu_selftest.captures import Captures
 from scripts.npu_selftest.cases import BLOCK, CAPTURED, DIM, HIDDEN, KV_HEADS, TOKENS, Case, randn
 
 VOCABULARY, MASK = 152064, 151666
@@ -97,32 +98,26 @@ def captured_step_cases(ops: Ops) -> Iterator[Case]:
 
     The state of a sequence is int32, and is written as float32 with the same bits, most of which look denormal.
     """
-    inputs, later = _inputs(), _inputs()
+    name, inputs, later = f"{CAPTURED} predictions and writes of rows", _inputs(), _inputs()
     tensors = [x.to(ops.device) for x in inputs]
     hidden, states = (torch.zeros(TOKENS + 1, width, dtype=dtype) for width, dtype in WRITTEN)
     npu_hidden, npu_states = hidden.to(ops.device), states.to(ops.device)
     score = GreedyScore(range(VOCABULARY), MASK, VOCABULARY, Group(), ops.device)
 
-    def step() -> Tensor:
+    def step(_: Sequence[int]) -> list[Tensor]:
         logits, rows, values, packed = tensors
         scored = score(logits)
         ops.put_rows(npu_hidden, rows, values)
         ops.put_rows(npu_states, rows, packed.view(torch.float32))
-        return torch.cat([scored.probs, logits.gather(1, scored.ids.long()[:, None]).view(-1).float()])
+        return [torch.cat([scored.probs, logits.gather(1, scored.ids.long()[:, None]).view(-1).float()])]
 
     def run() -> list[Tensor]:
-        from lopa_ascend.backend.npu.captured import capturing
-
-        graph = torch.get_device_module("npu").NPUGraph()
-        step()  # what a first call needs may not happen in a capture
+        replay = Captures().capture(step, name)
         npu_hidden.zero_()
         npu_states.zero_()
-        with capturing(graph):
-            out = step()
         for x, values in zip(tensors, later, strict=True):
             x.copy_(values)
-        graph.replay()
-        return [out.cpu(), npu_hidden, npu_states.cpu().view(torch.int32)]
+        return [*replay([]), npu_hidden, npu_states.cpu().view(torch.int32)]
 
     logits, rows, values, packed = later
     scored = GreedyScore(range(VOCABULARY), MASK, VOCABULARY, Group(), torch.device("cpu"))(logits)
@@ -130,7 +125,7 @@ def captured_step_cases(ops: Ops) -> Iterator[Case]:
     states[rows] = packed.view(torch.float32)
     chosen = logits.gather(1, scored.ids.long()[:, None]).view(-1).float()
     expected = [torch.cat([scored.probs, chosen]), hidden, states.view(torch.int32)]
-    yield Case(f"{CAPTURED} predictions and writes of rows", run, expected, timed=False)
+    yield Case(name, run, expected, timed=False)
 
 
 def _inputs() -> list[Tensor]:

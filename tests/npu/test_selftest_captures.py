@@ -35,7 +35,7 @@ def verdicts_of(cases: Iterable[Case]) -> dict[str, str]:
 
 
 def wrong_of(cases: Iterable[Case]) -> list[str]:
-    """The names of those that computed something else; none may be refused."""
+    """The names of the cases whose result is wrong. Fails if the device refuses a case."""
     verdicts = verdicts_of(cases)
     assert "refused" not in verdicts.values()
     return [name for name, verdict in verdicts.items() if verdict == "WRONG"]
