@@ -20,8 +20,7 @@ def communicator_options(purpose: str) -> Any:
 
     By CANN's documents only one communicator of a die may use the vector cores; two of them can wait for each other
     for ever. This is the tensor parallel one, which sums twice a layer, unless the variable says otherwise. All others
-    keep what the variable or HCCL's default says, except that no variable moves them to the vector cores: then they get
-    what is the default on a 910C.
+    follow the variable, or HCCL's default. Only if the variable is AIV they get AI_CPU instead.
 
     Args:
         purpose: "tp" or "bp".
