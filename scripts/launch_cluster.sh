@@ -22,6 +22,8 @@ usage: launch_cluster.sh --node-rank N --master-addr ADDRESS --interface NAME [F
   --master-addr HOST   address of node 0 on the network between the nodes
   --interface NAME     this node's interface on that network, as \`ip address\` names it, without what follows an @
 
+  --selftest           run the self-test of the NPUs (scripts.npu_selftest) in place of the server; its flags go after --
+
 $(flags_help)
 END
 }

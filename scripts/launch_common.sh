@@ -16,11 +16,12 @@ declare -A flag=(
     [model]="" [lora-path]="" [device]=npu [tp]=4 [host]=127.0.0.1 [port]=8000 [master-port]=29500 [max-restarts]=3
     [timeout]=${HCCL_EXEC_TIMEOUT:-60}
 )
-server_flags=() # what follows --
-# The server's own --graph-mode and --shutdown-timeout, if server_flags has them.
+program_flags=() # what follows --: of the server, or of the self-test
+# The server's own --graph-mode and --shutdown-timeout, if program_flags has them.
 graph_mode=
 shutdown_timeout=
 dry_run=
+selftest= # not empty: the self-test runs, not a server
 
 flags_help() {
     cat <<END
@@ -49,7 +50,7 @@ refuse() {
     exit 2
 }
 
-# parse_flags "$@": fills `flag`, `server_flags` and `dry_run`. The script defines `usage`.
+# parse_flags "$@": fills `flag`, `program_flags`, `dry_run` and `selftest`. The script defines `usage`.
 parse_flags() {
     local name help
     help=$(usage) # before flags replace the defaults that it names
@@ -57,7 +58,8 @@ parse_flags() {
         case $1 in
             --help | -h) echo "$help" && exit ;;
             --dry-run) dry_run=1 && shift ;;
-            --) shift && server_flags=("$@") && break ;;
+            --selftest) selftest=1 && shift ;;
+            --) shift && program_flags=("$@") && break ;;
             --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;&
             --*)
                 name=${1#--}
@@ -70,7 +72,7 @@ parse_flags() {
         esac
     done
     local before='' digits='^([0-9]+)(\.[0-9]*)?$'
-    for name in "${server_flags[@]}"; do
+    for name in "${program_flags[@]}"; do
         [[ $before != --graph-mode ]] || graph_mode=$name
         [[ $name != --graph-mode=* ]] || graph_mode=${name#*=}
         [[ $before != --shutdown-timeout ]] || shutdown_timeout=$name
@@ -83,6 +85,7 @@ parse_flags() {
             --distributed-timeout-seconds) refuse "$name after --: it is --timeout here" ;;
         esac
     done
+    [[ -z $selftest || ${flag[device]} == npu ]] || refuse "--selftest tests NPUs, and --device is ${flag[device]}"
     # torchrun must know it too, so the scripts have to read it.
     if [[ -n $shutdown_timeout ]]; then
         [[ $shutdown_timeout =~ $digits ]] || refuse "--shutdown-timeout $shutdown_timeout: write seconds in digits, as 120"
@@ -135,6 +138,8 @@ make_environment() {
     else
         npu_environment "$1" "${2:-0}"
     fi
+    # The self-test is in the checkout alone: installed is only the engine.
+    [[ -z $selftest ]] || environment+=("PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}")
     # Seconds after a signal until torchrun kills the ranks: running requests may go on in them.
     [[ -z $shutdown_timeout ]] || setting TORCH_ELASTIC_SHUTDOWN_TIMEOUT $((shutdown_timeout + 30))
     # Control messages use gloo on every device. Without this it takes the address that the host's name has, if any.
@@ -187,17 +192,27 @@ npu_environment() {
 
 # ---- command ---------------------------------------------------------------------------------------------------------
 
-# make_command PORT MASTER_PORT [TORCHRUN_FLAG ...]: sets `command`, which starts the `ranks` of one server on this node.
+# make_command PORT MASTER_PORT [TORCHRUN_FLAG ...]: sets `command`, which starts the `ranks` of one server, or of the
+# self-test, on this node.
 make_command() {
+    local restarts=${flag[max-restarts]}
+    [[ -z $selftest ]] || restarts=0
     command=(
         "$python" -m lopa_ascend.parallel.torchrun "${@:3}" --master-port "$2" --nproc-per-node "$ranks"
-        --max-restarts "${flag[max-restarts]}" -m lopa_ascend.serve --device "${flag[device]}"
-        --tensor-parallel-size "${flag[tp]}" --branch-parallel-size "${flag[bp]}"
-        --distributed-timeout-seconds "${flag[timeout]}" --host "${flag[host]}" --port "$1"
+        --max-restarts "$restarts"
     )
-    [[ -z ${flag[model]} ]] || command+=(--model "${flag[model]}")
-    [[ -z ${flag[lora-path]} ]] || command+=(--lora-path "${flag[lora-path]}")
-    command+=("${server_flags[@]}")
+    if [[ -n $selftest ]]; then
+        command+=(-m scripts.npu_selftest --tensor-parallel-size "${flag[tp]}")
+    else
+        command+=(
+            -m lopa_ascend.serve --device "${flag[device]}"
+            --tensor-parallel-size "${flag[tp]}" --branch-parallel-size "${flag[bp]}"
+            --distributed-timeout-seconds "${flag[timeout]}" --host "${flag[host]}" --port "$1"
+        )
+        [[ -z ${flag[model]} ]] || command+=(--model "${flag[model]}")
+        [[ -z ${flag[lora-path]} ]] || command+=(--lora-path "${flag[lora-path]}")
+    fi
+    command+=("${program_flags[@]}")
 }
 
 # Prints `environment` and `command` as one command for a shell, followed by $1.

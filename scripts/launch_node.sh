@@ -18,6 +18,8 @@ usage: launch_node.sh [FLAGS] [-- FLAGS OF python -m lopa_ascend.serve]
   ASCEND_RT_VISIBLE_DEVICES=8,9,10,11 HCCL_IF_BASE_PORT=60032 launch_node.sh --bp 1 --port 8001 --master-port 29501
   launch_node.sh --device cpu --tp 2 --bp 2                                   the bundled model, without an NPU
 
+  --selftest           run the self-test of the NPUs (scripts.npu_selftest) in place of the server; its flags go after --
+
 $(flags_help)
 END
 }

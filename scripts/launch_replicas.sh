@@ -42,11 +42,12 @@ end_all() {
 }
 
 parse_flags "$@"
+[[ -z $selftest ]] || refuse "--selftest is a flag of launch_node.sh, which tests the dies of all replicas"
 choose_python
 preflight
 IFS=, read -ra dies <<<"${ASCEND_RT_VISIBLE_DEVICES-$(seq -s, 0 $((ranks * flag[replicas] - 1)))}"
 scheme=http host=${flag[host]} pids=() told=0 stopped="" status=0
-[[ " ${server_flags[*]}" != *" --ssl-certfile"* ]] || scheme=https
+[[ " ${program_flags[*]}" != *" --ssl-certfile"* ]] || scheme=https
 [[ $host != *:* ]] || host="[$host]"
 
 # Each signal ends the replicas, and then this script. Replicas that start meanwhile are ended after the loop.

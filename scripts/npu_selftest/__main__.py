@@ -1,7 +1,7 @@
 """The first command on a machine with NPUs: do the ops compute there what the CPU computes, and which options to take?
 
-    python -m scripts.npu_selftest --json report.json                                one NPU
-    torchrun --nproc-per-node 16 -m scripts.npu_selftest --tensor-parallel-size 4    all NPUs of a node, and all-reduces
+    python -m scripts.npu_selftest --json report.json    one NPU
+    scripts/launch_node.sh --selftest                    all NPUs of a node, in the environment of a server
 
 Runs each op at the shapes of Dream-7B in bfloat16 and compares it with the CPU backend, lopa_ascend/backend/cpu; then
 replays a captured layer with other KV lengths, and a compiled step's policy; then, with several ranks, times the

@@ -80,8 +80,8 @@ def _join(tensor_parallel_size: int) -> Mesh:
     tp, flag = tensor_parallel_size, f"--tensor-parallel-size {tensor_parallel_size}"
     if rank_in_environment() is None:
         if tp > 1:
-            command = f"torchrun --nproc-per-node {tp} -m scripts.npu_selftest {flag}"
-            raise ValueError(f"{flag} needs {tp} ranks or a multiple, which torchrun starts: {command}")
+            command = f"scripts/launch_node.sh --tp {tp} --bp 1 --selftest"
+            raise ValueError(f"{flag} needs {tp} ranks or a multiple: {command}")
         return Mesh()
     rendezvous = Rendezvous.from_environment()
     bp, left_over = divmod(rendezvous.world_size, tp)

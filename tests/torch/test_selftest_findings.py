@@ -209,7 +209,7 @@ def test_wrong_flags(capsys: pytest.CaptureFixture[str], argv: list[str], messag
     [
         (
             None,
-            "--tensor-parallel-size 4 needs 4 ranks or a multiple, which torchrun starts: torchrun --nproc-per-node 4",
+            "--tensor-parallel-size 4 needs 4 ranks or a multiple: scripts/launch_node.sh --tp 4 --bp 1 --selftest",
         ),
         (2, "--tensor-parallel-size 4 does not divide 2 ranks; start a multiple of 4"),
         (6, "--tensor-parallel-size 4 does not divide 6 ranks; start a multiple of 4"),

@@ -51,12 +51,12 @@ class Scripts:
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, cwd=self.folder)
 
     def started(self) -> list[tuple[dict[str, str], list[str]]]:
-        """Environment and command of each server that was started since the last call, by port."""
+        """Environment and command of each server that was started since the last call, by --master-port."""
         files = list(self.folder.glob("*.json"))
         runs = [json.loads(file.read_text()) for file in files]
         for file in files:
             file.unlink()
-        runs.sort(key=lambda run: run["command"][run["command"].index("--port") + 1])
+        runs.sort(key=lambda run: run["command"][run["command"].index("--master-port") + 1])
         return [(run["environment"], run["command"]) for run in runs]
 
     def dry_run(self, name: str, *flags: str, **variables: str) -> list[tuple[dict[str, str], list[str]]]:
@@ -155,6 +155,17 @@ def test_replicas_share_nothing(scripts: Scripts):
         place = ("--nnodes", "1", "--master-addr", "127.0.0.1", "--master-port", str(29500 + replica))
         expected = torchrun(*place, "--nproc-per-node", "4", "--max-restarts", "3")
         assert command == expected + serve("npu", 4, 1, 9000 + replica)
+
+
+@pytest.mark.parametrize(("name", "flags"), [("node", ()), ("node", ("--tp", "1", "--bp", "1")), ("cluster", CLUSTER)])
+def test_the_self_test_has_the_environment_of_the_server(scripts: Scripts, name: str, flags: tuple[str, ...]):
+    ((served, server),) = scripts.dry_run(name, *flags)
+    ((tested, command),) = scripts.dry_run(name, *flags, "--selftest", "--", "--json", "report.json", PYTHONPATH="mine")
+    assert tested == {**served, "PYTHONPATH": f"{ROOT}:mine"}
+    ranks = server[: server.index("--max-restarts")]
+    tp = server[server.index("--tensor-parallel-size") + 1]
+    own = ["-m", "scripts.npu_selftest", "--tensor-parallel-size", tp, "--json", "report.json"]
+    assert command == [*ranks, "--max-restarts", "0", *own]
 
 
 def test_a_cpu_needs_little(scripts: Scripts):
@@ -343,6 +354,8 @@ def test_only_a_cpu_gets_an_environment_made(tmp_path: Path):
         ("node", ["--bp", "x[$(touch broken)]"], "argument --bp: must be an integer"),
         ("node", ["--timeout", "1"], "argument --timeout: must be an integer from 2 to 86400, got '1'"),
         ("replicas", ["--replicas", "0"], "argument --replicas: must be an integer"),
+        ("node", [*CPU, "--selftest"], "--selftest tests NPUs, and --device is cpu"),
+        ("replicas", ["--selftest"], "--selftest is a flag of launch_node.sh"),
         ("node", ["--device", "gpu"], "invalid choice: 'gpu'"),
     ],
 )
