@@ -24,7 +24,7 @@ from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.decode.allotment import Allotment, StepCosts
 from scripts.arguments import number_from
 from scripts.demo_sets import asked, read
-from scripts.planner.devices import load_device
+from scripts.planner.devices import DeviceError, load_device
 from scripts.planner.models import load_model
 from scripts.planner.step import Workload, predict
 
@@ -100,7 +100,10 @@ def main() -> None:
     args = parser.parse_args()
     from lopa_ascend import LLM  # imports torch, which takes seconds
 
-    costs = None if args.simulate is None else device_costs(args.simulate)
+    try:
+        costs = None if args.simulate is None else device_costs(args.simulate)
+    except DeviceError as error:
+        parser.error(f"--simulate: {error}")
     problems = read(args.limit)
     common: dict[str, Any] = {"branch_acceptance": args.acceptance, "max_new_tokens": 192}
     ways = {f"k = {k}": DecodingParams(num_branches=k, **common) for k in FIXED}

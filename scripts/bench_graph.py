@@ -67,7 +67,7 @@ def main() -> None:
         "--sequences", type=number_from(1), default=1, metavar="N", help="problems decoded at a time (default: 1)"
     )
     parser.add_argument(
-        "--window-blocks", type=number_from(1), default=4, metavar="N", help="blocks of the largest window (default: 4)"
+        "--window-blocks", type=number_from(2), default=4, metavar="N", help="blocks of the largest window (default: 4)"
     )
     arguments = parser.parse_args()
     questions = [question for question, _ in read(arguments.problems)]

@@ -2,7 +2,7 @@
 
     python -m scripts.bench_updates                   the 500 held-out problems, one at a time
     python -m scripts.bench_updates --problems 24 --sequences 4
-    python -m scripts.bench_updates --problems 40 --block-size 32    as docs/predicted-step.md assumes
+    python -m scripts.bench_updates --block-size 32   what docs/predicted-step.md assumes
 
 Decodes held-out problems by the bundled model with the decode steps that graph mode npugraph_ex captures, in the same
 buckets, without capturing them. The shorter the blocks, the more often lengths change.

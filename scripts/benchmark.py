@@ -3,7 +3,7 @@
     python -m scripts.benchmark                                         the bundled model on its held-out problems
     python -m scripts.benchmark FILE.jsonl --model DIR --preset S13     a model in the setting of a row of the paper
     python -m scripts.benchmark --sweep num_branches=0,3,7 --sweep tau_conf=0.95,0.9,0.8 --out DIR
-    python -m scripts.benchmark --sweep figures --limit 100 --plots docs
+    python -m scripts.benchmark --sweep figures --limit 100 --plots build/plots
 
 A task file has a JSON object on each line, with "question" and "answer", or the fields that its task needs; "task"
 overrides --task for that line. A file with a mistake is refused, with the number of the line, before the model is

@@ -54,7 +54,7 @@ class Problem:
     result: int | None
     """N; None where the question is no problem."""
     kind: str
-    """For tables: "add", "two steps", "sum"... """
+    """For tables: "add", "two steps", "plain sum"... """
     held_out: bool
     """Whether the model must not be trained on it."""
     template: str | None = None

@@ -17,6 +17,7 @@ two cores, and answer sooner with a smaller --limit.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -114,7 +115,7 @@ def targets(llm: LLM, limit: int) -> None:
         llm,
         limit,
         {
-            "d2f, one token a step": replace(decoding(0, 1.0), tau_add=1.0, tau_act=1.0),
+            "d2f, one token a pass": replace(decoding(0, 1.0), tau_add=1.0, tau_act=1.0),
             "d2f, tau_conf 0.9": decoding(0, 0.9),
             "lopa, k = 3": decoding(3, 0.9),
             "lopa, k = 7": decoding(7, 0.9),
@@ -133,7 +134,7 @@ def ways(llm: LLM, limit: int) -> None:
         limit,
         {
             "d2f": d2f,
-            "left to right, one token a step": replace(d2f, block_size=1, tau_add=1.0, tau_act=1.0, tau_conf=1.0),
+            "left to right, one token a pass": replace(d2f, block_size=1, tau_add=1.0, tau_act=1.0, tau_conf=1.0),
             "d2f, tau_add 1": replace(d2f, tau_add=1.0),
             "d2f, tau_conf 0.95": decoding(0, 0.95),
             "d2f, tau_add 0.5": replace(d2f, tau_add=0.5),
@@ -236,10 +237,11 @@ def print_groups(heading: str, groups: dict[str, list[str]], exact: dict[tuple[s
     """
     print(f"\n| {heading} | {' | '.join(f'{name} | d2f | lopa, k = 7' for name in groups)} |")
     print(f"|---|{'---|---|---|' * len(groups)}")
-    for group in [*dict.fromkeys(group for of_set in groups.values() for group in of_set), "all"]:
+    names = dict.fromkeys(itertools.chain.from_iterable(groups.values()))
+    for group in [*names, "all"]:
         cells = [group]
         for name, of_set in groups.items():
-            chosen = [i for i, group_of_problem in enumerate(of_set) if group in (group_of_problem, "all")]
+            chosen = [i for i, own in enumerate(of_set) if group in (own, "all")]
             cells.append(str(len(chosen)))
             for num_branches in (0, 7):
                 right = sum(exact[name, num_branches][i] for i in chosen)
@@ -343,9 +345,11 @@ def main() -> None:
         parser.error(f"--block-size and --plot go with table, not with {args.what}")
     options = {name: getattr(args, name) for name in ("device", "dtype", "graph_mode", "attention_layout")}
     limit = args.limit or DEFAULT_LIMITS[args.what]
-    most = len(read_set(HELD_OUT)) - 1
-    if args.what == "typed" and limit > most:
-        parser.error(f"--limit of typed is at most {most}: it needs one problem more")
+    num_held_out = len(read_set(HELD_OUT))
+    if args.what == "typed" and limit >= num_held_out:
+        parser.error(f"--limit of typed is at most {num_held_out - 1}: it needs one problem more")
+    if args.what != "choose" and limit > num_held_out:
+        parser.error(f"--limit of {args.what} is at most {num_held_out}, the number of held-out problems")
     if args.what == "prefix":
         prefix(args.model, limit, options)
         return

@@ -170,7 +170,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--device",
         default="910c",
         metavar="DEVICE",
-        help="910c or h200, or a JSON file like scripts/planner/devices.json (default: 910c)",
+        help="910c or h200, or a JSON file with one device, as scripts.plan --measure-cpu writes it (default: 910c)",
     )
     parser.add_argument(
         "--context",

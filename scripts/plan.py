@@ -6,7 +6,7 @@
     python -m scripts.plan --dies 16 --requests 64 --json           the same for 64 requests, as JSON
     python -m scripts.plan --dies 16 --plot planner.png             tokens/s against (tp, bp) as a picture
     python -m scripts.plan --validate                               the rows S1 to S18 of the paper, as one JSON line
-    python -m scripts.plan --measure-cpu cpu.json                   measure this CPU; then --device cpu.json
+    python -m scripts.plan --measure-cpu cpu.json                   this CPU, for --device cpu.json --precision fp32
     python -m scripts.plan --validate-cpu                           predicted and measured steps of three models here
     python -m scripts.plan --device h200 --constants                the constants of a device with their sources
 
@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--device",
         default="910c",
         metavar="DEVICE",
-        help=f"{' or '.join(known_devices())}, or a JSON file like scripts/planner/devices.json (default: 910c)",
+        help=f"{' or '.join(known_devices())}, or a JSON file of one device, as of --measure-cpu (default: 910c)",
     )
     parser.add_argument(
         "--precision", choices=PRECISIONS, default="bf16", help="number format of the weights (default: bf16)"

@@ -1,10 +1,12 @@
 r"""Trains the bundled model from scratch on a CPU, and writes it as a Dream checkpoint.
 
-    python -m scripts.train_demo                                         replaces the bundled model; hours on two cores
+    python -m scripts.train_demo                  overwrites the bundled model by one of 6,000 steps; hours on two cores
     python -m scripts.train_demo --out build/demo/model --state build/demo/try.pt --ar-steps 50 \
-        --diffusion-steps 200                                            a short try elsewhere; some minutes
+        --diffusion-steps 200                     a short try elsewhere; some minutes
     python -m scripts.train_demo --go-on --measure-steps 600 --ar-steps 0 --dtype bfloat16 --compile --seed 1 \
-        --state build/demo/further.pt                                    trains the bundled model further, faster
+        --state build/demo/further.pt             trains the bundled model further and overwrites it; faster
+
+The bundled model had many such runs (docs/bundled-model.md).
 
 There are two stages, as in the training of Dream: an autoregressive warm-up on plain problems, from which the logits
 are shifted by one position, and masked diffusion on whole conversations. Many of its batches are clean: they have many
@@ -12,7 +14,8 @@ problems, each with an answer to predict autoregressively and two blocks as deco
 masked. Most of the others are block-causal, with several answers after each prompt: two with different noise, and one
 to predict autoregressively, which teaches arithmetic faster, because each of its positions can be predicted. Some steps
 later the two noisy answers are trained on a second time. Positions that the model predicted rightly with high
-probability are filled in by then, as decoding would have filled them. The rest have full attention within the window.
+probability are filled in by then, as decoding would have filled them. The remaining batches have full attention within
+the window.
 
 Problems of a template that the model solves are mostly left out. A run that goes on from a checkpoint does not know
 yet which templates these are; with --measure-steps it finds them out before the first step.
@@ -39,7 +42,7 @@ from pathlib import Path
 
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.demo import DEMO_MODEL, HELD_OUT
-from scripts.arguments import number_from, share
+from scripts.arguments import number_from, positive, share
 from scripts.demo_problems import problems
 
 NUM_HELD_OUT = 500
@@ -97,7 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
             48,
             "problems in a step; three times as many in a clean one after the warm-up",
         ),
-        ("--lr", float, 3e-3, "highest learning rate"),
+        ("--lr", positive, 3e-3, "highest learning rate"),
         ("--clean-share", share, 0.5, "share of the new batches after the warm-up that are clean"),
         ("--full-share", share, 0.12, "share of the new batches after the warm-up with full attention in the window"),
         ("--least-share", share, 0.15, "share of the problems kept of a template that the model solves; 1 keeps all"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lopa_ascend import __version__
 from lopa_ascend.config import EngineConfig, npu_environment
 from lopa_ascend.config.npu_versions import driver_version
 from lopa_ascend.parallel.collectives import RankError
@@ -179,7 +180,8 @@ def _software_and_device() -> dict[str, str]:
     from lopa_ascend.backend.npu.versions import cann_version
 
     npu = torch.get_device_module("npu")
-    versions = {name: metadata.version(name) for name in ("lopa-dist-ascend", "torch", "torch_npu")}
+    # The project may run from a checkout without being installed, so that pip does not know its version.
+    versions = {"lopa-dist-ascend": __version__, **{name: metadata.version(name) for name in ("torch", "torch_npu")}}
     variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     device = f"{npu.get_device_name(npu.current_device())} ({npu.device_count()} visible)"
     return {**versions, "CANN": cann_version(), "driver": driver_version() or "unknown", "device": device, **variables}

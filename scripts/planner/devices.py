@@ -1,4 +1,4 @@
-"""Descriptions of devices: constants with their units and sources, from devices.json or a file of the same form."""
+"""Descriptions of devices: constants with their units and sources, from devices.json or a file with one device."""
 
 from __future__ import annotations
 

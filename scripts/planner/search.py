@@ -58,7 +58,7 @@ def tokens_per_forward(known: Mapping[int, float], k: int) -> float:
     below, above = [n for n in known if n < k], [n for n in known if n > k]
     if not below or not above:
         given = ", ".join(f"{n}:{tpf:g}" for n, tpf in sorted(known.items()))
-        raise ValueError(f"no tokens per forward pass for k = {k}: known are {given}")
+        raise ValueError(f"no tokens per forward pass for k = {k}: known are {given}; give more by --tpf, as {k}:X")
     low, high = max(below), min(above)
     share = math.log2((k + 1) / (low + 1)) / math.log2((high + 1) / (low + 1))
     return known[low] + share * (known[high] - known[low])

@@ -166,7 +166,9 @@ def predict(model: ModelConfig, device: Device, work: Workload, collectives: str
     parts = _parts(model, device, work)
     shares = {"weights": 0.0, "kv": 0.0, "flops": 0.0}
     for part in parts:
-        shares[part.term if part.memory >= part.arithmetic else "flops"] += max(part.memory, part.arithmetic)
+        is_bound_by_memory = part.memory >= part.arithmetic
+        term, seconds = (part.term, part.memory) if is_bound_by_memory else ("flops", part.arithmetic)
+        shares[term] += seconds
     shares["launches"] = _launches(model, device, work)
     shares["collectives"] = _collectives(model, device, work, collectives)
     on_device, host = sum(shares.values()), _host(model, device, work)

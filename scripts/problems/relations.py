@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from scripts.problems.wordings import read
@@ -35,10 +36,21 @@ FILES = (
 """Text files of templates in scripts/problems/wordings/."""
 
 
-def _relations(file: str) -> list[Relation]:
-    return [Relation(*line.split(" :: ")) for section in read(file).values() for line in section]
+def relations_of(file: str) -> list[Relation]:
+    """The wordings of a file.
+
+    Raises:
+        ValueError: a line does not have the three parts of a wording.
+    """
+    wordings = []
+    for line in itertools.chain.from_iterable(read(file).values()):
+        parts = line.split(" :: ")
+        if len(parts) != 3:
+            raise ValueError(f"{file}.txt: write a line as 'expression :: unit :: template', not {line!r}")
+        wordings.append(Relation(*parts))
+    return wordings
 
 
-RELATIONS = [relation for file in FILES for relation in _relations(file)]
-UNSEEN = _relations("unseen")
+RELATIONS = [relation for file in FILES for relation in relations_of(file)]
+UNSEEN = relations_of("unseen")
 """Wordings that are never trained on: they tell what the model makes of other people's words."""

@@ -119,6 +119,16 @@ def filler(rng: random.Random, scene: Scene) -> str:
     return scene.say(rng.choice(FILLERS[section]), n=draw_number(rng), s=draw_small(rng))
 
 
+@dataclass(frozen=True)
+class Part:
+    """A sentence of a story, or several that are joined."""
+
+    text: str
+    """Without its capital."""
+    is_of_actor: bool
+    """Whether it is one sentence that begins with "{A} <verb>", which a next one can be joined to."""
+
+
 class Teller:
     """Tells a story of an amount that changes.
 
@@ -135,19 +145,20 @@ class Teller:
             coin = rng.choice(WORDS["money"])
             self.scene.slots |= {"o": coin, "o1": coin.removesuffix("s")}
         self.steps: list[Step] = []
-        self.parts: list[tuple[str, bool]] = []
-        """Sentences without their capital, and whether each begins with "{A} <verb>"."""
+        self.parts: list[Part] = []
         self.value = 0
 
     def add(self, templates: list[str], **numbers: int) -> None:
         """Tells one of the templates."""
         template = self.rng.choice(templates)
-        may_drop = template.startswith("{A} <") and bool(self.parts) and self.parts[-1][1] and self.rng.random() < 0.25
-        text = self.scene.say(template.removeprefix("{A} ") if may_drop else template, **numbers)
-        if may_drop:
-            before = self.parts.pop()[0].rstrip(".")
+        is_of_actor = template.startswith("{A} <")
+        follows_actor = bool(self.parts) and self.parts[-1].is_of_actor
+        is_joined = is_of_actor and follows_actor and self.rng.random() < 0.25
+        text = self.scene.say(template.removeprefix("{A} ") if is_joined else template, **numbers)
+        if is_joined:
+            before = self.parts.pop().text.rstrip(".")
             text = f"{before}{self.rng.choice((' and', ' and', ' and then', ', then'))} {text}"
-        self.parts.append((text, template.startswith("{A} <") and template.count(".") == 1))
+        self.parts.append(Part(text, is_of_actor and template.count(".") == 1))
 
     def step(self, op: str, right: int, left: int | None = None) -> None:
         """Makes a step of the answer, from the present amount or from ``left``."""
@@ -216,7 +227,7 @@ class Teller:
     def text(self, question: str) -> str:
         """All of it."""
         rng = self.rng
-        parts = [part for part, _ in self.parts]
+        parts = [part.text for part in self.parts]
         if len(parts) <= 2 and rng.random() < 0.06 and question.endswith("?") and all(p.count(".") == 1 for p in parts):
             return capitalise(f"{question[:-1]} if {' and '.join(part.rstrip('.') for part in parts)}?")
         if rng.random() < FILLER_SHARE:

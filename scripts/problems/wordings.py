@@ -8,14 +8,22 @@ FOLDER = Path(__file__).parent / "wordings"
 
 
 def read(name: str) -> dict[str, list[str]]:
-    """The lines of each section of a file; a section begins with "== title", and lines with "# " are comments."""
+    """The lines of each section of a file; a section begins with "== title", and lines with "# " are comments.
+
+    Raises:
+        ValueError: a line stands before the first section.
+    """
     sections: dict[str, list[str]] = {}
-    lines: list[str] = []
-    for line in (FOLDER / f"{name}.txt").read_text(encoding="utf-8").splitlines():
+    title = None
+    text = (FOLDER / f"{name}.txt").read_text(encoding="utf-8")
+    for number, line in enumerate(text.splitlines(), start=1):
         if line.startswith("== "):
-            lines = sections.setdefault(line.removeprefix("== "), [])
+            title = line.removeprefix("== ")
+            sections.setdefault(title, [])
         elif line and not line.startswith("# "):
-            lines.append(line)
+            if title is None:
+                raise ValueError(f"{name}.txt, line {number}: begin a section before it, with '== title'")
+            sections[title].append(line)
     return sections
 
 

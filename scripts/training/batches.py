@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import re
 from collections.abc import Iterator
@@ -133,7 +134,7 @@ class Batches:
         length = max(len(example.answer) for example in examples) + 1
         block = self.rng.choice(BLOCKS) if self.whole_blocks else 1
         is_longer = self.whole_blocks and self.rng.random() < EXTRA_BLOCK_SHARE
-        length = block * (-(-length // block) + is_longer)
+        length = block * (math.ceil(length / block) + is_longer)
         padding = torch.tensor([prompt_length - len(example.prompt) for example in examples])
         prompts = [[self.eos] * (prompt_length - len(example.prompt)) + example.prompt for example in examples]
         answers = [example.answer + [self.eos] * (length - len(example.answer)) for example in examples]

@@ -34,7 +34,10 @@ def write(out: Path, weights: Mapping[str, Tensor], *, eos: int, mask: int) -> N
         mask: token id of the mask.
     """
     stored = {f"model.{name}": weight.bfloat16().contiguous() for name, weight in weights.items()}
-    save_file(stored, out / "model.safetensors", metadata={"format": "pt"})
+    # The checkpoint may be the only one: its weights stay until the new ones are there as a whole.
+    unfinished = out / "model.safetensors.tmp"
+    save_file(stored, unfinished, metadata={"format": "pt"})
+    unfinished.replace(out / "model.safetensors")
     generation = {
         "eos_token_id": eos,
         "pad_token_id": eos,

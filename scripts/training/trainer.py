@@ -51,8 +51,13 @@ EVALUATION_SEED = 12345
 
 
 Kind = Literal["clean", "noisy", "second", "full"]
-"""Of a batch: autoregressive, with opened blocks after the warm-up; block-causal with noise; a batch with noise once
-more; with full attention."""
+"""Of a batch.
+
+"clean": answers are predicted autoregressively; after the warm-up two opened blocks of each as well.
+"noisy": block-causal, two answers with different noise, and one that is predicted autoregressively.
+"second": a noisy batch once more, with what the model predicted rightly filled in.
+"full": full attention, one answer with noise.
+"""
 
 
 def read_state(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -228,8 +233,9 @@ class Trainer:
         ids = torch.cat([batch.prompt, *(answer.ids for answer in answers)], 1)
         dropout = self.args.dropout if torch.is_grad_enabled() else 0.0
         hidden = self.forward.hidden(ids, shapes, masks, dropout)
-        predictor = torch.arange(prompt - 1, prompt - 1 + length * len(answers))
-        predictor[::length] = prompt - 1
+        # A position is predicted by the one before it, the first of each answer by the last of the prompt.
+        position = torch.arange(length * len(answers))
+        predictor = torch.where(position % length == 0, prompt - 1, prompt - 1 + position)
         wanted = torch.cat([answer.wanted for answer in answers], 1)
         truth = torch.cat([answer.truth for answer in answers], 1)[wanted]
         row, column = wanted.nonzero(as_tuple=True)

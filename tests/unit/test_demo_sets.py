@@ -87,10 +87,18 @@ def test_steps_are_counted_in_the_worked_answer_or_by_the_kind() -> None:
     assert [steps_class(count) for count in range(1, 6)] == ["one step", "two steps", *["more steps"] * 3]
 
 
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("kinds --block-size 16", "--block-size and --plot go with table, not with kinds"),
+        ("targets --limit 501", "--limit of targets is at most 500, the number of held-out problems"),
+        ("typed --limit 500", "--limit of typed is at most 499"),
+    ],
+)
 def test_options_without_effect_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argv: str, message: str
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["eval_demo", "kinds", "--block-size", "16"])
+    monkeypatch.setattr("sys.argv", ["eval_demo", *argv.split()])
     with pytest.raises(SystemExit):
         eval_demo.main()
-    assert "--block-size and --plot go with table, not with kinds" in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from scripts.demo_problems import normalised
+from scripts.problems import wordings
 from scripts.problems.exchange import ALL_NOUNS, KEPT, NOUNS, PAIRED, with_other_nouns
 from scripts.problems.language import Actor, Scene, conjugate, words
 from scripts.problems.lexicon import MEN, WOMEN
-from scripts.problems.relations import RELATIONS, UNSEEN, Relation
+from scripts.problems.relations import RELATIONS, UNSEEN, Relation, relations_of
 from scripts.problems.stories import SECTIONS
 from scripts.problems.telling import FILLERS, tell_next, tell_relation, with_other_names
 from scripts.problems.working import NUMBERS, draw_numbers
@@ -132,6 +133,18 @@ def test_unseen_wordings_are_never_trained_on() -> None:
     templates = {normalised(relation.template) for relation in RELATIONS}
     assert len(UNSEEN) > 300
     assert not [relation for relation in UNSEEN if normalised(relation.template) in templates]
+
+
+def test_a_file_of_wordings_with_a_mistake_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(wordings, "FOLDER", tmp_path)
+    (tmp_path / "mine.txt").write_text("# no section\nn+m :: apples :: How many are {n} and {m}?\n")
+    with pytest.raises(ValueError, match=r"mine\.txt, line 2: begin a section before it, with '== title'"):
+        relations_of("mine")
+    (tmp_path / "mine.txt").write_text("== sums\nn+m :: How many are {n} and {m}?\n")
+    with pytest.raises(ValueError, match=r"mine\.txt: write a line as 'expression :: unit :: template', not 'n\+m"):
+        relations_of("mine")
+    (tmp_path / "mine.txt").write_text("== sums\nn+m :: apples :: How many are {n} and {m}?\n")
+    assert relations_of("mine") == [Relation("n+m", "apples", "How many are {n} and {m}?")]
 
 
 def test_every_story_template_has_its_number() -> None:
