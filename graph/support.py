@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
-from lopa_ascend.config import PIPELINED, DecodingParams, GraphSupport
+from lopa_ascend.config import DecodingParams, GraphSupport
 from lopa_ascend.graph.buckets import MAX_EOS, Bucket
 
 
@@ -40,20 +40,15 @@ def unsupported(request: DecodingParams, num_ends: int, shape: Bucket, kind: Kin
         "eos_token_id": (num_ends - len(request.stop_token_ids), MAX_EOS),
         "stop_token_ids": (num_ends, MAX_EOS),
     }
+    if request.eager_parameter is not None:
+        return request.eager_parameter
     for name, support in DecodingParams.graph_support().items():
-        value = getattr(request, name)
-        if support is GraphSupport.PIPELINED and value not in PIPELINED:
-            return name
-        if support is GraphSupport.DEFAULT and value != getattr(DecodingParams, name):
-            return name
         if support is GraphSupport.COMPILED and not kind.decodes(request, name):
             return name
         if support is GraphSupport.BUCKET:
             needed, held = sizes[name]
             if needed > held:
                 return name
-    if request.branch_acceptance == "exact" and request.lookaheads and not request.tau_add:
-        return "tau_add"  # a block may open in every pass, and graphs do not look two blocks ahead
     return None
 
 

@@ -61,11 +61,13 @@ class Rendezvous:
             rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) == world_size
-        except (KeyError, ValueError) as error:
+        except KeyError as error:
             message = (
-                "several ranks need RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment, and "
-                f"LOCAL_WORLD_SIZE must be a number if it is set: {error}"
+                f"RANK or WORLD_SIZE is set, so this process is one of several ranks; but {error.args[0]} is missing"
             )
+            raise ParameterError("tensor_parallel_size", message) from error
+        except ValueError as error:
+            message = f"RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and MASTER_PORT must be numbers where they are set: {error}"
             raise ParameterError("tensor_parallel_size", message) from error
         if not 0 <= rank < world_size:
             message = f"RANK is {rank}, expected 0 to {world_size - 1}, because WORLD_SIZE is {world_size}"

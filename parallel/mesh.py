@@ -28,7 +28,7 @@ from lopa_ascend.parallel.watch import ProcessWatch
 from lopa_ascend.types import Traffic
 
 MEETING_TIMEOUT = timedelta(minutes=2)
-"""Time for ranks that are all there to connect by gloo. While they wait for it, they notice nothing else."""
+"""Time for ranks that are all there to connect by gloo. Meanwhile none of them notices that another has ended."""
 EXPLANATION_TIMEOUT = 2.0
 """Seconds in which the watch should find the rank that made a collective fail."""
 
@@ -65,17 +65,17 @@ def new_groups(purpose: str, ranks: list[list[int]]) -> dist.ProcessGroup:
     backend = dist.get_backend()
     group: dist.ProcessGroup | None
     group, _ = dist.new_subgroups_by_enumeration(
-        ranks, timeout=first_timeout(backend), pg_options=communicator_options(backend, purpose)
+        ranks, timeout=creation_timeout(backend), pg_options=communicator_options(backend, purpose)
     )
     assert group is not None
     return group
 
 
-def first_timeout(backend: str) -> timedelta:
+def creation_timeout(backend: str) -> timedelta:
     """The timeout with which a group is made.
 
-    That of gloo is set anew later. That of HCCL stays, and torch_npu ends the process after it, so it must be longer
-    than HCCL_EXEC_TIMEOUT, after which HCCL itself gives up.
+    For gloo ``_set_timeout`` sets another one later. That of HCCL cannot be changed, and once it is over torch_npu ends
+    the process; so it is longer than HCCL_EXEC_TIMEOUT, after which HCCL reports the error itself.
     """
     if backend == "gloo":
         return MEETING_TIMEOUT
@@ -102,6 +102,7 @@ class Mesh:
         self.start_refused = False
         """Whether some rank refused to start; see ``raise_together``."""
         self._failure = _Failure()
+        self._tp_size = 1
         self._timeout = START_TIMEOUT
         self._texts: TextStore | None = None
         self._watch: ProcessWatch | None = None
@@ -139,6 +140,7 @@ class Mesh:
         rendezvous.check_host()
         mesh = cls()
         mesh.rank, mesh.size = rendezvous.rank, rendezvous.world_size
+        mesh._tp_size = config.tensor_parallel_size
         mesh._timeout = timedelta(seconds=config.distributed_timeout_seconds)
         if config.device == "npu":  # HCCL has no other timeout, and reads it when the first communicator is made
             os.environ.setdefault("HCCL_EXEC_TIMEOUT", str(math.ceil(config.distributed_timeout_seconds)))
@@ -213,7 +215,7 @@ class Mesh:
         """Makes the groups, and initialises torch.distributed first if ``store`` is given."""
         if store is not None:
             backend = collective_backend(config.device)
-            timeout = first_timeout(backend)
+            timeout = creation_timeout(backend)
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
         grid = torch.arange(self.size).view(config.branch_parallel_size, config.tensor_parallel_size)
         self.bp = self._group(new_groups("bp", grid.t().tolist()))
@@ -255,7 +257,7 @@ class Mesh:
     def start(self) -> None:
         """Waits until every rank has loaded. From now on a rank that hangs is given up after the configured timeout.
 
-        HCCL takes this timeout from ``HCCL_EXEC_TIMEOUT``, which ``join`` sets; see ``first_timeout`` too.
+        HCCL takes this timeout from ``HCCL_EXEC_TIMEOUT``, which ``join`` sets; see ``creation_timeout`` too.
         """
         self.world.minimum(0, "start")
         self._set_timeout(self._timeout)
@@ -292,7 +294,8 @@ class Mesh:
 
     def describe_rank(self, rank: int) -> str:
         """A rank for people, with its place in the mesh."""
-        return f"rank {rank} (bp {rank // self.tp.size}, tp {rank % self.tp.size})"
+        bp, tp = divmod(rank, self._tp_size)
+        return f"rank {rank} (bp {bp}, tp {tp})"
 
     @property
     def failure(self) -> str | None:

@@ -12,7 +12,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from lopa_ascend.parallel.collectives import RankError
 from lopa_ascend.parallel.launch import listen
 
-START_TIMEOUT = timedelta(minutes=30)
+START_MINUTES = 30
+START_TIMEOUT = timedelta(minutes=START_MINUTES)
 """Time for all ranks to meet, and again for all to load: one of them may read its weights from a slower disk."""
 POLL_INTERVAL = 0.02
 """Seconds between two looks into the store."""
@@ -59,18 +60,19 @@ class TextStore:
         """Leaves a text for the other ranks."""
         self.store.set(key, text)
 
-    def read(self, key: str, check: Callable[[], None] = lambda: None) -> str:
+    def read(self, key: str, awaited: str = "rank 0", check: Callable[[], None] = lambda: None) -> str:
         """Waits until a rank has written a text, and returns it.
 
         Args:
             key: the text's name.
+            awaited: who writes it, for an error message.
             check: called between two looks into the store; may raise.
 
         Raises:
             RankError: the ranks have failed, or the text did not come in time.
         """
         what_to_do = "see the logs of the other ranks, and whether all of them were started"
-        for _ in self._poll(f"waited {START_TIMEOUT} for another rank (for {key}); {what_to_do}"):
+        for _ in self._poll(f"waited {START_MINUTES} minutes for {awaited}; {what_to_do}"):
             if self._has(key):
                 break
             check()
@@ -84,7 +86,7 @@ class TextStore:
             RankError: the ranks have failed, or a text did not come in time.
         """
         self.write(f"{subject}/{self._rank}", text)
-        return [self.read(f"{subject}/{rank}") for rank in range(self._size)]
+        return [self.read(f"{subject}/{rank}", f"rank {rank} to report {subject!r}") for rank in range(self._size)]
 
     def name_start(self, check: Callable[[], None]) -> str:
         """A name for this start of the ranks: the same on all of them, and unlike that of any other start.
@@ -103,15 +105,15 @@ class TextStore:
         token = secrets.token_hex(8)
         if self._rank == 0:
             self.write("leader", token)
-            tokens = [self.read(f"{token}/{rank}", check) for rank in range(1, self._size)]
+            tokens = [self.read(f"{token}/{rank}", f"rank {rank}", check) for rank in range(1, self._size)]
             self.write(f"{token}/all", " ".join(tokens))
             return token
         leader = ""
         what_to_do = "see whether it was started, with the same MASTER_ADDR and MASTER_PORT"
-        for _ in self._poll(f"rank 0 has not appeared for {START_TIMEOUT}; {what_to_do}"):
+        for _ in self._poll(f"rank 0 has not appeared for {START_MINUTES} minutes; {what_to_do}"):
             if leader and self._has(f"{leader}/all") and token in self.read(f"{leader}/all").split():
                 break
-            current = self.read("leader")
+            current = self.read("leader") if self._has("leader") else leader
             if current != leader:
                 leader = current
                 self.write(f"{leader}/{self._rank}", token)

@@ -36,15 +36,15 @@ def _end_at_signals() -> None:
     """
     for number in _SIGNALS:
         signal.signal(number, _exit_at_once)
-    numbers, written = os.pipe()
-    os.set_blocking(written, False)
-    signal.set_wakeup_fd(written, warn_on_full_buffer=False)
-    Thread(target=_watch_signals, args=(numbers,), daemon=True).start()
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    Thread(target=_watch_signals, args=(reader,), daemon=True).start()
 
 
-def _watch_signals(numbers: int) -> None:
+def _watch_signals(reader: int) -> None:
     """Ends the process when the number of a signal that ``_exit_at_once`` handles comes out of a pipe."""
-    while number := os.read(numbers, 1):
+    while number := os.read(reader, 1):
         if signal.getsignal(number[0]) is _exit_at_once:
             os._exit(0)
 
@@ -63,9 +63,10 @@ def run(arguments: Sequence[str]) -> int:
     if flags.master_port is None:
         raise ValueError("--master-port is missing")
     _register()
-    flags.rdzv_backend, flags.rdzv_conf = BACKEND, f"rank={flags.node_rank}"
     host = f"[{flags.master_addr}]" if ":" in flags.master_addr else flags.master_addr
-    flags.rdzv_endpoint, flags.node_rank = f"{host}:{flags.master_port}", 0
+    flags.rdzv_backend, flags.rdzv_endpoint = BACKEND, f"{host}:{flags.master_port}"
+    flags.rdzv_conf = f"rank={flags.node_rank}"
+    flags.node_rank = 0  # torch warns of any other one where the rendezvous is not its own static one
     config, command, command_arguments = config_from_args(flags)
     try:
         elastic_launch(config, command)(*command_arguments)

@@ -62,7 +62,7 @@ def open_device(device: str) -> None:
 
 def collective_backend(device: str) -> str:
     """The backend of torch.distributed for tensors on a device."""
-    return {"cpu": "gloo", "npu": "hccl", "cuda": "nccl"}[device]
+    return {"cpu": "gloo", "npu": "hccl"}[device]
 
 
 def communicator_options(backend: str, purpose: str) -> Any:

@@ -23,8 +23,9 @@ from lopa_ascend.config import divided_length
 class Entries:
     """The attention entries of a step: which queries attend to which positions.
 
-    An entry is a span of queries that attend to the first positions of a page table, all of them to all of these, so no
-    mask is needed. The spans cover the tokens of the step in order. Entries are compared by identity.
+    An entry is a span of consecutive queries with one page table and one KV length: each of its queries attends to all
+    positions of the page table below that length, so no mask is needed. The spans cover the tokens of the step in
+    order. Entries are compared by identity.
     """
 
     lengths: tuple[int, ...]
@@ -90,7 +91,7 @@ class Ops(Protocol):
             weight: what ``stored`` returned; no traced graph may hold it.
 
         Returns:
-            The weight, or a tensor of its dtype without an address, which these ops take in place of it.
+            The weight, or an opaque tensor of its dtype, which only these ops take.
         """
         ...
 
@@ -287,7 +288,7 @@ class Ops(Protocol):
         ...
 
     def host_memory(self, size: int) -> Tensor:
-        """Memory of the host from which copies to the device do not have to be waited for: int32 [size]."""
+        """Memory of the host, pinned where copies from it to the device run beside the host only then: int32 [size]."""
         ...
 
     def read_later(self, x: Tensor) -> Callable[[], Tensor]:
@@ -297,8 +298,8 @@ class Ops(Protocol):
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
         """Attention over the pages of a layer, entry by entry.
 
-        The result of an entry depends on the length of its sequence's prefix, for it may round differently, and on no
-        other entry.
+        The result of an entry does not depend on the other entries. Its last bits may depend on the length of its
+        prefix, because a device may attend to prefix and rest separately and merge the two.
 
         Args:
             q: queries of all tokens, [T, H, D].

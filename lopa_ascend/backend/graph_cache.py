@@ -154,7 +154,7 @@ def check_private(directory: Path) -> None:
         with suppress(FileNotFoundError):  # another process has just removed it
             status = path.lstat()
             if not (stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)):
-                raise _refusal(directory, path, "is neither a file nor a directory:", "rm")
+                raise _refusal(directory, path, "it holds something that is neither a file nor a directory:", "rm")
             _check_owner(directory, path, status)
             if status.st_mode & _OTHERS_WRITE:
                 raise _refusal(directory, path, "others may write to", "chmod -R go-w")

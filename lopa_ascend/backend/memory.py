@@ -14,8 +14,8 @@ MAX_CPU_KV_MEMORY = 4 * 2**30
 def default_kv_memory(device: str, ranks: int, reserved: int = 0) -> int:
     """Bytes of one rank's KV pool, once its weights are loaded.
 
-    On a CPU half of what is free beside ``reserved``, at most 4 GiB. On an NPU four fifths of that: activations, graphs
-    and collectives need the rest.
+    Of what is free beside ``reserved``, on a CPU one half, at most 4 GiB; on an NPU four fifths, because activations,
+    graphs and collectives need the rest.
 
     Args:
         device: "cpu" or "npu".

@@ -153,7 +153,10 @@ class _CompressedTensors:
         return Int8Description(self.file, COMPRESSED_TENSORS, kinds, None)
 
     def _kind(self, name: str, group: Mapping[str, Any]) -> Kind:
-        """Whether the activations of a group have scales. Refuses groups that are not W8A8."""
+        """How activations of a group are quantised: "static" if the checkpoint has their scales, else "dynamic".
+
+        Refuses groups that are not W8A8.
+        """
         where = f"config_groups.{name}"
         if group.get("output_activations") is not None:
             raise self._error(f"{where}.output_activations", group["output_activations"], "none")
@@ -201,7 +204,9 @@ def _describe_modelslim(file: Path, modules: Iterable[str]) -> Int8Description:
             raise CheckpointError(
                 f"{file}: {name} is {shown(values[name])}, expected none: only linear layers are int8"
             )
-    types = {name: value for name, value in values.items() if "." in name}  # the other fields are about all of them
+    types = {
+        name: value for name, value in values.items() if "." in name
+    }  # the other fields describe the whole checkpoint
     kinds: dict[str, Kind] = {}
     for name, value in types.items():
         if not isinstance(value, str) or value not in _MODELSLIM_KINDS:

@@ -236,9 +236,8 @@ def _check_decoding(params: DecodingParams) -> None:
             shown = f'"{value}"' if isinstance(value, str) else value
             raise ParameterError(name, f"{shown} does not go with {named}; it is for {choices}")
     if filled_by not in PIPELINED and params.window_attention != "full":
-        other = 'block_cache "dual"' if params.block_cache == "dual" else named
         message = (
-            f'"{params.window_attention}" does not go with {other}, where every position attends to the whole canvas; '
+            f'"{params.window_attention}" does not go with {named}, where every position attends to the whole canvas; '
             'use "full", or decoding "d2f"'
         )
         raise ParameterError("window_attention", message)

@@ -65,6 +65,27 @@ class DecodingParams(ResearchParams, UsualParams):
         return decoding_that_fills(self.decoding, self.base) in PIPELINED
 
     @property
+    def eager_parameter(self) -> str | None:
+        """A field whose value no compiled step can decode, whatever it is compiled for; None if some can.
+
+        Which values compiled steps support is declared with each field.
+        """
+        for name, support in self.graph_support().items():
+            value = getattr(self, name)
+            if support is GraphSupport.PIPELINED and value not in PIPELINED:
+                return name
+            if support is GraphSupport.DEFAULT and value != getattr(DecodingParams, name):
+                return name
+        is_exact = self.branch_acceptance == "exact"
+        if self.is_auto and not is_exact:
+            return (
+                "num_branches"  # a compiled step cannot choose it, and with other rules the number changes the answer
+            )
+        if is_exact and self.lookaheads and not self.tau_add:
+            return "tau_add"  # a block may open in every pass, and compiled steps do not look two blocks ahead
+        return None
+
+    @property
     def ranking(self) -> str:
         """The confidence that a pass reports beside the probability: as a rule ``confidence``; with "vanilla" the one
         that ``alg`` ranks positions by; the negative entropy if the lookahead branches need it."""

@@ -109,7 +109,14 @@ class EngineConfig:
             "four fifths of the memory that is free beside the weights and the scores of the largest graph",
         ),
     )
-    max_num_seqs: int = declare(32, Setting(Integer(1), "requests that run at the same time", group=Group.ENGINE))
+    max_num_seqs: int = declare(
+        32,
+        Setting(
+            Integer(1),
+            "answers that are generated at the same time; a request has n for each prompt",
+            group=Group.ENGINE,
+        ),
+    )
     max_num_batched_tokens: int | None = declare(
         None,
         Setting(

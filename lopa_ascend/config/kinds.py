@@ -165,6 +165,8 @@ class Integer(Kind):
             raise self._refusal(text) from None
 
     def _refusal(self, value: object) -> ValueError:
+        if self.high is None and isinstance(value, int) and value > self.largest:
+            return ValueError(f"must be at most {self.largest}, got {value!r}")
         limit = f"of at least {self.low}" if self.high is None else f"from {self.low} to {self.high}"
         return ValueError(f"must be an integer {limit}, got {value!r}")
 

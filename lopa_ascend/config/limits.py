@@ -46,11 +46,10 @@ class Limits:
     def maxima(self) -> dict[str, int]:
         """The largest value that a request can have, for each decoding parameter that this engine limits."""
         longest = self.max_model_len - 1  # a prompt has one token at least
-        return {
-            "max_new_tokens": longest,
-            "min_new_tokens": longest,
-            "num_branches": self.max_num_branches,
-        }
+        maxima = {"max_new_tokens": longest, "min_new_tokens": longest, "num_branches": self.max_num_branches}
+        if self.max_top_k is not None:
+            maxima["top_k"] = self.max_top_k
+        return maxima
 
     def check(self, prompt_tokens: int, params: DecodingParams) -> None:
         """Refuses a request that this engine could never run.

@@ -158,12 +158,13 @@ def _heads(fields: Fields, hidden: int) -> tuple[int, int, int]:
 def _rope_theta(fields: Fields, rope: Mapping[str, Any]) -> float:
     """The base of the rotary embedding, from ``rope_parameters`` (transformers 5) or the field of its own."""
     default = 10000.0
-    if "rope_theta" in rope:
-        default = Fields(rope, f"{fields.source}: rope_parameters").number("rope_theta", default, at_least=1.0)
-    theta = fields.number("rope_theta", default, at_least=1.0)
-    if "rope_theta" in rope and theta != default:
+    if "rope_theta" not in rope:
+        return fields.number("rope_theta", default, at_least=1.0)
+    nested = Fields(rope, f"{fields.source}: rope_parameters").number("rope_theta", default, at_least=1.0)
+    theta = fields.number("rope_theta", nested, at_least=1.0)
+    if theta != nested:
         raise ConfigError(
-            f"{fields.source}: rope_theta is {theta:g}, but rope_parameters.rope_theta is {default:g}; expected the "
+            f"{fields.source}: rope_theta is {theta:g}, but rope_parameters.rope_theta is {nested:g}; expected the "
             "same number"
         )
     return theta

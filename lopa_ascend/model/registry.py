@@ -60,7 +60,7 @@ def find_model(model_type: object) -> Build | None:
         )
     try:
         build: Build = point.load()
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # the module is another package's, which may raise anything
         raise ValueError(f"model_type {model_type!r}: entry point {point.value!r} cannot be loaded: {error}") from error
     return build
 

@@ -19,7 +19,8 @@ def _exit_at_once(*_: object) -> None:
 
 def main(argv: list[str] | None = None) -> NoReturn:
     config = parse_args(argv)
-    if rank_in_environment():
+    rank = rank_in_environment()
+    if rank is not None and rank > 0:
         # torchrun starts this command for each rank, and rank 0 alone serves HTTP.
         command = follower_command(config.engine, ends_with_stdin=False)
         os.execv(command[0], command)

@@ -45,7 +45,7 @@ from lopa_ascend.serve.observe.metrics import Metrics
 Handler = Callable[[Request], Awaitable[Response]]
 Decorator = Callable[[Handler], Handler]
 
-LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1", "[::1]")
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 """Names of this machine that a request for it may have in its header Host."""
 LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 """Origins of web pages that come from this machine."""

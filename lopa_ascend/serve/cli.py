@@ -35,6 +35,7 @@ from lopa_ascend.serve.flags import (
     DECODING_FLAGS,
     ENGINE_FLAGS,
     FLAGS,
+    GRAPH_DEFAULTS,
     SERVE_FLAGS,
     Flag,
     add_flags,
@@ -152,7 +153,13 @@ def _serve_config(given: Mapping[str, Any]) -> ServeConfig:
         decoding = {**_recommended(given, decoding), **decoding}
     params = DecodingParams(**decoding)
     # Graphs are compiled for what most requests will ask for, unless a flag says otherwise.
-    engine = EngineConfig(**{**graph_settings(params), **field_values(given, ENGINE_FLAGS)})
+    try:
+        engine = EngineConfig(**{**graph_settings(params), **field_values(given, ENGINE_FLAGS)})
+    except ParameterError as error:
+        if error.param not in GRAPH_DEFAULTS or error.param in given:
+            raise
+        # The setting follows a flag for requests, which is the one that the user knows.
+        raise ParameterError(GRAPH_DEFAULTS[error.param], error.message) from error
     _check_lookaheads(given, params, engine)
     if rank_in_environment() is not None:
         Rendezvous.from_environment().check_world_size(engine)
@@ -250,7 +257,7 @@ def _from_yaml(flag: Flag, value: object) -> Any:
     """The value of a flag from its YAML value. Raises ValueError if the YAML value is not of the right kind."""
     if not flag.setting.kind.many:
         return _one_from_yaml(flag, value)
-    entries = value if isinstance(value, list) and value else [value]
+    entries = value if isinstance(value, list) else [value]
     return [_one_from_yaml(flag, entry) for entry in entries]
 
 

@@ -76,7 +76,9 @@ class ServeConfig:
     max_num_queued_reqs: int = declare(
         1024,
         Setting(
-            Integer(0, 2**31 - 1), "requests that may wait; further ones get a 503 with Retry-After", group=Group.ENGINE
+            Integer(0, 2**31 - 1),
+            "answers that may wait (a request has n for each prompt); further requests get a 503 with Retry-After",
+            group=Group.ENGINE,
         ),
     )
     preset: str | None = declare(

@@ -66,8 +66,9 @@ class Flag:
 def graph_settings(params: DecodingParams) -> dict[str, Any]:
     """The engine's settings with which graphs are compiled for requests with these parameters.
 
-    Empty if no graph can decode such requests. Then the graphs keep their own defaults, for requests with another
-    decoding."""
+    Empty if the parameters are of a decoding that no graph has, or of drafts with several tokens. Then the graphs keep
+    their own defaults, for requests with another decoding.
+    """
     if not params.is_pipelined or params.lookahead_depth > 1:
         return {}
     found = {setting: getattr(params, name) for setting, name in GRAPH_DEFAULTS.items()}

@@ -6,7 +6,6 @@ import json
 import shlex
 import socket
 from collections.abc import Sequence
-from itertools import zip_longest
 
 from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError, recommended_decoding
 from lopa_ascend.config.presets import find_preset
@@ -15,7 +14,6 @@ from lopa_ascend.demo import DEMO_MODEL, HELD_OUT
 from lopa_ascend.kv.pages import slots_for
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.engine.client import EngineClient
-from lopa_ascend.serve.flags import graph_settings
 from lopa_ascend.types import RankReport
 
 MAIN_PARAMETERS = (
@@ -71,17 +69,12 @@ def _blocks_line(config: ServeConfig, params: DecodingParams) -> str:
 
 def _graphs_line(engine: EngineConfig, params: DecodingParams) -> str:
     """A note that no graph can decode what the server decodes by default; nothing if one can."""
-    if engine.mode == "eager" or graph_settings(params):
+    name = params.eager_parameter
+    if engine.mode == "eager" or name is None:
         return ""
-    if params.is_pipelined:
-        reason = f"lookahead_depth {params.lookahead_depth}"
-    elif params.lookaheads:
-        reason = f"base {params.base}"
-    else:
-        reason = f"decoding {params.decoding}"
     return (
-        f"note      no graph can decode {reason}, so such requests run eagerly; if there are no others, "
-        "--graph-mode eager starts sooner\n"
+        f"note      no graph can decode {name} {getattr(params, name)}, so such requests run eagerly; if there are no "
+        "others, --graph-mode eager starts sooner\n"
     )
 
 
@@ -116,7 +109,8 @@ def _memory_lines(engine: EngineConfig, ranks: Sequence[RankReport]) -> str:
         lines.append(
             f"{place}weights {format_size(rank.weights)}, KV pages {pages}{graphs}, free {format_size(rank.free)}"
         )
-    return "".join(f"{title:<10}{line}\n" for title, line in zip_longest(["memory"], lines, fillvalue=""))
+    titles = ["memory"] + [""] * (len(lines) - 1)
+    return "".join(f"{title:<10}{line}\n" for title, line in zip(titles, lines, strict=True))
 
 
 def _example(client: EngineClient, config: ServeConfig) -> tuple[str, dict[str, object]]:

@@ -29,7 +29,8 @@ class StopAutomaton:
         for stop in stops:
             self._add(stop)
         self._fallback = [0] * len(self._next)
-        """For each state that of the next shorter beginning with which the text ends as well."""
+        """For each state the one that is tried when no character fits: that of the longest proper ending of its text
+        which also begins a stop string."""
         self._pending = [0] * len(self._next)
         """For each state how many of the text's last characters may begin a stop string that is not complete yet."""
         self._link()
@@ -81,7 +82,7 @@ class FoundStop(NamedTuple):
     """A stop string in a text."""
 
     start: int
-    """Number of its first character in the text."""
+    """Index of its first character in the text."""
     stop: str
 
 
@@ -103,7 +104,7 @@ class StopSearch:
 
     @property
     def open_start(self) -> int:
-        """Number of the first character that may begin a stop string whose end has not come yet; ``length`` if none
+        """Index of the first character that may begin a stop string whose end has not come yet; ``length`` if none
         does."""
         return self.length - self._automaton.pending(self._state)
 

@@ -46,7 +46,8 @@ class TextStream:
 
     @property
     def num_text_tokens(self) -> int:
-        """Tokens that the visible text needs: when stopped, up to the one that completes the stop string."""
+        """Tokens of the answer: all, or when stopped those up to the one that completes the stop string, although the
+        text ends before that string."""
         return len(self._lengths) if self.stopped is None else bisect_left(self._lengths, self._stop_end) + 1
 
     def push(self, token_ids: Sequence[int]) -> str:

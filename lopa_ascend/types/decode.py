@@ -38,8 +38,8 @@ class RowPlan:
     masked: tuple[int, ...]
     """Positions to predict, ascending."""
     stale_end: int = 0
-    """The queries also see the positions from ``end`` up to this one, by the keys and values that an earlier pass has
-    left in the cache. Up to ``end`` it has no effect."""
+    """If it is larger than ``end``, the queries also see the positions from ``end`` up to this one, by the keys and
+    values that an earlier pass has left in the cache."""
 
     @property
     def end(self) -> int:

@@ -68,9 +68,10 @@ class GenerationOutput:
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
-    """What was generated; with ``finish_at_eos`` it ends before the first EOS."""
+    """What was generated; with ``finish_at_eos`` it ends before the first EOS, and with a stop string after the token
+    that completes it."""
     text: str | None
-    """None without a tokenizer."""
+    """Ends before a stop string; None without a tokenizer."""
     finish_reason: str
     """"stop" (EOS or a stop string), "length", or "abort" (the server was told to end it)."""
     stop_reason: int | str | None

@@ -100,6 +100,9 @@ def test_every_setting_has_one_flag():
         ("--seed 9223372036854775808", "0 to 9223372036854775807"),
         ("--threads 0", "1 to"),
         ("--max-num-seqs 0", "at least 1"),
+        ("--max-num-seqs 3000000000", "must be at most 2147483647, got 3000000000"),
+        ("--window-attention full --branch-parallel-size 2 --graph-mode inductor", "do not go together in graph mode"),
+        ("--graph-window-attention full --branch-parallel-size 2 --graph-mode inductor", "do not go together in graph"),
         ("--max-num-queued-reqs -1", "0 to"),
         ("--kv-cache-memory 1GB", "GiB"),
         ("--kv-cache-memory -1", "GiB"),
@@ -177,6 +180,7 @@ def test_config_file_and_command_line(tmp_path: Path):
         decoding={"tau_conf": 0.7, "stop": ("- x", "y"), "ignore_eos": True, "eos_token_id": (3,)},
     )
     assert parse_args(["--config", write(tmp_path / "empty.yaml", "")]) == parse_args([])
+    assert parse_args(["--config", write(tmp_path / "none.yaml", "stop: []")]).decoding["stop"] == ()
     merged = write(tmp_path / "merged.yaml", "<<: {port: 1, tau_conf: 0.5}\nport: 2\n")
     assert parse_args(["--config", merged]) == parse_args(["--port", "2", "--tau-conf", "0.5"])
 

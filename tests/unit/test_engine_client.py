@@ -29,8 +29,8 @@ from lopa_ascend.serve.api.workers import Workers
 from lopa_ascend.serve.app import create_app
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.engine.client import Choice, ClientSettings, EngineClient
+from lopa_ascend.serve.engine.launcher import EngineProcess
 from lopa_ascend.serve.engine.messages import Ready, Stepped
-from lopa_ascend.serve.engine.process import EngineProcess
 from lopa_ascend.serve.observe.metrics import Metrics
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.types import Update

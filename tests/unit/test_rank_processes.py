@@ -49,6 +49,14 @@ def test_a_malformed_variable_of_torchrun_is_named(monkeypatch: pytest.MonkeyPat
             Rendezvous.from_environment()
 
 
+def test_a_missing_variable_of_torchrun_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, value in Rendezvous.on_this_machine(1, 2, 4321).environment().items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.delenv("MASTER_ADDR")
+    with pytest.raises(ParameterError, match="this process is one of several ranks; but MASTER_ADDR is missing"):
+        Rendezvous.from_environment()
+
+
 @pytest.mark.parametrize(
     ("statuses", "explanation"),
     [

@@ -259,6 +259,11 @@ def test_the_greeting_doubts_blocks_of_a_model_that_nobody_says_was_trained_for_
         (["--decoding", "d2f"], ""),
         (["--decoding", "vanilla"], "decoding vanilla"),
         (["--base", "parallel"], "base parallel"),
+        (["--temperature", "0.7"], "temperature 0.7"),
+        (["--acceptance", "factor"], "acceptance factor"),
+        (["--num-branches", "auto"], "num_branches auto"),
+        (["--num-branches", "auto", "--branch-acceptance", "exact"], ""),
+        (["--branch-acceptance", "exact", "--tau-add", "0"], "tau_add 0"),
         (["--branch-acceptance", "exact", "--lookahead-depth", "2"], "lookahead_depth 2"),
     ],
 )

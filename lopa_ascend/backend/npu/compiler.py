@@ -42,7 +42,7 @@ from lopa_ascend.backend.npu.rewrites import join_in_place, split_in_one_op, sum
 MAX_GRAPHS = 64
 """npugraph_ex's own limit: a graph takes streams and events of the device, which has some two thousand."""
 NUM_LENGTHS = 61
-"""Different KV lengths during a capture. All of them fit into a page."""
+"""Different KV lengths that a capture has in turn. All of them fit into a page."""
 OUT_OF_STREAMS = "207008"
 """Error code of the runtime when the device has no stream for another graph."""
 _numbers = count()
@@ -261,8 +261,8 @@ class NpuGraphEx(PackageCompiler):
 
     def _compile(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: list[int]) -> Run:
         run = super()._compile(step, name, tensors, kv_lengths)
-        # All different, so that CapturedRun can tell which of them each attention task takes. Padding rows have equal
-        # ones.
+        # They differ, so that CapturedRun can tell which of them each attention task takes. Real padding rows have
+        # equal ones.
         lengths = [MIN_KV_LENGTH + index % NUM_LENGTHS for index in range(len(kv_lengths))]
         gc.collect()  # an unused graph that is collected during the capture would give memory back, and be counted
         npu.empty_cache()

@@ -15,7 +15,7 @@ class Usage(BaseModel):
     """Token counts of all choices together."""
 
     prompt_tokens: int = Field(description="Each prompt counts once, whatever n is.")
-    completion_tokens: int = Field(description="Visible tokens.")
+    completion_tokens: int = Field(description="Tokens of the answer, with those of a stop string that ended it.")
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
 

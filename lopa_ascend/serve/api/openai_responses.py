@@ -57,7 +57,7 @@ class OutputTokensDetails(BaseModel):
 class ResponseUsage(BaseModel):
     input_tokens: int
     input_tokens_details: InputTokensDetails
-    output_tokens: int = Field(description="Visible tokens.")
+    output_tokens: int = Field(description="Tokens of the answer, with those of a stop string that ended it.")
     output_tokens_details: OutputTokensDetails
     total_tokens: int
 

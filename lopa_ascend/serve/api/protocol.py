@@ -92,7 +92,10 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-LOGPROB = "the logarithm of the probability that the model gave the token in the forward pass that filled its position"
+LOGPROB = (
+    "the logarithm of the probability that the model gave the token in the forward pass that filled its position, or, "
+    "with top_k, top_p or min_p, of the probability with which the token was drawn"
+)
 
 WITHOUT_EFFECT = "Taken, and without effect."
 

@@ -66,15 +66,16 @@ class Lane:
             self.num_refused += 1
             found = f"all threads for {self.kind} bodies are busy, and no more than {self._max_queued} bodies may wait"
             raise unavailable(f"{found}; try again later", "queue_full")
-        body = object()
+        body, arrived = object(), time.monotonic()
         with self._lock:
-            self._waiting[body] = time.monotonic()
+            self._waiting[body] = arrived
 
         def begin() -> T:
             with self._lock:
+                self._waiting.pop(body, None)  # no longer there if the task has just been cancelled
                 self.num_running += 1
                 self.num_begun += 1
-                self.seconds_waited += time.monotonic() - self._waiting.pop(body)
+                self.seconds_waited += time.monotonic() - arrived
             try:
                 return work()
             finally:

@@ -16,8 +16,8 @@ from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.commands import Abort, Generate
 from lopa_ascend.serve.api.errors import ApiError, unavailable
 from lopa_ascend.serve.engine.generation import Choice, Generation
+from lopa_ascend.serve.engine.launcher import EngineFailed, EngineProcess
 from lopa_ascend.serve.engine.messages import Ready, Stepped
-from lopa_ascend.serve.engine.process import EngineFailed, EngineProcess
 from lopa_ascend.text.output import OutputStream
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.tokenizer_files import load_tokenizer
@@ -51,7 +51,7 @@ class _Running:
 
     generation: Generation
     index: int
-    """Number of the choice in its generation."""
+    """Index of the choice in its generation."""
     output: OutputStream
     last: Update | None = None
     """The latest update of the choice; None while it waits."""

@@ -37,7 +37,7 @@ class ChoiceTimeline:
         """Notes an update.
 
         Args:
-            now: the time, which is the end of the engine's step.
+            now: when the update was read, at the end of the engine's step or later.
             step_seconds: duration of that step.
             update: what the step did.
             progress: what is final now.
