@@ -26,7 +26,7 @@ that has no memory, no larger size is measured."""
 REPETITIONS = 5
 """The most measurements of one size."""
 ENOUGH = 0.1
-"""Seconds that the repeated measurements of one size may take, because other requests wait meanwhile."""
+"""Seconds that the repeated measurements of one size may take if it is more than one, because other requests wait."""
 
 
 def measure_step_costs(runner: Runner, max_tokens: int, world: Group) -> StepCosts:
@@ -57,13 +57,16 @@ def _measure(runner: Runner, num_rows: int, world: Group) -> int:
     sequence of its own. All ranks make the same number of steps, because a step may contain collectives."""
     model, device = runner.model, runner.ops.device
     num_layers, _, _, num_kv_heads, head_dim = runner.pool.caches.shape[1:]
-    page = torch.zeros((2, num_layers, 1, PAGE_SIZE, num_kv_heads, head_dim), dtype=model.head.dtype, device=device)
-    k_caches, v_caches = (half.unbind() for half in page)
-    written = torch.arange(ROW, device=device)
+    # Every row has a page of its own, as in a real step: one attention kernel of an NPU takes no more rows than there
+    # are pages. All layers have the same pages, since nobody reads what is computed.
+    cache_shape = (num_rows, PAGE_SIZE, num_kv_heads, head_dim)
+    keys, values = (torch.zeros(cache_shape, dtype=model.head.dtype, device=device) for _ in "kv")
+    page_tables = torch.arange(num_rows, dtype=torch.int32, device=device)[:, None]
+    written = (page_tables.long() * PAGE_SIZE + torch.arange(ROW, device=device)).flatten()
     entries = Entries(
         lengths=(ROW,) * num_rows,
         kv_lengths=(ROW,) * num_rows,
-        page_tables=torch.zeros((num_rows, 1), dtype=torch.int32, device=device),
+        page_tables=page_tables,
         prefix_groups=tuple(range(num_rows)),
         prefixes=(0,) * num_rows,
     ).divided(runner.ops.max_queries)
@@ -71,7 +74,7 @@ def _measure(runner: Runner, num_rows: int, world: Group) -> int:
         tokens=torch.zeros(ROW * num_rows, dtype=torch.int64, device=device),
         positions=torch.zeros(ROW * num_rows, dtype=torch.int64, device=device),  # max_model_len may be below 32
         slot_mapping=written,
-        source=written,
+        source=None,
         entries=entries,
         rows=torch.arange(ROW * num_rows, device=device),
     )
@@ -80,7 +83,7 @@ def _measure(runner: Runner, num_rows: int, world: Group) -> int:
 
     def timed_step() -> int:
         start = time.perf_counter_ns()
-        hidden = model.forward(inputs, k_caches, v_caches)
+        hidden = model.forward(inputs, [keys] * num_layers, [values] * num_layers)
         runner.eager.scorer.score([Job(hidden, positions, scoring, 0)], no_probe)  # ends on the host
         return time.perf_counter_ns() - start
 
@@ -88,5 +91,5 @@ def _measure(runner: Runner, num_rows: int, world: Group) -> int:
         return int(world.broadcast(torch.tensor([nanoseconds]), 0, "start"))
 
     first = by_rank_0(timed_step())
-    num_more = min(REPETITIONS - 1, int(ENOUGH * 1e9) // first)
+    num_more = max(1, min(REPETITIONS - 1, int(ENOUGH * 1e9) // first))  # the first step of a size may be slow
     return by_rank_0(min([first, *(timed_step() for _ in range(num_more))]))

@@ -16,7 +16,7 @@ from lopa_ascend.probe import Probe
 from lopa_ascend.score.adjust import Adjustment
 from lopa_ascend.score.merge import merge_scores
 from lopa_ascend.score.prediction import NO_PREDICTIONS, Predictions
-from lopa_ascend.score.shards import CANDIDATES, Bans, shard_scores
+from lopa_ascend.score.shards import MAX_OFFERED, Bans, shard_scores
 from lopa_ascend.types import Scoring
 
 HEAD_ROWS = 512
@@ -83,11 +83,13 @@ class Scorer:
             rows, where = torch.cat([rows, rows[-1:]]), torch.cat([where, where[-1:]])
         tp = self.model.tp
         is_split = tp.size > 1
+        first_row = 0
         pieces: list[tuple[Tensor, ...]] = []  # statistics of this shard if the vocabulary is split, else predictions
         for chunk, chunk_positions in zip(rows.split(HEAD_ROWS), where.split(HEAD_ROWS), strict=True):
             logits = self.model.logits(chunk).split(score_rows)
             for piece, at in zip(logits, chunk_positions.split(score_rows), strict=True):
-                shard = self._shard_scores(piece, at, batch, first_row=score_rows * len(pieces))
+                shard = self._shard_scores(piece, at, batch, first_row)
+                first_row += len(piece)
                 if is_split:
                     pieces.append((shard,))
                 else:  # merged at once, while the statistics are in the CPU's cache
@@ -115,7 +117,7 @@ class Scorer:
         if job.adjustment is not None:
             logits = job.adjustment.apply(logits, first_token_id)
         bans = None if job.bans is None else job.bans.within(first_row, len(logits))
-        limit = CANDIDATES if self.model.tp.size > 1 else None
+        limit = MAX_OFFERED if self.model.tp.size > 1 else None
         return shard_scores(logits, batch.scoring, positions, batch.round, first_token_id, limit, bans)
 
 

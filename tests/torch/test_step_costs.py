@@ -53,3 +53,21 @@ def test_ranks_make_equally_many_steps(tmp_path: Path, monkeypatch: pytest.Monke
     assert sizes == made
     assert not list(given)
     assert [others.seconds(n) for n in (32, 64, 200)] == [costs.seconds(n) for n in (32, 64, 200)]
+
+
+def test_rows_have_pages_of_their_own_as_in_real_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One attention kernel of an NPU takes as many rows as there are pages. Each size is measured twice at least."""
+    runner = LLM(write_dream(tmp_path)).engine.runner
+    forward, sizes = runner.model.forward, []
+
+    def checked(inputs: Any, keys: Any, values: Any) -> Tensor:
+        sizes.append(len(inputs.tokens))
+        pages = inputs.entries.page_tables.flatten().tolist()
+        assert sorted(pages) == list(range(len(keys[0])))
+        assert len(inputs.slot_mapping.unique()) == len(inputs.tokens)
+        return forward(inputs, keys, values)
+
+    monkeypatch.setattr(runner.model, "forward", checked)
+    monkeypatch.setattr(step_costs, "ENOUGH", 0)
+    measure_step_costs(runner, 128, Recorded())
+    assert sizes == [32, 32, 64, 64, 128, 128]
