@@ -50,14 +50,14 @@ class Bucket(NamedTuple):
         return 1 if self.full_attention else self.blocks
 
     @property
-    def span_lengths(self) -> tuple[int, ...]:
+    def entry_lengths(self) -> tuple[int, ...]:
         """Queries of each attention entry of a span."""
         return divided_length(self.cells // self.spans, self.max_queries)
 
     @property
     def entries(self) -> int:
         """Attention entries of a slot."""
-        return self.spans * len(self.span_lengths)
+        return self.spans * len(self.entry_lengths)
 
     @property
     def cells(self) -> int:

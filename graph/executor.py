@@ -1,8 +1,8 @@
 """Runs decode steps as compiled graphs, launched one ahead of the host.
 
 The device carries the sequences' states from step to step. The host follows with ``decode/``, the definition: it reads
-back what each step predicted, absorbs it, and so knows what the device has decided. To launch a step it needs to know
-only how the step before the last one ended, so the device computes while the host reads and plans.
+back what each step predicted, absorbs it, and so knows what the device has decided. To launch step n + 1 it needs only
+the results of step n - 1, so the device computes step n while the host reads and plans.
 
 Prompts, and requests that ask for something that graphs do not support, are left to the eager executor.
 """
@@ -36,8 +36,8 @@ from lopa_ascend.types import Demand, GraphStats, SequencePlan, SequenceResult, 
 
 
 @dataclass(frozen=True)
-class _Launched:
-    """One sequence of a launch."""
+class _Member:
+    """A sequence that a graph can decode in this step, with the window that its bucket must hold."""
 
     sequence: Sequence
     window: Window
@@ -50,8 +50,8 @@ class InFlightStep:
 
     number: int
     bucket: Bucket
-    items: list[_Launched]
-    """The sequences in the order of their rows."""
+    items: list[_Member]
+    """The sequences in the order of the launch."""
     read: Callable[[], Tensor]
     """Waits for the output; see ``tensors.view_output``."""
 
@@ -131,31 +131,30 @@ class GraphExecutor:
         """Frees all seats, as ``release`` does for one."""
         self.seats.free_all()
 
-    def demand(self, sequence: Sequence, exact: Demand) -> Demand:
-        """What the sequence's next step of the engine needs at worst.
+    def demand(self, sequence: Sequence, eager: Demand) -> Demand:
+        """What the sequence may need until its next result is read.
 
-        A sequence that has no compiled step in flight gets one in the engine's next step, which reads no result of it.
-        Without a result this demand is not computed anew. So it must hold for the engine's step after that too, whose
-        compiled step may open one more block.
+        While none of its compiled steps is in flight, the engine launches two before it reads the result of the first.
+        This demand serves both, and the second one may open one more block.
 
         Args:
-            exact: what an eager step would need.
+            eager: what an eager step would need.
         """
         graph, plan = graph_of(sequence), sequence.plan
         assert plan is not None
         if graph.eager_reason is not None or plan.start < plan.prefix_length:
-            return exact
+            return eager
         window = next_window(sequence)
         shape = self.graphs.shape
         num_computed = shape.slots * window.blocks * shape.block_length
         if not self.graphs.ahead:
-            return replace(exact, num_computed=num_computed)
+            return replace(eager, num_computed=num_computed)
         num_blocks_at_worst = window.end if graph.in_flight is not None else window.end + 1
         end = end_of_blocks(sequence, num_blocks_at_worst)
         return Demand(
             num_computed=num_computed,
             committed_end=plan.start + plan.num_new,
-            slot_ends=(end,) * len(exact.slot_ends),
+            slot_ends=(end,) * len(eager.slot_ends),
             winner_commits=False,
         )
 
@@ -169,8 +168,8 @@ class GraphExecutor:
         Returns:
             The launched steps that are to be read in this step, and the sequences for the eager executor.
         """
-        groups, eager = self._divide(plan, sequences)
-        launched = [self._launch_group(group) for group in groups]
+        batches, eager = self._divide(plan, sequences)
+        launched = [self._launch_batch(batch) for batch in batches]
         if not self.graphs.ahead:
             return launched, eager
         before, self._in_flight = self._in_flight, launched
@@ -178,13 +177,13 @@ class GraphExecutor:
 
     def _divide(
         self, plan: StepPlan, sequences: Mapping[str, Sequence]
-    ) -> tuple[list[list[_Launched]], list[SequenceStep]]:
-        """(groups of sequences, each for one graph; sequences for the eager executor).
+    ) -> tuple[list[list[_Member]], list[SequenceStep]]:
+        """(batches of sequences, each for one graph; sequences for the eager executor).
 
         A sequence that is left to the eager executor while a step of it is in flight is in neither: it waits until that
         step has been read.
         """
-        fitting: list[_Launched] = []
+        fitting: list[_Member] = []
         eager: list[SequenceStep] = []
         for step in plan.sequences:
             sequence = sequences[step.request_id]
@@ -193,7 +192,7 @@ class GraphExecutor:
             if reason is None:
                 window = next_window(sequence)
                 if self.graphs.buckets.choose(1, window.blocks, window.pages) is not None:
-                    fitting.append(_Launched(sequence, window, step))
+                    fitting.append(_Member(sequence, window, step))
                     continue
                 reason = "graph_window_blocks"
             if graph.in_flight is None:
@@ -201,23 +200,23 @@ class GraphExecutor:
                 if not plan.prefill:
                     self._eager_steps[reason] += 1
                 eager.append(step)
-        return self._group(fitting), eager
+        return self._batches(fitting), eager
 
-    def _group(self, fitting: list[_Launched]) -> list[list[_Launched]]:
-        """Divides sequences into few groups that fit a bucket each, of windows of similar size."""
-        groups: list[list[_Launched]] = []
+    def _batches(self, fitting: list[_Member]) -> list[list[_Member]]:
+        """Divides sequences into few batches that fit a bucket each, of windows of similar size."""
+        batches: list[list[_Member]] = []
         for item in sorted(fitting, key=lambda item: item.window.blocks, reverse=True):
-            if groups and self._bucket([*groups[-1], item]) is not None:
-                groups[-1].append(item)
+            if batches and self._bucket([*batches[-1], item]) is not None:
+                batches[-1].append(item)
             else:
-                groups.append([item])
-        return groups
+                batches.append([item])
+        return batches
 
-    def _bucket(self, group: list[_Launched]) -> Bucket | None:
-        """The cheapest bucket that holds a group; None if there is none."""
-        blocks = max(item.window.blocks for item in group)
-        pages = max(item.window.pages for item in group)
-        return self.graphs.buckets.choose(len(group), blocks, pages)
+    def _bucket(self, batch: list[_Member]) -> Bucket | None:
+        """The cheapest bucket that holds a batch; None if there is none."""
+        blocks = max(item.window.blocks for item in batch)
+        pages = max(item.window.pages for item in batch)
+        return self.graphs.buckets.choose(len(batch), blocks, pages)
 
     def _unseat(self, sequence: Sequence, graph: GraphSequence) -> None:
         """Takes a sequence out of its seat, for an eager step."""
@@ -226,11 +225,11 @@ class GraphExecutor:
             sequence.last_hidden = self.seats.storage.hidden[row].clone()
             self.seats.release(graph)
 
-    def _launch_group(self, group: list[_Launched]) -> InFlightStep:
-        bucket = self._bucket(group)
+    def _launch_batch(self, batch: list[_Member]) -> InFlightStep:
+        bucket = self._bucket(batch)
         assert bucket is not None
         items = []
-        for item in group:
+        for item in batch:
             sequence, graph = item.sequence, graph_of(item.sequence)
             assert sequence.plan is not None
             if graph.seat is None:
@@ -238,8 +237,8 @@ class GraphExecutor:
             view = self.seats.host_view(sequence, graph, item.window.start, item.step.num_shared)
             items.append(LaunchItem(view, item.step.page_tables, [row.end for row in sequence.plan.rows]))
         self._num_launches += 1
-        step = InFlightStep(self._num_launches, bucket, group, self.launchers[bucket].launch(items, self.probe))
-        for item in group:
+        step = InFlightStep(self._num_launches, bucket, batch, self.launchers[bucket].launch(items, self.probe))
+        for item in batch:
             graph = graph_of(item.sequence)
             graph.in_flight = step.number
             graph.window_start, graph.window_blocks = item.window.start, bucket.blocks
@@ -254,7 +253,7 @@ class GraphExecutor:
         results = []
         for step in steps:
             output = view_output(step.read(), step.bucket, self.graphs.score.num_columns)
-            for row, item in enumerate(step.items):
+            for index, item in enumerate(step.items):
                 graph = graph_of(item.sequence)
                 if graph.in_flight == step.number:
                     graph.in_flight = None
@@ -262,25 +261,28 @@ class GraphExecutor:
                     self._wasted_steps += 1
                     continue
                 with self.probe("absorb", step.bucket):
-                    results.append(self._absorb(item, row, step.bucket, output))
+                    results.append(self._absorb(item, index, step.bucket, output))
         return results
 
-    def _absorb(self, item: _Launched, row: int, bucket: Bucket, output: StepOutput) -> SequenceResult:
+    def _absorb(self, item: _Member, index: int, bucket: Bucket, output: StepOutput) -> SequenceResult:
         """Takes in what a step predicted for one sequence, as ``decode/`` defines it, and checks that the device has
-        decided the same."""
+        decided the same.
+
+        Args:
+            index: of the sequence in the launch.
+        """
         sequence, plan = item.sequence, item.sequence.plan
         assert plan is not None
         self._count(plan, bucket)
-        sequence.round += 1
-        branches = _predictions(item, plan, row, bucket, output)
+        branches = _predictions(item, plan, index, bucket, output)
         if not all(predictions.valid for predictions in branches):
             sequence.plan = None
             return SequenceResult(sequence.request_id, None, NOT_FINITE)
         num_computed = bucket.tokens // bucket.sequences
         results = [predictions.row_result() for predictions in branches]
         record = sequence.strategy.absorb(plan, results, model_tokens=num_computed, head_rows=num_computed)
-        winner = int(output.winners[row]) - row * bucket.branches
-        if winner != record.winner or not self._agrees(item, bucket, output.tokens[row]):
+        winner = int(output.winners[index]) - index * bucket.branches
+        if winner != record.winner or not self._agrees(item, bucket, output.tokens[index]):
             sequence.plan = None
             return SequenceResult(sequence.request_id, record, _disagreement(record))
         if plan.winner_commits:  # on one branch-parallel group, so a branch's slot has the branch's number
@@ -288,7 +290,7 @@ class GraphExecutor:
         sequence.plan = sequence.strategy.plan()
         return SequenceResult(sequence.request_id, record)
 
-    def _agrees(self, item: _Launched, bucket: Bucket, tokens: Tensor) -> bool:
+    def _agrees(self, item: _Member, bucket: Bucket, tokens: Tensor) -> bool:
         """Whether the device's window holds the tokens that ``decode/`` has decided on.
 
         Args:
@@ -310,14 +312,14 @@ class GraphExecutor:
 
 
 def _predictions(
-    item: _Launched, plan: SequencePlan, row: int, bucket: Bucket, output: StepOutput
+    item: _Member, plan: SequencePlan, index: int, bucket: Bucket, output: StepOutput
 ) -> list[Predictions]:
     """What a step predicted for the masked positions of one sequence, by branch."""
     columns = (output.ids, output.max_probs, output.confidences)
-    tokens, probs, confidences = (column[row].numpy() for column in columns)  # [B, C] each
+    tokens, probs, confidences = (column[index].numpy() for column in columns)  # [B, C] each
     predictions = []
-    for branch, branch_row in enumerate(plan.rows):
-        masked = np.array(branch_row.masked, np.int64)
+    for branch, row in enumerate(plan.rows):
+        masked = np.array(row.masked, np.int64)
         cells = cells_of(item.sequence, item.window.start, bucket.block_length, masked)
         predictions.append(Predictions(tokens[branch], probs[branch], confidences[branch]).take(cells))
     return predictions

@@ -115,7 +115,7 @@ class Snapshot(NamedTuple):
     """A sequence between two steps: after the decisions of one, before the next one opens blocks."""
 
     window_start: int
-    """Number of the window's first block: that of committed generated blocks."""
+    """Index of the window's first block, which is the number of committed generated blocks."""
     tokens: List[int]
     """Token ids of the anchor's generated positions, masks included."""
     lookaheads: List[tuple[int, int]]
@@ -160,7 +160,7 @@ class _WindowCells:
         self.offset = torch.arange(bucket.block_length)  # [L]
         generated = self.block * self.block_size + self.offset
         self.has_position = (self.offset < self.block_size) & (generated < self.max_canvas)
-        # A cell without a position gets one inside the sequence, and is written to a padding slot.
+        # A cell without a position gets one inside the sequence, and is written to a padding position.
         inside = torch.minimum(generated, self.max_canvas - 1)
         self.position = (self.prompt_length + inside).clamp_min(0)
 
@@ -176,7 +176,7 @@ def write_inputs(
     views: List[HostView],
     page_tables: Tensor,
     params: RequestParams,
-    first_padding_slot: int,
+    first_padding_position: int,
 ) -> Tensor:
     """Fills the inputs of a step.
 
@@ -184,7 +184,7 @@ def write_inputs(
         views: one for each of the S sequences; of padding rows only the seat counts.
         page_tables: page ids by slot, int32 [S, R, P]; -1 where there is no page.
         params: of all seats.
-        first_padding_slot: the T cache positions from here on are never read.
+        first_padding_position: the T cache positions from here on are never read.
 
     Returns:
         The ends of the windows' blocks, int64 [S, W]: in a block-causal window the KV lengths of its entries.
@@ -193,20 +193,20 @@ def write_inputs(
     for target, values in zip(inputs.params, params, strict=True):
         torch.index_select(values, 0, window.seat.flatten(), out=target)
     inputs.params.min_rank.mul_(bucket.cells)
-    _write_launch(inputs, bucket, window, page_tables, first_padding_slot)
+    _write_launch(inputs, bucket, window, page_tables, first_padding_position)
     first_own_row = len(params.blank) * (1 + bucket.max_blocks)
-    _write_model_inputs(inputs, bucket, window, page_tables, first_padding_slot, first_own_row)
+    _write_model_inputs(inputs, bucket, window, page_tables, first_padding_position, first_own_row)
     return window.block_ends()
 
 
 def _write_launch(
-    inputs: StepInputs, bucket: Bucket, window: _WindowCells, page_tables: Tensor, first_padding_slot: int
+    inputs: StepInputs, bucket: Bucket, window: _WindowCells, page_tables: Tensor, first_padding_position: int
 ) -> None:
     state_index, open_base = _state_index(bucket, window), _open_base(bucket, window)
     cells = FIRST_CELL + window.block * bucket.block_length + window.offset
     tau_bits = inputs.params.tau_conf.view(torch.int32)[:, None, None].expand(bucket.shape("S B C"))
     bars = torch.cat([torch.full_like(tau_bits, -1), tau_bits], 2)  # confidences are not negative, so -1 is below them
-    slot_mapping = _slot_mapping(bucket, window, page_tables, first_padding_slot)
+    slot_mapping = _slot_mapping(bucket, window, page_tables, first_padding_position)
     _copy(inputs.launch, (window.seat, state_index, cells, window.block, open_base, bars, slot_mapping))
 
 
@@ -243,7 +243,7 @@ def _open_base(bucket: Bucket, window: _WindowCells) -> Tensor:
     return torch.cat([base.flatten(), torch.ones(S, dtype=torch.int64)])
 
 
-def _slot_mapping(bucket: Bucket, window: _WindowCells, page_tables: Tensor, first_padding_slot: int) -> Tensor:
+def _slot_mapping(bucket: Bucket, window: _WindowCells, page_tables: Tensor, first_padding_position: int) -> Tensor:
     """Flat cache positions int64 [S, R, C]. Slot 0 writes the pages that all slots share."""
     position = window.position.flatten(1)[:, None]  # [S, 1, C]
     column = (position // PAGE_SIZE).expand(bucket.shape("S R C"))
@@ -251,7 +251,7 @@ def _slot_mapping(bucket: Bucket, window: _WindowCells, page_tables: Tensor, fir
     is_private = (column >= window.num_shared_pages) | (torch.arange(bucket.slots)[:, None] == 0)
     has_page = (column < bucket.pages) & (page >= 0)
     is_written = window.has_position.flatten(1)[:, None] & has_page & is_private
-    padding = first_padding_slot + torch.arange(bucket.tokens).view(bucket.shape("S R C"))
+    padding = first_padding_position + torch.arange(bucket.tokens).view(bucket.shape("S R C"))
     mapping: Tensor = torch.where(is_written, page * PAGE_SIZE + position % PAGE_SIZE, padding)
     return mapping
 
@@ -261,11 +261,11 @@ def _write_model_inputs(
     bucket: Bucket,
     window: _WindowCells,
     page_tables: Tensor,
-    first_padding_slot: int,
+    first_padding_position: int,
     first_own_row: int,
 ) -> None:
     positions = window.position.flatten(1)[:, None].expand(bucket.shape("S R C"))
-    padding_page = first_padding_slot // PAGE_SIZE
+    padding_page = first_padding_position // PAGE_SIZE
     tables = torch.where(page_tables < 0, padding_page, page_tables).repeat_interleave(bucket.entries, 1)
     _copy(inputs.model, (positions, *_hidden_rows(bucket, window, first_own_row), tables))
 

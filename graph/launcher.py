@@ -15,7 +15,7 @@ from lopa_ascend.graph.buckets import Bucket, Buckets
 from lopa_ascend.graph.inputs import HostView, write_inputs
 from lopa_ascend.graph.seats import Seats
 from lopa_ascend.graph.step import DecodeStep
-from lopa_ascend.graph.support import Kind
+from lopa_ascend.graph.support import CompiledParams
 from lopa_ascend.graph.tensors import Caches, Constants, flatten, input_size, make_constants, view_inputs
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.probe import Probe
@@ -29,13 +29,13 @@ class Graphs:
     shape: Bucket
     """The largest sizes of all buckets."""
     buckets: Buckets
-    kind: Kind
+    kind: CompiledParams
     compiler: Compiler
     score: GreedyScore
     """Its confidence is that of ``kind``."""
     num_seats: int
     """Sequences that graphs can decode at the same time."""
-    first_padding_slot: int
+    first_padding_position: int
     """Padding rows and cells write their keys and values to the cache positions from here on."""
     ahead: bool
     """Whether a step is launched before the output of the last one is read."""
@@ -90,7 +90,7 @@ class Launcher:
         self.bucket = step.bucket
         self._step, self._graphs, self._seats, self._shared = step, graphs, seats, memory
         self._memory = memory.tensor[: input_size(step.bucket)]
-        constants = make_constants(self.bucket, graphs.first_padding_slot)
+        constants = make_constants(self.bucket, graphs.first_padding_position)
         on_device = Constants(*(tensor.to(self._memory.device) for tensor in constants))
         self._tensors = flatten(view_inputs(self._memory, self.bucket), on_device, seats.storage, caches)
         # Collectives inside a graph do not count themselves.
@@ -144,7 +144,7 @@ class Launcher:
             [*(item.view for item in items), *padding],
             torch.from_numpy(page_tables),
             self._seats.params,
-            self._graphs.first_padding_slot,
+            self._graphs.first_padding_position,
         )
         self._memory.copy_(on_host, non_blocking=True)
         return self._kv_lengths(items, block_ends)
@@ -162,7 +162,7 @@ class Launcher:
                 kv_lengths[row, : len(item.branch_ends)] = item.branch_ends
         else:
             kv_lengths = block_ends[:, None].expand(bucket.shape("S R W")).numpy()
-        kv_lengths = kv_lengths.repeat(len(bucket.span_lengths), -1)
+        kv_lengths = kv_lengths.repeat(len(bucket.entry_lengths), -1)
         # The lengths of padding entries have no meaning, but compilers take 0 and 1 for constants.
         lengths: list[int] = kv_lengths.clip(2, bucket.pages * PAGE_SIZE).flatten().tolist()
         return lengths

@@ -47,8 +47,8 @@ class State(NamedTuple):
     lookahead_cells: Tensor
     """The cell that each branch fills in addition to the anchor [S, B]; -1: none."""
     cells_before: Tensor
-    """``lookahead_cells`` of the previous row [S, B]; ``FIRST_CELL`` for the first row. -1 marks a padding row: the
-    rows with a branch are the lookahead branches and then the anchor, so each is the first row or follows a lookahead
+    """``lookahead_cells`` of the row before [S, B]; ``FIRST_CELL`` for the first row. It is -1 in padding rows alone:
+    the row before them is the anchor or padding, while a row with a branch is the first one or follows a lookahead
     branch."""
 
 
@@ -99,7 +99,8 @@ def open_blocks(params: RequestParams, state: State, launch: Launch) -> Rows:
     limits = params.mask_limits.view(-1).index_select(0, opened[:-S]).view(S, 1, K, W)
     opens_none = (counts > limits).view(S, B, -1).any(-1)
     num_opened_blocks = torch.where(opens_none, state.num_opened_blocks[-S:, None], opened[-S:, None])
-    # Numbers of cells are higher than those of blocks, and -1 is lower.
+    # In a row with a branch, cells_before is a cell number, which is higher than any number of blocks. In a padding row
+    # it is -1, so nothing is predicted there.
     num_predicted_blocks = torch.minimum(num_opened_blocks, state.cells_before)
     is_predicted = (launch.blocks[:, None] < num_predicted_blocks[..., None])[..., None]
     masked = (marked[:, :, 0].view(S, B, W, -1) & is_predicted).view(S, B, -1)
@@ -121,7 +122,7 @@ def rows_of_group(
     Open blocks are written in every slot, also where the slot has no branch, whose row is a copy of the anchor: the
     next pass may commit them. Blocks that are not open are written too, into pages of their own sequence: no open block
     sees them, and once they are open they are written anew. With full attention every block is seen, so there they go
-    to padding slots.
+    to padding positions.
     """
     S, R, _ = launch.slot_mapping.shape
     tokens = rows.tokens[:, group::num_groups] if num_groups > 1 else rows.tokens
@@ -129,7 +130,7 @@ def rows_of_group(
         return tokens, launch.slot_mapping
     W = launch.blocks.shape[1]
     is_open = launch.blocks[:, None] < rows.num_opened_blocks[:, group::num_groups, None]
-    kept, padding = (x.view(S, R, W, -1) for x in (launch.slot_mapping, constants.padding_slots))
+    kept, padding = (x.view(S, R, W, -1) for x in (launch.slot_mapping, constants.padding_positions))
     return tokens, torch.where(is_open[..., None], kept, padding).view(S, R, -1)
 
 

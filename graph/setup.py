@@ -14,7 +14,7 @@ from lopa_ascend.graph.buckets import Bucket, Buckets, declare
 from lopa_ascend.graph.compile import load_compiler
 from lopa_ascend.graph.executor import GraphExecutor
 from lopa_ascend.graph.launcher import Graphs
-from lopa_ascend.graph.support import Kind
+from lopa_ascend.graph.support import CompiledParams
 from lopa_ascend.kv.pages import PAGE_SIZE, pages_for, slots_for
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.model.base import Model
@@ -135,7 +135,7 @@ def build_executor(
         compiler=plan.compiler,
         score=GreedyScore(own_ids, mask, num_token_ids, model.tp, device, kind.confidence),
         num_seats=config.max_num_seqs,
-        first_padding_slot=pool.num_pages * PAGE_SIZE,
+        first_padding_position=pool.num_pages * PAGE_SIZE,
         ahead=config.async_scheduling and not plan.shape.full_attention,
     )
     executor = GraphExecutor(model, pool, graphs, bp)
@@ -151,5 +151,5 @@ def build_executor(
     return executor
 
 
-def _kind(config: EngineConfig) -> Kind:
-    return Kind(config.graph_window_attention, config.graph_confidence, config.graph_branch_acceptance)
+def _kind(config: EngineConfig) -> CompiledParams:
+    return CompiledParams(config.graph_window_attention, config.graph_confidence, config.graph_branch_acceptance)

@@ -38,7 +38,7 @@ class DecodeStep:
         self._branch_acceptance = branch_acceptance
         entries_per_sequence = bucket.slots * bucket.entries
         num_entries = bucket.sequences * entries_per_sequence
-        self._lengths = bucket.span_lengths * (bucket.sequences * bucket.slots * bucket.spans)
+        self._lengths = bucket.entry_lengths * (bucket.sequences * bucket.slots * bucket.spans)
         self._prefix_groups = tuple(entry // entries_per_sequence for entry in range(num_entries))
         self._prefixes = (0,) * bucket.sequences
         self._scored_shape = bucket.shape("S R C")

@@ -10,7 +10,7 @@ from lopa_ascend.config import DecodingParams, GraphSupport
 from lopa_ascend.graph.buckets import MAX_EOS, Bucket
 
 
-class Kind(NamedTuple):
+class CompiledParams(NamedTuple):
     """Decoding parameters that are compiled into all graphs of an engine; requests with other values run eagerly."""
 
     window_attention: str = "block_causal"
@@ -24,7 +24,7 @@ class Kind(NamedTuple):
         return bool(getattr(request, name) == getattr(self, name))
 
 
-def unsupported(request: DecodingParams, num_ends: int, shape: Bucket, kind: Kind) -> str | None:
+def unsupported(request: DecodingParams, num_ends: int, shape: Bucket, kind: CompiledParams) -> str | None:
     """The field of a request that no graph of this shape and kind supports; None if graphs can decode the request.
 
     Which values graphs support is declared with each field of ``DecodingParams``.
@@ -52,7 +52,7 @@ def unsupported(request: DecodingParams, num_ends: int, shape: Bucket, kind: Kin
     return None
 
 
-def with_fixed_branches(request: DecodingParams, num_ends: int, shape: Bucket, kind: Kind) -> DecodingParams:
+def with_fixed_branches(request: DecodingParams, num_ends: int, shape: Bucket, kind: CompiledParams) -> DecodingParams:
     """Gives a request with ``num_branches`` "auto" a fixed number of lookahead branches, so that graphs can decode it.
 
     Only with ``branch_acceptance`` "exact", where the number of branches does not change the tokens, and only if graphs

@@ -34,7 +34,7 @@ FIRST_CELL = 2**24
 can rely on this: min(count, cell number) is the count, and min(count, -1) is -1."""
 NO_CONFIDENCE = -192.0
 """In place of the confidence of a cell without a mask: below all confidences, and of no weight in sums; see
-``winner.BASE``."""
+``winner.ROUNDING_BASE``."""
 
 
 class Spec(NamedTuple):
@@ -82,7 +82,7 @@ class Launch(NamedTuple):
     integer -1: the bits of a masked cell's probability are larger, those of ``NO_CONFIDENCE`` smaller. Then C times the
     bits of ``tau_conf``: those of accepted cells are larger."""
     slot_mapping: Annotated[Tensor, int32("S R C")]
-    """Flat cache position of each cell in each slot; of padding slots where a cell must not be written."""
+    """Flat cache position of each cell in each slot; of padding positions where a cell must not be written."""
 
 
 class RequestParams(NamedTuple):
@@ -143,7 +143,7 @@ class Constants(NamedTuple):
     """1 where the column's cell comes after the row's; 0 in the columns of ``Launch.bars``."""
     padding_tokens: Annotated[Tensor, int32("S U")]
     """Fills a packed state up to the width of the largest window."""
-    padding_slots: Annotated[Tensor, int32("S R C")]
+    padding_positions: Annotated[Tensor, int32("S R C")]
     """Distinct flat cache positions that are written and never read."""
     nothing: Annotated[Tensor, int32("1")]
     """0, in place of what branches hold that do not win. A number in the code of a step would be filled in by a kernel
@@ -151,11 +151,11 @@ class Constants(NamedTuple):
     no_cell: Annotated[Tensor, int32("1")]
     """-1, the cell of branches that fill none in addition to the anchor."""
     no_rank: Annotated[Tensor, float32("1")]
-    """-1, the rank of cells that are filled."""
+    """-1, below every rank: that of filled cells, and of branches that cannot win."""
     accepted_rank: Annotated[Tensor, float32("1")]
     """2 C, the lowest rank of cells that tau_conf accepts."""
     no_confidence: Annotated[Tensor, float32("1")]
-    """The confidence of cells without a mask; see ``winner.BASE``."""
+    """The confidence of cells without a mask; see ``winner.ROUNDING_BASE``."""
 
 
 class Storage(NamedTuple):
@@ -273,8 +273,8 @@ def _take(kind: type[TensorGroup], tensors: Sequence[Tensor]) -> tuple[TensorGro
     return kind(*tensors[:count]), tensors[count:]
 
 
-def make_constants(bucket: Bucket, first_padding_slot: int) -> Constants:
-    """The constants of a bucket. The T cache positions from ``first_padding_slot`` on are never read."""
+def make_constants(bucket: Bucket, first_padding_position: int) -> Constants:
+    """The constants of a bucket. The T cache positions from ``first_padding_position`` on are never read."""
     branch, cell = torch.arange(bucket.branches), torch.arange(bucket.cells)
     row = torch.arange(bucket.sequences * bucket.branches, dtype=torch.int32).view(bucket.shape("S B"))
     return Constants(
@@ -282,7 +282,8 @@ def make_constants(bucket: Bucket, first_padding_slot: int) -> Constants:
         earlier=(branch < branch[:, None]).long(),
         later=pad((cell > cell[:, None]).int(), (0, 2 * bucket.cells)),
         padding_tokens=torch.zeros(bucket.shape("S U"), dtype=torch.int32),
-        padding_slots=first_padding_slot + torch.arange(bucket.tokens, dtype=torch.int32).view(bucket.shape("S R C")),
+        padding_positions=first_padding_position
+        + torch.arange(bucket.tokens, dtype=torch.int32).view(bucket.shape("S R C")),
         nothing=torch.tensor([0], dtype=torch.int32),
         no_cell=torch.tensor([-1], dtype=torch.int32),
         no_rank=torch.tensor([-1.0]),

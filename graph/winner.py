@@ -15,15 +15,15 @@ from torch import Tensor
 
 from lopa_ascend.graph.tensors import NO_CONFIDENCE, Constants, RequestParams
 
-STEP = 2.0**-16
-"""Branch scores are sums of confidences rounded to multiples of this, half to even."""
-BASE = -NO_CONFIDENCE
-"""Added to a confidence to round it to a multiple of ``STEP``.
+SCORE_UNIT = 2.0**-16
+"""Branch scores are sums of confidences rounded to multiples of this, half to even (``decode/branch_scores.py``)."""
+ROUNDING_BASE = -NO_CONFIDENCE
+"""Added to a confidence to round it to a multiple of ``SCORE_UNIT``.
 
-float32 numbers from 128 to 256 are multiples of ``STEP``. So for a confidence from -64 to 64, the bits of the sum are
-an integer: the bits of ``BASE`` plus the confidence in units of ``STEP``. The means of these integers are in the same
-order as the means of the confidences. ``NO_CONFIDENCE`` plus ``BASE`` is 0.0, whose bits are 0: cells without a mask
-add nothing."""
+float32 numbers from 128 to 256 are multiples of ``SCORE_UNIT``. So for a confidence from -64 to 64, the bits of the sum
+are an integer: the bits of ``ROUNDING_BASE`` plus the confidence in units of ``SCORE_UNIT``. The means of these
+integers are in the same order as the means of the confidences. ``NO_CONFIDENCE`` plus ``ROUNDING_BASE`` is 0.0, whose
+bits are 0: cells without a mask add nothing."""
 
 
 class Rows(NamedTuple):
@@ -112,12 +112,12 @@ def _scores_lower(masked: Tensor, confidences: Tensor, constants: Constants) -> 
     """Whether a row loses by its score to another, which has a larger mean confidence over its masks, or an equal one
     and comes first; bool [S, row, other row].
 
-    Means are compared as fractions of integers; see ``BASE``. A row without masks has the sum 0 over 0 cells, so it
-    beats all later rows and no earlier one. It can only be branch 0, which should win with its score of 1, or a padding
-    row at the end, which should lose. Of two rows exactly one loses to the other, so at most one row loses
+    Means are compared as fractions of integers; see ``ROUNDING_BASE``. A row without masks has the sum 0 over 0 cells,
+    so it beats all later rows and no earlier one. It can only be branch 0, which should win with its score of 1, or a
+    padding row at the end, which should lose. Of two rows exactly one loses to the other, so at most one row loses
     to none, whatever integer a NaN becomes.
     """
-    sums = (confidences + BASE).view(torch.int32).sum(-1, dtype=torch.int64)
+    sums = (confidences + ROUNDING_BASE).view(torch.int32).sum(-1, dtype=torch.int64)
     counts = masked.sum(-1)
     products = sums[:, None, :] * counts[:, :, None]  # the other row's sum, over the row's cells
     return products + constants.earlier > products.transpose(1, 2)

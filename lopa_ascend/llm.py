@@ -222,7 +222,7 @@ class LLM:
         try:
             for request_id in lost:
                 self.engine.abort(request_id)
-            updates = self.engine.step()  # before the loop: RankError of a rank that has ended goes first
+            updates = self.engine.step()  # before ``ends``: readers rather get the RankError of a rank that has ended
             ends = [Update.without_step(request_id, "error", INTERRUPTED) for request_id in lost]
             for update in (*ends, *updates):
                 if (running := self._running.get(update.request_id)) is not None:

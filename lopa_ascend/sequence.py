@@ -79,8 +79,6 @@ class Sequence:
     """What the next step needs; None when the sequence is done or has failed."""
     graph: GraphSequence | None = None
     """None in eager mode."""
-    round: int = 0
-    """Forward passes so far, counted for the sampling noise."""
     last_step: int = -1
     """Index of the last step that the sequence took part in."""
     alternatives: dict[int, Alternatives] = field(default_factory=dict)

@@ -61,7 +61,7 @@ class Branch:
     blocks: list[Block]
     """The first block is the prompt."""
     eos: bool = False
-    """An EOS has been filled, so no further block is opened."""
+    """An EOS, or another token that ends the answer, has been filled, so no further block is opened."""
     lookahead: Fill | None = None
     """The token that a lookahead branch holds in addition to the anchor."""
     probs: list[float] = field(default_factory=list)

@@ -26,10 +26,10 @@ def fixed_point(confidence: float) -> int:
 def branch_score(confidences: Sequence[float], params: DecodingParams) -> tuple[int, int]:
     """The score of a branch by its confidences, as a fraction.
 
-    "mean" averages the confidences of all n masked positions, and so does "entropy", whose confidences are negative
-    entropies in nats whatever positions are ranked by. "tail" averages the max(1, floor(n * tail_fraction)) lowest
-    ones, and "window" takes the lowest mean over ``score_window`` consecutive masked positions, or over all if there
-    are fewer. A branch without masks scores 1.0.
+    "mean" averages the confidences of all n masked positions. So does "entropy", with negative entropies in nats as
+    confidences even where positions are ranked by probability. "tail" averages the max(1, floor(n * tail_fraction))
+    lowest ones, and "window" takes the lowest mean over ``score_window`` consecutive masked positions, or over all if
+    there are fewer. A branch without masks scores 1.0.
 
     Args:
         confidences: of the masked positions, in the order of the positions.
@@ -69,10 +69,10 @@ def branch_scores(
     elif params.branch_score == "pivot":
         unweighted = _pivot(branches, rows, results, params)
     else:
-        # Branches over tokens have entropies as confidences even if ``confidence`` is "max_prob": these choose the
-        # pivot, and branches are scored by probability.
-        for_pivot_alone = params.ranking != params.confidence and params.branch_score != "entropy"
-        totals = [branch_score(r.max_probs if for_pivot_alone else r.confidences, params) for r in results]
+        # Branches over tokens have entropies as confidences even if ``confidence`` is "max_prob". The entropies choose
+        # the pivot; branches are then scored by probability.
+        by_probability = params.ranking != params.confidence and params.branch_score != "entropy"
+        totals = [branch_score(r.max_probs if by_probability else r.confidences, params) for r in results]
         unweighted = [Fraction(total, count * SCALE) for total, count in totals]
     scores = []
     for branch, score in zip(branches, unweighted, strict=True):

@@ -1,7 +1,7 @@
 """Fast-dLLM: block after block, with keys and values that are computed once a block and then reused (arXiv 2505.22618).
 
 The first pass of a block computes prompt and canvas, and fills the block's first position. The passes after it compute
-less, and attend to what the first one has left of the rest:
+less, and attend to the keys and values that the first one has left in the cache for all other positions:
 
 - "prefix" cache: from the block on to the end of the canvas; reused are the positions before the block.
 - "dual" cache: the block alone; reused are the positions before it and the masks after it.

@@ -74,7 +74,7 @@ class Strategy(ABC):
 
     @property
     def in_prefill(self) -> bool:
-        """Whether the next pass is the first one, which computes the prompt."""
+        """Whether the next pass computes the prompt, or the part of it that no earlier request has computed."""
         return self.num_committed < len(self.prompt)
 
     @property
@@ -155,7 +155,7 @@ class Strategy(ABC):
         """What is filled, and how many of these fills no rule has accepted.
 
         Args:
-            branch: the winner.
+            branch: the winner, or one that may win with "verified", which asks for several. It must not be changed.
             predicted: the predictions for the masked positions of its row.
         """
 
@@ -169,7 +169,7 @@ class Strategy(ABC):
         self.branches = self._spawn(winner, open_positions)
         self.winner = self.branches[-1]
 
-    # ---- branches: a strategy has the anchor alone ------------------------------------------------------------------
+    # ---- lookahead branches: here none, only the anchor -------------------------------------------------------------
 
     def _finish_without_forward(self) -> bool:
         """Ends the sequence if the winner of its next pass, and with it the output, is known without that pass.

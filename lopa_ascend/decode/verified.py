@@ -107,8 +107,8 @@ class VerifiedLopa(DraftingLopa):
     """Among the anchor and the confirmed branches, the winner is the one with the most filled positions, its own tokens
     included. Ties go to the higher branch score, then to the better rank.
 
-    A branch is confirmed if the anchor or another confirmed branch holds only some of its own tokens (the anchor holds
-    none), and D2F's fill rule would now fill all the others there.
+    The anchor counts as confirmed. Another branch is confirmed if some confirmed one holds a part of its own tokens
+    (the anchor holds none of them), and D2F's fill rule, applied to the predictions for that one, fills the others.
 
     So D2F's fill rule has accepted every token, on predictions from accepted tokens alone. Positions may be filled in
     another order than by D2F, so the answer may differ from D2F's.

@@ -253,7 +253,7 @@ class Engine:
             result = self.runner.step(plan, self.scheduler.running)
         except (RuntimeError, MemoryError) as error:
             if self.mesh.world.size > 1:
-                self._explain(error)
+                self._raise_if_a_rank_failed(error)
             elif is_out_of_memory(error):
                 return self._end_without_memory(plan)
             raise
@@ -271,7 +271,7 @@ class Engine:
             self.abort(request_id)
         return [Update.without_step(request_id, "error", NO_MEMORY) for request_id in request_ids]
 
-    def _explain(self, error: Exception) -> None:
+    def _raise_if_a_rank_failed(self, error: Exception) -> None:
         """Raises RankError in place of what a compiled step raises when an exchange in it fails because of another
         rank. Other exchanges raise RankError themselves."""
         if not isinstance(error, RankError):

@@ -17,7 +17,7 @@ from lopa_ascend.graph.setup import GraphPlan, plan_graphs
 from lopa_ascend.kv.pages import pages_for, slots_for
 from lopa_ascend.model.base import Model
 from lopa_ascend.parallel.mesh import Mesh
-from lopa_ascend.score.shards import CANDIDATES
+from lopa_ascend.score.shards import MAX_OFFERED
 from lopa_ascend.text.special_ids import check_special_ids, end_token_ids
 from lopa_ascend.text.tokenizer_files import load_vocabulary
 
@@ -157,7 +157,7 @@ def request_limits(config: EngineConfig, prepared: Prepared, model: ModelConfig,
         max_num_batched_tokens=prepared.max_num_batched_tokens,
         max_prefill_tokens=config.max_prefill_tokens,
         max_num_branches=config.max_num_branches,
-        max_top_k=CANDIDATES if config.tensor_parallel_size > 1 else None,
+        max_top_k=MAX_OFFERED if config.tensor_parallel_size > 1 else None,
         branch_parallel_size=config.branch_parallel_size,
         graph_mode=config.mode,
         num_token_ids=prepared.num_token_ids,

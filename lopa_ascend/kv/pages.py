@@ -81,7 +81,7 @@ class PageAllocator:
             self._free.append(page)
 
     def give_to_cache(self, page: int) -> None:
-        """Makes one of the references of a page one of the prefix cache."""
+        """Turns an ordinary reference of a page into one of the prefix cache."""
         assert self._references[page] > self._cached_references[page]
         self._count(page, cached=1)
 

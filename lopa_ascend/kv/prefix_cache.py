@@ -81,8 +81,8 @@ class PrefixCache:
         return entry
 
     def longest_common_pages(self, key: PrefixKey) -> tuple[int, ...]:
-        """The pages that a prompt without an entry can reuse: the whole pages that it has in common with the cached
-        prompt that begins like it for longest. At least one token of the prompt is left to compute.
+        """The pages that a prompt without an entry can reuse: the whole pages of the longest beginning that it has in
+        common with a cached prompt. At least one token of the prompt is left to compute.
 
         This is the published approximation: keys and values depend on all of a prompt, and the cached prompt continues
         differently."""

@@ -76,8 +76,7 @@ class EagerExecutor:
         plans = [planned(sequence) for sequence in sequences]
         shares = [self.placement.share(plan) for plan in plans]
         forwards = self.forward(sequences, shares, steps)
-        for sequence, plan in zip(sequences, plans, strict=True):
-            sequence.round += 1
+        for plan in plans:
             self.num_rows += len(plan.rows)
             self.idle_rows += self.placement.num_places(len(plan.rows)) - len(plan.rows)
         num_candidates = [sequence.scoring.num_candidates for sequence in sequences]
@@ -197,7 +196,7 @@ class EagerExecutor:
             hidden=hidden,
             positions=part.predictions.positions,
             scoring=sequence.scoring,
-            round=sequence.round,
+            round=strategy.num_forwards,
             adjustment=adjustment_for(sequence.request.params, prompt, answer, self.ops.device),
             bans=bans_for(sequence, part, self.ops.device),
         )
@@ -209,10 +208,10 @@ class EagerExecutor:
             For each sequence the hidden states that predict its masked positions; and for each sequence those of its
             last committing positions. [n, hidden] each.
         """
-        wanted = []  # indices in the batch, in pairs: for each sequence the predicting tokens, then the committing ones
-        for part in layout.parts:
-            tokens = part.predictions.tokens
-            wanted += [tokens[tokens != BEFORE_WINDOW], part.last_committing]
+        tokens_by_part = [part.predictions.tokens for part in layout.parts]
+        # Indices in the batch, of all sequences the predicting tokens first, and then of all the committing ones.
+        wanted = [tokens[tokens != BEFORE_WINDOW] for tokens in tokens_by_part]
+        wanted += [part.last_committing for part in layout.parts]
         entries = layout.entries.divided(self.ops.max_queries)
         inputs = ForwardInputs(
             tokens=self._on_device(layout.tokens),
@@ -224,8 +223,8 @@ class EagerExecutor:
         )
         with self.probe("forward", inputs):
             hidden = self.model.forward(inputs, self.pool.k, self.pool.v)
-        states = hidden.split([len(tokens) for tokens in wanted])
-        computed, committing = states[::2], states[1::2]  # the pairs of ``wanted``
+        states = hidden.split([len(indices) for indices in wanted])
+        computed, committing = states[: len(sequences)], states[len(sequences) :]
         predicting = []
         for sequence, part, rows in zip(sequences, layout.parts, computed, strict=True):
             if len(rows) < len(part.predictions.tokens):  # the first token is BEFORE_WINDOW, which is not in the batch

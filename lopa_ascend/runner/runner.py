@@ -13,7 +13,7 @@ from lopa_ascend.graph.executor import GraphExecutor
 from lopa_ascend.probe import Probe
 from lopa_ascend.runner.eager import EagerExecutor, planned
 from lopa_ascend.sequence import Sequence
-from lopa_ascend.types import Demand, GraphStats, SequenceResult, SequenceStep, StepPlan, StepResult
+from lopa_ascend.types import Demand, GraphStats, SequencePlan, SequenceResult, SequenceStep, StepPlan, StepResult
 
 
 class Runner:
@@ -159,12 +159,17 @@ class Runner:
         """What the sequence's next step needs; None when the sequence is done or has failed."""
         if sequence.plan is None:
             return None
-        exact = self.eager.placement.demand(sequence.plan)
+        demand = self.eager.placement.demand(sequence.plan)
         if sequence.request.params.follows_load:
-            # Counted without lookahead branches, which only get what room is left. Where some are dropped, the anchor
-            # takes the slot of the first of them.
-            num_computed = self.eager.placement.costs(sequence.plan)[0]
-            anchor_end = sequence.plan.rows[-1].end
-            slot_ends = tuple(max(end, anchor_end) if end else 0 for end in exact.slot_ends)
-            exact = replace(exact, num_computed=num_computed, slot_ends=slot_ends)
-        return exact if self.graphs is None else self.graphs.demand(sequence, exact)
+            demand = self._demand_by_load(sequence.plan, demand)
+        return demand if self.graphs is None else self.graphs.demand(sequence, demand)
+
+    def _demand_by_load(self, plan: SequencePlan, demand: Demand) -> Demand:
+        """The demand of a sequence whose branches follow the load, from that of all its branches.
+
+        Tokens are counted for the anchor alone, because lookahead branches only get what room is left. Where some are
+        dropped the anchor takes the slot of the first of them, so each used slot must have room for the anchor.
+        """
+        anchor_end = plan.rows[-1].end
+        slot_ends = tuple(max(end, anchor_end) if end else 0 for end in demand.slot_ends)
+        return replace(demand, num_computed=self.eager.placement.costs(plan)[0], slot_ends=slot_ends)

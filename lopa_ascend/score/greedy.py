@@ -46,7 +46,7 @@ class _ShardStats(NamedTuple):
     """What the confidence needs in addition: for "margin" the logarithm of the largest share of another id, for
     "neg_entropy" the sum of p log p."""
     ids: Tensor
-    """Token id of the largest logit, int32."""
+    """Token id that ``best`` belongs to, int32."""
 
 
 class GreedyScore:

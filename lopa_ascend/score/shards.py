@@ -23,7 +23,7 @@ from lopa_ascend.score.noise import gumbel_noise
 from lopa_ascend.score.reductions import finite_max, first_argmax, scaled, softmax_sums
 from lopa_ascend.types import Scoring
 
-CANDIDATES = 256
+MAX_OFFERED = 256
 """Tokens that each of several shards offers to top_p, top_k and min_p."""
 
 Place = tuple[Tensor | slice, Tensor | slice]

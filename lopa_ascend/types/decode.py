@@ -30,8 +30,9 @@ class RowPlan:
     tokens: tuple[int, ...]
     """Token ids, masks included, of the positions [start, start + len(tokens))."""
     compute_from: int
-    """Positions before this one hold the anchor's tokens and see only the anchor's tokens. Where the anchor, or another
-    row that equals it there, runs in the same forward pass, this row reuses its keys, values and predictions."""
+    """Before this position the row has the anchor's tokens, and sees no others. Where the same branch-parallel group
+    also computes the anchor, or another row with the anchor's tokens, this row takes over the keys, values and
+    predictions of that one, and computes only from here on."""
     entry_ends: tuple[int, ...]
     """End positions of the attention entries, ascending. An entry covers the positions from the end of the entry before
     it (or ``start``) to its own end, and its queries see every key before its end."""

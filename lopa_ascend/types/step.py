@@ -66,14 +66,15 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the next step of a sequence needs, so that the scheduler can plan it; the same on every rank."""
+    """What the next step of a sequence may need at most, so that the scheduler can plan it; the same on every rank."""
 
     num_computed: int
-    """Tokens that the busiest branch-parallel group computes."""
+    """Tokens that the busiest branch-parallel group computes: without lookahead branches if their number follows the
+    load, and with padding in a compiled step."""
     committed_end: int
     """Positions before this one are committed after the step."""
     slot_ends: tuple[int, ...]
-    """For each slot the end of its longest row; 0 for a slot without a row."""
+    """For each slot how many positions it must have room for; 0 if no row can be there."""
     winner_commits: bool
     """See ``SequencePlan.winner_commits``."""
 

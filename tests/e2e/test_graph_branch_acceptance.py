@@ -153,10 +153,10 @@ def test_exact_with_auto_has_as_many_branches_as_graphs_have_room_for(path: str,
 def test_auto_runs_eagerly_where_its_tokens_depend_on_the_number_of_branches(path: str) -> None:
     verified = DecodingParams(**FIELDS | {"num_branches": "auto"}, branch_acceptance="verified")
     sampled = replace(verified, branch_acceptance="exact", repetition_penalty=1.5)
-    for params in (verified, sampled):
+    for params, reason in ((verified, "num_branches"), (sampled, "repetition_penalty")):
         served = engine(path, graph_branch_acceptance=params.branch_acceptance)
         run(served, [([5, 3, 8], params)])
         stats = served.stats().graphs
         assert stats is not None
-        assert (stats.num_steps, list(stats.eager_steps)) == (0, ["num_branches"])
+        assert (stats.num_steps, list(stats.eager_steps)) == (0, [reason])
         assert served.runner.allotment is not None

@@ -34,7 +34,7 @@ constants_of = cache(tensors.make_constants)
 GRIDS: tuple[Callable[[random.Random], float], ...] = (
     lambda rng: rng.choice([0.25, 0.5, 0.75]),  # ties everywhere
     lambda rng: rng.choice([0.1, 0.25, 0.5, 0.75, 0.95, 1.0]),  # on the thresholds
-    lambda rng: (rng.randrange(8) + 0.5) * winner.STEP,
+    lambda rng: (rng.randrange(8) + 0.5) * winner.SCORE_UNIT,
     lambda rng: rng.choice([-12.0, -0.5, -0.0, 0.0]),
     lambda rng: rng.random(),
     lambda rng: -12 * rng.random(),
@@ -167,10 +167,12 @@ class Batch:
         for row, view in enumerate(views):
             pages[row, 1:, : view.num_shared_pages] = pages[row, :1, : view.num_shared_pages]
             pages[row, -(-(1 + self.sequences[row].params.lookaheads) // self.size) :] = -1
-        self.first_padding_slot = pages.numel() * PAGE_SIZE
+        self.first_padding_position = pages.numel() * PAGE_SIZE
         memory = torch.empty(tensors.input_size(self.bucket), dtype=torch.int32)
         given = tensors.view_inputs(memory, self.bucket)
-        self.block_ends = inputs.write_inputs(given, self.bucket, views, pages, self.params, self.first_padding_slot)
+        self.block_ends = inputs.write_inputs(
+            given, self.bucket, views, pages, self.params, self.first_padding_position
+        )
         return views, pages, given
 
     def predict(self, rows: Rows) -> tuple[Predicted, list[list[RowResult]]]:
@@ -205,7 +207,7 @@ class Batch:
         while self.present:
             views, pages, given = self.launch()
             launch, params = given.launch, given.params
-            constants = constants_of(self.bucket, self.first_padding_slot)
+            constants = constants_of(self.bucket, self.first_padding_position)
             state = policy.unpack_state(self.storage, launch, constants)
             rows = policy.open_blocks(params, state, launch)
             for row in self.present - done:
@@ -265,15 +267,15 @@ class Batch:
     ) -> None:
         positions = given.model.positions.view(self.bucket.sequences, self.bucket.slots, -1)
         for group in range(self.size):
-            constants = constants_of(self.bucket, self.first_padding_slot)
+            constants = constants_of(self.bucket, self.first_padding_position)
             of_group = partial(policy.rows_of_group, rows, given.launch, constants, self.size, group)
             tokens, at = of_group(full_attention=False)
             block = (given.launch.cells - FIRST_CELL) // LENGTH
             is_open = block[:, None] < rows.num_opened_blocks[:, group :: self.size, None]
-            at_in_full_attention = torch.where(is_open, at, constants.padding_slots)
+            at_in_full_attention = torch.where(is_open, at, constants.padding_positions)
             assert torch.equal(of_group(full_attention=True)[1], at_in_full_attention)
             assert len(set(at.flatten().tolist())) == at.numel()
-            assert int(at.max()) < self.first_padding_slot + at.numel()
+            assert int(at.max()) < self.first_padding_position + at.numel()
             for row in present:
                 plan = self.plans[row]
                 assert plan is not None
@@ -283,7 +285,7 @@ class Batch:
                     columns = at[row, slot], positions[row, slot], tokens[row, slot]
                     for where, position, token in zip(*(column.tolist() for column in columns), strict=True):
                         page = position // PAGE_SIZE
-                        if where >= self.first_padding_slot:
+                        if where >= self.first_padding_position:
                             continue
                         if slot < len(ends) and position >= ends[slot]:  # not open yet: nobody reads it
                             assert where == int(pages[row, slot, page]) * PAGE_SIZE + position % PAGE_SIZE

@@ -63,8 +63,11 @@ OPEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "folder in it": (planted(lambda file: file.parent.chmod(0o777)), "others may write to {}/folder."),
     "file of all": (planted(mode(0o666)), "others may write to {}/folder/file."),
     "file of a group": (planted(mode(0o660)), "others may write to {}/folder/file."),
-    "pipe": (replaced(os.mkfifo), "is neither a file nor a directory: {}/folder/file."),
-    "link": (replaced(lambda file: file.symlink_to("/dev/null")), "is neither a file nor a directory: {}/folder/file."),
+    "pipe": (replaced(os.mkfifo), "it holds something that is neither a file nor a directory: {}/folder/file."),
+    "link": (
+        replaced(lambda file: file.symlink_to("/dev/null")),
+        "it holds something that is neither a file nor a directory: {}/folder/file.",
+    ),
 }
 
 

@@ -21,7 +21,7 @@ from lopa_ascend.decode import begin
 from lopa_ascend.graph import inputs, policy, support, tensors
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.inputs import HostView
-from lopa_ascend.graph.support import Kind
+from lopa_ascend.graph.support import CompiledParams
 from lopa_ascend.graph.winner import Predicted
 from tests.tiers import examples
 from tests.torch.policy_driver import LENGTH, MASK, Batch, constants_of
@@ -76,7 +76,7 @@ def test_what_was_not_finite_is_noticed_by_no_other_sequence(branch_acceptance: 
         batch = Batch([(request, 5, 2)] * 3, 0, False, 1, branch_acceptance)
         _, _, given = batch.launch()
         launch, params = given.launch, given.params
-        constants = constants_of(batch.bucket, batch.first_padding_slot)
+        constants = constants_of(batch.bucket, batch.first_padding_position)
         rows = policy.open_blocks(params, policy.unpack_state(batch.storage, launch, constants), launch)
         predicted, _ = batch.predict(rows)
         predicted.max_probs[1], predicted.confidences[1] = bad, bad
@@ -115,7 +115,7 @@ def test_what_was_not_finite_is_noticed_by_no_other_sequence(branch_acceptance: 
 )
 def test_what_graphs_cannot_do_is_named(request_: DecodingParams, field: str | None) -> None:
     shape = Bucket(1, 2, 1, 4, 4, 32, 8)
-    assert support.unsupported(request_, 2, shape, Kind()) == field
+    assert support.unsupported(request_, 2, shape, CompiledParams()) == field
 
 
 @pytest.mark.parametrize(
@@ -138,19 +138,19 @@ def test_graphs_decode_the_branch_acceptance_that_they_are_compiled_for(
     asked: dict[str, Any], compiled: str, field: str | None
 ) -> None:
     shape = Bucket(1, 2, 1, 4, 4, 32, 8)
-    kind = Kind(branch_acceptance=compiled)
+    kind = CompiledParams(branch_acceptance=compiled)
     assert support.unsupported(DecodingParams(**asked), 2, shape, kind) == field
 
 
 def test_exact_with_auto_gets_the_branches_that_there_is_room_for() -> None:
-    shape, exact = Bucket(1, 2, 1, 4, 4, 32, 8), Kind(branch_acceptance="exact")
+    shape, exact = Bucket(1, 2, 1, 4, 4, 32, 8), CompiledParams(branch_acceptance="exact")
     auto = DecodingParams(num_branches="auto", branch_acceptance="exact")
     assert support.with_fixed_branches(auto, 2, shape, exact).num_branches == 3
     assert support.with_fixed_branches(replace(auto, max_auto_branches=2), 2, shape, exact).num_branches == 2
     unchanged = [
         (replace(auto, branch_acceptance="verified"), exact, shape),
-        (replace(auto, branch_acceptance="verified"), Kind(branch_acceptance="verified"), shape),
-        (auto, Kind(), shape),
+        (replace(auto, branch_acceptance="verified"), CompiledParams(branch_acceptance="verified"), shape),
+        (auto, CompiledParams(), shape),
         (auto, exact, shape._replace(branches=1, slots=1)),
         (replace(auto, tau_add=0.0), exact, shape),
         (replace(auto, num_branches=2), exact, shape),
@@ -164,7 +164,7 @@ def test_more_eos_ids_than_a_graph_takes_are_named_unless_they_are_ignored() -> 
     for ignored, reason in ((False, "eos_token_id"), (True, None)):
         params = DecodingParams(ignore_eos=ignored)
         ends = begin([1], params, 99, frozenset(range(9))).ends
-        assert support.unsupported(params, len(ends), shape, Kind()) == reason
+        assert support.unsupported(params, len(ends), shape, CompiledParams()) == reason
 
 
 def test_stop_token_ids_take_the_same_room() -> None:
@@ -172,7 +172,7 @@ def test_stop_token_ids_take_the_same_room() -> None:
     for count, reason in ((6, None), (7, "stop_token_ids")):
         params = DecodingParams(stop_token_ids=tuple(range(10, 10 + count)))
         ends = begin([1], params, 99, frozenset((1, 2))).ends
-        assert support.unsupported(params, len(ends), shape, Kind()) == reason
+        assert support.unsupported(params, len(ends), shape, CompiledParams()) == reason
 
 
 def kernels(sequences: int, branch_acceptance: str) -> Counter[str]:
@@ -183,7 +183,7 @@ def kernels(sequences: int, branch_acceptance: str) -> Counter[str]:
     given = tensors.view_inputs(memory, bucket)
     pages = torch.zeros(sequences, 8, 2, dtype=torch.int32)
     views = [HostView(seat) for seat in range(sequences)]
-    inputs.write_inputs(given, bucket, views, pages, params, first_padding_slot=0)
+    inputs.write_inputs(given, bucket, views, pages, params, first_padding_position=0)
     storage = inputs.empty_states(9, bucket)
     predicted = Predicted(torch.zeros(sequences, 8, 128, dtype=torch.int32), *torch.rand(2, sequences, 8, 128))
 
