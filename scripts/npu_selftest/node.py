@@ -73,7 +73,7 @@ def examine_node(tensor_parallel_size: int, repeats: int) -> tuple[dict[str, Any
 
 
 def _join(tensor_parallel_size: int) -> Mesh:
-    """Joins the ranks that torchrun has started; without torchrun this process is the only rank.
+    """Joins the ranks that torchrun has started. If it has started one, or none, this process is the only rank.
 
     Raises:
         ValueError, RankError: as ``examine_node``.
@@ -88,6 +88,8 @@ def _join(tensor_parallel_size: int) -> Mesh:
     bp, left_over = divmod(rendezvous.world_size, tp)
     if left_over:
         raise ValueError(f"{flag} does not divide {rendezvous.world_size} ranks; start a multiple of {tp}")
+    if rendezvous.world_size == 1:
+        return Mesh()
     config = EngineConfig(device="npu", tensor_parallel_size=tp, branch_parallel_size=bp)
     return Mesh.join(config, rendezvous, exit_rank)
 

@@ -231,3 +231,10 @@ def test_the_folder_of_a_report_may_be_the_current_one(tmp_path: Path, monkeypat
     monkeypatch.setattr(node, "report_text", lambda *_: "")
     assert main(["--json", "report.json"]) == 0
     assert (tmp_path / "report.json").read_text() == '{\n "options": "x"\n}\n'
+
+
+def test_the_only_rank_that_torchrun_has_started_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it needs no HCCL, as a server of one rank."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    assert node._join(1).size == 1
