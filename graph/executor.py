@@ -234,7 +234,7 @@ class GraphExecutor:
             assert sequence.plan is not None
             if graph.seat is None:
                 self.seats.take(sequence, graph)
-            view = self.seats.host_view(sequence, graph, item.window.start, item.step.num_shared)
+            view = self.seats.host_view(sequence, graph, item.window.start, item.step.num_shared_pages)
             items.append(LaunchItem(view, item.step.page_tables, [row.end for row in sequence.plan.rows]))
         self._num_launches += 1
         step = InFlightStep(self._num_launches, bucket, batch, self.launchers[bucket].launch(items, self.probe))

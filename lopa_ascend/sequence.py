@@ -36,7 +36,7 @@ class Request:
         return len(self.prompt) + self.params.max_canvas
 
     @property
-    def num_shared(self) -> int:
+    def num_shared_positions(self) -> int:
         """Positions of the prompt that all slots share: one row computes and commits them. On a whole canvas each
         branch has keys and values of its own for the prompt too."""
         return len(self.prompt) if self.params.is_pipelined else 0
@@ -110,5 +110,5 @@ class Sequence:
         """Pages that the sequence may still take."""
         pages = self.page_tables
         # Pages that all slots share are shared for good, also those of positions that later passes compute again.
-        committed = max(self.num_committed, self.request.num_shared, pages.num_shared * PAGE_SIZE)
+        committed = max(self.num_committed, self.request.num_shared_positions, pages.num_shared_pages * PAGE_SIZE)
         return worst_case(self.request.limit, len(pages.by_slot), committed) - pages.num_pages

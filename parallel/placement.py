@@ -42,7 +42,7 @@ class Placement:
 
     def share(self, plan: SequencePlan) -> Share:
         """What this group computes of a forward pass."""
-        num_slots = slots_for(plan.num_branches, self.size)
+        num_slots = slots_for(plan.max_rows, self.size)
         own_branches = self._branches_of(plan, self.group)
         if not own_branches:
             row = _committing_row(plan)
@@ -62,7 +62,7 @@ class Placement:
 
     def demand(self, plan: SequencePlan) -> Demand:
         """What the forward pass needs, the same on every rank."""
-        slot_ends = [0] * slots_for(plan.num_branches, self.size)
+        slot_ends = [0] * slots_for(plan.max_rows, self.size)
         for branch, row in enumerate(plan.rows):
             _, slot = self.home(branch)
             slot_ends[slot] = max(slot_ends[slot], row.end)

@@ -113,8 +113,8 @@ class Limits:
 
     def _check_pages(self, prompt_tokens: int, params: DecodingParams) -> None:
         """Refuses a request that can need more KV pages than the engine has."""
-        num_shared = prompt_tokens if params.is_pipelined else 0
-        pages = worst_case(prompt_tokens + params.max_canvas, self.num_slots(params), num_shared)
+        num_shared_positions = prompt_tokens if params.is_pipelined else 0
+        pages = worst_case(prompt_tokens + params.max_canvas, self.num_slots(params), num_shared_positions)
         if pages > self.num_pages:
             message = (
                 f"{1 + params.lookaheads} branches of {prompt_tokens} + {params.max_canvas} positions can need "

@@ -54,7 +54,7 @@ class Canvas(Strategy):
             start=rows[-1].start,
             num_new=0,
             rows=rows,
-            num_branches=self.num_branches,
+            max_rows=self.max_rows,
             num_opened_blocks=len(self.anchor.blocks) - 1,
             winner_commits=False,
             prefix_length=rows[-1].start,

@@ -34,7 +34,7 @@ class D2F(Strategy):
             start=self.num_committed,
             num_new=num_new,
             rows=rows,
-            num_branches=self.num_branches,
+            max_rows=self.max_rows,
             num_opened_blocks=num_opened_blocks,
             winner_commits=full,
             prefix_length=max(self.num_committed, len(self.prompt)),

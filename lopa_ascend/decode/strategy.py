@@ -68,7 +68,7 @@ class Strategy(ABC):
         self.winner = self.branches[0]
 
     @property
-    def num_branches(self) -> int:
+    def max_rows(self) -> int:
         """The most rows that a forward pass of this sequence may have. The engine reserves pages for so many."""
         return 1 + self.params.lookaheads
 

@@ -134,7 +134,7 @@ class Scheduler:
 
     def _fits(self, request: Request, cached: _CachedPrompt) -> bool:
         """Whether the request, if it reuses the cached pages, and all running ones can get every page they may need."""
-        num_pages = worst_case(request.limit, self.limits.num_slots(request.params), request.num_shared)
+        num_pages = worst_case(request.limit, self.limits.num_slots(request.params), request.num_shared_positions)
         needed = num_pages - len(cached.full_pages)
         available = self.allocator.num_free - sum(sequence.num_reserved for sequence in self.running.values())
         if needed <= available and not cached.pages:
@@ -182,7 +182,7 @@ class Scheduler:
             sequence.page_tables.make_room(sequence.demand)
             sequence.last_step = self.num_steps
             tables = tuple(map(tuple, sequence.page_tables.by_slot))
-            steps.append(SequenceStep(sequence.request_id, tables, sequence.page_tables.num_shared))
+            steps.append(SequenceStep(sequence.request_id, tables, sequence.page_tables.num_shared_pages))
         plan = StepPlan(self.num_steps, prefill, tuple(steps), tuple(self._copies))
         self._copies.clear()
         self.num_steps += 1

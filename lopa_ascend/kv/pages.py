@@ -125,13 +125,13 @@ class PageTables:
 
     Attributes:
         by_slot: ``by_slot[slot][i]`` is the id of the page that holds the positions [128 i, 128 (i + 1)).
-        num_shared: the first ``num_shared`` pages are the same in all slots.
+        num_shared_pages: the first ``num_shared_pages`` pages are the same in all slots.
     """
 
     def __init__(self, allocator: PageAllocator, num_slots: int) -> None:
         self.allocator = allocator
         self.by_slot: list[list[int]] = [[] for _ in range(num_slots)]
-        self.num_shared = 0
+        self.num_shared_pages = 0
 
     @property
     def num_pages(self) -> int:
@@ -149,7 +149,7 @@ class PageTables:
         for table in self.by_slot:
             assert not table
             table.extend(self.allocator.share(page) for page in pages)
-        self.num_shared = len(pages)
+        self.num_shared_pages = len(pages)
 
     def make_room(self, demand: Demand) -> None:
         """Allocates the pages that a step writes: each slot must hold what the step commits, and the slot's longest
@@ -169,14 +169,14 @@ class PageTables:
         """Makes all slots share those pages of slot 0 that committed positions fill."""
         num_full = num_committed // PAGE_SIZE
         for table in self.by_slot[1:]:
-            for i in range(self.num_shared, num_full):
+            for i in range(self.num_shared_pages, num_full):
                 page = self.allocator.share(self.by_slot[0][i])
                 if i < len(table):
                     self.allocator.release(table[i])
                     table[i] = page
                 else:
                     table.append(page)
-        self.num_shared = max(self.num_shared, num_full)
+        self.num_shared_pages = max(self.num_shared_pages, num_full)
 
     def release(self) -> None:
         """Gives back all pages."""
@@ -184,4 +184,4 @@ class PageTables:
             for page in table:
                 self.allocator.release(page)
             table.clear()
-        self.num_shared = 0
+        self.num_shared_pages = 0

@@ -183,8 +183,8 @@ def _part(share: Share, spans: Sequence[_Span], first_token: int) -> Part:
         row_tokens[span.row][offset : offset + length] = np.arange(next_token, next_token + length)
         next_token += length
     for row, tokens in zip(share.rows, row_tokens, strict=True):
-        num_shared = row.compute_from - row.start
-        tokens[:num_shared] = row_tokens[-1][:num_shared]
+        num_taken_over = row.compute_from - row.start
+        tokens[:num_taken_over] = row_tokens[-1][:num_taken_over]
     return Part(share, tuple(row_tokens), next_token - first_token, _prediction_rows(share, row_tokens))
 
 
@@ -231,7 +231,7 @@ def _writes(share: Share, step: SequenceStep, row_tokens: Sequence[Indices]) -> 
     for slot in range(share.num_slots):
         tokens = tokens_of_slot.get(slot, common)
         # Slot 0 writes the pages that all slots share.
-        begin = plan.start if slot == 0 else max(plan.start, step.num_shared * PAGE_SIZE)
+        begin = plan.start if slot == 0 else max(plan.start, step.num_shared_pages * PAGE_SIZE)
         end = plan.start + len(tokens)
         if begin < end:
             written.append(slot_mapping(step.page_tables[slot], begin, end))

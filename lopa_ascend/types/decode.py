@@ -59,7 +59,7 @@ class SequencePlan:
     """Positions from ``start`` on that this pass commits: their keys and values stay in the cache."""
     rows: tuple[RowPlan, ...]
     """The branches in evaluation order: lookahead branches by rank, the anchor last."""
-    num_branches: int
+    max_rows: int
     """The most rows that this sequence ever has in one pass."""
     num_opened_blocks: int
     """Generated blocks that were opened before this plan opened any, finished ones included."""

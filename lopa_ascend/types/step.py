@@ -86,8 +86,8 @@ class SequenceStep:
     request_id: str
     page_tables: tuple[tuple[int, ...], ...]
     """For each slot the ids of its pages, in the order of positions."""
-    num_shared: int
-    """The first ``num_shared`` pages are the same in all slots."""
+    num_shared_pages: int
+    """The first ``num_shared_pages`` pages are the same in all slots."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ class Run:
         self.model = Dream(self.config, weights, CpuOps())
         mask = self.config.mask_token_id
         self.strategy = begin(prompt, params, mask, frozenset())
-        slots = self.strategy.num_branches
+        slots = self.strategy.max_rows
         num_pages = pages_for(len(prompt) + params.max_new_tokens) * slots
         self.pool = KVPool(self.config.kv_shape(), num_pages, torch.float32, "cpu")
         self.executor = EagerExecutor(self.model, self.pool, self.model.ops)
@@ -48,7 +48,7 @@ class Run:
 
     def make_room(self, plan: SequencePlan) -> None:
         self.page_tables.make_room(self.executor.placement.demand(plan))
-        self.pages = SequenceStep("one", tuple(map(tuple, self.page_tables.by_slot)), self.page_tables.num_shared)
+        self.pages = SequenceStep("one", tuple(map(tuple, self.page_tables.by_slot)), self.page_tables.num_shared_pages)
 
     def steps(self):
         self.sequence.plan = self.strategy.plan()
@@ -82,7 +82,7 @@ def test_all_slots_hold_the_same_committed_keys_and_values(prompt: int, attentio
     write_dream(tmp_path)
     run = Run(tmp_path, *settings(attention, prompt))
     for _ in run.steps():
-        slots = [run.committed(slot) for slot in range(run.strategy.num_branches)]
+        slots = [run.committed(slot) for slot in range(run.strategy.max_rows)]
         assert all(torch.equal(slots[0], other) for other in slots[1:])
         full = run.strategy.num_committed // PAGE_SIZE
         tables = run.page_tables.by_slot
@@ -121,7 +121,7 @@ def test_full_attention_commits_the_winners_values(tmp_path) -> None:
     run.pool.copy = lambda *args: copies.append(args)  # type: ignore[method-assign]
     differ = False
     for _ in itertools.islice(run.steps(), 12):
-        slots = [run.committed(slot) for slot in range(run.strategy.num_branches)]
+        slots = [run.committed(slot) for slot in range(run.strategy.max_rows)]
         differ |= not all(torch.equal(slots[0], other) for other in slots[1:])
     assert copies
     assert differ

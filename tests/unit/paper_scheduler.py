@@ -173,7 +173,7 @@ class Paper:
         own = [("prompt", prefix_key(sequence.request)) if start < arrival.prompt else name, name]
         common = start if demand.winner_commits else demand.committed_end
         for slot, end in enumerate(demand.slot_ends):
-            first = start if slot == 0 else max(start, pages.num_shared * PAGE_SIZE)
+            first = start if slot == 0 else max(start, pages.num_shared_pages * PAGE_SIZE)
             self.write(pages.page_tables[slot], first, max(first, common), own[0])
             self.write(pages.page_tables[slot], max(first, common), max(first, common, end), (name, slot))
         for slot, end in enumerate(demand.slot_ends):

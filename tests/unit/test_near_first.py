@@ -71,7 +71,7 @@ def test_pages_are_reserved_for_as_many_rows_as_the_request_may_have(monkeypatch
     monkeypatch.setattr(decodings, "_registered", {})
     register_decoding("alone", type("Alone", (D2F,), {"like": "lopa"}))
     params = DecodingParams(decoding="alone", num_branches=4)
-    assert begin([1], params, 99, frozenset()).num_branches == 5 == 1 + params.lookaheads
+    assert begin([1], params, 99, frozenset()).max_rows == 5 == 1 + params.lookaheads
 
 
 def test_names_and_strategies_that_cannot_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:

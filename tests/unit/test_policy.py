@@ -99,7 +99,7 @@ def test_plans_are_consistent(setup: dict, seed: int) -> None:
     num_opened_blocks = 0
     while (plan := strategy.plan()) is not None:
         assert plan.num_opened_blocks == num_opened_blocks
-        assert 1 <= len(plan.rows) <= plan.num_branches == 1 + params.lookaheads
+        assert 1 <= len(plan.rows) <= plan.max_rows == 1 + params.lookaheads
         anchor = plan.rows[-1]
         for row in plan.rows:
             assert row.start == plan.start == strategy.num_committed
