@@ -40,8 +40,8 @@ def unsupported(request: DecodingParams, num_ends: int, shape: Bucket, kind: Com
         "eos_token_id": (num_ends - len(request.stop_token_ids), MAX_EOS),
         "stop_token_ids": (num_ends, MAX_EOS),
     }
-    if request.eager_parameter is not None:
-        return request.eager_parameter
+    if (name := request.eager_parameter) is not None:
+        return name
     for name, support in DecodingParams.graph_support().items():
         if support is GraphSupport.COMPILED and not kind.decodes(request, name):
             return name

@@ -288,7 +288,7 @@ class Ops(Protocol):
         ...
 
     def host_memory(self, size: int) -> Tensor:
-        """Memory of the host, pinned where copies from it to the device run beside the host only then: int32 [size]."""
+        """Memory of the host, int32 [size], from which copies to the device run while the host goes on."""
         ...
 
     def read_later(self, x: Tensor) -> Callable[[], Tensor]:

@@ -204,9 +204,8 @@ def _describe_modelslim(file: Path, modules: Iterable[str]) -> Int8Description:
             raise CheckpointError(
                 f"{file}: {name} is {shown(values[name])}, expected none: only linear layers are int8"
             )
-    types = {
-        name: value for name, value in values.items() if "." in name
-    }  # the other fields describe the whole checkpoint
+    # Fields without a dot describe the whole checkpoint.
+    types = {name: value for name, value in values.items() if "." in name}
     kinds: dict[str, Kind] = {}
     for name, value in types.items():
         if not isinstance(value, str) or value not in _MODELSLIM_KINDS:

@@ -77,12 +77,12 @@ class DecodingParams(ResearchParams, UsualParams):
             if support is GraphSupport.DEFAULT and value != getattr(DecodingParams, name):
                 return name
         is_exact = self.branch_acceptance == "exact"
+        # A compiled step cannot choose the number of branches; only with "exact" any number gives the same answer.
         if self.is_auto and not is_exact:
-            return (
-                "num_branches"  # a compiled step cannot choose it, and with other rules the number changes the answer
-            )
+            return "num_branches"
+        # A block may open in every pass, and compiled steps do not look two blocks ahead.
         if is_exact and self.lookaheads and not self.tau_add:
-            return "tau_add"  # a block may open in every pass, and compiled steps do not look two blocks ahead
+            return "tau_add"
         return None
 
     @property
