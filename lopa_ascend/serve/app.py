@@ -161,7 +161,7 @@ def _add_state(
         """200 while a new request would be accepted."""
         if (found := problem()) is not None:
             raise unavailable(found)
-        if client.num_running + client.num_waiting >= client.max_choices:
+        if client.num_running + client.num_waiting >= client.capacity:
             raise unavailable("the queue is full", code="queue_full")
         return answers.Status()
 

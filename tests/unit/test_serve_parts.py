@@ -214,12 +214,12 @@ def test_a_request_that_is_aborted_while_it_waits_has_not_begun():
 
 @pytest.mark.parametrize("trace", [False, True])
 def test_a_slow_reader_of_a_trace_ends_its_stream_and_other_updates_are_merged(trace: bool):
-    aborted: list[Generation] = []
-    generation = Generation("r", [Choice([1], DecodingParams())], trace, aborted.append)
+    taken_out: list[Generation] = []
+    generation = Generation("r", [Choice([1], DecodingParams())], trace, taken_out.append)
 
     async def read() -> list[object]:
         for number in range(MAX_UNREAD + 1):
-            assert not aborted
+            assert not taken_out
             update = Update("r-0", (number,), (0.5,), number, number, number, 0, 0)
             generation.post(0, update, Progress((number,), ""))
         seen: list[object] = []
@@ -233,7 +233,7 @@ def test_a_slow_reader_of_a_trace_ends_its_stream_and_other_updates_are_merged(t
         return seen
 
     assert asyncio.run(read()) == ([1] * MAX_UNREAD + ["slow_reader"] if trace else [MAX_UNREAD + 1])
-    assert aborted == ([generation] if trace else [])
+    assert taken_out == ([generation] if trace else [])
 
 
 def test_the_greeting_doubts_blocks_of_a_model_that_nobody_says_was_trained_for_them(tmp_path):

@@ -268,7 +268,7 @@ class Run:
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
-            self.generation.abort(ClientDisconnect())
+            self.generation.fail(ClientDisconnect())
 
         watcher = asyncio.create_task(watch())
         try:

@@ -136,8 +136,8 @@ class EngineClient:
         return len(self._choices) - self._num_running
 
     @property
-    def max_choices(self) -> int:
-        """Most choices of one request. A request with more could never be accepted."""
+    def capacity(self) -> int:
+        """Choices that may run and wait together. A request with more could never be accepted."""
         return self.ready.limits.max_num_seqs + self.settings.max_num_queued_reqs
 
     def health(self) -> str | None:
@@ -162,14 +162,14 @@ class EngineClient:
             trace: the updates carry a record of each forward pass.
 
         Raises:
-            ParameterError: there are more than ``max_choices``, or ``request_id`` is in use.
+            ParameterError: there are more than ``capacity``, or ``request_id`` is in use.
             ApiError: 503, the server stops, the engine is dead or hangs, or ("queue_full") too many choices wait.
         """
         if request_id in self._generations:
             raise ParameterError("request_id", f"{request_id!r} is in use")
-        if len(choices) > self.max_choices:
+        if len(choices) > self.capacity:
             one_prompt = all(choice.prompt_token_ids is choices[0].prompt_token_ids for choice in choices)
-            message = f"prompts times n make {len(choices)} choices; this server takes at most {self.max_choices}"
+            message = f"prompts times n make {len(choices)} choices; this server takes at most {self.capacity}"
             raise ParameterError("n" if one_prompt else "prompt", message)
         if (problem := self.health()) is not None:
             raise unavailable(problem, "service_unavailable" if self._death is None else "engine_dead")
@@ -194,7 +194,7 @@ class EngineClient:
             self._engine.send(Generate(choice_id, choice.prompt_token_ids, params, generation.trace))
         if (limit := self.settings.request_timeout) is not None:
             late = ApiError(HTTPStatus.GATEWAY_TIMEOUT, f"the request took longer than {limit:g} s", code="timeout")
-            self._timers[generation.request_id] = self._loop.call_later(limit, generation.abort, late)
+            self._timers[generation.request_id] = self._loop.call_later(limit, generation.fail, late)
 
     def release(self, generation: Generation) -> None:
         """Ends the generation if it is still running, and forgets it."""
@@ -256,7 +256,7 @@ class EngineClient:
         self._death = f"the engine process has died ({self._engine.ending})"
         logger.error(self._death)
         for generation in list(self._generations.values()):
-            generation.abort(unavailable(self._death, "engine_dead"))
+            generation.fail(unavailable(self._death, "engine_dead"))
         self.engine_died.set()
 
     async def _receive(self) -> None:
@@ -280,7 +280,7 @@ class EngineClient:
         if update.finish_reason == "error":
             self._forget(update.request_id)
             message = f"generation failed: {update.error}"
-            choice.generation.abort(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, code="engine_error"))
+            choice.generation.fail(ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, code="engine_error"))
             return
         progress = choice.output.push(update)
         if progress.output is not None:
@@ -302,7 +302,7 @@ class EngineClient:
         """Refuses new requests, and answers all unfinished ones with a 503."""
         self._stopping = True
         for generation in list(self._generations.values()):
-            generation.abort(unavailable("the server is shutting down"))
+            generation.fail(unavailable("the server is shutting down"))
 
     def kill(self) -> None:
         """Ends the engine process at once."""

@@ -28,22 +28,22 @@ SLOW_READER = f"the stream was ended: its reader left {MAX_UNREAD} events unread
 
 class Generation:
     """The running choices of one HTTP request. Updates that a slow reader has not read yet are merged or,
-    with ``trace``, kept up to a limit, beyond which the generation is aborted.
+    with ``trace``, kept up to a limit, beyond which the generation fails.
 
     Args:
         request_id: id of the request.
         choices: what it asks for.
         trace: each forward pass stays an update of its own, and is not merged with others.
-        on_abort: called when the generation is aborted; takes its choices out of the engine.
+        take_out: called when the generation fails; takes its choices out of the engine.
     """
 
     def __init__(
-        self, request_id: str, choices: Sequence[Choice], trace: bool, on_abort: Callable[[Generation], object]
+        self, request_id: str, choices: Sequence[Choice], trace: bool, take_out: Callable[[Generation], object]
     ):
         self.request_id, self.choices, self.trace = request_id, choices, trace
         self.ended = False
         """Nothing will be added to the unread updates."""
-        self._on_abort = on_abort
+        self._take_out = take_out
         self._unread: dict[tuple[int, int], tuple[Update, Progress]] = {}
         """By index of the choice and, with ``trace``, number of the forward pass."""
         self._error: Exception | None = None
@@ -66,7 +66,7 @@ class Generation:
         Raises:
             ApiError: 500 "engine_error", the request failed in the engine; 503 "engine_dead" or "service_unavailable",
                 the engine died or the server stops; 504 "timeout", the request took longer than the server allows.
-            Exception: the exception that was given to ``abort``.
+            Exception: the exception that was given to ``fail``.
         """
         remaining = len(self.choices)
         while remaining:
@@ -82,17 +82,17 @@ class Generation:
             if self._error is not None and remaining:
                 raise self._error
 
-    def abort(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """Ends the generation. The reader of its progress gets the unread updates, and then this exception."""
         if not self.ended:
             self.ended, self._error = True, error
-            self._on_abort(self)
+            self._take_out(self)
             self._news.set()
 
     def post(self, index: int, update: Update, progress: Progress) -> None:
         """Adds what a step did to the choice ``index`` to the unread updates."""
         if self.trace and len(self._unread) >= MAX_UNREAD:
-            self.abort(ApiError(HTTPStatus.SERVICE_UNAVAILABLE, SLOW_READER, code="slow_reader"))
+            self.fail(ApiError(HTTPStatus.SERVICE_UNAVAILABLE, SLOW_READER, code="slow_reader"))
             return
         key = (index, update.num_forwards if self.trace else 0)
         if key in self._unread:
