@@ -138,7 +138,7 @@ make_environment() {
     else
         npu_environment "$1" "${2:-0}"
     fi
-    # The self-test is in the checkout alone: installed is only the engine.
+    # Ranks find the self-test in this checkout; pip installs the engine without scripts/.
     [[ -z $selftest ]] || environment+=("PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}")
     # Seconds after a signal until torchrun kills the ranks: running requests may go on in them.
     [[ -z $shutdown_timeout ]] || setting TORCH_ELASTIC_SHUTDOWN_TIMEOUT $((shutdown_timeout + 30))

@@ -17,8 +17,6 @@ from pathlib import Path
 from lopa_ascend.config.help import HelpFormatter
 from scripts import arguments
 
-WEIGHTS = "model.safetensors"
-
 
 def write_mean(first: Path, second: Path, share: float, out: Path) -> None:
     """Writes a checkpoint with the mean of two checkpoints' weights, each in the number format of the first one.
@@ -32,7 +30,9 @@ def write_mean(first: Path, second: Path, share: float, out: Path) -> None:
     Raises:
         ValueError: the tensors differ in names or shapes, or are int8 codes, which have no mean.
     """
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
+
+    from scripts.training.checkpoint import WEIGHTS, replace_weights  # imports torch, which takes seconds
 
     ours, theirs = load_file(first / WEIGHTS), load_file(second / WEIGHTS)
     different = sorted(
@@ -50,10 +50,7 @@ def write_mean(first: Path, second: Path, share: float, out: Path) -> None:
     mean = {name: ours[name].float().lerp(theirs[name].float(), share).to(ours[name].dtype) for name in ours}
     if out.resolve() != first.resolve():
         shutil.copytree(first, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns(WEIGHTS))
-    # ``out`` may be the only copy of one of the two: it keeps its weights until the mean is there as a whole.
-    unfinished = out / f"{WEIGHTS}.tmp"
-    save_file(mean, unfinished, metadata={"format": "pt"})
-    unfinished.replace(out / WEIGHTS)
+    replace_weights(out, mean)
 
 
 def build_parser() -> argparse.ArgumentParser:

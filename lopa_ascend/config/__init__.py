@@ -4,7 +4,7 @@ Each setting is declared once, as ``config.settings`` describes.
 """
 
 from lopa_ascend.config.attention import ATTENTION_LAYOUTS, MAX_QUERIES, divided_length
-from lopa_ascend.config.combinations import PIPELINED, fitting_defaults
+from lopa_ascend.config.combinations import fitting_defaults
 from lopa_ascend.config.decoding import DecodingParams
 from lopa_ascend.config.decodings import DECODINGS, add_decoding, find_decoding
 from lopa_ascend.config.engine import GRAPH_MODES_BY_DEVICE, EngineConfig
@@ -27,7 +27,6 @@ __all__ = [
     "GRAPH_MODES_BY_DEVICE",
     "MAX_QUERIES",
     "MIN_TEMPERATURE",
-    "PIPELINED",
     "WINDOW_ATTENTIONS",
     "ConfigError",
     "ContextLengthError",

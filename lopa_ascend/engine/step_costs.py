@@ -26,7 +26,8 @@ that has no memory, no larger size is measured."""
 REPETITIONS = 5
 """The most measurements of one size."""
 ENOUGH = 0.1
-"""Seconds that the repeated measurements of one size may take if it is more than one, because other requests wait."""
+"""Seconds that repeated measurements of one size may take together, because other requests wait meanwhile. One
+repetition is made in any case."""
 
 
 def measure_step_costs(runner: Runner, max_tokens: int, world: Group) -> StepCosts:
@@ -58,7 +59,7 @@ def _measure(runner: Runner, num_rows: int, world: Group) -> int:
     model, device = runner.model, runner.ops.device
     num_layers, _, _, num_kv_heads, head_dim = runner.pool.caches.shape[1:]
     # Every row has a page of its own, as in a real step: one attention kernel of an NPU takes no more rows than there
-    # are pages. All layers have the same pages, since nobody reads what is computed.
+    # are pages. All layers write to the same memory: a measurement does not use what it computes.
     cache_shape = (num_rows, PAGE_SIZE, num_kv_heads, head_dim)
     keys, values = (torch.zeros(cache_shape, dtype=model.head.dtype, device=device) for _ in "kv")
     page_tables = torch.arange(num_rows, dtype=torch.int32, device=device)[:, None]

@@ -144,7 +144,7 @@ def _digest(folder: Path) -> str:
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:
             for index in range(NUM_CHUNKS):
-                end_of_last = index * CHUNK  # a small file is read once, chunk after chunk
-                file.seek(max(end_of_last, (size - CHUNK) * index // (NUM_CHUNKS - 1)))
+                end_of_previous = index * CHUNK  # a small file is read once, chunk after chunk
+                file.seek(max(end_of_previous, (size - CHUNK) * index // (NUM_CHUNKS - 1)))
                 digest.update(file.read(CHUNK))
     return digest.hexdigest()[:16]

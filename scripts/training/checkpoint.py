@@ -18,6 +18,7 @@ GEOMETRY: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "rope_theta": 10000.0,
     "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "attention_dropout": 0.0,
 }  # fmt: skip
+WEIGHTS = "model.safetensors"
 RECOMMENDED = {"block_size": 8}
 """Decoding parameters that the checkpoint recommends. In longer blocks positions far ahead are filled too early
 (docs/bundled-model.md)."""
@@ -34,10 +35,7 @@ def write(out: Path, weights: Mapping[str, Tensor], *, eos: int, mask: int) -> N
         mask: token id of the mask.
     """
     stored = {f"model.{name}": weight.bfloat16().contiguous() for name, weight in weights.items()}
-    # The checkpoint may be the only one: its weights stay until the new ones are there as a whole.
-    unfinished = out / "model.safetensors.tmp"
-    save_file(stored, unfinished, metadata={"format": "pt"})
-    unfinished.replace(out / "model.safetensors")
+    replace_weights(out, stored)
     generation = {
         "eos_token_id": eos,
         "pad_token_id": eos,
@@ -57,3 +55,11 @@ def write(out: Path, weights: Mapping[str, Tensor], *, eos: int, mask: int) -> N
     }
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def replace_weights(folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Writes model.safetensors. The one before may be the only copy of its weights, so it stays until the new one is
+    there as a whole."""
+    unfinished = folder / f"{WEIGHTS}.tmp"
+    save_file(dict(weights), unfinished, metadata={"format": "pt"})
+    unfinished.replace(folder / WEIGHTS)

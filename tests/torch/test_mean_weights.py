@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from scripts.mean_weights import WEIGHTS, write_mean
+from scripts.mean_weights import write_mean
+from scripts.training.checkpoint import WEIGHTS
 
 
 def write(directory: Path, **tensors: Tensor) -> Path:
@@ -41,7 +42,7 @@ def test_a_mean_that_is_not_finished_leaves_the_checkpoint_that_it_replaces(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("safetensors.torch.save_file", interrupted)
+        patched.setattr("scripts.training.checkpoint.save_file", interrupted)
         with pytest.raises(KeyboardInterrupt):
             write_mean(first, second, 0.5, second)
     assert load_file(second / WEIGHTS)["a"].tolist() == [1.0, 1.0]
