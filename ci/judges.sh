@@ -6,4 +6,4 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/scripts/env.sh"
 use_env "$root" judge
 cd "$root"
-exec python -m scripts.judge "$@"
+exec python -m tests.judges "$@"

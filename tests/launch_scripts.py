@@ -15,7 +15,7 @@ INTERPRETER = """\
 import json, os, sys, time
 if sys.argv[1] == "-c":
     sys.exit({missing})
-if sys.argv[1].endswith("preflight.py"):
+if sys.argv[1].endswith("scripts/launch/__main__.py"):
     os.execv("{python}", ["{python}", *sys.argv[1:]])
 started = {{"command": sys.argv[1:], "environment": dict(os.environ)}}
 with open(os.path.join("{folder}", f"{{os.getpid()}}.json"), "w") as file:
@@ -39,17 +39,17 @@ class Scripts:
         return {"PATH": os.environ["PATH"], "PYTHON": str(self.python), **variables}
 
     def run(self, name: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        command = [str(ROOT / f"scripts/launch_{name}.sh"), *flags]
+        command = [str(ROOT / f"scripts/launch/{name}.sh"), *flags]
         environment = self.environment(variables)
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, cwd=self.folder)
 
     def started(self) -> list[tuple[dict[str, str], list[str]]]:
-        """Environment and command of each server that was started since the last call, by --master-port."""
+        """Environment and command of each program that was started since the last call, in the order of the commands."""
         files = list(self.folder.glob("*.json"))
         runs = [json.loads(file.read_text()) for file in files]
         for file in files:
             file.unlink()
-        runs.sort(key=lambda run: run["command"][run["command"].index("--master-port") + 1])
+        runs.sort(key=lambda run: run["command"])
         return [(run["environment"], run["command"]) for run in runs]
 
     def dry_run(self, name: str, *flags: str, **variables: str) -> list[tuple[dict[str, str], list[str]]]:

@@ -1,4 +1,4 @@
-"""What the installed torch and transformers can do, for tests that need it; scripts/versions.py runs others."""
+"""What the installed torch and transformers can do, for tests that need it; ci/versions.py runs others."""
 
 from __future__ import annotations
 

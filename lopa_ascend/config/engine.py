@@ -251,7 +251,7 @@ class EngineConfig:
         Setting(
             Choice(ATTENTION_LAYOUTS),
             "tensor layout of attention on an NPU; TND16 is TND with at most 16 queries an entry; "
-            "`python -m scripts.npu_selftest` says which one works and is faster; changes no token",
+            "`python -m scripts.selftest` says which one works and is faster; changes no token",
             group=Group.GRAPHS,
         ),
     )

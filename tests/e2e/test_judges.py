@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lopa_ascend import DecodingParams
-from scripts.judge import accuracy, faults, fuzz, kill, soak, starve
-from scripts.judge.report import Options, Report
+from tests.judges import accuracy, faults, fuzz, kill, soak, starve
+from tests.judges.report import Options, Report
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch_npu import npu
 
-from scripts.npu_selftest import int8_cases, step_cases
-from scripts.npu_selftest.__main__ import main
-from scripts.npu_selftest.findings import Finding, eager_ops, examine_cases, merged, slowest
+from scripts.selftest import int8_cases, step_cases
+from scripts.selftest.__main__ import main
+from scripts.selftest.findings import Finding, eager_ops, examine_cases, merged, slowest
 from tests.npu.lab import attention, capture
 from tests.npu.lab.constraints import require
 from tests.tiers import slow_but

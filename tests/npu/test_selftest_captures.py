@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from lopa_ascend.backend.npu import compiler
-from scripts.npu_selftest import captures
-from scripts.npu_selftest.cases import Case
-from scripts.npu_selftest.findings import eager_ops, examine_cases
-from scripts.npu_selftest.layer_cases import captured_cases
-from scripts.npu_selftest.policy_cases import policy_cases
+from scripts.selftest import captures
+from scripts.selftest.cases import Case
+from scripts.selftest.findings import eager_ops, examine_cases
+from scripts.selftest.layer_cases import captured_cases
+from scripts.selftest.policy_cases import policy_cases
 from tests.dist.ranks import finish, start
 from tests.npu.lab import attention, capture, device
 from tests.tiers import slow_but
@@ -125,9 +125,9 @@ import torch
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.parallel import mesh
 from lopa_ascend.parallel.launch import Rendezvous, exit_rank
-from scripts.npu_selftest.exchanges import exchanges_case
-from scripts.npu_selftest.findings import Finding, eager_ops, examine
-from scripts.npu_selftest.node import examine_groups, raises_on_all
+from scripts.selftest.exchanges import exchanges_case
+from scripts.selftest.findings import Finding, eager_ops, examine
+from scripts.selftest.node import examine_groups, raises_on_all
 from tests.npu.lab import capture, collectives, device
 
 tp, bp = map(int, sys.argv[2:])

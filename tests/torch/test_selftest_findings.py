@@ -14,13 +14,13 @@ import torch
 from lopa_ascend.config import ATTENTION_LAYOUTS
 from lopa_ascend.parallel.collectives import Group, RankError
 from lopa_ascend.parallel.mesh import Mesh
-from scripts.npu_selftest import exchanges, node
-from scripts.npu_selftest import findings as module
-from scripts.npu_selftest.__main__ import main
-from scripts.npu_selftest.cases import CAPTURED, CPU, Case
-from scripts.npu_selftest.exchanges import EXCHANGES, exchanges_case
-from scripts.npu_selftest.findings import Finding, examine, examine_cases, merged, options, shortened, slowest
-from scripts.npu_selftest.layer_cases import random_layer_inputs
+from scripts.selftest import exchanges, node
+from scripts.selftest import findings as module
+from scripts.selftest.__main__ import main
+from scripts.selftest.cases import CAPTURED, CPU, Case
+from scripts.selftest.exchanges import EXCHANGES, exchanges_case
+from scripts.selftest.findings import Finding, examine, examine_cases, merged, options, shortened, slowest
+from scripts.selftest.layer_cases import random_layer_inputs
 
 ONE = torch.ones(1)
 
@@ -209,7 +209,7 @@ def test_wrong_flags(capsys: pytest.CaptureFixture[str], argv: list[str], messag
     [
         (
             None,
-            "--tensor-parallel-size 4 needs 4 ranks or a multiple: scripts/launch_node.sh --tp 4 --bp 1 --selftest",
+            "--tensor-parallel-size 4 needs 4 ranks or a multiple: scripts/launch/node.sh --tp 4 --bp 1 --selftest",
         ),
         (2, "--tensor-parallel-size 4 does not divide 2 ranks; start a multiple of 4"),
         (6, "--tensor-parallel-size 4 does not divide 6 ranks; start a multiple of 4"),

@@ -13,13 +13,13 @@ from lopa_ascend.serve.api.body import parse_completion
 from lopa_ascend.serve.api.errors import ApiError
 from scripts.bench_serve import Level, make_requests
 from scripts.bench_stream import table
-from scripts.judge import faults, fuzz, soak
-from scripts.judge.attack import CLOSED, CUT_OFF, FULL, KINDS, LEFT, Attack, head, outcome_of, play
-from scripts.judge.client import COMPLETIONS, Answer, Ask, ask, chat, questions
-from scripts.judge.hostile_bodies import UNSUPPORTED
-from scripts.judge.hostile_costs import COSTLY
-from scripts.judge.probe import Quiet, Sample
-from scripts.judge.report import Options, Report, percentile
+from tests.judges import faults, fuzz, soak
+from tests.judges.attack import CLOSED, CUT_OFF, FULL, KINDS, LEFT, Attack, head, outcome_of, play
+from tests.judges.client import COMPLETIONS, Answer, Ask, ask, chat, questions
+from tests.judges.hostile_bodies import UNSUPPORTED
+from tests.judges.hostile_costs import COSTLY
+from tests.judges.probe import Quiet, Sample
+from tests.judges.report import Options, Report, percentile
 
 
 async def answered(reply: bytes, *attacks: Attack, words: bool = False) -> list[int | str]:

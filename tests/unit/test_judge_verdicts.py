@@ -15,13 +15,13 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from scripts.judge import __main__ as command
-from scripts.judge import faults, fuzz, kill, probe, signals, soak, starve, tools
-from scripts.judge.client import CHAT, COMPLETIONS
-from scripts.judge.fuzz import Example
-from scripts.judge.probe import Probe, Quiet, Sample
-from scripts.judge.report import Options, Report
-from scripts.judge.server import Server
+from tests.judges import __main__ as command
+from tests.judges import faults, fuzz, kill, probe, signals, soak, starve, tools
+from tests.judges.client import CHAT, COMPLETIONS
+from tests.judges.fuzz import Example
+from tests.judges.probe import Probe, Quiet, Sample
+from tests.judges.report import Options, Report
+from tests.judges.server import Server
 
 RESPONSES = "/v1/responses"
 

@@ -36,9 +36,10 @@ def test_the_checks_know_the_graph_mode_of_the_server(scripts: Scripts, flags: t
 @pytest.mark.parametrize("name", ["node", "cluster", "replicas"])
 def test_it_starts_what_it_prints(scripts: Scripts, name: str):
     port = free_ports(4)
-    flags = [*CPU, "--port", str(port), "--master-port", str(port + 2), "--model", str(DEMO_MODEL)]
+    flags = [*CPU, "--port", str(port), "--model", str(DEMO_MODEL)]
     flags += {
-        "cluster": ["--nnodes=1", *CLUSTER, "--node-rank=0", "--interface=lo", "--master-addr=127.0.0.1"],
+        "cluster": ["--nnodes=1", *CLUSTER, "--node-rank=0", "--interface=lo", "--master-addr=127.0.0.1"]
+        + ["--master-port", str(port + 2)],
         "replicas": ["--replicas=2"],
     }.get(name, [])
     flags += ["--", "--stop", "$a 'b"]
@@ -54,7 +55,7 @@ def test_it_starts_what_it_prints(scripts: Scripts, name: str):
 
 def test_a_replica_that_ends_takes_the_others_along(scripts: Scripts):
     port = free_ports(6)
-    flags = ["--device", "cpu", "--tp", "1", "--replicas", "3", "--port", str(port), "--master-port", str(port + 3)]
+    flags = ["--device", "cpu", "--tp", "1", "--replicas", "3", "--port", str(port), "--max-restarts", "2"]
     begin = time.monotonic()
     done = scripts.run("replicas", *flags, "--", "--fail", str(port + 1), LINGER="50")
     assert time.monotonic() - begin < 20
@@ -62,15 +63,25 @@ def test_a_replica_that_ends_takes_the_others_along(scripts: Scripts):
     assert "replica 1 has ended; ending the others" in done.stderr
     assert "replica 0 has" not in done.stderr
     assert done.stdout.splitlines() == [f"replica {i}: http://127.0.0.1:{port + i}" for i in range(3)]
+    assert done.stderr.count(f"the server on port {port + 1} has ended with status 3; starting it again") == 2
     assert not any(alive(file) for file in scripts.folder.glob("*.json"))
+
+
+@pytest.mark.parametrize(("restarts", "starts"), [("0", 1), ("3", 4)])
+def test_a_server_that_fails_is_started_again(scripts: Scripts, restarts: str, starts: int):
+    port = str(free_ports(1))
+    flags = [*CPU, "--port", port, "--max-restarts", restarts]
+    done = scripts.run("node", *flags, "--", "--fail", port)
+    assert done.returncode == 3
+    assert len(scripts.started()) == starts
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_all_replicas(scripts: Scripts, number: signal.Signals):
     port = free_ports(6)
-    flags = ["--device", "cpu", "--tp", "1", "--replicas", "3", "--port", str(port), "--master-port", str(port + 3)]
+    flags = ["--device", "cpu", "--tp", "1", "--replicas", "3", "--port", str(port)]
     host, shown = ("::1", "[::1]") if has_ipv6() else ("127.0.0.1", "127.0.0.1")
-    command = [str(ROOT / "scripts/launch_replicas.sh"), *flags, "--host", host, "--", "--ssl-certfile", "x"]
+    command = [str(ROOT / "scripts/launch/replicas.sh"), *flags, "--host", host, "--", "--ssl-certfile", "x"]
     environment = scripts.environment({"LINGER": "50"})
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         wait_until(lambda: len(list(scripts.folder.glob("*.json"))) == 3)
@@ -99,17 +110,16 @@ def test_help_teaches(scripts: Scripts, name: str):
     done = scripts.run(name, "--tp", "2", "--help")
     assert done.returncode == 0
     assert "tensor parallel size: ranks that split each forward pass (4)" in done.stdout
-    assert f"launch_{name}.sh --" in done.stdout
+    assert f"{name}.sh --" in done.stdout
 
 
 def test_the_second_server_of_the_help_has_dies_and_ports_of_its_own(scripts: Scripts):
     (example,) = [line for line in scripts.run("node", "--help").stdout.splitlines() if "VISIBLE_DEVICES=" in line]
-    variables, flags = example.split("launch_node.sh")
+    variables, flags = example.split("node.sh")
     ((second, command),) = scripts.dry_run("node", *flags.split(), **dict(v.split("=") for v in variables.split()))
     ((first, default),) = scripts.dry_run("node")
     assert int(second["HCCL_IF_BASE_PORT"]) == int(first["HCCL_IF_BASE_PORT"]) + 32
-    for flag in ("--port", "--master-port"):
-        assert command[command.index(flag) + 1] != default[default.index(flag) + 1]
+    assert command[command.index("--port") + 1] != default[default.index("--port") + 1]
 
 
 def test_only_a_cpu_gets_an_environment_made(tmp_path: Path):
@@ -118,7 +128,7 @@ def test_only_a_cpu_gets_an_environment_made(tmp_path: Path):
     assert f"{ROOT}/.venv/bin/python" in done.stdout
     assert f"{ROOT}/.venv/bin/python" not in scripts.run("node", "--dry-run").stdout
     ((_, command),) = Scripts(tmp_path).dry_run("node", *CPU, PYTHON="./python")
-    assert command[1] == "lopa_ascend.parallel.torchrun"
+    assert command[1] == "lopa_ascend.serve"
     done = scripts.run("node", PYTHON="no-such-python")
     assert (done.returncode, "no no-such-python" in done.stderr) == (2, True)
 
@@ -145,9 +155,10 @@ def test_only_a_cpu_gets_an_environment_made(tmp_path: Path):
         ("node", ["--bp", "x[$(touch broken)]"], "argument --bp: must be an integer"),
         ("node", ["--timeout", "1"], "argument --timeout: must be an integer from 2 to 86400, got '1'"),
         ("replicas", ["--replicas", "0"], "argument --replicas: must be an integer"),
+        ("node", ["--master-port=1"], "--master-port is a flag of cluster.sh; the ranks of one node choose a port"),
         ("node", [*CPU, "--selftest"], "--selftest tests NPUs, and --device is cpu"),
-        ("replicas", ["--selftest"], "--selftest is a flag of launch_node.sh"),
-        ("node", ["--device", "gpu"], "invalid choice: 'gpu'"),
+        ("replicas", ["--selftest"], "--selftest is a flag of node.sh"),
+        ("node", ["--device", "gpu"], "argument --device: must be npu or cpu, got 'gpu'"),
     ],
 )
 def test_wrong_flags(scripts: Scripts, name: str, flags: list[str], message: str):
@@ -169,14 +180,14 @@ def test_wrong_flags(scripts: Scripts, name: str, flags: list[str], message: str
             ],
         ),
         (
-            "replicas",
-            ["--port", "29498"],
-            ["ports: --port 29498 and --master-port 29500 overlap; change one of them"],
+            "cluster",
+            [*CLUSTER, "--port", "29500"],
+            ["ports: --port and --master-port are both 29500; change one of them"],
         ),
         (
             "replicas",
             ["--port", "65533"],
-            ["ports: 4 replicas go beyond port 65535; lower --port or --master-port"],
+            ["ports: 4 replicas go beyond port 65535; lower --port"],
         ),
     ],
 )

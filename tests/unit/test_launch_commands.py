@@ -1,5 +1,6 @@
 """The commands and environments that the launch scripts print, and later start."""
 
+import math
 import os
 from pathlib import Path
 
@@ -14,7 +15,7 @@ def scripts(tmp_path: Path) -> Scripts:
 
 
 def torchrun(*flags: str) -> list[str]:
-    return ["-m", "lopa_ascend.parallel.torchrun", *flags]
+    return ["-m", "torch.distributed.run", *flags]
 
 
 def serve(device: str, tp: int, bp: int, port: int = 8000) -> list[str]:
@@ -40,8 +41,7 @@ def test_a_node_is_sixteen_dies(scripts: Scripts):
         "OMP_PROC_BIND": "false",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    place = ("--nnodes", "1", "--master-addr", "127.0.0.1", "--master-port", "29500")
-    assert command == torchrun(*place, "--nproc-per-node", "16", "--max-restarts", "3") + serve("npu", 4, 4)
+    assert command == serve("npu", 4, 4)
 
 
 def test_a_path_that_env_would_take_for_a_variable_is_refused(tmp_path: Path):
@@ -58,9 +58,9 @@ def test_torchrun_lets_requests_end(scripts: Scripts, flags: tuple[str, ...]):
     """It kills ranks 30 s after a signal by default."""
     name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
     for arguments in ((), CPU):
-        ((environment, _),) = scripts.dry_run("node", *arguments, "--", *flags)
+        ((environment, _),) = scripts.dry_run("cluster", *CLUSTER, *arguments, "--bp=2", "--", *flags)
         assert environment[name] == "150"
-    refused = scripts.run("node", "--", "--shutdown-timeout=1e2")
+    refused = scripts.run("cluster", "--dry-run", *CLUSTER, "--", "--shutdown-timeout=1e2")
     assert refused.returncode == 2
     assert "--shutdown-timeout 1e2: write seconds in digits" in refused.stderr
 
@@ -71,7 +71,7 @@ def test_a_cluster_has_one_command_but_for_the_rank_of_the_node(scripts: Scripts
     assert environment["GLOO_SOCKET_IFNAME"] == "eth0"
     assert environment["CPU_AFFINITY_CONF"] == "1"
     place = ("--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1", "--master-port", "29500")
-    assert command == torchrun(*place, "--nproc-per-node", "16", "--max-restarts", "3") + serve("npu", 4, 8)
+    assert command == torchrun(*place, "--max-restarts", "3", "--nproc-per-node", "16") + serve("npu", 4, 8)
     ((_, first),) = scripts.dry_run("cluster", *CLUSTER, "--node-rank=0")
     assert [pair for pair in zip(command, first, strict=True) if pair[0] != pair[1]] == [("1", "0")]
 
@@ -88,9 +88,7 @@ def test_replicas_share_nothing(scripts: Scripts):
     # torch_npu splits all cores among the visible dies: binding would put every replica on the same cores.
     assert {environment["CPU_AFFINITY_CONF"] for environment, _ in servers} == {"0"}
     for replica, (_, command) in enumerate(servers):
-        place = ("--nnodes", "1", "--master-addr", "127.0.0.1", "--master-port", str(29500 + replica))
-        expected = torchrun(*place, "--nproc-per-node", "4", "--max-restarts", "3")
-        assert command == expected + serve("npu", 4, 1, 9000 + replica)
+        assert command == serve("npu", 4, 1, 9000 + replica)
 
 
 @pytest.mark.parametrize(("name", "flags"), [("node", ()), ("node", ("--tp", "1", "--bp", "1")), ("cluster", CLUSTER)])
@@ -98,10 +96,13 @@ def test_the_self_test_has_the_environment_of_the_server(scripts: Scripts, name:
     ((served, server),) = scripts.dry_run(name, *flags)
     ((tested, command),) = scripts.dry_run(name, *flags, "--selftest", "--", "--json", "report.json", PYTHONPATH="mine")
     assert tested == {**served, "PYTHONPATH": f"{ROOT}:mine"}
-    ranks = server[: server.index("--max-restarts")]
-    tp = server[server.index("--tensor-parallel-size") + 1]
-    own = ["-m", "scripts.npu_selftest", "--tensor-parallel-size", tp, "--json", "report.json"]
-    assert command == [*ranks, "--max-restarts", "0", *own]
+    size = {option: server[server.index(option) + 1] for option in ("--tensor-parallel-size", "--branch-parallel-size")}
+    if name == "cluster":
+        place, ranks = [*server[2 : server.index("--max-restarts")], "--max-restarts", "0"], "16"
+    else:
+        place, ranks = ["--standalone", "--local-addr", "127.0.0.1"], str(math.prod(map(int, size.values())))
+    own = ["-m", "scripts.selftest", "--tensor-parallel-size", size["--tensor-parallel-size"], "--json", "report.json"]
+    assert command == torchrun(*place, "--nproc-per-node", ranks, *own)
 
 
 def test_a_cpu_needs_little(scripts: Scripts):
@@ -112,7 +113,7 @@ def test_a_cpu_needs_little(scripts: Scripts):
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    assert command[command.index("--nproc-per-node") + 1] == "2"
+    assert command == serve("cpu", 2, 1)
     servers = scripts.dry_run("replicas", *CPU, "--replicas", "2", "--tp", str(max(1, cores // 2)))
     assert [environment["OMP_NUM_THREADS"] for environment, _ in servers] == ["1", "1"]
     ((environment, _),) = scripts.dry_run("node", *CPU, "--tp", str(cores + 1))

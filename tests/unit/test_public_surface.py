@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from scripts import bench_stream, decoding_table, public_surface
+from ci import decoding_table, public_surface
 from scripts.doc_tables import with_table
 
 
@@ -18,13 +18,13 @@ def current() -> dict[str, Any]:
 def test_the_surface_is_as_recorded(current: dict[str, Any], part: str):
     recorded = json.loads(public_surface.FILE.read_text("utf-8"))
     assert recorded.keys() == current.keys() == set(public_surface.PARTS)
-    assert current[part] == recorded[part], "if this is meant: python -m scripts.public_surface --write"
+    assert current[part] == recorded[part], "if this is meant: python -m ci.public_surface --write"
 
 
 def test_the_tables_of_decoding_parameters_are_those_of_the_declarations():
     page = decoding_table.PAGE.read_text("utf-8")
     for research in (False, True):
-        assert decoding_table.table(research=research) in page, "python -m scripts.decoding_table --write"
+        assert decoding_table.table(research=research) in page, "python -m ci.decoding_table --write"
     assert decoding_table.with_tables(page) == page
 
 

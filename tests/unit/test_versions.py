@@ -38,9 +38,9 @@ def test_the_npu_extra_has_what_the_npu_tests_install():
 
 def test_the_versions_that_are_run_are_those_of_the_page(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "nox", MagicMock())  # not among the test tools, and only the list is looked at
-    monkeypatch.delitem(sys.modules, "scripts.versions", raising=False)
-    combinations = importlib.import_module("scripts.versions").COMBINATIONS
-    monkeypatch.delitem(sys.modules, "scripts.versions")
+    monkeypatch.delitem(sys.modules, "ci.versions", raising=False)
+    combinations = importlib.import_module("ci.versions").COMBINATIONS
+    monkeypatch.delitem(sys.modules, "ci.versions")
     page = (ROOT / "docs" / "compatibility.md").read_text("utf-8")
     rows = re.findall(r"^  \| ([\d., ]+) \| ([\d.]+) \| ([\d.]+) \|", page, re.MULTILINE)
     named = [(python, torch, transformers) for pythons, torch, transformers in rows for python in pythons.split(", ")]

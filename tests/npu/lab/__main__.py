@@ -1,6 +1,6 @@
 """Runs a module on the simulated device: python -m tests.npu.lab [--numeric] MODULE [ARGUMENT ...]
 
-For example the self-test, scripts.npu_selftest; or the bundled model, which has small heads and so needs numeric mode:
+For example the self-test, scripts.selftest; or the bundled model, which has small heads and so needs numeric mode:
 --numeric scripts.eval_demo targets --device npu --dtype bfloat16 --limit 100
 """
 

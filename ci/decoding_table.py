@@ -1,0 +1,71 @@
+"""Makes the tables of decoding parameters in docs/decoding.md.
+
+    python -m ci.decoding_table            print the tables
+    python -m ci.decoding_table --write    put them into docs/decoding.md
+
+They follow from the declarations of the parameters in lopa_ascend/config.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from lopa_ascend.config import DecodingParams
+from lopa_ascend.config.help import HelpFormatter
+from lopa_ascend.config.settings import Group, Parameter
+from scripts.doc_tables import with_table
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "decoding.md"
+TITLES = ("parameter", "default", "allowed values", "meaning", "in compiled steps")
+
+
+def table(*, research: bool) -> str:
+    """One table in Markdown.
+
+    Args:
+        research: the parameters of the group "decoding, for research"; else all others.
+    """
+    rows = [TITLES, ("---",) * len(TITLES)]
+    for name, parameter in DecodingParams.parameters().items():
+        if (parameter.group is Group.RESEARCH) == research:
+            default, allowed = _default(name, parameter), parameter.kind.allowed()
+            rows.append((f"`{name}`", default, allowed, _meaning(parameter), parameter.graphs.value))
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _default(name: str, parameter: Parameter) -> str:
+    value = getattr(DecodingParams, name)
+    if parameter.default_text is not None:
+        return parameter.default_text
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else f"{value:g}"
+
+
+def _meaning(parameter: Parameter) -> str:
+    names = ", ".join(f"`{alias}`" for alias in parameter.aliases)
+    off = " or ".join(map(str, parameter.off))
+    parts = [parameter.help, f"HTTP also: {names}" if names else "", f"HTTP: {off} is off" if off else ""]
+    return "; ".join(part for part in parts if part)
+
+
+def with_tables(page: str) -> str:
+    """The page with both tables made anew."""
+    page = with_table(page, "usual", table(research=False))
+    return with_table(page, "research", table(research=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m ci.decoding_table", description=__doc__, formatter_class=HelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help="write docs/decoding.md instead of printing")
+    if parser.parse_args().write:
+        PAGE.write_text(with_tables(PAGE.read_text("utf-8")), "utf-8")
+    else:
+        print(table(research=False), table(research=True), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

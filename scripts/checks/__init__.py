@@ -1,1 +1,0 @@
-"""The checks that `scripts/preflight.py` makes before a launch."""

@@ -1,1 +1,0 @@
-"""Independent judges: they test a running server from outside. `python -m scripts.judge --help` names them."""

@@ -1,1 +1,0 @@
-"""The self-test of NPUs: `python -m scripts.npu_selftest --help`."""

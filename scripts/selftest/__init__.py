@@ -1,0 +1,1 @@
+"""The self-test of NPUs: `python -m scripts.selftest --help`."""

@@ -1,0 +1,314 @@
+"""Examines the cases on this process's NPU, and derives the options for the server from what was found."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from lopa_ascend.backend import Ops, load_ops
+from lopa_ascend.config import ATTENTION_LAYOUTS, GRAPH_MODES_BY_DEVICE, EngineConfig
+from lopa_ascend.parallel.collectives import Group
+from lopa_ascend.parallel.launch import rank_in_environment
+from scripts.selftest.cases import (
+    ASKED,
+    CAPTURED,
+    Case,
+    asked_case,
+    attention_cases,
+    elementwise_cases,
+    linear_cases,
+    write_cases,
+)
+from scripts.selftest.int8_cases import INT8, int8_cases
+from scripts.selftest.layer_cases import captured_cases
+from scripts.selftest.policy_cases import policy_cases
+from scripts.selftest.speed import CALLS, KV_LENGTHS, SPEED, TIMED_LAYOUTS, speed_cases, speed_name
+from scripts.selftest.step_cases import captured_step_cases, step_cases
+
+TOLERANCE = 0.02
+"""Largest error that is ok, as a share of the largest value: a few roundings of bfloat16."""
+VERDICTS = ("ok", "asked", "refused", "WRONG")
+"""From the best to the worst."""
+SIZES = tuple(2**exponent for exponent in range(10, 21, 2))
+"""Bytes of the all-reduces that are timed. One of Dream-7B with 128 tokens has 896 KiB."""
+FASTER = 0.95
+"""The share of the first layout's time that another one may take at most to be chosen instead."""
+FIRST_LAYOUT = ATTENTION_LAYOUTS[0]
+NOT_TIMED = "not tried, because attention in this layout is not ok"
+WARM_UP = 3
+"""Runs for each size of all-reduce that are made first and not timed."""
+SUMS = 8
+"""All-reduces of a run: the host waits for the device once in a run, which takes longer than a small all-reduce."""
+REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, LookupError, ImportError)
+"""What an op raises that the device or this torch_npu cannot run."""
+MAX_MESSAGE = 300
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found about one case."""
+
+    name: str
+    """Name of the case."""
+    verdict: str
+    """One of ``VERDICTS``."""
+    error: float | None = None
+    """The largest error as a share of the largest value, or the share of different values if none may differ; None if
+    nothing was computed."""
+    micros: float | None = None
+    """Median duration of a call in microseconds; None if calls were not timed."""
+    message: str = ""
+    """Why the op was refused, or the answer to what was asked."""
+    ranks: tuple[int, ...] = ()
+    """The ranks with this finding; empty if all have it."""
+
+
+def examine(case: Case, repeats: int) -> Finding:
+    """Runs a case, compares its result, and times it. Its name is written before it runs, its verdict after it."""
+    announce(f"{case.name} ... ")
+    finding = _examine(case, repeats)
+    announce_verdict(finding)
+    return finding
+
+
+def announce(text: str) -> None:
+    """Writes to stderr at once, on rank 0. What was written is not lost where the device hangs or ends the process."""
+    if rank_in_environment() in (None, 0):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def announce_verdict(finding: Finding) -> None:
+    """Ends the line of a case."""
+    announce(f"{finding.verdict}: {finding.message}\n" if finding.message else f"{finding.verdict}\n")
+
+
+def announced(finding: Finding) -> Finding:
+    """The finding of something that was not tried, after a line about it."""
+    announce(f"{finding.name} ... ")
+    announce_verdict(finding)
+    return finding
+
+
+def _examine(case: Case, repeats: int) -> Finding:
+    """``examine`` without what is written."""
+    try:
+        results = on_cpu(case.run())
+        micros = median_micros(case.run, repeats) if case.timed else None
+        error_of, most = (share_of_different, 0.0) if case.exact else (relative_error, TOLERANCE)
+        worst = max(error_of(*pair) for pair in zip(results, on_cpu(case.expected), strict=True))
+    except REFUSALS as error:
+        return Finding(case.name, "refused", message=shortened(error))
+    return Finding(case.name, "ok" if worst <= most else "WRONG", worst, micros)
+
+
+def examine_cases(cases: Iterable[Case | Finding], rest: str, repeats: int) -> list[Finding]:
+    """Examines cases, whose inputs are put on the device one case after the other.
+
+    A kernel may have left the device unusable. Then no further inputs can be made, and what was found until then is
+    kept.
+
+    Args:
+        cases: findings among them are kept as they are.
+        rest: name of the finding that stands for all cases from the first one on whose inputs cannot be made.
+        repeats: timed calls of each op.
+    """
+    findings: list[Finding] = []
+    try:
+        for case in cases:
+            findings.append(announced(case) if isinstance(case, Finding) else examine(case, repeats))
+    except REFUSALS as error:
+        findings.append(announced(Finding(rest, "refused", message=f"not tried: {shortened(error)}")))
+    return findings
+
+
+def shortened(error: Exception) -> str:
+    """The beginning of an error's text on one line, without folders and addresses of this machine."""
+    text = " ".join(f"{error}".split()) or type(error).__name__
+    text = re.sub(r"(?<![\w./])(?:/[^\s/:'\"()\[\],]+)+/", "", text)
+    return re.sub(r"\b\d{1,3}(?:\.\d{1,3}){3}\b", "<address>", text)[:MAX_MESSAGE]
+
+
+def median_micros(run: Callable[[], object], repeats: int) -> float:
+    """Median microseconds from a call until the device is done."""
+    npu = torch.get_device_module("npu")
+    durations = []
+    for _ in range(repeats):
+        npu.synchronize()
+        start = time.perf_counter()
+        run()
+        npu.synchronize()
+        durations.append(time.perf_counter() - start)
+    return 1e6 * statistics.median(durations)
+
+
+def on_cpu(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """A list of one tensor or several, on the CPU."""
+    return [tensor.cpu() for tensor in ([tensors] if isinstance(tensors, Tensor) else tensors)]
+
+
+def relative_error(result: Tensor, expected: Tensor) -> float:
+    """The largest error as a share of the largest expected value; infinite if a value is not finite."""
+    error = (result.float() - expected.float()).abs().max() / expected.float().abs().max()
+    return float(error.nan_to_num(nan=float("inf")))
+
+
+def share_of_different(result: Tensor, expected: Tensor) -> float:
+    """The share of values that are not those expected."""
+    return float((result != expected).float().mean())
+
+
+def examine_all(repeats: int) -> list[Finding]:
+    """Examines all cases on this process's NPU but the asked one; each op is timed ``repeats`` times.
+
+    A kernel may leave the device unusable. So what the options for the server need comes first.
+    """
+    by_layout = {layout: eager_ops(layout) for layout in ATTENTION_LAYOUTS}
+    ops = next(iter(by_layout.values()))
+    torch.manual_seed(0)
+    needed = chain(elementwise_cases(ops), linear_cases(ops), write_cases(ops), step_cases(ops))
+    findings = examine_cases(needed, "further ops", repeats)
+    for layout, layout_ops in by_layout.items():
+        findings += examine_cases(attention_cases(layout_ops, layout), f"attention {layout}, further cases", repeats)
+    findings += examine_cases(timed_cases(by_layout, working_layouts(findings)), f"{SPEED}, further cases", repeats)
+    captured_ops = by_layout[chosen_layout(findings) or FIRST_LAYOUT]
+    captured = chain(captured_cases(captured_ops), captured_step_cases(captured_ops), policy_cases(captured_ops))
+    findings += examine_cases(captured, f"{CAPTURED} layer, further cases", repeats)
+    return findings + examine_cases(int8_cases(ops), f"{INT8}: further cases", repeats)
+
+
+def timed_cases(by_layout: Mapping[str, Ops], working: Sequence[str]) -> Iterator[Case | Finding]:
+    """The cases that are timed to choose a layout; refused where attention in the layout is not ok."""
+    for layout, case in speed_cases(by_layout):
+        yield case if layout in working else Finding(case.name, "refused", message=NOT_TIMED)
+
+
+def eager_ops(layout: str) -> Ops:
+    """The ops of this process's NPU with one layout of attention."""
+    return load_ops(EngineConfig(device="npu", graph_mode="eager", attention_layout=layout))
+
+
+def examine_asked(findings: Sequence[Finding], repeats: int) -> Finding:
+    """Tries a call of a kernel that the engine avoids. An error may leave the device unusable, so this comes last.
+
+    Args:
+        findings: of ``examine_all``.
+    """
+
+    def cases() -> Iterator[Case]:  # a generator, so that ``examine_cases`` catches what making the case raises
+        yield asked_case(eager_ops(chosen_layout(findings) or FIRST_LAYOUT))
+
+    (asked,) = examine_cases(cases(), ASKED, repeats)
+    answers = {"ok": "the kernel does not mind", "WRONG": "the kernel computes something else"}
+    return replace(asked, verdict="asked", message=answers.get(asked.verdict, asked.message))
+
+
+def working_layouts(findings: Sequence[Finding]) -> list[str]:
+    """The attention layouts in which every case is ok."""
+    return [
+        layout
+        for layout in ATTENTION_LAYOUTS
+        if all(finding.verdict == "ok" for finding in findings if finding.name.startswith(f"attention {layout},"))
+    ]
+
+
+def chosen_layout(findings: Sequence[Finding]) -> str | None:
+    """Of the attention layouts that work the first one, or one that is clearly faster; None if none works."""
+    working = working_layouts(findings)
+    if not working:
+        return None
+    times = {layout: sum(by_length.values()) for layout, by_length in attention_times(findings).items()}
+    first = working[0]
+    faster = [layout for layout in working if layout in times and times[layout] < FASTER * times.get(first, 0.0)]
+    return min(faster, key=times.__getitem__, default=first)
+
+
+def attention_times(findings: Sequence[Finding]) -> dict[str, dict[str, float]]:
+    """Microseconds of attention in a graph, by layout and keys, for the layouts in which all of it was ok."""
+    micros = {finding.name: finding.micros for finding in findings if finding.verdict == "ok"}
+    times: dict[str, dict[str, float]] = {}
+    for layout in TIMED_LAYOUTS:
+        by_length = {str(keys): micros.get(speed_name(layout, keys)) for keys in KV_LENGTHS}
+        measured = {keys: taken / CALLS for keys, taken in by_length.items() if taken is not None}
+        if len(measured) == len(by_length):
+            times[layout] = measured
+    return times
+
+
+def options(findings: Sequence[Finding]) -> str | None:
+    """Flags with which the server does without everything that is not ok; None if there are none.
+
+    They quantise nothing, whether the ops of W8A8 are ok or not.
+    """
+    layout = chosen_layout(findings)
+    avoidable = (CAPTURED, SPEED, ASKED, INT8, *(f"attention {layout}," for layout in ATTENTION_LAYOUTS))
+    needed = [finding for finding in findings if not finding.name.startswith(avoidable)]
+    if layout is None or any(finding.verdict != "ok" for finding in needed):
+        return None
+    mode = GRAPH_MODES_BY_DEVICE["npu"][0] if capture_works(findings) else "eager"
+    return f"--device npu --attention-layout {layout} --graph-mode {mode}"
+
+
+def capture_works(findings: Sequence[Finding]) -> bool:
+    """Whether everything is ok that only graph modes need."""
+    return all(finding.verdict == "ok" for finding in findings if finding.name.startswith(CAPTURED))
+
+
+def latencies(group: Group, device: torch.device, repeats: int) -> dict[int, float]:
+    """Median microseconds of an all-reduce, by its bytes. Every rank of the group must call it.
+
+    They are launched one by one, so a time also has what the host takes to launch one, where that is longer.
+    """
+    medians = {}
+    for size in SIZES:
+        x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+        durations = []
+        for _ in range(WARM_UP + repeats):
+            start = time.perf_counter()
+            for _ in range(SUMS):
+                group.all_reduce(x, "self-test")
+            x[0].item()  # waits until they are done
+            durations.append((time.perf_counter() - start) / SUMS)
+        medians[size] = 1e6 * statistics.median(durations[WARM_UP:])
+    return medians
+
+
+def device_failure(device: torch.device) -> str:
+    """Why a device no longer computes; empty if it does."""
+    try:
+        torch.ones(1, device=device).cpu()
+    except REFUSALS as error:
+        return shortened(error)
+    return ""
+
+
+def merged(by_rank: Sequence[Sequence[Finding]]) -> list[Finding]:
+    """For each case the worst finding of all ranks, with the ranks of the same verdict unless these are all ranks.
+
+    A rank whose device has become unusable has no findings of the cases that it has not tried.
+    """
+    names = dict.fromkeys(finding.name for findings in by_rank for finding in findings)
+    worst_findings = []
+    for name in names:
+        found = {rank: f for rank, findings in enumerate(by_rank) for f in findings if f.name == name}
+        worst = max(found.values(), key=lambda finding: VERDICTS.index(finding.verdict))
+        ranks = tuple(rank for rank, finding in found.items() if finding.verdict == worst.verdict)
+        worst_findings.append(replace(worst, ranks=ranks if len(ranks) < len(by_rank) else ()))
+    return worst_findings
+
+
+def slowest(by_rank: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """By group and bytes, the time of the slowest rank, for the groups that all ranks have timed."""
+    return {
+        group: {size: max(times[group][size] for times in by_rank) for size in sizes}
+        for group, sizes in by_rank[0].items()
+        if all(group in times for times in by_rank)
+    }

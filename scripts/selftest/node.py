@@ -1,0 +1,213 @@
+"""Examines the NPUs of a node, one by each rank, and makes a report of what all ranks have found."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from lopa_ascend import __version__
+from lopa_ascend.config import EngineConfig, npu_environment
+from lopa_ascend.config.npu_versions import driver_version
+from lopa_ascend.parallel.collectives import RankError
+from lopa_ascend.parallel.launch import Rendezvous, exit_rank, rank_in_environment
+from lopa_ascend.parallel.mesh import Mesh
+from scripts.selftest.collectives import collectives_case
+from scripts.selftest.exchanges import EXCHANGES, exchanges_case
+from scripts.selftest.findings import (
+    Finding,
+    announce,
+    announced,
+    attention_times,
+    capture_works,
+    chosen_layout,
+    device_failure,
+    eager_ops,
+    examine,
+    examine_all,
+    examine_asked,
+    latencies,
+    merged,
+    options,
+    shortened,
+    slowest,
+)
+
+VARIABLES = ("HCCL_OP_EXPANSION_MODE", "HCCL_BUFFSIZE", "CPU_AFFINITY_CONF", *npu_environment.VARIABLES)
+"""Environment variables that the report names."""
+ALL_REDUCES = "all-reduces between the ranks"
+"""Name of the finding where they are refused. Without them no options are left."""
+
+
+def examine_node(tensor_parallel_size: int, repeats: int) -> tuple[dict[str, Any], list[Finding], int]:
+    """Examines this rank's NPU, together with the other ranks if torchrun has started several.
+
+    Args:
+        tensor_parallel_size: ranks of a tensor parallel group.
+        repeats: timed calls of each op.
+
+    Returns:
+        The report, the findings of all ranks, and this rank.
+
+    Raises:
+        ValueError: there is no NPU for this rank, its software is too old, or the ranks do not divide evenly.
+        RankError: the ranks did not come together.
+    """
+    mesh = _join(tensor_parallel_size)
+    findings, times = _examine_rank(mesh, repeats)
+    report = {
+        "stack": _software_and_device(),
+        "ranks": mesh.size,
+        "findings": [asdict(finding) for finding in findings],
+        "attention_us": attention_times(findings),
+        "all_reduce_us": times,
+        "options": options(findings),
+    }
+    mesh.close()
+    return report, findings, mesh.rank
+
+
+def _join(tensor_parallel_size: int) -> Mesh:
+    """Joins the ranks that torchrun has started. If it has started one, or none, this process is the only rank.
+
+    Raises:
+        ValueError, RankError: as ``examine_node``.
+    """
+    tp, flag = tensor_parallel_size, f"--tensor-parallel-size {tensor_parallel_size}"
+    if rank_in_environment() is None:
+        if tp > 1:
+            command = f"scripts/launch/node.sh --tp {tp} --bp 1 --selftest"
+            raise ValueError(f"{flag} needs {tp} ranks or a multiple: {command}")
+        return Mesh()
+    rendezvous = Rendezvous.from_environment()
+    bp, left_over = divmod(rendezvous.world_size, tp)
+    if left_over:
+        raise ValueError(f"{flag} does not divide {rendezvous.world_size} ranks; start a multiple of {tp}")
+    if rendezvous.world_size == 1:
+        return Mesh()
+    config = EngineConfig(device="npu", tensor_parallel_size=tp, branch_parallel_size=bp)
+    return Mesh.join(config, rendezvous, exit_rank)
+
+
+def _examine_rank(mesh: Mesh, repeats: int) -> tuple[list[Finding], dict[str, dict[str, float]]]:
+    """What all ranks have found: the findings, and by group and bytes the microseconds of an all-reduce."""
+    findings = examine_all(repeats)
+    device = torch.device("npu", torch.get_device_module("npu").current_device())
+    times, of_groups = examine_groups(mesh, device, findings, repeats)
+    findings += of_groups
+    findings.append(examine_asked(findings, repeats))
+    texts = mesh.all_gather_text("self-test", json.dumps([[asdict(finding) for finding in findings], times]))
+    by_rank = [json.loads(text) for text in texts]
+    findings_by_rank = [[Finding(**finding) for finding in of_rank] for of_rank, _ in by_rank]
+    times_by_rank = [of_rank for _, of_rank in by_rank]
+    return merged(findings_by_rank), slowest(times_by_rank)
+
+
+def examine_groups(
+    mesh: Mesh, device: torch.device, findings: Sequence[Finding], repeats: int
+) -> tuple[dict[str, dict[int, float]], list[Finding]]:
+    """Microseconds of an all-reduce by group and bytes, and what was found about collectives between the ranks.
+
+    Nothing is tried if the device of some rank no longer computes: the others would wait for it, and then end.
+
+    Args:
+        findings: what this rank has found before.
+        repeats: timed calls of each all-reduce.
+    """
+    groups = {name: group for name, group in (("tp", mesh.tp), ("bp", mesh.bp)) if group.size > 1}
+    if not groups:
+        return {}, []
+    failure = first_failure(mesh, "devices", device_failure(device))
+    if failure:
+        message = f"not tried, because a device no longer computes: {failure}"
+        return {}, [announced(Finding(ALL_REDUCES, "refused", message=message))]
+    announce(f"{ALL_REDUCES} ... ")
+    try:
+        times = {name: latencies(group, device, repeats) for name, group in groups.items()}
+    except RankError as error:
+        announce(f"refused: {shortened(error)}\n")
+        return {}, [Finding(ALL_REDUCES, "refused", message=shortened(error))]
+    announce("timed\n")
+    captured = examine(collectives_case(list(groups.values()), device), repeats)
+    return times, [captured, examine_exchanges(mesh, findings, repeats)]
+
+
+def examine_exchanges(mesh: Mesh, findings: Sequence[Finding], repeats: int) -> Finding:
+    """Tries the collectives of a captured step, unless some rank has no captured attention that is ok: the others would
+    wait for it, and then end."""
+    layout = chosen_layout(findings)
+    failure = "" if layout and capture_works(findings) else "captured cases are not ok"
+    failure = first_failure(mesh, "captured cases", failure)
+    if failure:
+        return announced(Finding(EXCHANGES, "refused", message=f"not tried: {failure}"))
+    assert layout is not None
+    ops = eager_ops(layout)
+    return examine(exchanges_case(ops, mesh.tp, mesh.bp, raises_on_all(mesh, "captured exchanges")), repeats)
+
+
+def raises_on_all(mesh: Mesh, subject: str) -> Callable[[str], None]:
+    """A function that every rank calls with what has failed there, or "", and that raises RuntimeError on all ranks if
+    anything has.
+
+    Args:
+        subject: as for ``Mesh.all_gather_text``.
+    """
+
+    def agree(failure: str) -> None:
+        found = first_failure(mesh, subject, failure)
+        if found:
+            raise RuntimeError(found)
+
+    return agree
+
+
+def first_failure(mesh: Mesh, subject: str, failure: str) -> str:
+    """What has failed on the first rank on which something has, with the rank; empty if nothing has.
+
+    Args:
+        subject: as for ``Mesh.all_gather_text``.
+        failure: what has failed on this rank; empty if nothing has.
+    """
+    failures = mesh.all_gather_text(subject, failure)
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(failures) if text), "")
+
+
+def _software_and_device() -> dict[str, str]:
+    """What the findings may depend on, by name."""
+    from lopa_ascend.backend.npu.versions import cann_version
+
+    npu = torch.get_device_module("npu")
+    # The project may run from a checkout without being installed, so that pip does not know its version.
+    versions = {"lopa-dist-ascend": __version__, **{name: metadata.version(name) for name in ("torch", "torch_npu")}}
+    variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    device = f"{npu.get_device_name(npu.current_device())} ({npu.device_count()} visible)"
+    return {**versions, "CANN": cann_version(), "driver": driver_version() or "unknown", "device": device, **variables}
+
+
+def report_text(report: dict[str, Any], findings: Sequence[Finding]) -> str:
+    """The report as it is printed."""
+    lines = ["NPU self-test"]
+    lines += [f"  {name:24s} {value}" for name, value in report["stack"].items()]
+    lines += ["", f"{'':8s} {'':58s} {'error':>8s} {'us a call':>10s}"]
+    for finding in findings:
+        error = "" if finding.error is None else f"{finding.error:8.5f}"
+        micros = "" if finding.micros is None else f"{finding.micros:10.1f}"
+        lines.append(f"{finding.verdict:8s} {finding.name:58s} {error:8s} {micros}".rstrip())
+        if finding.message:
+            lines.append(f"{'':9s}{finding.message}")
+        if finding.ranks:
+            lines.append(f"{'':9s}on ranks {', '.join(map(str, finding.ranks))}")
+    lines.append("")
+    for layout, by_length in report["attention_us"].items():
+        lines.append(f"attention, {layout}: " + ", ".join(f"{keys} keys {us:.1f} us" for keys, us in by_length.items()))
+    for group, times in report["all_reduce_us"].items():
+        lines.append(f"all-reduce, {group} groups: " + ", ".join(f"{n} B {us:.0f} us" for n, us in times.items()))
+    if not report["all_reduce_us"]:
+        lines.append("all-reduce: not measured with one rank; torchrun starts several")
+    chosen = report["options"] or "none: see above what was refused or wrong"
+    return "\n".join([*lines, f"options for the server: {chosen}"])

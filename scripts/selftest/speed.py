@@ -1,0 +1,85 @@
+"""Which attention layout is faster? Replays of a captured graph that holds attention alone are timed in each.
+
+An eager call would be timed with its launch, which takes the host longer than attention takes the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lopa_ascend.backend import Entries, Ops
+from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
+from scripts.selftest.cases import BLOCK, CPU, DIM, HEADS, KV_HEADS, Case, entries_of, on_device, randn
+
+if TYPE_CHECKING:
+    from lopa_ascend.backend.npu.captured import CapturedRun
+
+SPEED = "replayed attention"
+"""Beginning of the names of ``speed_cases``."""
+TIMED_LAYOUTS = ("TND", "TND16")
+"""The layouts of which the faster one is chosen."""
+CALLS = 4
+"""Calls of attention in a graph, one after the other."""
+TP = 4
+"""Ranks that share the heads."""
+BLOCKS = 4
+"""Attention entries of BLOCK queries, before they are divided."""
+KV_LENGTHS = (544, 4096)
+"""Keys that the entries see, by case."""
+
+
+class ReplayedAttention:
+    """CALLS calls of attention in a captured graph, which the first call captures and every call replays.
+
+    Args:
+        ops: the device's.
+        q: queries [tokens, heads, DIM], on the device.
+        k_cache: keys [pages, PAGE_SIZE, KV heads, DIM], on the device.
+        v_cache: values, likewise.
+        entries: on the device, as ``ops`` take them.
+        name: of the graph, for messages.
+    """
+
+    def __init__(self, ops: Ops, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries, name: str) -> None:
+        self._attend = partial(ops.attention, q, k_cache, v_cache, entries)
+        self._kv_lengths, self._name = list(entries.kv_lengths), name
+
+    def __call__(self) -> Tensor:
+        return self._replay(self._kv_lengths)
+
+    @cached_property
+    def _replay(self) -> CapturedRun:
+        from lopa_ascend.backend.npu.captured import CapturedRun, capturing
+
+        npu = torch.get_device_module("npu")
+        self._attend()  # what a first call needs, such as loading the kernel, may not happen in a capture
+        graph = npu.NPUGraph()
+        with capturing(graph, auto_dispatch_capture=True):
+            outputs = [self._attend() for _ in range(CALLS)]
+        return CapturedRun(graph, lambda: outputs, outputs[-1], self._name, self._kv_lengths)
+
+
+def speed_cases(by_layout: Mapping[str, Ops]) -> Iterator[tuple[str, Case]]:
+    """Attention of the same blocks in every timed layout, with the heads of a rank of TP 4: layouts and cases."""
+    heads, kv_heads = HEADS // TP, KV_HEADS // TP
+    for num_keys in KV_LENGTHS:
+        # Twice the pages, since the layout with shorter entries counts each of them twice.
+        num_pages = 2 * BLOCKS * pages_for(num_keys)
+        q, caches = randn(BLOCKS * BLOCK, heads, DIM), randn(2, num_pages, PAGE_SIZE, kv_heads, DIM)
+        entries = entries_of([BLOCK] * BLOCKS, [num_keys] * BLOCKS, num_pages)
+        expected = CPU.attention(q, caches[0], caches[1], entries)
+        for layout in TIMED_LAYOUTS:
+            ops, name = by_layout[layout], speed_name(layout, num_keys)
+            k_cache, v_cache = caches.to(ops.device)
+            run = ReplayedAttention(ops, q.to(ops.device), k_cache, v_cache, on_device(entries, ops), name)
+            yield layout, Case(name, run, expected)
+
+
+def speed_name(layout: str, num_keys: int) -> str:
+    """The name of a speed case."""
+    return f"{SPEED} {layout}, {CALLS} calls of {BLOCKS} blocks, {num_keys} keys"

@@ -1,0 +1,1 @@
+"""Independent judges: they test a running server from outside. `python -m tests.judges --help` names them."""
