@@ -9,12 +9,12 @@ They follow from the declarations of the parameters in lopa_ascend/config.
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.config.settings import Group, Parameter
-from scripts.doc_tables import with_table
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "decoding.md"
 TITLES = ("parameter", "default", "allowed values", "meaning", "in compiled steps")
@@ -48,6 +48,25 @@ def _meaning(parameter: Parameter) -> str:
     off = " or ".join(map(str, parameter.off))
     parts = [parameter.help, f"HTTP also: {names}" if names else "", f"HTTP: {off} is off" if off else ""]
     return "; ".join(part for part in parts if part)
+
+
+def with_table(page: str, name: str, table: str) -> str:
+    """A page in Markdown with one of its tables made anew.
+
+    Args:
+        page: the page. The table, which may be missing yet, follows the comment "<!-- table: NAME ... -->" after an
+            empty line.
+        name: of the table.
+        table: its lines, each with a newline at its end.
+
+    Raises:
+        ValueError: the page has no such comment.
+    """
+    place = re.compile(rf"(<!-- table: {re.escape(name)}\b.*-->\n\n)(?:\|.*\n)*")
+    page, count = place.subn(lambda found: found[1] + table, page)
+    if not count:
+        raise ValueError(f'the page has no comment "<!-- table: {name} ... -->" with an empty line after it')
+    return page
 
 
 def with_tables(page: str) -> str:

@@ -3,7 +3,7 @@
     python -m ci.mutants                            every target, 60 mutants of each
     python -m ci.mutants scheduler --mutants 0      all mutants of one target
 
-A target is some modules and the tests that hold them. cosmic-ray makes the mutants (pip install -e '.[mutation]'):
+A target is some modules and the tests that hold them. cosmic-ray makes the mutants (pip install -e '.[ci]'):
 another operator, number or comparison, a condition negated, a loop left out. The tests run once for each
 mutant, in a copy of the last commit. Prints a Markdown table, and writes the mutants that survived to --out as diffs.
 A mutant survives because a test is missing, or because the change has no effect. Mutants for which cosmic-ray has no
@@ -146,7 +146,7 @@ def run(target: Target, folder: Path, count: int, seed: int, survivors: Path) ->
 
 def _choose(session: Path, folder: Path, count: int, seed: int) -> set[str]:
     """The job ids of the mutants that are tested; the others are marked as skipped."""
-    from cosmic_ray.work_db import WorkDB, use_db  # of the extra "mutation"
+    from cosmic_ray.work_db import WorkDB, use_db  # of the extra "ci"
     from cosmic_ray.work_item import WorkerOutcome, WorkResult
 
     with use_db(str(session), WorkDB.Mode.open) as db:
@@ -195,9 +195,7 @@ def _duration(tests: list[str], folder: Path) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m ci.mutants", description=__doc__, formatter_class=HelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog="python -m ci.mutants", description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"{', '.join(TARGETS)} (default: all)")
     parser.add_argument(
         "--mutants", type=number_from(0), default=60, metavar="N", help="mutants of each target; 0: all (default: 60)"

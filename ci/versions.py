@@ -1,6 +1,6 @@
 """Runs the tests on the versions of Python, torch and transformers that docs/compatibility.md names.
 
-    pip install -e '.[versions]'
+    pip install -e '.[ci]'
     nox -f ci/versions.py                       every combination, and the table of results
     nox -f ci/versions.py -s "tests(python='3.11', torch='2.6.0', transformers='4.46.3')" table
 

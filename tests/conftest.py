@@ -5,6 +5,7 @@ This file imports no torch but for those who ask, and neither do the tests in ``
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 # With the torch_npu wheel installed but no CANN, a plain `import torch` fails unless this is off.
@@ -30,6 +31,19 @@ def pytest_collection_finish() -> None:
     """Spares the garbage collector the objects of all imported modules, which live as long as the process. Each full
     collection would look at a million of them, and one precedes every capture of a graph for NPUs."""
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def children_heed_signals() -> None:
+    """Lets what tests start end by Ctrl-C and when the terminal closes, however the tests themselves were started.
+
+    What a script starts in the background ignores SIGINT, under nohup also SIGHUP. Its children would ignore them too;
+    they do not inherit handlers.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)  # the tests go on
 
 
 @pytest.fixture

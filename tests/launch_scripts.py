@@ -44,7 +44,7 @@ class Scripts:
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, cwd=self.folder)
 
     def started(self) -> list[tuple[dict[str, str], list[str]]]:
-        """Environment and command of each program that was started since the last call, in the order of the commands."""
+        """Environment and command of each program that was started since the last call, by command."""
         files = list(self.folder.glob("*.json"))
         runs = [json.loads(file.read_text()) for file in files]
         for file in files:

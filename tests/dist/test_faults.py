@@ -24,10 +24,10 @@ import pytest
 from lopa_ascend.engine.ranks import LeadingEngine
 from lopa_ascend.parallel.collectives import RankError
 from lopa_ascend.parallel.watch import BEAT_INTERVAL
+from tests.dist import ranks
 from tests.judges.ranks import by_rank
 from tests.judges.server import serving
 from tests.judges.signals import Outcome, signal_under_load
-from tests.dist import ranks
 from tests.tiers import slow_but
 
 pytestmark = pytest.mark.multirank

@@ -53,8 +53,6 @@ def test_a_picture_needs_a_folder_that_exists(monkeypatch: pytest.MonkeyPatch, t
         "bench_decode --rounds 0",
         "bench_serve --requests -1",
         "draw_branches --branches 0",
-        "judge accuracy --problems 0",
-        "judge soak --minutes nan",
         "train_demo --batch 0",
         "train_demo --clean-share 2",
         "mean_weights A B --out C --share x",

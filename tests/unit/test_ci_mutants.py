@@ -46,6 +46,11 @@ def cosmic_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return runs
 
 
+def test_all_targets_are_there():
+    files = {file for target in mutants.TARGETS.values() for file in (*target.modules, *target.tests)}
+    assert [file for file in sorted(files) if not (mutants.ROOT / file).is_file()] == []
+
+
 def test_mutants_without_a_verdict_are_not_killed(cosmic_ray, tmp_path: Path):
     cosmic_ray([result(Outcome.KILLED), result(Outcome.SURVIVED), result(Outcome.INCOMPETENT)])
     score = run(TARGET, tmp_path, 3, 0, tmp_path / "survivors.diff")

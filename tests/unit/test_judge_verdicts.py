@@ -231,6 +231,12 @@ def test_an_exception_is_a_verdict_and_the_other_judges_run(run, monkeypatch: py
     ]
 
 
+@pytest.mark.parametrize(("flag", "value"), [("--problems", "0"), ("--minutes", "nan")])
+def test_senseless_values_are_refused(run, flag: str, value: str, capsys):
+    assert run("accuracy", flag, value) == 2
+    assert f"argument {flag}: must be a" in capsys.readouterr().err
+
+
 def test_judges_that_end_a_server_are_refused_for_a_running_one(run, monkeypatch: pytest.MonkeyPatch, capsys):
     names: list[str] = []
 

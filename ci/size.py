@@ -1,0 +1,104 @@
+"""Counts the project: lines of code and words of documents by room, flags and decoding parameters.
+
+    python -m ci.size                    the work tree
+    python -m ci.size --base COMMIT      a commit, the work tree, and the difference
+
+Prints a Markdown table. "text" are lines of templates and of other text that is neither code nor data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import subprocess
+import tarfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from lopa_ascend.config.help import HelpFormatter
+
+ROOT = Path(__file__).resolve().parents[1]
+COLUMNS = {"py": (".py",), "cpp": (".cpp", ".c", ".h"), "sh": (".sh",), "text": (".txt", ".yaml"), "words": (".md",)}
+"""By column, the endings of the files that are counted in it."""
+SURFACE = "tests/data/public_surface.json"
+"""The file in which the flags and parameters are listed."""
+NO_SETTING = {"-h", "--help-all", "--version"}
+
+Sizes = dict[str, Counter[str]]
+"""By room, and in it by column."""
+
+
+def files_of(commit: str | None) -> Iterator[tuple[str, bytes]]:
+    """Paths and contents of the files of a commit, or of the work tree; links are left out."""
+    if commit is not None:
+        with tarfile.open(fileobj=io.BytesIO(_git("archive", commit))) as archive:
+            for member in archive:
+                if member.isfile() and (content := archive.extractfile(member)):
+                    yield member.name, content.read()
+        return
+    listed = _git("ls-files", "-z", "--cached", "--others", "--exclude-standard").decode().split("\0")
+    for name in sorted({*listed} - {""}):
+        if (file := ROOT / name).is_file() and not file.is_symlink():
+            yield name, file.read_bytes()
+
+
+def _git(*arguments: str) -> bytes:
+    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True).stdout
+
+
+def room_of(name: str) -> str:
+    """The room of a file: a folder of lopa_ascend/, scripts/ or tests/, or another folder of the top."""
+    folders = PurePosixPath(name).parts[:-1]
+    depth = 2 if folders[:1] in (("lopa_ascend",), ("scripts",), ("tests",)) else 1
+    return "/".join(folders[:depth]) or "top folder"
+
+
+def count(commit: str | None) -> tuple[Sizes, Counter[str]]:
+    """What a commit, or the work tree, has in each room and in all, and how many settings."""
+    sizes: Sizes = {"all": Counter()}
+    settings: Counter[str] = Counter()
+    column_of = {ending: column for column, endings in COLUMNS.items() for ending in endings}
+    for name, content in files_of(commit):
+        column = column_of.get(PurePosixPath(name).suffix)
+        if column is not None:
+            amount = len(content.split()) if column == "words" else content.count(b"\n")
+            for room in (room_of(name), "all"):
+                sizes.setdefault(room, Counter())[column] += amount
+        if name == SURFACE:
+            surface = json.loads(content)
+            settings["flags of the server"] = len(surface["flags"].keys() - NO_SETTING)
+            settings["decoding parameters"] = len(surface["dataclasses"]["DecodingParams"]["fields"])
+    return sizes, settings
+
+
+def table(after: Sizes, before: Sizes | None) -> str:
+    """A row for each room; cells are numbers, or "before > after (difference)"."""
+    rows = [["room", *COLUMNS], ["---", *("---:" for _ in COLUMNS)]]
+    for room in sorted(after.keys() | (before or {}).keys(), key=lambda room: (room == "all", room)):
+        now, then = after.get(room, Counter()), before and before.get(room, Counter())
+        rows.append([room, *(cell(now[column], None if then is None else then[column]) for column in COLUMNS)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def cell(now: int, then: int | None) -> str:
+    if then is None or then == now:
+        return f"{now:,}" if now else ""
+    return f"{then:,} > {now:,} ({now - then:+,})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m ci.size", description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("--base", metavar="COMMIT", help="compare the work tree with this commit")
+    base: str | None = parser.parse_args().base
+    before, settings_before = count(base) if base else (None, None)
+    after, settings = count(None)
+    print(table(after, before))
+    for name, number in settings.items():
+        print(f"\n{name}: {cell(number, settings_before and settings_before[name])}", end="")
+    print()
+
+
+if __name__ == "__main__":
+    main()
