@@ -49,12 +49,12 @@ def test_accuracy_expects_what_the_checkpoint_recommends(monkeypatch: pytest.Mon
     assert seen == [DecodingParams(block_size=8, max_new_tokens=accuracy.MAX_NEW_TOKENS)]
 
 
-def test_accuracy_looks_at_pages_and_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    server = SimpleNamespace(await_no_pages=lambda: 3.0, tracebacks=lambda: 1)
+def test_accuracy_looks_at_health_pages_and_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    server = SimpleNamespace(health=lambda: 503, await_no_pages=lambda: 3.0, tracebacks=lambda: 1)
     monkeypatch.setattr(accuracy, "serving", lambda *_: contextlib.nullcontext(server))
     monkeypatch.setattr(accuracy, "_in_process", lambda _: [("#### 1", True)])
     monkeypatch.setattr(accuracy, "_lm_eval", lambda *_: CompletedProcess([], 1, "no"))
     monkeypatch.setattr(accuracy, "_check_refusal", lambda *_: None)
     report = Report()
     accuracy.judge(Options(out=tmp_path), report)
-    assert {"pages in use afterwards", "tracebacks in the server's log"} <= set(report.failed)
+    assert {"/health afterwards", "pages in use afterwards", "tracebacks in the server's log"} <= set(report.failed)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import httpx
@@ -14,8 +14,8 @@ from lopa_ascend.demo import DEMO_MODEL
 from scripts.demo_problems import parse_result
 from scripts.demo_sets import asked, read
 from tests.judges.report import Options, Report
-from tests.judges.server import ROOT, Server, check_pages_and_log, serving
-from tests.judges.tools import offline_environment, tool_command
+from tests.judges.server import ROOT, Server, check_afterwards, serving
+from tests.judges.tools import run_tool
 
 CONVERSATIONS = ("lopa_demo_template", "lopa_demo_chat")
 """Tasks whose questions become messages: lm-eval applies the server's chat template to them, or the server does."""
@@ -52,7 +52,7 @@ def judge(options: Options, report: Report) -> None:
                 differ = [(text, own) for text, own in pairs if text != own]
                 report.check(f"{what}: texts that differ", not differ, f"{len(differ)} of {len(texts)} {differ[:1]}")
         _check_refusal(server, options, report)
-        check_pages_and_log(server, report)
+        check_afterwards(server, report)
 
 
 def _in_process(limit: int) -> list[tuple[str, bool]]:
@@ -83,7 +83,7 @@ def _check_refusal(server: Server, options: Options, report: Report) -> None:
 
 def _lm_eval(
     server: Server, options: Options, model: str, route: str, task: str, tokenizer: str
-) -> subprocess.CompletedProcess[str]:
+) -> CompletedProcess[str]:
     """Runs lm-eval on a task, with logs, samples and results in ``options.out``.
 
     Args:
@@ -101,21 +101,12 @@ def _lm_eval(
         "max_retries": 1,
         "timeout": 600,
     }
-    command = [*tool_command("lm_eval"), "run", "--model", model, "--include_path", str(TASKS), "--tasks", task]
+    command = ["run", "--model", model, "--include_path", str(TASKS), "--tasks", task]
     command += ["--model_args", ",".join(f"{name}={value}" for name, value in arguments.items()) + f",{tokenizer}"]
     command += ["--limit", str(options.problems), "--log_samples", "--output_path", str(options.out / task)]
     command += ["--apply_chat_template"] if task in CONVERSATIONS else []
-    environment = offline_environment(options.out / "huggingface")
     # The tasks name the problems relative to the project.
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
+    return run_tool("lm_eval", *command, options=options, cwd=ROOT)
 
 
 def _results(directory: Path, task: str) -> tuple[float, list[str]]:

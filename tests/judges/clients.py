@@ -11,7 +11,7 @@ from pathlib import Path
 from lopa_ascend import LLM
 from tests.judges.client import questions
 from tests.judges.report import Options, Report
-from tests.judges.server import ROOT, Server, check_pages_and_log, serving
+from tests.judges.server import ROOT, Server, check_afterwards, serving
 from tests.judges.tools import offline_environment, require
 
 PROGRAMS = {
@@ -40,7 +40,7 @@ def judge(options: Options, report: Report) -> None:
             report.check(f"{name}, streamed: the engine's text", got["streamed"] == expected, got["streamed"])
         require("evalplus")
         _judge_evalplus(server, options, report)
-        check_pages_and_log(server, report)
+        check_afterwards(server, report)
 
 
 def _judge_evalplus(server: Server, options: Options, report: Report) -> None:
@@ -72,7 +72,7 @@ def _judge_evalplus(server: Server, options: Options, report: Report) -> None:
 
 def _run(options: Options, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs Python without network, with the problems of evalplus from this project."""
-    environment = offline_environment(options.out / "huggingface")
+    environment = offline_environment(options)
     environment |= {
         "HUMANEVAL_OVERRIDE_PATH": str(TASKS),
         "OPENAI_API_KEY": "none",

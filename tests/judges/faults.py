@@ -15,7 +15,7 @@ from tests.judges import hostile_bodies, hostile_costs, hostile_traffic
 from tests.judges.attack import KINDS, is_refused, outcome_of
 from tests.judges.client import COMPLETIONS, Ask, ask, chat, connect, questions
 from tests.judges.report import Options, Report
-from tests.judges.server import check_pages_and_log, serving
+from tests.judges.server import check_afterwards, serving
 
 MODULES = (hostile_bodies, hostile_costs, hostile_traffic)
 """Importing these modules fills ``KINDS``."""
@@ -59,8 +59,7 @@ def judge(options: Options, report: Report) -> None:
             if before != after
         ]
         report.check(f"{len(good)} good requests beside hostile ones", not disturbed, disturbed[:3] or "the same text")
-        report.check("/health afterwards", (status := httpx.get(f"{server.url}/health").status_code) == 200, status)
-        check_pages_and_log(server, report)
+        check_afterwards(server, report)
 
 
 async def _send_all(url: str, options: Options, good: list[Ask]) -> tuple[HostileOutcomes, list[str], list[str]]:

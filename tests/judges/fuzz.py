@@ -19,7 +19,7 @@ from tests.judges.answers import check_stream, check_whole, refusal
 from tests.judges.client import CHAT, COMPLETIONS, connect
 from tests.judges.probe import NAMES, probing
 from tests.judges.report import Options, Report
-from tests.judges.server import check_pages_and_log, serving
+from tests.judges.server import check_afterwards, serving
 
 QUIET = 2.0
 """Seconds of the measurement without other clients."""
@@ -167,8 +167,7 @@ def judge(options: Options, report: Report) -> None:
         shown = {name: f"{slowest[name]:.2f} s of {quiet.allowed(name):.2f} s" for name in NAMES}
         what = f"{len(samples)} probes beside them are quick and as ever"
         report.check(what, not faults, f"{shown} {faults[:5]}" if faults else shown)
-        report.check("/health afterwards", (status := httpx.get(f"{server.url}/health").status_code) == 200, status)
-        check_pages_and_log(server, report)
+        check_afterwards(server, report)
 
 
 def _fuzz(url: str, options: Options, outcomes: Outcomes) -> str | None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from typing import Any
 
 from lopa_ascend.demo import DEMO_MODEL
 from tests.judges.report import Options, Report
-from tests.judges.server import check_pages_and_log, serving
-from tests.judges.tools import offline_environment, tool_command
+from tests.judges.server import check_afterwards, serving
+from tests.judges.tools import run_tool
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64
 """Tokens of each prompt, and of each answer."""
@@ -18,28 +17,20 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64
 def judge(options: Options, report: Report) -> None:
     with serving(options.url, options.out / "load.log") as server:
         result = options.out / "guidellm.json"
-        command = [*tool_command("guidellm"), "run"]
-        command += ["--backend", f"kind=openai_http,target={server.url},model={server.model}"]
-        command += ["--profile", f"kind=concurrent,streams={options.clients}"]
-        command += ["--constraint", f"kind=max_requests,count={options.requests}"]
-        command += ["--data", f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={OUTPUT_TOKENS}"]
-        command += ["--tokenizer", f"kind=huggingface_auto,model={DEMO_MODEL}", "--disable-progress"]
+        arguments = ["run", "--backend", f"kind=openai_http,target={server.url},model={server.model}"]
+        arguments += ["--profile", f"kind=concurrent,streams={options.clients}"]
+        arguments += ["--constraint", f"kind=max_requests,count={options.requests}"]
+        arguments += ["--data", f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={OUTPUT_TOKENS}"]
+        arguments += ["--tokenizer", f"kind=huggingface_auto,model={DEMO_MODEL}", "--disable-progress"]
         # The default prepares 4096 prompts before the first request.
-        command += ["--data-loader", "kind=pytorch,prefetch_factor=64"]
-        command += ["--output", f"kind=json,path={result}"]
-        done = subprocess.run(
-            command,
-            cwd=options.out,
-            env=offline_environment(options.out / "huggingface"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        arguments += ["--data-loader", "kind=pytorch,prefetch_factor=64"]
+        arguments += ["--output", f"kind=json,path={result}"]
+        done = run_tool("guidellm", *arguments, options=options)
         (options.out / "guidellm.txt").write_text(done.stdout)
         report.check("guidellm finishes", done.returncode == 0, done.stdout[-3000:] if done.returncode else "yes")
         if done.returncode == 0:
             _check(json.loads(result.read_text()), options, report)
-        check_pages_and_log(server, report)
+        check_afterwards(server, report)
 
 
 def _check(result: dict[str, Any], options: Options, report: Report) -> None:

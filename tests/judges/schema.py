@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-
-import httpx
-
 from tests.judges.report import Options, Report
-from tests.judges.server import check_pages_and_log, serving
-from tests.judges.tools import tool_command
+from tests.judges.server import check_afterwards, serving
+from tests.judges.tools import run_tool
 
 # 400 is the right answer to values that are good one by one and not together, such as a prompt and a max_tokens that
 # are longer than the model: a JSON schema cannot express them.
@@ -23,12 +19,11 @@ def judge(options: Options, report: Report) -> None:
     with serving(options.url, options.out / "schema.log", "--max-new-tokens", "16") as server:
         settings = options.out / "schemathesis.toml"
         settings.write_text(SETTINGS)
-        command = [*tool_command("schemathesis"), "--config-file", str(settings), "run", f"{server.url}/openapi.json"]
-        command += ["--max-examples", str(options.examples), "--seed", str(options.seed), "--request-timeout", "120"]
-        done = subprocess.run(command, cwd=options.out, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        arguments = ["--config-file", str(settings), "run", f"{server.url}/openapi.json"]
+        arguments += ["--max-examples", str(options.examples), "--seed", str(options.seed), "--request-timeout", "120"]
+        done = run_tool("schemathesis", *arguments, options=options)
         (options.out / "schemathesis.txt").write_text(done.stdout)
         summary = done.stdout.strip().splitlines()[-1:]
         what = f"schemathesis with {options.examples} examples an endpoint"
         report.check(what, done.returncode == 0, summary if done.returncode == 0 else done.stdout[-6000:])
-        report.check("/health afterwards", (status := httpx.get(f"{server.url}/health").status_code) == 200, status)
-        check_pages_and_log(server, report)
+        check_afterwards(server, report)

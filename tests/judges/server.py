@@ -82,13 +82,18 @@ class Server:
             time.sleep(0.2)
         return pages
 
+    def health(self) -> int:
+        """Status code of /health."""
+        return httpx.get(f"{self.url}/health", timeout=READ_TIMEOUT).status_code
+
     def tracebacks(self) -> int:
         """Number of Python tracebacks in the log."""
         return self.log.read_text(errors="replace").count("Traceback (most recent call last)") if self.log else 0
 
 
-def check_pages_and_log(server: Server, report: Report) -> None:
-    """Checks, after all requests, that no KV page is in use and that the server has printed no traceback."""
+def check_afterwards(server: Server, report: Report) -> None:
+    """Checks, after all requests, that the server is healthy, uses no KV page and has printed no traceback."""
+    report.check("/health afterwards", (status := server.health()) == 200, status)
     report.check("pages in use afterwards", (pages := server.await_no_pages()) == 0, pages)
     report.check("tracebacks in the server's log", not server.tracebacks(), server.tracebacks())
 

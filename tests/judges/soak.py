@@ -14,7 +14,7 @@ import httpx
 
 from tests.judges.client import COMPLETIONS, Ask, ask, chat, connect, questions
 from tests.judges.report import Options, Report
-from tests.judges.server import Server, check_pages_and_log, resident, serving
+from tests.judges.server import Server, check_afterwards, resident, serving
 
 CLIENTS = 24
 """Clients that send one request after another."""
@@ -85,8 +85,7 @@ def judge(options: Options, report: Report) -> None:
         report.check(
             "the queue was full at times", soak.outcomes["503 queue_full"] > 0, soak.outcomes["503 queue_full"]
         )
-        report.check("/health afterwards", (status := httpx.get(f"{server.url}/health").status_code) == 200, status)
-        check_pages_and_log(server, report)
+        check_afterwards(server, report)
 
 
 def _settings(server: Server) -> str:

@@ -11,7 +11,7 @@ from tests.judges.attack import KINDS, is_refused, outcome_of
 from tests.judges.hostile_costs import COSTLY
 from tests.judges.probe import NAMES, probing
 from tests.judges.report import Options, Report
-from tests.judges.server import check_pages_and_log, peak_resident, serving
+from tests.judges.server import check_afterwards, peak_resident, serving
 
 QUIET = 5.0
 """Seconds of the measurement without other clients."""
@@ -43,7 +43,7 @@ def judge(options: Options, report: Report) -> None:
             grown = (peak_resident(server.pid) - before) / MIB
             what = f"growth of the HTTP process at its peak, below {MAX_GROWTH} MiB"
             report.check(what, grown < MAX_GROWTH, f"{grown:+.0f} MiB to {(before / MIB + grown):.0f} MiB")
-        check_pages_and_log(server, report)
+        check_afterwards(server, report)
 
 
 async def _attack(url: str, kind: str, count: int, seed: int) -> Counter[int | str]:

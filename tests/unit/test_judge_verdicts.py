@@ -42,12 +42,11 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Hanging:
     monkeypatch.setattr(probe, "ALLOWED", 0.05)
     seen = Hanging()
     server = SimpleNamespace(
-        url="http://127.0.0.1:9", process=None, await_no_pages=lambda: 0, tracebacks=lambda: 0, log=None
+        url="http://127.0.0.1:9", process=None, health=lambda: 200, await_no_pages=lambda: 0, tracebacks=lambda: 0
     )
     for judge in (starve, fuzz):
         monkeypatch.setattr(judge, "serving", lambda *_: contextlib.nullcontext(server))
         monkeypatch.setattr(judge, "probing", lambda _: contextlib.nullcontext(seen))
-    monkeypatch.setattr(httpx, "get", lambda _: httpx.Response(200))
     return seen
 
 
