@@ -31,7 +31,8 @@ from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.config.presets import Preset, PromptFormat, find_preset
 from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values, graph_settings
 from scripts.arguments import number_from
-from scripts.benchmarking.machine import describe_engine, describe_examples, describe_machine, describe_model
+from scripts.bench.machine import describe_machine
+from scripts.eval.described import describe_engine, describe_examples, describe_model
 from scripts.evaluation.command import SEED, add_prompt_flags, run_command, with_defaults
 from scripts.evaluation.files import DATA, TaskFileError, check_runnable, read_examples, read_problems
 from scripts.evaluation.prompts import CHAT, find_format

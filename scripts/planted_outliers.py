@@ -24,8 +24,8 @@ from lopa_ascend.config import EngineConfig, ModelConfig
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.base import ForwardInputs
 from lopa_ascend.model.dream import Dream
+from scripts.bench.plan.models import load_model
 from scripts.calibration import RecordingOps
-from scripts.planner.models import load_model
 
 OUTLIER, SMALLER = 30.0, 10.0
 NUM_OUTLIERS = 8

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from scripts.benchmarking.run import Plan
-from scripts.benchmarking.samples import Sample
-from scripts.benchmarking.settings import Setting
+from scripts.eval.sampler import Plan
+from scripts.eval.samples import Sample, Setting
 from scripts.evaluation.tasks import TASKS
 
 SAMPLE = Sample(

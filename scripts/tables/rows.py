@@ -9,7 +9,7 @@ from typing import Any
 
 from lopa_ascend.config.files import read_json_object
 from lopa_ascend.config.presets import Preset, find_preset
-from scripts.planner.validate import read_paper
+from scripts.bench.plan.validate import read_paper
 
 FILE = Path(__file__).with_name("paper.json")
 TABLES = {

@@ -13,12 +13,11 @@ from lopa_ascend.checkpoint.files import CheckpointError, check_directory
 from lopa_ascend.config import ConfigError, DecodingParams, EngineConfig
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.serve.flags import graph_settings
-from scripts.benchmarking.machine import describe_benchmark
-from scripts.benchmarking.report import Result, results
-from scripts.benchmarking.run import Plan, run
-from scripts.benchmarking.samples import SampleFile, check_header
-from scripts.benchmarking.settings import Setting
 from scripts.checks.npu import num_npus
+from scripts.eval.described import describe_benchmark
+from scripts.eval.results import Result, results
+from scripts.eval.sampler import Plan, run
+from scripts.eval.samples import SampleFile, Setting, check_header
 from scripts.evaluation.files import TaskFile, TaskFileError, check_runnable, read_examples, read_problems
 from scripts.evaluation.prompts import CHAT, PromptMaker, find_format
 from scripts.evaluation.tasks import TASKS, Problem, Task

@@ -12,8 +12,8 @@ from lopa_ascend import DecodingParams, checkpoint
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.types import SequencePlan
-from scripts.bench_ranks import Step, TrafficJob, run
-from scripts.ranks.traffic import Formulas, carries_commands, faults, prompts
+from scripts.bench.ranks.process import Step, TrafficJob, run
+from scripts.bench.ranks.traffic import Formulas, carries_commands, faults, prompts
 from tests.tiers import slow_but
 
 pytestmark = pytest.mark.multirank

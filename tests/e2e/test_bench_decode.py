@@ -1,4 +1,4 @@
-"""What ``scripts.bench_decode`` measures: the stand-in of the published code, and the parts of a step."""
+"""What ``bench decode`` measures: tokens, steps, and the parts of a step."""
 
 from __future__ import annotations
 
@@ -14,41 +14,17 @@ from torch import Tensor
 
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.backend import Entries
+from lopa_ascend.backend.compiler import Eager
+from lopa_ascend.graph import setup
 from lopa_ascend.model.dream import Dream
 from lopa_ascend.types import GenerationOutput
-from scripts.bench_decode import decoding_params, main, measure, report
-from scripts.decode_bench.parts import PARTS, PartWork, Peaks, measure_parts, work_of
-from scripts.decode_bench.stand_in import StandIn
-from tests import golden
+from scripts.bench import parts as parts_module
+from scripts.bench import workload
+from scripts.bench.__main__ import main
+from scripts.bench.parts import PARTS, PartWork, Peaks, measure_parts, work_of
 from tests.tiny import write_dream
 
 PROMPT = list(range(40))
-
-
-@pytest.mark.parametrize("case", [case for case in golden.CASES if case != golden.MASK_CHOSEN])
-def test_the_stand_in_gives_the_tokens_of_the_published_code(case: str) -> None:
-    trace = golden.read(case)
-    stand_in = StandIn(golden.model_path(trace), torch.float32)
-    params = golden.decoding_params(trace)
-    output = stand_in.decode(trace["prompt_ids"], params, frozenset({trace["eos_token_id"]}))
-    assert list(output.token_ids) == trace["output_ids"]
-    assert output.num_forwards == trace["n_forward_rounds"]
-
-
-@pytest.mark.parametrize("window", ["full", "block_causal"])
-@pytest.mark.parametrize("confidence", ["max_prob", "margin", "neg_entropy"])
-def test_the_stand_in_gives_the_tokens_of_the_engine(window: str, confidence: str, tmp_path) -> None:
-    write_dream(tmp_path)
-    params = DecodingParams(
-        num_branches=3, block_size=8, max_new_tokens=24, window_attention=window, confidence=confidence,
-        finish_at_eos=False, ignore_eos=True,
-    )  # fmt: skip
-    llm = LLM(tmp_path)
-    ours = llm.generate([PROMPT], params, quiet=True)[0]
-    theirs = StandIn(tmp_path, torch.float32).decode(PROMPT, params)
-    assert theirs.token_ids == tuple(ours.token_ids)
-    assert theirs.num_forwards == ours.num_forwards
-    assert theirs.model_tokens >= ours.model_tokens  # what branches share is computed once on our side
 
 
 def test_timing_changes_no_token_and_counts_the_work(tmp_path) -> None:
@@ -74,7 +50,7 @@ def test_timing_changes_no_token_and_counts_the_work(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("quantization", [None, "w8a8"])
-def test_the_speed_of_the_linear_layers_is_that_of_what_they_compute(quantization: str | None, tmp_path: Path) -> None:
+def test_the_work_of_the_linear_layers_is_what_they_compute(quantization: str | None, tmp_path: Path) -> None:
     """After its attention the last layer computes only the rows that are read."""
     write_dream(tmp_path)
     llm = LLM(tmp_path, quantization=quantization, enable_prefix_caching=False)
@@ -86,14 +62,13 @@ def test_the_speed_of_the_linear_layers_is_that_of_what_they_compute(quantizatio
         rows[name] += out.shape[0] * model.weights[name + ".weight"].numel()
         return out
 
+    params = DecodingParams(num_branches=2, max_new_tokens=32, window_attention="full", ignore_eos=True)
     with mock.patch.object(Dream, "_linear", counted):
-        measured = measure(llm, PROMPT, decoding_params(2, "full", 32))
-    flops = 2 * sum(rows.values())
+        parts = measure_parts(llm, lambda: llm.generate([PROMPT], params, quiet=True))
+    products = parts.by_name["products"]
     last = llm.config.num_layers - 1
     assert rows[f"layers.{last}.down"] < rows["layers.0.down"]
-    peak = flops / measured.parts.forward / 100
-    forward_speed = report(measured, peak, None, "").split("(")[1].split(")")[0]
-    assert float(forward_speed) == pytest.approx(100)
+    assert products.flops + products.int8_flops == 2 * sum(rows.values())
 
 
 def test_int8_products_are_counted_by_themselves(tmp_path) -> None:
@@ -124,17 +99,73 @@ def test_a_floor_is_the_longer_of_computing_and_reading_weights_and_then_the_byt
     assert PartWork(flops=200, int8_flops=200, weight_bytes=5, bytes=30).floor(peaks) == 3 + 3
 
 
-def test_the_command_prints_writes_and_draws(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    model, written, plot = tmp_path / "model", tmp_path / "parts.json", tmp_path / "parts.png"
-    write_dream(model, vocab_size=32000)
-    options = ["--model", str(model), "--branches", "2", "--formats", "float32", "--windows", "full"]
-    options += ["--new-tokens", "32", "--rounds", "2", "--write", str(written)]
-    main(options)
-    label = "float32, full, k = 2, 1 thread(s)"
-    assert set(json.loads(written.read_text())[label]) == set(PARTS)
-    main([*options, "--no-stand-in", "--before", str(written), "--plot", str(plot)])
-    first, second = capsys.readouterr().out.split("\nfloat32, 1 thread(s): float32 GEMM peak")[1:]
-    assert " x" in first.splitlines()[2]
-    assert " x" not in second.splitlines()[2]
-    assert plot.read_bytes().startswith(b"\x89PNG")
+def decoded(*options: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """What the command prints as JSON."""
+    assert main(["decode", *options, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_the_bundled_model_is_measured_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--prompts", "2", "--new-tokens", "32", "--branches", "0", "3", "--rounds", "2")
+    found = decoded(*options, capsys=capsys)
+    assert (found["model"], found["threads"], found["graph_mode"]) == ("bundled", 1, "eager")
+    assert [one["k"] for one in found["decodes"]] == [0, 3]
+    for one in found["decodes"]:
+        assert set(one["parts"]) == set(PARTS)
+        assert one["tpf"] == pytest.approx(one["tokens"] / one["forwards"], abs=1e-3)
+        assert 0 < one["longest_step_ms"] <= 1000 * one["cpu_seconds"]
+        assert one["cpu_seconds"] == pytest.approx(sum(one["parts"].values()), rel=0.01)
+    again = decoded(*options, capsys=capsys)
+    assert [one["token_digest"] for one in again["decodes"]] == [one["token_digest"] for one in found["decodes"]]
+
+
+def test_every_combination_is_decoded_and_prompts_may_be_computed_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decode whose prompts were not in the prefix cache would end the command."""
+    write_dream(tmp_path, vocab_size=32000)
+    monkeypatch.setattr(workload, "RANDOM_MODEL", tmp_path)
+    options = (
+        "--random --cached-prompts --new-tokens 32 --windows full --requests 1 3 --prompt-tokens 8 200 --branches 0 2"
+    )
+    found = decoded(*options.split(), capsys=capsys)
+    steps = {}
+    for one in found["decodes"]:
+        steps[one["prompt_tokens"], one["requests"], one["k"]] = one["model_tokens"] / one["steps"]
+        assert one["tokens"] == 32 * one["requests"]
+    assert len(steps) == len(found["decodes"]) == 2 * 2 * 2
+    for prompt in (8, 200):
+        assert steps[prompt, 3, 0] > steps[prompt, 1, 0]
+        assert steps[prompt, 1, 2] > steps[prompt, 1, 0]
+
+
+def test_tables_have_a_row_for_each_decode_and_floors_in_brackets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_dream(tmp_path, vocab_size=32000)
+    monkeypatch.setattr(workload, "RANDOM_MODEL", tmp_path)
+    monkeypatch.setattr(parts_module, "measure_peaks", lambda dtype: Peaks(1e9, 1e9, 1e9, 1e9))
+    main("decode --random --branches 2 --new-tokens 32 --floors".split())
+    figures, parts = capsys.readouterr().out.split("CPU ms of a step, floors in brackets:")
+    for table, columns in ((figures, 5 + 7), (parts, 5 + len(PARTS))):
+        rows = [line for line in table.splitlines() if line.startswith("| 2 |")]
+        assert [row.count("|") for row in rows] == [columns + 1]
+    assert parts.count("(") == len(PARTS)
+
+
+def test_of_compiled_steps_the_hosts_work_and_padding_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    """The step is one function here as it is with inductor, which takes minutes to compile it."""
+    options = "--graph-mode inductor --branches 3 --prompts 1 --new-tokens 32"
+    engine = "--engine graph_window_blocks=2 max_model_len=256"
+    with mock.patch.object(setup, "load_compiler", return_value=Eager()):
+        found = decoded(*options.split(), *engine.split(), capsys=capsys)
+    (one,) = found["decodes"]
+    assert {"inputs", "absorb", "compiled steps and host"} <= set(one["parts"])
+    assert 0 < one["padding"] < 1
+
+
+def test_the_random_prompts_are_the_same_ones_every_time() -> None:
+    first, second = workload.random_prompts(2)
+    assert (first[:3], len(first), len(second)) == (workload.random_prompts(1, 3)[0], 128, 128)
+    assert first != second

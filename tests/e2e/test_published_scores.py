@@ -6,9 +6,9 @@ import re
 import pytest
 
 from lopa_ascend import LLM
-from scripts.benchmarking.metrics import measure
-from scripts.benchmarking.run import decode
-from scripts.benchmarking.samples import Sample
+from scripts.eval.metrics import measure
+from scripts.eval.sampler import decode
+from scripts.eval.samples import Sample
 from scripts.evaluation.tasks import TASKS
 from tests import golden, published_scoring
 from tests.tiny import tiny_tokenizer

@@ -1,6 +1,7 @@
-"""The captured tasks of a decode step of Dream-7B on a rank of TP 4 x BP 4, for ``scripts.npu_predict``:
+"""The captured tasks of a decode step of Dream-7B on a rank of TP 4 x BP 4, for
+``python -m scripts.bench plan --captured``:
 
-    python -m tests.npu.lab tests.npu.captured_tasks    writes scripts/planner/captured.json
+    python -m tests.npu.lab tests.npu.captured_tasks    writes scripts/bench/plan/captured.json
 
 Nothing is computed. Of each task the file has the bytes that it moves, without keys and values, and its FLOPs.
 """
@@ -27,7 +28,7 @@ from tests.npu.lab.capture import Task
 from tests.npu.lab.device import Place
 from tests.npu.report import BUCKET, Sample, step_tensors, variants
 
-FILE = Path(__file__).parents[2] / "scripts" / "planner" / "captured.json"
+FILE = Path(__file__).parents[2] / "scripts" / "bench" / "plan" / "captured.json"
 TP, BP = 4, 4
 SEQUENCES = (1, 4, 16)
 KV_LENGTH = 544

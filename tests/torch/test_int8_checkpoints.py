@@ -18,9 +18,9 @@ from lopa_ascend import LLM
 from lopa_ascend.checkpoint import CheckpointError, Shard, load, open_checkpoint, write
 from lopa_ascend.checkpoint.write import write_int8
 from lopa_ascend.config import EngineConfig, ParameterError
+from scripts.bench.plan.models import load_model
 from scripts.launch.arguments import Launch
 from scripts.launch.model import check_model
-from scripts.planner.models import load_model
 from scripts.tables.run import number_format
 from tests.tiny import write_dream
 from tests.torch.paging import randn

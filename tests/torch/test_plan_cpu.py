@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from scripts.planner import cpu
-from scripts.planner.devices import load_device, parse_device
-from scripts.planner.step import layer_parameters
+from scripts.bench.plan import cpu
+from scripts.bench.plan.devices import load_device, parse_device
+from scripts.bench.plan.step import layer_parameters
 
 SMALL, NARROW = (cpu.Size(64, 2, 64),), (cpu.Size(32, 1, 64), cpu.Size(32, 3, 64))
 

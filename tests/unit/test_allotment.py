@@ -15,9 +15,9 @@ from lopa_ascend.decode.allotment import OBSERVED, Allotment, Applicant, StepCos
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.parallel.placement import Placement
 from lopa_ascend.types import BranchRecord, RowPlan, RowResult, SequencePlan, StepRecord
-from scripts.planner.devices import Device, load_device
-from scripts.planner.models import load_model
-from scripts.planner.step import Workload, predict
+from scripts.bench.plan.devices import Device, load_device
+from scripts.bench.plan.models import load_model
+from scripts.bench.plan.step import Workload, predict
 from tests.tiers import slow_but
 
 AUTO = DecodingParams(num_branches="auto", branch_acceptance="verified")

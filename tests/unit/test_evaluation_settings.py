@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from scripts import benchmark, evaluate
-from scripts.benchmarking import machine
+from scripts import evaluate
+from scripts.bench import machine
+from scripts.eval import described
 from scripts.evaluation.files import DATA, TaskFileError, read_examples
 from scripts.evaluation.tasks import TASKS
 
@@ -38,37 +39,10 @@ def test_generated_examples_do_not_stand_before_foreign_problems(tmp_path: Path)
 
 
 def test_commands_refuse_generated_examples_before_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    path = task_file(tmp_path)
-    rest = ["--preset", "S13", "--model", str(tmp_path / "absent")]
-    for main, arguments in (
-        (evaluate.main, ["gsm8k", "--data", str(tmp_path)]),
-        (benchmark.main, [str(path), "--task", "gsm8k"]),
-    ):
-        with pytest.raises(SystemExit):
-            main([*arguments, *rest])
-        assert "gsm8k.examples.jsonl: is missing" in capsys.readouterr().err
-
-
-# ---- lengths ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("tasks", "given", "expected"),
-    [
-        (["problems"], [], 192),
-        (["gsm8k"], [], 256),
-        (["gsm8k", "problems"], [], 256),
-        (["problems"], ["--preset", "S13"], 512),
-        (["problems"], ["--sweep", "num_branches=0,3"], 192),
-        (["gsm8k"], ["--max-new-tokens", "64"], 64),
-    ],
-)
-def test_short_answers_are_the_default_of_the_bundled_models_problems_alone(
-    tasks: list[str], given: list[str], expected: int
-):
-    args = benchmark.build_parser().parse_args(given)
-    values = {name: value for name, value in vars(args).items() if value is not None}
-    assert {setting.params.max_new_tokens for setting in benchmark._settings(args, values, tasks)} == {expected}
+    task_file(tmp_path)
+    with pytest.raises(SystemExit):
+        evaluate.main(["gsm8k", "--data", str(tmp_path), "--preset", "S13", "--model", str(tmp_path / "absent")])
+    assert "gsm8k.examples.jsonl: is missing" in capsys.readouterr().err
 
 
 # ---- what is recorded ------------------------------------------------------------------------------------------------
@@ -140,5 +114,5 @@ def test_a_model_with_another_tokenizer_has_another_digest(tmp_path: Path):
     digests = set()
     for merges in ("a b\n", "b a\n"):
         (tmp_path / "merges.txt").write_text(merges)
-        digests.add(machine.describe_model(str(tmp_path), None)["model_digest"])
+        digests.add(described.describe_model(str(tmp_path), None)["model_digest"])
     assert len(digests) == 2

@@ -8,11 +8,11 @@ import pytest
 
 from lopa_ascend.config import ConfigError
 from lopa_ascend.demo import DEMO_MODEL
-from scripts import plan as command
-from scripts.planner import devices
-from scripts.planner.devices import DeviceError, load_device, parse_device
-from scripts.planner.models import load_model
-from scripts.planner.validate import read_paper, validate
+from scripts.bench.__main__ import main
+from scripts.bench.plan import devices
+from scripts.bench.plan.devices import DeviceError, load_device, parse_device
+from scripts.bench.plan.models import load_model
+from scripts.bench.plan.validate import read_paper, validate
 
 PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
 
@@ -69,7 +69,7 @@ def test_models_are_names_or_directories():
 
 
 def test_validate_has_a_row_for_each_of_the_papers(capsys: pytest.CaptureFixture[str]):
-    command.main(["--validate"])
+    main(["plan", "--validate"])
     output = capsys.readouterr().out
     assert output.count("\n") == 1
     rows = json.loads(output)["rows"]
@@ -110,7 +110,7 @@ def test_a_rows_own_speed_is_not_what_it_is_predicted_from(monkeypatch: pytest.M
     paper = read_paper()
     changed = next(row for row in paper["rows"] if row["setting"] == "S14")
     changed["avg_tps"] *= 2
-    monkeypatch.setattr("scripts.planner.validate.read_paper", lambda: paper)
+    monkeypatch.setattr("scripts.bench.plan.validate.read_paper", lambda: paper)
     for row in validate():
         if row["setting"] == "S14":
             assert row["predicted"] == before[row["setting"], row["model"], row["task"]]["predicted"]
@@ -127,7 +127,7 @@ def test_tokens_per_forward_of_table_3_are_taken_as_they_are():
 
 
 def test_the_constants_are_printed_with_their_sources(capsys: pytest.CaptureFixture[str]):
-    command.main(["--device", "h200", "--constants"])
+    main(["plan", "--device", "h200", "--constants"])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 + len(devices.CONSTANTS)
     assert "| memory_bandwidth | 4.8e+12 B/s | NVIDIA data sheet, by secondary sources |" in lines
@@ -138,12 +138,12 @@ def test_the_constants_are_printed_with_their_sources(capsys: pytest.CaptureFixt
 
 def test_one_plan_as_json_and_as_a_table(capsys: pytest.CaptureFixture[str]):
     arguments = "--tp 4 --bp 4 --k 3 --precision w8a8 --tpf 11.92".split()
-    command.main([*arguments, "--json"])
+    main(["plan", *arguments, "--json"])
     found = json.loads(capsys.readouterr().out)
     assert (found["tp"], found["bp"], found["k"], found["tpf"]) == (4, 4, 3, 11.92)
     speed = found["optimistic"]["tokens_per_second"]
     assert speed == pytest.approx(11.92 / found["optimistic"]["step_ms"] * 1000, rel=1e-3)
-    command.main(arguments)
+    main(["plan", *arguments])
     table = capsys.readouterr().out
     assert f"| {speed:.0f} |" in table
     assert "bound by" in table
@@ -152,7 +152,7 @@ def test_one_plan_as_json_and_as_a_table(capsys: pytest.CaptureFixture[str]):
 def test_the_best_plan_and_its_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     pytest.importorskip("matplotlib").use("agg")
     file = tmp_path / "plan.png"
-    command.main(["--dies", "4", "--json", "--plot", str(file)])
+    main(["plan", "--dies", "4", "--json", "--plot", str(file)])
     found = json.loads(capsys.readouterr().out)
     assert found["dies"] <= 4
     assert file.stat().st_size > 1000
@@ -161,7 +161,7 @@ def test_the_best_plan_and_its_picture(capsys: pytest.CaptureFixture[str], tmp_p
 def test_sizes_that_are_given_beside_the_dies_are_kept_and_the_others_found(capsys: pytest.CaptureFixture[str]):
     found = {}
     for options in ("", "--tp 4", "--bp 4", "--tp 4 --bp 4", "--tp 4 --k 3"):
-        command.main(["--dies", "16", "--json", *options.split()])
+        main(["plan", "--dies", "16", "--json", *options.split()])
         found[options] = json.loads(capsys.readouterr().out)
     speed = {options: plan["optimistic"]["tokens_per_second"] for options, plan in found.items()}
     assert found["--tp 4"]["tp"] == 4
@@ -197,6 +197,6 @@ def test_sizes_that_are_given_beside_the_dies_are_kept_and_the_others_found(caps
 )
 def test_wrong_command_lines_are_refused(capsys: pytest.CaptureFixture[str], argv: str, expected: str):
     with pytest.raises(SystemExit) as stop:
-        command.main(argv.split())
+        main(["plan", *argv.split()])
     assert stop.value.code == 2
     assert expected in capsys.readouterr().err

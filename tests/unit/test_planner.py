@@ -6,11 +6,11 @@ import pytest
 
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.demo import DEMO_MODEL
-from scripts.planner import step
-from scripts.planner.devices import Device, load_device
-from scripts.planner.models import load_model
-from scripts.planner.search import all_plans, best_plan, plan, tokens_per_forward
-from scripts.planner.step import Workload, collective_seconds, predict
+from scripts.bench.plan import step
+from scripts.bench.plan.devices import Device, load_device
+from scripts.bench.plan.models import load_model
+from scripts.bench.plan.search import all_plans, best_plan, plan, tokens_per_forward
+from scripts.bench.plan.step import Workload, collective_seconds, predict
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,1 @@
+"""Measures and predicts speed: ``python -m scripts.bench``."""

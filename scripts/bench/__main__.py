@@ -1,0 +1,42 @@
+"""Measures and predicts speed.
+
+    python -m scripts.bench decode   this engine in this process: tokens, forward passes, CPU seconds and their parts
+    python -m scripts.bench serve    a server under load: latency, tokens/s, and how fine its streams are
+    python -m scripts.bench ranks    what ranks send each other, and how work divides among them
+    python -m scripts.bench plan     how fast a step could be on a device, and the best (tp, bp, k)
+
+Each of them has a --help of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from lopa_ascend.config.help import HelpFormatter
+from scripts.bench import decode, serve
+from scripts.bench.plan import command as plan
+from scripts.bench.ranks import command as ranks
+
+COMMANDS = {"decode": decode, "serve": serve, "ranks": ranks, "plan": plan}
+"""Modules that have ``add_flags`` and ``run``; none loads torch before it runs."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench", description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False
+    )
+    commands = parser.add_subparsers(required=True, dest="command", metavar=f"{{{','.join(COMMANDS)}}}")
+    parsers = {}
+    for name, module in COMMANDS.items():
+        parsers[name] = commands.add_parser(
+            name, description=module.__doc__, formatter_class=HelpFormatter, allow_abbrev=False
+        )
+        module.add_flags(parsers[name])
+    args = parser.parse_args(argv)
+    return COMMANDS[args.command].run(args, parsers[args.command])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,264 @@
+"""Measures this engine in this process: tokens, forward passes, CPU seconds, and the parts of a step.
+
+    bench decode                                      the bundled model on held-out problems, D2F and k = 4 and 8
+    bench decode --json                               the same as one line, to compare two checkouts
+    bench decode --random --windows full block_causal --floors
+    bench decode --requests 1 8 32 --cached-prompts   what decoding requests together gains
+    bench decode --prompt-tokens 200 600              how long a step with a long prompt makes others wait
+    bench decode --graph-mode inductor --branches 3   compiled steps; minutes of compilation first
+
+--random decodes with a random Dream of 125 M parameters (hidden size 768, 12 layers, vocabulary 32,000), a prompt of
+128 random tokens, 128 new tokens and blocks of 32. All combinations of the lists are decoded, in each round one after
+the other. Times are CPU seconds of this process, so other work on the machine disturbs them little. The columns:
+
+  forwards, TPF      forward passes, and tokens of answers divided by them
+  tokens/step        tokens that the model computes in an engine step; positions that branches share count once
+  cpu s, wall s      CPU seconds of all answers, the median of the rounds; and seconds by the clock of the same decode
+  tokens/s           tokens of answers for each CPU second
+  longest step       CPU milliseconds; every other request waits so long
+
+Below it the CPU milliseconds of an engine step by part; --floors adds the least time that each part could take, by
+peaks of this machine that are measured in the same run (scripts/bench/parts.py). Compiled steps cannot be divided: of
+them "inputs" and "absorb" are the host's work to send a step off and to take in its result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lopa_ascend.config import WINDOW_ATTENTIONS, ConfigError, DecodingParams, EngineConfig, ParameterError
+from lopa_ascend.config.settings import refuse_unknown, settings
+from scripts.arguments import number_from
+from scripts.bench.machine import describe_machine
+from scripts.bench.prompts import text_prompts
+
+if TYPE_CHECKING:
+    from lopa_ascend import LLM
+    from scripts.bench.measure import Case, Decode
+    from scripts.bench.parts import Peaks
+
+HEADINGS = ("forwards", "TPF", "tokens/step", "cpu s", "wall s", "tokens/s", "longest step, ms")
+NUM_PROBLEMS = 8
+"""Held-out problems that are decoded where nothing is said of it."""
+NEW_TOKENS = 128
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", type=Path, metavar="DIR", help="a model (default: the bundled one)")
+    which.add_argument("--random", action="store_true", help="the random model, written to build/bench-model")
+    for name, default, least, text in (
+        ("--branches", [0, 4, 8], 0, "lookahead branches, the paper's k; 0 is D2F"),
+        ("--block-size", None, 1, "positions of a block; default: the model's"),
+        ("--requests", [1], 1, "requests that are decoded together"),
+        ("--prompt-tokens", None, 1, "tokens of a prompt; default: a problem's, and 128 with --random"),
+    ):
+        shown = "" if default is None else f" (default: {' '.join(map(str, default))})"
+        parser.add_argument(name, type=number_from(least), nargs="+", default=default, metavar="N", help=text + shown)
+    parser.add_argument(
+        "--windows",
+        nargs="+",
+        default=["block_causal"],
+        choices=WINDOW_ATTENTIONS,
+        help="window attentions (default: block_causal)",
+    )
+    parser.add_argument(
+        "--prompts",
+        type=number_from(1),
+        metavar="N",
+        help=f"prompts to decode (default: {NUM_PROBLEMS}, with --random 1, but at least as many as --requests)",
+    )
+    for name, number, text in (
+        ("--new-tokens", NEW_TOKENS, "tokens of an answer, at most"),
+        ("--threads", 1, "threads of torch"),
+        ("--rounds", 1, "decodes of each kind"),
+    ):
+        parser.add_argument(name, type=number_from(1), default=number, metavar="N", help=f"{text} (default: {number})")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "w8a8"),
+        help="number format of the weights; w8a8 is int8 beside bfloat16 (default: the model's)",
+    )
+    parser.add_argument(
+        "--graph-mode", choices=("eager", "inductor"), default="eager", help="how steps run (default: eager)"
+    )
+    parser.add_argument(
+        "--cached-prompts", action="store_true", help="compute prompts before, so that only decoding is measured"
+    )
+    parser.add_argument(
+        "--engine",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="engine settings, such as max_model_len=512",
+    )
+    parser.add_argument(
+        "--params", nargs="+", default=[], metavar="NAME=VALUE", help="decoding parameters, such as tau_conf=0.8"
+    )
+    parser.add_argument("--floors", action="store_true", help="measure the machine's peaks (seconds), and print floors")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+
+
+def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Measures and prints what the command line asks for."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
+    try:
+        params = _given(DecodingParams, args.params)
+        report = measure_all(args, _given(EngineConfig, args.engine), params)
+    except (ConfigError, ParameterError) as error:
+        parser.error(str(error))
+    if args.json:
+        print(json.dumps(report))
+    else:
+        print_tables(report)
+    return 0
+
+
+def _given(owner: type[Any], texts: list[str]) -> dict[str, Any]:
+    """The values of NAME=VALUE.
+
+    Raises:
+        ParameterError: there is no such name, or the value is of the wrong kind.
+    """
+    given, known = dict(text.partition("=")[::2] for text in texts), settings(owner)
+    refuse_unknown(given, list(known))
+    found = {}
+    for name, text in given.items():
+        try:
+            found[name] = known[name].kind.parse(text)
+        except ValueError as error:
+            raise ParameterError(name, str(error)) from error
+    return found
+
+
+def measure_all(args: argparse.Namespace, engine: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Everything that was measured, as it is printed with --json.
+
+    Args:
+        args: all arguments of the command.
+        engine: further settings of the engine.
+        given: further decoding parameters.
+    """
+    from scripts.bench.measure import Case, decode, middle
+    from scripts.bench.parts import measure_peaks
+    from scripts.bench.workload import RANDOM_MODEL, write_random_model
+
+    cases = [
+        Case(k=k, window=window, block_size=block_size, requests=requests, prompt_tokens=prompt_tokens)
+        for prompt_tokens, window, block_size, requests, k in itertools.product(
+            args.prompt_tokens or [None], args.windows, args.block_size or [None], args.requests, args.branches
+        )
+    ]
+    if args.random:
+        write_random_model(RANDOM_MODEL)
+    started = time.perf_counter()
+    llm = load(RANDOM_MODEL if args.random else args.model, args, engine)
+    start_seconds = time.perf_counter() - started
+    params = {case: case_params(llm, case, args, given) for case in cases}
+    prompts = {case: case_prompts(llm, case, args) for case in cases}
+    found: dict[Case, list[Decode]] = {case: [] for case in cases}
+    for case in cases:  # first calls take longer
+        llm.generate(prompts[case][:1], params[case], quiet=True)
+    for _ in range(args.rounds):
+        for case, decodes in found.items():
+            decodes.append(decode(llm, prompts[case], params[case], case.requests, cached=args.cached_prompts))
+    peaks = measure_peaks(llm.engine.runner.model.head.dtype) if args.floors else None
+    llm.close()
+    return {
+        "machine": describe_machine(),
+        "model": "random" if args.random else str(args.model or "bundled"),
+        "dtype": args.dtype or llm.config.dtype,
+        "threads": args.threads,
+        "graph_mode": args.graph_mode,
+        "start_seconds": round(start_seconds, 2),
+        "decodes": [
+            describe_case(case, middle(decodes), len(prompts[case][0]), peaks) for case, decodes in found.items()
+        ],
+    }
+
+
+def load(model: Path | None, args: argparse.Namespace, engine: dict[str, Any]) -> LLM:
+    """The model that is measured."""
+    from lopa_ascend import LLM
+
+    options: dict[str, Any] = {
+        "enable_prefix_caching": args.cached_prompts,
+        "max_num_seqs": max(args.requests),
+        "threads": args.threads,
+        "graph_mode": args.graph_mode,
+    }
+    if args.dtype == "w8a8":
+        options |= {"dtype": "bfloat16", "quantization": "w8a8"}
+    elif args.dtype:
+        options["dtype"] = args.dtype
+    return LLM(model, **{**options, **engine})
+
+
+def case_params(llm: LLM, case: Case, args: argparse.Namespace, given: dict[str, Any]) -> DecodingParams:
+    """How a case is decoded. Answers of the random model, whose tokens mean nothing, do not end early."""
+    options: dict[str, Any] = {
+        "decoding": "lopa" if case.k else "d2f",
+        "num_branches": case.k,
+        "window_attention": case.window,
+        "max_new_tokens": args.new_tokens,
+    }
+    if case.block_size is not None:
+        options["block_size"] = case.block_size
+    if args.random:
+        options |= {"confidence": "neg_entropy", "finish_at_eos": False, "ignore_eos": True}
+    return llm.params(**{**options, **given})
+
+
+def case_prompts(llm: LLM, case: Case, args: argparse.Namespace) -> list[list[int]]:
+    """What a case decodes."""
+    from scripts.bench.workload import random_prompts
+
+    count = max(args.prompts or (1 if args.random else NUM_PROBLEMS), case.requests)
+    if args.random:
+        return random_prompts(count, case.prompt_tokens)
+    return text_prompts(llm, count, case.prompt_tokens)
+
+
+def describe_case(case: Case, found: Decode, prompt_tokens: int, peaks: Peaks | None) -> dict[str, Any]:
+    """What was decoded, and the figures."""
+    return {
+        "k": case.k,
+        "window": case.window,
+        "block_size": found.params.block_size,
+        "requests": case.requests,
+        "prompt_tokens": prompt_tokens if case.prompt_tokens is None else case.prompt_tokens,
+        **found.as_json(peaks),
+    }
+
+
+def print_tables(report: dict[str, Any]) -> None:
+    """Prints the tables of figures and of parts in Markdown."""
+    of_all = (f"{name} {report[name]}" for name in ("model", "dtype", "threads", "graph_mode", "start_seconds"))
+    print(f"{report['machine']['processor']}: {', '.join(of_all)}\n")
+    keys = ("k", "window", "block_size", "requests", "prompt_tokens")
+    decodes = report["decodes"]
+    print(f"| {' | '.join((*keys, *HEADINGS))} |\n{'|---' * (len(keys) + len(HEADINGS))}|")
+    for one in decodes:
+        cells = [str(one[key]) for key in keys]
+        cells += [str(one["forwards"]), f"{one['tpf']:.2f}", f"{one['model_tokens'] / one['steps']:.1f}"]
+        cells += [f"{one['cpu_seconds']:.2f}", f"{one['wall_seconds']:.2f}"]
+        cells += [f"{one['tokens'] / one['cpu_seconds']:.1f}", f"{one['longest_step_ms']:.1f}"]
+        print(f"| {' | '.join(cells)} |")
+    names = list(decodes[0]["parts"])
+    print(f"\nCPU ms of a step{', floors in brackets' if 'floors' in decodes[0] else ''}:\n")
+    print(f"| {' | '.join((*keys, *names))} |\n{'|---' * (len(keys) + len(names))}|")
+    for one in decodes:
+        cells = [str(one[key]) for key in keys]
+        for name in names:
+            floor = f" ({1000 * one['floors'][name] / one['steps']:.1f})" if "floors" in one else ""
+            cells.append(f"{1000 * one['parts'].get(name, 0) / one['steps']:.1f}{floor}")
+        print(f"| {' | '.join(cells)} |")
+    for one in decodes:
+        if "padding" in one:
+            print(f"\nk = {one['k']}: {one['padding']:.0%} of the tokens of compiled steps are padding")

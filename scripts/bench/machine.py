@@ -1,0 +1,58 @@
+"""What a measurement ran on: recorded so that figures of two machines or of two versions are never mixed."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import lopa_ascend
+from lopa_ascend import __version__
+from lopa_ascend.config.presets import FILE as PRESETS
+
+PACKAGES = ("torch", "torch_npu", "transformers", "tokenizers")
+SCRIPTS = Path(__file__).parents[1]
+
+
+def describe_machine() -> dict[str, Any]:
+    """The processor, the system and the versions of what runs on them."""
+    versions = {"python": platform.python_version(), "lopa_ascend": f"{__version__}, sources {sources_digest()}"}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "versions": versions,
+    }
+
+
+@cache
+def sources_digest() -> str:
+    """A digest of what makes figures: the engine's code, that of tasks, scores and measurements, and prompt formats."""
+    folders = [Path(lopa_ascend.__file__).parent, SCRIPTS / "eval", SCRIPTS / "bench"]
+    digest = hashlib.sha256()
+    digest.update(f"{PRESETS.name}\n".encode() + PRESETS.read_bytes())
+    for folder in folders:
+        for parent, _, names in sorted(os.walk(folder, followlinks=True)):  # graph/ and parallel/ are links
+            for name in sorted(name for name in names if name.endswith((".py", ".cpp", ".h"))):
+                path = Path(parent, name)
+                digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model", "CPU part"))]
+    return names[0] if names else platform.machine()

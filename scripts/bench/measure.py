@@ -1,0 +1,174 @@
+"""Decodes prompts in this process, and measures what that takes."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lopa_ascend import LLM, DecodingParams
+from lopa_ascend.probe import PartTimes
+from lopa_ascend.types import GenerationOutput, GraphStats
+from scripts.bench.parts import Parts, Peaks, measure_parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One kind of decode."""
+
+    k: int
+    """Lookahead branches."""
+    window: str
+    """Window attention."""
+    block_size: int | None
+    """None: the model's."""
+    requests: int
+    """How many are decoded together."""
+    prompt_tokens: int | None
+    """None: as many as a prompt has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decode:
+    """All prompts, decoded once."""
+
+    params: DecodingParams
+    outputs: tuple[GenerationOutput, ...]
+    cpu: float
+    """CPU seconds of this process."""
+    wall: float
+    """Seconds by the clock."""
+    steps: list[float]
+    """CPU seconds of each engine step."""
+    parts: dict[str, float]
+    """CPU seconds by part."""
+    work: Parts | None
+    """The work of the parts; None with compiled steps."""
+    padding: float | None
+    """Share of the tokens of compiled steps that no branch needed; None without compiled steps."""
+
+    def as_json(self, peaks: Peaks | None) -> dict[str, Any]:
+        """The figures by name. ``peaks``: of this machine, for floors; None for none."""
+        forwards = sum(output.num_forwards for output in self.outputs)
+        tokens = sum(len(output.token_ids) for output in self.outputs)
+        model_tokens = sum(output.model_tokens for output in self.outputs)
+        ids = repr([tuple(output.token_ids) for output in self.outputs])
+        found: dict[str, Any] = {
+            "tokens": tokens,
+            "token_digest": hashlib.sha256(ids.encode()).hexdigest()[:16],
+            "forwards": forwards,
+            "tpf": round(tokens / forwards, 3),
+            "steps": len(self.steps),
+            "model_tokens": model_tokens,
+            "cpu_seconds": round(self.cpu, 4),
+            "wall_seconds": round(self.wall, 4),
+            "longest_step_ms": round(1000 * max(self.steps), 2),
+            "parts": {name: round(seconds, 4) for name, seconds in self.parts.items()},
+        }
+        if peaks is not None and self.work is not None:
+            found["floors"] = {name: round(part.floor(peaks), 4) for name, part in self.work.by_name.items()}
+        if self.padding is not None:
+            found["padding"] = round(self.padding, 3)
+        return found
+
+
+def decode(
+    llm: LLM, prompts: Sequence[Sequence[int]], params: DecodingParams, together: int, *, cached: bool
+) -> Decode:
+    """Decodes prompts in batches.
+
+    Args:
+        llm: the model.
+        prompts: token ids.
+        params: of every request.
+        together: requests of a batch.
+        cached: prompts are computed before, and taken from the prefix cache, so that only decoding is measured.
+
+    Raises:
+        RuntimeError: the prefix cache has no room for the prompts.
+    """
+    batches = [prompts[first : first + together] for first in range(0, len(prompts), together)]
+    if cached:
+        # With full attention a prompt is kept together with the first block that it was computed with.
+        first_block = replace(params, max_new_tokens=params.block_size)
+        for batch in batches:
+            llm.generate(batch, first_block, quiet=True)
+    outputs: list[GenerationOutput] = []
+    before = llm.engine.stats()
+    with timed_steps(llm) as steps:
+        started = time.perf_counter()
+        parts, work = _measured(llm, lambda: outputs.extend(_generated(llm, batches, params)))
+        wall = time.perf_counter() - started
+    after = llm.engine.stats()
+    if cached and after.num_prefill_steps != before.num_prefill_steps:
+        raise RuntimeError("prompts were computed again: the prefix cache has no room for them")
+    return Decode(
+        params=params,
+        outputs=tuple(outputs),
+        cpu=sum(parts.values()),
+        wall=wall,
+        steps=steps,
+        parts=parts,
+        work=work,
+        padding=_padding(before.graphs, after.graphs),
+    )
+
+
+def _generated(
+    llm: LLM, batches: Iterable[Sequence[Sequence[int]]], params: DecodingParams
+) -> Iterator[GenerationOutput]:
+    return itertools.chain.from_iterable(llm.generate(batch, params, quiet=True) for batch in batches)
+
+
+def _measured(llm: LLM, run: Callable[[], object]) -> tuple[dict[str, float], Parts | None]:
+    """CPU seconds by part of what ``run`` computes, and the work of the parts.
+
+    A compiled step cannot be divided; of it only the host's parts are known: "inputs" and "absorb".
+    """
+    if llm.engine.stats().graphs is None:
+        work = measure_parts(llm, run)
+        return {name: part.seconds for name, part in work.by_name.items()}, work
+    runner, times = llm.engine.runner, PartTimes()
+    probe = runner.eager.probe
+    runner.set_probe(times)
+    started = time.process_time()
+    try:
+        run()
+    finally:
+        total = time.process_time() - started
+        runner.set_probe(probe)
+    return {**times.seconds, "compiled steps and host": total - sum(times.seconds.values())}, None
+
+
+@contextmanager
+def timed_steps(llm: LLM) -> Iterator[list[float]]:
+    """Collects the CPU seconds of the engine's steps."""
+    engine, seconds = llm.engine, list[float]()
+    step = engine.step
+
+    def timed() -> Any:
+        started = time.process_time()
+        updates = step()
+        seconds.append(time.process_time() - started)
+        return updates
+
+    engine.step = timed  # type: ignore[method-assign]
+    try:
+        yield seconds
+    finally:
+        del engine.step  # the class's method again
+
+
+def _padding(before: GraphStats | None, after: GraphStats | None) -> float | None:
+    if before is None or after is None:
+        return None
+    return (after.padded_tokens - before.padded_tokens) / max(1, after.tokens - before.tokens)
+
+
+def middle(decodes: Sequence[Decode]) -> Decode:
+    """The decode with the median CPU time; of an even number the slower one of the two in the middle."""
+    return sorted(decodes, key=lambda one: one.cpu)[len(decodes) // 2]

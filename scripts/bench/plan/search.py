@@ -1,0 +1,170 @@
+"""Tokens/s from a step's floor, and the best way to use a number of dies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lopa_ascend.config import ModelConfig
+from scripts.bench.plan.devices import Device
+from scripts.bench.plan.step import COLLECTIVES, Step, Workload, memory_bytes, predict
+
+DEFAULT_TPF: Mapping[int, float] = {0: 3.1, 14: 10.1}
+"""Lookahead branches -> tokens per forward pass: D2F-Dream on GSM8K (Table 1 of the paper; 14 branches by Table 5)."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to use the dies."""
+
+    work: Workload
+    """Of each replica."""
+    replicas: int
+    tpf: float
+    requests: int
+    """Of all replicas together."""
+    steps: dict[str, Step]
+    """By what collectives cost."""
+
+    def tokens_per_second(self, collectives: str) -> float:
+        """Of all requests together."""
+        return self.requests * self.tpf / self.steps[collectives].step
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan, with steps in milliseconds."""
+        found: dict[str, Any] = {
+            "tp": self.work.tp,
+            "bp": self.work.bp,
+            "k": self.work.k,
+            "replicas": self.replicas,
+            "dies": self.replicas * self.work.tp * self.work.bp,
+            "tpf": round(self.tpf, 3),
+        }
+        for case in COLLECTIVES:
+            found[case] = {**self.steps[case].as_json(), "tokens_per_second": round(self.tokens_per_second(case), 1)}
+        return found
+
+
+def tokens_per_forward(known: Mapping[int, float], k: int) -> float:
+    """Tokens per forward pass with k lookahead branches, between known numbers linear in log2(k + 1).
+
+    Raises:
+        ValueError: k lies outside the known numbers. Nothing is extrapolated.
+    """
+    if k in known:
+        return known[k]
+    below, above = [n for n in known if n < k], [n for n in known if n > k]
+    if not below or not above:
+        given = ", ".join(f"{n}:{tpf:g}" for n, tpf in sorted(known.items()))
+        raise ValueError(f"no tokens per forward pass for k = {k}: known are {given}; give more by --tpf, as {k}:X")
+    low, high = max(below), min(above)
+    share = math.log2((k + 1) / (low + 1)) / math.log2((high + 1) / (low + 1))
+    return known[low] + share * (known[high] - known[low])
+
+
+def plan(model: ModelConfig, device: Device, work: Workload, tpf: float, dies: int | None = None) -> Plan:
+    """How fast a workload is.
+
+    Args:
+        model: the geometry.
+        device: of each rank.
+        work: ``requests`` are those of all replicas together.
+        tpf: tokens per forward pass of each request.
+        dies: how many there are; None: one replica.
+
+    Raises:
+        ValueError: the workload does not fit the model, the dies or their memory.
+    """
+    size = work.tp * work.bp
+    if dies is not None and size > dies:
+        raise ValueError(f"tp {work.tp} x bp {work.bp} needs {size} dies, there are {dies}")
+    replicas = 1 if dies is None else min(dies // size, work.requests)
+    each = replace(work, requests=-(-work.requests // replicas))
+    needed = memory_bytes(model, each)
+    if needed > device.memory_bytes:
+        raise ValueError(
+            f"tp {work.tp} x bp {work.bp} needs {needed / 2**30:.1f} GiB a die, there are "
+            f"{device.memory_bytes / 2**30:.1f} GiB"
+        )
+    steps = {case: predict(model, device, each, case) for case in COLLECTIVES}
+    return Plan(each, replicas, tpf, work.requests, steps)
+
+
+def all_plans(
+    model: ModelConfig,
+    device: Device,
+    work: Workload,
+    known_tpf: Mapping[int, float],
+    dies: int,
+    given: Mapping[str, int] | None = None,
+) -> Iterator[Plan]:
+    """Every (tp, bp, k) that fits on the dies.
+
+    Args:
+        model: the geometry.
+        device: of each rank.
+        work: ``tp``, ``bp`` and ``k`` are ignored.
+        known_tpf: tokens per forward pass by k; no k outside these is tried.
+        dies: how many there are.
+        given: "tp" and "bp" that all plans must have; those without one are searched.
+    """
+    given = given or {}
+    for tp in model.tensor_parallel_sizes():
+        if tp != given.get("tp", tp):
+            continue
+        for bp in range(1, dies // tp + 1):
+            if bp != given.get("bp", bp):
+                continue
+            for k in range(min(known_tpf), max(known_tpf) + 1):
+                candidate = replace(work, tp=tp, bp=bp, k=k)
+                leaves_ranks_idle = bp > k + 1
+                if leaves_ranks_idle:
+                    continue
+                try:
+                    yield plan(model, device, candidate, tokens_per_forward(known_tpf, k), dies)
+                except ValueError:  # the memory of a die does not hold it
+                    continue
+
+
+def best_plan(
+    model: ModelConfig,
+    device: Device,
+    work: Workload,
+    known_tpf: Mapping[int, float],
+    dies: int,
+    collectives: str = "optimistic",
+    given: Mapping[str, int] | None = None,
+) -> Plan:
+    """The plan with most tokens/s; of equal ones that with fewest dies and branches.
+
+    Args:
+        collectives: "optimistic" or "pessimistic".
+        given: see ``all_plans``, as the rest.
+
+    Raises:
+        ValueError: nothing fits.
+    """
+    plans = list(all_plans(model, device, work, known_tpf, dies, given))
+    if not plans:
+        if given:  # raises a more precise error where the given sizes alone are the reason
+            smallest = replace(work, tp=given.get("tp", 1), bp=given.get("bp", 1), k=max(known_tpf))
+            plan(model, device, smallest, 1.0, dies)
+        sizes = "".join(f", {name} {size}" for name, size in (given or {}).items())
+        raise ValueError(
+            f"the model fits on no (tp, bp, k) of {dies} dies{sizes}, k from {min(known_tpf)} to {max(known_tpf)}; "
+            "bp is at most k + 1"
+        )
+
+    def rank(candidate: Plan) -> tuple[float, int, int]:
+        used = candidate.replicas * candidate.work.tp * candidate.work.bp
+        return candidate.tokens_per_second(collectives), -used, -candidate.work.k
+
+    return max(plans, key=rank)
+
+
+def best_of(plans: Sequence[Plan], tp: int, bp: int, collectives: str) -> Plan:
+    """The plan of one (tp, bp) with most tokens/s."""
+    same = [candidate for candidate in plans if (candidate.work.tp, candidate.work.bp) == (tp, bp)]
+    return max(same, key=lambda candidate: candidate.tokens_per_second(collectives))

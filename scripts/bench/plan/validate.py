@@ -1,0 +1,134 @@
+"""Predictions for the rows of the paper's Table 4, settings S1 to S18.
+
+A prediction needs the row's tokens per forward pass (TPF). The paper has them for S12 and S18 alone (Table 3). The TPF
+of any other row is estimated, never from the row's own tokens/s:
+
+- S1 to S6 start from S18's TPF, S7 to S11 from S12's, S13 to S17 from S18's: equal branches and, at the end of each
+  group, equal thresholds.
+- Within a group TPF depends on the thresholds as tokens/s do in the rows of the other platform with four branches (S1
+  to S6, or S13 to S18) for the same model and task.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lopa_ascend.config.files import read_json_object
+from scripts.bench.plan.devices import load_device
+from scripts.bench.plan.models import load_model
+from scripts.bench.plan.step import COLLECTIVES, Step, Workload, predict
+
+FILE = Path(__file__).with_name("paper.json")
+WINDOW = 128
+"""Positions of a window: 4 blocks of 32. Assumed; the paper does not say how many blocks are open."""
+CONTEXT = 1024
+"""Few-shot prompt and committed blocks. Assumed; the term is small."""
+GROUP_SIZE = 6
+"""Settings with the same thresholds in the same order, from the highest to the lowest: S1 to S6, S7 to S12, S13 to S18.
+"""
+Key = tuple[str, str]
+"""Model and task."""
+
+
+def read_paper() -> dict[str, Any]:
+    """The content of paper.json."""
+    return read_json_object(FILE, ValueError)
+
+
+def validate() -> list[dict[str, Any]]:
+    """One row for each setting, model and task, in the paper's order.
+
+    ``predicted`` is the geometric mean of the predictions with optimistic and with pessimistic collectives.
+    """
+    paper = read_paper()
+    steps = {group: _steps(setting) for group, setting in paper["settings"].items()}
+    published = {(row["model"], row["task"], _number(row["setting"])): row["avg_tps"] for row in paper["rows"]}
+    known = {(row["model"], row["task"], _number(row["setting"])): row["tpf"] for row in paper["tokens_per_forward"]}
+    rows = []
+    for row in paper["rows"]:
+        number, key = _number(row["setting"]), (row["model"], row["task"])
+        group = _group(paper["settings"], number)
+        tpf, source = _tokens_per_forward(key, number, published, known)
+        setting = paper["settings"][group]
+        optimistic, pessimistic = (tpf / steps[group][case].step for case in COLLECTIVES)
+        middle = (optimistic * pessimistic) ** 0.5
+        rows.append(
+            {
+                "setting": row["setting"],
+                "model": row["model"],
+                "task": row["task"],
+                "predicted": round(middle, 2),
+                "published": row["avg_tps"],
+                "predicted_over_published": round(middle / row["avg_tps"], 4),
+                "predicted_optimistic": round(optimistic, 2),
+                "predicted_pessimistic": round(pessimistic, 2),
+                "optimistic_over_published": round(optimistic / row["avg_tps"], 4),
+                "pessimistic_over_published": round(pessimistic / row["avg_tps"], 4),
+                "platform": setting["platform"],
+                "step_ms_optimistic": round(1000 * steps[group]["optimistic"].step, 3),
+                "step_ms_pessimistic": round(1000 * steps[group]["pessimistic"].step, 3),
+                "published_step_ms": round(1000 * tpf / row["avg_tps"], 3),
+                "bound_by_optimistic": steps[group]["optimistic"].bound_by,
+                "bound_by_pessimistic": steps[group]["pessimistic"].bound_by,
+                "tpf": round(tpf, 3),
+                "tpf_source": source,
+            }
+        )
+    return rows
+
+
+def _steps(setting: Mapping[str, Any]) -> dict[str, Step]:
+    """The steps of a group of settings: one request, one branch on each group of ranks."""
+    work = Workload(
+        precision=setting["precision"],
+        tp=setting["tp"],
+        bp=setting["bp"],
+        k=setting["bp"] - 1,
+        window=WINDOW,
+        context=CONTEXT,
+    )
+    model, device = load_model("Dream-7B"), load_device(setting["device"])
+    return {case: predict(model, device, work, case) for case in COLLECTIVES}
+
+
+def _tokens_per_forward(
+    key: Key,
+    number: int,
+    published: Mapping[tuple[str, str, int], float],
+    known: Mapping[tuple[str, str, int], float],
+) -> tuple[float, str]:
+    """A row's TPF and where it comes from.
+
+    Args:
+        key: model and task.
+        number: of the setting.
+        published: tokens/s by model, task and setting.
+        known: TPF likewise.
+    """
+    if (*key, number) in known:
+        return known[(*key, number)], "Table 3"
+    anchor = 12 if 7 <= number <= 12 else 18
+    other_platform = range(1, 7) if number >= 13 else range(13, 19)
+    same_thresholds, lowest_thresholds = other_platform[(number - 1) % GROUP_SIZE], other_platform[-1]
+    ratio = published[(*key, same_thresholds)] / published[(*key, lowest_thresholds)]
+    if same_thresholds == lowest_thresholds:
+        factor = ""
+    else:
+        factor = f" x tokens/s of S{same_thresholds} / S{lowest_thresholds}"
+    return known[(*key, anchor)] * ratio, f"estimated: TPF of S{anchor}{factor}"
+
+
+def _number(setting: str) -> int:
+    return int(setting.removeprefix("S"))
+
+
+def _group(settings: Mapping[str, Any], number: int) -> str:
+    """The name of the group, such as "S1-S6", that has a setting."""
+    for name in settings:
+        first, last = map(int, re.findall(r"\d+", name))
+        if first <= number <= last:
+            return name
+    raise AssertionError(f"{FILE.name} has no settings for S{number}")

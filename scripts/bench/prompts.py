@@ -1,0 +1,45 @@
+"""Prompts of held-out problems."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lopa_ascend.demo import HELD_OUT
+
+if TYPE_CHECKING:
+    from lopa_ascend import LLM
+
+Message = dict[str, str]
+
+
+def questions() -> list[str]:
+    """The held-out problems."""
+    return [json.loads(line)["question"] for line in HELD_OUT.read_text(encoding="utf-8").splitlines()]
+
+
+def chat(question: str) -> list[Message]:
+    """A conversation that is one question."""
+    return [{"role": "user", "content": question}]
+
+
+def text_prompts(llm: LLM, count: int, length: int | None = None) -> list[list[int]]:
+    """Prompts of held-out problems for a model with a tokenizer.
+
+    Args:
+        llm: the model.
+        count: how many.
+        length: tokens of each, cut out of many problems in a row; None: each is one problem as a chat.
+    """
+    texts = questions()
+    if length is None:
+        asked = itertools.islice(itertools.cycle(texts), count)
+        return [llm.tokenize_chat(chat(text)) for text in asked]
+    return [_cut(llm, texts[index % len(texts) :], length) for index in range(count)]
+
+
+def _cut(llm: LLM, texts: Sequence[str], length: int) -> list[int]:
+    ids = llm.tokenize("\n".join(texts[:60]))
+    return list(itertools.islice(itertools.cycle(ids), length))

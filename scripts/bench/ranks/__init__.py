@@ -1,0 +1,1 @@
+"""What several ranks send each other, and how the work of a decode divides among them."""

@@ -1,0 +1,294 @@
+"""Measures throughput, latency and streaming of a server for several numbers of clients.
+
+    bench serve                                       the bundled model, on a server that is started here; minutes
+    bench serve --url http://host:8000                a running server; its prefix cache may know the prompts
+    bench serve --clients 1 -- --max-num-seqs 1       flags of the server that is started come after --
+    bench serve --fields block_size=16 num_branches=7 fields of the requests
+    bench serve --plot serving.png                    also as a picture
+
+For every number of clients the same streamed chat requests are sent; each client sends its next request as soon as it
+has an answer. Prints a row of a Markdown table for each number of clients, or with --json one line for all:
+
+  requests/s, tokens/s   of all clients together; tokens are those of the answers
+  TPF                    tokens divided by forward passes, of all answers
+  first p50, p99         milliseconds until the first text of an answer: median and 99th percentile
+  answer p50, p99        milliseconds until the end of an answer
+  pieces                 events with text in an answer, on average
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from scripts.arguments import number_from, picture
+from scripts.bench.draw import Panel, draw
+from scripts.bench.machine import describe_machine
+from scripts.bench.prompts import chat, questions
+
+CLIENTS = (1, 2, 4, 8, 16, 32)
+ROOT = Path(__file__).resolve().parents[2]
+READY = "serving   "
+"""What the server's line with its address begins with."""
+TIMEOUT = 600
+"""Seconds for an answer."""
+
+
+@dataclass
+class Answer:
+    """What came back for one request."""
+
+    tokens: int = 0
+    forwards: int = 0
+    """Forward passes, by the server's own count; 0 if it does not tell."""
+    pieces: int = 0
+    """Events that had text."""
+    first: float = 0.0
+    """Seconds from the request to the first text."""
+    seconds: float = 0.0
+    """Seconds from the request to the end."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """The measurements for one number of clients."""
+
+    clients: int
+    answers: Sequence[Answer]
+    seconds: float
+    """Seconds of all requests by the clock."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures by name."""
+        tokens = sum(answer.tokens for answer in self.answers)
+        forwards = sum(answer.forwards for answer in self.answers)
+        found: dict[str, Any] = {
+            "clients": self.clients,
+            "requests_per_second": round(len(self.answers) / self.seconds, 3),
+            "tokens_per_second": round(tokens / self.seconds, 1),
+            "tpf": round(tokens / forwards, 2) if forwards else None,
+        }
+        times = {"first": [answer.first for answer in self.answers], "answer": [a.seconds for a in self.answers]}
+        for name, values in times.items():
+            for share in (0.5, 0.99):
+                found[f"{name}_p{100 * share:.0f}_ms"] = round(1000 * percentile(values, share), 1)
+        found["pieces"] = round(statistics.mean(answer.pieces for answer in self.answers), 1)
+        return found
+
+
+HEADINGS = {
+    "clients": "clients",
+    "requests_per_second": "requests/s",
+    "tokens_per_second": "tokens/s",
+    "tpf": "TPF",
+    "first_p50_ms": "first p50, ms",
+    "first_p99_ms": "first p99",
+    "answer_p50_ms": "answer p50",
+    "answer_p99_ms": "answer p99",
+    "pieces": "pieces",
+}
+"""Figure -> heading of its column."""
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least this share of the values, such as 0.99, do not exceed."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def make_bodies(count: int, max_tokens: int, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Streamed chat requests with the held-out problems, which come again if there are fewer than ``count``."""
+    common = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": max_tokens, **fields}
+    return [
+        {"messages": chat(question), **common} for question in itertools.islice(itertools.cycle(questions()), count)
+    ]
+
+
+async def measure(url: str, bodies: Sequence[Mapping[str, Any]], clients: int) -> Level:
+    """Sends requests to a server, after a first one that does not count.
+
+    Args:
+        url: the server's.
+        bodies: of the requests.
+        clients: requests at the same time.
+
+    Raises:
+        RuntimeError: a request failed.
+    """
+    answers: list[Answer] = []
+    waiting = iter(bodies)
+    limits = httpx.Limits(max_connections=clients)
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT, limits=limits) as http:
+        await ask(http, bodies[0])
+
+        async def client() -> None:
+            for body in waiting:
+                answers.append(await ask(http, body))
+
+        start = time.perf_counter()
+        await asyncio.gather(*(client() for _ in range(clients)))
+        return Level(clients, answers, time.perf_counter() - start)
+
+
+async def ask(http: httpx.AsyncClient, body: Mapping[str, Any]) -> Answer:
+    """Sends a request and reads the stream.
+
+    Raises:
+        RuntimeError: the server refused it, or the stream has an error or is cut off.
+    """
+    answer, start, is_whole = Answer(), time.perf_counter(), False
+    async with http.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.status_code != httpx.codes.OK:
+            raise RuntimeError(f"status {response.status_code}: {(await response.aread()).decode(errors='replace')}")
+        async for line in _lines(response):
+            if line == b"data: [DONE]":
+                is_whole = True
+            elif line:
+                _take(answer, json.loads(line.removeprefix(b"data: ")), time.perf_counter() - start)
+    if not is_whole:
+        raise RuntimeError("the stream was cut off")
+    answer.seconds = time.perf_counter() - start
+    return answer
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """The lines of a stream. ``aiter_lines`` would also end a line at U+2028, which JSON may hold."""
+    unread = b""
+    async for piece in response.aiter_bytes():
+        *lines, unread = (unread + piece).split(b"\n")
+        for line in lines:
+            yield line
+
+
+def _take(answer: Answer, event: Mapping[str, Any], seconds: float) -> None:
+    """Adds an event to an answer, which arrived so many seconds after the request."""
+    if "error" in event:
+        raise RuntimeError(f"the stream has an error: {event['error']}")
+    if any(choice["delta"].get("content") for choice in event["choices"]):
+        answer.pieces += 1
+        answer.first = answer.first or seconds
+    if event.get("usage"):
+        answer.tokens = event["usage"]["completion_tokens"]
+        answer.forwards = (event.get("lopa") or {}).get("num_forwards", 0)
+
+
+@contextmanager
+def serving(url: str | None, flags: Sequence[str]) -> Iterator[str]:
+    """The address of a server.
+
+    Args:
+        url: a running server; None: one is started, and ended after the ``with`` block.
+        flags: of a server that is started.
+
+    Raises:
+        RuntimeError: the server did not start.
+    """
+    if url is not None:
+        yield url
+        return
+    command = [sys.executable, "-m", "lopa_ascend.serve", "--port", "0", "--no-enable-prefix-caching", *flags]
+    # One thread: OpenMP's default would compete with the clients for the cores.
+    env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "server.log"
+        with log.open("w") as output:
+            process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            yield _await_address(process, log)
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _await_address(process: subprocess.Popen[bytes], log: Path) -> str:
+    """Waits until a server serves, and returns its address, which its log has."""
+    while True:
+        has_ended = process.poll() is not None
+        text = log.read_text(errors="replace")
+        for line in text.splitlines(keepends=True):
+            if line.startswith(READY) and line.endswith("\n"):
+                return line.split()[1]
+        if has_ended:
+            raise RuntimeError(f"the server did not start:\n{text}")
+        time.sleep(0.1)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", help="a running server (default: one is started here, without prefix cache)")
+    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of a server that is started")
+    parser.add_argument(
+        "--clients",
+        type=number_from(1),
+        nargs="+",
+        default=CLIENTS,
+        metavar="N",
+        help=f"numbers of clients (default: {' '.join(map(str, CLIENTS))})",
+    )
+    for name, default, text in (
+        ("--requests", 96, "requests for each number of clients"),
+        ("--max-tokens", 192, "tokens of an answer, at most"),
+    ):
+        parser.add_argument(
+            name, type=number_from(1), default=default, metavar="N", help=f"{text} (default: {default})"
+        )
+    parser.add_argument(
+        "--fields", nargs="+", default=[], metavar="NAME=VALUE", help="fields of the requests, such as num_branches=3"
+    )
+    parser.add_argument("--plot", type=picture, metavar="FILE", help="also write a picture")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+
+
+def parse_field(text: str) -> tuple[str, Any]:
+    """The name and the value of a field, which is JSON, or a text without quotes."""
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Measures and prints each number of clients."""
+    if args.url and args.flags:
+        parser.error("flags after -- are for a server that is started here; leave --url out")
+    bodies = make_bodies(args.requests, args.max_tokens, dict(map(parse_field, args.fields)))
+    levels = []
+    with serving(args.url, args.flags) as url:
+        if not args.json:
+            print(f"| {' | '.join(HEADINGS.values())} |\n{'|---' * len(HEADINGS)}|", flush=True)
+        for clients in args.clients:
+            levels.append(asyncio.run(measure(url, bodies, clients)).as_json())
+            if not args.json:
+                print(f"| {' | '.join(str(levels[-1][name]) for name in HEADINGS)} |", flush=True)
+    if args.json:
+        print(json.dumps({"machine": describe_machine(), "levels": levels}))
+    if args.plot:
+        _draw(levels, args.plot)
+    return 0
+
+
+def _draw(levels: Sequence[Mapping[str, Any]], path: Path) -> None:
+    x = [str(level["clients"]) for level in levels]
+    speed = {"tokens/s": [level["tokens_per_second"] for level in levels]}
+    names = [name for name in HEADINGS if name.endswith("_ms")]
+    times = {HEADINGS[name].removesuffix(", ms"): [level[name] for level in levels] for name in names}
+    panels = [
+        Panel(x=x, values=speed, labels=("clients", "tokens/s")),
+        Panel(x=x, values=times, labels=("clients", "ms"), log=True),
+    ]
+    draw(panels, "", path)

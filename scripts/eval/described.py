@@ -1,0 +1,100 @@
+"""What was measured: recorded so that samples of two models, machines or settings are never mixed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lopa_ascend.checkpoint.files import check_directory
+from lopa_ascend.config import EngineConfig
+from lopa_ascend.demo import DEMO_MODEL
+from scripts.bench.machine import describe_machine
+from scripts.evaluation.files import TaskFile
+from scripts.evaluation.tasks import Problem
+
+PATHS = ("model", "lora", "graph_cache")
+"""Fields of the engine's configuration that are directories: those of weights are described by a digest, and the cache
+of graphs changes no figure."""
+SUFFIXES = (".json", ".safetensors", ".jinja")
+"""Of a model's files that its digest covers, beside merges.txt."""
+CHUNK = 1 << 20
+"""Bytes of a piece of a weight file."""
+NUM_CHUNKS = 32
+"""Evenly spaced pieces of a weight file that are read for its digest: whole files of tens of gigabytes would take
+minutes."""
+
+
+def describe_benchmark(
+    config: EngineConfig,
+    tasks: TaskFile,
+    limit: int | None,
+    prompt: str,
+    examples: Mapping[str, Sequence[Problem]],
+    *,
+    cut: bool,
+) -> dict[str, Any]:
+    """What must be the same in all runs whose samples are in one folder.
+
+    Args:
+        config: of the engine.
+        tasks: the problems.
+        limit: how many of them are decoded; None: all.
+        prompt: name of the prompts' format.
+        examples: by task, those in a prompt.
+        cut: answers are cut at their task's stop strings before they are scored.
+
+    Raises:
+        CheckpointError: there is no directory of the model or of the adapter.
+    """
+    return {
+        **describe_model(config.model, config.lora),
+        "problems": {"file": tasks.path.name, "sha256": tasks.digest, "limit": limit},
+        "prompt": prompt,
+        "examples": {task: describe_examples(problems) for task, problems in examples.items()},
+        "cut": cut,
+        "engine": describe_engine(config),
+        "machine": describe_machine(),
+    }
+
+
+def describe_engine(config: EngineConfig) -> dict[str, Any]:
+    """The engine's settings by name, without directories."""
+    return {name: getattr(config, name) for name in EngineConfig.names() if name not in PATHS}
+
+
+def describe_examples(problems: Sequence[Problem]) -> dict[str, Any]:
+    """The number of examples in a prompt, and a digest of them."""
+    digest = hashlib.sha256(repr(list(problems)).encode()).hexdigest()[:16]
+    return {"count": len(problems), "digest": digest}
+
+
+def describe_model(model: str | None, adapter: str | None) -> dict[str, Any]:
+    """The names of a model's and an adapter's directories, and a digest of each one's files.
+
+    Raises:
+        CheckpointError: there is no such directory.
+    """
+    for path in (model, adapter):
+        if path is not None:
+            check_directory(Path(path))
+    found: dict[str, Any] = {"model": "bundled" if model is None else Path(model).resolve().name}
+    found["model_digest"] = _digest(DEMO_MODEL if model is None else Path(model))
+    if adapter is not None:
+        found |= {"adapter": Path(adapter).resolve().name, "adapter_digest": _digest(Path(adapter))}
+    return found
+
+
+def _digest(folder: Path) -> str:
+    """A digest of a model's weights, configuration, tokenizer and chat template."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.glob("*") if path.suffix in SUFFIXES or path.name == "merges.txt"):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for index in range(NUM_CHUNKS):
+                end_of_previous = index * CHUNK  # a small file is read once, chunk after chunk
+                file.seek(max(end_of_previous, (size - CHUNK) * index // (NUM_CHUNKS - 1)))
+                digest.update(file.read(CHUNK))
+    return digest.hexdigest()[:16]

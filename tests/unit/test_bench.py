@@ -1,0 +1,129 @@
+"""The commands of ``scripts.bench``: their --help, what they refuse, and what the load on a server is made of."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import httpx
+import pytest
+
+from scripts.bench.__main__ import COMMANDS, main
+from scripts.bench.draw import Panel, draw
+from scripts.bench.prompts import questions
+from scripts.bench.serve import Answer, Level, ask, make_bodies, parse_field, serving
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    assert f"bench {command} " in capsys.readouterr().out
+
+
+def test_no_command_loads_torch_for_its_help() -> None:
+    program = (
+        "import contextlib, io, sys; from scripts.bench.__main__ import COMMANDS, main\n"
+        "for command in COMMANDS:\n"
+        "    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):\n"
+        "        main([command, '--help'])\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], check=True)
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("ranks traffic --tp 0", "--tp: must be a whole number from 1 on, got '0'"),
+        ("ranks traffic --problems 0", "--problems: must be a whole number from 1 on, got '0'"),
+        ("ranks traffic --tp 1 --bp 1", "one rank sends nothing"),
+        ("decode --rounds 0", "--rounds: must be a whole number from 1 on, got '0'"),
+        ("decode --params tau=0.9", "tau: unknown option; choose from"),
+        ("decode --engine max_model_len=long", "max_model_len: must be"),
+        ("serve --requests -1", "--requests: must be a whole number from 1 on, got '-1'"),
+        ("serve --url http://host -- --max-num-seqs 1", "leave --url out"),
+    ],
+)
+def test_senseless_values_are_refused(command: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(command.split())
+    assert end.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+# ---- a server under load ---------------------------------------------------------------------------------------------
+
+
+def test_a_load_has_as_many_requests_as_are_asked_for() -> None:
+    fields = dict(map(parse_field, ("num_branches=3", "window_attention=full")))
+    bodies = make_bodies(len(questions()) + 1, 8, fields)
+    assert len(bodies) == len(questions()) + 1
+    assert bodies[0] == bodies[-1]
+    assert (bodies[0]["max_tokens"], bodies[0]["num_branches"], bodies[0]["window_attention"]) == (8, 3, "full")
+
+
+def test_the_figures_of_a_load() -> None:
+    answers = [Answer(10, 2, 1, 0.1, 0.5), Answer(30, 6, 3, 0.2, 1.5)]
+    assert Level(2, answers, seconds=2.0).as_json() == {
+        "clients": 2, "requests_per_second": 1.0, "tokens_per_second": 20.0, "tpf": 5.0,
+        "first_p50_ms": 100.0, "first_p99_ms": 200.0, "answer_p50_ms": 500.0, "answer_p99_ms": 1500.0, "pieces": 2,
+    }  # fmt: skip
+
+
+def answer_of(content: bytes, status: int = 200) -> Answer:
+    """What a client takes from a response."""
+
+    async def sent() -> Answer:
+        transport = httpx.MockTransport(lambda request: httpx.Response(status, content=content))
+        async with httpx.AsyncClient(base_url="http://server", transport=transport) as http:
+            return await ask(http, {"stream": True})
+
+    return asyncio.run(sent())
+
+
+def event(**fields: Any) -> bytes:
+    return b"data: " + json.dumps(fields, ensure_ascii=False).encode() + b"\n\n"
+
+
+def test_a_stream_is_counted_by_its_pieces_and_usage() -> None:
+    texts = [{"delta": {"role": "assistant"}}, {"delta": {"content": "4\u2028"}}, {"delta": {"content": "2"}}]
+    events = b"".join(event(choices=[text]) for text in texts)
+    events += event(choices=[], usage={"completion_tokens": 3}, lopa={"num_forwards": 2})
+    answer = answer_of(events + b"data: [DONE]\n\n")
+    assert (answer.pieces, answer.tokens, answer.forwards) == (2, 3, 2)
+    assert 0 < answer.first <= answer.seconds
+    with pytest.raises(RuntimeError, match="cut off"):
+        answer_of(events)
+    with pytest.raises(RuntimeError, match="dead"):
+        answer_of(event(error={"message": "dead"}) + b"data: [DONE]\n\n")
+    with pytest.raises(RuntimeError, match="status 503: full"):
+        answer_of(b"full", 503)
+
+
+def test_a_server_that_does_not_start_says_why() -> None:
+    with (
+        mock.patch.object(sys, "executable", "/bin/echo"),
+        pytest.raises(RuntimeError, match="did not start:\n-m lopa_ascend.serve .* --no-such-flag"),
+        serving(None, ["--no-such-flag"]),
+    ):
+        pass
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+
+def test_lines_and_bars_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    values = {"a": [1.0, 2.0], "b": [3.0, 1.0]}
+    notes = {"a": ["k = 1", "k = 3"], "b": ["k = 2", "k = 4"]}
+    lines = Panel(x=["1", "2"], values=values, labels=("clients", "ms"), log=True)
+    bars = Panel(x=["1 x 1", "1 x 2"], values=values, labels=("tp x bp", "tokens/s"), bars=True, notes=notes)
+    draw([lines, bars], "both", tmp_path / "both.png")
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
