@@ -23,7 +23,7 @@ from lopa_ascend.config import DecodingParams
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.decode.allotment import Allotment, StepCosts
 from scripts.arguments import number_from
-from scripts.demo_sets import asked, read
+from scripts.eval.problems import asked, read
 from scripts.planner.devices import DeviceError, load_device
 from scripts.planner.models import load_model
 from scripts.planner.step import Workload, predict

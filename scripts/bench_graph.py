@@ -28,7 +28,7 @@ from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.graph import setup
 from lopa_ascend.probe import PartTimes
 from scripts.arguments import number_from
-from scripts.demo_sets import asked, read
+from scripts.eval.problems import asked, read
 
 
 def measure(name: str, questions: list[str], options: dict[str, Any]) -> list[tuple[int, ...]]:

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.config.help import HelpFormatter
 from scripts.arguments import number_from
-from scripts.demo_sets import asked
+from scripts.eval.problems import asked
 from scripts.judge.client import questions
 from scripts.judge.report import percentile
 

@@ -28,9 +28,8 @@ from tqdm import tqdm
 
 from lopa_ascend.config.help import HelpFormatter
 from scripts.arguments import number_from
-from scripts.demo_problems import parse_result
-from scripts.demo_sets import read
 from scripts.doc_tables import with_table
+from scripts.eval.problems import parse_result, read
 from scripts.judge.client import Answer, ask, chat, connect
 from scripts.judge.server import ROOT, serving
 

@@ -35,7 +35,7 @@ from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.graph import setup
 from lopa_ascend.kv.pages import pages_for
 from scripts.arguments import number_from
-from scripts.demo_sets import asked, read
+from scripts.eval.problems import asked, read
 
 LAYERS = 28
 UPDATE_MILLISECONDS = 0.184

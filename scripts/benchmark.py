@@ -37,10 +37,10 @@ from scripts.benchmarking.report import markdown, results, write_csv
 from scripts.benchmarking.run import Plan, run
 from scripts.benchmarking.samples import SampleFile
 from scripts.benchmarking.settings import FIGURES, Setting, one_setting, swept
-from scripts.evaluation.command import SEED, add_prompt_flags, run_command, with_defaults
-from scripts.evaluation.files import DEFAULT_TASK, check_runnable, read_examples, read_problems
-from scripts.evaluation.prompts import CHAT, PromptMaker, find_format
-from scripts.evaluation.tasks import TASKS
+from scripts.eval.command import SEED, add_prompt_flags, run_command, with_defaults
+from scripts.eval.files import DEFAULT_TASK, check_runnable, read_examples, read_problems
+from scripts.eval.prompts import CHAT, PromptMaker, find_format
+from scripts.eval.task_kinds import TASKS
 
 FIXED = {"enable_prefix_caching": False, "seed": SEED}
 """Options of every engine: answers to equal prompts must not become faster with the runs."""

@@ -20,7 +20,7 @@ from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.types import GenerationOutput, StepRecord
 from scripts.arguments import number_from
-from scripts.demo_sets import asked, read
+from scripts.eval.problems import asked, read
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "branches.svg"
 FONT, CHARACTER, LINE, MARGIN, LABELS = 13, 7.9, 30, 16, 150

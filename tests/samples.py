@@ -5,7 +5,7 @@ from __future__ import annotations
 from scripts.benchmarking.run import Plan
 from scripts.benchmarking.samples import Sample
 from scripts.benchmarking.settings import Setting
-from scripts.evaluation.tasks import TASKS
+from scripts.eval.task_kinds import TASKS
 
 SAMPLE = Sample(
     setting="a", run=0, index=0, task="problems", text="#### 2", visible_tokens=30, opened_tokens=64, num_forwards=7,

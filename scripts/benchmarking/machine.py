@@ -13,13 +13,11 @@ from typing import Any
 
 import lopa_ascend
 from lopa_ascend import __version__
-from lopa_ascend.checkpoint.files import check_directory
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.config.presets import FILE as PRESETS
 from lopa_ascend.demo import DEMO_MODEL
-from scripts import demo_problems
-from scripts.evaluation.files import TaskFile
-from scripts.evaluation.tasks import Problem
+from scripts.eval.files import TaskFile
+from scripts.eval.task_kinds import Problem
 
 PACKAGES = ("torch", "torch_npu", "transformers", "tokenizers")
 PATHS = ("model", "lora", "graph_cache")
@@ -99,10 +97,9 @@ def describe_machine() -> dict[str, Any]:
 def sources_digest() -> str:
     """A digest of what makes figures: the engine's code, that of tasks, scores and measurements, and prompt formats."""
     scripts = Path(__file__).parents[1]
-    folders = [Path(lopa_ascend.__file__).parent, scripts / "evaluation", scripts / "benchmarking"]
+    folders = [Path(lopa_ascend.__file__).parent, scripts / "eval", scripts / "benchmarking"]
     digest = hashlib.sha256()
-    for path in (PRESETS, Path(demo_problems.__file__)):  # the second one scores the task "problems"
-        digest.update(f"{path.name}\n".encode() + path.read_bytes())
+    digest.update(f"{PRESETS.name}\n".encode() + PRESETS.read_bytes())
     for folder in folders:
         for parent, _, names in sorted(os.walk(folder, followlinks=True)):  # graph/ and parallel/ are links
             for name in sorted(name for name in names if name.endswith((".py", ".cpp", ".h"))):
@@ -126,6 +123,8 @@ def describe_model(model: str | None, adapter: str | None) -> dict[str, Any]:
     Raises:
         CheckpointError: there is no such directory.
     """
+    from lopa_ascend.checkpoint.files import check_directory  # imports torch, which takes seconds
+
     for path in (model, adapter):
         if path is not None:
             check_directory(Path(path))

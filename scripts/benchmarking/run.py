@@ -12,14 +12,14 @@ from tqdm import tqdm
 
 from lopa_ascend.probe import PartTimes
 from scripts.benchmarking.samples import Sample, SampleFile
-from scripts.evaluation.prompts import PromptMaker
+from scripts.eval.prompts import PromptMaker
 
 if TYPE_CHECKING:
     from lopa_ascend import LLM
     from lopa_ascend.config import DecodingParams
     from lopa_ascend.types import GenerationOutput, GraphStats
     from scripts.benchmarking.settings import Setting
-    from scripts.evaluation.tasks import Problem, Task
+    from scripts.eval.task_kinds import Problem, Task
 
 
 @dataclass(frozen=True, kw_only=True)

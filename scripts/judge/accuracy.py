@@ -11,8 +11,7 @@ import httpx
 
 from lopa_ascend import LLM
 from lopa_ascend.demo import DEMO_MODEL
-from scripts.demo_problems import parse_result
-from scripts.demo_sets import asked, read
+from scripts.eval.problems import asked, parse_result, read
 from scripts.judge.report import Options, Report
 from scripts.judge.server import ROOT, Server, check_pages_and_log, serving
 from scripts.judge.tools import offline_environment, tool_command

@@ -17,7 +17,7 @@ from lopa_ascend.parallel.placement import Placement
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.tokenizer_files import load_tokenizer
 from scripts.bench_ranks import Step, TrafficJob, run
-from scripts.demo_sets import asked, read
+from scripts.eval.problems import asked, read
 from scripts.planner.models import load_model
 
 PURPOSES = ("layers", "vocabulary", "branches", "kv", "control", "agreement")

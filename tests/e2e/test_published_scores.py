@@ -9,7 +9,7 @@ from lopa_ascend import LLM
 from scripts.benchmarking.metrics import measure
 from scripts.benchmarking.run import decode
 from scripts.benchmarking.samples import Sample
-from scripts.evaluation.tasks import TASKS
+from scripts.eval.task_kinds import TASKS
 from tests import golden, published_scoring
 from tests.tiny import tiny_tokenizer
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.backend.cpu.products import unpacked
 from lopa_ascend.checkpoint import quantize_weight
-from scripts.quant_quality import MeasuringOps, make_parser, measure_layers, print_layers, read_prompts, table
+from scripts.eval.quant_quality import MeasuringOps, main, measure_layers, print_layers, read_prompts
 from tests.tiny import write_dream, write_tokenizer
 from tests.torch.paging import randn
 
@@ -85,15 +85,12 @@ def test_prompt_files(tmp_path: Path) -> None:
         read_prompts(file, 3)
 
 
-def test_options_belong_to_what_is_measured() -> None:
-    assert make_parser().parse_args(["layers", "--base", "parallel"]).base == "parallel"
-    for command in (["table", "--lora", "adapter"], ["layers", "--dtype", "bfloat16"], ["planted", "--model", "dir"]):
-        with pytest.raises(SystemExit):
-            make_parser().parse_args(command)
-
-
-def test_the_table_of_the_bundled_model(capsys: pytest.CaptureFixture[str]) -> None:
-    table(None, 1, "float32")
-    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
-    assert [row[0] for row in rows[2:]] == ["| float32", "| w8a8", "| w8a8, down_proj float"]
-    assert all(len(row) == 5 for row in rows[2:])
+def test_the_command_names_the_worst_layer_first(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = path / "prompts"
+    prompts.write_text("\n".join(PROMPTS))
+    main(["--model", str(path), "--prompts", str(prompts), "--base", "parallel", "--max-new-tokens", "16"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["layer", "error", "weights", "activations", "outlier"]
+    assert lines[1].split()[0] == "layers.1.down"
+    with pytest.raises(SystemExit, match="No such file"):
+        main(["--prompts", str(path / "missing")])

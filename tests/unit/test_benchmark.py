@@ -19,8 +19,8 @@ from scripts.benchmarking.report import markdown, results, write_csv
 from scripts.benchmarking.run import num_visible, seeded
 from scripts.benchmarking.samples import SampleFile
 from scripts.benchmarking.settings import one_setting, swept
-from scripts.evaluation.files import DATA, TaskFileError, read_examples, read_problems
-from scripts.evaluation.tasks import TASKS
+from scripts.eval.files import DATA, TaskFileError, read_examples, read_problems
+from scripts.eval.task_kinds import TASKS
 from tests.samples import SAMPLE, plan
 
 GOOD = '{"question": "1 + 1?", "answer": "#### 2"}'

@@ -14,7 +14,7 @@ from lopa_ascend.demo import HELD_OUT
 from scripts.benchmarking.machine import describe_benchmark, describe_model
 from scripts.benchmarking.samples import SampleFile
 from scripts.benchmarking.settings import one_setting
-from scripts.evaluation.files import read_problems
+from scripts.eval.files import read_problems
 from tests.samples import SAMPLE, plan
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from scripts import benchmark, evaluate
+from scripts import benchmark
 from scripts.benchmarking import machine
-from scripts.evaluation.files import DATA, TaskFileError, read_examples
-from scripts.evaluation.tasks import TASKS
+from scripts.eval import tasks as tasks_command
+from scripts.eval.files import DATA, TaskFileError, read_examples
+from scripts.eval.task_kinds import TASKS
 
 PROBLEM = {"question": "1 + 1?", "answer": "#### 2"}
 
@@ -41,7 +42,7 @@ def test_commands_refuse_generated_examples_before_the_model(tmp_path: Path, cap
     path = task_file(tmp_path)
     rest = ["--preset", "S13", "--model", str(tmp_path / "absent")]
     for main, arguments in (
-        (evaluate.main, ["gsm8k", "--data", str(tmp_path)]),
+        (tasks_command.main, ["gsm8k", "--data", str(tmp_path)]),
         (benchmark.main, [str(path), "--task", "gsm8k"]),
     ):
         with pytest.raises(SystemExit):
@@ -79,16 +80,16 @@ def run_evaluate(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) ->
     options: dict[str, Any] = {}
 
     def nothing(
-        args: argparse.Namespace, jobs: list[evaluate.Job], _foreign: object, _prompt: object, given: dict[str, Any],
-        *, cut: bool,
+        args: argparse.Namespace, jobs: list[tasks_command.Job], _foreign: object, _prompt: object,
+        given: dict[str, Any], *, cut: bool,
     ) -> dict[str, Any]:  # fmt: skip
         options.update(given)
         metrics = ("strict_match,none", "flexible_extract,none")
         return {"results": {f"lopa_{job.task.name}": dict.fromkeys(metrics, 0.5) for job in jobs}, "samples": {}}
 
-    monkeypatch.setattr(evaluate, "_check_installed", lambda: None)
-    monkeypatch.setattr(evaluate, "_simple_evaluate", nothing)
-    evaluate.main([*arguments, "--out", str(out)])
+    monkeypatch.setattr(tasks_command, "_check_installed", lambda: None)
+    monkeypatch.setattr(tasks_command, "_simple_evaluate", nothing)
+    tasks_command.main([*arguments, "--out", str(out)])
     return options, json.loads(out.read_text())
 
 
@@ -133,7 +134,7 @@ def test_samples_of_other_prompt_formats_or_scores_are_of_another_benchmark(monk
 
     monkeypatch.setattr(Path, "read_bytes", read_bytes)
     machine.sources_digest.__wrapped__()
-    assert {"presets.json", "demo_problems.py"} <= {path.name for path in read}
+    assert {"presets.json", "problems.py"} <= {path.name for path in read}
 
 
 def test_a_model_with_another_tokenizer_has_another_digest(tmp_path: Path):
