@@ -1,1 +1,1 @@
-"""Evaluates models: the bundled one, published benchmarks, the tables of the LoPA paper, and what W8A8 costs."""
+"""Evaluates models: the bundled one, published tasks and the tables of the LoPA paper; and quantises them."""

@@ -12,7 +12,6 @@ SUBCOMMANDS = {
     "tasks": "scores of a model on published tasks, through lm-eval",
     "paper-tables": "a table of the LoPA paper, with our numbers beside the published ones",
     "quantize": "writes a checkpoint in W8A8",
-    "quant-quality": "how much each linear layer of a checkpoint loses in W8A8",
 }
 """What each one does; the module of the same name has a function ``main``, which takes the arguments."""
 

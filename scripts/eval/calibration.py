@@ -7,7 +7,7 @@ times, with masks at random places, whose shares are spread over 0 to 1.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,16 +88,6 @@ class RecordingOps:
         return self._ops.linear(x, weight, bias)
 
 
-def check_float_dream(weights: Collection[str]) -> None:
-    """Checks the names of a model's weights.
-
-    Raises:
-        ValueError: the model is not a Dream with float weights.
-    """
-    if any(name.endswith(".weight_scale") for name in weights) or "layers.0.qkv.weight" not in weights:
-        raise ValueError("expected a Dream with float weights")
-
-
 def largest_inputs(llm: LLM, texts: Sequence[tuple[str, str]]) -> dict[str, Tensor]:
     """The largest magnitude of each input channel of the linear layers of a model, float32 [in] by name.
 
@@ -118,7 +108,8 @@ def largest_inputs(llm: LLM, texts: Sequence[tuple[str, str]]) -> dict[str, Tens
     from scripts.eval.likelihood import MaskedLikelihood
 
     model: Any = llm.engine.runner.model
-    check_float_dream(model.weights)
+    if any(name.endswith(".weight_scale") for name in model.weights) or "layers.0.qkv.weight" not in model.weights:
+        raise ValueError("expected a Dream with float weights")
     split = [_split(llm, prompt, answer) for prompt, answer in texts]  # all are checked before the first is computed
     masked = MaskedLikelihood(llm.engine, num_samples=NUM_SHARES, batch_size=NUM_SHARES)
     ops = model.ops

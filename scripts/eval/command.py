@@ -55,7 +55,7 @@ def run_command(
     argv: list[str] | None,
     body: Callable[[argparse.Namespace, Mapping[str, Any]], None],
 ) -> None:
-    """Runs a command whose parser has ``add_prompt_flags``, or prints the presets if ``--preset list`` asks for them.
+    """Runs a command, or prints the presets if ``--preset list`` asks for them.
 
     Args:
         parser: of its arguments.
@@ -63,7 +63,7 @@ def run_command(
         body: what it does with all arguments and, by name, with those that were given or have a default.
     """
     args = parser.parse_args(argv)
-    if args.preset == LIST:
+    if getattr(args, "preset", None) == LIST:
         sys.stdout.write(presets_text())
         return
     with refusals(parser):

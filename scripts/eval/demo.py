@@ -29,7 +29,7 @@ from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values
 from lopa_ascend.types import GenerationOutput
 from scripts.arguments import number_from
-from scripts.eval.command import refusals, with_defaults
+from scripts.eval.command import run_command, with_defaults
 from scripts.eval.problems import SETS, asked, parse_result, read_set
 
 if TYPE_CHECKING:
@@ -111,10 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    with refusals(parser):
-        run(args, {name: value for name, value in vars(args).items() if value is not None})
+    run_command(build_parser(), argv, run)
 
 
 def run(args: argparse.Namespace, given: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.serve.flags import ENGINE_FLAGS, add_flags, field_values
 from scripts.arguments import number_from
-from scripts.eval.command import refusals, with_defaults
+from scripts.eval.command import run_command, with_defaults
 from scripts.eval.files import DATA
 from scripts.eval.paper_rows import METRICS, TABLES, Row, models_of, rows_of
 from scripts.eval.paper_run import Checkpoint, Options, RowOutcome, RowPlan, TableRun
@@ -87,15 +87,17 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    with refusals(parser):
-        run_table(args)
+    run_command(build_parser(), argv, run_table)
 
 
-def run_table(args: argparse.Namespace) -> None:
-    """Runs the rows that can run here, one after the other, and writes the table after each."""
-    engine: dict[str, Any] = field_values({k: v for k, v in vars(args).items() if v is not None}, ENGINE_FLAGS)
+def run_table(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
+    """Runs the rows that can run here, one after the other, and writes the table after each.
+
+    Args:
+        args: all arguments.
+        given: by name, the arguments that were given or have a default.
+    """
+    engine = field_values(given, ENGINE_FLAGS)
     EngineConfig(**engine)  # refuses wrong settings before any row is looked at
     rows = [row for row in rows_of(args.table) if args.rows is None or args.rows.search(row.name)]
     if not rows:

@@ -13,7 +13,8 @@ texts of a file, masks several shares of each text, and folds a factor for each 
 Each line of the file is a prompt, or a JSON object with "prompt" or "question", and optionally "answer". If there is an
 answer, only its tokens are masked. A line that begins with "{" must be such an object.
 
-`quant-quality` shows how much each layer loses, and so which ones are worth --exclude.
+What W8A8 costs in answers is shown by `tasks` with and without it, and for the bundled model by `demo --quantization
+w8a8`.
 """
 
 from __future__ import annotations

@@ -186,7 +186,9 @@ def test_an_adapter_is_merged_before(float_path: Path, int8_path: Path, tmp_path
     halves = [load(float_path, lora=adapter, int8=ALL, shard=Shard(rank, 2))[1] for rank in range(2)]
     assert torch.equal(torch.cat([half["layers.0.down.weight"] for half in halves], 1), merged["layers.0.down.weight"])
     for refuse in (lambda: load(int8_path, lora=adapter), lambda: LLM(int8_path, lora=adapter)):
-        with pytest.raises(CheckpointError, match=r"cannot be merged into the int8 weights.*scripts\.eval quantize.*--lora"):
+        with pytest.raises(
+            CheckpointError, match=r"cannot be merged into the int8 weights.*scripts\.eval quantize.*--lora"
+        ):
             refuse()
 
 

@@ -245,6 +245,11 @@ def test_activations_that_are_not_finite_are_refused(path: Path, tmp_path: Path)
         write_int8(path, tmp_path / "out", int8=ALL, activations=magnitudes)
 
 
+def test_a_model_without_float_weights_is_refused(path: Path) -> None:
+    with pytest.raises(ValueError, match="expected a Dream with float weights"):
+        largest_inputs(LLM(path, quantization="w8a8"), TEXTS)
+
+
 def test_an_answer_of_one_token_counts(path: Path) -> None:
     llm = LLM(path)
     assert len(llm.tokenize("a")) == 1
