@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scripts.eval.sampler import Plan
 from scripts.eval.samples import Sample, Setting
-from scripts.evaluation.tasks import TASKS
+from scripts.eval.task_kinds import TASKS
 
 SAMPLE = Sample(
     setting="a", run=0, index=0, task="problems", text="#### 2", visible_tokens=30, opened_tokens=64, num_forwards=7,

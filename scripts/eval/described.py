@@ -11,8 +11,8 @@ from lopa_ascend.checkpoint.files import check_directory
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.demo import DEMO_MODEL
 from scripts.bench.machine import describe_machine
-from scripts.evaluation.files import TaskFile
-from scripts.evaluation.tasks import Problem
+from scripts.eval.files import TaskFile
+from scripts.eval.task_kinds import Problem
 
 PATHS = ("model", "lora", "graph_cache")
 """Fields of the engine's configuration that are directories: those of weights are described by a digest, and the cache
@@ -76,6 +76,7 @@ def describe_model(model: str | None, adapter: str | None) -> dict[str, Any]:
     Raises:
         CheckpointError: there is no such directory.
     """
+
     for path in (model, adapter):
         if path is not None:
             check_directory(Path(path))

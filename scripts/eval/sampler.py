@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from lopa_ascend.probe import PartTimes
+from scripts.eval.prompts import PromptMaker
 from scripts.eval.samples import Sample, SampleFile
-from scripts.evaluation.prompts import PromptMaker
 
 if TYPE_CHECKING:
     from lopa_ascend import LLM
     from lopa_ascend.config import DecodingParams
     from lopa_ascend.types import GenerationOutput, GraphStats
     from scripts.eval.samples import Setting
-    from scripts.evaluation.tasks import Problem, Task
+    from scripts.eval.task_kinds import Problem, Task
 
 
 @dataclass(frozen=True, kw_only=True)

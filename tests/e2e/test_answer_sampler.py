@@ -14,11 +14,11 @@ from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.backend.compiler import Eager
 from lopa_ascend.demo import HELD_OUT
 from lopa_ascend.graph import setup
+from scripts.eval.files import read_problems
 from scripts.eval.metrics import measure
+from scripts.eval.prompts import CHAT, PromptMaker
 from scripts.eval.sampler import Plan, run
 from scripts.eval.samples import SAMPLES, SampleFile, Setting
-from scripts.evaluation.files import read_problems
-from scripts.evaluation.prompts import CHAT, PromptMaker
 
 SETTINGS = [Setting(DecodingParams(num_branches=k, max_new_tokens=96), f"k = {k}") for k in (0, 3)]
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.demo import HANDWRITTEN
-from scripts.demo_sets import read, read_set
-from scripts.eval_demo import decoding, evaluate
+from scripts.eval.demo import decoding, evaluate
+from scripts.eval.problems import read, read_set
 from tests.tiers import slow_but
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +26,7 @@ def test_it_solves_held_out_problems_in_few_forward_passes(llm: LLM, count: int)
     """Floors below the measured figures: it fails when the model or the decoding is broken. Both solved all
     of the first 60 problems, with 7.1 and 7.2 tokens per forward pass."""
     problems = read(count)
-    d2f, lopa = (evaluate(llm, problems, decoding(k, 0.9)) for k in (0, 7))
+    d2f, lopa = (evaluate(llm, problems, decoding(num_branches=k)) for k in (0, 7))
     assert d2f.accuracy >= 0.8
     assert lopa.accuracy >= 0.8
     assert d2f.tpf > 5
@@ -37,14 +36,14 @@ def test_it_solves_held_out_problems_in_few_forward_passes(llm: LLM, count: int)
 def test_branches_fill_more_in_longer_blocks(llm: LLM) -> None:
     """A floor below the 2.0 times that were measured on 500 problems."""
     problems = read(20)
-    d2f, lopa = (evaluate(llm, problems, replace(decoding(k, 0.9), block_size=32)) for k in (0, 7))
+    d2f, lopa = (evaluate(llm, problems, decoding(num_branches=k, block_size=32)) for k in (0, 7))
     assert lopa.tpf > 1.5 * d2f.tpf
 
 
 def test_it_solves_problems_in_other_peoples_words(llm: LLM) -> None:
     """A floor: 59 of these 60 were solved."""
     questions = read_set(HANDWRITTEN, 60)
-    outcome = evaluate(llm, [(question.text, question.result) for question in questions], decoding(0, 0.9))
+    outcome = evaluate(llm, [(question.text, question.result) for question in questions], decoding(num_branches=0))
     assert outcome.accuracy >= 0.85
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from lopa_ascend import LLM
 from lopa_ascend.config import ParameterError
-from scripts import evaluate
-from scripts.evaluation.files import DATA, read_examples, read_problems
-from scripts.evaluation.prompts import PromptMaker, find_format
-from scripts.evaluation.tasks import TASKS
+from scripts.eval import tasks
+from scripts.eval.files import DATA, read_examples, read_problems
+from scripts.eval.prompts import PromptMaker, find_format
+from scripts.eval.task_kinds import TASKS
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed (the extra eval)")
 
@@ -23,7 +23,7 @@ def llm() -> LLM:
 
 @pytest.fixture(scope="module")
 def lm(llm: LLM):
-    from scripts.evaluation.lm import LopaLM
+    from scripts.eval.lm import LopaLM
 
     return LopaLM(llm=llm, batch_size=4, mc_num=4, max_new_tokens=64)
 
@@ -33,7 +33,7 @@ def instance(*args) -> SimpleNamespace:
 
 
 def run(lm, names: list[str], format_name: str, limit: int, examples: int | None = None) -> dict:
-    from scripts.evaluation.lm_tasks import lm_eval_task
+    from scripts.eval.lm_tasks import lm_eval_task
 
     prompt = find_format(format_name)
     configs = []
@@ -103,7 +103,7 @@ def test_answers_end_at_stop_strings_in_batches_of_equal_requests(lm):
 
 
 def test_what_a_task_asks_for_is_taken_or_refused(llm: LLM):
-    from scripts.evaluation.lm import LopaLM
+    from scripts.eval.lm import LopaLM
 
     plain, fixed = LopaLM(llm=llm), LopaLM(llm=llm, preset="S13", escape_until=True)
     asked = {"until": ["a", ""], "max_gen_toks": 33, "do_sample": True, "temperature": 0.5, "top_p": 0.9}
@@ -123,10 +123,10 @@ def test_what_a_task_asks_for_is_taken_or_refused(llm: LLM):
 
 
 def test_lm_eval_finds_it_by_its_name():
-    import scripts.evaluation.lm
-    from scripts.evaluation.lm_tasks import lm_eval_task
+    import scripts.eval.lm
+    from scripts.eval.lm_tasks import lm_eval_task
 
-    assert scripts.evaluation.lm.LopaLM.__name__ == "LopaLM"
+    assert scripts.eval.lm.LopaLM.__name__ == "LopaLM"
     problem = read_problems(DATA / "gsm8k.jsonl", "gsm8k").problems[0][1]
     task = lm_eval_task(TASKS["gsm8k"], [problem], [], find_format("plain"))
     options = {"max_new_tokens": 32, "threads": 1, "batch_size": 2, "num_branches": 2}
@@ -142,7 +142,7 @@ def test_multiple_choice_is_scored_by_likelihood(lm):
 
 def test_the_command_writes_scores_and_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "scores.json"
-    evaluate.main(["gsm8k", "--limit", "1", "--threads", "1", "--max-new-tokens", "96", "--out", str(out)])
+    tasks.main(["gsm8k", "--limit", "1", "--threads", "1", "--max-new-tokens", "96", "--out", str(out)])
     assert "gsm8k: strict_match " in capsys.readouterr().out
     content = json.loads(out.read_text())
     assert set(content["scores"]["gsm8k"]) == {"strict_match", "flexible_extract"}

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from lopa_ascend.config import DecodingParams, EngineConfig
-from scripts import paper_tables
-from scripts.evaluation import latex
-from scripts.tables.rows import METRICS, TABLES, models_of, rows_of
-from scripts.tables.run import Checkpoint, Options, TableRun
+from scripts.eval import latex, paper_tables
+from scripts.eval.paper_rows import METRICS, TABLES, models_of, rows_of
+from scripts.eval.paper_run import Checkpoint, Options, TableRun
 
 SMALL = ("--limit", "2", "--max-new-tokens", "64", "--threads", "1")
 
@@ -122,7 +121,7 @@ def test_a_folder_of_something_else_is_refused_before_any_row_runs(
 
 def test_every_row_can_run_on_16_npus(monkeypatch: pytest.MonkeyPatch):
     """Those with full attention on several groups of branches in eager steps, all others in graphs."""
-    monkeypatch.setattr("scripts.tables.run.num_npus", lambda: 16)
+    monkeypatch.setattr("scripts.eval.paper_run.num_npus", lambda: 16)
     engine = {"device": "npu", "dtype": "bfloat16"}
     data = paper_tables.build_parser().parse_args(["table4"]).data
     options = Options(

@@ -9,7 +9,7 @@ from lopa_ascend import LLM
 from scripts.eval.metrics import measure
 from scripts.eval.sampler import decode
 from scripts.eval.samples import Sample
-from scripts.evaluation.tasks import TASKS
+from scripts.eval.task_kinds import TASKS
 from tests import golden, published_scoring
 from tests.tiny import tiny_tokenizer
 

@@ -11,8 +11,7 @@ import httpx
 
 from lopa_ascend import LLM
 from lopa_ascend.demo import DEMO_MODEL
-from scripts.demo_problems import parse_result
-from scripts.demo_sets import asked, read
+from scripts.eval.problems import asked, parse_result, read
 from tests.judges.report import Options, Report
 from tests.judges.server import ROOT, Server, check_afterwards, serving
 from tests.judges.tools import run_tool

@@ -18,8 +18,8 @@ from lopa_ascend.config import ATTENTION_LAYOUTS, ParameterError
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.model.dream import Dream
 from lopa_ascend.types import GenerationOutput
-from scripts.demo_sets import read
-from scripts.eval_demo import decoding, evaluate
+from scripts.eval.demo import decoding, evaluate
+from scripts.eval.problems import read
 from tests import golden
 from tests.npu.lab import device  # noqa: F401
 from tests.npu.lab.constraints import NpuConstraint, numeric
@@ -67,7 +67,9 @@ def test_the_bundled_model_solves_as_many_problems_as_on_the_cpu(
     problems = read(count)
     with numeric():
         solved = {
-            name: evaluate(LLM(device=name, graph_mode="eager", dtype="bfloat16"), problems, decoding(3, 0.9)).accuracy
+            name: evaluate(
+                LLM(device=name, graph_mode="eager", dtype="bfloat16"), problems, decoding(num_branches=3)
+            ).accuracy
             for name in ("cpu", "npu")
         }
     with capsys.disabled():
@@ -81,7 +83,7 @@ def test_the_bundled_model_solves_as_many_problems_as_on_the_cpu(
 
 def test_the_bundled_model_breaks_no_constraint_in_bsh() -> None:
     """Its heads of 48 are too small for TND."""
-    problems, params = read(4), decoding(3, 0.9)
+    problems, params = read(4), decoding(num_branches=3)
     with numeric():
         expected = evaluate(LLM(device="npu", graph_mode="eager", dtype="bfloat16"), problems, params)
     llm = LLM(device="npu", graph_mode="eager", dtype="bfloat16", attention_layout="BSH", debug_kv=True)

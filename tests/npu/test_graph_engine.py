@@ -17,8 +17,8 @@ from lopa_ascend.config import EngineConfig
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.plain import Attend
-from scripts.demo_sets import read
-from scripts.eval_demo import decoding, evaluate
+from scripts.eval.demo import decoding, evaluate
+from scripts.eval.problems import read
 from tests import golden
 from tests.npu.lab import capture, device, engine  # noqa: F401
 from tests.npu.lab.constraints import numeric
@@ -139,7 +139,7 @@ def test_entries_of_16_queries_change_no_token(mode: str, window: str, block_siz
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_the_bundled_model_solves_as_many_problems_as_on_the_cpu(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
-    problems, params = read(50), decoding(3, 0.9)
+    problems, params = read(50), decoding(num_branches=3)
     changes = {"max_num_seqs": 8, "graph_window_blocks": 4, "max_model_len": 512}
     with numeric():
         llm = LLM(dtype="bfloat16", graph_mode=mode, **options(**changes))

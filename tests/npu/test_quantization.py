@@ -15,8 +15,8 @@ from lopa_ascend.backend.graph_cache import DIGESTS
 from lopa_ascend.backend.npu.ops import NpuOps
 from lopa_ascend.checkpoint import quantize_weight
 from lopa_ascend.config import ParameterError
-from scripts.demo_sets import asked, read
-from scripts.eval_demo import decoding, evaluate, share_of_exact
+from scripts.eval.demo import decoding, evaluate, share_of_exact
+from scripts.eval.problems import asked, read
 from tests.npu.lab import capture, device, engine  # noqa: F401
 from tests.npu.lab.constraints import numeric
 from tests.npu.lab.device import is_tiled
@@ -77,7 +77,7 @@ def test_the_bundled_model_solves_as_many_problems_as_on_the_cpu() -> None:
     problems = read(8)
     with numeric():
         found = {
-            name: evaluate(LLM(device=name, graph_mode="eager", **W8A8), problems, decoding(3, 0.9)).accuracy
+            name: evaluate(LLM(device=name, graph_mode="eager", **W8A8), problems, decoding(num_branches=3)).accuracy
             for name in ("cpu", "npu")
         }
     assert found["npu"] >= found["cpu"] - 1 / 8
@@ -161,7 +161,7 @@ def test_kept_graphs_are_taken_with_the_same_layers_as_int8_alone(small: Path, t
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mode", ["npugraph_ex", "ge"])
 def test_the_bundled_model_answers_as_in_eager_mode(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
-    problems, params = read(24), decoding(3, 0.9)
+    problems, params = read(24), decoding(num_branches=3)
     conversations = [asked(question) for question, _ in problems]
     options = {**GRAPHS, **W8A8, "max_num_seqs": 8, "max_model_len": 512, "graph_window_blocks": 4}
     with numeric():

@@ -19,9 +19,9 @@ from lopa_ascend.checkpoint import CheckpointError, Shard, load, open_checkpoint
 from lopa_ascend.checkpoint.write import write_int8
 from lopa_ascend.config import EngineConfig, ParameterError
 from scripts.bench.plan.models import load_model
+from scripts.eval.paper_run import number_format
 from scripts.launch.arguments import Launch
 from scripts.launch.model import check_model
-from scripts.tables.run import number_format
 from tests.tiny import write_dream
 from tests.torch.paging import randn
 from tests.torch.test_checkpoint import edit_json, read_all
@@ -186,7 +186,9 @@ def test_an_adapter_is_merged_before(float_path: Path, int8_path: Path, tmp_path
     halves = [load(float_path, lora=adapter, int8=ALL, shard=Shard(rank, 2))[1] for rank in range(2)]
     assert torch.equal(torch.cat([half["layers.0.down.weight"] for half in halves], 1), merged["layers.0.down.weight"])
     for refuse in (lambda: load(int8_path, lora=adapter), lambda: LLM(int8_path, lora=adapter)):
-        with pytest.raises(CheckpointError, match=r"cannot be merged into the int8 weights.*scripts\.quantize.*--lora"):
+        with pytest.raises(
+            CheckpointError, match=r"cannot be merged into the int8 weights.*scripts\.eval quantize.*--lora"
+        ):
             refuse()
 
 

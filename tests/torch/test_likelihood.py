@@ -7,7 +7,7 @@ import torch
 
 from lopa_ascend import LLM
 from lopa_ascend.config import ParameterError
-from scripts.evaluation.likelihood import MaskedLikelihood
+from scripts.eval.likelihood import MaskedLikelihood
 from tests import reference
 from tests.tiny import VOCAB_SIZE, write_dream
 

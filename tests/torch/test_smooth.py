@@ -19,9 +19,9 @@ from lopa_ascend.checkpoint import load, open_checkpoint, quantize_weight
 from lopa_ascend.checkpoint.smooth import READERS, choose_factors, powers_of_two, smoothed
 from lopa_ascend.checkpoint.write import write_int8
 from lopa_ascend.config import EngineConfig
-from scripts import quantize
-from scripts.calibration import largest_inputs, read_texts
-from scripts.evaluation.likelihood import MaskedLikelihood
+from scripts.eval import quantize
+from scripts.eval.calibration import largest_inputs, read_texts
+from scripts.eval.likelihood import MaskedLikelihood
 from tests.tiny import write_dream, write_tokenizer
 from tests.torch.paging import randn
 
@@ -175,7 +175,16 @@ def test_int8_loses_less_with_factors(path: Path, tmp_path: Path) -> None:
 def test_the_script_writes_what_is_folded_and_quantised(path: Path, tmp_path: Path) -> None:
     texts = tmp_path / "texts.jsonl"
     texts.write_text("\n".join(json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in TEXTS))
-    command = [sys.executable, "-m", "scripts.quantize", str(path), str(tmp_path / "int8"), "--smooth", str(texts)]
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.eval",
+        "quantize",
+        str(path),
+        str(tmp_path / "int8"),
+        "--smooth",
+        str(texts),
+    ]
     subprocess.run(command, check=True, timeout=120)
     out, _ = folded(path, tmp_path / "out")
     expected, found = load(out, int8=ALL)[1], load(tmp_path / "int8")[1]
@@ -191,28 +200,27 @@ def test_the_script_writes_what_is_folded_and_quantised(path: Path, tmp_path: Pa
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> str:
+def run(*arguments: object) -> str:
     """What the script says when it ends without having written anything."""
-    monkeypatch.setattr(sys, "argv", ["quantize", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
-        quantize.main()
+        quantize.main([*map(str, arguments)])
     return str(ended.value)
 
 
-def test_refusals(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals(path: Path, tmp_path: Path) -> None:
     texts, empty, wrong = tmp_path / "texts", tmp_path / "empty", tmp_path / "wrong"
     texts.write_text("hello\n")
     empty.write_text("\n")
     wrong.write_text('{"text": "hello"}\n')
     out = tmp_path / "out"
-    assert "holds no prompts" in run(monkeypatch, path, out, "--smooth", empty)
-    assert 'line 1: expected "prompt" or "question"' in run(monkeypatch, path, out, "--smooth", wrong)
-    assert "No such file" in run(monkeypatch, path, out, "--smooth", tmp_path / "missing")
+    assert "holds no prompts" in run(path, out, "--smooth", empty)
+    assert 'line 1: expected "prompt" or "question"' in run(path, out, "--smooth", wrong)
+    assert "No such file" in run(path, out, "--smooth", tmp_path / "missing")
     excluded = ("--exclude", "qkv_proj", "gate_up_proj", "down_proj")
-    assert "--smooth: has no effect without" in run(monkeypatch, path, out, "--smooth", texts, *excluded)
+    assert "--smooth: has no effect without" in run(path, out, "--smooth", texts, *excluded)
     without_tokenizer = write_dream(tmp_path / "bare")
-    assert "has no tokenizer files" in run(monkeypatch, without_tokenizer, out, "--smooth", texts)
-    assert "names all linear layers" in run(monkeypatch, path, out, "--exclude", *excluded[1:], "o_proj")
+    assert "has no tokenizer files" in run(without_tokenizer, out, "--smooth", texts)
+    assert "names all linear layers" in run(path, out, "--exclude", *excluded[1:], "o_proj")
     assert not out.exists()
 
 
@@ -225,9 +233,9 @@ def test_directories_are_checked_before_anything_is_measured(
     monkeypatch.setattr(quantize, "measured", measured)
     int8, out, texts = write_int8(path, tmp_path / "int8", int8=ALL), tmp_path / "out", tmp_path / "texts"
     texts.write_text("hello\n")
-    assert "its weights are int8 already" in run(monkeypatch, int8, out, "--smooth", texts)
+    assert "its weights are int8 already" in run(int8, out, "--smooth", texts)
     assert not out.exists()
-    assert "expected a missing or empty directory" in run(monkeypatch, path, int8, "--smooth", texts)
+    assert "expected a missing or empty directory" in run(path, int8, "--smooth", texts)
 
 
 def test_activations_that_are_not_finite_are_refused(path: Path, tmp_path: Path) -> None:
@@ -235,6 +243,11 @@ def test_activations_that_are_not_finite_are_refused(path: Path, tmp_path: Path)
     magnitudes["layers.0.down"][2] = float("inf")
     with pytest.raises(ValueError, match=r"layers\.0\.down: an input is not finite"):
         write_int8(path, tmp_path / "out", int8=ALL, activations=magnitudes)
+
+
+def test_a_model_without_float_weights_is_refused(path: Path) -> None:
+    with pytest.raises(ValueError, match="expected a Dream with float weights"):
+        largest_inputs(LLM(path, quantization="w8a8"), TEXTS)
 
 
 def test_an_answer_of_one_token_counts(path: Path) -> None:

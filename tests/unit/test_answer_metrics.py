@@ -9,12 +9,12 @@ import pytest
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.types import GenerationOutput
 from scripts.arguments import picture
+from scripts.eval.files import DATA, TaskFileError, read_examples, read_problems
 from scripts.eval.metrics import measure, over_runs
 from scripts.eval.results import results
 from scripts.eval.sampler import num_visible, seeded
 from scripts.eval.samples import SampleFile, Setting
-from scripts.evaluation.files import DATA, TaskFileError, read_examples, read_problems
-from scripts.evaluation.tasks import TASKS
+from scripts.eval.task_kinds import TASKS
 from tests.samples import SAMPLE, plan
 
 GOOD = '{"question": "1 + 1?", "answer": "#### 2"}'

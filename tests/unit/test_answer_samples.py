@@ -12,8 +12,8 @@ from lopa_ascend.checkpoint import CheckpointError
 from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
 from lopa_ascend.demo import HELD_OUT
 from scripts.eval.described import describe_benchmark, describe_model
+from scripts.eval.files import read_problems
 from scripts.eval.samples import SampleFile, Setting
-from scripts.evaluation.files import read_problems
 from tests.samples import SAMPLE, plan
 
 

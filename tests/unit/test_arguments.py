@@ -48,9 +48,7 @@ def test_a_picture_needs_a_folder_that_exists(monkeypatch: pytest.MonkeyPatch, t
 @pytest.mark.parametrize(
     "command",
     [
-        "train_demo --batch 0",
-        "train_demo --clean-share 2",
-        "mean_weights A B --out C --share x",
+        "eval demo --limit 0",
     ],
 )
 def test_scripts_refuse_senseless_values(command: str) -> None:

@@ -4,8 +4,9 @@ import sys
 
 import pytest
 
-from scripts.evaluation import evalplus_sanitize, sanitize, scoring
-from scripts.evaluation.tasks import TASKS
+from scripts.eval import scoring
+from scripts.eval.sanitize import sanitize_dream, sanitize_evalplus
+from scripts.eval.task_kinds import TASKS
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
@@ -74,18 +75,18 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Li
     ],
 )
 def test_evalplus_takes_the_first_definitions_that_the_entry_point_needs(text: str, expected: str):
-    assert evalplus_sanitize.sanitize(text, "f") == expected
+    assert sanitize_evalplus(text, "f") == expected
 
 
 def test_evalplus_looks_at_all_lines():
     text = "".join(f"def g{i}(x):\n    return {i}\n" for i in range(60)) + "def f(x):\n    return g59(x)\n"
-    assert evalplus_sanitize.sanitize(text, "f") == "def g59(x):\n    return 59\ndef f(x):\n    return g59(x)"
-    assert sanitize.sanitize(text, "f") == "", "Dream's code looks at 100 lines"
+    assert sanitize_evalplus(text, "f") == "def g59(x):\n    return 59\ndef f(x):\n    return g59(x)"
+    assert sanitize_dream(text, "f") == "", "Dream's code looks at 100 lines"
 
 
 def test_without_an_entry_point_all_definitions_are_kept():
-    assert evalplus_sanitize.sanitize("a, b = 1, 2\nc = 3\nprint(c)\n") == "a, b = 1, 2\nc = 3"
-    assert evalplus_sanitize.sanitize("a, b = 1, 2\nc = 3\n", "c") == "c = 3"
+    assert sanitize_evalplus("a, b = 1, 2\nc = 3\nprint(c)\n") == "a, b = 1, 2\nc = 3"
+    assert sanitize_evalplus("a, b = 1, 2\nc = 3\n", "c") == "c = 3"
 
 
 @linux

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 
 from lopa_ascend.config import ParameterError
 from lopa_ascend.config.presets import find_preset
-from scripts import evaluate
-from scripts.evaluate import Foreign
-from scripts.evaluation import latex, sandbox, scoring
-from scripts.evaluation.files import DATA, TaskFileError, check_runnable, read_examples, read_problems
-from scripts.evaluation.prompts import CHAT, PLAIN, PromptMaker, find_format
-from scripts.evaluation.sanitize import sanitize
-from scripts.evaluation.tasks import TASKS
+from scripts.eval import latex, sandbox, scoring, tasks
+from scripts.eval.files import DATA, TaskFileError, check_runnable, read_examples, read_problems
+from scripts.eval.prompts import CHAT, PLAIN, PromptMaker, find_format
+from scripts.eval.sanitize import sanitize_dream
+from scripts.eval.task_kinds import TASKS
+from scripts.eval.tasks import Foreign
 from tests import published_scoring
 from tests.tiers import examples
 from tests.tiny import tiny_tokenizer
@@ -194,12 +193,12 @@ def test_gsm8k_scores_are_the_published_ones(parts: list[str], answer: str):
 @settings(max_examples=examples(300))
 def test_sanitize_is_the_published_one(lines: list[str]):
     text = "\n".join(lines)
-    assert sanitize(text, "f") == published_scoring.sanitize(text, "f")
+    assert sanitize_dream(text, "f") == published_scoring.sanitize(text, "f")
 
 
 @pytest.mark.parametrize("expression", ["n" + ".next" * 400, "not " * 450 + "n"])
 def test_a_program_that_is_nested_too_deeply_is_no_answer(expression: str):
-    assert sanitize(f"def f(n):\n    return {expression}\n", "f") in ("", f"def f(n):\n    return {expression}")
+    assert sanitize_dream(f"def f(n):\n    return {expression}\n", "f") in ("", f"def f(n):\n    return {expression}")
 
 
 def test_final_answers_are_brought_into_one_form():
@@ -301,21 +300,21 @@ def test_mbpp_and_math_have_their_usual_examples():
 def test_without_lm_eval_the_command_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
-        evaluate.main(["gsm8k", "--limit", "1"])
+        tasks.main(["gsm8k", "--limit", "1"])
     assert "this command needs lm-eval, which is not installed: pip install -e '.[eval]'" in capsys.readouterr().err
 
 
 def test_the_task_of_a_preset_may_be_one_of_lm_eval(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(evaluate, "_check_installed", lambda: None)
+    monkeypatch.setattr(tasks, "_check_installed", lambda: None)
     asked: list[Any] = []
-    monkeypatch.setattr(evaluate, "_check_foreign", asked.extend)
-    monkeypatch.setattr(evaluate, "_simple_evaluate", lambda *_, **__: sys.exit("evaluated"))
+    monkeypatch.setattr(tasks, "_check_foreign", asked.extend)
+    monkeypatch.setattr(tasks, "_simple_evaluate", lambda *_, **__: sys.exit("evaluated"))
     with pytest.raises(SystemExit, match="evaluated"):
-        evaluate.main(["--preset", "d2f-gsm8k"])
+        tasks.main(["--preset", "d2f-gsm8k"])
     with pytest.raises(SystemExit, match="evaluated"):
-        evaluate.main(["lm_eval:arc_easy"])
+        tasks.main(["lm_eval:arc_easy"])
     with pytest.raises(SystemExit, match="evaluated"):
-        evaluate.main(["lm_eval:arc_easy", "--examples", "3"])
+        tasks.main(["lm_eval:arc_easy", "--examples", "3"])
     num_examples = find_preset("d2f-gsm8k").tasks["gsm8k_cot"]
     assert asked == [Foreign("gsm8k_cot", num_examples), Foreign("arc_easy", None), Foreign("arc_easy", 3)]
 
@@ -323,15 +322,15 @@ def test_the_task_of_a_preset_may_be_one_of_lm_eval(monkeypatch: pytest.MonkeyPa
 def test_tasks_of_lm_eval_with_as_many_examples_share_a_call():
     ours = {"task": "lopa_gsm8k"}
     foreign = [Foreign("a", 3), Foreign("b", None), Foreign("c", 3), Foreign("d", 0)]
-    assert evaluate.calls([ours], foreign) == [(None, [ours, "b"]), (3, ["a", "c"]), (0, ["d"])]
-    assert evaluate.calls([], [Foreign("a", 3)]) == [(3, ["a"])]
+    assert tasks.calls([ours], foreign) == [(None, [ours, "b"]), (3, ["a", "c"]), (0, ["d"])]
+    assert tasks.calls([], [Foreign("a", 3)]) == [(3, ["a"])]
 
 
 def test_results_of_a_tag_are_those_of_its_tasks(tmp_path: Path, capsys):
     one = {"results": {"cola": {"mcc,none": 0.5}}, "samples": {"cola": [1]}}
     two = {"results": {"mnli": {"acc,none": 0.25}}, "samples": {"mnli": [2]}}
     args = argparse.Namespace(out=tmp_path / "scores.json")
-    evaluate._report(args, evaluate.merged_results([one, two]), [], {"model": "m"})
+    tasks._report(args, tasks.merged_results([one, two]), [], {"model": "m"})
     found = json.loads(args.out.read_text())
     assert found["lm_eval"] == {"cola": {"mcc,none": 0.5}, "mnli": {"acc,none": 0.25}}
     assert found["samples"] == {"cola": [1], "mnli": [2]}
@@ -340,20 +339,20 @@ def test_results_of_a_tag_are_those_of_its_tasks(tmp_path: Path, capsys):
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_evaluation(tmp_path: Path, capsys):
     with pytest.raises(SystemExit):
-        evaluate.main(["--out", str(tmp_path)])
+        tasks.main(["--out", str(tmp_path)])
     assert f"--out {tmp_path} is a directory, expected a file" in capsys.readouterr().err
 
 
 def test_a_broken_task_file_is_refused_before_anything_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "mbpp.jsonl").write_text('{"text": "", "code": ""}\n')
     with pytest.raises(SystemExit):
-        evaluate.main(["mbpp", "--data", str(tmp_path), "--model", str(tmp_path / "absent")])
+        tasks.main(["mbpp", "--data", str(tmp_path), "--model", str(tmp_path / "absent")])
     assert 'mbpp.jsonl, line 1: has no "test_list"' in capsys.readouterr().err
     plus = {"prompt": "", "code": "def f(x:", "test_list": ["assert f(1)"], "test": ""}
     (tmp_path / "mbpp_plus.jsonl").write_text(json.dumps(plus) + "\n")
     with pytest.raises(SystemExit):
-        evaluate.main(["mbpp_plus", "--data", str(tmp_path), "--model", str(tmp_path / "absent")])
+        tasks.main(["mbpp_plus", "--data", str(tmp_path), "--model", str(tmp_path / "absent")])
     assert 'mbpp_plus.jsonl, line 1: "code" is not Python' in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        evaluate.main(["gsm9k"])
+        tasks.main(["gsm9k"])
     assert "unknown task 'gsm9k'; choose from problems, gsm8k" in capsys.readouterr().err

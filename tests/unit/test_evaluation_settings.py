@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from scripts import evaluate
 from scripts.bench import machine
 from scripts.eval import described
-from scripts.evaluation.files import DATA, TaskFileError, read_examples
-from scripts.evaluation.tasks import TASKS
+from scripts.eval import tasks as tasks_command
+from scripts.eval.files import DATA, TaskFileError, read_examples
+from scripts.eval.task_kinds import TASKS
 
 PROBLEM = {"question": "1 + 1?", "answer": "#### 2"}
 
@@ -41,7 +41,7 @@ def test_generated_examples_do_not_stand_before_foreign_problems(tmp_path: Path)
 def test_commands_refuse_generated_examples_before_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     task_file(tmp_path)
     with pytest.raises(SystemExit):
-        evaluate.main(["gsm8k", "--data", str(tmp_path), "--preset", "S13", "--model", str(tmp_path / "absent")])
+        tasks_command.main(["gsm8k", "--data", str(tmp_path), "--preset", "S13", "--model", str(tmp_path / "absent")])
     assert "gsm8k.examples.jsonl: is missing" in capsys.readouterr().err
 
 
@@ -53,16 +53,16 @@ def run_evaluate(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) ->
     options: dict[str, Any] = {}
 
     def nothing(
-        args: argparse.Namespace, jobs: list[evaluate.Job], _foreign: object, _prompt: object, given: dict[str, Any],
-        *, cut: bool,
+        args: argparse.Namespace, jobs: list[tasks_command.Job], _foreign: object, _prompt: object,
+        given: dict[str, Any], *, cut: bool,
     ) -> dict[str, Any]:  # fmt: skip
         options.update(given)
         metrics = ("strict_match,none", "flexible_extract,none")
         return {"results": {f"lopa_{job.task.name}": dict.fromkeys(metrics, 0.5) for job in jobs}, "samples": {}}
 
-    monkeypatch.setattr(evaluate, "_check_installed", lambda: None)
-    monkeypatch.setattr(evaluate, "_simple_evaluate", nothing)
-    evaluate.main([*arguments, "--out", str(out)])
+    monkeypatch.setattr(tasks_command, "_check_installed", lambda: None)
+    monkeypatch.setattr(tasks_command, "_simple_evaluate", nothing)
+    tasks_command.main([*arguments, "--out", str(out)])
     return options, json.loads(out.read_text())
 
 
@@ -107,7 +107,7 @@ def test_samples_of_other_prompt_formats_or_scores_are_of_another_benchmark(monk
 
     monkeypatch.setattr(Path, "read_bytes", read_bytes)
     machine.sources_digest.__wrapped__()
-    assert {"presets.json", "demo_problems.py"} <= {path.name for path in read}
+    assert {"presets.json", "problems.py"} <= {path.name for path in read}
 
 
 def test_a_model_with_another_tokenizer_has_another_digest(tmp_path: Path):

@@ -1,7 +1,7 @@
 """Runs a module on the simulated device: python -m tests.npu.lab [--numeric] MODULE [ARGUMENT ...]
 
 For example the self-test, scripts.selftest; or the bundled model, which has small heads and so needs numeric mode:
---numeric scripts.eval_demo targets --device npu --dtype bfloat16 --limit 100
+--numeric scripts.eval demo --device npu --dtype bfloat16 --limit 100
 """
 
 from __future__ import annotations

@@ -1,0 +1,214 @@
+"""The engine as a model of lm-eval: ``import scripts.eval.lm`` registers it under the name "lopa"."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from lopa_ascend import LLM
+from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
+from lopa_ascend.config.presets import find_preset
+from lopa_ascend.serve.flags import graph_settings
+from scripts.eval.command import SEED
+from scripts.eval.likelihood import MaskedLikelihood
+
+logger = logging.getLogger(__name__)
+
+GENERATION = ("until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k")
+"""What a task may ask for in ``generation_kwargs``."""
+NUM_SAMPLES = 128
+"""Draws of a log-likelihood, as in the published scripts."""
+
+
+@register_model("lopa")
+class LopaLM(TemplateLM):
+    """A model that decodes as this project does.
+
+    Args:
+        pretrained: model directory; None: the bundled model.
+        preset: settings of a published evaluation.
+        add_bos: a BOS token stands in front of each prompt.
+        escape_until: answers are not cut at a task's stop strings, as some published scripts have it.
+        batch_size: answers that are made together, and draws of a log-likelihood in one forward pass.
+        mc_num: draws of a log-likelihood.
+        device, max_batch_size: what lm-eval passes; the second is not used.
+        llm: a model that is loaded already, in place of ``pretrained``.
+        options: fields of ``EngineConfig`` and ``DecodingParams``; ``seed`` is ``SEED`` by default.
+
+    Raises:
+        ParameterError: an option is unknown or not allowed, or the model cannot tokenize text.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        pretrained: str | None = None,
+        *,
+        preset: str | None = None,
+        add_bos: bool = False,
+        escape_until: bool = False,
+        batch_size: int | str = 8,
+        mc_num: int = NUM_SAMPLES,
+        device: str | None = None,
+        max_batch_size: int | None = None,
+        llm: LLM | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        del max_batch_size
+        engine = {name: options.pop(name) for name in EngineConfig.names() if name in options}
+        engine |= {} if device is None else {"device": device}
+        for name in options:
+            if name not in DecodingParams.names():
+                raise ParameterError(name, "is neither an option of the engine nor a decoding parameter")
+        self.params = DecodingParams.preset(preset, **options) if preset else DecodingParams(**options)
+        self._has_own_length = "max_new_tokens" in options or bool(preset and "max_new_tokens" in _decoding(preset))
+        fixed = {"max_num_seqs": _size(batch_size), "seed": SEED, **graph_settings(self.params)}
+        self.llm = llm or LLM(pretrained, **{**fixed, **engine})
+        if self.llm.tokenizer is None:
+            raise ParameterError("pretrained", "has no tokenizer files, and prompts are texts")
+        self.tokenizer = self.llm.tokenizer
+        self.add_bos, self.escape_until = add_bos, escape_until
+        self.batch_size = _size(batch_size)
+        self._likelihood = (mc_num, self.batch_size)
+        if add_bos and not self.tokenizer.special.get("bos_token"):
+            raise ParameterError("add_bos", "needs a BOS token, and the tokenizer names none")
+
+    # ---- text ------------------------------------------------------------------------------------------------------
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.llm.config.eos_token_ids[0]
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Token id that stands in place of the context of a text without one."""
+        bos = self.tokenizer.special.get("bos_token")
+        found = self.tokenizer.id_of(bos) if bos else None
+        return self.eot_token_id if found is None else found
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.llm.engine.model_name
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        return self.tokenizer.encode(self._with_bos(string))
+
+    def _with_bos(self, text: str) -> str:
+        return f"{self.tokenizer.special['bos_token']}{text}" if self.add_bos else text
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation. Without a generation prompt its last message is the beginning of the answer."""
+        if add_generation_prompt:
+            return self.tokenizer.render([dict(message) for message in chat_history])
+        *before, begun = chat_history
+        return self.tokenizer.render([dict(message) for message in before]) + begun["content"]
+
+    # ---- answers ---------------------------------------------------------------------------------------------------
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """An answer to each request, up to the first of its stop strings."""
+        answers: list[str] = []
+        with tqdm(total=len(requests), disable=disable_tqdm, desc="answers") as bar:
+            while len(answers) < len(requests):
+                batch = self._next_batch(requests[len(answers) :])
+                params = self.request_params(batch[0].args[1])
+                prompts = [self._prompt(request.args[0], params) for request in batch]
+                for request, output in zip(batch, self.llm.generate(prompts, params, quiet=True), strict=True):
+                    answers.append(output.text or "")
+                    self.cache_hook.add_partial("generate_until", request.args, answers[-1])
+                bar.update(len(batch))
+        return answers
+
+    def _next_batch(self, requests: Sequence[Instance]) -> list[Instance]:
+        """The first requests, as long as they ask for the same."""
+        batch = []
+        for request in requests[: self.batch_size]:
+            if request.args[1] != requests[0].args[1]:
+                break
+            batch.append(request)
+        return batch
+
+    def request_params(self, asked: Mapping[str, Any]) -> DecodingParams:
+        """The parameters for what a task asks for. The length of answers is the model's own, if it was given one.
+
+        An answer ends at the model's own stop strings as well as at the task's.
+
+        Raises:
+            ParameterError: a task asks for something unknown.
+        """
+        for name in asked:
+            if name not in GENERATION:
+                raise ParameterError("generation_kwargs", f"unknown {name!r}; known are {', '.join(GENERATION)}")
+        changes: dict[str, Any] = {}
+        if "max_gen_toks" in asked and not self._has_own_length:
+            changes["max_new_tokens"] = int(asked["max_gen_toks"])
+        if asked.get("do_sample"):
+            changes |= {name: asked[name] for name in ("temperature", "top_p", "top_k") if name in asked}
+        until = asked.get("until") or []
+        stop = [until] if isinstance(until, str) else list(until)
+        if not self.escape_until:
+            changes["stop"] = tuple(dict.fromkeys((*self.params.stop, *filter(None, stop))))
+        return replace(self.params, **changes)
+
+    def _prompt(self, text: str, params: DecodingParams) -> list[int]:
+        """The token ids of a prompt. Too long ones lose their beginning, as in the published scripts."""
+        ids = self.tok_encode(text)
+        room = self.llm.engine.limits.max_model_len - params.max_canvas
+        if len(ids) > room > 0:
+            logger.warning("a prompt of %d tokens is cut on the left to %d", len(ids), room)
+            ids = ids[-room:]
+        return ids
+
+    # ---- log-likelihoods -------------------------------------------------------------------------------------------
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        """Estimates by Monte-Carlo masking. Whether decoding would give the text is not looked at, as published."""
+        num_samples, batch_size = self._likelihood
+        likelihood = MaskedLikelihood(self.llm.engine, num_samples=num_samples, batch_size=batch_size)
+        results = []
+        for texts, context, target in tqdm(requests, disable=disable_tqdm, desc="log-likelihoods"):
+            max_model_len = self.llm.engine.limits.max_model_len
+            room = max_model_len - len(target) - 1
+            if room < 1:
+                message = f"{max_model_len} leaves no room for a question before an answer of {len(target)} tokens"
+                raise ParameterError("max_model_len", message)
+            found = likelihood.estimate(context[-room:], [*target, self.eot_token_id])
+            results.append((found, False))
+            if texts is not None:
+                self.cache_hook.add_partial("loglikelihood", texts, results[-1])
+        return results
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihoods of whole texts, in windows of the longest context, each scored after the one before it."""
+        found = []
+        for request in tqdm(requests, disable=disable_tqdm, desc="rolling log-likelihoods"):
+            windows = get_rolling_token_windows(
+                token_list=self.tokenizer.encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.llm.engine.limits.max_model_len - 2,
+                context_len=1,
+            )
+            pairs = [(None, *make_disjoint_window(window)) for window in windows]
+            found.append(sum(value for value, _ in self._loglikelihood_tokens(pairs, disable_tqdm=True)))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, found[-1])
+        return found
+
+
+def _decoding(preset: str) -> Mapping[str, Any]:
+    return find_preset(preset).decoding
+
+
+def _size(batch_size: int | str) -> int:
+    if not str(batch_size).isdigit() or int(batch_size) < 1:
+        raise ParameterError("batch_size", f"must be a whole number from 1 on, got {batch_size!r}")
+    return int(batch_size)

@@ -1,0 +1,98 @@
+"""Quantises the checkpoint of a Dream to W8A8 and writes it to another directory, in the format compressed-tensors.
+
+    python -m scripts.eval quantize Dream-v0-Instruct-7B Dream-7B-W8A8
+    python -m scripts.eval quantize Dream-v0-Instruct-7B D2F-W8A8 --lora D2F_Dream_Instruct_7B_Lora --exclude down_proj
+    python -m scripts.eval quantize Dream-v0-Instruct-7B Dream-7B-W8A8 --smooth prompts.jsonl
+
+Weights of linear layers become int8, with a float32 scale for each output; embedding, norms and head stay as they are.
+With --lora, the adapter is merged into the weights first. A server that loads the new directory gives the same answers
+as one that quantises the float checkpoint at start (--quantization w8a8), and reads half as many bytes.
+
+--smooth first moves outliers from the activations into the weights, as SmoothQuant does: it runs the float model on the
+texts of a file, masks several shares of each text, and folds a factor for each channel into the norms and into up_proj.
+Each line of the file is a prompt, or a JSON object with "prompt" or "question", and optionally "answer". If there is an
+answer, only its tokens are masked. A line that begins with "{" must be such an object.
+
+What W8A8 costs in answers is shown by `tasks` with and without it, and for the bundled model by `demo --quantization
+w8a8`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lopa_ascend.config import EngineConfig
+from lopa_ascend.config.engine import INT8_LAYERS
+from lopa_ascend.config.help import HelpFormatter
+from scripts.arguments import number_from
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def measured(model: Path, lora: Path | None, file: Path, limit: int, int8: Collection[str]) -> dict[str, Tensor]:
+    """The largest inputs of the linear layers of a float model on the first texts of a file.
+
+    Args:
+        int8: the last parts of the names of the linear layers that are quantised.
+
+    Raises:
+        ValueError: the model or the file cannot be used, or no layer that can be smoothed is quantised.
+    """
+    from lopa_ascend import LLM  # this and the next two import torch, which takes seconds
+    from lopa_ascend.checkpoint.smooth import smoothed_readers
+    from scripts.eval.calibration import largest_inputs, read_texts
+
+    if not smoothed_readers(int8):
+        raise ValueError("--smooth: has no effect without qkv_proj, gate_up_proj and down_proj, which are excluded")
+    texts = read_texts(file, limit)
+    return largest_inputs(LLM(model, lora=lora), texts)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.eval quantize", description=__doc__, formatter_class=HelpFormatter
+    )
+    parser.add_argument("model", type=Path, metavar="MODEL", help="directory of the float checkpoint")
+    parser.add_argument("out", type=Path, metavar="OUT", help="directory to write, missing or empty")
+    parser.add_argument(
+        "--lora", type=Path, metavar="DIR", help="directory of a PEFT LoRA adapter, which is merged first"
+    )
+    parser.add_argument(
+        "--exclude",
+        nargs="+",
+        default=[],
+        choices=tuple(INT8_LAYERS),
+        metavar="NAME",
+        help=f"linear layers that keep their number format, of {', '.join(INT8_LAYERS)} (default: none)",
+    )
+    parser.add_argument("--smooth", type=Path, metavar="FILE", help="smooth with the activations of these texts")
+    parser.add_argument(
+        "--smooth-limit",
+        type=number_from(1),
+        default=64,
+        metavar="N",
+        help="with --smooth: how many texts of the file are used (default: 64)",
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = build_parser().parse_args(argv)
+    from lopa_ascend.checkpoint.write import open_to_quantize, write_int8  # imports torch, which takes seconds
+
+    try:
+        int8 = EngineConfig(quantization="w8a8", quantization_exclude=tuple(args.exclude)).int8_projections()
+        open_to_quantize(args.model, args.out)
+        activations = None
+        if args.smooth is not None:
+            activations = measured(args.model, args.lora, args.smooth, args.smooth_limit, int8)
+        out = write_int8(args.model, args.out, int8=int8, lora=args.lora, activations=activations)
+    except (ValueError, OSError) as error:
+        sys.exit(str(error))
+    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    print(f"{out}: {size / 2**20:,.1f} MiB of weights")

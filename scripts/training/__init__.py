@@ -1,1 +1,0 @@
-"""The training of the bundled model, which `scripts/train_demo.py` runs."""
