@@ -249,14 +249,12 @@ class RankTimes:
 
 
 class _Timed:
-    """A model whose decodes are timed. Branches share no positions: each computes all of its own."""
+    """A model whose decodes are timed."""
 
     def __init__(self, config: EngineConfig, size: int):
         self.llm = LLM(
             **{name: getattr(config, name) for name in EngineConfig.names()} | {"branch_parallel_size": size}
         )
-        eager = self.llm.engine.runner.eager
-        eager.placement = replace(eager.placement, sharing=False)
         self._times = PartTimes(clock=time.thread_time)
         self.llm.engine.runner.set_probe(self._times)
 
