@@ -140,7 +140,6 @@ async def _http() -> dict[str, Any]:
         num_pages=100,
         max_num_seqs=4,
         max_num_batched_tokens=600,
-        max_prefill_tokens=600,
         max_num_branches=15,
     )
     ready = Ready(limits, model_name="m", dtype="float32", device="cpu", kv_cache_memory=0, seed=0, ranks=())

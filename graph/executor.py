@@ -127,10 +127,6 @@ class GraphExecutor:
         overwrites that."""
         self.seats.release(graph_of(sequence))
 
-    def reset(self) -> None:
-        """Frees all seats, as ``release`` does for one."""
-        self.seats.free_all()
-
     def demand(self, sequence: Sequence, eager: Demand) -> Demand:
         """What the sequence may need until its next result is read.
 

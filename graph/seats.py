@@ -37,13 +37,8 @@ class Seats:
             states=empty_states(total, shape).to(ops.device),
             hidden=hidden.new_zeros(total * self._rows_per_seat + num_tokens, hidden.shape[1]),
         )
-        self._free: list[int] = []
-        self.free_all()
+        self._free = list(range(num_seats - 1, -1, -1))
         self.num_taken = 0
-
-    def free_all(self) -> None:
-        """Frees all seats. The sequences that have one are not used any more."""
-        self._free = list(range(self.num_seats - 1, -1, -1))
 
     @property
     def num_free(self) -> int:

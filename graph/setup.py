@@ -136,7 +136,7 @@ def build_executor(
         score=GreedyScore(own_ids, mask, num_token_ids, model.tp, device, kind.confidence),
         num_seats=config.max_num_seqs,
         first_padding_position=pool.num_pages * PAGE_SIZE,
-        ahead=config.async_scheduling and not plan.shape.full_attention,
+        ahead=not plan.shape.full_attention,
     )
     executor = GraphExecutor(model, pool, graphs, bp)
     launchers = list(executor.launchers.values())

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import signal
+import threading
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -20,7 +23,6 @@ from lopa_ascend.config import (
 )
 from lopa_ascend.config.settings import refuse_unknown
 from lopa_ascend.demo import DEMO_MODEL
-from lopa_ascend.engine.engine import INTERRUPTED
 from lopa_ascend.engine.ranks import start_engine
 from lopa_ascend.text.output import OutputStream
 from lopa_ascend.text.prompt import Prompts
@@ -29,8 +31,25 @@ from lopa_ascend.types import GenerationOutput, Progress, Update
 
 
 class GenerationError(RuntimeError):
-    """A request failed inside the engine: its logits were not finite, or a step that it ran in had no memory or was
-    interrupted, for example by Ctrl-C."""
+    """A request failed inside the engine: its logits were not finite, or a step that it ran in had no memory."""
+
+
+@contextmanager
+def deferred_interrupts() -> Iterator[None]:
+    """Holds back Ctrl-C (SIGINT) until the end of the ``with`` block, so that nothing in it is left half done."""
+    handler = signal.getsignal(signal.SIGINT)
+    # Python runs signal handlers in the main thread alone. None is a handler that Python could not put back.
+    if threading.current_thread() is not threading.main_thread() or handler is None:
+        yield
+        return
+    held: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if held:
+            signal.raise_signal(signal.SIGINT)
 
 
 @dataclass
@@ -77,6 +96,9 @@ class LLM:
     end with ``close``, with the ``with`` block, or with this process. Under torchrun no ranks are started: every rank
     must make the same calls, and gets the same outputs.
 
+    Several threads may make calls, which wait for one another: prompts run together if one call has them all. Ctrl-C
+    takes effect between two steps; the requests of the call that it ends are aborted.
+
     Args:
         model: Hugging Face directory of a Dream or of a registered model; None: the bundled model.
         options: the other fields of ``lopa_ascend.config.EngineConfig``, e.g. ``lora``, ``dtype``, ``max_model_len``,
@@ -109,9 +131,8 @@ class LLM:
         )
         self._ids = itertools.count()
         self._running: dict[str, _Running] = {}
-        self._in_step: tuple[str, ...] = ()
-        """Requests from the beginning of a step until all its updates are handed over. If that is interrupted, such as
-        by Ctrl-C, the next step ends them."""
+        # Reentrant: a stream may be collected as garbage, and so ended, in the middle of another call.
+        self._lock = threading.RLock()
         self._is_stepping = False
         self._ended: list[str] = []
         """Requests whose streams were collected as garbage in the middle of a step; they are aborted after it."""
@@ -183,30 +204,31 @@ class LLM:
 
         Raises:
             ParameterError: see ``tokenize`` and ``check``.
-            GenerationError: the model's logits are not finite, or Ctrl-C interrupted a step in which the request ran.
+            GenerationError: the model's logits are not finite, or there was no memory for a step.
         """
         params = params or self.params()
         token_ids = self.tokenize(prompt)
         self.check(token_ids, params)
-        running = self._begin(token_ids, params, trace)
+        running: _Running | None = None
         try:
+            with self._lock, deferred_interrupts():
+                running = self._begin(token_ids, params, trace)
             while not running.finished:
                 while not running.updates:
-                    self._step()
+                    with self._lock, deferred_interrupts():
+                        self._step()
                 yield running.advance()
         finally:
-            self._end(running)
+            if running is not None:
+                with self._lock, deferred_interrupts():
+                    self._end(running)
 
     def _begin(self, prompt: Sequence[int], params: DecodingParams, trace: bool) -> _Running:
         params = self.prompts.for_engine(params)
         running = _Running(f"request-{next(self._ids)}", OutputStream(prompt, params, self.tokenizer))
+        self.engine.add(running.request_id, prompt, params, trace=trace)
         self._running[running.request_id] = running
-        try:
-            self.engine.add(running.request_id, prompt, params, trace=trace)
-            return running
-        except BaseException:  # Ctrl-C, for example
-            self._end(running)
-            raise
+        return running
 
     def _end(self, running: _Running) -> None:
         del self._running[running.request_id]
@@ -217,27 +239,15 @@ class LLM:
 
     def _step(self) -> None:
         """Makes a step, and hands its updates to the readers of the requests."""
-        lost = self._lost_requests()
-        self._in_step, self._is_stepping = tuple(self._running), True
+        self._is_stepping = True
         try:
-            for request_id in lost:
-                self.engine.abort(request_id)
-            updates = self.engine.step()  # before ``ends``: readers rather get the RankError of a rank that has ended
-            ends = [Update.without_step(request_id, "error", INTERRUPTED) for request_id in lost]
-            for update in (*ends, *updates):
+            for update in self.engine.step():
                 if (running := self._running.get(update.request_id)) is not None:
                     running.updates.append(update)
-            self._in_step = ()
         finally:
             self._is_stepping = False
             while self._ended:
                 self.engine.abort(self._ended.pop())
-
-    def _lost_requests(self) -> list[str]:
-        """The requests that an interrupted step may have changed without a complete update. Requests that wait had no
-        part in the step."""
-        waiting = self.engine.scheduler.waiting
-        return [request_id for request_id in self._in_step if request_id in self._running and request_id not in waiting]
 
     def generate(
         self,
@@ -300,23 +310,33 @@ class LLM:
             self.check(prompt, params)
         unfinished: dict[int, _Running] = {}
         outputs: dict[int, GenerationOutput] = {}
-        try:
-            for index, prompt in enumerate(prompts):
-                unfinished[index] = self._begin(prompt, params, trace)
-            # With None, tqdm shows the bar on a terminal only.
-            with tqdm(total=len(prompts), desc="prompts", disable=True if quiet else None) as bar:
-                while unfinished:
-                    self._step()
-                    for index, request in list(unfinished.items()):
-                        output = request.drain()
-                        if output is not None:
-                            outputs[index] = output
-                            self._end(unfinished.pop(index))
-                            bar.update()
-        finally:
-            for request in unfinished.values():
-                self._end(request)
+        with self._lock:
+            try:
+                with deferred_interrupts():
+                    for index, prompt in enumerate(prompts):
+                        unfinished[index] = self._begin(prompt, params, trace)
+                # With None, tqdm shows the bar on a terminal only.
+                with tqdm(total=len(prompts), desc="prompts", disable=True if quiet else None) as bar:
+                    while unfinished:
+                        with deferred_interrupts():
+                            outputs |= self._step_and_drain(unfinished)
+                        bar.update(len(outputs) - bar.n)
+            finally:
+                with deferred_interrupts():
+                    for request in unfinished.values():
+                        self._end(request)
         return [outputs[index] for index in range(len(prompts))]
+
+    def _step_and_drain(self, unfinished: dict[int, _Running]) -> dict[int, GenerationOutput]:
+        """Makes a step; takes the requests that it has finished out of ``unfinished``, and returns their outputs."""
+        self._step()
+        outputs: dict[int, GenerationOutput] = {}
+        for index, request in list(unfinished.items()):
+            output = request.drain()
+            if output is not None:
+                outputs[index] = output
+                self._end(unfinished.pop(index))
+        return outputs
 
 
 def _prompts(value: object) -> list[str | Sequence[int]]:

@@ -24,9 +24,6 @@ class Placement:
     """Number of groups."""
     group: int = 0
     """This group, from 0."""
-    sharing: bool = True
-    """Whether positions that the rows of a group have in common are computed once; if not, every row computes all its
-    positions."""
 
     def home(self, branch: int) -> tuple[int, int]:
         """The group and the slot of a branch."""
@@ -53,8 +50,6 @@ class Placement:
         base = _base_branch(plan, own_branches)
         others = [branch for branch in own_branches if branch != base]
         rows = [plan.rows[branch] for branch in others]
-        if not self.sharing:
-            rows = [replace(row, compute_from=row.start) for row in rows]
         rows.append(replace(plan.rows[base], compute_from=plan.start))
         branches = [*others, base]
         slots = tuple(self.home(branch)[1] for branch in branches)
@@ -87,8 +82,6 @@ class Placement:
         """The tokens that a group with branches computes."""
         branches = self._branches_of(plan, group)
         rows = [plan.rows[branch] for branch in branches]
-        if not self.sharing:
-            return sum(len(row.tokens) for row in rows)
         own = sum(row.end - row.compute_from for row in rows)
         shared = plan.rows[_base_branch(plan, branches)].compute_from - plan.start
         return own + shared

@@ -87,20 +87,19 @@ class _Connection:
 
 
 def _do_nothing() -> None:
-    """The callback after this rank itself has closed the watch."""
+    """The last callback of a watch that no failure ends."""
 
 
 class ProcessWatch:
     """One rank's part of the watch: ``listen`` makes that of rank 0, ``connect`` those of the others.
 
-    At most one of the callbacks is called, once, as the last thing that the watch's thread does.
+    ``on_failure`` is called at most once, as the last thing that the watch's thread does.
 
     Args:
         port: TCP port on which rank 0 listens.
         token: what a rank must send to be accepted.
         timeout: seconds of silence after which a rank counts as hanging.
         on_failure: called with a message that names the rank that has ended or hangs.
-        on_close: called when rank 0 says goodbye.
         parent: id of the process that must not end before this one; None if it may.
     """
 
@@ -110,12 +109,11 @@ class ProcessWatch:
         token: str,
         timeout: float,
         on_failure: Callable[[str], object],
-        on_close: Callable[[], object] = _do_nothing,
         parent: int | None = None,
     ):
         assert timeout >= 2 * BEAT_INTERVAL, timeout  # with less, one late beat would be a failure
         self.port, self.token = port, token
-        self._timeout, self._on_failure, self._on_close = timeout, on_failure, on_close
+        self._timeout, self._on_failure = timeout, on_failure
         self._parent = parent
         self._connections: list[_Connection] = []
         self._listener: socket.socket | None = None
@@ -169,7 +167,6 @@ class ProcessWatch:
         rank: int,
         timeout: float,
         on_failure: Callable[[str], object],
-        on_close: Callable[[], object] = _do_nothing,
         parent: int | None = None,
     ) -> ProcessWatch:
         """Starts the watch of another rank, and joins that of rank 0.
@@ -181,14 +178,13 @@ class ProcessWatch:
             rank: this rank.
             timeout: seconds of silence, to within a beat, after which rank 0 counts as hanging.
             on_failure: called with the message that rank 0 passes on, or with one that names rank 0.
-            on_close: called when rank 0 says goodbye.
             parent: see the class.
 
         Raises:
             OSError: nothing listens there.
         """
         connection = socket.create_connection((host, port), timeout)
-        watch = cls(port, token, timeout, on_failure, on_close, parent)
+        watch = cls(port, token, timeout, on_failure, parent)
         leader = _Connection(connection, 0)
         leader.send(f"{token} {rank}".encode())
         watch._add(leader)
@@ -296,7 +292,7 @@ class ProcessWatch:
         if line == _BYE:
             self._drop(connection)
             if rank == 0:
-                self._final_callback = self._on_close
+                self._final_callback = _do_nothing
         elif line.startswith(_FAILED):
             self._fail(line.removeprefix(_FAILED).decode())
         elif line != _BEAT:

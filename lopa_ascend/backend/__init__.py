@@ -12,16 +12,15 @@ def load_ops(config: EngineConfig) -> Ops:
     """Opens the configured device as ``open_device`` does, and loads its fused ops.
 
     Raises:
-        ParameterError: an option has no meaning on this device, or the device does not exist.
+        ParameterError: ``attention_layout`` has no meaning on this device, or the device does not exist.
         UnsupportedStackError: the software of the device is missing, or too old for the graph mode.
     """
     if config.device == "npu":
         from lopa_ascend.backend.npu import load_npu_ops
 
-        return load_npu_ops(config.mode, attention_layout=config.attention_layout, debug=config.debug_kv)
-    for name in ("attention_layout", "debug_kv"):
-        if getattr(config, name) != getattr(EngineConfig, name):
-            raise ParameterError(name, f"is for device npu, and this is device {config.device}")
+        return load_npu_ops(config.mode, attention_layout=config.attention_layout)
+    if config.attention_layout != EngineConfig.attention_layout:
+        raise ParameterError("attention_layout", f"is for device npu, and this is device {config.device}")
     if config.mode == "inductor":
         _check_inductor()
     from lopa_ascend.backend.cpu import load_cpu_ops

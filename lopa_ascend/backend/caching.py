@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from lopa_ascend.backend.compiler import Compiler, GraphError, Run, Step
-from lopa_ascend.backend.errors import is_out_of_memory
 from lopa_ascend.backend.graph_cache import GraphCache, private_files
+from lopa_ascend.backend.memory import is_out_of_memory
 
 
 class CachingCompiler(Compiler):

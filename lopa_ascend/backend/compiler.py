@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from lopa_ascend.backend.errors import is_out_of_memory
+from lopa_ascend.backend.memory import is_out_of_memory
 
 Step = Callable[[Sequence[Tensor], Sequence[int]], Tensor]
 """``step(tensors, kv_lengths)``. The KV lengths go to the entries of the attention, all of them in order, and to

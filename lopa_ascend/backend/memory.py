@@ -1,8 +1,9 @@
-"""How much memory a device has left, and how much of it keys and values may take."""
+"""How much memory a device has left, how much of it keys and values may take, and errors that say there is none."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -72,3 +73,25 @@ def _numbers(file: Path) -> dict[str, int]:
     """The numbers in the lines "name number ..." of a file, by name; none if there is no such file."""
     lines = file.read_text().splitlines() if file.exists() else []
     return {name: int(number) for name, number, *_ in map(str.split, lines)}
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and those before it. An error in a capture is followed by another one at the end of the capture."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or one before it, says that a device or this machine had no memory.
+
+    The texts count as well: torch raises a plain RuntimeError on a CPU, and torch_npu for the workspace of a kernel.
+    """
+    return any(
+        isinstance(cause, MemoryError) or "out of memory" in str(cause) or "can't allocate memory" in str(cause)
+        for cause in causes(error)
+    )

@@ -126,15 +126,6 @@ class EngineConfig:
             default_text="`max_model_len`, but at least 4096",
         ),
     )
-    max_prefill_tokens: int = declare(
-        1024,
-        Setting(
-            Integer(1, INT64_MAX),
-            "most tokens of prompts computed in one step, unless a single prompt has more; a lower value lets running "
-            "requests wait less for the prompts of others",
-            group=Group.ENGINE,
-        ),
-    )
     max_num_branches: int = declare(
         15, Setting(Integer(0, 255), "most lookahead branches that a request may ask for", group=Group.ENGINE)
     )
@@ -143,15 +134,6 @@ class EngineConfig:
         Setting(
             Boolean(),
             "keep the KV pages of whole prompts for requests with an equal prompt; changes no token",
-            group=Group.ENGINE,
-        ),
-    )
-    approximate_prefix_caching: bool = declare(
-        False,
-        Setting(
-            Boolean(),
-            "reuse the KV pages of equal beginnings of different prompts as well; changes tokens, because these keys "
-            "and values depend on how the other prompt went on",
             group=Group.ENGINE,
         ),
     )
@@ -188,12 +170,6 @@ class EngineConfig:
             metavar="SECONDS",
         ),
     )
-    agreement_interval: int = declare(
-        64,
-        Setting(
-            Integer(0), "steps between two checks that all ranks have decided the same; 0: no checks", group=Group.RANKS
-        ),
-    )
     graph_mode: str | None = declare(
         None,
         Setting(
@@ -216,7 +192,7 @@ class EngineConfig:
         "block_causal",
         Setting(
             Choice(WINDOW_ATTENTIONS),
-            'the `window_attention` that graphs are compiled for; "full" runs without `async_scheduling`',
+            'the `window_attention` that graphs are compiled for; with "full" no step is launched ahead',
             group=Group.GRAPHS,
         ),
     )
@@ -238,28 +214,12 @@ class EngineConfig:
             default_text="they are not kept",
         ),
     )
-    async_scheduling: bool = declare(
-        True,
-        Setting(
-            Boolean(),
-            "launch a compiled step before the results of the previous one are read; changes no token",
-            group=Group.GRAPHS,
-        ),
-    )
     attention_layout: str = declare(
         "TND",
         Setting(
             Choice(ATTENTION_LAYOUTS),
             "tensor layout of attention on an NPU; TND16 is TND with at most 16 queries an entry; "
             "`python -m scripts.selftest` says which one works and is faster; changes no token",
-            group=Group.GRAPHS,
-        ),
-    )
-    debug_kv: bool = declare(
-        False,
-        Setting(
-            Boolean(),
-            "check page ids and cache positions before every write, on an NPU in eager mode; slow",
             group=Group.GRAPHS,
         ),
     )
@@ -274,9 +234,6 @@ class EngineConfig:
         if self.mode not in modes:
             message = f"unknown value {self.mode!r} for device {self.device}; choose one of {', '.join(modes)}"
             raise ParameterError("graph_mode", message)
-        if self.debug_kv and self.mode != "eager":
-            message = f'reads every step back, which needs graph_mode "eager"; graph_mode is {self.mode!r}'
-            raise ParameterError("debug_kv", message)
         if self.mode != "eager" and self.graph_window_attention == "full" and self.branch_parallel_size > 1:
             message = (
                 f'"full" and branch_parallel_size {self.branch_parallel_size} do not go together in graph mode '
@@ -290,8 +247,6 @@ class EngineConfig:
             if not self.int8_projections():
                 message = "names all linear layers, so nothing would be quantised; leave out at least one"
                 raise ParameterError("quantization_exclude", message)
-        if self.approximate_prefix_caching and not self.enable_prefix_caching:
-            raise ParameterError("approximate_prefix_caching", "needs enable_prefix_caching")
 
     def check_int8(self, param: str, value: str) -> None:
         """Refuses int8 linear layers where they cannot run.

@@ -25,8 +25,6 @@ class Limits:
     """Requests that run at the same time."""
     max_num_batched_tokens: int
     """Most tokens computed in one step, unless the branches of one request alone have more."""
-    max_prefill_tokens: int
-    """Most tokens of prompts computed in one step, unless a single prompt has more."""
     max_num_branches: int
     """Most lookahead branches of a request."""
     max_top_k: int | None = None

@@ -6,41 +6,55 @@ import platform
 import random
 import secrets
 import time
+import zlib
 from collections.abc import Sequence as List
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend.errors import is_out_of_memory
-from lopa_ascend.backend.memory import free_memory
-from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
+from lopa_ascend.backend.memory import free_memory, is_out_of_memory
+from lopa_ascend.config import DecodingParams, EngineConfig, ModelConfig, ParameterError
+from lopa_ascend.config.decoding import banned_ids
 from lopa_ascend.config.sizes import format_size
+from lopa_ascend.decode import begin
 from lopa_ascend.decode.allotment import Allotment
+from lopa_ascend.decode.bad_words import BadWords
 from lopa_ascend.engine.prepare import Prepared, choose_num_pages, model_name, prepare, request_limits
 from lopa_ascend.engine.scheduler import Scheduler
-from lopa_ascend.engine.sequences import SequenceFactory
 from lopa_ascend.engine.step_costs import measure_step_costs
-from lopa_ascend.engine.updates import make_update
 from lopa_ascend.graph.setup import build_executor
+from lopa_ascend.kv.pages import PageTables
 from lopa_ascend.kv.pool import KVPool
-from lopa_ascend.kv.prefix_cache import PrefixCache
+from lopa_ascend.kv.prefix_cache import PrefixCache, PrefixEntry
 from lopa_ascend.model.base import Model
-from lopa_ascend.parallel.agreement import Agreement
 from lopa_ascend.parallel.collectives import RankError
 from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.runner.eager import EagerExecutor
 from lopa_ascend.runner.runner import Runner
 from lopa_ascend.sequence import Request, Sequence
-from lopa_ascend.types import EngineStats, RankReport, SequenceResult, StepPlan, Update
+from lopa_ascend.types import (
+    Alternatives,
+    EngineStats,
+    RankReport,
+    Scoring,
+    SequenceResult,
+    StepPlan,
+    StepResult,
+    Update,
+    winner_rank,
+)
 
 SEED_BITS = 53
 """Bits of a seed that is drawn: few enough that every JSON client can send the seed back unchanged."""
-INTERRUPTED = "a step was interrupted, such as by Ctrl-C; the requests that ran then cannot go on"
-"""The error of such a request."""
 NO_MEMORY = "there was no memory for a step; requests with fewer branches or tokens need less"
 """The error of the requests in such a step."""
+BROKEN_OFF = "a step broke off, so the state of its requests is not known; start a new engine"
+"""Why an engine ends after an error in a step, or an exception that a signal handler raised there."""
+AGREEMENT_INTERVAL = 64
+"""Steps between two comparisons of what the ranks have decided."""
 
 
 class Engine:
@@ -81,16 +95,17 @@ class Engine:
         self.limits = request_limits(config, prepared, self.model_config, pool.num_pages)
         self.runner = self._make_runner(model, pool, prepared)
         prefix_cache = PrefixCache(pool.allocator) if config.enable_prefix_caching else None
-        begin = SequenceFactory(self.runner, self.model_config, prepared.num_token_ids)
-        approximate = config.approximate_prefix_caching
-        self.scheduler = Scheduler(self.limits, pool.allocator, begin, prefix_cache, approximate=approximate)
+        # Not a method: the scheduler must not refer to the engine, so that an engine that is not used any more frees
+        # its pages at once.
+        start = partial(start_sequence, self.runner, self.model_config, prepared.num_token_ids)
+        self.scheduler = Scheduler(self.limits, pool.allocator, start, prefix_cache)
         self._step_seconds = 0.0
         self._needs_allotment = False
         """Whether there has been a request whose number of branches follows the load."""
-        self._open_step: dict[str, Sequence] | None = None
-        """The sequences by request id that run in a step, from its beginning until all its updates are made; otherwise
-        None. If the step is interrupted, the next one ends these requests."""
-        self._agreement = Agreement(self.mesh, config.agreement_interval)
+        self._failure: str | None = None
+        """Why the engine cannot go on."""
+        self._digests = {"who takes part": 0, "the page tables": 0, "what was decided": 0}
+        """Of all that was planned and decided since the start; equal on all ranks."""
         # Without the settings that may differ between machines.
         shared = replace(config, model=None, lora=None, threads=None, graph_cache=None)
         self.mesh.check_agreement(
@@ -187,9 +202,10 @@ class Engine:
         Raises:
             ParameterError: the request could never run.
             ValueError: the id is in use.
+            RuntimeError: the engine has ended.
         """
-        ids_in_use = self.scheduler.running, self.scheduler.waiting, self._open_step or ()
-        if any(request_id in ids for ids in ids_in_use):
+        self._check()
+        if request_id in self.scheduler.running or request_id in self.scheduler.waiting:
             raise ValueError(f"request id {request_id!r} is in use")
         self.limits.check(len(prompt), params)
         if self.runner.graphs is not None:
@@ -202,49 +218,36 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """Ends a request now and frees its pages; it gets no further update. False if there is no such request."""
-        interrupted = None if self._open_step is None else self._open_step.pop(request_id, None)
-        try:
-            sequence = self.scheduler.running.get(request_id)
-            if sequence is not None:
-                self.runner.release(sequence)
-            return self.scheduler.remove(request_id) or interrupted is not None
-        except BaseException:  # Ctrl-C, for example
-            self._drop_running().pop(request_id, None)
-            raise
+        sequence = self.scheduler.running.get(request_id)
+        if sequence is not None:
+            self.runner.release(sequence)
+        return self.scheduler.remove(request_id)
 
     def has_work(self) -> bool:
-        """Whether ``step`` has something to do: requests run or wait, or those of an interrupted step must be ended."""
-        return bool(self.scheduler.running or self.scheduler.waiting or self._open_step)
+        """Whether requests run or wait."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
 
     def step(self) -> list[Update]:
         """Admits what may run, makes one forward pass, and says what it did to every request that took part.
 
-        If the step before was interrupted, such as by Ctrl-C, this one only ends the requests that ran in it.
+        Raises:
+            RuntimeError: the engine has ended, by an error in an earlier step.
         """
-        if self._open_step is not None:
-            return self._fail_open_step(INTERRUPTED)
-        self._prepare_allotment()
-        self._open_step = dict(self.scheduler.running)
-        try:
-            plan = self.scheduler.plan()
-            self._open_step.update(self.scheduler.running)  # requests that finish in the step leave ``running``
-            updates = [] if plan is None else self._run(plan)
-        except BaseException:  # Ctrl-C, for example
-            self._drop_running()
-            raise
-        self._open_step = None
+        self._check()
+        self._failure = BROKEN_OFF  # stands until the step is complete
+        updates = self._make_step()
+        self._failure = None
         return updates
 
-    def _drop_running(self) -> dict[str, Sequence]:
-        """Takes out all running requests after an interruption, which may have come in the middle of any bookkeeping.
+    def _make_step(self) -> list[Update]:
+        self._prepare_allotment()
+        plan = self.scheduler.plan()
+        return [] if plan is None else self._run(plan)
 
-        Returns:
-            The requests whose end the next step reports; it may be changed.
-        """
-        self._open_step = {**(self._open_step or {}), **self.scheduler.running}
-        self.runner.reset()
-        self.scheduler.reset()
-        return self._open_step
+    def _check(self) -> None:
+        """Raises RuntimeError if the engine has ended."""
+        if self._failure is not None:
+            raise RuntimeError(f"this engine has ended: {self._failure}")
 
     def _run(self, plan: StepPlan) -> list[Update]:
         """Makes a planned step. An engine of one rank survives a step without memory: only the requests in it end."""
@@ -258,15 +261,17 @@ class Engine:
                 return self._end_without_memory(plan)
             raise
         self._step_seconds = time.perf_counter() - start
-        self._agreement.record_step(plan, result)
+        if self.mesh.size > 1:
+            self._compare_decisions(plan, result)
         return [self._update(sequence) for sequence in result.sequences]
 
     def _end_without_memory(self, plan: StepPlan) -> list[Update]:
         """Ends the requests of a step for which there was no memory."""
-        # A graph of any request may be in flight; or a copy that the plan makes, of a cached page, may be missing.
-        if self.runner.graphs is not None or plan.copies:
-            return self._fail_open_step(NO_MEMORY)
         request_ids = [step.request_id for step in plan.sequences]
+        if plan.copies and self.scheduler.prefix_cache is not None:
+            self.scheduler.prefix_cache.clear()  # a copy of a page, to the cache or from it, may be missing
+        if plan.copies or self.runner.graphs is not None:  # the result of a graph that ran ahead may be lost
+            request_ids = list(self.scheduler.running)
         for request_id in request_ids:
             self.abort(request_id)
         return [Update.without_step(request_id, "error", NO_MEMORY) for request_id in request_ids]
@@ -279,12 +284,22 @@ class Engine:
             if reason is not None:
                 raise RankError(f"a step failed: {reason}") from error
 
-    def _fail_open_step(self, reason: str) -> list[Update]:
-        """Ends the requests that ran when a step broke off, which may have updated them in part or lost updates."""
-        ended = self._drop_running()  # once more, in case that was interrupted too
-        updates = [Update.without_step(request_id, "error", reason) for request_id in ended]
-        self._open_step = None
-        return updates
+    def _compare_decisions(self, plan: StepPlan, result: StepResult) -> None:
+        """Adds a step to the digests, and at intervals compares them between the ranks.
+
+        Raises:
+            RankError: the ranks differ; the message says which rank, and in what.
+        """
+        added = {
+            "who takes part": [sequence.request_id for sequence in plan.sequences],
+            "the page tables": [sequence.page_tables for sequence in plan.sequences],
+            "what was decided": [_decisions(sequence) for sequence in result.sequences],
+        }
+        for name, new in added.items():
+            self._digests[name] = zlib.crc32(repr(new).encode(), self._digests[name])
+        num_steps = plan.index + 1
+        if num_steps % AGREEMENT_INTERVAL == 0:
+            self.mesh.check_agreement(num_steps, self._digests)
 
     @torch.inference_mode()
     def _prepare_allotment(self) -> None:
@@ -303,7 +318,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counters and sizes at this moment."""
         scheduler, runner, allocator = self.scheduler, self.runner, self.scheduler.allocator
-        cached = scheduler.prefix_cache.num_evictable if scheduler.prefix_cache is not None else 0
+        cached = allocator.num_evictable
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -340,7 +355,113 @@ class Engine:
             sequence.model_tokens += record.model_tokens
             sequence.canvas_positions += record.canvas_positions(len(sequence.request.prompt))
         self.scheduler.advance(sequence, record)
-        return make_update(sequence, result)
+        strategy, params = sequence.strategy, sequence.request.params
+        final = strategy.final_tokens()
+        new = range(sequence.num_reported, len(final))
+        sequence.num_reported = len(final)
+        finish_reason, stop_token_id = None, None
+        if result.error is not None:
+            finish_reason = "error"
+        elif sequence.demand is None:
+            stop_token_id = strategy.end_reached()
+            finish_reason = "length" if stop_token_id is None else "stop"
+        return Update(
+            request_id=result.request_id,
+            token_ids=tuple(final[new.start :]),
+            max_probs=tuple(strategy.winner.probs[new.start : new.stop]),
+            num_forwards=strategy.num_forwards,
+            num_positions=strategy.num_opened,
+            model_tokens=sequence.model_tokens,
+            winner=None if record is None else winner_rank(record),
+            cached_tokens=sequence.num_cached,
+            finish_reason=finish_reason,
+            stop_token_id=stop_token_id,
+            error=result.error,
+            seed=params.seed if params.is_random else None,
+            record=record if sequence.request.trace else None,
+            alternatives=_alternatives(sequence, new),
+            canvas_positions=sequence.canvas_positions,
+        )
+
+
+def _alternatives(sequence: Sequence, places: range) -> tuple[Alternatives, ...]:
+    """The most probable tokens of some places of the answer, if the request asked for them."""
+    if not sequence.request.params.top_logprobs:
+        return ()
+    first = len(sequence.request.prompt)
+    return tuple(sequence.alternatives.get(first + place, ()) for place in places)
+
+
+def _decisions(result: SequenceResult) -> object:
+    """What must be equal on all ranks of what a step did to a sequence."""
+    record = result.record
+    if record is None:
+        return result.error
+    # Not the probabilities: between machines of different kinds their last bits may differ without effect.
+    fills = [(fill.position, fill.token) for fill in record.fills]
+    return record.winner, record.span, record.committed, fills
+
+
+# ---- sequences -------------------------------------------------------------------------------------------------------
+
+
+def start_sequence(
+    runner: Runner,
+    model: ModelConfig,
+    num_token_ids: int,
+    request: Request,
+    page_tables: PageTables,
+    entry: PrefixEntry | None,
+) -> Sequence:
+    """Makes the sequence of an admitted request; see ``scheduler.Begin``.
+
+    Args:
+        num_token_ids: token ids from this one on do not exist in the tokenizer.
+    """
+    eos = request.params.eos_token_ids
+    if eos is None:
+        eos = model.eos_token_ids
+    num_cached = 0 if entry is None else len(request.prompt)
+    words = banned_ids(request.params)
+    assert len(words) == len(request.params.bad_words), "the engine knows no text"
+    sequence = Sequence(
+        request=request,
+        strategy=begin(request.prompt, request.params, model.mask_token_id, frozenset(eos), num_cached),
+        scoring=_scoring(request, model.mask_token_id, num_token_ids, eos),
+        page_tables=page_tables,
+        bad_words=BadWords(words, model.mask_token_id) if words else None,
+        num_cached=num_cached,
+        last_hidden=None if entry is None else entry.last_hidden,
+    )
+    runner.start(sequence)
+    return sequence
+
+
+def _scoring(request: Request, mask: int, num_token_ids: int, eos: tuple[int, ...]) -> Scoring:
+    """How the logits of a request are scored. Fields without effect keep their defaults, so that more requests are
+    scored together."""
+    params = request.params
+    bans_eos = params.min_new_tokens > 0
+    seed = 0
+    if params.temperature:
+        assert params.seed is not None, "the engine draws a seed where a request has none"
+        seed = params.seed
+    return Scoring(
+        confidence=params.ranking,
+        mask=mask,
+        num_token_ids=num_token_ids,
+        eos=(*eos, *params.stop_token_ids) if bans_eos else (),
+        min_position=len(request.prompt) + params.min_new_tokens if bans_eos else 0,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        seed=seed,
+        num_candidates=params.num_candidates,
+    )
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
 
 
 def _num_bytes(model: Model) -> int:

@@ -38,8 +38,6 @@ from lopa_ascend.types import Update
 
 HEARTBEAT = 1.0
 """Seconds between two messages of rank 0 while there is nothing to do."""
-INTERRUPTED_RANKS = "a step was interrupted, so its ranks are no longer in the same state; start a new engine"
-"""Why ranks cannot go on after Ctrl-C, for example."""
 
 
 # ---- messages of rank 0 ----------------------------------------------------------------------------------------------
@@ -96,8 +94,6 @@ class LeadingEngine(Engine):
         self._followers = followers
         self._outbox: list[Command] = []
         """Commands that the other ranks have not received yet."""
-        self._failure: str | None = None
-        """Why this rank cannot go on; what the watch over the other processes found is in ``mesh.failure``."""
         # Reentrant: an abandoned stream may be collected, and so aborted, in the middle of another call.
         self._lock = threading.RLock()
         self._last_message = time.monotonic()
@@ -109,7 +105,6 @@ class LeadingEngine(Engine):
     def add(self, request_id: str, prompt: Sequence[int], params: DecodingParams, *, trace: bool = False) -> None:
         """Queues a request on every rank, as ``Engine.add`` does on one."""
         with self._lock:
-            self._check()
             super().add(request_id, prompt, params, trace=trace)
             drawn = self.scheduler.waiting[request_id].params  # with the seed that this rank may have drawn
             self._outbox.append(Generate(request_id, list(prompt), drawn, trace))
@@ -117,28 +112,23 @@ class LeadingEngine(Engine):
     def abort(self, request_id: str) -> bool:
         """Ends a request on every rank, as ``Engine.abort`` does on one."""
         with self._lock:
-            try:
-                found = super().abort(request_id)
-                if found:
-                    self._outbox.append(Abort(request_id))
-            except BaseException:  # Ctrl-C, for example
-                self._failure = INTERRUPTED_RANKS
-                raise
+            found = super().abort(request_id)
+            if found:
+                self._outbox.append(Abort(request_id))
         return found
 
     def step(self) -> list[Update]:
         """Makes a step on every rank, as ``Engine.step`` does on one."""
         with self._lock:
-            self._check()
-            self._failure = INTERRUPTED_RANKS  # stands until the step is complete
-            try:
-                self._send(_Kind.STEP)
-                updates = super().step()
-            except RankError as error:
-                self._failure = str(error)
-                raise
-            self._failure = None
-        return updates
+            return super().step()
+
+    def _make_step(self) -> list[Update]:
+        try:
+            self._send(_Kind.STEP)
+            return super()._make_step()
+        except RankError as error:
+            self._failure = str(error)
+            raise
 
     def close(self, failure: str | None = None) -> None:
         """Ends the engine on every rank, and the processes of the other ranks if this one has started them.
@@ -162,6 +152,7 @@ class LeadingEngine(Engine):
         _end_processes(self._followers)
 
     def _check(self) -> None:
+        """Raises RankError if the ranks cannot go on."""
         failure = self.mesh.failure or self._failure
         if failure is not None:
             raise RankError(f"this engine has ended: {failure}")

@@ -11,34 +11,17 @@ cannot hold all running requests, the requests that have waited longest go first
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from lopa_ascend.config import Limits
-from lopa_ascend.engine.turns import Prompt, Turns
+from lopa_ascend.engine.turns import MAX_PREFILL_TOKENS, Prompt, Turns
 from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, PageTables, worst_case
 from lopa_ascend.kv.prefix_cache import PrefixCache, PrefixEntry, PrefixKey
 from lopa_ascend.sequence import Request, Sequence
 from lopa_ascend.types import PageCopy, SequenceStep, StepPlan, StepRecord
 
-Begin = Callable[[Request, PageTables, int, PrefixEntry | None], Sequence]
-"""``begin(request, page_tables, num_cached, entry)`` makes the sequence of an admitted request, with its first ``plan``
-and ``demand``. The pages already hold the keys and values of its first ``num_cached`` positions. ``entry`` is set if
-these positions are the whole prompt."""
-
-
-@dataclass(frozen=True, slots=True)
-class _CachedPrompt:
-    """What the prefix cache has of a request's prompt."""
-
-    entry: PrefixEntry | None = None
-    """Set if the whole prompt is cached."""
-    full_pages: tuple[int, ...] = ()
-    """Cached pages that the prompt fills completely; the request shares these pages."""
-
-    @property
-    def pages(self) -> tuple[int, ...]:
-        """The shared pages, and the partial page with the end of a whole prompt, which the request copies."""
-        return self.entry.pages if self.entry else self.full_pages
+Begin = Callable[[Request, PageTables, PrefixEntry | None], Sequence]
+"""``begin(request, page_tables, entry)`` makes the sequence of an admitted request, with its first ``plan`` and
+``demand``. ``entry`` is set if the prompt is cached: then the pages already hold its keys and values."""
 
 
 class Scheduler:
@@ -54,20 +37,12 @@ class Scheduler:
         allocator: of the KV pool's pages.
         begin: makes the sequence of an admitted request.
         prefix_cache: None: no prompt is reused.
-        approximate: reuse pages of prompts that only begin alike, which changes tokens.
     """
 
     def __init__(
-        self,
-        limits: Limits,
-        allocator: PageAllocator,
-        begin: Begin,
-        prefix_cache: PrefixCache | None = None,
-        *,
-        approximate: bool = False,
+        self, limits: Limits, allocator: PageAllocator, begin: Begin, prefix_cache: PrefixCache | None = None
     ) -> None:
         self.limits, self.allocator, self.prefix_cache = limits, allocator, prefix_cache
-        self.approximate = approximate
         self.waiting: dict[str, Request] = {}
         self.running: dict[str, Sequence] = {}
         self.num_steps = 0
@@ -76,7 +51,7 @@ class Scheduler:
         self.prefix_hits = 0
         self._begin = begin
         self._copies: list[PageCopy] = []
-        self._turns = Turns(min(limits.max_prefill_tokens, limits.max_num_batched_tokens))
+        self._turns = Turns(min(MAX_PREFILL_TOKENS, limits.max_num_batched_tokens))
 
     def add(self, request: Request) -> None:
         """Queues a request, which was checked against ``limits`` and whose id is not in use."""
@@ -91,72 +66,49 @@ class Scheduler:
         sequence.page_tables.release()
         return True
 
-    def reset(self) -> None:
-        """Takes out all running requests, and frees all pages, those of cached prompts too.
-
-        It needs no bookkeeping to be right, so it follows an interruption, which may come in the middle of any of it.
-        Cached prompts go, because the last page of one may not have been copied yet.
-        """
-        for request_id in self.running:  # an interrupted admission leaves a request in both dictionaries
-            self.waiting.pop(request_id, None)
-        self.running.clear()
-        self._copies.clear()
-        if self.prefix_cache is not None:
-            self.prefix_cache.forget()
-        self.allocator.free_all()
-
     # ---- admission -------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         """Starts waiting requests in their order until one does not fit."""
         while self.waiting and len(self.running) < self.limits.max_num_seqs:
             request = next(iter(self.waiting.values()))
-            # Pages that a request reuses cannot be evicted, so it may fit only if it reuses none.
-            choices = (self._find_cached(request), _CachedPrompt())
-            cached = next((choice for choice in choices if self._fits(request, choice)), None)
-            if cached is None:
+            entry = self._find_cached(request)
+            if entry is not None and not self._fits(request, entry):
+                entry = None  # pages that a request reuses cannot be evicted, so it may fit only if it reuses none
+            if entry is None and not self._fits(request, None):
                 return
-            self.running[request.request_id] = self._start(request, cached)
+            self.running[request.request_id] = self._start(request, entry)
             del self.waiting[request.request_id]
 
-    def _find_cached(self, request: Request) -> _CachedPrompt:
-        """The whole prompt if it is cached. Otherwise, with ``approximate``, the full pages of a cached prompt that has
-        the same beginning."""
+    def _find_cached(self, request: Request) -> PrefixEntry | None:
+        """The request's prompt in the prefix cache."""
         if self.prefix_cache is None or not request.params.is_pipelined:
-            return _CachedPrompt()
-        key = prefix_key(request)
-        entry = self.prefix_cache.get(key)
+            return None
+        return self.prefix_cache.get(prefix_key(request))
+
+    def _fits(self, request: Request, entry: PrefixEntry | None) -> bool:
+        """Whether the request, on the pages of a cached prompt if there is one, and all running ones can get every page
+        that they may need."""
+        needed = worst_case(request.limit, self.limits.num_slots(request.params), request.num_shared_positions)
+        reserved = sum(sequence.num_reserved for sequence in self.running.values())
+        available = self.allocator.num_free + self.allocator.num_evictable - reserved
         if entry is not None:
-            return _CachedPrompt(entry, entry.full_pages)
-        if not self.approximate:
-            return _CachedPrompt()
-        return _CachedPrompt(full_pages=self.prefix_cache.longest_common_pages(key))
+            needed -= len(entry.full_pages)
+            # The request's cached pages must stay: the shared ones while it runs, the partial page until it is copied.
+            available -= sum(map(self.allocator.is_evictable, entry.pages))
+        return needed <= available
 
-    def _fits(self, request: Request, cached: _CachedPrompt) -> bool:
-        """Whether the request, if it reuses the cached pages, and all running ones can get every page they may need."""
-        num_pages = worst_case(request.limit, self.limits.num_slots(request.params), request.num_shared_positions)
-        needed = num_pages - len(cached.full_pages)
-        available = self.allocator.num_free - sum(sequence.num_reserved for sequence in self.running.values())
-        if needed <= available and not cached.pages:
-            return True
-        if self.prefix_cache is None:
-            return False
-        # The request's cached pages must stay: the shared ones while it runs, the partial page until it is copied.
-        pinned = sum(map(self.prefix_cache.is_evictable, cached.pages))
-        return needed + pinned <= available + self.prefix_cache.num_evictable
-
-    def _start(self, request: Request, cached: _CachedPrompt) -> Sequence:
-        """The sequence of a request, on the cached full pages and a copy of the cached partial page."""
-        entry = cached.entry
+    def _start(self, request: Request, entry: PrefixEntry | None) -> Sequence:
+        """The sequence of a request, on the full pages of a cached prompt and a copy of its partial page."""
         page_tables = PageTables(self.allocator, self.limits.num_slots(request.params))
-        num_cached = len(request.prompt) if entry else len(cached.full_pages) * PAGE_SIZE
-        page_tables.adopt(cached.full_pages)
-        sequence = self._begin(request, page_tables, num_cached, entry)
+        if entry is not None:
+            page_tables.adopt(entry.full_pages)
+        sequence = self._begin(request, page_tables, entry)
         if entry is not None and entry.partial_page is not None:
             self._copy_to_slots(entry.partial_page, page_tables, len(request.prompt))
         if self.prefix_cache is not None and request.params.is_pipelined:
             self.prefix_queries += len(request.prompt)
-            self.prefix_hits += num_cached
+            self.prefix_hits += sequence.num_cached
         return sequence
 
     def _copy_to_slots(self, partial_page: int, page_tables: PageTables, prompt_length: int) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from lopa_ascend.backend import Entries
-from lopa_ascend.backend.errors import is_out_of_memory
+from lopa_ascend.backend.memory import is_out_of_memory
 from lopa_ascend.decode.allotment import StepCosts
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.base import ForwardInputs

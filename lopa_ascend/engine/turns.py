@@ -3,7 +3,7 @@
 A prompt attends to itself in both directions, so it cannot be computed in pieces. Three rules bound how long others
 wait for it:
 
-- A prefill step computes at most ``max_prefill_tokens`` tokens, or one prompt that is longer.
+- A prefill step computes at most ``MAX_PREFILL_TOKENS`` tokens, or one prompt that is longer.
 - Then come decoding steps, if any request decodes: one for each ``TOKENS_PER_DECODING_STEP`` tokens that the prefill
   step computed. Between these decoding steps, prompts of at most ``TOKENS_PER_DECODING_STEP`` tokens together may be
   computed.
@@ -17,6 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+MAX_PREFILL_TOKENS = 1024
+"""Most tokens of a prefill step, unless a single prompt has more. With fewer, running requests would wait less for the
+prompts of others, and prompts would take more steps."""
 TOKENS_PER_DECODING_STEP = 128
 """Tokens of prompts that are computed for each decoding step while requests decode."""
 MAX_OVERTAKEN = 8

@@ -29,18 +29,10 @@ class PageAllocator:
         self.reclaim = reclaim
         self.num_evictable = 0
         """Pages whose only holder is the prefix cache."""
-        self._free: list[int] = []
-        self._references: list[int] = []
-        self._cached_references: list[int] = []
+        self._references = [0] * num_pages
+        self._cached_references = [0] * num_pages
         """By page: how many of its references are the prefix cache's."""
-        self.free_all()
-
-    def free_all(self) -> None:
-        """Frees every page, also those in use. The caller must clear the page tables and the prefix cache."""
-        self.num_evictable = 0
-        self._references = [0] * self.num_pages
-        self._cached_references = [0] * self.num_pages
-        self._free = list(range(self.num_pages - 1, -1, -1))
+        self._free = list(range(num_pages - 1, -1, -1))
 
     @property
     def num_free(self) -> int:

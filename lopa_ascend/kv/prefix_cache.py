@@ -64,39 +64,12 @@ class PrefixCache:
     def __contains__(self, key: PrefixKey) -> bool:
         return key in self._entries
 
-    @property
-    def num_evictable(self) -> int:
-        """Pages that only this cache holds."""
-        return self._allocator.num_evictable
-
-    def is_evictable(self, page: int) -> bool:
-        """Whether only this cache holds a page of an entry."""
-        return self._allocator.is_evictable(page)
-
     def get(self, key: PrefixKey) -> PrefixEntry | None:
         """The entry of an equal prompt, which becomes the most recently used one."""
         entry = self._entries.get(key)
         if entry is not None:
             self._entries.move_to_end(key)
         return entry
-
-    def longest_common_pages(self, key: PrefixKey) -> tuple[int, ...]:
-        """The pages that a prompt without an entry can reuse: the whole pages of the longest beginning that it has in
-        common with a cached prompt. At least one token of the prompt is left to compute.
-
-        This is the published approximation: keys and values depend on all of a prompt, and the cached prompt continues
-        differently."""
-        best: PrefixEntry | None = None
-        length = 0
-        for entry in self._entries.values():
-            if entry.key.window_attention == key.window_attention:
-                common = _common_pages(entry.key.tokens, key.tokens)
-                if common > length:
-                    best, length = entry, common
-        if best is None:
-            return ()
-        self._entries.move_to_end(best.key)
-        return best.pages[:length]
 
     def take_pages(self, key: PrefixKey, table: Sequence[int]) -> tuple[int, ...] | None:
         """Pages for a new entry: the full pages of a prompt, shared, and a free page for a copy of the partial page.
@@ -136,16 +109,7 @@ class PrefixCache:
             self._allocator.release(page)
         return True
 
-    def forget(self) -> None:
-        """Removes all entries without releasing their pages. The caller must free these."""
-        self._entries.clear()
-
-
-def _common_pages(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many whole pages at the beginning of two prompts are equal, leaving at least one token of ``b``."""
-    most = min(len(a), len(b) - 1) // PAGE_SIZE
-    for page in range(most):
-        span = slice(page * PAGE_SIZE, (page + 1) * PAGE_SIZE)
-        if a[span] != b[span]:
-            return page
-    return most
+    def clear(self) -> None:
+        """Drops all entries."""
+        while self.drop_oldest():
+            pass

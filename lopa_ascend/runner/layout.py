@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from lopa_ascend.backend import Entries
 from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
-from lopa_ascend.kv.slot_mapping import slot_mapping
 from lopa_ascend.types import RowPlan, SequenceStep, Share
 
 Indices = NDArray[np.int64]
@@ -237,6 +236,13 @@ def _writes(share: Share, step: SequenceStep, row_tokens: Sequence[Indices]) -> 
             written.append(slot_mapping(step.page_tables[slot], begin, end))
             source.append(tokens[begin - plan.start :])
     return np.concatenate(written), np.concatenate(source)
+
+
+def slot_mapping(page_table: Sequence[int], begin: int, end: int) -> Indices:
+    """Flat cache positions (page * 128 + offset) int64 [end - begin] of the sequence positions [begin, end)."""
+    positions = np.arange(begin, end)
+    pages = np.asarray(page_table, dtype=np.int64)[positions // PAGE_SIZE]
+    return pages * PAGE_SIZE + positions % PAGE_SIZE
 
 
 def _page_tables(tables: Sequence[Sequence[int]], kv_lengths: Sequence[int]) -> torch.Tensor:

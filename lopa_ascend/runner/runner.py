@@ -64,11 +64,6 @@ class Runner:
         if self.graphs is not None:
             self.graphs.release(sequence)
 
-    def reset(self) -> None:
-        """Gives up what all sequences hold on the device. No sequence runs from now on."""
-        if self.graphs is not None:
-            self.graphs.reset()
-
     @torch.inference_mode()
     def step(self, plan: StepPlan, sequences: Mapping[str, Sequence]) -> StepResult:
         """Makes the plan's copies and one forward pass of its sequences, and updates the sequences in place.

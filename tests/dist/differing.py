@@ -16,6 +16,7 @@ from unittest import mock
 
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.decode.lopa import Lopa
+from lopa_ascend.engine import engine
 from lopa_ascend.parallel.collectives import RankError
 from lopa_ascend.types import RowResult, SequencePlan
 from tests.dist.ranks import KV_MEMORY
@@ -38,10 +39,11 @@ def main() -> None:
     differs = os.environ["RANK"] == "1"
     if differs and case != "seed":
         mock.patch.object(Lopa, "_select", {"winner": drift, "hang": hang}[case]).start()
+    mock.patch.object(engine, "AGREEMENT_INTERVAL", 1).start()
     seed = int(differs and case == "seed")
     try:
         sizes |= {"kv_cache_memory": KV_MEMORY}
-        llm = LLM(**sizes, distributed_timeout_seconds=2, agreement_interval=1, seed=seed)
+        llm = LLM(**sizes, distributed_timeout_seconds=2, seed=seed)
         # One position a pass: many passes.
         llm.generate("hi", DecodingParams(max_new_tokens=64, tau_conf=1.0, ignore_eos=True), quiet=True)
     except RankError as error:

@@ -2,8 +2,8 @@
 
 JOB is a JSON file with a list of {"model", "options", "requests": [{"prompt", "params"}], "together", "eager_steps"};
 the outputs go to OUT with this process's rank, or 0, after it. Graphs are not compiled, they run as the functions that
-they are of. With "eager_steps" a rank fails unless graphs have decoded, and left just these steps to the eager executor
-(see ``GraphStats``).
+they are of. After every step the ranks compare what they have decided. With "eager_steps" a rank fails unless graphs
+have decoded, and left just these steps to the eager executor (see ``GraphStats``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from unittest import mock
 
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.backend.compiler import Eager
+from lopa_ascend.engine import engine
 from lopa_ascend.graph import setup
 from lopa_ascend.types import GenerationOutput
 
@@ -68,6 +69,7 @@ def decode_together(llm: LLM, requests: Sequence[tuple[list[int], DecodingParams
 
 
 def main() -> None:
+    mock.patch.object(engine, "AGREEMENT_INTERVAL", 1).start()
     mock.patch.object(setup, "load_compiler", side_effect=lambda *_, **__: Eager()).start()
     jobs = json.loads(Path(sys.argv[1]).read_text())
     Path(f"{sys.argv[2]}.{os.environ.get('RANK', 0)}").write_text(json.dumps([run(job) for job in jobs]))

@@ -23,9 +23,9 @@ from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.kv.pool import KVPool
-from lopa_ascend.kv.slot_mapping import slot_mapping
 from lopa_ascend.runner import layout
 from lopa_ascend.runner.eager import EagerExecutor
+from lopa_ascend.runner.layout import slot_mapping
 from lopa_ascend.types import SequenceStep, Share
 
 

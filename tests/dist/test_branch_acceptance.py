@@ -28,7 +28,7 @@ def job(model: str, **options: Any) -> dict[str, Any]:
     ]
     return {
         "model": model,
-        "options": {"agreement_interval": 1, **options},
+        "options": options,
         "requests": [
             {"prompt": PROMPT, "params": {**FIELDS, "window_attention": window, "top_logprobs": 2, **variant}}
             for window in WINDOWS
@@ -62,7 +62,7 @@ def test_graphs_on_ranks_accept_the_branches_that_one_eager_process_accepts(tp: 
     jobs: list[dict[str, Any]] = [
         {
             "model": model,
-            "options": {"dtype": "float32", "agreement_interval": 1},
+            "options": {"dtype": "float32"},
             "requests": [{"prompt": PROMPT, "params": {**FIELDS, **fields}} for fields in asked],
         }
         for asked in requests
@@ -91,7 +91,7 @@ def test_ranks_agree_on_branches_that_follow_the_load(tp: int, bp: int, tmp_path
     ]
     work: dict[str, Any] = {
         "model": model,
-        "options": {"agreement_interval": 1, "tensor_parallel_size": tp, "branch_parallel_size": bp},
+        "options": {"tensor_parallel_size": tp, "branch_parallel_size": bp},
         "requests": [{"prompt": PROMPT, "params": {**FIELDS, **kind}} for kind in kinds],
     }
     d2f, exact, *others = ranks.generate(tp * bp, [work], tmp_path)[0]

@@ -29,7 +29,7 @@ KINDS: list[dict[str, Any]] = [
 def test_a_whole_canvas_on_ranks_is_that_of_one_process(tmp_path: Path) -> None:
     model = str(write_dream(tmp_path / "model"))
     requests: list[dict[str, Any]] = [{"prompt": [5, 3, 8, 2, 9], "params": {**FIELDS, **kind}} for kind in KINDS]
-    options: dict[str, Any] = {"tensor_parallel_size": 2, "branch_parallel_size": 2, "agreement_interval": 1}
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "branch_parallel_size": 2}
     alone = ranks.generate(1, [{"model": model, "options": {}, "requests": requests}], tmp_path)[0]
     together = ranks.generate(4, [{"model": model, "options": options, "requests": requests}], tmp_path)[0]
     for ours, expected in zip(together, alone, strict=True):

@@ -55,13 +55,13 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, An
 
 @pytest.mark.parametrize(("tp", "bp"), slow_but([(1, 2), (2, 2), (4, 1), (1, 3)], [(2, 2), (1, 3)]))
 def test_tokens_are_those_of_one_process(tp: int, bp: int, expected, tmp_path: Path) -> None:
-    options = {"tensor_parallel_size": tp, "branch_parallel_size": bp, "agreement_interval": 1}
+    options = {"tensor_parallel_size": tp, "branch_parallel_size": bp}
     assert ranks.generate(tp * bp, [job(True, **options)], tmp_path) == expected
 
 
 def test_llm_starts_its_ranks_by_itself(expected, tmp_path: Path) -> None:
     """Without a main guard: nothing of the caller runs again in the other ranks."""
-    options = {"branch_parallel_size": 2, "agreement_interval": 1}
+    options = {"branch_parallel_size": 2}
     script, task, out = tmp_path / "script.py", tmp_path / "job.json", tmp_path / "out"
     task.write_text(json.dumps(job(True, **options)))
     script.write_text(
@@ -82,7 +82,7 @@ def test_llm_starts_its_ranks_by_itself(expected, tmp_path: Path) -> None:
 @pytest.mark.slow  # test_launch.py starts such agents by the launch script, and asks the server
 def test_two_nodes(expected, tmp_path: Path) -> None:
     """Two torchrun agents on this machine, each with a tensor-parallel group of two."""
-    options = {"tensor_parallel_size": 2, "branch_parallel_size": 2, "agreement_interval": 1}
+    options = {"tensor_parallel_size": 2, "branch_parallel_size": 2}
     task, out, port = tmp_path / "job.json", tmp_path / "out", free_port()
     task.write_text(json.dumps([job(True, **options)]))
     agents = []

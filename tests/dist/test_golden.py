@@ -32,7 +32,6 @@ def test_all_cases(tp: int, bp: int, tmp_path: Path) -> None:
                 "tensor_parallel_size": tp,
                 "branch_parallel_size": bp,
                 "enable_prefix_caching": False,
-                "agreement_interval": 1,
             },
             "requests": [
                 {"prompt": traces[case]["prompt_ids"], "params": asdict(golden.decoding_params(traces[case]))}

@@ -27,7 +27,6 @@ def job(case: str, tp: int, bp: int) -> dict:
         "tensor_parallel_size": tp,
         "branch_parallel_size": bp,
         "max_num_seqs": 2,
-        "agreement_interval": 1,
     }
     request = {"prompt": trace["prompt_ids"], "params": asdict(params)}
     return {"model": str(golden.model_path(trace)), "options": options, "requests": [request], "eager_steps": {}}
@@ -66,7 +65,6 @@ def test_requests_together_get_what_one_eager_process_gives(tp: int, bp: int, tm
             max_num_seqs=4,
             tensor_parallel_size=tp,
             branch_parallel_size=bp,
-            agreement_interval=1,
         ),
     ]
     for each in jobs:

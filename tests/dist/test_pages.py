@@ -16,7 +16,7 @@ pytestmark = pytest.mark.multirank
 def run(folder: Path, tp: int, bp: int, window: str, *left_out: str) -> dict[str, dict[str, int]]:
     """What was seen without each of the write rules; "" leaves out none."""
     model = write_dream(folder / "model", hidden=64, intermediate=96)
-    sizes = {"tensor_parallel_size": tp, "branch_parallel_size": bp, "agreement_interval": 0}
+    sizes = {"tensor_parallel_size": tp, "branch_parallel_size": bp}
     job = folder / "job.json"
     job.write_text(json.dumps({"model": str(model), "sizes": sizes, "window": window, "left_out": left_out}))
     forks.run(tp * bp, "tests.dist.pages", [str(job), str(folder / "out")], folder)

@@ -28,7 +28,7 @@ def job(model: str, **options: Any) -> dict[str, Any]:
     prompts = ([5, 3, 8, 2, 9], [7, 7], [4, 30, 12], [1])
     return {
         "model": model,
-        "options": {"agreement_interval": 1, "dtype": "float32", **options},
+        "options": {"dtype": "float32", **options},
         "requests": [{"prompt": prompt, "params": fields} for prompt, fields in zip(prompts, variants, strict=True)],
         "together": True,
     }

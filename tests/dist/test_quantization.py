@@ -33,7 +33,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def on_ranks(path: Path, tp: int, bp: int, folder: Path, **options: Any) -> list[dict[str, Any]]:
-    options |= {"tensor_parallel_size": tp, "branch_parallel_size": bp, "agreement_interval": 1}
+    options |= {"tensor_parallel_size": tp, "branch_parallel_size": bp}
     requests = [{"prompt": prompt, "params": PARAMS} for prompt in PROMPTS]
     return ranks.generate(tp * bp, [{"model": str(path), "options": options, "requests": requests}], folder)[0]
 

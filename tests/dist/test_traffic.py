@@ -11,6 +11,7 @@ import torch
 from lopa_ascend import DecodingParams, checkpoint
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.demo import DEMO_MODEL
+from lopa_ascend.engine.engine import AGREEMENT_INTERVAL
 from lopa_ascend.types import SequencePlan
 from scripts.bench.ranks.process import Step, TrafficJob, run
 from scripts.bench.ranks.traffic import Formulas, carries_commands, faults, prompts
@@ -18,8 +19,6 @@ from tests.tiers import slow_but
 
 pytestmark = pytest.mark.multirank
 
-INTERVAL = 4
-"""Steps between two comparisons of the ranks' decisions."""
 LOOKAHEADS = 4
 REQUEST = DecodingParams(num_branches=LOOKAHEADS, block_size=8, tau_conf=0.9995, max_new_tokens=80)
 """So high a threshold that enough is undecided for all branches, also in steps that commit a block."""
@@ -32,7 +31,6 @@ def recorded(tp: int, bp: int) -> list[list[Step]]:
         branch_parallel_size=bp,
         enable_prefix_caching=False,
         max_num_seqs=3,
-        agreement_interval=INTERVAL,
         threads=1,
     )
     windows = ("block_causal", "full", "block_causal", "full")
@@ -44,7 +42,8 @@ def recorded(tp: int, bp: int) -> list[list[Step]]:
     assert len(ranks) == tp * bp
     for steps in ranks:
         assert [step.plans for step in steps] == [step.plans for step in ranks[0]]
-        assert [step.sent("agreement").calls for step in steps] == [not i % INTERVAL for i in range(1, len(steps) + 1)]
+        are_compared = [not i % AGREEMENT_INTERVAL for i in range(1, len(steps) + 1)]
+        assert [step.sent("agreement").calls for step in steps] == are_compared
         assert sum(map(carries_commands, steps)) == 1
         assert any(len(plan.rows) == 1 + LOOKAHEADS for step in steps for plan in step.plans)
     return ranks

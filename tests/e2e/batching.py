@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lopa_ascend import DecodingParams
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.text.output import OutputStream
@@ -27,6 +29,14 @@ def run(
                 outputs[update.request_id] = progress.output
         step += 1
     return [outputs[str(i)] for i in range(len(asked))]
+
+
+def one_at_a_time(engine: Engine) -> Engine:
+    """Lets an engine read the results of each compiled step before it launches the next one."""
+    executor = engine.runner.graphs
+    assert executor is not None
+    executor.graphs = replace(executor.graphs, ahead=False)
+    return engine
 
 
 def decisions(output: GenerationOutput) -> object:

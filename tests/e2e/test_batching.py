@@ -121,18 +121,6 @@ def test_the_cache_gives_way_to_requests(path: str) -> None:
         engine.add("large", [5] * 120, replace(params, num_branches=3, max_new_tokens=136))
 
 
-def test_the_approximation_reuses_the_pages_of_a_beginning(path: str) -> None:
-    shots = [4 + i % 190 for i in range(256)]
-    params = DecodingParams(num_branches=1, block_size=8, max_new_tokens=24, tau_conf=0.5)
-    asked = [([*shots, 9, 10], params), ([*shots, 11, 12, 13], params)]
-    for approximate, cached in ((False, 0), (True, 256)):
-        engine = Engine(EngineConfig(model=path, approximate_prefix_caching=approximate))
-        outputs = [run(engine, [one])[0] for one in asked]
-        assert [output.cached_tokens for output in outputs] == [0, cached]
-        assert outputs[1].trace is not None
-        assert (outputs[1].trace[0].cache_length, outputs[1].trace[0].span[0]) == (cached, cached)
-
-
 def test_an_abort_ends_a_request_at_once_and_gives_its_pages_back(path: str) -> None:
     engine = Engine(EngineConfig(model=path, max_num_seqs=1, enable_prefix_caching=False))
     params = DecodingParams(max_new_tokens=64, ignore_eos=True)

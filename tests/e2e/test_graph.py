@@ -20,7 +20,7 @@ from lopa_ascend.graph import setup
 from lopa_ascend.graph.tensors import view_output
 from lopa_ascend.types import Update
 from tests import golden
-from tests.e2e.batching import run
+from tests.e2e.batching import one_at_a_time, run
 from tests.e2e.test_batching import requests
 from tests.tiers import slow_but
 from tests.tiny import VOCAB_SIZE, write_dream
@@ -79,9 +79,9 @@ def test_golden_case(case: str, ahead: bool) -> None:
     trace, params = golden.read(case), CASES[case]
     kind = {"graph_window_attention": params.window_attention, "graph_confidence": params.confidence}
     options = OPTIONS | kind | {"graph_num_branches": params.lookaheads}
-    llm = LLM(
-        str(golden.model_path(trace)), async_scheduling=ahead, enable_prefix_caching=False, max_num_seqs=2, **options
-    )
+    llm = LLM(str(golden.model_path(trace)), enable_prefix_caching=False, max_num_seqs=2, **options)
+    if not ahead:
+        one_at_a_time(llm.engine)
     output = llm.generate([trace["prompt_ids"]], params, trace=True, quiet=True)[0]
     expected = golden.rounds(trace)
     assert list(output.token_ids) == trace["output_ids"]
@@ -95,7 +95,8 @@ def test_golden_case(case: str, ahead: bool) -> None:
 
 
 def test_what_accepts_otherwise_runs_eagerly_and_is_counted(path: str) -> None:
-    llm = LLM(path, max_num_seqs=2, enable_prefix_caching=False, async_scheduling=False, **OPTIONS)
+    llm = LLM(path, max_num_seqs=2, enable_prefix_caching=False, **OPTIONS)
+    one_at_a_time(llm.engine)
     params = DecodingParams(block_size=8, max_new_tokens=32, tau_conf=0.5, ignore_eos=True, num_branches=5)
     changes: list[dict[str, Any]]
     changes = [{"acceptance": "factor"}, {"branch_acceptance": "exact"}, {"decoding": "d2f", "num_branches": 0}]
@@ -122,7 +123,7 @@ def test_what_only_decode_defines_runs_eagerly_and_is_counted(path: str, monkeyp
     reasons = [reason for reason, kinds in changes.items() for _ in kinds]
     asked = [([5, 3, 8], replace(plain, **kind)) for kinds in changes.values() for kind in kinds]
     expected = run(engine(path, graph_mode="eager"), [*asked, ([5, 3, 8], plain)])
-    served = engine(path, async_scheduling=False, enable_prefix_caching=False)
+    served = one_at_a_time(engine(path, enable_prefix_caching=False))
     outputs = run(served, [*asked, ([5, 3, 8], plain)])
     exact = reasons.index("num_branches") + 1  # its passes depend on the load, its tokens do not
     for index, (output, eager) in enumerate(zip(outputs, expected, strict=True)):
@@ -174,7 +175,9 @@ def test_requests_of_all_kinds_get_what_the_eager_engine_gives(
 ) -> None:
     asked, arrivals = mixed(seed, 12, window_attention, confidence)
     kind = {"graph_window_attention": window_attention, "graph_confidence": confidence}
-    served = engine(path, async_scheduling=ahead, graph_window_blocks=4, **kind)
+    served = engine(path, graph_window_blocks=4, **kind)
+    if not ahead:
+        one_at_a_time(served)
     outputs = run(served, asked, arrivals)
     expected = run(engine(path, graph_mode="eager"), asked, arrivals)
     assert [shown(output) for output in outputs] == [shown(output) for output in expected]

@@ -15,7 +15,7 @@ from lopa_ascend.config import EngineConfig
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.graph import setup
 from lopa_ascend.types import GenerationOutput
-from tests.e2e.batching import run
+from tests.e2e.batching import one_at_a_time, run
 from tests.e2e.test_batching import requests
 from tests.tiers import slow_but
 from tests.tiny import write_dream
@@ -86,7 +86,9 @@ def test_requests_of_all_kinds_get_what_the_eager_engine_gives(
     asked = mixed(seed, window_attention, branch_acceptance)
     arrivals = [random.Random(seed).randrange(12) for _ in asked]
     kind = {"graph_window_attention": window_attention, "graph_branch_acceptance": branch_acceptance}
-    served = engine(path, async_scheduling=ahead, graph_window_blocks=4, **kind)
+    served = engine(path, graph_window_blocks=4, **kind)
+    if not ahead:
+        one_at_a_time(served)
     outputs = run(served, asked, arrivals)
     expected = run(engine(path, graph_mode="eager"), asked, arrivals)
     assert [shown(output) for output in outputs] == [shown(output) for output in expected]
@@ -110,7 +112,7 @@ def test_what_graphs_of_another_kind_decode_runs_eagerly_and_is_counted(path: st
         "tau_add": {"tau_add": 0.0},
         "num_branches": {"num_branches": 6},
     }
-    served = engine(path, graph_branch_acceptance="exact", async_scheduling=False)
+    served = one_at_a_time(engine(path, graph_branch_acceptance="exact"))
     eager = run(served, [([5, 3, 8], replace(asked, **change)) for change in changes.values()])
     published = run(served, [([5, 3, 8], DecodingParams(**FIELDS))])
     stats = served.stats().graphs
@@ -124,7 +126,7 @@ def test_what_graphs_of_another_kind_decode_runs_eagerly_and_is_counted(path: st
 
 @pytest.mark.parametrize("branch_acceptance", ["published", "verified", "exact"])
 def test_d2f_has_no_branches_to_accept_and_runs_in_graphs_of_every_kind(path: str, branch_acceptance: str) -> None:
-    served = engine(path, graph_branch_acceptance=branch_acceptance, async_scheduling=False)
+    served = one_at_a_time(engine(path, graph_branch_acceptance=branch_acceptance))
     params = DecodingParams(**FIELDS | {"num_branches": 0}, decoding="d2f")
     asked = [([5, 3, 8], params), ([5, 3, 8], replace(params, decoding="lopa", branch_acceptance="exact"))]
     d2f, exact = run(served, asked)

@@ -9,7 +9,7 @@ import pytest
 from lopa_ascend import DecodingParams
 from lopa_ascend.backend.compiler import Eager
 from lopa_ascend.graph import setup
-from tests.e2e.batching import run
+from tests.e2e.batching import one_at_a_time, run
 from tests.e2e.test_graph import engine
 from tests.tiny import write_dream
 
@@ -46,11 +46,11 @@ def test_sequences_fill_the_largest_buckets_one_after_the_other(path: str) -> No
         path,
         max_num_seqs=10,
         max_num_batched_tokens=500,
-        async_scheduling=False,
         graph_num_branches=7,
         graph_window_blocks=2,
         graph_block_size=4,
     )
+    one_at_a_time(served)
     params = DecodingParams(decoding="d2f", block_size=4, max_active_blocks=1, max_new_tokens=16, ignore_eos=True)
     outputs = run(served, [([5, 6, 7], params)] * 10)
     stats = served.stats()

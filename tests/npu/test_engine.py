@@ -81,12 +81,19 @@ def test_the_bundled_model_solves_as_many_problems_as_on_the_cpu(
 # ---- strict mode -----------------------------------------------------------------------------------------------------
 
 
+def strict(llm: LLM) -> LLM:
+    """Lets the ops check page ids and cache positions before every write."""
+    ops: Any = llm.engine.runner.ops
+    ops.debug = True
+    return llm
+
+
 def test_the_bundled_model_breaks_no_constraint_in_bsh() -> None:
     """Its heads of 48 are too small for TND."""
     problems, params = read(4), decoding(num_branches=3)
     with numeric():
         expected = evaluate(LLM(device="npu", graph_mode="eager", dtype="bfloat16"), problems, params)
-    llm = LLM(device="npu", graph_mode="eager", dtype="bfloat16", attention_layout="BSH", debug_kv=True)
+    llm = strict(LLM(device="npu", graph_mode="eager", dtype="bfloat16", attention_layout="BSH"))
     assert evaluate(llm, problems, params) == expected
 
 
@@ -99,7 +106,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def strict_engine(path: Path, **options: Any) -> LLM:
-    return LLM(path, device="npu", graph_mode="eager", debug_kv=True, **options)
+    return strict(LLM(path, device="npu", graph_mode="eager", **options))
 
 
 def answers(llm: LLM, window: str) -> list[GenerationOutput]:
@@ -160,7 +167,7 @@ def test_a_pool_with_fewer_pages_than_the_entries_have_together(small: Path, lay
     assert attentions > writes, "no step had more than the pool, so this shows nothing"
 
 
-def test_debug_kv_reaches_the_ops(small: Path) -> None:
+def test_strict_mode_refuses_a_position_that_is_written_twice(small: Path) -> None:
     runner = strict_engine(small).engine.runner
     k = torch.zeros(2, 1, 128, dtype=torch.bfloat16, device="npu")
     slots = torch.tensor([5, 5], device="npu")

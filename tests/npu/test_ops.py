@@ -222,6 +222,12 @@ def test_an_unknown_layout_is_refused_with_the_choices() -> None:
         NpuOps(attention_layout="BNSD")
 
 
+def strict_ops() -> NpuOps:
+    ops = NpuOps()
+    ops.debug = True
+    return ops
+
+
 @pytest.mark.parametrize(
     ("slot_mapping", "message"),
     [
@@ -234,7 +240,7 @@ def test_debug_refuses_positions_of_a_write(slot_mapping: list[int], message: st
     k = torch.zeros(3, 1, 16, device="npu")
     cache = torch.zeros(2, PAGE_SIZE, 1, 16, device="npu")
     with pytest.raises(ValueError, match=message):
-        NpuOps(debug=True).kv_write(k, k, cache, cache, torch.tensor(slot_mapping, dtype=torch.int32, device="npu"))
+        strict_ops().kv_write(k, k, cache, cache, torch.tensor(slot_mapping, dtype=torch.int32, device="npu"))
 
 
 @pytest.mark.parametrize(
@@ -250,7 +256,7 @@ def test_debug_refuses_pages(table: list[int], kv_length: int, message: str) -> 
     cache = torch.zeros(2, PAGE_SIZE, 1, 128, dtype=torch.bfloat16, device="npu")
     q = torch.zeros(2, 1, 128, dtype=torch.bfloat16, device="npu")
     with pytest.raises(ValueError, match=message):
-        NpuOps(debug=True).attention(q, cache, cache, Entries((1, 1), (1, kv_length), tables, (0, 1), (0, 0)))
+        strict_ops().attention(q, cache, cache, Entries((1, 1), (1, kv_length), tables, (0, 1), (0, 0)))
 
 
 def test_without_debug_no_op_waits_for_the_device() -> None:

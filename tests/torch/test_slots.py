@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,9 +14,9 @@ from lopa_ascend.backend.cpu import CpuOps
 from lopa_ascend.decode import begin
 from lopa_ascend.kv.pages import PAGE_SIZE, PageTables, pages_for
 from lopa_ascend.kv.pool import KVPool
-from lopa_ascend.kv.slot_mapping import slot_mapping
 from lopa_ascend.model.dream import Dream
 from lopa_ascend.runner.eager import EagerExecutor, ForwardResult
+from lopa_ascend.runner.layout import slot_mapping
 from lopa_ascend.sequence import Request, Sequence
 from lopa_ascend.types import RowPlan, RowResult, Scoring, SequencePlan, SequenceStep
 from tests.tiers import slow_but
@@ -147,3 +148,11 @@ def test_a_branch_is_bit_equal_whatever_shares_its_batch(attention: str, tmp_pat
         run.page_tables.share_committed(run.strategy.num_committed)
         plan = run.strategy.plan()
     assert compared > 5
+
+
+def test_slots_are_the_offsets_in_the_pages_of_the_table() -> None:
+    table = (7, 2, 5)
+    slots = slot_mapping(table, 100, 300)
+    assert slots.dtype == np.int64
+    assert slots.tolist() == [table[n // PAGE_SIZE] * PAGE_SIZE + n % PAGE_SIZE for n in range(100, 300)]
+    assert slot_mapping(table, 300, 300).tolist() == []

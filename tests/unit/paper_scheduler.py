@@ -25,7 +25,6 @@ def limits(**changes: int) -> Limits:
         "num_pages": 40,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 700,
-        "max_prefill_tokens": 700,
         "max_num_branches": 7,
     }
     return Limits(**{**values, **changes})
@@ -101,7 +100,8 @@ class Paper:
             first, last = max(begin - number * PAGE_SIZE, 0), min(end - number * PAGE_SIZE, PAGE_SIZE)
             assert self.pages[table[number]][first:last] == [(whose, number)] * (last - first)
 
-    def begin(self, request: Request, page_tables: PageTables, num_cached: int, entry: PrefixEntry | None) -> Sequence:
+    def begin(self, request: Request, page_tables: PageTables, entry: PrefixEntry | None) -> Sequence:
+        num_cached = 0 if entry is None else len(request.prompt)
         strategy = begin(request.prompt, request.params, 999, frozenset(), num_cached)
         sequence = Sequence(request, strategy, Scoring("max_prob", 999, 999), page_tables, num_cached)
         sequence.demand = self.demand(request.request_id, num_cached)
@@ -157,7 +157,7 @@ class Paper:
         ]
         assert len(private) == len(set(private))
         held = {page for s in scheduler.running.values() for table in s.page_tables.by_slot for page in table}
-        cached = scheduler.prefix_cache.num_evictable if scheduler.prefix_cache else 0
+        cached = scheduler.allocator.num_evictable
         assert scheduler.allocator.num_free + cached + len(held) == scheduler.allocator.num_pages
         assert all(s.num_reserved >= 0 for s in scheduler.running.values())
         assert sum(s.num_reserved for s in scheduler.running.values()) <= scheduler.allocator.num_free + cached

@@ -110,7 +110,6 @@ def test_every_setting_has_one_flag():
         ("--watchdog-timeout 1", "2 to"),
         ("--request-timeout 0", "seconds"),
         ("--shutdown-timeout nan", "0 to"),
-        ("--approximate-prefix-caching --no-enable-prefix-caching", "enable_prefix_caching"),
         ("--ssl-keyfile k", "--ssl-certfile"),
         ("--ssl-certfile c", "--ssl-keyfile"),
         ("--ssl-ca-certs c", "--ssl-certfile"),

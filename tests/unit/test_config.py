@@ -288,9 +288,7 @@ def test_graph_support() -> None:
         ("kv_cache_memory", 0),
         ("threads", 0),
         ("max_model_len", True),
-        ("async_scheduling", 1),
         ("distributed_timeout_seconds", 1),
-        ("debug_kv", True),
     ],
 )
 def test_wrong_engine_values_are_refused_by_name(field: str, value: object) -> None:

@@ -43,7 +43,6 @@ LIMITS = Limits(
     num_pages=100,
     max_num_seqs=4,
     max_num_batched_tokens=600,
-    max_prefill_tokens=1024,
     max_num_branches=15,
 )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lopa_ascend.backend import memory
-from lopa_ascend.backend.errors import is_out_of_memory
+from lopa_ascend.backend.memory import is_out_of_memory
 
 GIB = 2**30
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lopa_ascend.kv.pages import PAGE_SIZE, OutOfPages, PageAllocator, PageTables
-from lopa_ascend.kv.slot_mapping import slot_mapping
 
 
 @given(st.lists(st.integers(0, 6), max_size=60))
@@ -53,11 +51,3 @@ def test_a_slot_that_had_no_page_yet_shares_slot_zeros() -> None:
     slots.grow(0, 3 * PAGE_SIZE)
     slots.share_committed(2 * PAGE_SIZE + 1)
     assert slots.by_slot[1] == slots.by_slot[0][:2]
-
-
-def test_slots_are_the_offsets_in_the_pages_of_the_table() -> None:
-    table = (7, 2, 5)
-    slots = slot_mapping(table, 100, 300)
-    assert slots.dtype == np.int64
-    assert slots.tolist() == [table[n // PAGE_SIZE] * PAGE_SIZE + n % PAGE_SIZE for n in range(100, 300)]
-    assert slot_mapping(table, 300, 300).tolist() == []

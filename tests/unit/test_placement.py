@@ -51,11 +51,10 @@ def check_share(plan: SequencePlan, share: Share, placement: Placement) -> None:
 
 @pytest.mark.parametrize("window", ["block_causal", "full"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("sharing", [True, False])
-def test_every_branch_is_computed_once_and_every_group_has_what_commits(window: str, size: int, sharing: bool) -> None:
+def test_every_branch_is_computed_once_and_every_group_has_what_commits(window: str, size: int) -> None:
     seen_idle = 0
     for plan in [plan for seed in range(6) for plan in plans(seed, window)]:
-        placements = [Placement(size, group, sharing) for group in range(size)]
+        placements = [Placement(size, group) for group in range(size)]
         shares = [placement.share(plan) for placement in placements]
         for placement, share in zip(placements, shares, strict=True):
             if share.rows:

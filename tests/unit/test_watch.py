@@ -153,7 +153,7 @@ def test_who_was_suspended_does_not_blame_others_for_it() -> None:
 
 
 class Group:
-    """Watches in this process; ``said`` receives (rank, message) of each callback, with "closed" for on_close."""
+    """Watches in this process; ``said`` receives (rank, message) of each callback."""
 
     def __init__(self, size: int):
         self.said: queue.Queue[tuple[int, str]] = queue.Queue()
@@ -161,14 +161,10 @@ class Group:
         self.port, self.token = self.watches[0].port, self.watches[0].token
 
     def follow(self, rank: int) -> ProcessWatch:
-        def closed() -> None:
-            self.watches[rank].close()  # by the watch's own thread
-            self.said.put((rank, "closed"))
-
         def failed(message: str) -> None:
             self.said.put((rank, message))
 
-        self.watches.append(ProcessWatch.connect(HOST, self.port, self.token, rank, 2, failed, closed))
+        self.watches.append(ProcessWatch.connect(HOST, self.port, self.token, rank, 2, failed))
         return self.watches[-1]
 
     def connect(self, line: str) -> socket.socket:
@@ -216,7 +212,7 @@ def test_a_goodbye_is_no_failure(group: Group, monkeypatch: pytest.MonkeyPatch) 
         assert ended(silent)
     assert threads() == before + 2
     group.watches[0].close()
-    assert group.everything(0.3) == [(2, "closed"), (3, "closed")]
+    assert group.everything(0.3) == []
     assert threads() == before - 1
 
 

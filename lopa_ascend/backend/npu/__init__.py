@@ -13,13 +13,12 @@ if TYPE_CHECKING:
     from lopa_ascend.backend.npu.ops import NpuOps
 
 
-def load_npu_ops(graph_mode: str, *, attention_layout: str = "TND", debug: bool = False) -> NpuOps:
+def load_npu_ops(graph_mode: str, *, attention_layout: str = "TND") -> NpuOps:
     """Opens this process's NPU as ``open_npu`` does, and loads its ops.
 
     Args:
         graph_mode: the graph mode that the installed versions must be able to run.
         attention_layout: see ``NpuOps``.
-        debug: see ``NpuOps``.
 
     Raises:
         ParameterError: this process's NPU does not exist.
@@ -31,7 +30,7 @@ def load_npu_ops(graph_mode: str, *, attention_layout: str = "TND", debug: bool 
     open_npu()
     from lopa_ascend.backend.npu.ops import NpuOps
 
-    return NpuOps(attention_layout=attention_layout, debug=debug)
+    return NpuOps(attention_layout=attention_layout)
 
 
 def open_npu() -> None:

@@ -43,17 +43,17 @@ class NpuOps:
         attention_layout: TND takes entries of any lengths at once. TND16 is TND, but divides entries so that none has
             more than 16 queries. BSH is for devices and versions that refuse TND: it takes entries of equal length that
             follow one another.
-        debug: read the positions of every write and the page ids of every attention back, and check them. For eager
-            mode only, since the host waits for the device.
 
     Attributes:
+        debug: read the positions of every write and the page ids of every attention back, and check them. For tests of
+            eager mode, since the host waits for the device.
         kernel_layout: the layout by the kernel's name, "TND" or "BSH".
 
     Raises:
         ValueError: the layout is unknown; later, with ``debug``, positions or page ids are not valid.
     """
 
-    def __init__(self, *, attention_layout: str = "TND", debug: bool = False):
+    def __init__(self, *, attention_layout: str = "TND"):
         if attention_layout not in ATTENTION_LAYOUTS:
             choices = ", ".join(ATTENTION_LAYOUTS)
             raise ValueError(f"attention layout: unknown value {attention_layout!r}; choose one of {choices}")
@@ -62,7 +62,7 @@ class NpuOps:
         self.max_queries = MAX_QUERIES.get(attention_layout)
         self.score_rows: int | None = None  # fewer rows at a time are more launches
         self.kernel_layout = "BSH" if attention_layout == "BSH" else "TND"
-        self._debug = debug
+        self.debug = False
 
     def stored(self, weight: Tensor) -> Tensor:
         transposed = weight.t().contiguous()
@@ -142,7 +142,7 @@ class NpuOps:
     def kv_write(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, source: Tensor | None = None
     ) -> None:
-        if self._debug:
+        if self.debug:
             check_slot_mapping(slot_mapping.tolist(), k_cache.shape[0] * k_cache.shape[1])
         k, v = (x.contiguous() if source is None else x.index_select(0, source) for x in (k, v))
         npu.npu_scatter_pa_kv_cache(k, v, k_cache, v_cache, slot_mapping, cache_mode="Norm")
@@ -166,7 +166,7 @@ class NpuOps:
         return read
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
-        if self._debug:
+        if self.debug:
             check_pages(entries, k_cache.shape[0], k_cache.shape[1])
         assert self.max_queries is None or max(entries.lengths) <= self.max_queries, "see Ops.max_queries"
         q = q.contiguous()
