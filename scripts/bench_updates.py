@@ -29,7 +29,7 @@ from torch import Tensor
 
 from lopa_ascend import LLM, DecodingParams, ParameterError
 from lopa_ascend.backend.compiler import Eager, Run, Step
-from lopa_ascend.config import EngineConfig, recommended_decoding
+from lopa_ascend.config import GraphParams, recommended_decoding
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.graph import setup
@@ -92,7 +92,7 @@ def count(questions: Sequence[str], num_sequences: int, params: DecodingParams) 
             max_num_seqs=num_sequences,
             max_model_len=512,
             enable_prefix_caching=False,
-            graph_block_size=max(params.block_size, EngineConfig().graph_block_size),  # longer blocks need more room
+            graph_params=GraphParams.of(params),
         )
     counting.reset()  # without the padding that buckets start with
     chats = [asked(question) for question in questions]

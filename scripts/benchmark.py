@@ -26,11 +26,11 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lopa_ascend.config import EngineConfig, ParameterError
+from lopa_ascend.config import EngineConfig, GraphParams, ParameterError
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.config.presets import find_preset
 from lopa_ascend.demo import HELD_OUT
-from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values, graph_settings
+from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values
 from scripts.arguments import folder_of_pictures, number_from
 from scripts.benchmarking.machine import describe_benchmark
 from scripts.benchmarking.report import markdown, results, write_csv
@@ -167,7 +167,7 @@ def by_engine(settings: Iterable[Setting], engine: Mapping[str, Any]) -> list[tu
     is_eager = EngineConfig(**engine).mode == "eager"
     groups: dict[str, tuple[dict[str, Any], list[Setting]]] = {}
     for setting in settings:
-        options = {**FIXED, **({} if is_eager else graph_settings(setting.params)), **engine}
+        options = {**FIXED, **({} if is_eager else {"graph_params": GraphParams.of(setting.params)}), **engine}
         EngineConfig(**options)  # refuses what does not go together before any model is loaded
         groups.setdefault(repr(sorted(options.items())), (options, []))[1].append(setting)
     return list(groups.values())

@@ -3,7 +3,7 @@
     python -m scripts.branch_scores --plot branch_scores.png    all scores at tau_conf 0.7 and 0.9, on 500 problems
     python -m scripts.branch_scores --block-size 32             in longer blocks, where branches differ more
     python -m scripts.branch_scores --limit 10                  a first look
-    python -m scripts.branch_scores --scores entropy            one score beside "mean"
+    python -m scripts.branch_scores --scores tail               one score beside "mean"
 
 Prints one row for each score and tau_conf; "tokens, ..." are scores of branches over the tokens of one position. In
 brackets are 95 % intervals: the problems are drawn again 10,000 times, with replacement, the same draws for every row.
@@ -36,12 +36,7 @@ TAUS = (0.7, 0.9)
 """Values of tau_conf."""
 DRAWS = 10_000
 BASELINE = "mean"
-OVER_TOKENS = ("mean", "pivot")
-"""Scores that are measured with branches over the tokens of one position."""
-SCORES: dict[str, dict[str, str]] = {
-    **{score: {"branch_score": score} for score in BRANCH_SCORES if score != "pivot"},
-    **{f"tokens, {score}": {"branch_score": score, "branch_candidates": "tokens"} for score in OVER_TOKENS},
-}
+SCORES = {score: {"branch_score": score} for score in BRANCH_SCORES}
 """Decoding parameters by the name of a row; the baseline is the first."""
 Numbers = NDArray[np.float64]
 

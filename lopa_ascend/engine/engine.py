@@ -17,11 +17,9 @@ from lopa_ascend.backend.errors import is_out_of_memory
 from lopa_ascend.backend.memory import free_memory
 from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
 from lopa_ascend.config.sizes import format_size
-from lopa_ascend.decode.allotment import Allotment
 from lopa_ascend.engine.prepare import Prepared, choose_num_pages, model_name, prepare, request_limits
 from lopa_ascend.engine.scheduler import Scheduler
 from lopa_ascend.engine.sequences import SequenceFactory
-from lopa_ascend.engine.step_costs import measure_step_costs
 from lopa_ascend.engine.updates import make_update
 from lopa_ascend.graph.setup import build_executor
 from lopa_ascend.kv.pool import KVPool
@@ -85,8 +83,6 @@ class Engine:
         approximate = config.approximate_prefix_caching
         self.scheduler = Scheduler(self.limits, pool.allocator, begin, prefix_cache, approximate=approximate)
         self._step_seconds = 0.0
-        self._needs_allotment = False
-        """Whether there has been a request whose number of branches follows the load."""
         self._open_step: dict[str, Sequence] | None = None
         """The sequences by request id that run in a step, from its beginning until all its updates are made; otherwise
         None. If the step is interrupted, the next one ends these requests."""
@@ -197,7 +193,6 @@ class Engine:
             params = self.runner.graphs.with_fixed_branches(params, eos)
         if params.is_random and params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(SEED_BITS))
-        self._needs_allotment |= params.follows_load
         self.scheduler.add(Request(request_id, tuple(prompt), params, trace))
 
     def abort(self, request_id: str) -> bool:
@@ -223,7 +218,6 @@ class Engine:
         """
         if self._open_step is not None:
             return self._fail_open_step(INTERRUPTED)
-        self._prepare_allotment()
         self._open_step = dict(self.scheduler.running)
         try:
             plan = self.scheduler.plan()
@@ -285,20 +279,6 @@ class Engine:
         updates = [Update.without_step(request_id, "error", reason) for request_id in ended]
         self._open_step = None
         return updates
-
-    @torch.inference_mode()
-    def _prepare_allotment(self) -> None:
-        """Measures this device before the first step of a request whose number of branches follows the load. Requests
-        arrive on all ranks before the same step, so all ranks measure together."""
-        runner = self.runner
-        if runner.allotment is None and self._needs_allotment:
-            max_tokens = self.limits.max_num_batched_tokens
-            world = self.mesh.world
-
-            def agree(nanoseconds: int) -> int:
-                return int(world.broadcast(torch.tensor([nanoseconds]), 0, "control"))
-
-            runner.allotment = Allotment(measure_step_costs(runner, max_tokens, world), max_tokens, agree)
 
     def stats(self) -> EngineStats:
         """Counters and sizes at this moment."""

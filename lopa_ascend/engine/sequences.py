@@ -70,5 +70,4 @@ class SequenceFactory:
             top_k=params.top_k,
             min_p=params.min_p,
             seed=seed,
-            num_candidates=params.num_candidates,
         )

@@ -48,4 +48,4 @@ def _alternatives(sequence: Sequence, places: range) -> tuple[Alternatives, ...]
     if not sequence.request.params.top_logprobs:
         return ()
     first = len(sequence.request.prompt)
-    return tuple(sequence.alternatives.get(first + place, ()) for place in places)
+    return tuple(sequence.strategy.alternatives.get(first + place, ()) for place in places)

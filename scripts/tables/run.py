@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lopa_ascend.checkpoint.files import CheckpointError, check_directory
-from lopa_ascend.config import ConfigError, DecodingParams, EngineConfig
+from lopa_ascend.config import ConfigError, DecodingParams, EngineConfig, GraphParams
 from lopa_ascend.demo import DEMO_MODEL
-from lopa_ascend.serve.flags import graph_settings
 from scripts.benchmarking.machine import describe_benchmark
 from scripts.benchmarking.report import Result, results
 from scripts.benchmarking.run import Plan, run
@@ -176,7 +175,7 @@ class TableRun:
             "seed": 0,
             "max_num_seqs": 1,
             # Eager rows of one checkpoint share a loaded model, whatever their parameters are.
-            **({} if EngineConfig(**given).mode == "eager" else graph_settings(params)),
+            **({} if EngineConfig(**given).mode == "eager" else {"graph_params": GraphParams.of(params)}),
             **given,
             "model": checkpoint.model,
             "lora": checkpoint.adapter,

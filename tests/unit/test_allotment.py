@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lopa_ascend.decode.allotment import OBSERVED, Allotment, Applicant, StepCosts
 
 from lopa_ascend.config import DecodingParams, ParameterError, fitting_defaults
 from lopa_ascend.decode import begin
-from lopa_ascend.decode.allotment import OBSERVED, Allotment, Applicant, StepCosts
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.parallel.placement import Placement
 from lopa_ascend.types import BranchRecord, RowPlan, RowResult, SequencePlan, StepRecord
