@@ -135,11 +135,10 @@ def test_compiled_steps_are_made_for_the_settings_that_they_measure():
     for options, settings in groups:
         for params in (setting.params for setting in settings):
             if params.is_pipelined and params.lookahead_depth == 1 and not params.is_auto:
-                assert options["graph_num_branches"] == params.lookaheads
-                assert options["graph_branch_acceptance"] == params.branch_acceptance
-                assert options["graph_window_attention"] == params.window_attention
-    given = by_engine(found, {"graph_mode": "inductor", "graph_num_branches": 15})
-    assert {options["graph_num_branches"] for options, _ in given} == {15}
+                graphs = options["graph_params"]
+                assert graphs.num_branches == params.lookaheads
+                assert graphs.branch_acceptance == params.branch_acceptance
+                assert graphs.window_attention == params.window_attention
 
 
 @pytest.mark.parametrize(
