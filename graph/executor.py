@@ -77,7 +77,7 @@ class GraphExecutor:
         num_tokens = max(bucket.tokens for bucket in declared)
         self.seats = Seats(graphs.num_seats, graphs.shape, model.config.mask_token_id, hidden, model.ops, num_tokens)
         self.inputs = InputMemory(max(map(input_size, declared)), model.ops.device)
-        steps = [DecodeStep(bucket, model, graphs.score, bp, graphs.kind.branch_acceptance) for bucket in declared]
+        steps = [DecodeStep(bucket, model, graphs.score, bp, graphs.params.branch_acceptance) for bucket in declared]
         caches = pool.k, pool.v
         self.launchers = {step.bucket: Launcher(step, graphs, self.seats, self.inputs, caches) for step in steps}
         self._in_flight: list[InFlightStep] = []
@@ -114,12 +114,12 @@ class GraphExecutor:
         Args:
             eos: EOS ids of a request with these parameters.
         """
-        return with_fixed_branches(params, len(params.ends(eos)), self.graphs.shape, self.graphs.kind)
+        return with_fixed_branches(params, len(params.ends(eos)), self.graphs.shape, self.graphs.params)
 
     def start(self, sequence: Sequence) -> None:
         """Decides whether graphs can decode a sequence."""
         num_ends = len(sequence.strategy.ends)
-        reason = unsupported(sequence.request.params, num_ends, self.graphs.shape, self.graphs.kind)
+        reason = unsupported(sequence.request.params, num_ends, self.graphs.shape, self.graphs.params)
         sequence.graph = GraphSequence(reason)
 
     def release(self, sequence: Sequence) -> None:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from lopa_ascend.backend.compiler import Compiler, Run
+from lopa_ascend.config import GraphParams
 from lopa_ascend.graph.buckets import Bucket, Buckets
 from lopa_ascend.graph.inputs import HostView, write_inputs
 from lopa_ascend.graph.seats import Seats
 from lopa_ascend.graph.step import DecodeStep
-from lopa_ascend.graph.support import CompiledParams
 from lopa_ascend.graph.tensors import Caches, Constants, flatten, input_size, make_constants, view_inputs
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.probe import Probe
@@ -29,10 +29,10 @@ class Graphs:
     shape: Bucket
     """The largest sizes of all buckets."""
     buckets: Buckets
-    kind: CompiledParams
+    params: GraphParams
     compiler: Compiler
     score: GreedyScore
-    """Its confidence is that of ``kind``."""
+    """Its confidence is that of ``params``."""
     num_seats: int
     """Sequences that graphs can decode at the same time."""
     first_padding_position: int

@@ -14,7 +14,6 @@ from lopa_ascend.graph.buckets import Bucket, Buckets, declare
 from lopa_ascend.graph.compile import load_compiler
 from lopa_ascend.graph.executor import GraphExecutor
 from lopa_ascend.graph.launcher import Graphs
-from lopa_ascend.graph.support import CompiledParams
 from lopa_ascend.kv.pages import PAGE_SIZE, pages_for, slots_for
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.model.base import Model
@@ -82,8 +81,9 @@ def plan_graphs(config: EngineConfig, identity: object, max_model_len: int, max_
         GraphError: the graph mode has no room for so many graphs.
         ParameterError: the largest window has fewer positions than a graph has branches.
     """
-    slots = slots_for(1 + config.graph_num_branches, config.branch_parallel_size)
-    block_length = min(config.graph_block_size, max_model_len)
+    params = config.graph_params
+    slots = slots_for(1 + params.num_branches, config.branch_parallel_size)
+    block_length = min(params.block_size, max_model_len)
     blocks = min(config.graph_window_blocks, -(-max_model_len // block_length))
     shape = Bucket(
         sequences=config.max_num_seqs,
@@ -93,20 +93,20 @@ def plan_graphs(config: EngineConfig, identity: object, max_model_len: int, max_
         slots=slots,
         block_length=block_length,
         max_blocks=blocks,
-        full_attention=config.graph_window_attention == "full",
+        full_attention=params.window_attention == "full",
         max_queries=MAX_QUERIES.get(config.attention_layout),
     )
     if blocks * block_length < shape.branches:
         message = (
             f"{blocks} blocks of {block_length} positions are fewer positions than the {shape.branches} branches of a "
-            "graph; choose more or longer blocks (graph_block_size), or fewer branches (graph_num_branches)"
+            "graph; choose more or longer blocks (block_size), or fewer branches (num_branches)"
         )
         raise ParameterError("graph_window_blocks", message)
     buckets = declare(shape, max_tokens)
     most_blocks = max(bucket.blocks for bucket in buckets.declared)
     if most_blocks < shape.blocks:
         logger.info(SMALL_WINDOWS, most_blocks, shape.blocks, max_tokens)
-    key = repr((identity, config.dtype, config.tensor_parallel_size, config.branch_parallel_size, _kind(config)))
+    key = repr((identity, config.dtype, config.tensor_parallel_size, config.branch_parallel_size, params))
     compiler = load_compiler(
         config.device, config.mode, key=f"{key} {config.attention_layout}", cache_dir=config.graph_cache
     )
@@ -125,15 +125,14 @@ def build_executor(
     Raises:
         GraphError: the device has no room for so many graphs.
     """
-    kind = _kind(config)
     own_ids = range(model.first_token_id, model.first_token_id + model.local_vocab_size)
     mask, device = model.config.mask_token_id, model.ops.device
     graphs = Graphs(
         shape=plan.shape,
         buckets=plan.buckets,
-        kind=kind,
+        params=config.graph_params,
         compiler=plan.compiler,
-        score=GreedyScore(own_ids, mask, num_token_ids, model.tp, device, kind.confidence),
+        score=GreedyScore(own_ids, mask, num_token_ids, model.tp, device, config.graph_params.confidence),
         num_seats=config.max_num_seqs,
         first_padding_position=pool.num_pages * PAGE_SIZE,
         ahead=not plan.shape.full_attention,
@@ -149,7 +148,3 @@ def build_executor(
         logger.info(ESTIMATE, plan.compiler.mode, len(launchers), num_layers, minutes)
     executor.warm_up(progress(launchers, f"compiling with {plan.compiler.mode}", len(launchers), "graph"))
     return executor
-
-
-def _kind(config: EngineConfig) -> CompiledParams:
-    return CompiledParams(config.graph_window_attention, config.graph_confidence, config.graph_branch_acceptance)

@@ -4,33 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
 
-from lopa_ascend.config import DecodingParams, GraphSupport
+from lopa_ascend.config import DecodingParams, GraphParams, GraphSupport
 from lopa_ascend.graph.buckets import MAX_EOS, Bucket
 
 
-class CompiledParams(NamedTuple):
-    """Decoding parameters that are compiled into all graphs of an engine; requests with other values run eagerly."""
-
-    window_attention: str = "block_causal"
-    confidence: str = "max_prob"
-    branch_acceptance: str = "published"
-
-    def decodes(self, request: DecodingParams, name: str) -> bool:
-        """Whether graphs of this kind decode what a request has in its field ``name``, which is one of these."""
-        if name == "branch_acceptance" and not request.lookaheads:
-            return True  # the anchor wins
-        return bool(getattr(request, name) == getattr(self, name))
-
-
-def unsupported(request: DecodingParams, num_ends: int, shape: Bucket, kind: CompiledParams) -> str | None:
-    """The field of a request that no graph of this shape and kind supports; None if graphs can decode the request.
+def unsupported(request: DecodingParams, num_ends: int, shape: Bucket, compiled: GraphParams) -> str | None:
+    """The field of a request that no graph of this shape supports; None if graphs can decode the request.
 
     Which values graphs support is declared with each field of ``DecodingParams``.
 
     Args:
         num_ends: token ids that end the request.
+        compiled: what the graphs are compiled for.
     """
     sizes: dict[str, tuple[float, int]] = {  # (what the request needs, what the graphs hold)
         # A graph computes the number of its branches itself; the host cannot choose it.
@@ -43,7 +29,7 @@ def unsupported(request: DecodingParams, num_ends: int, shape: Bucket, kind: Com
     if (name := request.eager_parameter) is not None:
         return name
     for name, support in DecodingParams.graph_support().items():
-        if support is GraphSupport.COMPILED and not kind.decodes(request, name):
+        if support is GraphSupport.COMPILED and not _decodes(compiled, request, name):
             return name
         if support is GraphSupport.BUCKET:
             needed, held = sizes[name]
@@ -52,7 +38,14 @@ def unsupported(request: DecodingParams, num_ends: int, shape: Bucket, kind: Com
     return None
 
 
-def with_fixed_branches(request: DecodingParams, num_ends: int, shape: Bucket, kind: CompiledParams) -> DecodingParams:
+def _decodes(compiled: GraphParams, request: DecodingParams, name: str) -> bool:
+    """Whether graphs decode what a request has in its field ``name``, which is compiled into all of them."""
+    if name == "branch_acceptance" and not request.lookaheads:
+        return True  # the anchor wins
+    return bool(getattr(request, name) == getattr(compiled, name))
+
+
+def with_fixed_branches(request: DecodingParams, num_ends: int, shape: Bucket, compiled: GraphParams) -> DecodingParams:
     """Gives a request with ``num_branches`` "auto" a fixed number of lookahead branches, so that graphs can decode it.
 
     Only with ``branch_acceptance`` "exact", where the number of branches does not change the tokens, and only if graphs
@@ -62,8 +55,8 @@ def with_fixed_branches(request: DecodingParams, num_ends: int, shape: Bucket, k
         num_ends: token ids that end the request.
     """
     max_lookaheads = shape.branches - 1
-    is_exact = request.branch_acceptance == kind.branch_acceptance == "exact"
+    is_exact = request.branch_acceptance == compiled.branch_acceptance == "exact"
     if not (request.is_auto and is_exact and max_lookaheads):
         return request
-    fixed = replace(request, num_branches=min(request.max_auto_branches, max_lookaheads), branches_by_load=None)
-    return request if unsupported(fixed, num_ends, shape, kind) else fixed
+    fixed = replace(request, num_branches=min(request.lookaheads, max_lookaheads))
+    return request if unsupported(fixed, num_ends, shape, compiled) else fixed

@@ -79,4 +79,4 @@ def max_opened_blocks(strategy: Strategy) -> int:
     anchor = strategy.branches[-1]
     if anchor.eos:
         return len(anchor.blocks) - 1
-    return -(-strategy.params.max_canvas // strategy.params.block_size)
+    return -(-strategy.params.max_new_tokens // strategy.params.block_size)

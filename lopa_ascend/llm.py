@@ -17,6 +17,7 @@ from tqdm import tqdm
 from lopa_ascend.config import (
     DecodingParams,
     EngineConfig,
+    GraphParams,
     ParameterError,
     fitting_defaults,
     recommended_decoding,
@@ -102,7 +103,8 @@ class LLM:
     Args:
         model: Hugging Face directory of a Dream or of a registered model; None: the bundled model.
         options: the other fields of ``lopa_ascend.config.EngineConfig``, e.g. ``lora``, ``dtype``, ``max_model_len``,
-            ``kv_cache_memory``, ``max_num_seqs``, ``seed``.
+            ``kv_cache_memory``, ``max_num_seqs``, ``seed``. ``graph_params`` says what graphs are compiled for; by
+            default that is what the model's directory recommends.
 
     Raises:
         CheckpointError, ConfigError, ModelError, TokenizerError: the directory cannot be served. No weights were
@@ -112,13 +114,14 @@ class LLM:
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any):
-        refuse_unknown(options, EngineConfig.names())
+        refuse_unknown(options.keys() - {"graph_params"}, EngineConfig.names())
         lora = options.pop("lora", None)
         path = None if model is None else str(model)
         directory = DEMO_MODEL if model is None else model
         # Checked before the weights are loaded, so that a broken file is reported at once.
         load_template(directory)
         self._recommended = recommended_decoding(directory)
+        options.setdefault("graph_params", GraphParams.of(DecodingParams(**self._recommended)))
         self.engine = start_engine(EngineConfig(model=path, lora=None if lora is None else str(lora), **options))
         self.config = self.engine.model_config
         try:
@@ -159,8 +162,8 @@ class LLM:
         Raises:
             ParameterError: an option is unknown or not allowed.
         """
-        refuse_unknown(options, DecodingParams.names())
-        return DecodingParams(**{**fitting_defaults(self._recommended, options), **options})
+        refuse_unknown(options, tuple(DecodingParams.all_parameters()))
+        return DecodingParams.of(**{**fitting_defaults(self._recommended, options), **options})
 
     def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
         """The token ids of a prompt.

@@ -6,14 +6,14 @@ a running request is in its sequence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.bad_words import BadWords
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.kv.pages import PAGE_SIZE, PageTables, worst_case
-from lopa_ascend.types import Alternatives, Demand, Scoring, SequencePlan
+from lopa_ascend.types import Demand, Scoring, SequencePlan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +33,7 @@ class Request:
     @property
     def limit(self) -> int:
         """The most positions that the sequence can have: prompt and canvas."""
-        return len(self.prompt) + self.params.max_canvas
+        return len(self.prompt) + self.params.max_new_tokens
 
     @property
     def num_shared_positions(self) -> int:
@@ -81,9 +81,6 @@ class Sequence:
     """None in eager mode."""
     last_step: int = -1
     """Index of the last step that the sequence took part in."""
-    alternatives: dict[int, Alternatives] = field(default_factory=dict)
-    """The most probable tokens by position, for positions that are filled in at least one branch. Empty unless the
-    request asks for ``top_logprobs``."""
     num_reported: int = 0
     """Final tokens that updates have reported."""
     model_tokens: int = 0

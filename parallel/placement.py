@@ -67,13 +67,6 @@ class Placement:
         num_computed = max(self._num_computed(plan, group) for group in groups_with_branches)
         return Demand(num_computed, plan.start + plan.num_new, tuple(slot_ends), plan.winner_commits)
 
-    def costs(self, plan: SequencePlan) -> tuple[int, ...]:
-        """What a pass would cost with only its first lookahead branches: for 0, 1, ... and all of them, the tokens that
-        the busiest group computes."""
-        *lookaheads, anchor = plan.rows
-        plans = [replace(plan, rows=(*lookaheads[:count], anchor)) for count in range(len(plan.rows))]
-        return tuple(self.demand(kept).num_computed for kept in plans)
-
     def _branches_of(self, plan: SequencePlan, group: int) -> range:
         """The branches that a group computes."""
         return range(group, len(plan.rows), self.size)

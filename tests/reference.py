@@ -7,6 +7,7 @@ keys and values), blocks as dicts, a softmax over the vocabulary. Slow and short
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -205,21 +206,16 @@ class Reference:
             for q in here:
                 self.near(predicted[q][1] - p.tau_conf)
             return [q for q in here if predicted[q][1] > p.tau_conf]
-        by_entropy = p.acceptance == "entropy_bound"
-        ranked = sorted(here, key=lambda q: -predicted[q][2 if by_entropy else 1])
+        return self.most(here, predicted, lambda c: p.acceptance_factor - (len(c) + 1) * (1 - c[-1]))
+
+    def most(self, here: list[int], predicted: dict, room: Callable[[list[float]], float]) -> list[int]:
+        """The positions with the highest probabilities, as many as leave room to a bound."""
+        ranked = sorted(here, key=lambda q: -predicted[q][1])
         most = 0
         for n in range(1, len(ranked) + 1):
-            c = [predicted[q][1] for q in ranked[:n]]
-            if p.acceptance == "factor":
-                room = p.acceptance_factor - (n + 1) * (1 - c[-1])
-            elif by_entropy:
-                entropies = [-predicted[q][2] for q in ranked[:n]]
-                room = p.acceptance_gamma - (sum(entropies) - max(entropies))
-            else:
-                room = max(0.0, sum(c) - (n - 1)) - (1 - c[-1]) - p.acceptance_delta
-            if n > 1 or not by_entropy:  # one position alone is 0 from the largest entropy, exactly
-                self.near(room)
-            if room > 0 or (by_entropy and room >= 0):
+            left = room([predicted[q][1] for q in ranked[:n]])
+            self.near(left)
+            if left > 0:
                 most = n
         if 0 < most < len(ranked):
             self.near(predicted[ranked[most - 1]][1] - predicted[ranked[most]][1])

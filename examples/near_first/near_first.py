@@ -17,7 +17,7 @@ class NearFirst(Lopa):
 
     like = "lopa"
 
-    def _choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
+    def choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
         """In each block, what is above a threshold that rises from tau_conf with the distance from the first mask. A
         fully activated block fills at least its most confident position, as under D2F."""
         chosen: list[Fill] = []
@@ -34,6 +34,6 @@ class NearFirst(Lopa):
     def _threshold(self, distance: int) -> float:
         return min(self.params.tau_conf + SLOPE * distance, (1 + self.params.tau_conf) / 2)
 
-    def _spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
+    def spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
         """The rows of the next pass: the anchor, and before it lookahead branches if the last pass was stuck."""
-        return super()._spawn(anchor, open_positions if self.is_stuck else [])
+        return super().spawn(anchor, open_positions if self.is_stuck else [])

@@ -5,7 +5,7 @@ Each setting is declared once, as ``config.settings`` describes.
 
 from lopa_ascend.config.attention import ATTENTION_LAYOUTS, MAX_QUERIES, divided_length
 from lopa_ascend.config.combinations import fitting_defaults
-from lopa_ascend.config.decoding import DecodingParams
+from lopa_ascend.config.decoding import DecodingParams, GraphParams
 from lopa_ascend.config.decodings import DECODINGS, add_decoding, find_decoding
 from lopa_ascend.config.engine import GRAPH_MODES_BY_DEVICE, EngineConfig
 from lopa_ascend.config.errors import ContextLengthError, ParameterError, context_length
@@ -32,6 +32,7 @@ __all__ = [
     "ContextLengthError",
     "DecodingParams",
     "EngineConfig",
+    "GraphParams",
     "GraphSupport",
     "Limits",
     "ModelConfig",

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from lopa_ascend.config.decodings import DECODINGS, built_in_like, is_known
+from lopa_ascend.config.decodings import DECODINGS, built_in_like, find_decoding, is_known, needed_confidence
 from lopa_ascend.config.errors import ParameterError
-from lopa_ascend.config.kinds import AUTO
-from lopa_ascend.config.research_params import ResearchParams
 from lopa_ascend.config.usual_params import MIN_TEMPERATURE
 
 if TYPE_CHECKING:
@@ -32,27 +30,6 @@ DECODINGS_OF = {
     "lookahead_depth": PIPELINED,
 }
 """By parameter, the decodings with which it may have another value than its default."""
-
-
-class Need(NamedTuple):
-    """A value of a parameter that needs certain values of another one."""
-
-    name: str
-    value: str
-    other: str
-    """The other parameter."""
-    allowed: tuple[str, ...]
-    """The values that the other parameter may have."""
-
-
-TOKENS_NEED = Need("branch_candidates", "tokens", "confidence", ("max_prob", "neg_entropy"))
-"""What branches over tokens need. It is checked only for decodings with branches."""
-NEEDS = (
-    Need("branch_score", "pivot", "branch_candidates", ("tokens",)),
-    Need("branch_score", "expected", "acceptance", ("threshold",)),
-    Need("branch_score", "entropy", "confidence", ("max_prob", "neg_entropy")),
-    Need("acceptance", "entropy_bound", "confidence", ("neg_entropy",)),
-)
 
 
 def decoding_that_fills(decoding: str, base: str) -> str:
@@ -112,12 +89,12 @@ def _unusable_defaults(merged: Mapping[str, Any], defaults: Mapping[str, Any]) -
         unusable.add("base")
     if decoding not in DECODINGS:
         unusable.add("branch_acceptance")
+    if needed_confidence(decoding) is not None:
+        unusable.add("confidence")
     if "branch_acceptance" in unusable or merged.get("branch_acceptance", "published") == "published":
         unusable.add("lookahead_depth")
     if decoding != defaults.get("decoding", "lopa"):
         unusable.add("num_branches")  # the default number is meant for the default decoding
-    if "num_branches" in unusable or merged.get("num_branches") != AUTO:
-        unusable.add("branches_by_load")
     return unusable
 
 
@@ -127,29 +104,20 @@ def _leave_out_conflicts(usable: dict[str, Any], asked: Mapping[str, Any]) -> No
         by_default = [name for name in pair if name not in asked]
         if by_default:
             usable.pop(by_default[0], None)
-    for need in (TOKENS_NEED, *NEEDS):
-        merged = {**usable, **asked}
-        found = merged.get(need.other, getattr(ResearchParams, need.other))
-        if merged.get(need.name) == need.value and found not in need.allowed:
-            # What the request asks for stays. If it asks for both, ``DecodingParams`` refuses it.
-            usable.pop(need.name if need.name not in asked else need.other, None)
 
 
 def _conflicts(params: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Pairs of parameters whose values contradict each other. ``NEEDS`` has further such pairs.
+    """Pairs of parameters whose values contradict each other.
 
     Args:
         params: parameters by name, whose values were not checked yet. The default of each parameter that is missing
             contradicts nothing.
     """
-    are_tokens = params.get("branch_candidates") == "tokens"
     is_exact = params.get("branch_acceptance") == "exact"
     is_sampled = _is_sampling(params.get("temperature"))
     pairs = {
         ("alg", "alg_temp"): params.get("alg") == "origin" and _is_above(params.get("alg_temp"), 0),
         ("branch_acceptance", "temperature"): is_exact and is_sampled,
-        ("branch_candidates", "temperature"): are_tokens and is_sampled,
-        ("branch_candidates", "lookahead_depth"): are_tokens and _is_above(params.get("lookahead_depth"), 1),
     }
     return [pair for pair, is_conflict in pairs.items() if is_conflict]
 
@@ -163,13 +131,10 @@ def _is_sampling(temperature: Any) -> bool:
 
 
 def _defaults_for_sampling(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults of a request that samples: "exact" drafts become "verified" ones, and branches differ in positions
-    rather than in tokens."""
+    """The defaults of a request that samples: "exact" drafts become "verified" ones."""
     usable = dict(defaults)
     if usable.get("branch_acceptance") == "exact":
         usable["branch_acceptance"] = "verified"
-    if usable.get("branch_candidates") == "tokens":
-        del usable["branch_candidates"]
     return usable
 
 
@@ -182,42 +147,18 @@ def check_combinations(params: DecodingParams) -> None:
     if built_in_like(params.decoding) != "lopa" and params.num_branches:
         message = f'must be 0 with decoding "{params.decoding}", got {params.num_branches}; use "lopa"'
         raise ParameterError("num_branches", message)
-    if params.branches_by_load is not None and not params.is_auto:
-        shown = str(params.branches_by_load).lower()
-        raise ParameterError("branches_by_load", f'{shown} needs num_branches "auto", got {params.num_branches}')
     _check_decoding(params)
     if params.min_new_tokens > params.max_new_tokens:
         message = f"{params.min_new_tokens} exceeds max_new_tokens {params.max_new_tokens}"
         raise ParameterError("min_new_tokens", message)
-    for need in NEEDS:
-        _check_need(params, need)
-    if params.branch_candidates == "tokens" and built_in_like(params.decoding) == "lopa":
-        _check_tokens(params)
     if params.lookahead_depth > 1 and params.branch_acceptance == "published":
         message = f'{params.lookahead_depth} does not go with branch_acceptance "published"; use "verified" or "exact"'
         raise ParameterError("lookahead_depth", message)
     if params.branch_acceptance == "exact" and params.temperature:
         # A draw depends on the number of its forward pass, which is another one than d2f's.
         raise ParameterError("branch_acceptance", f'"exact" needs temperature 0, got {params.temperature}')
-
-
-def _check_need(params: DecodingParams, need: Need) -> None:
-    found = getattr(params, need.other)
-    if getattr(params, need.name) == need.value and found not in need.allowed:
-        allowed = " or ".join(f'"{value}"' for value in need.allowed)
-        raise ParameterError(need.name, f'"{need.value}" needs {need.other} {allowed}, got "{found}"')
-
-
-def _check_tokens(params: DecodingParams) -> None:
-    """Checks what does not go with branches over the tokens of one position."""
-    _check_need(params, TOKENS_NEED)
-    if params.temperature:
-        # A branch holds one of the most probable tokens, not a drawn one.
-        raise ParameterError("branch_candidates", f'"tokens" needs temperature 0, got {params.temperature}')
-    if params.lookahead_depth > 1:
-        # The ranks of drafts are positions.
-        message = f'"tokens" does not go with lookahead_depth {params.lookahead_depth}; use 1, or "positions"'
-        raise ParameterError("branch_candidates", message)
+    if params.decoding not in DECODINGS and (strategy := find_decoding(params.decoding)) is not None:
+        strategy.check(params)
 
 
 def _check_decoding(params: DecodingParams) -> None:
@@ -241,5 +182,8 @@ def _check_decoding(params: DecodingParams) -> None:
             'use "full", or decoding "d2f"'
         )
         raise ParameterError("window_attention", message)
+    needed = needed_confidence(params.decoding)
+    if needed is not None and params.confidence not in (needed, type(params).confidence):
+        raise ParameterError("confidence", f'"{params.confidence}" does not go with {named}, which uses "{needed}"')
     if params.alg_temp and params.alg == "origin":
         raise ParameterError("alg_temp", f'{params.alg_temp} does not go with alg "origin", which ranks nothing')

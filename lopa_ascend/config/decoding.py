@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from lopa_ascend.config.combinations import PIPELINED, check_combinations, decoding_that_fills
-from lopa_ascend.config.decodings import built_in_like
+from lopa_ascend.config.decodings import all_own_parameters, built_in_like, checked_own, needed_confidence
+from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.kinds import AUTO
 from lopa_ascend.config.presets import find_preset
 from lopa_ascend.config.research_params import ALGS, ResearchParams
 from lopa_ascend.config.settings import GraphSupport, Parameter, check_settings, refuse_unknown, settings
-from lopa_ascend.config.usual_params import MIN_TEMPERATURE, UsualParams
+from lopa_ascend.config.usual_params import AUTO_BRANCHES, MIN_TEMPERATURE, UsualParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +25,14 @@ class DecodingParams(ResearchParams, UsualParams):
         ParameterError: a value is not allowed, or two values do not go together; ``param`` names the field.
     """
 
+    own: tuple[tuple[str, Any], ...] = ()
+    """The parameters that a decoding of another package declares itself, by name; ``of`` takes them like all others."""
+
     def __post_init__(self) -> None:
         check_settings(self)
+        object.__setattr__(self, "own", checked_own(self.decoding, dict(self.own)))
+        if taken := [name for name, _ in self.own if name in self.names()]:
+            raise ParameterError("decoding", f'"{self.decoding}" declares {taken[0]}, a parameter of all decodings')
         if self.num_branches is None:
             object.__setattr__(self, "num_branches", 3 if built_in_like(self.decoding) == "lopa" else 0)
         if self.window_attention is None:
@@ -42,7 +49,7 @@ class DecodingParams(ResearchParams, UsualParams):
         if isinstance(self.num_branches, int):
             return self.num_branches
         assert self.is_auto
-        return self.max_auto_branches
+        return AUTO_BRANCHES
 
     @property
     def is_auto(self) -> bool:
@@ -51,12 +58,11 @@ class DecodingParams(ResearchParams, UsualParams):
 
     @property
     def follows_load(self) -> bool:
-        """Whether the number of lookahead branches depends on the other requests of the step."""
-        if not self.is_auto:
-            return False
-        if self.branches_by_load is None:
-            return self.branch_acceptance != "published"
-        return self.branches_by_load
+        """Whether the number of lookahead branches depends on how many requests run.
+
+        Not with "published", where a branch that wins changes tokens: they would depend on other requests.
+        """
+        return self.is_auto and self.branch_acceptance != "published"
 
     @property
     def is_pipelined(self) -> bool:
@@ -88,33 +94,16 @@ class DecodingParams(ResearchParams, UsualParams):
     @property
     def ranking(self) -> str:
         """The confidence that a pass reports beside the probability: as a rule ``confidence``; with "vanilla" the one
-        that ``alg`` ranks positions by; the negative entropy if the lookahead branches need it."""
-        decoding = built_in_like(self.decoding)
-        if decoding == "lopa" and (self.branch_candidates == "tokens" or self.branch_score == "entropy"):
-            return "neg_entropy"
-        if decoding == "vanilla":
+        that ``alg`` ranks positions by; the one that a decoding of another package needs."""
+        if built_in_like(self.decoding) == "vanilla":
             return ALGS[self.alg]
-        return self.confidence
-
-    @property
-    def num_candidates(self) -> int:
-        """Most probable tokens that a pass reports of each position: as many as the pivot can have branches."""
-        branches_differ_in_tokens = built_in_like(self.decoding) == "lopa" and self.branch_candidates == "tokens"
-        return self.lookaheads if branches_differ_in_tokens else 0
+        return needed_confidence(self.decoding) or self.confidence
 
     @property
     def is_random(self) -> bool:
         """Whether the answer depends on the seed."""
         draws_positions = built_in_like(self.decoding) == "vanilla" and (self.alg == "origin" or self.alg_temp > 0)
         return self.temperature > 0 or draws_positions
-
-    @property
-    def max_canvas(self) -> int:
-        """Most generated positions: ``max_new_tokens``, with ``whole_last_block`` rounded up to whole blocks."""
-        if not self.whole_last_block:
-            return self.max_new_tokens
-        num_blocks = -(-self.max_new_tokens // self.block_size)  # rounded up
-        return num_blocks * self.block_size
 
     @property
     def eos_token_ids(self) -> tuple[int, ...] | None:
@@ -146,6 +135,18 @@ class DecodingParams(ResearchParams, UsualParams):
         refuse_unknown(options, cls.names())
         return cls(**found.merged(options))
 
+    @classmethod
+    def of(cls, **values: Any) -> DecodingParams:
+        """The parameters with these values, among them those that the decoding declares itself.
+
+        Raises:
+            ParameterError: a name is unknown, or a value is not allowed.
+        """
+        refuse_unknown(values, tuple(cls.all_parameters()))
+        names = cls.names()
+        own = tuple((name, value) for name, value in values.items() if name not in names)
+        return cls(**{name: value for name, value in values.items() if name in names}, own=own)
+
     def with_valid(self, **values: Any) -> DecodingParams:
         """A copy with other values, which are known to be valid and to go with the rest: nothing is checked again.
         Copies for a thousand choices would otherwise take most of a second.
@@ -160,13 +161,28 @@ class DecodingParams(ResearchParams, UsualParams):
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Names of all parameters, in order."""
-        return tuple(f.name for f in fields(cls))
+        """Names of all parameters, in order, but for those that decodings of other packages declare."""
+        return tuple(cls.parameters())
 
     @classmethod
     def parameters(cls) -> dict[str, Parameter]:
         """The declarations by name, in order."""
-        return {name: setting for name, setting in settings(cls).items() if isinstance(setting, Parameter)}
+        return _declarations(cls)
+
+    @classmethod
+    def all_parameters(cls) -> dict[str, Parameter]:
+        """The declarations by name, in order, and after them those of decodings of other packages."""
+        found = cls.parameters()
+        for declared in all_own_parameters().values():
+            for name, parameter in _declarations(declared).items():
+                found.setdefault(name, parameter)
+        return found
+
+    @classmethod
+    def default(cls, name: str) -> Any:
+        """The default of one of ``all_parameters``."""
+        owners = (cls, *all_own_parameters().values())
+        return next(getattr(owner, name) for owner in owners if name in settings(owner))
 
     @classmethod
     def graph_support(cls) -> dict[str, GraphSupport]:
@@ -174,9 +190,39 @@ class DecodingParams(ResearchParams, UsualParams):
         return {name: parameter.graphs for name, parameter in cls.parameters().items()}
 
 
-def lookaheads_parameter(params: DecodingParams) -> str:
-    """The name of the parameter that ``DecodingParams.lookaheads`` is the value of."""
-    return "max_auto_branches" if params.is_auto else "num_branches"
+@dataclass(frozen=True)
+class GraphParams:
+    """The decoding that an engine compiles its graphs for. Requests with others, or that need more room, run eagerly.
+
+    It follows the decoding defaults of a server or of a model, by ``of``.
+    """
+
+    num_branches: int = 3
+    """Most lookahead branches that graphs have room for."""
+    block_size: int = UsualParams.block_size
+    """Largest block that graphs have room for."""
+    window_attention: str = "block_causal"
+    confidence: str = ResearchParams.confidence
+    branch_acceptance: str = ResearchParams.branch_acceptance
+
+    @classmethod
+    def of(cls, params: DecodingParams) -> GraphParams:
+        """Graphs for requests with these parameters; for those of other requests if no graph can decode these."""
+        if not params.is_pipelined or params.lookahead_depth > 1:
+            return cls()
+        assert params.window_attention is not None
+        runs_eagerly = params.is_auto and params.branch_acceptance != "exact"
+        return cls(
+            num_branches=cls.num_branches if runs_eagerly else params.lookaheads,
+            block_size=params.block_size,
+            window_attention=params.window_attention,
+            confidence=params.confidence,
+            branch_acceptance=params.branch_acceptance,
+        )
+
+
+def _declarations(owner: type[Any]) -> dict[str, Parameter]:
+    return {name: setting for name, setting in settings(owner).items() if isinstance(setting, Parameter)}
 
 
 def banned_ids(params: DecodingParams) -> list[tuple[int, ...]]:

@@ -6,12 +6,15 @@ server and of several ranks, by an entry point of an installed package, with the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.kinds import Choice
+from lopa_ascend.config.settings import check_settings, settings
 
 DECODINGS = ("lopa", "d2f", "parallel", "vanilla", "fast_dllm")
 """The built-in ones."""
@@ -72,6 +75,56 @@ def built_in_like(decoding: str) -> str:
         return decoding
     like: str = _registered[decoding].like
     return like
+
+
+def own_parameters(decoding: str) -> type[Any] | None:
+    """The dataclass of the parameters that a decoding declares itself, as ``Strategy.parameters`` describes."""
+    strategy = None if decoding in DECODINGS else find_decoding(decoding)
+    return None if strategy is None else strategy.parameters
+
+
+def needed_confidence(decoding: str) -> str | None:
+    """The confidence that the passes of a decoding report, whatever ``confidence`` is; see ``Strategy.confidence``."""
+    confidence: str | None = None if decoding in DECODINGS else _registered[decoding].confidence
+    return confidence
+
+
+def all_own_parameters() -> dict[str, type[Any]]:
+    """By decoding: the dataclass of the parameters that it declares itself.
+
+    Decodings that cannot be loaded are left out here; a request that names one is told why.
+    """
+    found = {}
+    for decoding in known_decodings():
+        try:
+            declared = own_parameters(decoding)
+        except ValueError:
+            continue
+        if declared is not None:
+            found[decoding] = declared
+    return found
+
+
+def checked_own(decoding: str, values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The values of all parameters that a decoding declares itself, by name, in the form in which they are stored.
+
+    Args:
+        values: by name, those that are given.
+
+    Raises:
+        ParameterError: a value is not allowed, or the decoding does not declare a parameter of this name.
+    """
+    declared = own_parameters(decoding)
+    names = () if declared is None else tuple(settings(declared))
+    for name in values:
+        if name not in names:
+            owners = [f'"{other}"' for other, owner in all_own_parameters().items() if name in settings(owner)]
+            raise ParameterError(name, f'does not go with decoding "{decoding}"; it is for {", ".join(owners)}')
+    if declared is None:
+        return ()
+    instance = declared(**values)
+    check_settings(instance)
+    return tuple((name, getattr(instance, name)) for name in names)
 
 
 @dataclass(frozen=True)

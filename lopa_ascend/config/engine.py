@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from lopa_ascend.config.attention import ATTENTION_LAYOUTS
+from lopa_ascend.config.decoding import GraphParams
 from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.kinds import INT64_MAX, Boolean, Bytes, Choice, Choices, Integer, Number, Text
-from lopa_ascend.config.research_params import BRANCH_ACCEPTANCES, CONFIDENCES, WINDOW_ATTENTIONS
-from lopa_ascend.config.settings import Group, Setting, check_settings, declare
+from lopa_ascend.config.settings import Group, Setting, check_settings, declare, settings
 
 GRAPH_MODES_BY_DEVICE = {"cpu": ("eager", "inductor"), "npu": ("npugraph_ex", "ge", "eager")}
 """How each kind of device can run decoding steps; the first mode is its default."""
@@ -179,29 +179,8 @@ class EngineConfig:
             default_text="npugraph_ex on an NPU, eager on a CPU",
         ),
     )
-    graph_num_branches: int = declare(
-        3, Setting(Integer(0, 255), "lookahead branches that graphs have room for", group=Group.GRAPHS)
-    )
-    graph_block_size: int = declare(
-        32, Setting(Integer(1, 4096), "largest `block_size` that graphs have room for", group=Group.GRAPHS)
-    )
     graph_window_blocks: int = declare(
         8, Setting(Integer(2, 4096), "blocks of the largest window that a graph is compiled for", group=Group.GRAPHS)
-    )
-    graph_window_attention: str = declare(
-        "block_causal",
-        Setting(
-            Choice(WINDOW_ATTENTIONS),
-            'the `window_attention` that graphs are compiled for; with "full" no step is launched ahead',
-            group=Group.GRAPHS,
-        ),
-    )
-    graph_confidence: str = declare(
-        "max_prob", Setting(Choice(CONFIDENCES), "the `confidence` that graphs are compiled for", group=Group.GRAPHS)
-    )
-    graph_branch_acceptance: str = declare(
-        "published",
-        Setting(Choice(BRANCH_ACCEPTANCES), "the `branch_acceptance` that graphs are compiled for", group=Group.GRAPHS),
     )
     graph_cache: str | None = declare(
         None,
@@ -224,6 +203,9 @@ class EngineConfig:
         ),
     )
 
+    graph_params: GraphParams = GraphParams()
+    """What graphs are compiled for: no setting, but what follows from the decoding defaults."""
+
     def __post_init__(self) -> None:
         check_settings(self)
         # Ranks compare their configurations, and a float is what arrives at a rank.
@@ -234,12 +216,12 @@ class EngineConfig:
         if self.mode not in modes:
             message = f"unknown value {self.mode!r} for device {self.device}; choose one of {', '.join(modes)}"
             raise ParameterError("graph_mode", message)
-        if self.mode != "eager" and self.graph_window_attention == "full" and self.branch_parallel_size > 1:
+        if self.mode != "eager" and self.graph_params.window_attention == "full" and self.branch_parallel_size > 1:
             message = (
                 f'"full" and branch_parallel_size {self.branch_parallel_size} do not go together in graph mode '
                 f'{self.mode}; choose "block_causal", or graph mode eager'
             )
-            raise ParameterError("graph_window_attention", message)
+            raise ParameterError("window_attention", message)
         if self.quantization_exclude and self.quantization is None:
             raise ParameterError("quantization_exclude", "needs quantization")
         if self.quantization is not None:
@@ -284,5 +266,5 @@ class EngineConfig:
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Names of all fields, in order."""
-        return tuple(f.name for f in fields(cls))
+        """Names of all settings, in order."""
+        return tuple(settings(cls))

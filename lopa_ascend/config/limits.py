@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import chain
 
-from lopa_ascend.config.decoding import DecodingParams, banned_ids, lookaheads_parameter
+from lopa_ascend.config.decoding import DecodingParams, banned_ids
 from lopa_ascend.config.errors import ContextLengthError, ParameterError, context_length
 from lopa_ascend.kv.pages import slots_for, worst_case
 
@@ -62,7 +62,7 @@ class Limits:
         self._check_length(prompt_tokens, params)
         if params.lookaheads > self.max_num_branches:
             message = f"{params.lookaheads} exceeds this server's max_num_branches {self.max_num_branches}"
-            raise ParameterError(lookaheads_parameter(params), message)
+            raise ParameterError("num_branches", message)
         self._check_first_step(prompt_tokens, params)
         full_windows = params.is_pipelined and params.window_attention == "full"
         if full_windows and self.branch_parallel_size > 1 and self.graph_mode != "eager":
@@ -83,10 +83,9 @@ class Limits:
         room = self.max_model_len - prompt_tokens
         if room < 1:
             raise ContextLengthError("prompt", f"has {prompt_tokens} tokens; {context_length(self.max_model_len)}")
-        if params.max_canvas > room:
-            blocks = f" ({params.max_canvas} in whole blocks)" if params.whole_last_block else ""
+        if params.max_new_tokens > room:
             message = (
-                f"{params.max_new_tokens}{blocks} does not fit: the prompt has {prompt_tokens} tokens, and "
+                f"{params.max_new_tokens} does not fit: the prompt has {prompt_tokens} tokens, and "
                 f"{context_length(self.max_model_len)}, which leaves {room}"
             )
             raise ContextLengthError("max_new_tokens", message)
@@ -95,10 +94,10 @@ class Limits:
         """Refuses a request whose first step would compute more tokens than ``max_num_batched_tokens``: the prompt, and
         the first block or the whole canvas."""
         if params.is_pipelined:
-            name, what, num_opened = "block_size", "first block", min(params.block_size, params.max_canvas)
+            name, what, num_opened = "block_size", "first block", min(params.block_size, params.max_new_tokens)
         else:
             decoding = f'decoding "{params.decoding}"' if params.base == "d2f" else f'base "{params.base}"'
-            name, what, num_opened = "max_new_tokens", f"canvas that {decoding} computes whole", params.max_canvas
+            name, what, num_opened = "max_new_tokens", f"canvas that {decoding} computes whole", params.max_new_tokens
         if num_opened >= self.max_num_batched_tokens:
             message = f"makes a {what} of {num_opened}, which with any prompt exceeds max_num_batched_tokens"
             raise ParameterError(name, f"{message} {self.max_num_batched_tokens}")
@@ -112,14 +111,14 @@ class Limits:
     def _check_pages(self, prompt_tokens: int, params: DecodingParams) -> None:
         """Refuses a request that can need more KV pages than the engine has."""
         num_shared_positions = prompt_tokens if params.is_pipelined else 0
-        pages = worst_case(prompt_tokens + params.max_canvas, self.num_slots(params), num_shared_positions)
+        pages = worst_case(prompt_tokens + params.max_new_tokens, self.num_slots(params), num_shared_positions)
         if pages > self.num_pages:
             message = (
-                f"{1 + params.lookaheads} branches of {prompt_tokens} + {params.max_canvas} positions can need "
+                f"{1 + params.lookaheads} branches of {prompt_tokens} + {params.max_new_tokens} positions can need "
                 f"{pages} KV pages, but this server has {self.num_pages} (kv_cache_memory); ask for fewer branches or "
                 "tokens"
             )
-            raise ParameterError(lookaheads_parameter(params) if params.lookaheads else "max_new_tokens", message)
+            raise ParameterError("num_branches" if params.lookaheads else "max_new_tokens", message)
 
     def check_token_ids(self, params: DecodingParams) -> None:
         """Checks the token ids that a request names. Texts in ``bad_words`` are not looked at: ``Prompts.for_engine``

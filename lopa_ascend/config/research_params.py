@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from lopa_ascend.config.kinds import INT32_MAX, Boolean, Choice, Integer, Number
 from lopa_ascend.config.settings import GraphSupport, Group, Parameter, declare
 
-ACCEPTANCES = ("threshold", "factor", "entropy_bound", "frechet")
+ACCEPTANCES = ("threshold", "factor")
 CONFIDENCES = ("max_prob", "margin", "neg_entropy")
 ALGS = {"origin": "max_prob", "maskgit_plus": "max_prob", "topk_margin": "margin", "entropy": "neg_entropy"}
 """Dream's names for the ways to choose positions, and the confidence of each."""
 BASES = ("d2f", "parallel", "fast_dllm")
 BLOCK_CACHES = ("prefix", "dual")
 BRANCH_ACCEPTANCES = ("published", "verified", "exact")
-BRANCH_CANDIDATES = ("positions", "tokens")
-BRANCH_SCORES = ("mean", "tail", "window", "expected", "entropy", "pivot")
+BRANCH_SCORES = ("mean", "tail", "window")
 MAX_STEPS = 8192
 """Most steps of "vanilla". Those of "origin" that fill nothing are drawn all the same, while other requests wait."""
 WINDOW_ATTENTIONS = ("block_causal", "full")
@@ -48,8 +47,8 @@ class ResearchParams:
         "threshold",
         Parameter(
             Choice(ACCEPTANCES),
-            'which positions of a block are filled together: "threshold": all above `tau_conf`; the other rules fill '
-            "the most probable positions, as many as a bound of their own allows, and do not use `tau_conf`",
+            'which positions of a block are filled together: "threshold": all above `tau_conf`; "factor": the most '
+            "probable ones, as many as `acceptance_factor` allows, whatever `tau_conf` is",
             group=Group.RESEARCH,
             graphs=GraphSupport.DEFAULT,
         ),
@@ -58,21 +57,6 @@ class ResearchParams:
         1.0,
         Parameter(
             Number(0, 1000), 'bound of `acceptance` "factor"; higher is faster and less accurate', group=Group.RESEARCH
-        ),
-    )
-    acceptance_gamma: float = declare(
-        0.1,
-        Parameter(
-            Number(0, 1000),
-            'bound of `acceptance` "entropy_bound", in nats; higher is faster and less accurate; needs `confidence` '
-            '"neg_entropy"',
-            group=Group.RESEARCH,
-        ),
-    )
-    acceptance_delta: float = declare(
-        0.25,
-        Parameter(
-            Number(0, 1), 'bound of `acceptance` "frechet"; lower is faster and less accurate', group=Group.RESEARCH
         ),
     )
     steps: int | None = declare(
@@ -98,7 +82,7 @@ class ResearchParams:
         Parameter(
             Number(0, 1000),
             "above 0: `alg` draws positions in proportion to exp(confidence / alg_temp)",
-            group=Group.RESEARCH,
+            group=None,
         ),
     )
     block_cache: str = declare(
@@ -131,71 +115,26 @@ class ResearchParams:
             graphs=GraphSupport.DEFAULT,
         ),
     )
-    max_auto_branches: int = declare(
-        7, Parameter(Integer(1, 255), 'most lookahead branches with `num_branches` "auto"', group=Group.RESEARCH)
-    )
-    branches_by_load: bool | None = declare(
-        None,
-        Parameter(
-            Boolean(),
-            'whether `num_branches` "auto" depends on what other requests compute in the same step; if not, only the '
-            "request's own state decides, and its tokens do not depend on other requests",
-            group=Group.RESEARCH,
-            default_text='true with `branch_acceptance` "verified" and "exact", otherwise false',
-        ),
-    )
-    branch_candidates: str = declare(
-        "positions",
-        Parameter(
-            Choice(BRANCH_CANDIDATES),
-            'what lookahead branches differ in: "positions": each fills one of the surest open positions; "tokens": '
-            "all fill the same uncertain position, the pivot, each with another of its most probable tokens",
-            group=Group.RESEARCH,
-            graphs=GraphSupport.DEFAULT,
-        ),
-    )
-    pivot_mass: float = declare(
-        0.9,
-        Parameter(
-            Number(0, 1),
-            'with `branch_candidates` "tokens": a position can be the pivot if the tokens of all branches together '
-            "have at least this probability there",
-            group=Group.RESEARCH,
-        ),
-    )
-    pivot_weight: float = declare(
-        0.1,
-        Parameter(
-            Number(0, 1000),
-            'with `branch_score` "pivot": weight of the log-probability of a branch\'s own token',
-            group=Group.RESEARCH,
-        ),
-    )
     branch_score: str = declare(
         "mean",
         Parameter(
             Choice(BRANCH_SCORES),
             'score of a branch from the confidences of its masked positions: "mean" of all; "tail": mean of the '
-            'lowest; "window": lowest mean over consecutive positions; "expected": expected number of positions that '
-            'pass `tau_conf`; "entropy": mean of the negative entropies, whatever `confidence` ranks positions by; '
-            '"pivot": "entropy" without the pivot, plus `pivot_weight` times the log-probability of the branch\'s own '
-            "token",
+            'lowest; "window": lowest mean over consecutive positions',
             group=Group.RESEARCH,
             graphs=GraphSupport.DEFAULT,
         ),
     )
     tail_fraction: float = declare(
         0.5,
-        Parameter(
-            Number(0, 1), 'fraction of the masked positions that `branch_score` "tail" averages', group=Group.RESEARCH
-        ),
+        Parameter(Number(0, 1), 'fraction of the masked positions that `branch_score` "tail" averages', group=None),
     )
     score_window: int = declare(
         8,
         Parameter(
             Integer(1, INT32_MAX),
             'number of consecutive masked positions that `branch_score` "window" averages',
-            group=Group.RESEARCH,
+            group=None,
         ),
     )
     creation_weight: float = declare(
@@ -203,7 +142,7 @@ class ResearchParams:
         Parameter(
             Number(0, 1),
             "weight of the confidence of a branch's own lookahead token in the branch's score",
-            group=Group.RESEARCH,
+            group=None,
             graphs=GraphSupport.DEFAULT,
         ),
     )
@@ -233,6 +172,6 @@ class ResearchParams:
             Boolean(),
             "end as soon as the text up to the EOS is final; otherwise fill every open block first, as the published "
             "code does",
-            group=Group.RESEARCH,
+            group=None,
         ),
     )

@@ -4,16 +4,11 @@ Every rule ranks the predictions of a block's masked positions and accepts the f
 it allows. It may accept none. What happens then is decided by the strategy (SPEC section 3: a block that is fully
 activated fills its most confident position all the same, and any other block fills nothing).
 
-With c_1 >= c_2 >= ... the probabilities of the ranked predictions and H_i their entropies in nats:
+With c_1 >= c_2 >= ... the probabilities of the ranked predictions:
 
 - "threshold", of D2F (arXiv 2508.09192) and Fast-dLLM (arXiv 2505.22618): c_n > tau_conf.
 - "factor", of Fast-dLLM: (n + 1) (1 - c_n) < acceptance_factor. The more positions are filled together, the surer
   each must be.
-- "entropy_bound", of EB-Sampler (arXiv 2505.24857): H_1 + ... + H_n - max H_i <= acceptance_gamma, with entropies in
-  ascending order. The left side bounds how far the product of the n distributions is from their joint distribution.
-  One position alone always passes.
-- "frechet" (arXiv 2606.02955): max(0, c_1 + ... + c_n - (n - 1)) - (1 - c_n) > acceptance_delta. The first term is
-  Frechet's lower bound of the probability that all n tokens are right together.
 """
 
 from __future__ import annotations
@@ -44,40 +39,9 @@ def factor(params: DecodingParams) -> Rule:
     """The rule "factor". (n + 1) (1 - c_n) grows with n, so the first n that fails ends the search."""
 
     def accept(predictions: Sequence[Fill]) -> list[Fill]:
-        ranked = _by_probability(predictions)
+        ranked = by_probability(predictions)
         products = ((n + 1) * (1 - fill.max_prob) for n, fill in enumerate(ranked, 1))
-        return _before_refused(ranked, [product < params.acceptance_factor for product in products])
-
-    return accept
-
-
-def entropy_bound(params: DecodingParams) -> Rule:
-    """The rule "entropy_bound". Confidences are negative entropies: ``DecodingParams`` refuses the rule with others.
-    The sum of entropies grows with n, so the first n that fails ends the search."""
-
-    def accept(predictions: Sequence[Fill]) -> list[Fill]:
-        ranked = sorted(predictions, key=lambda fill: (-fill.confidence, fill.position))
-        total = 0.0  # of the entropies before the n-th, which is the largest
-        allowed = []
-        for fill in ranked:
-            allowed.append(total <= params.acceptance_gamma)
-            total -= fill.confidence
-        return _before_refused(ranked, allowed)
-
-    return accept
-
-
-def frechet(params: DecodingParams) -> Rule:
-    """The rule "frechet". The bound falls with n and 1 - c_n grows, so the first n that fails ends the search."""
-
-    def accept(predictions: Sequence[Fill]) -> list[Fill]:
-        ranked = _by_probability(predictions)
-        doubt = 0.0  # the sum of 1 - c_i: the bound is 1 - doubt
-        allowed = []
-        for fill in ranked:
-            doubt += 1 - fill.max_prob
-            allowed.append(max(0.0, 1 - doubt) - (1 - fill.max_prob) > params.acceptance_delta)
-        return _before_refused(ranked, allowed)
+        return before_refused(ranked, [product < params.acceptance_factor for product in products])
 
     return accept
 
@@ -85,8 +49,6 @@ def frechet(params: DecodingParams) -> Rule:
 RULES: dict[str, Callable[[DecodingParams], Rule]] = {
     "threshold": threshold,
     "factor": factor,
-    "entropy_bound": entropy_bound,
-    "frechet": frechet,
 }
 
 
@@ -101,11 +63,12 @@ def most_confident(predictions: Sequence[Fill]) -> Fill:
     return min(predictions, key=lambda fill: (-fill.confidence, fill.position))
 
 
-def _by_probability(predictions: Sequence[Fill]) -> list[Fill]:
+def by_probability(predictions: Sequence[Fill]) -> list[Fill]:
+    """The predictions, the most probable one first, the earliest among equals."""
     return sorted(predictions, key=lambda fill: (-fill.max_prob, fill.position))
 
 
-def _before_refused(ranked: Sequence[Fill], allowed: Sequence[bool]) -> list[Fill]:
+def before_refused(ranked: Sequence[Fill], allowed: Sequence[bool]) -> list[Fill]:
     """The predictions before the first one that is not allowed, in the order of positions."""
     count = next((n for n, is_allowed in enumerate(allowed) if not is_allowed), len(ranked))
     return sorted(ranked[:count], key=lambda fill: fill.position)

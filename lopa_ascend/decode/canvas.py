@@ -47,7 +47,7 @@ class Canvas(Strategy):
     def plan(self) -> SequencePlan | None:
         if not self.anchor.masks or (self.params.finish_at_eos and self.visible_is_final()):
             return None
-        if self._finish_without_forward():
+        if self.finishes_without_pass():
             return None
         rows = tuple(self._row(branch) for branch in self.branches)
         return SequencePlan(
@@ -82,7 +82,7 @@ class Parallel(Canvas):
         masked = branch.masked_in(first_masked(branch), self.mask) if branch.masks else ()
         return self._whole_row(branch, masked)
 
-    def _choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
+    def choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
         accepted = self.accept(predicted)
         if accepted or not predicted:
             return accepted, 0

@@ -24,7 +24,7 @@ class D2F(Strategy):
         anchor = self.branches[-1]
         if not anchor.masks and not anchor.active_blocks():
             return None
-        if self._finish_without_forward():
+        if self.finishes_without_pass():
             return None
         committing = [block for block in anchor.blocks if block.state is BlockState.TO_CACHE]
         num_new = committing[-1].end - self.num_committed if committing else 0
@@ -74,7 +74,7 @@ class D2F(Strategy):
         for branch in self.branches:
             branch.settle(finished)
 
-    def _choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
+    def choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
         """The fill rule (SPEC section 3): each block fills the positions that the acceptance rule accepts. A fully
         activated block that has no such position fills its most confident one instead, the earliest among equals: a
         fallback.

@@ -9,75 +9,39 @@ from fractions import Fraction
 
 from lopa_ascend.decode.blocks import Branch
 from lopa_ascend.decode.branch_scores import branch_scores
-from lopa_ascend.decode.canvas import Parallel, first_masked
+from lopa_ascend.decode.canvas import Parallel
 from lopa_ascend.decode.d2f import D2F
 from lopa_ascend.decode.fast_dllm import FastDllm
-from lopa_ascend.decode.pivot import pivot_fills
 from lopa_ascend.decode.strategy import Strategy
-from lopa_ascend.types import Fill, RowPlan, RowResult, SequencePlan
+from lopa_ascend.types import Fill, RowResult, SequencePlan
 
 
 class Lookaheads(Strategy):
     """Mixin that gives a strategy up to ``params.lookaheads`` lookahead branches beside the anchor. It precedes the
     strategy in the list of base classes."""
 
-    _max_spawned = 1
-    """With ``params.follows_load``: the most lookahead branches that are made for the next pass. The load decides how
-    many of them are kept."""
-
     @property
-    def _num_wanted(self) -> int:
-        """The most lookahead branches of the next pass.
-
-        With ``num_branches`` "auto" that does not follow the load, a request gets all its branches after a pass in
-        which no rule accepted anything, and otherwise none.
-        """
-        most = self.params.lookaheads
-        if self.params.follows_load:
-            return min(most, self._max_spawned)
-        if self.params.is_auto and not self.is_stuck:
+    def num_wanted(self) -> int:
+        """The most lookahead branches of the next pass. With ``num_branches`` "auto" it is 0 where they do not pay."""
+        if self.params.is_auto and (self.is_crowded if self.params.follows_load else not self.is_stuck):
             return 0
-        return most
+        return self.params.lookaheads
 
-    def keep(self, plan: SequencePlan, num_lookaheads: int) -> SequencePlan:
-        # Room for the number to double from pass to pass, but no work for branches that are hardly ever kept.
-        self._max_spawned = 2 * num_lookaheads + 1
-        return super().keep(plan, num_lookaheads)
+    def score(self, plan: SequencePlan, results: Sequence[RowResult]) -> list[Fraction]:
+        """The branch scores, exactly. The arguments are those of ``absorb``."""
+        return branch_scores(self.branches, results, self.params)
 
-    def _predicted(self, row: RowPlan, result: RowResult) -> list[Fill]:
-        """The predictions as in ``Strategy``, but ranked by probability if the pass reports entropies only because
-        branches need them."""
-        predicted = super()._predicted(row, result)
-        if self.params.ranking == self.params.confidence:
-            return predicted
-        return [replace(fill, confidence=fill.max_prob) for fill in predicted]
-
-    def _scores(self, plan: SequencePlan, results: Sequence[RowResult]) -> list[Fraction]:
-        return branch_scores(self.branches, plan.rows, results, self.params)
-
-    def _select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, list[float]]:
-        scores = self._scores(plan, results)
+    def select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, list[float]]:
+        """The branch with the highest score, the earliest among equals."""
+        scores = self.score(plan, results)
         return scores.index(max(scores)), [float(score) for score in scores]
 
-    def _spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
-        """One branch for each of the most confident open positions, or for each of the most probable tokens of one
-        open position; and the anchor after them."""
-        if self.params.branch_candidates == "tokens":
-            ranked = self._pivot_fills(anchor, open_positions)
-        else:
-            ranked = sorted(open_positions, key=lambda fill: (-fill.confidence, fill.position))
-        return self._branches(anchor, [[fill] for fill in ranked[: self._num_wanted]])
+    def spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
+        """One branch for each of the most confident open positions, and the anchor after them."""
+        ranked = sorted(open_positions, key=lambda fill: (-fill.confidence, fill.position))
+        return self.branches_with(anchor, [[fill] for fill in ranked[: self.num_wanted]])
 
-    def _pivot_fills(self, anchor: Branch, open_positions: list[Fill]) -> list[Fill]:
-        """What branches over the tokens of one position fill into it, best first."""
-        if not open_positions or not self.params.lookaheads:
-            return []
-        block = first_masked(anchor)
-        here = [fill for fill in open_positions if fill.position < block.end]
-        row, result = self._won
-        return pivot_fills(row, result, here, self.params, self.ends)
-
-    def _branches(self, anchor: Branch, drafts: Sequence[Sequence[Fill]]) -> list[Branch]:
+    def branches_with(self, anchor: Branch, drafts: Sequence[Sequence[Fill]]) -> list[Branch]:
         """A lookahead branch for each of ``drafts``, which are its own tokens; and the anchor after them."""
         anchor.become_anchor()
         branches = []
@@ -87,10 +51,10 @@ class Lookaheads(Strategy):
             branches.append(branch)
         return [*branches, anchor]
 
-    def _finish_without_forward(self) -> bool:
+    def finishes_without_pass(self) -> bool:
         """Ends the sequence if a lookahead branch has no masks left: it would score 1.0, the highest score, and win the
-        next pass unchanged. This does not hold with the score "pivot" or with a ``creation_weight``."""
-        if not self.params.finish_at_eos or self.params.creation_weight or self.params.branch_score == "pivot":
+        next pass unchanged. This does not hold with a ``creation_weight``."""
+        if not self.params.finish_at_eos or self.params.creation_weight:
             return False
         done = next((branch for branch in self.branches if not branch.masks), None)
         if done is None:
@@ -118,10 +82,10 @@ class LopaFastDllm(Lookaheads, FastDllm):
         # Only the first pass of a block computes from position 0 on.
         return replace(plan, fills_all_slots=True)
 
-    def _spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
+    def spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
         if len(open_positions) == 1:
             open_positions = []
-        return super()._spawn(anchor, open_positions)
+        return super().spawn(anchor, open_positions)
 
 
 class LopaParallel(Lookaheads, Parallel):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.acceptance import acceptance_rule
 from lopa_ascend.decode.blocks import Block, BlockState, Branch
-from lopa_ascend.types import BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord
+from lopa_ascend.types import Alternatives, BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord
 
 
 class Strategy(ABC):
@@ -18,6 +17,12 @@ class Strategy(ABC):
 
     Attributes:
         like: for a decoding that is not built in: the name of the built-in decoding whose parameters it accepts.
+        parameters: for a decoding that is not built in: a frozen dataclass of further parameters, each of which is
+            declared as those of ``DecodingParams`` are. Requests set them by their names.
+        confidence: for a decoding that is not built in: the confidence that its passes report, whatever the parameter
+            ``confidence`` is, such as "neg_entropy"; None: the one that the request asks for.
+        params: how the request is decoded.
+        own: the values of ``parameters``.
         branches: in evaluation order: lookahead branches by rank, the anchor last.
         winner: the branch that won the last forward pass, with its fills.
         num_committed: positions whose keys and values are final.
@@ -25,10 +30,9 @@ class Strategy(ABC):
         limit: the most positions that the sequence can have.
         ends: token ids that end the answer.
         is_stuck: the last pass filled nothing that a rule had accepted.
-        wins_of_dropped: for each lookahead branch that ``keep`` dropped from the last pass, by rank: the probability
-            that it would have won. Empty if the pass does not show this.
-        saved_by_a_win: forward passes that a lookahead branch saves when it wins.
-        accept: the acceptance rule.
+        is_crowded: so many requests run that drafts do not pay; the engine sets it before each pass.
+        alternatives: by position: the most probable tokens with their probabilities, as the pass predicted them that
+            the token of the position comes from. Empty unless the request asks for ``top_logprobs``.
 
     Args:
         prompt: token ids.
@@ -38,7 +42,9 @@ class Strategy(ABC):
     """
 
     like: ClassVar[str]
-    saved_by_a_win: ClassVar[float] = 1.0
+    parameters: ClassVar[type[Any] | None] = None
+    confidence: ClassVar[str | None] = None
+    own: Any
 
     def __init__(
         self,
@@ -54,18 +60,26 @@ class Strategy(ABC):
         self.ends = params.ends(eos)
         self._cuts = self.ends | {mask} if params.finish_at_eos else frozenset({mask})
         """The final tokens end before the first of these token ids."""
-        self.limit = len(prompt) + params.max_canvas
-        self.accept = acceptance_rule(params)
+        self.limit = len(prompt) + params.max_new_tokens
+        self._rule = acceptance_rule(params)
+        self.own = None if self.parameters is None else self.parameters(**dict(params.own))
         self.num_committed = num_committed
         self.num_forwards = 0
         self.is_stuck = False
-        self.wins_of_dropped: tuple[float, ...] = ()
-        self._won: tuple[RowPlan, RowResult]
-        """The winner's row of the last forward pass, and its predictions."""
+        self.is_crowded = False
+        self.alternatives: dict[int, Alternatives] = {}
         state = BlockState.IN_CACHE if num_committed == len(prompt) else BlockState.TO_CACHE
         blocks = [Block(0, len(prompt), 0, state, activated=True)]
         self.branches = [Branch([], blocks)]
         self.winner = self.branches[0]
+
+    @classmethod  # noqa: B027  most decodings have nothing to refuse
+    def check(cls, params: DecodingParams) -> None:
+        """Refuses parameters that do not go together in this decoding. Each is allowed by itself.
+
+        Raises:
+            ParameterError: two of them contradict each other.
+        """
 
     @property
     def max_rows(self) -> int:
@@ -91,20 +105,6 @@ class Strategy(ABC):
     def plan(self) -> SequencePlan | None:
         """What the next forward pass computes; None when the sequence is done."""
 
-    def keep(self, plan: SequencePlan, num_lookaheads: int) -> SequencePlan:
-        """Drops all lookahead branches of the next pass but the first ``num_lookaheads``. The anchor always stays.
-
-        Args:
-            plan: what ``plan`` returned.
-
-        Returns:
-            The plan with the rows of the remaining branches.
-        """
-        *lookaheads, anchor = self.branches
-        self.branches = [*lookaheads[:num_lookaheads], anchor]
-        *lookahead_rows, anchor_row = plan.rows
-        return replace(plan, rows=(*lookahead_rows[:num_lookaheads], anchor_row))
-
     def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
         """Takes the predictions of a pass: picks the winner, fills it, and grows the next branches from it.
 
@@ -114,19 +114,18 @@ class Strategy(ABC):
             model_tokens: see ``StepRecord``.
             head_rows: see ``StepRecord``.
         """
-        winner, scores = self._select(plan, results)
+        winner, scores = self.select(plan, results)
         row = plan.rows[winner]
         records = tuple(
             BranchRecord(branch.lookahead, branch.end, branch.masks, score, branch.further, branch.confirmed_by)
             for branch, score in zip(self.branches, scores, strict=True)
         )
         branch = self.branches[winner]
-        predicted = self._predicted(row, results[winner])
-        fills, fallbacks = self._choose(branch, predicted)
+        predicted = self.predicted(row, results[winner])
+        fills, fallbacks = self.choose(branch, predicted)
         for fill in fills:
             branch.fill(fill, self.ends)
         self.is_stuck = len(fills) == fallbacks
-        self._won = row, results[winner]
         filled = {fill.position for fill in fills}
         self._grow(branch, [fill for fill in predicted if fill.position not in filled])
         record = StepRecord(
@@ -145,20 +144,6 @@ class Strategy(ABC):
         self.num_forwards += 1
         return record
 
-    def _predicted(self, row: RowPlan, result: RowResult) -> list[Fill]:
-        """What one row would put into its masked positions."""
-        columns = zip(row.masked, result.tokens, result.max_probs, result.confidences, strict=True)
-        return [Fill(*column) for column in columns]
-
-    @abstractmethod
-    def _choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
-        """What is filled, and how many of these fills no rule has accepted.
-
-        Args:
-            branch: the winner, or one that may win with "verified", which asks for several. It must not be changed.
-            predicted: the predictions for the masked positions of its row.
-        """
-
     def _grow(self, winner: Branch, open_positions: list[Fill]) -> None:
         """Makes the branches of the next pass.
 
@@ -166,26 +151,37 @@ class Strategy(ABC):
             winner: with its fills.
             open_positions: the predictions for positions that are still masked.
         """
-        self.branches = self._spawn(winner, open_positions)
+        self.branches = self.spawn(winner, open_positions)
         self.winner = self.branches[-1]
 
-    # ---- lookahead branches: here none, only the anchor -------------------------------------------------------------
+    # ---- what a decoding decides: the built-in ones and those of other packages override these ----------------------
 
-    def _finish_without_forward(self) -> bool:
-        """Ends the sequence if the winner of its next pass, and with it the output, is known without that pass.
+    def predicted(self, row: RowPlan, result: RowResult) -> list[Fill]:
+        """What one row would put into its masked positions."""
+        columns = zip(row.masked, result.tokens, result.max_probs, result.confidences, strict=True)
+        return [Fill(*column) for column in columns]
 
-        Returns:
-            Whether the sequence has ended.
+    def accept(self, predicted: Sequence[Fill]) -> list[Fill]:
+        """Those of the predictions for a block's masked positions that the acceptance rule lets through, in the order
+        of positions."""
+        return self._rule(predicted)
+
+    @abstractmethod
+    def choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
+        """What is filled, and how many of these fills no rule has accepted.
+
+        Args:
+            branch: the winner, or one that may win with "verified", which asks for several. It must not be changed.
+            predicted: the predictions for the masked positions of its row.
         """
-        return False
 
-    def _select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, list[float]]:
-        """(index of the winner, the branch scores). The arguments are those of ``absorb``."""
+    def select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, list[float]]:
+        """(index of the winner, the branch scores). The arguments are those of ``absorb``. Here there is one branch."""
         confidences = results[0].confidences
         return 0, [sum(confidences) / len(confidences) if confidences else 1.0]
 
-    def _spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
-        """The branches of the next pass.
+    def spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
+        """The branches of the next pass: here the anchor alone.
 
         Args:
             anchor: the winner, with its fills.
@@ -194,24 +190,33 @@ class Strategy(ABC):
         anchor.become_anchor()
         return [anchor]
 
-    # ---- what is final ---------------------------------------------------------------------------------------------
+    def finishes_without_pass(self) -> bool:
+        """Ends the sequence if the winner of its next pass, and with it the output, is known without that pass.
 
-    def _visible(self) -> list[int]:
-        """Token ids of the positions that the answer may have, masks included."""
-        return self.winner.tokens[: self.params.max_new_tokens]
+        Returns:
+            Whether the sequence has ended.
+        """
+        return False
+
+    def recorded_positions(self) -> set[int]:
+        """The positions that the last pass has not filled and whose ``alternatives`` are recorded: those of the tokens
+        that lookahead branches hold."""
+        return {fill.position for branch in self.branches for fill in branch.own_fills}
+
+    # ---- what is final ---------------------------------------------------------------------------------------------
 
     def final_tokens(self) -> list[int]:
         """The answer's token ids up to the first mask; with ``finish_at_eos`` up to the first that ends the answer.
 
         They never change.
         """
-        tokens = self._visible()
+        tokens = self.winner.tokens
         end = next((i for i, token in enumerate(tokens) if token in self._cuts), len(tokens))
         return tokens[:end]
 
     def end_reached(self) -> int | None:
         """The token id that ends the answer, if no position before it is masked."""
-        for token in self._visible():
+        for token in self.winner.tokens:
             if token in self.ends:
                 return token
             if token == self.mask:
@@ -223,5 +228,5 @@ class Strategy(ABC):
         have, are filled."""
         if self.end_reached() is not None:
             return True
-        visible = self._visible()
-        return len(visible) == self.params.max_new_tokens and self.mask not in visible
+        tokens = self.winner.tokens
+        return len(tokens) == self.params.max_new_tokens and self.mask not in tokens

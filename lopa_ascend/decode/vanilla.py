@@ -35,7 +35,7 @@ class Vanilla(Canvas):
     @property
     def num_steps(self) -> int:
         """Steps of the schedule."""
-        return self.params.steps or self.params.max_canvas
+        return self.params.steps or self.params.max_new_tokens
 
     @property
     def num_counted(self) -> int:
@@ -81,7 +81,7 @@ class Vanilla(Canvas):
         self.step += 1
         return record
 
-    def _choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
+    def choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
         if self.params.alg == "origin":
             return predicted, 0
         ranked = sorted(predicted, key=lambda fill: (-self._rank(fill), fill.position))

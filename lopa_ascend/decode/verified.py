@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
-from typing import ClassVar
 
 from lopa_ascend.decode.blocks import BlockState, Branch
 from lopa_ascend.decode.lopa import Lopa
@@ -31,21 +30,11 @@ Confirmed = Mapping[Place, tuple[int, Fill]]
 class DraftingLopa(Lopa):
     """What both kinds of confirmation have in common."""
 
-    _dropped: Sequence[Branch] = ()
-    """Lookahead branches of this pass that ``keep`` has dropped."""
-    _would_win_if_confirmed: ClassVar[float] = 1.0
-    """Probability, measured, that a dropped branch would have won. It counts for the first dropped branch that the
-    anchor's predictions confirm, in a pass that the anchor has won."""
-
-    def keep(self, plan: SequencePlan, num_lookaheads: int) -> SequencePlan:
-        self._dropped = self.branches[:-1][num_lookaheads:]
-        return super().keep(plan, num_lookaheads)
-
-    def _spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
+    def spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
         """With ``lookahead_depth`` above 1, one branch for each set of ``draft_ranks``, and the anchor after them.
         Positions of fully activated blocks have the first ranks: in these blocks D2F fills something in every pass."""
         if self.params.lookahead_depth == 1:
-            return super()._spawn(anchor, open_positions)
+            return super().spawn(anchor, open_positions)
         anchor.activate(self.params.tau_act)  # as the next plan does
         activated = [range(block.start, block.end) for block in anchor.blocks if block.activated]
 
@@ -54,17 +43,16 @@ class DraftingLopa(Lopa):
             return not is_in_activated, -fill.confidence, fill.position
 
         ranked = sorted(open_positions, key=place_in_ranking)
-        shapes = draft_ranks(min(len(ranked), self._num_wanted), self.params.lookahead_depth, self._num_wanted)
-        return self._branches(anchor, [[ranked[rank] for rank in shape] for shape in shapes])
+        shapes = draft_ranks(min(len(ranked), self.num_wanted), self.params.lookahead_depth, self.num_wanted)
+        return self.branches_with(anchor, [[ranked[rank] for rank in shape] for shape in shapes])
 
-    def _select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, list[float]]:
-        scores = self._scores(plan, results)
-        predicted = [self._predicted(row, result) for row, result in zip(plan.rows, results, strict=True)]
+    def select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, list[float]]:
+        scores = self.score(plan, results)
+        predicted = [self.predicted(row, result) for row, result in zip(plan.rows, results, strict=True)]
         winner, confirmed = self._confirmed_winner(predicted, scores)
         branch = self.branches[winner]
         if branch.lookahead is not None:
             branch.confirm([confirmed[_place(fill)] for fill in branch.own_fills])
-        self.wins_of_dropped = self._would_win(winner, predicted[-1])
         return winner, [float(score) for score in scores]
 
     @abstractmethod
@@ -76,29 +64,7 @@ class DraftingLopa(Lopa):
             scores: the branch scores.
         """
 
-    def _would_win(self, winner: int, predicted: list[Fill]) -> tuple[float, ...]:
-        """For each dropped branch of this pass, the probability that it would have won. Only the first one that the
-        anchor confirms could have won, and only if the anchor has won the pass.
-
-        Args:
-            winner: index of the branch that has won.
-            predicted: the predictions for the anchor.
-        """
-        dropped, self._dropped = self._dropped, ()
-        probabilities = [0.0] * len(dropped)
-        anchor_won = winner == len(self.branches) - 1
-        if dropped and anchor_won:
-            fills, _ = self._choose(self.branches[winner], predicted)
-            first = next((rank for rank, branch in enumerate(dropped) if self._confirms(fills, branch)), None)
-            if first is not None:
-                probabilities[first] = self._would_win_if_confirmed
-        return tuple(probabilities)
-
-    @abstractmethod
-    def _confirms(self, fills: Sequence[Fill], branch: Branch) -> bool:
-        """Whether what the anchor fills now confirms a lookahead branch."""
-
-    def _finish_without_forward(self) -> bool:
+    def finishes_without_pass(self) -> bool:
         """A lookahead branch without masks is a draft until the next pass has confirmed it."""
         return False
 
@@ -114,10 +80,6 @@ class VerifiedLopa(DraftingLopa):
     another order than by D2F, so the answer may differ from D2F's.
     """
 
-    # Measured with the bundled model, tau_conf 0.7 and 0.9, 1 to 7 branches: from 0.71 to 0.78 passes for each win.
-    saved_by_a_win = 0.75
-    _would_win_if_confirmed = 0.7
-
     def _confirmed_winner(self, predicted: Sequence[list[Fill]], scores: Sequence[Fraction]) -> tuple[int, Confirmed]:
         own = [{_place(fill) for fill in branch.own_fills} for branch in self.branches]
         anchor = len(self.branches) - 1
@@ -126,7 +88,7 @@ class VerifiedLopa(DraftingLopa):
         to_visit = deque([anchor])
         while to_visit:
             index = to_visit.popleft()
-            fills, _ = self._choose(self.branches[index], predicted[index])
+            fills, _ = self.choose(self.branches[index], predicted[index])
             num_filled[index] = len(own[index]) + len(fills)
             filled_now = {_place(fill): (index, fill) for fill in fills}
             for other in range(anchor):
@@ -139,9 +101,6 @@ class VerifiedLopa(DraftingLopa):
                     to_visit.append(other)
         winner = min(num_filled, key=lambda index: (-num_filled[index], -scores[index], index))
         return winner, confirmed[winner]
-
-    def _confirms(self, fills: Sequence[Fill], branch: Branch) -> bool:
-        return {_place(fill) for fill in branch.own_fills} <= {_place(fill) for fill in fills}
 
 
 class ExactLopa(DraftingLopa):
@@ -161,15 +120,12 @@ class ExactLopa(DraftingLopa):
         confirmed: dict[Place, tuple[int, Fill]] = {}
         while True:
             branch = self.branches[winner]
-            fills, _ = self._choose(branch, predicted[winner])
+            fills, _ = self.choose(branch, predicted[winner])
             following = by_tokens.get(self._next_tokens(branch, fills)) if fills else None
             if following is None:
                 return winner, confirmed
             confirmed |= {_place(fill): (winner, fill) for fill in fills}
             winner = following
-
-    def _confirms(self, fills: Sequence[Fill], branch: Branch) -> bool:
-        return bool(fills) and tuple(branch.tokens) == self._next_tokens(self.branches[-1], fills)
 
     def _next_tokens(self, branch: Branch, fills: Sequence[Fill]) -> tuple[int, ...]:
         """The token ids, masks included, that D2F's next pass would begin with; none if there is a commit in this pass

@@ -20,11 +20,9 @@ from lopa_ascend.config import DecodingParams, EngineConfig, ModelConfig, Parame
 from lopa_ascend.config.decoding import banned_ids
 from lopa_ascend.config.sizes import format_size
 from lopa_ascend.decode import begin
-from lopa_ascend.decode.allotment import Allotment
 from lopa_ascend.decode.bad_words import BadWords
 from lopa_ascend.engine.prepare import Prepared, choose_num_pages, model_name, prepare, request_limits
 from lopa_ascend.engine.scheduler import Scheduler
-from lopa_ascend.engine.step_costs import measure_step_costs
 from lopa_ascend.graph.setup import build_executor
 from lopa_ascend.kv.pages import PageTables
 from lopa_ascend.kv.pool import KVPool
@@ -100,8 +98,6 @@ class Engine:
         start = partial(start_sequence, self.runner, self.model_config, prepared.num_token_ids)
         self.scheduler = Scheduler(self.limits, pool.allocator, start, prefix_cache)
         self._step_seconds = 0.0
-        self._needs_allotment = False
-        """Whether there has been a request whose number of branches follows the load."""
         self._failure: str | None = None
         """Why the engine cannot go on."""
         self._digests = {"who takes part": 0, "the page tables": 0, "what was decided": 0}
@@ -213,7 +209,6 @@ class Engine:
             params = self.runner.graphs.with_fixed_branches(params, eos)
         if params.is_random and params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(SEED_BITS))
-        self._needs_allotment |= params.follows_load
         self.scheduler.add(Request(request_id, tuple(prompt), params, trace))
 
     def abort(self, request_id: str) -> bool:
@@ -240,7 +235,6 @@ class Engine:
         return updates
 
     def _make_step(self) -> list[Update]:
-        self._prepare_allotment()
         plan = self.scheduler.plan()
         return [] if plan is None else self._run(plan)
 
@@ -300,20 +294,6 @@ class Engine:
         num_steps = plan.index + 1
         if num_steps % AGREEMENT_INTERVAL == 0:
             self.mesh.check_agreement(num_steps, self._digests)
-
-    @torch.inference_mode()
-    def _prepare_allotment(self) -> None:
-        """Measures this device before the first step of a request whose number of branches follows the load. Requests
-        arrive on all ranks before the same step, so all ranks measure together."""
-        runner = self.runner
-        if runner.allotment is None and self._needs_allotment:
-            max_tokens = self.limits.max_num_batched_tokens
-            world = self.mesh.world
-
-            def agree(nanoseconds: int) -> int:
-                return int(world.broadcast(torch.tensor([nanoseconds]), 0, "control"))
-
-            runner.allotment = Allotment(measure_step_costs(runner, max_tokens, world), max_tokens, agree)
 
     def stats(self) -> EngineStats:
         """Counters and sizes at this moment."""
@@ -389,7 +369,7 @@ def _alternatives(sequence: Sequence, places: range) -> tuple[Alternatives, ...]
     if not sequence.request.params.top_logprobs:
         return ()
     first = len(sequence.request.prompt)
-    return tuple(sequence.alternatives.get(first + place, ()) for place in places)
+    return tuple(sequence.strategy.alternatives.get(first + place, ()) for place in places)
 
 
 def _decisions(result: SequenceResult) -> object:
@@ -457,7 +437,6 @@ def _scoring(request: Request, mask: int, num_token_ids: int, eos: tuple[int, ..
         top_k=params.top_k,
         min_p=params.min_p,
         seed=seed,
-        num_candidates=params.num_candidates,
     )
 
 

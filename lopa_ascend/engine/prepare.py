@@ -138,7 +138,7 @@ def choose_num_pages(config: EngineConfig, prepared: Prepared, model: Model, pag
     useful = max(config.max_num_seqs * usual_slots, most_slots) * pages_for(prepared.max_model_len)
     reserved, graphs = 0, prepared.graph_plan
     if graphs is not None:
-        scores = graphs.score_memory(model.local_vocab_size, model.head.dtype, config.graph_confidence)
+        scores = graphs.score_memory(model.local_vocab_size, model.head.dtype, config.graph_params.confidence)
         reserved = graphs.num_padding_pages * page_bytes + scores
         if config.device == "npu":
             useful = max(useful, graphs.num_attention_pages)

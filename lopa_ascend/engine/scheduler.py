@@ -205,5 +205,5 @@ def prefix_key(request: Request) -> PrefixKey:
     params = request.params
     assert params.window_attention is not None
     full = params.window_attention == "full"
-    first_block = min(params.block_size, params.max_canvas) if full else 0
+    first_block = min(params.block_size, params.max_new_tokens) if full else 0
     return PrefixKey(request.prompt, params.window_attention, first_block)

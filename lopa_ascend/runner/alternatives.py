@@ -37,15 +37,14 @@ class AlternativesRecorder:
     """The ranks that hold the same part of the model and evaluate other branches."""
 
     def record(self, sequence: Sequence, plan: SequencePlan, record: StepRecord, job: Job | None) -> None:
-        """Records the lists of one forward pass in ``sequence.alternatives``, on every rank.
+        """Records the lists of one forward pass in ``Strategy.alternatives``, on every rank.
 
         Args:
             plan: what was computed.
             record: what the pass did; the sequence's next branches have begun.
             job: what this rank's group predicted, branch by branch.
         """
-        lookaheads = {fill.position for branch in sequence.strategy.branches for fill in branch.own_fills}
-        wanted = {record.winner: {fill.position for fill in record.fills} | lookaheads}
+        wanted = {record.winner: {fill.position for fill in record.fills} | sequence.strategy.recorded_positions()}
         won = record.branches[record.winner]
         # As published, nothing confirms a token: ``confirmed_by`` is empty then.
         for fill, branch in zip(won.own_fills, won.confirmed_by, strict=False):
@@ -76,7 +75,7 @@ class AlternativesRecorder:
         ids, probs = message.cpu().split(count, dim=1)
         for position, tokens, values in zip(positions, ids.long().tolist(), probs.tolist(), strict=True):
             pairs = zip(tokens, values, strict=True)
-            sequence.alternatives[position] = tuple((token, prob) for token, prob in pairs if prob > 0)
+            sequence.strategy.alternatives[position] = tuple((token, prob) for token, prob in pairs if prob > 0)
 
     def _lists(self, job: Job, index: NDArray[np.int64], count: int) -> Tensor:
         """Token ids, which float32 holds exactly up to 2^24, and probabilities, float32 [n, 2 * count].

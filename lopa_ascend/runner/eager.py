@@ -79,8 +79,7 @@ class EagerExecutor:
         for plan in plans:
             self.num_rows += len(plan.rows)
             self.idle_rows += self.placement.num_places(len(plan.rows)) - len(plan.rows)
-        num_candidates = [sequence.scoring.num_candidates for sequence in sequences]
-        results = self.exchange(plans, [forward.predictions for forward in forwards], num_candidates)
+        results = self.exchange(plans, [forward.predictions for forward in forwards])
         return [self._advance(*item) for item in zip(sequences, steps, shares, forwards, results, strict=True)]
 
     def _advance(
@@ -108,48 +107,40 @@ class EagerExecutor:
 
     # ---- predictions of all groups ---------------------------------------------------------------------------------
 
-    def exchange(
-        self, plans: List[SequencePlan], own: List[Predictions], num_candidates: List[int]
-    ) -> list[list[RowResult] | None]:
+    def exchange(self, plans: List[SequencePlan], own: List[Predictions]) -> list[list[RowResult] | None]:
         """What all groups predict, by sequence and row; None for a sequence with logits that were not finite.
 
-        The groups gather all predictions in one message: 12 bytes for each masked position, and 8 for each of its
-        candidates, padded to the group that has most. Full attention and ``top_logprobs`` need further messages:
-        ``_broadcast``, and ``AlternativesRecorder``.
+        The groups gather all predictions in one message: 12 bytes for each masked position, padded to the group that
+        has most. Full attention and ``top_logprobs`` need further messages: ``_broadcast``, and
+        ``AlternativesRecorder``.
 
         Args:
             own: this group's predictions for each sequence.
-            num_candidates: what each sequence asks for at every position.
         """
         with self.probe("exchange", plans):
-            widths = [NUM_COLUMNS + 2 * count for count in num_candidates]
-            gathered = self._gather(plans, own, widths)
+            gathered = self._gather(plans, own)
             num_read = [0] * self.bp.size
             results: list[list[RowResult] | None] = []
-            for plan, width in zip(plans, widths, strict=True):
+            for plan in plans:
                 rows = []
                 for branch, row in enumerate(plan.rows):
                     group, _ = self.placement.home(branch)
-                    first, last = num_read[group], num_read[group] + width * len(row.masked)
-                    rows.append(Predictions.decode(gathered[group, first:last].reshape(-1, width)))
+                    first, last = num_read[group], num_read[group] + len(row.masked)
+                    rows.append(Predictions.decode(gathered[group, first:last]))
                     num_read[group] = last
                 valid = all(row.valid for row in rows)
                 results.append([row.row_result() for row in rows] if valid else None)
             return results
 
-    def _gather(self, plans: List[SequencePlan], own: List[Predictions], widths: List[int]) -> NDArray[np.int32]:
-        """By group, its encoded predictions for all sequences, one after the other: int32 [groups, n].
-
-        Args:
-            widths: integers of a prediction of each sequence.
-        """
+    def _gather(self, plans: List[SequencePlan], own: List[Predictions]) -> NDArray[np.int32]:
+        """By group, its encoded predictions for all sequences, one after the other: int32 [groups, n, 3]."""
         sizes = [0] * self.bp.size
-        for plan, width in zip(plans, widths, strict=True):
+        for plan in plans:
             for branch, row in enumerate(plan.rows):
                 group, _ = self.placement.home(branch)
-                sizes[group] += width * len(row.masked)
-        message = np.zeros(max(sizes), dtype=np.int32)
-        message[: sizes[self.bp.rank]] = np.concatenate([predictions.encode().ravel() for predictions in own])
+                sizes[group] += len(row.masked)
+        message = np.zeros((max(sizes), NUM_COLUMNS), dtype=np.int32)
+        message[: sizes[self.bp.rank]] = np.concatenate([predictions.encode() for predictions in own])
         gathered = np.broadcast_to(message, (self.bp.size, *message.shape))
         if message.size:
             on_device = torch.from_numpy(message).to(self.ops.device)

@@ -97,12 +97,8 @@ class Scorer:
         columns = [torch.cat(column) for column in zip(*pieces, strict=True)]
         if is_split:
             columns = list(merge_scores(tp.all_gather(columns[0], "vocabulary"), scoring, where, round_))
-        tokens, probs, confidences, *candidates = (column[:num_rows].cpu().numpy() for column in columns)
-        predictions = Predictions(tokens.astype(np.int32), probs, confidences)
-        if candidates:
-            ids, candidate_probs = candidates
-            predictions = predictions._replace(candidates=ids.astype(np.int32), candidate_probs=candidate_probs)
-        return predictions
+        tokens, probs, confidences = (column[:num_rows].cpu().numpy() for column in columns)
+        return Predictions(tokens.astype(np.int32), probs, confidences)
 
     def _shard_scores(self, logits: Tensor, positions: Tensor, batch: _Batch, first_row: int) -> Tensor:
         """The statistics of this rank's shard for some rows of a batch; see ``shards.shard_scores``.

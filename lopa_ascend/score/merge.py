@@ -41,7 +41,7 @@ class Softmax(NamedTuple):
         return self.scaled(logits).exp() / self.total
 
 
-def merge_scores(stats: Tensor, scoring: Scoring, positions: Tensor, round_: int) -> tuple[Tensor, ...]:
+def merge_scores(stats: Tensor, scoring: Scoring, positions: Tensor, round_: int) -> tuple[Tensor, Tensor, Tensor]:
     """The predictions of R rows. Each row's result is a function of that row's statistics.
 
     Where a logit is NaN or +inf the confidence is NaN, and the rest has no meaning; for -inf see the head of
@@ -54,9 +54,7 @@ def merge_scores(stats: Tensor, scoring: Scoring, positions: Tensor, round_: int
         round_: number of the forward pass.
 
     Returns:
-        Token ids int64, probabilities float32 and confidences float32, [R] each. With ``num_candidates`` then the
-        most probable tokens, best first, the lowest ids first among equals: token ids int64 and probabilities float32,
-        [R, candidates] each. The probability is 0 where there are fewer tokens.
+        Token ids int64, probabilities float32 and confidences float32, [R] each.
     """
     names = columns(scoring)
     by_name: Stats = dict(zip(names, stats[..., : len(names)].unbind(-1), strict=True))
@@ -73,12 +71,7 @@ def merge_scores(stats: Tensor, scoring: Scoring, positions: Tensor, round_: int
     chosen = first_argmax(keys)
     probs = softmax.probabilities(logits.gather(-1, chosen))[:, 0]
     confidences = _confidences(chosen, probs, logits, by_name, softmax, scoring)
-    predicted = ids.gather(-1, chosen)[:, 0], probs, confidences
-    if not scoring.num_candidates:
-        return predicted
-    best, order = logits.sort(dim=-1, descending=True, stable=True)
-    best, order = best[:, : scoring.num_candidates], order[:, : scoring.num_candidates]
-    return *predicted, ids.gather(-1, order), softmax.probabilities(best)
+    return ids.gather(-1, chosen)[:, 0], probs, confidences
 
 
 def _confidences(

@@ -23,7 +23,7 @@ from lopa_ascend.types import RowResult
 NOT_FINITE = "the model produced logits that are not finite; the request cannot go on"
 """The error of a request with predictions that are not valid."""
 NUM_COLUMNS = 3
-"""Integers of an encoded prediction without candidates; each candidate has two more."""
+"""Integers of an encoded prediction."""
 
 
 class Predictions(NamedTuple):
@@ -34,37 +34,21 @@ class Predictions(NamedTuple):
     max_probs: NDArray[np.float32]
     """Probabilities of these tokens."""
     confidences: NDArray[np.float32]
-    candidates: NDArray[np.int32] | None = None
-    """Token ids of the most probable tokens [..., candidates]; None unless these are asked for."""
-    candidate_probs: NDArray[np.float32] | None = None
-    """Their probabilities [..., candidates]."""
 
     @classmethod
     def decode(cls, encoded: NDArray[np.int32]) -> Predictions:
-        """The predictions of int32 [..., 3 + 2 * candidates], as ``encode`` gave them."""
-        tokens, *bits = np.moveaxis(encoded[..., :NUM_COLUMNS], -1, 0)
+        """The predictions of int32 [..., 3], as ``encode`` gave them."""
+        tokens, *bits = np.moveaxis(encoded, -1, 0)
         max_probs, confidences = (np.ascontiguousarray(column).view(np.float32) for column in bits)
-        predictions = cls(tokens, max_probs, confidences)
-        if encoded.shape[-1] == NUM_COLUMNS:
-            return predictions
-        candidates, probs = np.split(encoded[..., NUM_COLUMNS:], 2, -1)
-        return predictions._replace(candidates=candidates, candidate_probs=np.ascontiguousarray(probs).view(np.float32))
+        return cls(tokens, max_probs, confidences)
 
     def encode(self) -> NDArray[np.int32]:
-        """int32 [..., 3 + 2 * candidates]."""
-        encoded = np.stack([self.tokens, self.max_probs.view(np.int32), self.confidences.view(np.int32)], axis=-1)
-        if self.candidates is None or self.candidate_probs is None:
-            return encoded
-        return np.concatenate([encoded, self.candidates, self.candidate_probs.view(np.int32)], -1)
+        """int32 [..., 3]."""
+        return np.stack([self.tokens, self.max_probs.view(np.int32), self.confidences.view(np.int32)], axis=-1)
 
     def take(self, index: NDArray[np.int64] | slice) -> Predictions:
         """The predictions at some places of the last dimension."""
-        taken = Predictions(self.tokens[..., index], self.max_probs[..., index], self.confidences[..., index])
-        if self.candidates is None or self.candidate_probs is None:
-            return taken
-        return taken._replace(
-            candidates=self.candidates[..., index, :], candidate_probs=self.candidate_probs[..., index, :]
-        )
+        return Predictions(self.tokens[..., index], self.max_probs[..., index], self.confidences[..., index])
 
     @property
     def valid(self) -> bool:
@@ -73,15 +57,10 @@ class Predictions(NamedTuple):
 
     def row_result(self) -> RowResult:
         """The predictions as Python numbers; their arrays must be one-dimensional."""
-        candidates: tuple[tuple[tuple[int, float], ...], ...] = ()
-        if self.candidates is not None and self.candidate_probs is not None:
-            pairs = zip(self.candidates.tolist(), self.candidate_probs.tolist(), strict=True)
-            candidates = tuple(tuple(zip(ids, probs, strict=True)) for ids, probs in pairs)
         return RowResult(
             tokens=tuple(self.tokens.tolist()),
             max_probs=tuple(self.max_probs.tolist()),
             confidences=tuple(self.confidences.tolist()),
-            candidates=candidates,
         )
 
 

@@ -79,7 +79,7 @@ def shard_scores(
 ) -> Tensor:
     """The statistics of one shard, float32 [R, C].
 
-    A shard offers one token, or for top_p, top_k, min_p and ``num_candidates`` several.
+    A shard offers one token, or for top_p, top_k and min_p several.
 
     Args:
         logits: [R, n] with n >= 1; may be overwritten.
@@ -104,8 +104,7 @@ def shard_scores(
 def _offer_one(
     x: Tensor, high: Tensor, scoring: Scoring, positions: Tensor, round_: int, first: int, bans: Bans | None
 ) -> Offer:
-    """Offers the most probable token or, at a temperature, the drawn one: K is 1. With ``num_candidates`` K is that
-    number, and the most probable ones are offered, best first; -inf stands for tokens that are missing."""
+    """Offers the most probable token or, at a temperature, the drawn one: K is 1."""
     banned = _ban(x, scoring, positions, first, bans)
     if scoring.temperature:
         ids = torch.arange(first, first + x.shape[-1], device=x.device)
@@ -114,29 +113,14 @@ def _offer_one(
     else:
         chosen = first_argmax(x)
     values = x.gather(-1, chosen)
-    for _ in range(1, scoring.num_candidates):
-        x.scatter_(-1, chosen[:, -1:], -math.inf)
-        following = first_argmax(x)
-        chosen, values = torch.cat([chosen, following], -1), torch.cat([values, x.gather(-1, following)], -1)
     # "other" is the largest logit of all ids but the chosen one; ids that may not be chosen count too.
     x.scatter_(-1, chosen, -math.inf)
     for place, logits in banned:
         x[place] = logits
     stats = {"other": x.amax(-1, keepdim=True)} if scoring.confidence == "margin" else {}
-    _put_back(x, chosen, values)
+    # A row without an allowed token offers -inf for the column of a banned one, whose logit must stay.
+    x.scatter_(-1, chosen, torch.maximum(x.gather(-1, chosen), values))
     return stats | softmax_sums(x, high, scoring), values, chosen + first
-
-
-def _put_back(x: Tensor, chosen: Tensor, values: Tensor) -> None:
-    """Writes offered logits back: x [R, n] becomes max(x, values [R, K]) in the columns ``chosen`` [R, K].
-
-    A row with fewer than K allowed tokens offers -inf in the remaining places, for columns of banned tokens, or of
-    tokens that were offered before. The logits of these tokens must stay: hence the maximum. Two offers of a row may be
-    for the same column, so one is written after the other. ``scatter_reduce_`` would write all in one call, but an NPU
-    runs it on the host.
-    """
-    for column, value in zip(chosen.split(1, -1), values.split(1, -1), strict=True):
-        x.scatter_(-1, column, torch.maximum(x.gather(-1, column), value))
 
 
 def _offer_best(

@@ -20,11 +20,11 @@ from lopa_ascend.config import (
     ConfigError,
     DecodingParams,
     EngineConfig,
+    GraphParams,
     ParameterError,
     fitting_defaults,
     recommended_decoding,
 )
-from lopa_ascend.config.decoding import lookaheads_parameter
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.config.kinds import Boolean, Choice, Strings, Text, Words
 from lopa_ascend.config.presets import LIST, find_preset, presets_text
@@ -35,12 +35,10 @@ from lopa_ascend.serve.flags import (
     DECODING_FLAGS,
     ENGINE_FLAGS,
     FLAGS,
-    GRAPH_DEFAULTS,
     SERVE_FLAGS,
     Flag,
     add_flags,
     field_values,
-    graph_settings,
     option,
 )
 
@@ -152,14 +150,8 @@ def _serve_config(given: Mapping[str, Any]) -> ServeConfig:
     else:
         decoding = {**_recommended(given, decoding), **decoding}
     params = DecodingParams(**decoding)
-    # Graphs are compiled for what most requests will ask for, unless a flag says otherwise.
-    try:
-        engine = EngineConfig(**{**graph_settings(params), **field_values(given, ENGINE_FLAGS)})
-    except ParameterError as error:
-        if error.param not in GRAPH_DEFAULTS or error.param in given:
-            raise
-        # The setting follows a flag for requests, which is the one that the user knows.
-        raise ParameterError(GRAPH_DEFAULTS[error.param], error.message) from error
+    # Graphs are compiled for what most requests will ask for.
+    engine = EngineConfig(graph_params=GraphParams.of(params), **field_values(given, ENGINE_FLAGS))
     _check_lookaheads(given, params, engine)
     if rank_in_environment() is not None:
         Rendezvous.from_environment().check_world_size(engine)
@@ -180,22 +172,21 @@ def _check_lookaheads(given: Mapping[str, Any], params: DecodingParams, engine: 
     """Refuses a default number of lookahead branches that no request may ask for."""
     if params.lookaheads <= engine.max_num_branches:
         return
-    name = lookaheads_parameter(params)
-    if name in given:
+    if "num_branches" in given:
         origin = ""
     elif "preset" in given:
         origin = f" by preset {given['preset']}"
     else:
         origin = " by default"
     message = f"is {params.lookaheads}{origin}, which exceeds --max-num-branches {engine.max_num_branches}"
-    raise ParameterError(name, message)
+    raise ParameterError("num_branches", message)
 
 
 def _check_stream_blocks(given: Mapping[str, Any], engine: EngineConfig) -> None:
     """Refuses blocks of streams for which no graph has room: every streamed request would run in eager steps."""
     size = given.get("stream_block_size")
-    if size is not None and engine.mode != "eager" and size > engine.graph_block_size:
-        message = f"is {size}, which exceeds --graph-block-size {engine.graph_block_size}"
+    if size is not None and engine.mode != "eager" and size > engine.graph_params.block_size:
+        message = f"is {size}, which exceeds --block-size {engine.graph_params.block_size}"
         raise ParameterError("stream_block_size", message)
 
 

@@ -14,9 +14,6 @@ from lopa_ascend.config.settings import Group, Setting, settings
 from lopa_ascend.config.sizes import exact_size
 from lopa_ascend.serve.config import ServeConfig
 
-GRAPH_DEFAULTS = {f"graph_{name}": name for name in DecodingParams.names() if f"graph_{name}" in EngineConfig.names()}
-"""Engine setting -> the decoding parameter that it follows: graphs are compiled for the server's defaults."""
-
 
 @dataclass(frozen=True)
 class Flag:
@@ -50,8 +47,6 @@ class Flag:
         return re.sub(r"`(\w+)`", lambda match: option(match[1]), text).replace("`", "").replace("%", "%%")
 
     def _shown_default(self) -> str | None:
-        if self.name in GRAPH_DEFAULTS:
-            return option(GRAPH_DEFAULTS[self.name])
         if self.setting.default_text is not None:
             return self.setting.default_text
         if self.default in (None, ""):
@@ -61,22 +56,6 @@ class Flag:
         if isinstance(self.default, bool):
             return "on" if self.default else "off"
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
-
-
-def graph_settings(params: DecodingParams) -> dict[str, Any]:
-    """The engine's settings with which graphs are compiled for requests with these parameters.
-
-    Empty if the parameters are of a decoding that no graph has, or of drafts with several tokens. Then the graphs keep
-    their own defaults, for requests with another decoding.
-    """
-    if not params.is_pipelined or params.lookahead_depth > 1:
-        return {}
-    found = {setting: getattr(params, name) for setting, name in GRAPH_DEFAULTS.items()}
-    if params.is_auto:
-        del found["graph_num_branches"]
-        if params.branch_acceptance == "exact":  # others run eagerly
-            found["graph_num_branches"] = params.max_auto_branches
-    return found
 
 
 def option(name: str) -> str:

@@ -83,9 +83,6 @@ class RowResult:
     """Probabilities of those tokens, float32."""
     confidences: tuple[float, ...]
     """Confidences, float32."""
-    candidates: tuple[tuple[tuple[int, float], ...], ...] = ()
-    """The most probable tokens, best first: (token id, probability), float32. Empty unless ``branch_candidates`` is
-    "tokens"."""
 
 
 @dataclass(frozen=True, slots=True)

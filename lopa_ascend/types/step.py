@@ -37,8 +37,6 @@ class Scoring:
     min_p: float = 0.0
     seed: int = 0
     """Seed of the draws."""
-    num_candidates: int = 0
-    """How many of the most probable tokens are reported beside the chosen one; see ``RowResult.candidates``."""
     eos_columns: dict[tuple[int, int], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     """The columns of ``eos`` in a shard, by the shard's first token id and size; ``score.shards`` fills it once."""
 
@@ -69,8 +67,7 @@ class Demand:
     """What the next step of a sequence may need at most, so that the scheduler can plan it; the same on every rank."""
 
     num_computed: int
-    """Tokens that the busiest branch-parallel group computes: without lookahead branches if their number follows the
-    load, and with padding in a compiled step."""
+    """Tokens that the busiest branch-parallel group computes; with padding in a compiled step."""
     committed_end: int
     """Positions before this one are committed after the step."""
     slot_ends: tuple[int, ...]

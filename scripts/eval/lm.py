@@ -14,9 +14,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from lopa_ascend import LLM
-from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError
+from lopa_ascend.config import DecodingParams, EngineConfig, GraphParams, ParameterError
 from lopa_ascend.config.presets import find_preset
-from lopa_ascend.serve.flags import graph_settings
 from scripts.eval.command import SEED
 from scripts.eval.likelihood import MaskedLikelihood
 
@@ -70,7 +69,7 @@ class LopaLM(TemplateLM):
                 raise ParameterError(name, "is neither an option of the engine nor a decoding parameter")
         self.params = DecodingParams.preset(preset, **options) if preset else DecodingParams(**options)
         self._has_own_length = "max_new_tokens" in options or bool(preset and "max_new_tokens" in _decoding(preset))
-        fixed = {"max_num_seqs": _size(batch_size), "seed": SEED, **graph_settings(self.params)}
+        fixed = {"max_num_seqs": _size(batch_size), "seed": SEED, "graph_params": GraphParams.of(self.params)}
         self.llm = llm or LLM(pretrained, **{**fixed, **engine})
         if self.llm.tokenizer is None:
             raise ParameterError("pretrained", "has no tokenizer files, and prompts are texts")
@@ -161,7 +160,7 @@ class LopaLM(TemplateLM):
     def _prompt(self, text: str, params: DecodingParams) -> list[int]:
         """The token ids of a prompt. Too long ones lose their beginning, as in the published scripts."""
         ids = self.tok_encode(text)
-        room = self.llm.engine.limits.max_model_len - params.max_canvas
+        room = self.llm.engine.limits.max_model_len - params.max_new_tokens
         if len(ids) > room > 0:
             logger.warning("a prompt of %d tokens is cut on the left to %d", len(ids), room)
             ids = ids[-room:]

@@ -9,9 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lopa_ascend.config import ConfigError, DecodingParams, EngineConfig
+from lopa_ascend.config import ConfigError, DecodingParams, EngineConfig, GraphParams
 from lopa_ascend.demo import DEMO_MODEL
-from lopa_ascend.serve.flags import graph_settings
 from scripts.eval.described import describe_benchmark
 from scripts.eval.files import TaskFile, TaskFileError, check_runnable, read_examples, read_problems
 from scripts.eval.paper_rows import Row
@@ -174,7 +173,7 @@ class TableRun:
             "seed": 0,
             "max_num_seqs": 1,
             # Eager rows of one checkpoint share a loaded model, whatever their parameters are.
-            **({} if EngineConfig(**given).mode == "eager" else graph_settings(params)),
+            **({} if EngineConfig(**given).mode == "eager" else {"graph_params": GraphParams.of(params)}),
             **given,
             "model": checkpoint.model,
             "lora": checkpoint.adapter,

@@ -26,10 +26,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lopa_ascend.config import DecodingParams, EngineConfig
+from lopa_ascend.config import DecodingParams, EngineConfig, GraphParams
 from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.config.presets import Preset, PromptFormat, find_preset
-from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values, graph_settings
+from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values
 from scripts.arguments import number_from
 from scripts.bench.machine import describe_machine
 from scripts.eval.command import SEED, add_prompt_flags, run_command, with_defaults
@@ -107,7 +107,7 @@ def evaluate(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     decoding = field_values(given, DECODING_FLAGS)
     decoding = preset.merged(decoding) if preset else decoding
     params = DecodingParams(**decoding)
-    fixed = {"max_num_seqs": args.batch_size, "seed": SEED, **graph_settings(params)}
+    fixed = {"max_num_seqs": args.batch_size, "seed": SEED, "graph_params": GraphParams.of(params)}
     engine = {**fixed, **field_values(given, ENGINE_FLAGS)}
     config = EngineConfig(**engine)
     settings = describe_settings(args, preset, prompt, params, config, jobs, foreign)

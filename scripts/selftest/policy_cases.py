@@ -98,8 +98,8 @@ def random_inputs() -> list[Tensor]:
         filled = [math.ceil(tau * BLOCK) for tau in (request.tau_add, request.tau_act)]
         write_params(params, seat, request, [EOS], MASK, *filled)
         states[seat] = packed_state(params.blank[seat], request, random_snapshot(request), BUCKET)
-        blocks = request.max_canvas // BLOCK
-        views[row] = HostView(seat, PROMPT, BLOCK, request.max_canvas, 0, 0, BUCKET.blocks, blocks)
+        blocks = request.max_new_tokens // BLOCK
+        views[row] = HostView(seat, PROMPT, BLOCK, request.max_new_tokens, 0, 0, BUCKET.blocks, blocks)
     memory = torch.zeros(input_size(BUCKET), dtype=torch.int32)
     shape = BUCKET.shape("S R P")
     pages = torch.randperm(math.prod(shape)).view(shape).int()

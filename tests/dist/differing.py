@@ -21,7 +21,7 @@ from lopa_ascend.parallel.collectives import RankError
 from lopa_ascend.types import RowResult, SequencePlan
 from tests.dist.ranks import KV_MEMORY
 
-select = Lopa._select
+select = Lopa.select
 
 
 def drift(self: Lopa, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, list[float]]:
@@ -38,7 +38,7 @@ def main() -> None:
     case, sizes = sys.argv[1], json.loads(sys.argv[2])
     differs = os.environ["RANK"] == "1"
     if differs and case != "seed":
-        mock.patch.object(Lopa, "_select", {"winner": drift, "hang": hang}[case]).start()
+        mock.patch.object(Lopa, "select", {"winner": drift, "hang": hang}[case]).start()
     mock.patch.object(engine, "AGREEMENT_INTERVAL", 1).start()
     seed = int(differs and case == "seed")
     try:

@@ -18,6 +18,7 @@ from unittest import mock
 
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.backend.compiler import Eager
+from lopa_ascend.config import GraphParams
 from lopa_ascend.engine import engine
 from lopa_ascend.graph import setup
 from lopa_ascend.types import GenerationOutput
@@ -40,7 +41,10 @@ def shown(output: GenerationOutput) -> dict[str, Any]:
 
 def run(job: dict[str, Any]) -> list[dict[str, Any]]:
     """All requests, one after the other or ``together``, which takes different parameters in one batch."""
-    with LLM(job["model"], **job["options"]) as llm:
+    options = job["options"]
+    if "graph_params" in options:
+        options = {**options, "graph_params": GraphParams(**options["graph_params"])}
+    with LLM(job["model"], **options) as llm:
         requests = [(request["prompt"], DecodingParams(**request["params"])) for request in job["requests"]]
         if job.get("together"):
             outputs = decode_together(llm, requests)

@@ -22,8 +22,7 @@ def job(case: str, tp: int, bp: int) -> dict:
     options = {
         "dtype": "float32",
         "graph_mode": "inductor",
-        "graph_num_branches": params.lookaheads,
-        "graph_confidence": params.confidence,
+        "graph_params": {"num_branches": params.lookaheads, "confidence": params.confidence},
         "tensor_parallel_size": tp,
         "branch_parallel_size": bp,
         "max_num_seqs": 2,

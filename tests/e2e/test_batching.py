@@ -48,7 +48,6 @@ def requests(seed: int, count: int) -> list[tuple[list[int], DecodingParams]]:
             branch_score=rng.choice(["mean", "tail"]),
             max_active_blocks=rng.choice([None, 2]),
             ignore_eos=rng.random() < 0.3,
-            whole_last_block=index % 3 == 1,
             presence_penalty=1.5 if index % 4 == 2 else 0.0,
             repetition_penalty=1.3 if index % 5 == 3 else 1.0,
             logit_bias=((7, 4.0), (8, -100.0)) if index % 4 == 3 else (),

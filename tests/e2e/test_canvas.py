@@ -31,8 +31,6 @@ ACCEPTANCES: list[dict[str, Any]] = [
     {"acceptance": "threshold", "tau_conf": 0.8},
     {"acceptance": "factor", "acceptance_factor": 1.0},
     {"acceptance": "factor", "acceptance_factor": 4.0},
-    {"acceptance": "entropy_bound", "acceptance_gamma": 0.5, "confidence": "neg_entropy"},
-    {"acceptance": "frechet", "acceptance_delta": 0.1},
 ]
 
 
@@ -206,7 +204,6 @@ def canvas_requests(seed: int, count: int) -> list[tuple[list[int], DecodingPara
             temperature=rng.choice([0.0, 0.0, 1.0]),
             **{"seed": rng.randrange(100), **KINDS[index % len(KINDS)]},
             ignore_eos=rng.random() < 0.3,
-            whole_last_block=index % 3 == 1,
             repetition_penalty=1.3 if index % 5 == 3 else 1.0,
             bad_words=((7, 8), (9,)) if index % 4 == 3 else (),
             top_logprobs=index % 2,

@@ -13,7 +13,7 @@ import torch
 from examples.near_first.near_first import NearFirst
 from lopa_ascend import LLM, DecodingParams, register_decoding
 from lopa_ascend.backend.compiler import Eager
-from lopa_ascend.config import DECODINGS, EngineConfig, ParameterError, decodings
+from lopa_ascend.config import DECODINGS, EngineConfig, GraphParams, ParameterError, decodings
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.graph import executor as graph_executor
 from lopa_ascend.graph import setup
@@ -26,7 +26,7 @@ from tests.tiers import slow_but
 from tests.tiny import VOCAB_SIZE, write_dream
 
 EOS = 3
-OPTIONS = {"graph_mode": "inductor", "dtype": "float32", "graph_num_branches": 5}
+OPTIONS = {"graph_mode": "inductor", "dtype": "float32", "graph_params": GraphParams(num_branches=5)}
 
 
 @pytest.fixture(autouse=True)
@@ -77,8 +77,9 @@ LATE = [case for case, params in CASES.items() if params.window_attention == "bl
 @pytest.mark.parametrize(("case", "ahead"), [*((case, False) for case in CASES), *((case, True) for case in LATE)])
 def test_golden_case(case: str, ahead: bool) -> None:
     trace, params = golden.read(case), CASES[case]
-    kind = {"graph_window_attention": params.window_attention, "graph_confidence": params.confidence}
-    options = OPTIONS | kind | {"graph_num_branches": params.lookaheads}
+    assert params.window_attention is not None
+    compiled = GraphParams(params.lookaheads, window_attention=params.window_attention, confidence=params.confidence)
+    options = OPTIONS | {"graph_params": compiled}
     llm = LLM(str(golden.model_path(trace)), enable_prefix_caching=False, max_num_seqs=2, **options)
     if not ahead:
         one_at_a_time(llm.engine)
@@ -115,8 +116,7 @@ def test_what_only_decode_defines_runs_eagerly_and_is_counted(path: str, monkeyp
     plain = DecodingParams(block_size=8, max_new_tokens=32, tau_conf=0.5, ignore_eos=True, num_branches=5)
     changes: dict[str, list[dict[str, Any]]] = {
         "num_branches": [{"num_branches": "auto"}, {"num_branches": "auto", "branch_acceptance": "exact"}],
-        "branch_score": [{"branch_score": "expected"}, {"branch_score": "entropy"}],
-        "branch_candidates": [{"branch_candidates": "tokens", "branch_score": "pivot", "pivot_mass": 0.0}],
+        "branch_score": [{"branch_score": "tail"}, {"branch_score": "window"}],
         "base": [{"base": "fast_dllm", "block_cache": "dual", "window_attention": "full"}],
         "decoding": [{"decoding": "near_first"}],
     }
@@ -145,7 +145,7 @@ def test_whole_canvases_run_eagerly_and_are_counted(path: str) -> None:
     expected = run(engine(path, graph_mode="eager"), asked)
     # Nor are graphs for full windows those of a whole canvas.
     for window in ("block_causal", "full"):
-        served = engine(path, graph_window_attention=window)
+        served = engine(path, graph_params=GraphParams(num_branches=5, window_attention=window))
         outputs = run(served, asked)
         assert [shown(output) for output in outputs] == [shown(output) for output in expected]
         stats = served.stats().graphs
@@ -174,8 +174,8 @@ def test_requests_of_all_kinds_get_what_the_eager_engine_gives(
     path: str, seed: int, ahead: bool, window_attention: str, confidence: str
 ) -> None:
     asked, arrivals = mixed(seed, 12, window_attention, confidence)
-    kind = {"graph_window_attention": window_attention, "graph_confidence": confidence}
-    served = engine(path, graph_window_blocks=4, **kind)
+    compiled = GraphParams(num_branches=5, window_attention=window_attention, confidence=confidence)
+    served = engine(path, graph_window_blocks=4, graph_params=compiled)
     if not ahead:
         one_at_a_time(served)
     outputs = run(served, asked, arrivals)
@@ -198,7 +198,7 @@ def test_a_window_that_outgrows_the_graphs_runs_eager_and_is_reported(path: str)
     params = DecodingParams(block_size=4, tau_conf=1.0, tau_add=0.0, max_new_tokens=48, ignore_eos=True)
     outputs = []
     for blocks in (2, 12):
-        served = engine(path, graph_window_blocks=blocks, graph_block_size=4)
+        served = engine(path, graph_window_blocks=blocks, graph_params=GraphParams(num_branches=5, block_size=4))
         outputs += run(served, [([5, 6, 7], params)])
         assert bool(served.stats().graphs.eager_steps.get("graph_window_blocks")) == (blocks == 2)
     assert shown(outputs[0]) == shown(outputs[1])

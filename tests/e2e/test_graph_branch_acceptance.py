@@ -11,7 +11,7 @@ import pytest
 
 from lopa_ascend import DecodingParams
 from lopa_ascend.backend.compiler import Eager
-from lopa_ascend.config import EngineConfig
+from lopa_ascend.config import EngineConfig, GraphParams
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.graph import setup
 from lopa_ascend.types import GenerationOutput
@@ -44,9 +44,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def engine(path: str, **changes: Any) -> Engine:
-    options = {"graph_mode": "inductor", "dtype": "float32", "graph_num_branches": 5, "kv_cache_memory": 2**25}
+    options = {"graph_mode": "inductor", "dtype": "float32", "kv_cache_memory": 2**25}
     options |= {"max_model_len": 512, "max_num_seqs": 4, "enable_prefix_caching": False}
     return Engine(EngineConfig(model=path, **{**options, **changes}))
+
+
+def compiled_for(branch_acceptance: str, window_attention: str = "block_causal") -> GraphParams:
+    return GraphParams(num_branches=5, window_attention=window_attention, branch_acceptance=branch_acceptance)
 
 
 def shown(output: GenerationOutput) -> object:
@@ -85,8 +89,8 @@ def test_requests_of_all_kinds_get_what_the_eager_engine_gives(
 ) -> None:
     asked = mixed(seed, window_attention, branch_acceptance)
     arrivals = [random.Random(seed).randrange(12) for _ in asked]
-    kind = {"graph_window_attention": window_attention, "graph_branch_acceptance": branch_acceptance}
-    served = engine(path, graph_window_blocks=4, **kind)
+    compiled = compiled_for(branch_acceptance, window_attention)
+    served = engine(path, graph_window_blocks=4, graph_params=compiled)
     if not ahead:
         one_at_a_time(served)
     outputs = run(served, asked, arrivals)
@@ -112,7 +116,7 @@ def test_what_graphs_of_another_kind_decode_runs_eagerly_and_is_counted(path: st
         "tau_add": {"tau_add": 0.0},
         "num_branches": {"num_branches": 6},
     }
-    served = one_at_a_time(engine(path, graph_branch_acceptance="exact"))
+    served = one_at_a_time(engine(path, graph_params=compiled_for("exact")))
     eager = run(served, [([5, 3, 8], replace(asked, **change)) for change in changes.values()])
     published = run(served, [([5, 3, 8], DecodingParams(**FIELDS))])
     stats = served.stats().graphs
@@ -126,7 +130,7 @@ def test_what_graphs_of_another_kind_decode_runs_eagerly_and_is_counted(path: st
 
 @pytest.mark.parametrize("branch_acceptance", ["published", "verified", "exact"])
 def test_d2f_has_no_branches_to_accept_and_runs_in_graphs_of_every_kind(path: str, branch_acceptance: str) -> None:
-    served = one_at_a_time(engine(path, graph_branch_acceptance=branch_acceptance))
+    served = one_at_a_time(engine(path, graph_params=compiled_for(branch_acceptance)))
     params = DecodingParams(**FIELDS | {"num_branches": 0}, decoding="d2f")
     asked = [([5, 3, 8], params), ([5, 3, 8], replace(params, decoding="lopa", branch_acceptance="exact"))]
     d2f, exact = run(served, asked)
@@ -136,11 +140,11 @@ def test_d2f_has_no_branches_to_accept_and_runs_in_graphs_of_every_kind(path: st
     assert exact.token_ids == d2f.token_ids
 
 
-@pytest.mark.parametrize("changes", [{}, {"branches_by_load": False}, {"max_auto_branches": 2}])
-def test_exact_with_auto_has_as_many_branches_as_graphs_have_room_for(path: str, changes: dict[str, Any]) -> None:
-    auto = DecodingParams(**FIELDS | {"num_branches": "auto"}, branch_acceptance="exact", **changes)
-    fixed = replace(auto, num_branches=min(5, auto.max_auto_branches), branches_by_load=None)
-    served = engine(path, graph_branch_acceptance="exact")
+@pytest.mark.parametrize("room", [2, 5])
+def test_exact_with_auto_has_as_many_branches_as_graphs_have_room_for(path: str, room: int) -> None:
+    auto = DecodingParams(**FIELDS | {"num_branches": "auto"}, branch_acceptance="exact")
+    fixed = replace(auto, num_branches=min(3, room))
+    served = engine(path, graph_params=replace(compiled_for("exact"), num_branches=room))
     d2f = replace(fixed, decoding="d2f", num_branches=0, branch_acceptance="published")
     outputs = run(served, [([5, 3, 8], auto), ([5, 3, 8], fixed), ([5, 3, 8], d2f)])
     assert shown(outputs[0]) == shown(outputs[1])
@@ -149,16 +153,14 @@ def test_exact_with_auto_has_as_many_branches_as_graphs_have_room_for(path: str,
     stats = served.stats().graphs
     assert stats is not None
     assert (bool(stats.num_steps), stats.eager_steps) == (True, {})
-    assert served.runner.allotment is None  # nothing was measured
 
 
 def test_auto_runs_eagerly_where_its_tokens_depend_on_the_number_of_branches(path: str) -> None:
     verified = DecodingParams(**FIELDS | {"num_branches": "auto"}, branch_acceptance="verified")
     sampled = replace(verified, branch_acceptance="exact", repetition_penalty=1.5)
     for params, reason in ((verified, "num_branches"), (sampled, "repetition_penalty")):
-        served = engine(path, graph_branch_acceptance=params.branch_acceptance)
+        served = engine(path, graph_params=compiled_for(params.branch_acceptance))
         run(served, [([5, 3, 8], params)])
         stats = served.stats().graphs
         assert stats is not None
         assert (stats.num_steps, list(stats.eager_steps)) == (0, [reason])
-        assert served.runner.allotment is not None

@@ -8,6 +8,7 @@ import pytest
 
 from lopa_ascend import DecodingParams
 from lopa_ascend.backend.compiler import Eager
+from lopa_ascend.config import GraphParams
 from lopa_ascend.graph import setup
 from tests.e2e.batching import one_at_a_time, run
 from tests.e2e.test_graph import engine
@@ -29,7 +30,7 @@ def test_a_request_that_comes_back_to_graphs_goes_on_from_where_eager_steps_left
     """Its window first outgrows the graphs; later blocks are decoded in graphs again."""
     params = DecodingParams(block_size=block_size, tau_conf=1.0, tau_add=0.2, max_new_tokens=48, ignore_eos=True)
     asked = [([5, 6, prompt], replace(params, num_branches=prompt % 3)) for prompt in range(10, 22)]
-    served = engine(path, graph_window_blocks=2, graph_block_size=6)
+    served = engine(path, graph_window_blocks=2, graph_params=GraphParams(num_branches=5, block_size=6))
     outputs = run(served, asked)
     expected = run(engine(path, graph_mode="eager"), asked)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
@@ -46,9 +47,8 @@ def test_sequences_fill_the_largest_buckets_one_after_the_other(path: str) -> No
         path,
         max_num_seqs=10,
         max_num_batched_tokens=500,
-        graph_num_branches=7,
+        graph_params=GraphParams(num_branches=7, block_size=4),
         graph_window_blocks=2,
-        graph_block_size=4,
     )
     one_at_a_time(served)
     params = DecodingParams(decoding="d2f", block_size=4, max_active_blocks=1, max_new_tokens=16, ignore_eos=True)

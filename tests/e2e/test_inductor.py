@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lopa_ascend import LLM
+from lopa_ascend.config import GraphParams
 from tests import golden
 from tests.e2e.conftest import running
 from tests.e2e.test_serve_operations import samples
@@ -24,8 +25,7 @@ def test_a_golden_case_through_a_compiled_step() -> None:
         str(golden.model_path(trace)),
         dtype="float32",
         graph_mode="inductor",
-        graph_num_branches=0,
-        graph_block_size=params.block_size,
+        graph_params=GraphParams(num_branches=0, block_size=params.block_size),
         graph_window_blocks=2,
         max_num_seqs=1,
         max_num_batched_tokens=60,

@@ -130,11 +130,12 @@ def test_max_new_tokens_is_exact(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_with_whole_last_blocks_a_short_answer_of_d2f_is_a_prefix_of_a_longer_one(llm: LLM, seed: int) -> None:
+def test_an_answer_of_d2f_in_whole_blocks_is_a_prefix_of_a_longer_one(llm: LLM, seed: int) -> None:
     rng = random.Random(seed)
+    block_size = rng.choice([4, 8, 32])
     fields = {
         "decoding": "d2f",
-        "block_size": rng.choice([4, 8, 32]),
+        "block_size": block_size,
         "tau_conf": rng.choice([0.02, 0.05, 0.5]),
         "tau_add": rng.choice([0.1, 0.5]),
         "max_active_blocks": rng.choice([None, 2]),
@@ -142,17 +143,10 @@ def test_with_whole_last_blocks_a_short_answer_of_d2f_is_a_prefix_of_a_longer_on
     }
     prompt = [rng.randrange(4, 200) for _ in range(rng.choice([1, 20, 128]))]
     longest = one(llm, [prompt], max_new_tokens=64, **fields)
-    for length in (1, 5, 8, 13, 21, 40, 63):
-        output = one(llm, [prompt], max_new_tokens=length, whole_last_block=True, **fields)
+    for length in range(block_size, 64, block_size):
+        output = one(llm, [prompt], max_new_tokens=length, **fields)
         assert output.token_ids == longest.token_ids[:length]
         assert len(output.token_ids) == min(length, len(longest.token_ids))
-
-
-def test_a_whole_last_block_must_fit_the_model(path) -> None:
-    llm = LLM(path, max_model_len=40)
-    assert len(one(llm, [[5] * 10], max_new_tokens=28, ignore_eos=True).token_ids) == 28
-    with pytest.raises(ParameterError, match=r"max_new_tokens: 28 \(32 in whole blocks\) does not fit"):
-        one(llm, [[5] * 10], max_new_tokens=28, whole_last_block=True)
 
 
 def test_min_new_tokens_holds_eos_back(llm: LLM) -> None:
@@ -341,8 +335,6 @@ def test_a_request_that_cannot_fit_is_refused_with_the_numbers(path) -> None:
     small = LLM(path, kv_cache_memory=10**6, max_num_branches=255)
     with pytest.raises(ParameterError, match="num_branches.*256 branches.*256 KV pages, but this server has 30"):
         small.generate([[1]], params(num_branches=255), quiet=True)
-    with pytest.raises(ParameterError, match="max_auto_branches.*KV pages, but this server has 30"):
-        small.generate([[1]], params(num_branches="auto", max_auto_branches=255), quiet=True)
     few = LLM(path, kv_cache_memory=70_000)
     with pytest.raises(ParameterError, match="max_new_tokens: 1 branches of 300 .*KV pages, but this server has 2"):
         few.generate([[1] * 300], params(decoding="d2f", num_branches=0), quiet=True)

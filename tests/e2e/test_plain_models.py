@@ -17,7 +17,7 @@ import pytest
 from lopa_ascend import LLM, DecodingParams, ParameterError
 from lopa_ascend.backend.compiler import Eager
 from lopa_ascend.checkpoint import CheckpointError
-from lopa_ascend.config import EngineConfig
+from lopa_ascend.config import EngineConfig, GraphParams
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.graph import setup
 from tests import golden
@@ -98,10 +98,12 @@ def test_golden_cases_in_compiled_steps(model: str, window: str, confidence: str
         enable_prefix_caching=False,
         max_num_seqs=2,
         graph_mode="inductor",
-        graph_window_attention=window,
-        graph_confidence=confidence,
-        graph_num_branches=max(each.lookaheads for each in params),
-        graph_block_size=max(each.block_size for each in params),
+        graph_params=GraphParams(
+            num_branches=max(each.lookaheads for each in params),
+            block_size=max(each.block_size for each in params),
+            window_attention=window,
+            confidence=confidence,
+        ),
     )
     for case in BY_KIND[kind]:
         check_golden(llm, case)
@@ -118,8 +120,7 @@ def test_a_golden_case_through_inductor(tmp_path: Path) -> None:
         as_plain(golden.model_path(trace), tmp_path / "plain"),
         dtype="float32",
         graph_mode="inductor",
-        graph_num_branches=0,
-        graph_block_size=4,
+        graph_params=GraphParams(num_branches=0, block_size=4),
         graph_window_blocks=2,
         max_num_seqs=1,
         max_num_batched_tokens=60,

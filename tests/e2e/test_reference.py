@@ -42,19 +42,10 @@ def test_random_models_and_settings(seed: int, tmp_path) -> None:
     compare(tmp_path, seed, rng, {})
 
 
-@pytest.mark.parametrize("seed", slow_but(range(100, 118), range(100, 109)))
-def test_acceptance_rules(seed: int, tmp_path) -> None:
+@pytest.mark.parametrize("seed", slow_but(range(100, 106), range(100, 103)))
+def test_acceptance_by_the_factor(seed: int, tmp_path) -> None:
     rng = random.Random(seed)
-    changes = [
-        {"acceptance": "factor", "acceptance_factor": rng.choice([0.3, 1.0, 2.0, 4.0])},
-        {
-            "acceptance": "entropy_bound",
-            "acceptance_gamma": rng.choice([0.01, 0.5, 3.0, 9.0]),
-            "confidence": "neg_entropy",
-        },
-        {"acceptance": "frechet", "acceptance_delta": rng.choice([0.0, 0.25, 0.6])},
-    ][seed % 3]
-    compare(tmp_path, seed, rng, changes)
+    compare(tmp_path, seed, rng, {"acceptance": "factor", "acceptance_factor": rng.choice([0.3, 1.0, 2.0, 4.0])})
 
 
 def compare(tmp_path: Path, seed: int, rng: random.Random, changes: dict[str, Any]) -> None:

@@ -76,7 +76,6 @@ CANVASES: list[dict[str, Any]] = [
     {"num_branches": 3, "stop": ["e"]},
     {"num_branches": 3, "max_active_blocks": 1, "block_size": 4},
     {"num_branches": 7, "block_size": 4, "tau_conf": 1.0, "tau_act": 0.5},
-    {"num_branches": 3, "block_size": 8, "whole_last_block": True},
     {"decoding": "parallel", "block_size": 8},
     {"decoding": "vanilla", "steps": 6, "alg": "origin", "seed": 5},
     {"base": "parallel", "num_branches": 3, "block_size": 8},

@@ -35,7 +35,7 @@ def extras(rng: random.Random) -> dict[str, Any]:
             {"repetition_penalty": 1.5, "logit_bias": {5: 2.0}},
             {"bad_words": ((5, 6), (7,)), "min_new_tokens": 6},
             {"acceptance": "factor", "acceptance_factor": 0.5},
-            {"acceptance": "entropy_bound", "confidence": "neg_entropy", "acceptance_gamma": 0.2},
+            {"acceptance": "factor", "confidence": "neg_entropy", "acceptance_factor": 2.0},
         ]
     )
 

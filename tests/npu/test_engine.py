@@ -144,13 +144,6 @@ def test_tnd16_copies_no_page_table_on_the_device(small: Path) -> None:
     assert launches[0] == launches[1]
 
 
-def test_the_costs_of_steps_are_measured_in_tnd16(small: Path) -> None:
-    llm = strict_engine(small, attention_layout="TND16", max_num_batched_tokens=256)
-    params = DecodingParams(num_branches="auto", branches_by_load=True, max_new_tokens=8, ignore_eos=True)
-    assert len(llm.generate([[1, 2, 3]], params, quiet=True)[0].token_ids) == 8
-    assert llm.engine.runner.allotment is not None
-
-
 @pytest.mark.parametrize("layout", ATTENTION_LAYOUTS)
 def test_a_pool_with_fewer_pages_than_the_entries_have_together(small: Path, layout: str) -> None:
     """Pages that branches share count once in the pool and once an entry in the documents of the kernel."""

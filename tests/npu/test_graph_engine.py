@@ -13,7 +13,7 @@ from torch import Tensor
 
 from examples.plain_dream.plain_dream import PlainDream
 from lopa_ascend import LLM, DecodingParams
-from lopa_ascend.config import EngineConfig
+from lopa_ascend.config import EngineConfig, GraphParams
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.plain import Attend
@@ -65,13 +65,13 @@ def check_golden_cases(mode: str, kind: tuple[str, str, str], model: Path) -> No
     """All cases of a kind through one engine."""
     traces = [golden.read(case) for case in BY_KIND[kind]]
     params = [golden.decoding_params(trace) for trace in traces]
-    graphs: dict[str, Any] = {f"graph_{name}": value for name, value in zip(ALIKE, kind[1:], strict=True)}
-    graphs |= {
-        "graph_num_branches": max(p.lookaheads for p in params),
-        "graph_block_size": max(p.block_size for p in params),
-    }
+    compiled = GraphParams(
+        num_branches=max(p.lookaheads for p in params),
+        block_size=max(p.block_size for p in params),
+        **dict(zip(ALIKE, kind[1:], strict=True)),
+    )
     with numeric():
-        llm = LLM(model, dtype="float32", graph_mode=mode, **options(**graphs))
+        llm = LLM(model, dtype="float32", graph_mode=mode, **options(graph_params=compiled))
         for trace, each in zip(traces, params, strict=True):
             output = llm.generate([trace["prompt_ids"]], each, trace=True, quiet=True)[0]
             assert list(output.token_ids) == trace["output_ids"]
@@ -89,7 +89,7 @@ def test_branches_that_must_be_confirmed_win_as_on_the_cpu(mode: str, branch_acc
     path = write_dream(tmp_path)
     fields: dict[str, Any] = {"block_size": 8, "max_new_tokens": 40, "tau_conf": 0.5, "ignore_eos": True}
     params = DecodingParams(**fields, num_branches=3, branch_acceptance=branch_acceptance)
-    graphs = options(graph_branch_acceptance=branch_acceptance, graph_block_size=8, graph_window_blocks=4)
+    graphs = options(graph_params=GraphParams(block_size=8, branch_acceptance=branch_acceptance), graph_window_blocks=4)
     with numeric():
         llm = LLM(path, dtype="float32", graph_mode=mode, max_model_len=128, **graphs)
         output = llm.generate([[5, 3, 8, 2, 9]], params, trace=True, quiet=True)[0]
@@ -116,11 +116,12 @@ def test_entries_of_16_queries_change_no_token(mode: str, window: str, block_siz
     blocks: dict[str, Any] = {"block_size": block_size, "max_active_blocks": 2, "window_attention": window}
     params = DecodingParams(num_branches=3, max_new_tokens=96, tau_conf=1.0, ignore_eos=True, **blocks)
     # With so many pages one kernel takes all entries of a layer.
-    graphs = options(max_model_len=256, graph_window_blocks=2, graph_block_size=block_size, kv_cache_memory=2**22)
+    compiled = GraphParams(block_size=block_size, window_attention=window)
+    graphs = options(max_model_len=256, graph_window_blocks=2, graph_params=compiled, kv_cache_memory=2**22)
     tokens, entries, updates, steps = [], [], [], []
     with numeric():
         for layout in ("TND", "TND16"):
-            changes = {**graphs, "attention_layout": layout, "graph_window_attention": window}
+            changes = {**graphs, "attention_layout": layout}
             llm = LLM(path, graph_mode=mode, **changes)
             assert llm.engine.runner.graphs is not None
             entries += [sum(launcher.bucket.entries for launcher in llm.engine.runner.graphs.launchers.values())]

@@ -16,12 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from lopa_ascend.config import DecodingParams
+from lopa_ascend.config import DecodingParams, GraphParams
 from lopa_ascend.decode import begin
 from lopa_ascend.graph import inputs, policy, support, tensors
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.inputs import HostView
-from lopa_ascend.graph.support import CompiledParams
 from lopa_ascend.graph.winner import Predicted
 from tests.tiers import examples
 from tests.torch.policy_driver import LENGTH, MASK, Batch, constants_of
@@ -100,10 +99,8 @@ def test_what_was_not_finite_is_noticed_by_no_other_sequence(branch_acceptance: 
         (DecodingParams(acceptance="factor"), "acceptance"),
         (DecodingParams(branch_acceptance="exact"), "branch_acceptance"),
         (DecodingParams(branch_score="tail"), "branch_score"),
-        (DecodingParams(branch_score="expected"), "branch_score"),
-        (DecodingParams(branch_score="entropy"), "branch_score"),
-        (DecodingParams(branch_candidates="tokens"), "branch_candidates"),
-        (DecodingParams(num_branches="auto", max_auto_branches=3), "num_branches"),
+        (DecodingParams(branch_score="window"), "branch_score"),
+        (DecodingParams(num_branches="auto"), "num_branches"),
         (DecodingParams(base="parallel"), "base"),
         (DecodingParams(base="fast_dllm"), "base"),
         (DecodingParams(decoding="fast_dllm"), "decoding"),
@@ -115,7 +112,7 @@ def test_what_was_not_finite_is_noticed_by_no_other_sequence(branch_acceptance: 
 )
 def test_what_graphs_cannot_do_is_named(request_: DecodingParams, field: str | None) -> None:
     shape = Bucket(1, 2, 1, 4, 4, 32, 8)
-    assert support.unsupported(request_, 2, shape, CompiledParams()) == field
+    assert support.unsupported(request_, 2, shape, GraphParams()) == field
 
 
 @pytest.mark.parametrize(
@@ -138,25 +135,26 @@ def test_graphs_decode_the_branch_acceptance_that_they_are_compiled_for(
     asked: dict[str, Any], compiled: str, field: str | None
 ) -> None:
     shape = Bucket(1, 2, 1, 4, 4, 32, 8)
-    kind = CompiledParams(branch_acceptance=compiled)
-    assert support.unsupported(DecodingParams(**asked), 2, shape, kind) == field
+    compiled = GraphParams(branch_acceptance=compiled)
+    assert support.unsupported(DecodingParams(**asked), 2, shape, compiled) == field
 
 
 def test_exact_with_auto_gets_the_branches_that_there_is_room_for() -> None:
-    shape, exact = Bucket(1, 2, 1, 4, 4, 32, 8), CompiledParams(branch_acceptance="exact")
+    shape, exact = Bucket(1, 2, 1, 4, 4, 32, 8), GraphParams(branch_acceptance="exact")
     auto = DecodingParams(num_branches="auto", branch_acceptance="exact")
     assert support.with_fixed_branches(auto, 2, shape, exact).num_branches == 3
-    assert support.with_fixed_branches(replace(auto, max_auto_branches=2), 2, shape, exact).num_branches == 2
+    small = shape._replace(branches=3, slots=3)
+    assert support.with_fixed_branches(auto, 2, small, exact).num_branches == 2
     unchanged = [
         (replace(auto, branch_acceptance="verified"), exact, shape),
-        (replace(auto, branch_acceptance="verified"), CompiledParams(branch_acceptance="verified"), shape),
-        (auto, CompiledParams(), shape),
+        (replace(auto, branch_acceptance="verified"), GraphParams(branch_acceptance="verified"), shape),
+        (auto, GraphParams(), shape),
         (auto, exact, shape._replace(branches=1, slots=1)),
         (replace(auto, tau_add=0.0), exact, shape),
         (replace(auto, num_branches=2), exact, shape),
     ]
-    for params, kind, bucket in unchanged:
-        assert support.with_fixed_branches(params, 2, bucket, kind) is params
+    for params, compiled, bucket in unchanged:
+        assert support.with_fixed_branches(params, 2, bucket, compiled) is params
 
 
 def test_more_eos_ids_than_a_graph_takes_are_named_unless_they_are_ignored() -> None:
@@ -164,7 +162,7 @@ def test_more_eos_ids_than_a_graph_takes_are_named_unless_they_are_ignored() -> 
     for ignored, reason in ((False, "eos_token_id"), (True, None)):
         params = DecodingParams(ignore_eos=ignored)
         ends = begin([1], params, 99, frozenset(range(9))).ends
-        assert support.unsupported(params, len(ends), shape, CompiledParams()) == reason
+        assert support.unsupported(params, len(ends), shape, GraphParams()) == reason
 
 
 def test_stop_token_ids_take_the_same_room() -> None:
@@ -172,7 +170,7 @@ def test_stop_token_ids_take_the_same_room() -> None:
     for count, reason in ((6, None), (7, "stop_token_ids")):
         params = DecodingParams(stop_token_ids=tuple(range(10, 10 + count)))
         ends = begin([1], params, 99, frozenset((1, 2))).ends
-        assert support.unsupported(params, len(ends), shape, CompiledParams()) == reason
+        assert support.unsupported(params, len(ends), shape, GraphParams()) == reason
 
 
 def kernels(sequences: int, branch_acceptance: str) -> Counter[str]:

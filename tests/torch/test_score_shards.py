@@ -192,7 +192,6 @@ def test_a_rows_bits_do_not_depend_on_the_rows_around_it(confidence, temperature
     ("changes", "numbers"),
     [
         ({}, 4),
-        ({"num_candidates": 5}, 2 + 2 * 5),
         ({"temperature": 1.0}, 4),
         ({"confidence": "margin"}, 5),
         ({"confidence": "neg_entropy"}, 5),
@@ -204,36 +203,6 @@ def test_a_rows_bits_do_not_depend_on_the_rows_around_it(confidence, temperature
 def test_shards_of_any_size_tell_as_many_numbers(changes, numbers) -> None:
     scoring = replace(GREEDY, **changes)
     assert gather(logits(0), scoring, [1, 3, 60, 300]).shape == (5, ROWS, numbers)
-
-
-@pytest.mark.parametrize("cuts", [[], [150], [1, 3, 60, 300]])
-@pytest.mark.parametrize("confidence", ["max_prob", "neg_entropy"])
-def test_candidates_are_the_most_probable_tokens(confidence: str, cuts: list[int]) -> None:
-    plain = replace(GREEDY, confidence=confidence)
-    x = logits(9)
-    x[:, [70, 260]] = 30.0  # equal, and in different shards
-    predicted = score(x, plain, cuts)
-    *same, ids, probs = score(x, replace(plain, num_candidates=6), cuts)
-    for column, expected in zip(same, predicted, strict=True):
-        assert torch.equal(column, expected), "candidates change no bit of a prediction"
-    dense = x.double().softmax(-1)
-    for row in range(ROWS):
-        allowed = dense[row].clone()
-        allowed[[MASK, *range(TOKENS, VOCAB), *(GREEDY.eos if row < GREEDY.min_position else ())]] = 0
-        expected_probs, expected_ids = allowed.sort(descending=True, stable=True)
-        assert ids[row].tolist() == expected_ids[:6].tolist()
-        torch.testing.assert_close(probs[row].double(), expected_probs[:6], rtol=1e-5, atol=0)
-    assert ids[0, :2].tolist() == [70, 260]
-    assert torch.equal(ids[:, 0], same[0])
-    assert torch.equal(probs[:, 0], same[1])
-
-
-def test_missing_candidates_have_the_probability_0() -> None:
-    scoring = replace(GREEDY, num_token_ids=2, num_candidates=4, min_position=0)
-    *_, ids, probs = score(logits(2), scoring, [1, 40])
-    assert set(ids[0, :2].tolist()) == {0, 1}
-    assert (probs[:, :2] > 0).all()
-    assert not probs[:, 2:].any()
 
 
 def test_a_nucleus_beyond_the_offers_is_drawn_from_the_offers() -> None:

@@ -43,7 +43,7 @@ class Run:
     def forward(self, plan: SequencePlan) -> tuple[ForwardResult, list[RowResult]]:
         share = self.executor.placement.share(plan)
         forward = self.executor.forward([self.sequence], [share], [self.pages])[0]
-        results = self.executor.exchange([plan], [forward.predictions], [0])[0]
+        results = self.executor.exchange([plan], [forward.predictions])[0]
         assert results is not None
         return forward, results
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lopa_ascend.config import DecodingParams, ParameterError
+from lopa_ascend.config import DecodingParams
 from lopa_ascend.config.research_params import ACCEPTANCES
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.acceptance import RULES, acceptance_rule
@@ -51,35 +51,8 @@ def test_factor(block, factor: float) -> None:
     assert rule(fills(block)) == most(fills(block), lambda fill: fill.max_prob, allows)
 
 
-@given(blocks, entropies)
-def test_entropy_bound(block, gamma: float) -> None:
-    def allows(first: list[Fill]) -> bool:
-        values = exact([-fill.confidence for fill in first])
-        return sum(values) - max(values) <= Fraction(gamma)
-
-    params = DecodingParams(acceptance="entropy_bound", acceptance_gamma=gamma, confidence="neg_entropy")
-    found = acceptance_rule(params)(fills(block))
-    assert found == most(fills(block), lambda fill: fill.confidence, allows)
-    assert found or not block
-
-
-@given(blocks, shares)
-def test_frechet(block, delta: float) -> None:
-    def allows(first: list[Fill]) -> bool:
-        values = exact([fill.max_prob for fill in first])
-        return max(Fraction(0), sum(values) - (len(values) - 1)) - (1 - min(values)) > Fraction(delta)
-
-    rule = acceptance_rule(DecodingParams(acceptance="frechet", acceptance_delta=delta))
-    assert rule(fills(block)) == most(fills(block), lambda fill: fill.max_prob, allows)
-
-
 def test_every_rule_has_a_name() -> None:
     assert tuple(RULES) == ACCEPTANCES
-
-
-def test_the_entropy_bound_needs_entropies() -> None:
-    with pytest.raises(ParameterError, match=r'acceptance.*"entropy_bound" needs confidence "neg_entropy".*"max_prob"'):
-        DecodingParams(acceptance="entropy_bound")
 
 
 @pytest.mark.parametrize("tau_act", [0.0, 1.0])

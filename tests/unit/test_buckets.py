@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lopa_ascend.config import EngineConfig, ParameterError
+from lopa_ascend.config import EngineConfig, GraphParams, ParameterError
 from lopa_ascend.graph.buckets import Bucket, Buckets, declare
 from lopa_ascend.graph.setup import plan_graphs
 from lopa_ascend.kv.pages import pages_for, slots_for
@@ -34,9 +34,9 @@ def test_an_engine_has_few_and_the_largest_holds_all_it_can_be_asked_for() -> No
 def test_an_engine_of_16_ranks_has_at_most_twelve_by_default(max_model_len: int) -> None:
     """Of tensor parallel size 4 and branch parallel size 4, and with the default limits."""
     config = EngineConfig(tensor_parallel_size=4, branch_parallel_size=4)
-    slots = slots_for(1 + config.graph_num_branches, config.branch_parallel_size)
+    slots = slots_for(1 + config.graph_params.num_branches, config.branch_parallel_size)
     blocks, pages = config.graph_window_blocks, pages_for(max_model_len)
-    shape = Bucket(config.max_num_seqs, blocks, pages, 4 * slots, slots, config.graph_block_size, blocks)
+    shape = Bucket(config.max_num_seqs, blocks, pages, 4 * slots, slots, config.graph_params.block_size, blocks)
     declared = declare(shape, max(4096, max_model_len)).declared
     assert len(declared) <= 12
     assert all(bucket.pages == pages for bucket in declared)
@@ -45,8 +45,8 @@ def test_an_engine_of_16_ranks_has_at_most_twelve_by_default(max_model_len: int)
 @pytest.mark.parametrize(
     ("settings", "max_model_len"),
     [
-        ({"graph_num_branches": 15, "graph_block_size": 4, "graph_window_blocks": 2}, 2048),
-        ({"graph_num_branches": 3, "graph_block_size": 1}, 3),
+        ({"graph_params": GraphParams(num_branches=15, block_size=4), "graph_window_blocks": 2}, 2048),
+        ({"graph_params": GraphParams(num_branches=3, block_size=1)}, 3),
     ],
 )
 def test_windows_with_fewer_positions_than_branches_are_refused(settings: dict[str, Any], max_model_len: int) -> None:
@@ -57,7 +57,8 @@ def test_windows_with_fewer_positions_than_branches_are_refused(settings: dict[s
 
 
 def test_windows_that_are_smaller_than_asked_for_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    config = EngineConfig(graph_mode="inductor", graph_num_branches=15, graph_block_size=64, graph_window_blocks=8)
+    wide = GraphParams(num_branches=15, block_size=64)
+    config = EngineConfig(graph_mode="inductor", graph_params=wide, graph_window_blocks=8)
     with caplog.at_level("INFO", logger="lopa_ascend.graph.setup"):
         plan_graphs(config, "any model", 4096, 10**6)
         assert not caplog.records

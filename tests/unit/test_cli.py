@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError, recommended_decoding
+from lopa_ascend.config import DecodingParams, EngineConfig, GraphParams, ParameterError, recommended_decoding
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.serve import cli
 from lopa_ascend.serve.cli import parse_args
@@ -36,7 +36,7 @@ def write(path: Path, text: str) -> str:
 
 def test_no_flags_are_the_defaults_and_what_the_bundled_model_recommends():
     recommended = recommended_decoding(DEMO_MODEL)
-    engine = EngineConfig(graph_block_size=recommended["block_size"])
+    engine = EngineConfig(graph_params=GraphParams(block_size=recommended["block_size"]))
     assert parse_args([]) == ServeConfig(engine=engine, decoding=recommended)
     assert parse_args(["--model", "absent"]) == ServeConfig(engine=EngineConfig(model="absent"))
 
@@ -45,7 +45,7 @@ def test_flags_reach_their_fields():
     config = parse_args(
         "--model M --lora-path L --max-num-seqs 4 --kv-cache-memory 1.5GiB --no-enable-prefix-caching --seed 7 "
         "--threads 2 --max-body-size 4096 --watchdog-timeout 5 --tau-conf 0.8 --stop a b --ignore-eos "
-        "--no-finish-at-eos --eos-token-id 1 2 --stop c".split()
+        "--eos-token-id 1 2 --stop c".split()
     )
     assert config.engine == EngineConfig(
         model="M", lora="L", max_num_seqs=4, kv_cache_memory=3 * 2**29, enable_prefix_caching=False, seed=7, threads=2
@@ -55,32 +55,30 @@ def test_flags_reach_their_fields():
         "tau_conf": 0.8,
         "stop": ("a", "b", "c"),
         "ignore_eos": True,
-        "finish_at_eos": False,
         "eos_token_id": (1, 2),
     }
 
 
 def test_a_chosen_number_of_branches_leaves_the_graphs_their_own():
-    config = parse_args(["--model", "M", "--num-branches", "auto", "--max-auto-branches", "5"])
-    assert config.decoding == {"num_branches": "auto", "max_auto_branches": 5}
+    config = parse_args(["--model", "M", "--num-branches", "auto"])
+    assert config.decoding == {"num_branches": "auto"}
     assert config.engine == EngineConfig(model="M")
 
 
-def test_graphs_have_room_for_all_branches_of_auto_where_they_run_it():
-    auto = ["--num-branches", "auto", "--max-auto-branches", "5", "--branch-acceptance"]
-    rooms = {kind: parse_args([*auto, kind]).engine for kind in ("published", "verified", "exact")}
-    assert {kind: engine.graph_num_branches for kind, engine in rooms.items()} == {
-        "published": 3,
-        "verified": 3,
-        "exact": 5,
-    }
-    assert all(engine.graph_branch_acceptance == kind for kind, engine in rooms.items())
+def test_graphs_follow_the_decoding_defaults():
+    flags = "--num-branches 5 --block-size 8 --confidence margin --window-attention full --branch-acceptance verified"
+    followed = GraphParams(5, 8, "full", "margin", "verified")
+    assert parse_args(["--model", "M", *flags.split()]).engine.graph_params == followed
+    auto = ["--model", "M", "--num-branches", "auto", "--branch-acceptance"]
+    for kind in ("published", "verified", "exact"):
+        assert parse_args([*auto, kind]).engine.graph_params == GraphParams(branch_acceptance=kind)
 
 
 def test_every_setting_has_one_flag():
-    assert set(DecodingParams.names()) - {"seed", "top_logprobs"} == DECODING_FLAGS.keys()
+    alone = {"alg_temp", "tail_fraction", "score_window", "creation_weight", "finish_at_eos"}
+    assert set(DecodingParams.names()) - {"seed", "top_logprobs"} - alone == DECODING_FLAGS.keys()
     settings = {f.name for f in fields(ServeConfig)} - {"engine", "decoding"}
-    engine = {"lora_path" if f.name == "lora" else f.name for f in fields(EngineConfig)}
+    engine = {"lora_path" if f.name == "lora" else f.name for f in fields(EngineConfig) if f.name != "graph_params"}
     assert settings | engine | DECODING_FLAGS.keys() == FLAGS.keys()
 
 
@@ -136,17 +134,17 @@ def test_more_branches_than_allowed_name_both_flags(capsys: pytest.CaptureFixtur
         message = refusal(capsys, *argv)
         assert "--num-branches" in message
         assert "--max-num-branches 2" in message
-    message = refusal(capsys, "--max-num-branches", "3", "--num-branches", "auto")
-    assert "--max-auto-branches: is 7 by default, which exceeds --max-num-branches 3" in message
+    message = refusal(capsys, "--max-num-branches", "2", "--num-branches", "auto")
+    assert "--num-branches: is 3, which exceeds --max-num-branches 2" in message
     assert parse_args(["--max-num-branches", "2", "--num-branches", "2"]).engine.max_num_branches == 2
     assert parse_args(["--max-num-branches", "0", "--decoding", "d2f"]).engine.max_num_branches == 0
 
 
 def test_graphs_are_compiled_for_a_decoding_that_they_can_run():
     model = ["--model", "M"]
-    assert parse_args([*model, "--window-attention", "full"]).engine.graph_window_attention == "full"
-    with pytest.raises(ParameterError, match='graph_window_attention.*"full" and branch_parallel_size 2'):
-        EngineConfig(graph_mode="inductor", graph_window_attention="full", branch_parallel_size=2)
+    assert parse_args([*model, "--window-attention", "full"]).engine.graph_params.window_attention == "full"
+    with pytest.raises(ParameterError, match='window_attention.*"full" and branch_parallel_size 2'):
+        EngineConfig(graph_mode="inductor", graph_params=GraphParams(window_attention="full"), branch_parallel_size=2)
     for decoding in (["--decoding", "parallel"], ["--base", "parallel"]):
         config = parse_args([*model, *decoding, "--block-size", "8"])
         assert config.engine == parse_args(model).engine
@@ -157,9 +155,9 @@ def test_graphs_must_have_room_for_the_blocks_of_streams(capsys: pytest.CaptureF
     compiled = ["--model", "M", "--graph-mode", "inductor", "--stream-block-size"]
     message = refusal(capsys, *compiled, "64")
     assert "--stream-block-size" in message
-    assert "--graph-block-size 32" in message
+    assert "--block-size 32" in message
     assert parse_args([*compiled, "8"]).stream_block_size == 8
-    assert parse_args([*compiled, "64", "--graph-block-size", "64"]).engine.graph_block_size == 64
+    assert parse_args([*compiled, "64", "--block-size", "64"]).engine.graph_params.block_size == 64
     assert parse_args(["--stream-block-size", "64"]).stream_block_size == 64  # eager steps take any block
 
 

@@ -77,8 +77,6 @@ def test_defaults_are_the_papers_gsm8k_row() -> None:
         ("confidence", "entropy"),
         ("acceptance", "entropy"),
         ("acceptance_factor", -1),
-        ("acceptance_gamma", float("nan")),
-        ("acceptance_delta", 1.5),
         ("steps", 0),
         ("steps", 2**31 - 1),
         ("alg", "random"),
@@ -172,7 +170,7 @@ def test_defaults_for_another_decoding_are_left_out() -> None:
 
 def test_no_default_makes_a_request_fail() -> None:
     """Whatever a server's defaults are: a request is refused only for what it asks for itself."""
-    names = ("confidence", "acceptance", "branch_score", "branch_candidates")
+    names = ("confidence", "acceptance", "branch_score", "branch_acceptance")
     kinds = [DecodingParams.parameters()[name].kind for name in names]
     values = [kind.choices for kind in kinds if isinstance(kind, Choice)]
 
@@ -189,7 +187,7 @@ def test_no_default_makes_a_request_fail() -> None:
         {name: value} for name, choices in zip(names, values, strict=True) for value in choices
     ]
     asked += [{"temperature": 0.5}, {"decoding": "d2f"}, {"decoding": "d2f", "confidence": "margin"}]
-    asked += [{"branch_score": "pivot", "branch_candidates": "tokens"}]
+    asked += [{"base": "parallel"}, {"decoding": "fast_dllm", "acceptance": "factor"}]
     possible = [request for request in asked if works(request)]
     assert len(servers) > 30
     assert len(possible) > 10
@@ -204,14 +202,6 @@ def test_no_default_makes_a_request_fail() -> None:
         ({"decoding": "vanilla", "alg_temp": 0.5}, {"alg": "origin"}, "alg_temp"),
         ({"decoding": "vanilla", "alg": "origin"}, {"alg_temp": 0.5}, "alg"),
         ({"temperature": 0.7, "tau_conf": 0.8}, {"branch_acceptance": "exact"}, "temperature"),
-        ({"temperature": 0.7, "tau_conf": 0.8}, {"branch_candidates": "tokens"}, "temperature"),
-        ({"branch_candidates": "tokens"}, {"branch_acceptance": "verified", "lookahead_depth": 4}, "branch_candidates"),
-        ({"branch_acceptance": "verified", "lookahead_depth": 4}, {"branch_candidates": "tokens"}, "lookahead_depth"),
-        (
-            {"decoding": "d2f", "temperature": 0.7, "branch_candidates": "tokens"},
-            {"decoding": "lopa"},
-            "branch_candidates",
-        ),
     ],
 )
 def test_a_default_gives_way_to_what_a_request_asks_for(
@@ -224,9 +214,8 @@ def test_a_default_gives_way_to_what_a_request_asks_for(
 
 
 def test_defaults_that_go_together_are_left_out_together() -> None:
-    defaults = {"branch_candidates": "tokens", "branch_score": "pivot"}
-    asked = {"branch_acceptance": "verified", "lookahead_depth": 4}
-    assert fitting_defaults(defaults, asked) == {}
+    defaults = {"branch_acceptance": "verified", "lookahead_depth": 4}
+    assert fitting_defaults(defaults, {"base": "parallel"}) == {}
 
 
 def test_a_default_least_length_gives_way_to_a_shorter_answer() -> None:
@@ -253,7 +242,7 @@ def test_an_unknown_choice_lists_the_known_ones() -> None:
         DecodingParams(confidence="probability")
     with pytest.raises(ParameterError, match="published, verified, exact"):
         DecodingParams(branch_acceptance="verify")
-    with pytest.raises(ParameterError, match="threshold, factor, entropy_bound, frechet"):
+    with pytest.raises(ParameterError, match="threshold, factor"):
         DecodingParams(acceptance="entropy")
 
 
@@ -272,7 +261,7 @@ def test_graph_support() -> None:
     of = {kind: {name for name, value in support.items() if value is kind} for kind in GraphSupport}
     processed = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
     processed |= {"bad_words", "top_logprobs"}
-    unusual = {"temperature", "acceptance", "branch_candidates", "branch_score", "creation_weight", "min_new_tokens"}
+    unusual = {"temperature", "acceptance", "branch_score", "creation_weight", "min_new_tokens"}
     assert of[GraphSupport.PIPELINED] == {"decoding"}
     assert of[GraphSupport.DEFAULT] == processed | unusual | {"base", "lookahead_depth"}
     assert of[GraphSupport.COMPILED] == {"confidence", "window_attention", "branch_acceptance"}

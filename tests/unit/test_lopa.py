@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lopa_ascend.config import DecodingParams, ParameterError
+from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode import begin
-from lopa_ascend.decode.blocks import Branch
-from lopa_ascend.decode.branch_scores import SCALE, branch_score, branch_scores, fixed_point
-from lopa_ascend.types import Fill, RowPlan, RowResult
+from lopa_ascend.decode.branch_scores import SCALE, branch_score, fixed_point
+from lopa_ascend.types import RowResult
 
 confidences = st.lists(st.floats(-12, 1, width=32), min_size=1, max_size=40)
 
@@ -61,25 +59,6 @@ def test_candidates_rank_by_confidence_then_position() -> None:
     assert lookaheads == [3, 4, 5, None]  # position 2 was the fallback fill
 
 
-def test_with_entropies_candidates_still_rank_by_probability() -> None:
-    params = DecodingParams(block_size=4, max_new_tokens=4, tau_conf=1.0, num_branches=2, branch_score="entropy")
-    strategy = begin([1], params, 99, frozenset())
-    plan = strategy.plan()
-    assert plan is not None
-    strategy.absorb(plan, [RowResult((1, 2, 3, 4), (0.9, 0.5, 0.6, 0.7), (-0.1, -0.2, -0.3, -0.4))], 0, 0)
-    lookaheads = [branch.lookahead and branch.lookahead.position for branch in strategy.branches]
-    assert lookaheads == [4, 3, None]
-
-
-def test_a_pass_keeps_its_best_lookaheads_and_the_anchor() -> None:
-    strategy = first_round([0.5, 0.9, 0.7, 0.7, 0.6], num_branches=3)
-    plan = strategy.plan()
-    assert plan is not None
-    kept = strategy.keep(plan, 2)
-    assert kept.rows == (plan.rows[0], plan.rows[1], plan.rows[3])
-    assert [branch.lookahead and branch.lookahead.position for branch in strategy.branches] == [3, 4, None]
-
-
 def test_fewer_candidates_than_branches() -> None:
     strategy = first_round([0.5, 0.9, 0.7], num_branches=7)
     assert len(strategy.branches) == 3
@@ -126,44 +105,3 @@ def test_a_branch_computes_from_its_lookahead_block_on() -> None:
     assert plan is not None
     assert {row.compute_from for row in plan.rows[:-1]} == {5}
     assert plan.rows[-1].compute_from == plan.start
-
-
-def test_expected_counts_what_passes_and_the_branchs_own_token() -> None:
-    params = DecodingParams(branch_score="expected", tau_conf=0.5)
-    own, anchor = Branch([], [], lookahead=Fill(9, 5, 0.5, 0.5)), Branch([], [])
-    rows = [RowResult((1,) * len(row), row, (0.0,) * len(row)) for row in [(0.75, 0.25), (0.75, 0.25, 0.125), ()]]
-    plans = [RowPlan(0, (), 0, (), tuple(range(len(row.tokens)))) for row in rows]
-    scores = branch_scores([own, anchor, own], plans, rows, params)
-    assert scores == [Fraction(5, 6), Fraction(7, 12), 1]  # of three: 1 + 1 + 0.5; 1 + 0.5 + 0.25; without masks
-    free = branch_scores([own, anchor, own], plans, rows, DecodingParams(branch_score="expected", tau_conf=0.0))
-    assert free == [1, 1, 1]
-
-
-def test_entropy_scores_branches_and_leaves_positions_to_the_probability() -> None:
-    params = DecodingParams(branch_score="entropy", num_branches=2, block_size=4, max_new_tokens=4, tau_conf=1.0)
-    assert params.ranking == "neg_entropy"
-    strategy = begin([1], params, 99, frozenset())
-    plan = strategy.plan()
-    assert plan is not None
-    strategy.absorb(plan, [RowResult((1, 2, 3, 4), (0.9, 0.8, 0.7, 0.2), (-3.0, -1.0, -2.0, -0.5))], 0, 0)
-    assert [branch.lookahead and branch.lookahead.position for branch in strategy.branches] == [2, 3, None]
-    plan = strategy.plan()
-    assert plan is not None
-    rows = [
-        RowResult((1, 1), (0.9, 0.9), (-2.0, -2.0)),
-        RowResult((1, 1), (0.1, 0.1), (-1.0, -1.5)),
-        RowResult((1, 1, 1), (0.5, 0.5, 0.5), (-1.0, -1.0, -2.0)),
-    ]
-    record = strategy.absorb(plan, rows, 0, 0)
-    assert record.winner == 1
-    assert [round(branch.score, 3) for branch in record.branches] == [-2.0, -1.25, -1.333]
-
-
-def test_scores_that_do_not_go_with_other_parameters() -> None:
-    with pytest.raises(ParameterError, match=r'branch_score.*"expected" needs acceptance "threshold", got "factor"'):
-        DecodingParams(branch_score="expected", acceptance="factor")
-    with pytest.raises(
-        ParameterError, match=r'branch_score.*"entropy" needs confidence "max_prob" or "neg_entropy", got "margin"'
-    ):
-        DecodingParams(branch_score="entropy", confidence="margin")
-    assert DecodingParams(decoding="d2f", branch_score="entropy").ranking == "max_prob"

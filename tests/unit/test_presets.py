@@ -124,8 +124,9 @@ def test_a_servers_preset_sets_its_decoding_defaults_alone():
     assert (config.engine.tensor_parallel_size, config.engine.branch_parallel_size) == (1, 1)
     assert (config.engine.model, config.engine.dtype) == (None, "auto")
     # Graphs are compiled for the defaults, whoever has set them.
-    assert (config.engine.graph_confidence, config.engine.graph_num_branches) == ("neg_entropy", 3)
-    assert parse_args(["--preset", "S1"]).engine.graph_window_attention == "full"
+    graphs = config.engine.graph_params
+    assert (graphs.confidence, graphs.num_branches) == ("neg_entropy", 3)
+    assert parse_args(["--preset", "S1"]).engine.graph_params.window_attention == "full"
 
 
 def test_flags_and_files_override_a_servers_preset(tmp_path: Path):

@@ -48,10 +48,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "top_p": {"temperature": 1.0},
     "top_k": {"temperature": 1.0},
     "min_new_tokens": {"max_new_tokens": 400},
-    "acceptance": {"confidence": "neg_entropy"},
     "branch_acceptance": {"temperature": 0},
-    "branch_candidates": {"temperature": 0},
-    "branch_score": {"temperature": 0, "branch_candidates": "tokens"},
     "lookahead_depth": {"branch_acceptance": "verified"},
     "steps": {"decoding": "vanilla"},
     "alg": {"decoding": "vanilla"},
@@ -202,8 +199,6 @@ def test_defaults_step_back_where_a_request_excludes_them():
     assert params(top_p=1).top_p is None
     assert params().max_new_tokens == 256
     assert PLANNER.completion(parsed(prompt=[1] * 400))[0].params.max_new_tokens == 100
-    whole = PLANNER.completion(parsed(prompt=[1] * 400, whole_last_block=True))[0].params
-    assert (whole.max_new_tokens, whole.max_canvas) == (96, 96)
 
 
 def test_defaults_that_do_not_go_with_the_decoding_of_a_request_are_left_out():
@@ -231,9 +226,6 @@ def test_defaults_that_cannot_sample_step_back_for_a_request_that_samples():
         assert planner.completion(parsed(**fields))[0].params.branch_acceptance == "exact"
     with pytest.raises(ParameterError, match="exact.*temperature 0"):
         planner.completion(parsed(temperature=0.7, branch_acceptance="exact"))
-    planner = dataclasses.replace(PLANNER, decoding={"branch_candidates": "tokens", "branch_score": "pivot"})
-    (sampled,) = planner.completion(parsed(temperature=0.7))
-    assert (sampled.params.branch_candidates, sampled.params.branch_score) == ("positions", "mean")
 
 
 def test_streams_have_a_default_block_size_of_their_own():
@@ -264,7 +256,7 @@ def test_errors_use_the_name_that_was_sent():
         assert wrong.value.param == param
     assert params(max_tokens=7, max_completion_tokens=7).max_new_tokens == 7
     with pytest.raises(ParameterError, match="^block_size:"):
-        params(whole_last_block=True, block_size=0)
+        params(block_size=0)
 
 
 def test_what_is_too_long_for_the_model_has_an_error_of_its_own():

@@ -32,7 +32,7 @@ setups = st.fixed_dictionaries(
         "tau_conf": st.sampled_from([0.5, 0.8, 0.9, 1.0]),
         "max_active_blocks": st.sampled_from([None, 1, 2]),
         "window_attention": st.sampled_from(["block_causal", "full"]),
-        "acceptance": st.sampled_from(["threshold", "factor", "frechet"]),
+        "acceptance": st.sampled_from(["threshold", "factor"]),
         "ignore_eos": st.booleans(),
         "finish_at_eos": st.booleans(),
     }
@@ -59,11 +59,7 @@ class Model:
             tokens.append(EOS if rng.random() < 0.03 else rng.randrange(VOCAB))
             # The same positions tend to be the surest ones.
             probs.append(0.7 * usual.random() + 0.3 * now.random())
-        candidates = tuple(
-            ((token, prob), ((token + 1) % VOCAB, 0.6 * (1 - prob)), ((token + 2) % VOCAB, 0.3 * (1 - prob)))
-            for token, prob in zip(tokens, probs, strict=True)
-        )
-        return RowResult(tuple(tokens), tuple(probs), tuple(probs), candidates)
+        return RowResult(tuple(tokens), tuple(probs), tuple(probs))
 
     def commit(self, plan: SequencePlan, record: StepRecord) -> None:
         if plan.num_new:
@@ -113,10 +109,8 @@ def rule(params: DecodingParams, row: RowPlan, result: RowResult) -> set[tuple[i
             lowest = probs[n - 1]
             if params.acceptance == "threshold":
                 allowed = lowest > D2F_TAU[params.tau_conf]
-            elif params.acceptance == "factor":
-                allowed = (n + 1) * (1 - lowest) < params.acceptance_factor
             else:
-                allowed = max(0.0, sum(probs[:n]) - (n - 1)) - (1 - lowest) > params.acceptance_delta
+                allowed = (n + 1) * (1 - lowest) < params.acceptance_factor
             counts += [n] if allowed else []
         take = max(counts)
         if not take and here and filled_before >= params.tau_act:

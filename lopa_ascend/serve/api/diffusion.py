@@ -48,9 +48,7 @@ class DiffusionStart(BaseModel):
     created: int
     model: str
     prompt_tokens: int
-    max_new_tokens: int = Field(
-        description="Most tokens of the answer. With whole_last_block the canvas may be longer."
-    )
+    max_new_tokens: int = Field(description="Most tokens of the answer.")
     block_size: int = Field(description="Positions by which the canvas grows.")
 
 

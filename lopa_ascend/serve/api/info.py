@@ -35,6 +35,7 @@ def server_info(config: ServeConfig, ready: Ready, model: str) -> ServerInfo:
     """
     settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     engine, decoding = settings.pop("engine"), settings.pop("decoding")
+    params = DecodingParams(**decoding)
     settings |= {name: settings[name] is not None for name in SECRETS}
     return ServerInfo(
         model=model,
@@ -50,7 +51,7 @@ def server_info(config: ServeConfig, ready: Ready, model: str) -> ServerInfo:
         },
         limits=dataclasses.asdict(ready.limits),
         engine=dataclasses.asdict(engine),
-        decoding=dataclasses.asdict(DecodingParams(**decoding)),
+        decoding={name: getattr(params, name) for name in DecodingParams.names()},
         server=settings,
         versions={"lopa_ascend": lopa_ascend.__version__, "python": platform.python_version(), **_versions()},
     )

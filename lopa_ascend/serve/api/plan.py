@@ -190,15 +190,11 @@ class Planner:
         defaults = fitting_defaults(defaults, asked)
         # Where a prompt leaves no room at all, Limits.check refuses the request.
         room = self.limits.max_model_len - prompt_tokens
-        together = {**defaults, **asked}
-        block_size = together.get("block_size", DecodingParams.block_size)
-        if together.get("whole_last_block") and block_size > 0:  # DecodingParams refuses others
-            room -= room % block_size
         defaults["max_new_tokens"] = max(1, min(defaults["max_new_tokens"], room))
         if "min_new_tokens" in defaults:
             longest = asked.get("max_new_tokens", defaults["max_new_tokens"])
             defaults["min_new_tokens"] = max(0, min(defaults["min_new_tokens"], longest))
-        return DecodingParams(**{**defaults, **asked})
+        return DecodingParams.of(**{**defaults, **asked})
 
 
 def asked_parameters(request: GenerationRequest) -> AskedParameters:
@@ -209,7 +205,7 @@ def asked_parameters(request: GenerationRequest) -> AskedParameters:
     """
     values: dict[str, Any] = {}
     sent_as: dict[str, str] = {}
-    for name, parameter in DecodingParams.parameters().items():
+    for name, parameter in DecodingParams.all_parameters().items():
         for field in (name, *parameter.aliases):
             value = getattr(request, field, None)  # not every route has a field for every parameter
             if value is None:

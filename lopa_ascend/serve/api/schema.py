@@ -56,13 +56,13 @@ would make an error for each of a million."""
 
 def with_decoding_parameters(model: type[B]) -> type[B]:
     """A class decorator that adds a field for every decoding parameter and for each of its aliases, but none for
-    parameters with ``own_field``.
+    parameters with ``own_field``. Decodings of installed packages can have parameters of their own among them.
 
     ``DecodingParams`` declares the fields, so type checkers do not see them on the model. Read them with ``getattr``,
-    by the names in ``DecodingParams.parameters``.
+    by the names in ``DecodingParams.all_parameters``.
     """
     fields: dict[str, Any] = {}
-    for name, parameter in DecodingParams.parameters().items():
+    for name, parameter in DecodingParams.all_parameters().items():
         if parameter.own_field:
             continue
         texts = {name: _description(name, parameter)} | dict.fromkeys(parameter.aliases, f"The same as {name}.")
@@ -102,7 +102,7 @@ def _description(name: str, parameter: Parameter) -> str:
     text = f"{parameter.help[0].upper()}{parameter.help[1:]}."
     if parameter.off:
         text += f" Off: {' or '.join(map(str, parameter.off))}."
-    default = parameter.default_text or json.dumps(getattr(DecodingParams, name))
+    default = parameter.default_text or json.dumps(DecodingParams.default(name))
     return f"{text} Default, unless the server has another: {default}."
 
 
