@@ -107,8 +107,9 @@ def _is_next(rows: Rows, after_anchor: Tensor, anchor: Tensor, launch: Launch, p
         anchor: its number in each sequence, int64 [S].
     """
     num_opened = rows.num_opened_blocks.gather(1, anchor[:, None])
-    num_opened_next = num_opened + opens_block(after_anchor[:, None], num_opened, launch, params)
     has_its_tokens = ~(rows.tokens != after_anchor[:, None]).any(-1)
+    # Rows with the same tokens have the same masks, so each can tell for itself what a next pass opens.
+    num_opened_next = num_opened + opens_block(rows.tokens, rows.masks, num_opened, launch, params)
     return has_its_tokens & (rows.num_opened_blocks == num_opened_next) & (rows.masks[:, :, 0] > 0.0)
 
 
@@ -131,8 +132,7 @@ def _best(progress: Tensor, scores_higher: Tensor) -> Tensor:
     """The row of each sequence with the most progress, and among equals with the highest score, int64 [S]."""
     mine, others = progress[:, :, None], progress[:, None]
     beats = (mine > others) | ((mine == others) & scores_higher)
-    is_beaten = beats.any(1)
-    return (~is_beaten).float().argmax(-1)
+    return beats.sum(-1, dtype=torch.float32).argmax(-1)  # it beats all others
 
 
 def _of_branch(x: Tensor, branch: Tensor) -> Tensor:

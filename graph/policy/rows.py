@@ -117,8 +117,9 @@ def open_blocks(state: State, launch: Launch, params: RequestParams, branches: T
     W = launch.blocks.shape[1]
     own = state.lookahead_cells[..., None] == launch.cells[:, None]
     tokens = torch.where(own, state.guesses[:, None], state.tokens[:, None])
-    num_opened_blocks = state.num_opened_blocks + opens_block(tokens, state.num_opened_blocks, launch, params)
     is_mask = tokens == params.mask[:, None, None]
+    masks = is_mask.view(S, B, W, -1).sum(-1, dtype=torch.float32)
+    num_opened_blocks = state.num_opened_blocks + opens_block(tokens, masks, state.num_opened_blocks, launch, params)
     is_open = launch.blocks[:, None] < num_opened_blocks[..., None]  # [S, B, W]
     num_lookaheads = (state.lookahead_cells >= 0).sum(-1, keepdim=True, dtype=torch.int32)
     is_branch = branches <= num_lookaheads
@@ -126,7 +127,7 @@ def open_blocks(state: State, launch: Launch, params: RequestParams, branches: T
     return Rows(
         tokens=tokens,
         masked=masked.view(S, B, -1),
-        masks=count_masks(tokens, launch, params),
+        masks=masks,
         num_opened_blocks=num_opened_blocks,
         own=own,
         is_anchor=branches == num_lookaheads,
@@ -134,27 +135,19 @@ def open_blocks(state: State, launch: Launch, params: RequestParams, branches: T
     )
 
 
-def count_masks(tokens: Tensor, launch: Launch, params: RequestParams) -> Tensor:
-    """Masks in each block, opened or not, float32 [S, B, W].
-
-    Args:
-        tokens: token ids [S, B, C].
-    """
-    is_mask = tokens == params.mask[:, None, None]
-    return is_mask.view(*tokens.shape[:2], launch.blocks.shape[1], -1).sum(-1, dtype=torch.float32)
-
-
-def opens_block(tokens: Tensor, num_opened_blocks: Tensor, launch: Launch, params: RequestParams) -> Tensor:
+def opens_block(
+    tokens: Tensor, masks: Tensor, num_opened_blocks: Tensor, launch: Launch, params: RequestParams
+) -> Tensor:
     """Whether each branch opens another block, bool [S, B]: it has no end, its last block is filled to ``tau_add``, and
     neither the canvas nor ``max_active_blocks``, counted from the first block with masks on, is used up.
 
     Args:
         tokens: token ids [S, B, C].
+        masks: in each block, opened or not, float32 [S, B, W].
         num_opened_blocks: of each sequence, int32 [S, 1].
     """
     block = launch.blocks[:, None]  # [S, 1, W]
     num_opened = num_opened_blocks[..., None]
-    masks = count_masks(tokens, launch, params)
     masks_of_last = masks.masked_fill(block != num_opened - 1, 0.0).sum(-1)
     first_active = num_opened - params.max_active_blocks[:, None, None] + 1  # if another block were opened now
     masks_before_active = masks.masked_fill(block >= first_active, 0.0).sum(-1)
