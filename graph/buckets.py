@@ -85,6 +85,10 @@ class Bucket(NamedTuple):
         return MAX_EOS
 
     @property
+    def one(self) -> int:
+        return 1
+
+    @property
     def state_size(self) -> int:
         """Columns of a packed ``policy.State``: tokens, guesses, number of opened blocks, lookahead cells."""
         return 2 * self.max_cells + 1 + self.branches

@@ -13,10 +13,11 @@ from torch import Tensor
 from lopa_ascend.backend.compiler import Compiler, Run
 from lopa_ascend.graph.buckets import Bucket, Buckets
 from lopa_ascend.graph.inputs import HostView, write_inputs
+from lopa_ascend.graph.policy import Constants
 from lopa_ascend.graph.seats import Seats
 from lopa_ascend.graph.step import DecodeStep
 from lopa_ascend.graph.support import CompiledParams
-from lopa_ascend.graph.tensors import Caches, Constants, flatten, input_size, make_constants, view_inputs
+from lopa_ascend.graph.tensors import Caches, flatten, input_size, make_constants, view_inputs
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.probe import Probe
 from lopa_ascend.score.greedy import GreedyScore

@@ -55,11 +55,11 @@ class DecodeStep:
         inputs, constants, storage, (k_caches, v_caches) = unflatten(tensors)
         launch, params, ops = inputs.launch, inputs.params, self.model.ops
         state = policy.unpack_state(storage.states, launch, self.bucket.max_cells)
-        rows = policy.open_blocks(state, launch, params, constants.branches)
+        rows = policy.open_blocks(state, launch, params, constants)
         tokens, slot_mapping = policy.rows_of_group(
             rows,
             launch,
-            constants.padding_positions,
+            constants,
             self.bp.size,
             self.bp.rank,
             full_attention=self.bucket.full_attention,
@@ -69,7 +69,7 @@ class DecodeStep:
         ops.put_rows(storage.hidden, inputs.model.hidden_rows, hidden)
         scored = self.score(self.model.logits(storage.hidden.index_select(0, inputs.model.predicted_by)))
         predicted, bits = self._gather([column.view(self._scored_shape) for column in scored[: self.score.num_columns]])
-        after, winner = policy.advance(rows, predicted, launch, params, constants.branches, self._branch_acceptance)
+        after, winner = policy.advance(rows, predicted, launch, params, constants, self._branch_acceptance)
         ops.put_rows(storage.states, launch.seats, policy.pack_state(after, self.bucket.max_cells))
         if self.bucket.full_attention:
             saved = storage.hidden.index_select(0, self._block_ends(inputs, winner))

@@ -6,6 +6,7 @@ declarations here and in ``policy/rows.py``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple, TypeVar
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lopa_ascend.graph.buckets import Bucket
-from lopa_ascend.graph.policy import Launch, RequestParams
+from lopa_ascend.graph.policy import Constants, Launch, RequestParams
 from lopa_ascend.graph.spec import float32, int32, num_elements, specs, views
 
 
@@ -44,15 +45,6 @@ class StepInputs(NamedTuple):
     launch: Launch
     params: RequestParams
     model: ModelInputs
-
-
-class Constants(NamedTuple):
-    """Tensors that never change in a bucket."""
-
-    branches: Annotated[Tensor, int32("branches")]
-    """The numbers from 0 on."""
-    padding_positions: Annotated[Tensor, int32("sequences slots cells")]
-    """Distinct flat cache positions that are written and never read."""
 
 
 class Storage(NamedTuple):
@@ -143,4 +135,9 @@ def make_constants(bucket: Bucket, first_padding_position: int) -> Constants:
     return Constants(
         branches=torch.arange(bucket.branches, dtype=torch.int32),
         padding_positions=padding.view(bucket.shape("sequences slots cells")),
+        no_cell=torch.tensor([-1], dtype=torch.int32),
+        no_masks=torch.tensor([0.0]),
+        no_limit=torch.tensor([math.inf]),
+        no_confidence=torch.tensor([-math.inf]),
+        no_rank=torch.tensor([-1.0]),
     )

@@ -20,6 +20,7 @@ A confidence may be NaN. All indices stay inside their range then, and other seq
 
 from lopa_ascend.graph.policy.advance import Predicted, advance
 from lopa_ascend.graph.policy.rows import (
+    Constants,
     Launch,
     RequestParams,
     Rows,
@@ -31,6 +32,7 @@ from lopa_ascend.graph.policy.rows import (
 )
 
 __all__ = [
+    "Constants",
     "Launch",
     "Predicted",
     "RequestParams",

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lopa_ascend.decode.branch_scores import SCALE
-from lopa_ascend.graph.policy.rows import Launch, RequestParams, Rows, State, opens_block
+from lopa_ascend.graph.policy.rows import Constants, Launch, RequestParams, Rows, State, opens_block
 
 
 class Predicted(NamedTuple):
@@ -31,28 +30,31 @@ def advance(
     predicted: Predicted,
     launch: Launch,
     params: RequestParams,
-    branches: Tensor,
+    constants: Constants,
     branch_acceptance: str = "published",
 ) -> tuple[State, Tensor]:
     """The state after the step, and the branch of each sequence that has won it, int64 [S].
 
     Args:
-        branches: the numbers from 0 on, int32 [B].
         branch_acceptance: see ``DecodingParams``; the lookahead branches have one token of their own.
     """
-    filled = fills(rows, predicted, params)
-    progress = _progress(rows, predicted, filled, launch, params, branch_acceptance)
-    winner = _best(progress, _scores_higher(rows, predicted, branches))
+    filled = fills(rows, predicted, params, constants)
+    beats = _scores_higher(rows, predicted, constants)
+    if branch_acceptance != "published":
+        progress = _progress(rows, predicted, filled, launch, params, constants, branch_acceptance)
+        mine, others = progress[:, :, None], progress[:, None]
+        beats = (mine > others) | ((mine == others) & beats)
+    winner = beats.sum(-1, dtype=torch.float32).argmax(-1)  # it beats all others
     tokens, guesses, masked, confidences, is_filled = (
         _of_branch(x, winner) for x in (rows.tokens, predicted.tokens, rows.masked, predicted.confidences, filled)
     )
     num_opened_blocks = rows.num_opened_blocks.gather(1, winner[:, None])
     after = torch.where(is_filled, guesses, tokens)
-    lookahead_cells = _candidates(masked & ~is_filled, confidences, launch, params, branches)
+    lookahead_cells = _candidates(masked & ~is_filled, confidences, launch, params, constants)
     return State(after, guesses, num_opened_blocks, lookahead_cells), winner
 
 
-def fills(rows: Rows, predicted: Predicted, params: RequestParams) -> Tensor:
+def fills(rows: Rows, predicted: Predicted, params: RequestParams, constants: Constants) -> Tensor:
     """The cells that each branch fills, bool [S, B, C]: those that ``tau_conf`` accepts, and in a fully activated block
     without such a cell the most confident one, the earliest among equals."""
     S, B, W = rows.masks.shape
@@ -61,9 +63,9 @@ def fills(rows: Rows, predicted: Predicted, params: RequestParams) -> Tensor:
     is_activated = masks_before <= params.masks_to_activate[:, None, None]
     falls_back = is_activated & ~accepted.any(-1)
     masked = rows.masked.view(S, B, W, -1)
-    confidences = predicted.confidences.view(S, B, W, -1).masked_fill(~masked, -math.inf)
-    is_best = masked & (confidences == confidences.amax(-1, keepdim=True))
-    is_first_best = is_best & (is_best.float().cumsum(-1) == 1.0)
+    confidences = torch.where(masked, predicted.confidences.view(S, B, W, -1), constants.no_confidence)
+    is_best = masked & (confidences == confidences.max(-1, keepdim=True).values)
+    is_first_best = is_best & (is_best.cumsum(-1, dtype=torch.float32) == 1.0)
     return (accepted | (is_first_best & falls_back[..., None])).view(S, B, -1)
 
 
@@ -73,30 +75,31 @@ def _progress(
     filled: Tensor,
     launch: Launch,
     params: RequestParams,
+    constants: Constants,
     branch_acceptance: str,
 ) -> Tensor:
-    """What decides before the score, float32 [S, B]: the rows with the highest value can win.
+    """What decides before the score with "verified" and "exact", float32 [S, B].
 
     Args:
         filled: the cells that each branch fills, bool [S, B, C].
     """
-    if branch_acceptance == "published":
-        return rows.is_branch.float()
     anchor = rows.is_anchor.float().argmax(-1)
     anchor_fills = _of_branch(filled, anchor)
     after_anchor = torch.where(anchor_fills, _of_branch(predicted.tokens, anchor), _of_branch(rows.tokens, anchor))
     is_lookahead = rows.is_branch & ~rows.is_anchor
     if branch_acceptance == "exact":
-        can_win = is_lookahead & _is_next(rows, after_anchor, anchor, launch, params)
+        can_win = is_lookahead & _is_next(rows, after_anchor, anchor, launch, params, constants)
         progress = can_win.float()
     else:
         is_confirmed = (rows.own & anchor_fills[:, None] & (rows.tokens == after_anchor[:, None])).any(-1)
         can_win = is_lookahead & is_confirmed
         progress = filled.sum(-1, dtype=torch.float32) + is_lookahead
-    return progress.masked_fill(~(can_win | rows.is_anchor), -1.0)
+    return torch.where(can_win | rows.is_anchor, progress, constants.no_rank)
 
 
-def _is_next(rows: Rows, after_anchor: Tensor, anchor: Tensor, launch: Launch, params: RequestParams) -> Tensor:
+def _is_next(
+    rows: Rows, after_anchor: Tensor, anchor: Tensor, launch: Launch, params: RequestParams, constants: Constants
+) -> Tensor:
     """Whether a row is what D2F would compute in its next pass, while nothing is committed in between, bool [S, B].
 
     The window begins with the first block that was not final before the last step's fills. So there is no commit in
@@ -109,30 +112,23 @@ def _is_next(rows: Rows, after_anchor: Tensor, anchor: Tensor, launch: Launch, p
     num_opened = rows.num_opened_blocks.gather(1, anchor[:, None])
     has_its_tokens = ~(rows.tokens != after_anchor[:, None]).any(-1)
     # Rows with the same tokens have the same masks, so each can tell for itself what a next pass opens.
-    num_opened_next = num_opened + opens_block(rows.tokens, rows.masks, num_opened, launch, params)
+    num_opened_next = num_opened + opens_block(rows.tokens, rows.masks, num_opened, launch, params, constants)
     return has_its_tokens & (rows.num_opened_blocks == num_opened_next) & (rows.masks[:, :, 0] > 0.0)
 
 
-def _scores_higher(rows: Rows, predicted: Predicted, branches: Tensor) -> Tensor:
+def _scores_higher(rows: Rows, predicted: Predicted, constants: Constants) -> Tensor:
     """Whether a row has a higher branch score than another, or an equal one and comes first; bool [S, row, other].
 
-    A score is the mean of the confidences in units of 1 / ``SCALE``, compared as a fraction of integers; it is 1 if
-    nothing is masked. Of two rows exactly one is higher, whatever integer a NaN becomes.
+    A score is the mean of the confidences in units of 1 / ``SCALE``, compared as a fraction of integers. A row without
+    masks has the fraction 0 / 0, which equals all others. It is the first row, whose score of 1 should win, or padding
+    at the end, which should not.
     """
-    units = (predicted.confidences * SCALE).round().to(torch.int32).masked_fill(~rows.masked, 0)
-    counts = rows.masked.sum(-1)
-    sums = units.sum(-1, dtype=torch.int64).masked_fill(counts == 0, SCALE)
-    over_other = sums[:, :, None] * counts.clamp_min(1)[:, None]  # the row's sum, over the other row's cells
-    comes_first = branches[:, None] < branches
-    other_over = over_other.transpose(1, 2)
-    return (over_other > other_over) | ((over_other == other_over) & comes_first)
-
-
-def _best(progress: Tensor, scores_higher: Tensor) -> Tensor:
-    """The row of each sequence with the most progress, and among equals with the highest score, int64 [S]."""
-    mine, others = progress[:, :, None], progress[:, None]
-    beats = (mine > others) | ((mine == others) & scores_higher)
-    return beats.sum(-1, dtype=torch.float32).argmax(-1)  # it beats all others
+    confidences = torch.where(rows.masked, predicted.confidences, constants.no_masks)
+    sums = (confidences * SCALE).round().sum(-1, dtype=torch.int64)
+    mine = sums[:, :, None] * rows.masked.sum(-1)[:, None]  # the row's sum, over the other row's cells
+    others = mine.transpose(1, 2)
+    comes_first = constants.branches[:, None] < constants.branches
+    return (mine > others) | ((mine == others) & comes_first)
 
 
 def _of_branch(x: Tensor, branch: Tensor) -> Tensor:
@@ -141,7 +137,7 @@ def _of_branch(x: Tensor, branch: Tensor) -> Tensor:
 
 
 def _candidates(
-    is_open: Tensor, confidences: Tensor, launch: Launch, params: RequestParams, branches: Tensor
+    is_open: Tensor, confidences: Tensor, launch: Launch, params: RequestParams, constants: Constants
 ) -> Tensor:
     """The cells that the next lookahead branches fill, int32 [S, B]: of the cells that are still masked the most
     confident ones, the earlier one among equals; -1 for the anchor and for padding.
@@ -150,12 +146,12 @@ def _candidates(
         is_open: the cells that are still masked, bool [S, C].
         confidences: of the winner, float32 [S, C].
     """
-    confidences = confidences.masked_fill(~is_open, -math.inf)
+    confidences = torch.where(is_open, confidences, constants.no_confidence)
     mine, others = confidences[:, :, None], confidences[:, None]
     comes_first = launch.cells[:, :, None] < launch.cells[:, None]
     is_ahead = (mine > others) | ((mine == others) & comes_first)
     # How many cells each one is ahead of. All ranks differ, because kernels take equal values in any order.
-    rank = is_ahead.sum(-1, dtype=torch.float32).masked_fill(~is_open, -1.0)
-    best, cells = rank.topk(len(branches))
-    is_lookahead = (best >= 0.0) & (branches < params.num_branches[:, None])
-    return launch.cells.gather(1, cells).masked_fill(~is_lookahead, -1)
+    rank = torch.where(is_open, is_ahead.sum(-1, dtype=torch.float32), constants.no_rank)
+    best, cells = rank.topk(len(constants.branches))
+    is_lookahead = (best > constants.no_rank) & (constants.branches < params.num_branches[:, None])
+    return torch.where(is_lookahead, launch.cells.gather(1, cells), constants.no_cell)

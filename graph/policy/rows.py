@@ -48,6 +48,25 @@ class RequestParams(NamedTuple):
     tau_conf: Annotated[Tensor, float32("sequences")]
 
 
+class Constants(NamedTuple):
+    """Tensors that never change in a bucket. A number in the code of a step would be a kernel that fills a tensor."""
+
+    branches: Annotated[Tensor, int32("branches")]
+    """The numbers from 0 on."""
+    padding_positions: Annotated[Tensor, int32("sequences slots cells")]
+    """Distinct flat cache positions that are written and never read."""
+    no_cell: Annotated[Tensor, int32("one")]
+    """-1"""
+    no_masks: Annotated[Tensor, float32("one")]
+    """0"""
+    no_limit: Annotated[Tensor, float32("one")]
+    """Infinity"""
+    no_confidence: Annotated[Tensor, float32("one")]
+    """-infinity"""
+    no_rank: Annotated[Tensor, float32("one")]
+    """-1"""
+
+
 class State(NamedTuple):
     """What the device keeps of each sequence between two steps, int32. Packed, it is one row of ``Storage.states``."""
 
@@ -107,22 +126,19 @@ def pack_state(state: State, max_cells: int) -> Tensor:
     return torch.cat(parts, 1).view(torch.float32)
 
 
-def open_blocks(state: State, launch: Launch, params: RequestParams, branches: Tensor) -> Rows:
-    """What each branch holds, once every branch that may open another block has opened it.
-
-    Args:
-        branches: the numbers from 0 on, int32 [B].
-    """
+def open_blocks(state: State, launch: Launch, params: RequestParams, constants: Constants) -> Rows:
+    """What each branch holds, once every branch that may open another block has opened it."""
     S, B = state.lookahead_cells.shape
     W = launch.blocks.shape[1]
     own = state.lookahead_cells[..., None] == launch.cells[:, None]
     tokens = torch.where(own, state.guesses[:, None], state.tokens[:, None])
     is_mask = tokens == params.mask[:, None, None]
     masks = is_mask.view(S, B, W, -1).sum(-1, dtype=torch.float32)
-    num_opened_blocks = state.num_opened_blocks + opens_block(tokens, masks, state.num_opened_blocks, launch, params)
+    opens = opens_block(tokens, masks, state.num_opened_blocks, launch, params, constants)
+    num_opened_blocks = state.num_opened_blocks + opens
     is_open = launch.blocks[:, None] < num_opened_blocks[..., None]  # [S, B, W]
     num_lookaheads = (state.lookahead_cells >= 0).sum(-1, keepdim=True, dtype=torch.int32)
-    is_branch = branches <= num_lookaheads
+    is_branch = constants.branches <= num_lookaheads
     masked = is_mask.view(S, B, W, -1) & (is_open & is_branch[..., None])[..., None]
     return Rows(
         tokens=tokens,
@@ -130,13 +146,18 @@ def open_blocks(state: State, launch: Launch, params: RequestParams, branches: T
         masks=masks,
         num_opened_blocks=num_opened_blocks,
         own=own,
-        is_anchor=branches == num_lookaheads,
+        is_anchor=constants.branches == num_lookaheads,
         is_branch=is_branch,
     )
 
 
 def opens_block(
-    tokens: Tensor, masks: Tensor, num_opened_blocks: Tensor, launch: Launch, params: RequestParams
+    tokens: Tensor,
+    masks: Tensor,
+    num_opened_blocks: Tensor,
+    launch: Launch,
+    params: RequestParams,
+    constants: Constants,
 ) -> Tensor:
     """Whether each branch opens another block, bool [S, B]: it has no end, its last block is filled to ``tau_add``, and
     neither the canvas nor ``max_active_blocks``, counted from the first block with masks on, is used up.
@@ -148,22 +169,18 @@ def opens_block(
     """
     block = launch.blocks[:, None]  # [S, 1, W]
     num_opened = num_opened_blocks[..., None]
-    masks_of_last = masks.masked_fill(block != num_opened - 1, 0.0).sum(-1)
     first_active = num_opened - params.max_active_blocks[:, None, None] + 1  # if another block were opened now
-    masks_before_active = masks.masked_fill(block >= first_active, 0.0).sum(-1)
+    most_masks = torch.where(block == num_opened - 1, params.masks_to_open[:, None, None], constants.no_limit)
+    most_masks = torch.where(block < first_active, constants.no_masks, most_masks)
     is_end = tokens[..., None] == params.ends[:, None, None]
-    return (
-        ~is_end.flatten(2).any(-1)
-        & (masks_of_last <= params.masks_to_open[:, None])
-        & (masks_before_active <= 0.0)
-        & (num_opened_blocks < launch.max_opened_blocks[:, None])
-    )
+    may_open = num_opened_blocks < launch.max_opened_blocks[:, None]
+    return may_open & (masks <= most_masks).all(-1) & ~is_end.flatten(2).any(-1)
 
 
 def rows_of_group(
     rows: Rows,
     launch: Launch,
-    padding_positions: Tensor,
+    constants: Constants,
     num_groups: int,
     group: int,
     *,
@@ -176,9 +193,6 @@ def rows_of_group(
     pass may commit them. Blocks that are not open are written too, into pages of their own sequence: no open block sees
     them, and once they are open they are written anew. With full attention every block is seen, so there they go to
     padding positions.
-
-    Args:
-        padding_positions: distinct flat cache positions that are never read, int32 [S, R, C].
     """
     S, R, _ = launch.slot_mapping.shape
     tokens = rows.tokens[:, group::num_groups] if num_groups > 1 else rows.tokens
@@ -186,5 +200,5 @@ def rows_of_group(
         return tokens, launch.slot_mapping
     W = launch.blocks.shape[1]
     is_open = launch.blocks[:, None] < rows.num_opened_blocks[:, group::num_groups, None]
-    kept, padding = (x.view(S, R, W, -1) for x in (launch.slot_mapping, padding_positions))
+    kept, padding = (x.view(S, R, W, -1) for x in (launch.slot_mapping, constants.padding_positions))
     return tokens, torch.where(is_open[..., None], kept, padding).view(S, R, -1)

@@ -23,8 +23,8 @@ from lopa_ascend.graph.inputs import (
     write_inputs,
     write_params,
 )
-from lopa_ascend.graph.policy import Predicted, advance, open_blocks, pack_state, rows_of_group, unpack_state
-from lopa_ascend.graph.tensors import Constants, input_size, make_constants, view_inputs
+from lopa_ascend.graph.policy import Constants, Predicted, advance, open_blocks, pack_state, rows_of_group, unpack_state
+from lopa_ascend.graph.tensors import input_size, make_constants, view_inputs
 from lopa_ascend.kv.pages import PAGE_SIZE
 from scripts.npu_selftest.captures import Captures
 from scripts.npu_selftest.cases import BLOCK, CAPTURED, Case
@@ -70,10 +70,10 @@ def decide(inputs: Sequence[Tensor], constants: Constants, branch_acceptance: st
     """
     memory, states, tokens, probs = inputs
     launch, params, _ = view_inputs(memory, BUCKET)
-    rows = open_blocks(unpack_state(states, launch, BUCKET.max_cells), launch, params, constants.branches)
-    of_group = rows_of_group(rows, launch, constants.padding_positions, NUM_GROUPS, OWN_GROUP, full_attention=True)
+    rows = open_blocks(unpack_state(states, launch, BUCKET.max_cells), launch, params, constants)
+    of_group = rows_of_group(rows, launch, constants, NUM_GROUPS, OWN_GROUP, full_attention=True)
     predicted = Predicted(tokens, probs, probs)
-    after, winner = advance(rows, predicted, launch, params, constants.branches, branch_acceptance)
+    after, winner = advance(rows, predicted, launch, params, constants, branch_acceptance)
     return [*of_group, winner, pack_state(after, BUCKET.max_cells).view(torch.int32)]
 
 

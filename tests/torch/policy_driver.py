@@ -208,12 +208,12 @@ class Batch:
             launch, params = given.launch, given.params
             constants = constants_of(self.bucket, self.first_padding_position)
             state = policy.unpack_state(self.storage, launch, self.bucket.max_cells)
-            rows = policy.open_blocks(state, launch, params, constants.branches)
+            rows = policy.open_blocks(state, launch, params, constants)
             for row in self.present - done:
                 self.compare_rows(row, given, rows)
             self.compare_writes(views, pages, given, rows, self.present - done)
             predicted, results = self.predict(rows)
-            after, winner = policy.advance(rows, predicted, launch, params, constants.branches, self.branch_acceptance)
+            after, winner = policy.advance(rows, predicted, launch, params, constants, self.branch_acceptance)
             self.storage[launch.seats] = policy.pack_state(after, self.bucket.max_cells)
             self.held = self.bucket.blocks
             gone = set(done)
@@ -268,7 +268,7 @@ class Batch:
         positions = given.model.positions.view(self.bucket.sequences, self.bucket.slots, -1)
         for group in range(self.size):
             constants = constants_of(self.bucket, self.first_padding_position)
-            of_group = partial(policy.rows_of_group, rows, given.launch, constants.padding_positions, self.size, group)
+            of_group = partial(policy.rows_of_group, rows, given.launch, constants, self.size, group)
             tokens, at = of_group(full_attention=False)
             block = given.launch.cells // LENGTH
             is_open = block[:, None] < rows.num_opened_blocks[:, group :: self.size, None]
