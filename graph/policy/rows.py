@@ -172,9 +172,10 @@ def opens_block(
     first_active = num_opened - params.max_active_blocks[:, None, None] + 1  # if another block were opened now
     most_masks = torch.where(block == num_opened - 1, params.masks_to_open[:, None, None], constants.no_limit)
     most_masks = torch.where(block < first_active, constants.no_masks, most_masks)
-    is_end = tokens[..., None] == params.ends[:, None, None]
+    has_too_many_masks = (masks > most_masks).any(-1)
+    has_end = (tokens[..., None] == params.ends[:, None, None]).flatten(2).any(-1)
     may_open = num_opened_blocks < launch.max_opened_blocks[:, None]
-    return may_open & (masks <= most_masks).all(-1) & ~is_end.flatten(2).any(-1)
+    return may_open & ~(has_too_many_masks | has_end)
 
 
 def rows_of_group(
