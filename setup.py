@@ -10,6 +10,7 @@ from setuptools import Extension, find_packages, setup
 OUTSIDE = {
     "lopa_ascend.graph": "graph",
     "lopa_ascend.graph.fusion": "graph/fusion",
+    "lopa_ascend.graph.policy": "graph/policy",
     "lopa_ascend.parallel": "parallel",
 }
 inside = find_packages(include=["lopa_ascend", "lopa_ascend.*"])

@@ -71,7 +71,10 @@ TARGETS = {
         ("tests/unit/test_pages.py", "tests/unit/test_prefix_cache.py", "tests/unit/test_scheduler.py"),
     ),
     "placement": Target(("parallel/placement.py",), ("tests/unit/test_placement.py",)),
-    "policy": Target(("graph/policy.py",), ("tests/unit/test_policy.py", "tests/torch/test_policy_tensors.py")),
+    "policy": Target(
+        ("graph/policy/rows.py", "graph/policy/advance.py"),
+        ("tests/unit/test_policy.py", "tests/torch/test_policy_tensors.py"),
+    ),
     "graphs": Target(
         ("graph/executor.py", "graph/window.py", "graph/seats.py"),
         ("tests/e2e/test_graph.py", "tests/e2e/test_graph_windows.py"),

@@ -6,15 +6,11 @@ buckets compile and capture fast; more buckets would need less padding.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from lopa_ascend.config import divided_length
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SEQUENCES_FACTOR = 4
 """Factor from one number of sequences to the next larger one: steps of few sequences read the weights in most of their
@@ -70,95 +66,36 @@ class Bucket(NamedTuple):
         return self.sequences * self.slots * self.cells
 
     @property
-    def state_sizes(self) -> tuple[int, ...]:
-        """Elements of each part of a ``policy.State``."""
-        cells, branches = self.sequences * self.cells, self.sequences * self.branches
-        return cells, cells, self.sequences * ((1 + MAX_EOS) * self.blocks + 1), branches, branches
-
-    @property
     def name(self) -> str:
         """For messages and for files of compiled graphs."""
         return f"sequences{self.sequences}_blocks{self.blocks}_pages{self.pages}"
 
     @property
-    def dims(self) -> dict[str, int]:
-        """The dimensions of a step's tensors, by the letters that ``graph/tensors.py`` uses."""
-        return {
-            "S": self.sequences,
-            "B": self.branches,
-            "R": self.slots,
-            "W": self.blocks,
-            "L": self.block_length,
-            "C": self.cells,
-            "P": self.pages,
-            "M": self.max_blocks,
-            "T": self.tokens,
-            "A": self.sequences * self.slots * self.entries,
-            "K": 1 + MAX_EOS,
-            "U": (self.max_blocks - self.blocks) * self.block_length,
-            "F": MaskLimits(self.max_blocks).size,
-            "Q": self.state_sizes[2],
-            "G": sum(self.state_sizes),
-            # Tokens and guesses of the largest window; blank [3] and the number of opened blocks; lookahead cells.
-            "X": 2 * self.max_blocks * self.block_length + 3 + 1 + self.branches,
-            "Y": 3 * self.cells,
-            "1": 1,
-            "2": 2,
-            "3": 3,
-        }
+    def all_entries(self) -> int:
+        """Attention entries of a step on one rank."""
+        return self.sequences * self.slots * self.entries
+
+    @property
+    def max_cells(self) -> int:
+        """Cells of the largest window of any bucket."""
+        return self.max_blocks * self.block_length
+
+    @property
+    def max_ends(self) -> int:
+        return MAX_EOS
+
+    @property
+    def one(self) -> int:
+        return 1
+
+    @property
+    def state_size(self) -> int:
+        """Columns of a packed ``policy.State``: tokens, guesses, number of opened blocks, lookahead cells."""
+        return 2 * self.max_cells + 1 + self.branches
 
     def shape(self, dims: str) -> tuple[int, ...]:
-        """Sizes of dimensions given as letters, e.g. "S R C"; "S*C" is one dimension."""
-        sizes = self.dims
-        return tuple(math.prod(sizes[letter] for letter in dim.split("*")) for dim in dims.split())
-
-
-class MaskLimits(NamedTuple):
-    """Columns of ``RequestParams.mask_limits``: how many masks a block may hold for another block to be opened.
-
-    A branch opens a block if none of its blocks holds more masks than its limit, and none an EOS. Which limit a block
-    has depends on the number n of opened blocks, which only the device knows: the host writes a base column, and the
-    device adds n. With M = ``max_blocks`` the columns are
-
-        0 to M              blocks that are not opened: no limit
-        M + 1 to 2 M        opened blocks, from the last one backwards
-        2 M + 1 to 3 M + 1  a sequence that may have more than n blocks: no limit
-        3 M + 2             a sequence that may not: -1, which no block meets
-        3 M + 3 to 4 M + 4  EOS of a block, by the opened blocks of the window: 0
-    """
-
-    max_blocks: int
-
-    @classmethod
-    def of_size(cls, size: int) -> MaskLimits:
-        """The columns of a ``mask_limits`` tensor that has ``size`` of them: the inverse of the property ``size``."""
-        return cls((size - 5) // 4)
-
-    @property
-    def size(self) -> int:
-        """Number of columns."""
-        return 4 * self.max_blocks + 5
-
-    def by_distance(self, distance: int) -> int:
-        """Column of the opened block that is the ``distance``-th from the end, 1 for the last one."""
-        return self.max_blocks + distance
-
-    @property
-    def no_room(self) -> int:
-        """Column of a sequence that may have no more blocks."""
-        return 3 * self.max_blocks + 2
-
-    def base_by_distance(self, blocks: Tensor) -> Tensor:
-        """Base columns for ``blocks``: of n opened blocks, block b is the (n - b)-th from the end."""
-        return self.by_distance(0) - blocks
-
-    def base_by_room(self, max_open: Tensor) -> Tensor:
-        """Base columns for sequences that may have ``max_open`` blocks: with so many opened ones ``no_room``."""
-        return self.no_room - max_open
-
-    def base_of_ends(self, start: Tensor) -> Tensor:
-        """Base columns for the EOS of sequences whose windows begin with block ``start``."""
-        return self.no_room + 1 - start
+        """Sizes of dimensions that are given by the names of fields and properties, e.g. "sequences cells"."""
+        return tuple(getattr(self, name) for name in dims.split())
 
 
 @dataclass(frozen=True)

@@ -277,7 +277,7 @@ class GraphExecutor:
         num_computed = bucket.tokens // bucket.sequences
         results = [predictions.row_result() for predictions in branches]
         record = sequence.strategy.absorb(plan, results, model_tokens=num_computed, head_rows=num_computed)
-        winner = int(output.winners[index]) - index * bucket.branches
+        winner = int(output.winners[index])
         if winner != record.winner or not self._agrees(item, bucket, output.tokens[index]):
             sequence.plan = None
             return SequenceResult(sequence.request_id, record, _disagreement(record))

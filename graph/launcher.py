@@ -14,9 +14,10 @@ from lopa_ascend.backend.compiler import Compiler, Run
 from lopa_ascend.config import GraphParams
 from lopa_ascend.graph.buckets import Bucket, Buckets
 from lopa_ascend.graph.inputs import HostView, write_inputs
+from lopa_ascend.graph.policy import Constants
 from lopa_ascend.graph.seats import Seats
 from lopa_ascend.graph.step import DecodeStep
-from lopa_ascend.graph.tensors import Caches, Constants, flatten, input_size, make_constants, view_inputs
+from lopa_ascend.graph.tensors import Caches, flatten, input_size, make_constants, view_inputs
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.probe import Probe
 from lopa_ascend.score.greedy import GreedyScore
@@ -131,7 +132,7 @@ class Launcher:
     def _write_anew(self, items: Sequence[LaunchItem]) -> list[int]:
         """Writes the inputs to the device; returns the KV length of each attention entry."""
         bucket = self.bucket
-        page_tables = np.full(bucket.shape("S R P"), -1, dtype=np.int32)
+        page_tables = np.full(bucket.shape("sequences slots pages"), -1, dtype=np.int32)
         for row, item in enumerate(items):
             for slot, table in enumerate(item.page_tables):
                 pages = table[: bucket.pages]
@@ -157,11 +158,11 @@ class Launcher:
         """
         bucket = self.bucket
         if bucket.full_attention:
-            kv_lengths = np.zeros(bucket.shape("S R"), dtype=np.int64)
+            kv_lengths = np.zeros(bucket.shape("sequences slots"), dtype=np.int64)
             for row, item in enumerate(items):
                 kv_lengths[row, : len(item.branch_ends)] = item.branch_ends
         else:
-            kv_lengths = block_ends[:, None].expand(bucket.shape("S R W")).numpy()
+            kv_lengths = block_ends[:, None].expand(bucket.shape("sequences slots blocks")).numpy()
         kv_lengths = kv_lengths.repeat(len(bucket.entry_lengths), -1)
         # The lengths of padding entries have no meaning, but compilers take 0 and 1 for constants.
         lengths: list[int] = kv_lengths.clip(2, bucket.pages * PAGE_SIZE).flatten().tolist()

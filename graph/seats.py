@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 from torch import Tensor
 
 from lopa_ascend.backend import Ops
-from lopa_ascend.decode.blocks import threshold_count
+from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.inputs import HostView, Snapshot, empty_params, empty_states, packed_state, write_params
 from lopa_ascend.graph.tensors import Storage
@@ -52,11 +54,8 @@ class Seats:
         seat = graph.seat = self._free.pop()
         self.num_taken += 1
         graph.window_start, graph.window_blocks = snapshot.window_start, self.shape.max_blocks
-        filled_to_add = threshold_count(request.tau_add, request.block_size)
-        filled_to_activate = threshold_count(request.tau_act, request.block_size)
-        ends = sorted(strategy.ends)
-        write_params(self.params, seat, request, ends, self._mask, filled_to_add, filled_to_activate)
-        packed = packed_state(self.params.blank[seat], request, snapshot, self.shape)
+        write_params(self.params, seat, request, sorted(strategy.ends))
+        packed = packed_state(self._mask, self._filler(strategy), request, snapshot, self.shape)
         on_host = self.ops.host_memory(len(packed)).view(packed.dtype).copy_(packed)
         self.storage.states[seat].copy_(on_host, non_blocking=True)
         self.storage.hidden[self.hidden_row(graph, snapshot.window_start)].copy_(sequence.last_hidden)
@@ -80,13 +79,18 @@ class Seats:
             seat=graph.seat,
             prompt_length=len(sequence.request.prompt),
             block_size=params.block_size,
-            max_canvas=params.max_new_tokens,
+            max_new_tokens=params.max_new_tokens,
             window_start=window_start,
             last_start=graph.window_start,
             last_blocks=graph.window_blocks,
             max_opened_blocks=max_opened_blocks(sequence.strategy),
             num_shared_pages=num_shared_pages,
+            filler=self._filler(sequence.strategy),
         )
+
+    def _filler(self, strategy: Strategy) -> int:
+        """See ``HostView``."""
+        return next(token for token in count() if token != self._mask and token not in strategy.ends)
 
     def padding_view(self, row: int) -> HostView:
         """What a launch needs to know of its padding row ``row``."""

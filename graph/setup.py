@@ -55,7 +55,7 @@ class GraphPlan:
     def num_attention_pages(self) -> int:
         """Pages with which one attention kernel of an NPU can take the largest step: one for each place in its page
         tables. With fewer, each layer takes several launches."""
-        return max(math.prod(bucket.shape("A P")) for bucket in self.buckets.declared)
+        return max(math.prod(bucket.shape("all_entries pages")) for bucket in self.buckets.declared)
 
     def score_memory(self, vocabulary: int, dtype: torch.dtype, confidence: str) -> int:
         """Bytes that the scores of the largest step take: its logits, and two or three float32 tensors of that size.

@@ -14,8 +14,7 @@ from torch import Tensor
 from lopa_ascend.backend import Entries
 from lopa_ascend.graph import policy
 from lopa_ascend.graph.buckets import Bucket
-from lopa_ascend.graph.tensors import Constants, StepInputs, unflatten
-from lopa_ascend.graph.winner import Predicted
+from lopa_ascend.graph.tensors import StepInputs, unflatten
 from lopa_ascend.model.base import ForwardInputs, Model
 from lopa_ascend.parallel.collectives import Group
 from lopa_ascend.score.greedy import GreedyScore
@@ -41,7 +40,7 @@ class DecodeStep:
         self._lengths = bucket.entry_lengths * (bucket.sequences * bucket.slots * bucket.spans)
         self._prefix_groups = tuple(entry // entries_per_sequence for entry in range(num_entries))
         self._prefixes = (0,) * bucket.sequences
-        self._scored_shape = bucket.shape("S R C")
+        self._scored_shape = bucket.shape("sequences slots cells")
 
     def __call__(self, tensors: Sequence[Tensor], kv_lengths: Sequence[int]) -> Tensor:
         """Runs the step; it is what a compiler compiles.
@@ -55,24 +54,27 @@ class DecodeStep:
         """
         inputs, constants, storage, (k_caches, v_caches) = unflatten(tensors)
         launch, params, ops = inputs.launch, inputs.params, self.model.ops
-        state = policy.unpack_state(storage.states, launch, constants)
-        rows = policy.open_blocks(params, state, launch)
+        state = policy.unpack_state(storage.states, launch, self.bucket.max_cells)
+        rows = policy.open_blocks(state, launch, params, constants)
         tokens, slot_mapping = policy.rows_of_group(
-            rows, launch, constants, self.bp.size, self.bp.rank, full_attention=self.bucket.full_attention
+            rows,
+            launch,
+            constants,
+            self.bp.size,
+            self.bp.rank,
+            full_attention=self.bucket.full_attention,
         )
         forward = self._forward_inputs(inputs, tokens, slot_mapping, kv_lengths)
         hidden = self.model.forward(forward, k_caches, v_caches)
         ops.put_rows(storage.hidden, inputs.model.hidden_rows, hidden)
         scored = self.score(self.model.logits(storage.hidden.index_select(0, inputs.model.predicted_by)))
         predicted, bits = self._gather([column.view(self._scored_shape) for column in scored[: self.score.num_columns]])
-        after, winner, won = policy.advance(params, launch, rows, predicted, constants, self._branch_acceptance)
-        ops.put_rows(storage.states, launch.seats, policy.pack_state(after, params, constants))
+        after, winner = policy.advance(rows, predicted, launch, params, constants, self._branch_acceptance)
+        ops.put_rows(storage.states, launch.seats, policy.pack_state(after, self.bucket.max_cells))
         if self.bucket.full_attention:
-            saved = storage.hidden.index_select(0, self._block_ends(inputs, constants, winner))
-            ops.put_rows(storage.hidden, inputs.model.save_rows, saved)
-        # An NPU computes each of these directly in its place of the output, which it can do for a whole result, but not
-        # for a part of a tensor or an input.
-        return torch.cat([column.view(-1) for column in (won, after.tokens, *bits)])
+            saved = storage.hidden.index_select(0, self._block_ends(inputs, winner))
+            ops.put_rows(storage.hidden, inputs.model.save_rows.view(-1), saved)
+        return torch.cat([column.reshape(-1) for column in (winner.int(), after.tokens, *bits)])
 
     def _forward_inputs(
         self, inputs: StepInputs, tokens: Tensor, slot_mapping: Tensor, kv_lengths: Sequence[int]
@@ -88,14 +90,13 @@ class DecodeStep:
             rows=None,
         )
 
-    def _block_ends(self, inputs: StepInputs, constants: Constants, winner: Tensor) -> Tensor:
-        """Rows of ``Storage.hidden`` with the hidden states at the ends of blocks in the winner's slot, int [S * W]."""
-        slot = winner - constants.row[:, 0, 0]
-        ends = inputs.model.block_ends.view(self.bucket.sequences, -1)
-        return (ends + slot[:, None] * self.bucket.cells).view(-1)
+    def _block_ends(self, inputs: StepInputs, winner: Tensor) -> Tensor:
+        """Rows of ``Storage.hidden`` with the hidden states at the ends of blocks in the winner's slot, int [S * W].
+        With full attention there is one branch-parallel group, so a branch's slot has the branch's number."""
+        return (inputs.model.block_ends + winner.int()[:, None] * self.bucket.cells).view(-1)
 
-    def _gather(self, scored: Sequence[Tensor]) -> tuple[Predicted, list[Tensor]]:
-        """The predictions of all branch-parallel groups, [S, B, C] each, and the tensors that they lie in, as int32.
+    def _gather(self, scored: Sequence[Tensor]) -> tuple[policy.Predicted, list[Tensor]]:
+        """The predictions of all branch-parallel groups [S, B, C], and the tensors that they lie in, as int32.
         Branch i has slot i div size of group i mod size.
 
         Args:
@@ -110,7 +111,7 @@ class DecodeStep:
             ids, *bits = gathered.view(num_columns, S, R * self.bp.size, C).unbind()
             others = [column.view(torch.float32) for column in bits]
             whole = [gathered]
-        return Predicted(ids, others[0], others[-1]), whole
+        return policy.Predicted(ids, others[0], others[-1]), whole
 
     def traffic(self) -> list[tuple[Group, Traffic]]:
         """What a launch sends, by the group that it goes to."""

@@ -23,9 +23,8 @@ from lopa_ascend.graph.inputs import (
     write_inputs,
     write_params,
 )
-from lopa_ascend.graph.policy import advance, open_blocks, pack_state, rows_of_group, unpack_state
-from lopa_ascend.graph.tensors import Constants, input_size, make_constants, view_inputs
-from lopa_ascend.graph.winner import Predicted
+from lopa_ascend.graph.policy import Constants, Predicted, advance, open_blocks, pack_state, rows_of_group, unpack_state
+from lopa_ascend.graph.tensors import input_size, make_constants, view_inputs
 from lopa_ascend.kv.pages import PAGE_SIZE
 from scripts.selftest.captures import Captures
 from scripts.selftest.cases import BLOCK, CAPTURED, Case
@@ -33,6 +32,8 @@ from scripts.selftest.step_cases import MASK
 
 EOS = 151643
 """Of Dream-7B."""
+FILLER = 0
+"""What cells without a position hold."""
 NUM_GROUPS, OWN_GROUP = 2, 1
 """Branch parallel groups, and the one whose rows are computed."""
 BUCKET = Bucket(sequences=4, blocks=4, pages=4, branches=4, slots=2, block_length=BLOCK, max_blocks=4)
@@ -69,11 +70,11 @@ def decide(inputs: Sequence[Tensor], constants: Constants, branch_acceptance: st
     """
     memory, states, tokens, probs = inputs
     launch, params, _ = view_inputs(memory, BUCKET)
-    rows = open_blocks(params, unpack_state(states, launch, constants), launch)
+    rows = open_blocks(unpack_state(states, launch, BUCKET.max_cells), launch, params, constants)
     of_group = rows_of_group(rows, launch, constants, NUM_GROUPS, OWN_GROUP, full_attention=True)
     predicted = Predicted(tokens, probs, probs)
-    after, winner, taken = advance(params, launch, rows, predicted, constants, branch_acceptance)
-    return [*of_group, winner, taken, pack_state(after, params, constants).view(torch.int32)]
+    after, winner = advance(rows, predicted, launch, params, constants, branch_acceptance)
+    return [*of_group, winner, pack_state(after, BUCKET.max_cells).view(torch.int32)]
 
 
 def replayed(
@@ -95,16 +96,15 @@ def random_inputs() -> list[Tensor]:
     views = [HostView(BUCKET.sequences + row) for row in range(BUCKET.sequences)]
     for row, seat in enumerate(torch.randperm(BUCKET.sequences)[:NUM_SEQUENCES].tolist()):
         request = random_request()
-        filled = [math.ceil(tau * BLOCK) for tau in (request.tau_add, request.tau_act)]
-        write_params(params, seat, request, [EOS], MASK, *filled)
-        states[seat] = packed_state(params.blank[seat], request, random_snapshot(request), BUCKET)
+        write_params(params, seat, request, [EOS])
+        states[seat] = packed_state(MASK, FILLER, request, random_snapshot(request), BUCKET)
         blocks = request.max_new_tokens // BLOCK
         views[row] = HostView(seat, PROMPT, BLOCK, request.max_new_tokens, 0, 0, BUCKET.blocks, blocks)
     memory = torch.zeros(input_size(BUCKET), dtype=torch.int32)
-    shape = BUCKET.shape("S R P")
+    shape = BUCKET.shape("sequences slots pages")
     pages = torch.randperm(math.prod(shape)).view(shape).int()
     write_inputs(view_inputs(memory, BUCKET), BUCKET, views, pages, params, math.prod(shape) * PAGE_SIZE)
-    cells = BUCKET.shape("S B C")
+    cells = BUCKET.shape("sequences branches cells")
     return [memory, states, random_tokens(*cells), torch.randint(1, 65, cells) / 64]
 
 

@@ -29,7 +29,6 @@ from lopa_ascend.graph.compile import load_compiler
 from lopa_ascend.graph.step import DecodeStep
 from lopa_ascend.graph.tensors import (
     Caches,
-    Constants,
     Storage,
     flatten,
     input_size,
@@ -37,7 +36,6 @@ from lopa_ascend.graph.tensors import (
     unflatten,
     view_inputs,
 )
-from lopa_ascend.graph.winner import Predicted
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.base import Model
 from lopa_ascend.model.dream import Dream
@@ -174,8 +172,8 @@ def lowered_model(variant: Variant, num_layers: int) -> Lowered:
 
 def step_tensors(bucket: Bucket, hidden: int, caches: Caches = ((), ()), seats: int = SEATS) -> list[Tensor]:
     memory = torch.zeros(input_size(bucket), dtype=torch.int32, device="npu")
-    constants = Constants(*(x.to("npu") for x in make_constants(bucket, NUM_PAGES * PAGE_SIZE)))
-    states = torch.zeros(seats, bucket.dims["X"], device="npu")
+    constants = policy.Constants(*(x.to("npu") for x in make_constants(bucket, NUM_PAGES * PAGE_SIZE)))
+    states = torch.zeros(seats, bucket.state_size, device="npu")
     num_rows = seats * (1 + bucket.max_blocks) + bucket.tokens
     kept = torch.zeros(num_rows, hidden, dtype=torch.bfloat16, device="npu")
     return flatten(view_inputs(memory, bucket), constants, Storage(states, kept), caches)
@@ -208,12 +206,12 @@ def lowered_policy(bucket: Bucket = BUCKET, branch_acceptance: str = "published"
     def run(tensors: list[Tensor], ids: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
         inputs, constants, storage, _ = unflatten(tensors)
         launch, params = inputs.launch, inputs.params
-        rows = policy.open_blocks(params, policy.unpack_state(storage.states, launch, constants), launch)
+        state = policy.unpack_state(storage.states, launch, bucket.max_cells)
+        rows = policy.open_blocks(state, launch, params, constants)
         written = policy.rows_of_group(rows, launch, constants, 1, 0, full_attention=False)
-        state, winner, _ = policy.advance(
-            params, launch, rows, Predicted(ids, probs, probs), constants, branch_acceptance
-        )
-        return *written, policy.pack_state(state, params, constants), winner
+        predicted = policy.Predicted(ids, probs, probs)
+        after, winner = policy.advance(rows, predicted, launch, params, constants, branch_acceptance)
+        return *written, policy.pack_state(after, bucket.max_cells), winner
 
     return lower(run, tensors, ids, probs)
 

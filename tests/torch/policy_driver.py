@@ -13,20 +13,20 @@ import torch
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode import begin
-from lopa_ascend.decode.blocks import BlockState, threshold_count
+from lopa_ascend.decode.blocks import BlockState
+from lopa_ascend.decode.branch_scores import SCALE
 from lopa_ascend.decode.strategy import Strategy
-from lopa_ascend.graph import inputs, policy, tensors, winner
+from lopa_ascend.graph import inputs, policy, tensors
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.inputs import HostView, Snapshot
-from lopa_ascend.graph.policy import NextState, State
-from lopa_ascend.graph.tensors import FIRST_CELL, RequestParams, StepInputs
-from lopa_ascend.graph.winner import Predicted, Rows
+from lopa_ascend.graph.policy import Predicted, RequestParams, Rows, State
+from lopa_ascend.graph.tensors import StepInputs
 from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
 from lopa_ascend.parallel.placement import Placement
 from lopa_ascend.runner.layout import build_layout
 from lopa_ascend.types import RowResult, SequencePlan, SequenceStep, StepRecord
 
-MASK, EOS, VOCAB = 50, (7, 9), 40
+MASK, EOS, VOCAB, FILLER = 50, (7, 9), 40, 41
 LENGTH, CAPACITY = 6, 26  # the longest block, and as many blocks as a window can have here
 SEATS = 5
 constants_of = cache(tensors.make_constants)
@@ -34,7 +34,7 @@ constants_of = cache(tensors.make_constants)
 GRIDS: tuple[Callable[[random.Random], float], ...] = (
     lambda rng: rng.choice([0.25, 0.5, 0.75]),  # ties everywhere
     lambda rng: rng.choice([0.1, 0.25, 0.5, 0.75, 0.95, 1.0]),  # on the thresholds
-    lambda rng: (rng.randrange(8) + 0.5) * winner.SCORE_UNIT,
+    lambda rng: (rng.randrange(8) + 0.5) / SCALE,
     lambda rng: rng.choice([-12.0, -0.5, -0.0, 0.0]),
     lambda rng: rng.random(),
     lambda rng: -12 * rng.random(),
@@ -103,15 +103,14 @@ class Sequence:
         return [cell for cell, at in inside if at < self.params.max_new_tokens]
 
     def write_params(self, params: RequestParams, seat: int) -> None:
-        add, act = (threshold_count(tau, self.size) for tau in (self.params.tau_add, self.params.tau_act))
-        inputs.write_params(params, seat, self.params, sorted(self.strategy.ends), MASK, add, act)
+        inputs.write_params(params, seat, self.params, sorted(self.strategy.ends))
 
-    def packed(self, params: RequestParams, seat: int, shape: Bucket) -> torch.Tensor:
+    def packed(self, shape: Bucket) -> torch.Tensor:
         """Takes the sequence over from its strategy."""
         *others, anchor = self.strategy.branches
         fills = [(branch.lookahead.position - len(self.strategy.prompt), branch.lookahead.token) for branch in others]
         snapshot = Snapshot(self.first[0], anchor.tokens, fills)
-        return inputs.packed_state(params.blank[seat], self.params, snapshot, shape)
+        return inputs.packed_state(MASK, FILLER, self.params, snapshot, shape)
 
 
 class Batch:
@@ -138,7 +137,7 @@ class Batch:
         self.storage[:SEATS].view(torch.int32).random_(VOCAB)
         for seat, seq in zip(self.seats, self.sequences, strict=True):
             seq.write_params(self.params, seat)
-            self.storage[seat] = seq.packed(self.params, seat, self.bucket)
+            self.storage[seat] = seq.packed(self.bucket)
         self.plans = [seq.strategy.plan() for seq in self.sequences]
         self.held = CAPACITY
         self.present = {row for row, plan in enumerate(self.plans) if plan is not None}
@@ -156,10 +155,10 @@ class Batch:
             final = length + min((first if self.late else seq.seen[-1].settled) * seq.size, limit)
             shared = self.rng.randint(0, final // PAGE_SIZE)
             seat, before = self.seats[row], seq.first[-1]
-            views[row] = HostView(seat, length, seq.size, limit, first, before, self.held, seen.caps, shared)
+            views[row] = HostView(seat, length, seq.size, limit, first, before, self.held, seen.caps, shared, FILLER)
             seq.first.append(first)
         slots = self.bucket.slots
-        most = max(1, *(pages_for(view.prompt_length + view.max_canvas) for view in views))
+        most = max(1, *(pages_for(view.prompt_length + view.max_new_tokens) for view in views))
         blocks = min(blocks + self.rng.choice([0, 0, 1, 3]), CAPACITY)
         self.bucket = self.bucket._replace(blocks=blocks, pages=most)
         pages = torch.tensor(self.rng.sample(range(len(views) * slots * most), len(views) * slots * most))
@@ -208,21 +207,21 @@ class Batch:
             views, pages, given = self.launch()
             launch, params = given.launch, given.params
             constants = constants_of(self.bucket, self.first_padding_position)
-            state = policy.unpack_state(self.storage, launch, constants)
-            rows = policy.open_blocks(params, state, launch)
+            state = policy.unpack_state(self.storage, launch, self.bucket.max_cells)
+            rows = policy.open_blocks(state, launch, params, constants)
             for row in self.present - done:
-                self.compare_rows(row, given, state, rows)
+                self.compare_rows(row, given, rows)
             self.compare_writes(views, pages, given, rows, self.present - done)
             predicted, results = self.predict(rows)
-            after, winner, _ = policy.advance(params, launch, rows, predicted, constants, self.branch_acceptance)
-            self.storage[launch.seats] = policy.pack_state(after, params, constants)
+            after, winner = policy.advance(rows, predicted, launch, params, constants, self.branch_acceptance)
+            self.storage[launch.seats] = policy.pack_state(after, self.bucket.max_cells)
             self.held = self.bucket.blocks
             gone = set(done)
             for row in self.present - gone:
                 plan, strategy = self.plans[row], self.sequences[row].strategy
                 assert plan is not None
                 record = strategy.absorb(plan, results[row][: len(plan.rows)], 0, 0)
-                assert int(winner[row]) - row * self.bucket.branches == record.winner
+                assert int(winner[row]) == record.winner
                 self.sequences[row].seen.append(self.sequences[row].look())
                 self.compare_state(row, given, after)
                 self.plans[row] = strategy.plan()
@@ -234,11 +233,12 @@ class Batch:
         """Where the hidden state before a block is kept."""
         return self.seats[row] * (1 + CAPACITY) + block % (1 + CAPACITY)
 
-    def compare_rows(self, row: int, given: StepInputs, state: State, rows: Rows) -> None:
+    def compare_rows(self, row: int, given: StepInputs, rows: Rows) -> None:
         seq, plan, (S, _, _, _, R, *_) = self.sequences[row], self.plans[row], self.bucket
         assert plan is not None
-        cells, first = (given.launch.cells[row] - FIRST_CELL).tolist(), seq.first[-1]
-        assert (state.cells_before[row] >= 0).tolist() == [b < len(plan.rows) for b in range(self.bucket.branches)]
+        cells, first = given.launch.cells[row].tolist(), seq.first[-1]
+        assert rows.is_branch[row].tolist() == [b < len(plan.rows) for b in range(self.bucket.branches)]
+        assert rows.is_anchor[row].nonzero().flatten().tolist() == [len(plan.rows) - 1]
         numbers = given.model.positions.view(S, R, -1)[row, 0]
         hidden_rows = given.model.hidden_rows.view(S, R, -1)[row]
         assert len(set(given.model.hidden_rows.tolist())) == len(given.model.hidden_rows)
@@ -258,7 +258,7 @@ class Batch:
             assert [seen[i] for i in source[1:]] == [p - 1 for p in positions[1:]]
             assert tuple(self.block_ends[row, : opened - first].tolist()) == expected.entry_ends
             masks_before = torch.cat([torch.zeros(1), rows.masks[row, b, :-1]])
-            activated = masks_before <= given.params.activation_masks[row]
+            activated = masks_before <= given.params.masks_to_activate[row]
             blocks = seq.strategy.branches[b].blocks[1 + first :]
             assert activated[: len(blocks)].tolist() == [block.activated for block in blocks]
 
@@ -270,7 +270,7 @@ class Batch:
             constants = constants_of(self.bucket, self.first_padding_position)
             of_group = partial(policy.rows_of_group, rows, given.launch, constants, self.size, group)
             tokens, at = of_group(full_attention=False)
-            block = (given.launch.cells - FIRST_CELL) // LENGTH
+            block = given.launch.cells // LENGTH
             is_open = block[:, None] < rows.num_opened_blocks[:, group :: self.size, None]
             at_in_full_attention = torch.where(is_open, at, constants.padding_positions)
             assert torch.equal(of_group(full_attention=True)[1], at_in_full_attention)
@@ -302,14 +302,14 @@ class Batch:
                 assert all(where // PAGE_SIZE in of_others - of_branches for where in others)
                 assert {where: found[where] for where in found if where not in others} == expected
 
-    def compare_state(self, row: int, given: StepInputs, state: NextState) -> None:
+    def compare_state(self, row: int, given: StepInputs, state: State) -> None:
         seq = self.sequences[row]
         branches, now = seq.strategy.branches, seq.seen[-1]
         assert int(state.num_opened_blocks[row]) == now.opened
-        cells = (given.launch.cells[row] - FIRST_CELL).tolist()
+        cells = given.launch.cells[row].tolist()
         for b in range(self.bucket.branches):
             fill = branches[b].lookahead if b < len(branches) else None
-            assert int(state.lookahead_cells[row, b]) == (-1 if fill is None else FIRST_CELL + seq.cell(fill.position))
+            assert int(state.lookahead_cells[row, b]) == (-1 if fill is None else seq.cell(fill.position))
             assert fill is None or int(state.guesses[row, cells.index(seq.cell(fill.position))]) == fill.token
         for i, token in enumerate(branches[-1].tokens, len(seq.strategy.prompt)):
             if seq.cell(i) >= cells[0]:

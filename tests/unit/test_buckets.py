@@ -103,5 +103,5 @@ def test_spans_are_divided_into_entries_of_few_queries(
     bucket = Bucket(2, 4, 300, 4, 1, length, 8, full_attention=full, max_queries=16)
     assert (bucket.spans, bucket.entry_lengths, bucket.entries) == (spans, lengths, spans * len(lengths))
     assert sum(lengths) * spans == bucket.cells
-    assert bucket.shape("A P") == (2 * bucket.entries, 300)
+    assert bucket.shape("all_entries pages") == (2 * bucket.entries, 300)
     assert bucket._replace(max_queries=None).entries == spans

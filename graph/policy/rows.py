@@ -1,0 +1,205 @@
+"""Before the forward pass: what each branch holds, and what this rank computes (SPEC section 2, steps a and b)."""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lopa_ascend.graph.spec import float32, int32
+
+
+class Launch(NamedTuple):
+    """What the host says of each sequence when it launches a step."""
+
+    seats: Annotated[Tensor, int32("sequences")]
+    """Row of each sequence in the packed states; padding rows have seats that are never assigned."""
+    kept_at: Annotated[Tensor, int32("sequences cells")]
+    """Where each cell of the window lies among the tokens of the last window, in the flat packed states. Cells that the
+    last window did not have point anywhere."""
+    new_tokens: Annotated[Tensor, int32("sequences cells")]
+    """What the cells hold that the last window did not have: the mask, or a token that is neither the mask nor an end
+    if the cell has no position. -1 for all other cells."""
+    cells: Annotated[Tensor, int32("sequences cells")]
+    """Number of each cell of the window."""
+    blocks: Annotated[Tensor, int32("sequences blocks")]
+    """Number of each block of the window."""
+    max_opened_blocks: Annotated[Tensor, int32("sequences")]
+    """The most generated blocks that the sequence may have opened."""
+    slot_mapping: Annotated[Tensor, int32("sequences slots cells")]
+    """Flat cache position of each cell in each slot; of padding positions if a cell must not be written."""
+
+
+class RequestParams(NamedTuple):
+    """Decoding parameters of each sequence."""
+
+    mask: Annotated[Tensor, int32("sequences")]
+    """Token id of the mask."""
+    ends: Annotated[Tensor, int32("sequences max_ends")]
+    """Token ids that end the answer; unused places hold -1."""
+    num_branches: Annotated[Tensor, int32("sequences")]
+    """Lookahead branches that the request wants."""
+    max_active_blocks: Annotated[Tensor, int32("sequences")]
+    masks_to_open: Annotated[Tensor, float32("sequences")]
+    """Another block may be opened once the last block has at most so many masks (``tau_add``)."""
+    masks_to_activate: Annotated[Tensor, float32("sequences")]
+    """A block is fully activated once the block before it has at most so many masks (``tau_act``)."""
+    tau_conf: Annotated[Tensor, float32("sequences")]
+
+
+class Constants(NamedTuple):
+    """Tensors that never change in a bucket. A number in the code of a step would be a kernel that fills a tensor."""
+
+    branches: Annotated[Tensor, int32("branches")]
+    """The numbers from 0 on."""
+    padding_positions: Annotated[Tensor, int32("sequences slots cells")]
+    """Distinct flat cache positions that are written and never read."""
+    no_cell: Annotated[Tensor, int32("one")]
+    """-1"""
+    no_masks: Annotated[Tensor, float32("one")]
+    """0"""
+    no_limit: Annotated[Tensor, float32("one")]
+    """Infinity"""
+    no_confidence: Annotated[Tensor, float32("one")]
+    """-infinity"""
+    no_rank: Annotated[Tensor, float32("one")]
+    """-1"""
+
+
+class State(NamedTuple):
+    """What the device keeps of each sequence between two steps, int32. Packed, it is one row of ``Storage.states``."""
+
+    tokens: Tensor
+    """Token ids of the anchor's window [S, C]."""
+    guesses: Tensor
+    """Token ids that the last winner predicted for these cells [S, C]."""
+    num_opened_blocks: Tensor
+    """Generated blocks that the anchor has opened, finished ones included [S, 1]."""
+    lookahead_cells: Tensor
+    """The cell that each branch fills in addition to the anchor [S, B]; -1 for the anchor and for padding."""
+
+
+class Rows(NamedTuple):
+    """The branches of a step."""
+
+    tokens: Tensor
+    """Token ids, int32 [S, B, C]."""
+    masked: Tensor
+    """Cells to predict, bool [S, B, C]."""
+    masks: Tensor
+    """Masks in each block, opened or not, float32 [S, B, W]."""
+    num_opened_blocks: Tensor
+    """int32 [S, B]."""
+    own: Tensor
+    """The cell that a lookahead branch fills in addition to the anchor, bool [S, B, C]."""
+    is_anchor: Tensor
+    """bool [S, B]."""
+    is_branch: Tensor
+    """The rows that are no padding, bool [S, B]."""
+
+
+def unpack_state(states: Tensor, launch: Launch, max_cells: int) -> State:
+    """The state of the launched sequences, in the cells of this window.
+
+    Args:
+        states: ``Storage.states`` [seats, state size].
+        max_cells: cells of the largest window of any bucket.
+    """
+    packed = states.view(torch.int32)
+    kept_at = launch.kept_at.view(-1)
+    kept, guesses = (packed.view(-1).index_select(0, at).view_as(launch.cells) for at in (kept_at, kept_at + max_cells))
+    tokens = torch.where(launch.new_tokens < 0, kept, launch.new_tokens)
+    others = packed.index_select(0, launch.seats)[:, 2 * max_cells :]
+    return State(tokens, guesses, others[:, :1], others[:, 1:])
+
+
+def pack_state(state: State, max_cells: int) -> Tensor:
+    """A row for each sequence, float32 with the bits of int32, because an NPU scatters rows of floats only.
+
+    The columns are the tokens and the guesses of the window, each filled up to ``max_cells``, the number of opened
+    blocks, and the lookahead cells.
+    """
+    num_cells = state.tokens.shape[1]
+    filler = state.tokens.new_zeros(len(state.tokens), max_cells - num_cells)
+    parts = [state.tokens, filler, state.guesses, filler, state.num_opened_blocks, state.lookahead_cells]
+    return torch.cat(parts, 1).view(torch.float32)
+
+
+def open_blocks(state: State, launch: Launch, params: RequestParams, constants: Constants) -> Rows:
+    """What each branch holds, once every branch that may open another block has opened it."""
+    S, B = state.lookahead_cells.shape
+    W = launch.blocks.shape[1]
+    own = state.lookahead_cells[..., None] == launch.cells[:, None]
+    tokens = torch.where(own, state.guesses[:, None], state.tokens[:, None])
+    is_mask = tokens == params.mask[:, None, None]
+    masks = is_mask.view(S, B, W, -1).sum(-1, dtype=torch.float32)
+    opens = opens_block(tokens, masks, state.num_opened_blocks, launch, params, constants)
+    num_opened_blocks = state.num_opened_blocks + opens
+    is_open = launch.blocks[:, None] < num_opened_blocks[..., None]  # [S, B, W]
+    num_lookaheads = (state.lookahead_cells >= 0).sum(-1, keepdim=True, dtype=torch.int32)
+    is_branch = constants.branches <= num_lookaheads
+    masked = is_mask.view(S, B, W, -1) & (is_open & is_branch[..., None])[..., None]
+    return Rows(
+        tokens=tokens,
+        masked=masked.view(S, B, -1),
+        masks=masks,
+        num_opened_blocks=num_opened_blocks,
+        own=own,
+        is_anchor=constants.branches == num_lookaheads,
+        is_branch=is_branch,
+    )
+
+
+def opens_block(
+    tokens: Tensor,
+    masks: Tensor,
+    num_opened_blocks: Tensor,
+    launch: Launch,
+    params: RequestParams,
+    constants: Constants,
+) -> Tensor:
+    """Whether each branch opens another block, bool [S, B]: it has no end, its last block is filled to ``tau_add``, and
+    neither the canvas nor ``max_active_blocks``, counted from the first block with masks on, is used up.
+
+    Args:
+        tokens: token ids [S, B, C].
+        masks: in each block, opened or not, float32 [S, B, W].
+        num_opened_blocks: of each sequence, int32 [S, 1].
+    """
+    block = launch.blocks[:, None]  # [S, 1, W]
+    num_opened = num_opened_blocks[..., None]
+    first_active = num_opened - params.max_active_blocks[:, None, None] + 1  # if another block were opened now
+    most_masks = torch.where(block == num_opened - 1, params.masks_to_open[:, None, None], constants.no_limit)
+    most_masks = torch.where(block < first_active, constants.no_masks, most_masks)
+    has_too_many_masks = (masks > most_masks).any(-1)
+    has_end = (tokens[..., None] == params.ends[:, None, None]).flatten(2).any(-1)
+    may_open = num_opened_blocks < launch.max_opened_blocks[:, None]
+    return may_open & ~(has_too_many_masks | has_end)
+
+
+def rows_of_group(
+    rows: Rows,
+    launch: Launch,
+    constants: Constants,
+    num_groups: int,
+    group: int,
+    *,
+    full_attention: bool,
+) -> tuple[Tensor, Tensor]:
+    """(token ids, flat cache positions) int32 [S, R, C] of the branches that one branch-parallel group computes: branch
+    i has slot i div num_groups of group i mod num_groups.
+
+    Open blocks are written in every slot, also if the slot has no branch, whose row is a copy of the anchor: the next
+    pass may commit them. Blocks that are not open are written too, into pages of their own sequence: no open block sees
+    them, and once they are open they are written anew. With full attention every block is seen, so there they go to
+    padding positions.
+    """
+    S, R, _ = launch.slot_mapping.shape
+    tokens = rows.tokens[:, group::num_groups] if num_groups > 1 else rows.tokens
+    if not full_attention:
+        return tokens, launch.slot_mapping
+    W = launch.blocks.shape[1]
+    is_open = launch.blocks[:, None] < rows.num_opened_blocks[:, group::num_groups, None]
+    kept, padding = (x.view(S, R, W, -1) for x in (launch.slot_mapping, constants.padding_positions))
+    return tokens, torch.where(is_open[..., None], kept, padding).view(S, R, -1)

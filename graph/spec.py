@@ -1,0 +1,56 @@
+"""Tensors of declared dtype and shape that lie one after the other in one piece of memory.
+
+A group of tensors is a NamedTuple whose fields carry their declarations, as ``Annotated[Tensor, int32("sequences")]``.
+Dimensions are named after the sizes of a ``Bucket``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import cache
+from typing import NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+
+from lopa_ascend.graph.buckets import Bucket
+
+
+class Spec(NamedTuple):
+    """The declaration of a tensor. Each element has 32 bits."""
+
+    dims: str
+    """Names of sizes of a ``Bucket``, e.g. "sequences cells"."""
+    dtype: torch.dtype
+
+
+def int32(dims: str) -> Spec:
+    return Spec(dims, torch.int32)
+
+
+def float32(dims: str) -> Spec:
+    return Spec(dims, torch.float32)
+
+
+@cache
+def specs(group: type) -> dict[str, Spec]:
+    """The declarations of the tensors of a group by name."""
+    hints = get_type_hints(group, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items()}
+
+
+def num_elements(group: type, bucket: Bucket) -> int:
+    """Elements of all tensors of a group."""
+    return sum(math.prod(bucket.shape(spec.dims)) for spec in specs(group).values())
+
+
+def views(memory: Tensor, declared: Iterable[Spec], bucket: Bucket) -> list[Tensor]:
+    """Tensors that lie one after the other in ``memory`` int32."""
+    found = []
+    for spec in declared:
+        shape = bucket.shape(spec.dims)
+        size = math.prod(shape)
+        found.append(memory[:size].view(shape).view(spec.dtype))
+        memory = memory[size:]
+    return found
