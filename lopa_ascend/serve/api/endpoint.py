@@ -17,6 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from lopa_ascend.config import DecodingParams
+from lopa_ascend.config.files import shown
 from lopa_ascend.serve.api import body, completions
 from lopa_ascend.serve.api.access import log_line, request_id
 from lopa_ascend.serve.api.diffusion import StepWriter
@@ -147,7 +148,7 @@ class Endpoint:
             ApiError: 404, there is no such model.
         """
         if model not in (None, "default", self.model):
-            message = f"the model {model!r} does not exist; this server has {self.model!r}"
+            message = f"the model {shown(model)} does not exist; this server has {self.model!r}"
             raise ApiError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
 
     async def see_a_step(self, timeout: float) -> None:

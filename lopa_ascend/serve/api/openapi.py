@@ -111,8 +111,6 @@ def _add_bodies(schema: dict[str, Any], limits: Limits, config: ServeConfig) -> 
     for model in BODIES:
         body = schema["components"]["schemas"][model.__name__]
         _limit_values(body["properties"], limits)
-        if (stop := body["properties"].get("stop")) is not None:
-            stop |= {"maxItems": config.max_stop_strings, "maxLength": config.max_stop_characters}
     for name in bodies["$defs"]:
         _refuse_nul(schema["components"]["schemas"][name])
 
