@@ -23,7 +23,8 @@ from lopa_ascend.serve.api.plan import check_defaults
 from lopa_ascend.serve.app import create_app
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.connections import Connection, RareWarnings, connection_limit
-from lopa_ascend.serve.engine.client import ClientSettings, EngineClient, EngineFailed
+from lopa_ascend.serve.engine.client import ClientSettings, EngineClient
+from lopa_ascend.serve.engine.launcher import EngineFailed
 from lopa_ascend.serve.greeting import make_greeting
 from lopa_ascend.text.template import check_template
 from lopa_ascend.text.tokenizer_files import load_template

@@ -23,7 +23,8 @@ from lopa_ascend.serve.api.intake import Intake
 from lopa_ascend.serve.api.plan import Planner
 from lopa_ascend.serve.api.protocol import CompletionRequest
 from lopa_ascend.serve.config import ServeConfig
-from lopa_ascend.serve.engine.client import Choice, ClientSettings, EngineClient
+from lopa_ascend.serve.engine.client import ClientSettings, EngineClient
+from lopa_ascend.serve.engine.generation import Choice
 from lopa_ascend.serve.engine.launcher import EngineProcess
 from lopa_ascend.serve.engine.messages import Ready, Stepped
 from lopa_ascend.serve.observe.metrics import Metrics

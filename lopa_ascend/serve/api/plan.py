@@ -19,7 +19,7 @@ from lopa_ascend.config.files import shown
 from lopa_ascend.config.kinds import MAX_TOKEN_IDS
 from lopa_ascend.serve.api.openai_responses_body import ResponseRequest
 from lopa_ascend.serve.api.protocol import MAX_CHOICES, ChatRequest, CompletionRequest, GenerationRequest
-from lopa_ascend.serve.engine.client import Choice
+from lopa_ascend.serve.engine.generation import Choice
 from lopa_ascend.text.prompt import Prompts
 
 MAX_LOGPROBS = 2**20
