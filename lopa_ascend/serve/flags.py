@@ -156,11 +156,11 @@ def _add_flag(arguments: argparse._ActionsContainer, flag: Flag, text: str) -> N
     if isinstance(kind, Boolean):
         arguments.add_argument(option(flag.name), action=argparse.BooleanOptionalAction, help=text)
         return
-    choices = f"{{{','.join(kind.known)}}}" if isinstance(kind, Choice) else None
     arguments.add_argument(
         option(flag.name),
-        type=_argument_type(flag),
-        metavar=choices or flag.setting.metavar or kind.metavar,
+        type=_argument_type(flag),  # refuses an unknown choice, in the words of all other ways to give it
+        choices=kind.known if isinstance(kind, Choice) else None,
+        metavar=None if isinstance(kind, Choice) else flag.setting.metavar or kind.metavar,
         nargs="+" if kind.many else None,
         action="extend" if kind.many else "store",
         help=text,
