@@ -50,7 +50,7 @@ class Intake:
         try:
             size = await asyncio.wait_for(self._read(request, body), BODY_TIMEOUT)
         except asyncio.TimeoutError:
-            message = f"the body did not arrive within {BODY_TIMEOUT:g} s; {len(body)} bytes did"
+            message = f"the body did not arrive within {BODY_TIMEOUT:g} s"
             raise ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="body_timeout", headers=CLOSE) from None
         if size > self._max_body_size:
             raise self._too_large(size)
@@ -61,12 +61,15 @@ class Intake:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, bytes(body))
 
     async def _read(self, request: Request, body: bytearray) -> int:
-        """Appends what arrives to ``body``, up to the largest size, and returns how many bytes have arrived: at the end
-        of the body, or when it is far too large."""
+        """Appends what arrives to ``body``, which stays empty if it is too large, and returns how many bytes have
+        arrived: at the end, or when they are far too many."""
         size = 0
         async for piece in request.stream():
             size += len(piece)
-            body += piece[: max(0, self._max_body_size - len(body))]
+            if size <= self._max_body_size:
+                body += piece
+            else:
+                body.clear()
             if size > MAX_READ_FACTOR * self._max_body_size:
                 break
         return size
