@@ -54,7 +54,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
-    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         _step()
         if isinstance(getattr(obj, "__self__", None), str):  # such as "x".center(10**9)
             _check_size(max(map(_size, args), default=0))
@@ -97,8 +97,8 @@ class _TemplateNamespace(Namespace):
         super().__setitem__(name, value)
 
 
-def _check_name(name: str) -> None:
-    if name.startswith("_"):
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
         raise SecurityError(f"a namespace has no attribute {name!r}")
 
 
@@ -115,7 +115,7 @@ class _Bounded(NodeTransformer):
         return _filtered(nodes.List(node.nodes, lineno=node.lineno), "joined")
 
 
-def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
+def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 

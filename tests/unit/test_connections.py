@@ -224,7 +224,7 @@ def test_the_rest_of_a_body_is_no_request():
 
 def test_the_same_warning_is_logged_once_a_minute(monkeypatch: pytest.MonkeyPatch):
     now = [0.0]
-    monkeypatch.setattr(connections.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("lopa_ascend.serve.connections.time.monotonic", lambda: now[0])
     rare = RareWarnings()
 
     def is_logged(text: str, level: int = logging.WARNING) -> bool:
