@@ -33,7 +33,7 @@ _SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = 8
 
 
 def shown(value: object) -> str:
-    """A value of a file as messages show it: its ``repr``, shortened if it is long."""
+    """A value as messages show it: its ``repr``, shortened if it is long. That of a whole value can take seconds."""
     return _SHORT.repr(value)
 
 

@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from lopa_ascend.config.files import shown
 from lopa_ascend.config.sizes import parse_size
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 AUTO = "auto"
+MAX_TOKEN_IDS = 2**16
+"""Most token ids in a list, and in the lists of all choices of a request together."""
 
 
 def _text(value: str) -> str:
@@ -23,7 +26,7 @@ def _text(value: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{value!r:.100} is not text: {error.reason} at character {error.start}") from error
+        raise ValueError(f"{shown(value)} is not text: {error.reason} at character {error.start}") from error
     return str(value)
 
 
@@ -86,7 +89,7 @@ class Choice(Kind):
 
     def checked(self, value: object) -> object:
         if not (isinstance(value, str) and value in self.choices):
-            raise ValueError(f"unknown value {value!r}; choose one of {', '.join(self.choices)}")
+            raise ValueError(f"unknown value {shown(value)}; choose one of {', '.join(self.choices)}")
         return str(value)  # numpy.str_ is a str too, and cannot be sent to other processes
 
     def parse(self, text: str) -> str:
@@ -107,7 +110,7 @@ class Choices(Kind):
     def checked(self, value: object) -> object:
         names = (value,) if isinstance(value, str) else value
         if not isinstance(names, list | tuple):
-            raise ValueError(f"must be a list of {self.allowed()}, got {value!r:.100}")
+            raise ValueError(f"must be a list of {self.allowed()}, got {shown(value)}")
         for name in names:
             Choice(self.choices).checked(name)
         return tuple(choice for choice in self.choices if choice in names)
@@ -127,12 +130,12 @@ class Boolean(Kind):
 
     def checked(self, value: object) -> object:
         if not isinstance(value, bool):
-            raise ValueError(f"must be true or false, got {value!r}")
+            raise ValueError(f"must be true or false, got {shown(value)}")
         return value
 
     def parse(self, text: str) -> bool:
         if text not in ("true", "false"):
-            raise ValueError(f"must be true or false, got {text!r}")
+            raise ValueError(f"must be true or false, got {shown(text)}")
         return text == "true"
 
     def allowed(self) -> str:
@@ -166,9 +169,9 @@ class Integer(Kind):
 
     def _refusal(self, value: object) -> ValueError:
         if self.high is None and isinstance(value, int) and value > self.largest:
-            return ValueError(f"must be at most {self.largest}, got {value!r}")
+            return ValueError(f"must be at most {self.largest}, got {shown(value)}")
         limit = f"of at least {self.low}" if self.high is None else f"from {self.low} to {self.high}"
-        return ValueError(f"must be an integer {limit}, got {value!r}")
+        return ValueError(f"must be an integer {limit}, got {shown(value)}")
 
     def allowed(self) -> str:
         return f"{self.low} or more" if self.largest >= INT32_MAX else f"{self.low} to {self.high}"
@@ -187,7 +190,7 @@ class IntegerOrAuto(Integer):
         return text if text == AUTO else super().parse(text)
 
     def _refusal(self, value: object) -> ValueError:
-        return ValueError(f'must be an integer from {self.low} to {self.high} or "{AUTO}", got {value!r}')
+        return ValueError(f'must be an integer from {self.low} to {self.high} or "{AUTO}", got {shown(value)}')
 
     def allowed(self) -> str:
         return f'{super().allowed()}, "{AUTO}"'
@@ -231,7 +234,7 @@ class Number(Kind):
 
     def _refusal(self, value: object) -> ValueError:
         unit = f" of {self.unit}" if self.unit else ""
-        return ValueError(f"must be a number{unit} from {self.allowed()}, got {value!r}")
+        return ValueError(f"must be a number{unit} from {self.allowed()}, got {shown(value)}")
 
     def allowed(self) -> str:
         return f"{self.low:g} to {self.high:g}"
@@ -239,35 +242,45 @@ class Number(Kind):
 
 @dataclass(frozen=True)
 class Strings(Kind):
-    """Any number of non-empty strings. One string alone is taken as well, and stored as a tuple of one."""
+    """Some non-empty strings. One string alone is taken as well, and stored as a tuple of one."""
 
     metavar: ClassVar[str] = "TEXT"
     many: ClassVar[bool] = True
+    max_items: int = 64
+    max_characters: int = 4096
+    """Most characters of all strings together."""
 
     def checked(self, value: object) -> object:
         strings = (value,) if isinstance(value, str) else value
-        if not isinstance(strings, list | tuple) or not all(isinstance(item, str) and item for item in strings):
-            raise ValueError(f"must be non-empty strings, got {value!r}")
+        if not isinstance(strings, list | tuple) or len(strings) > self.max_items:
+            raise ValueError(f"must be {self.allowed()}, got {shown(value)}")
+        if not all(isinstance(item, str) and item for item in strings):
+            raise ValueError(f"must be {self.allowed()}, got {shown(value)}")
+        if (total := sum(map(len, strings))) > self.max_characters:
+            raise ValueError(f"must be {self.allowed()}, got {total} characters")
         return tuple(map(_text, strings))
 
     def parse(self, text: str) -> str:
         return text
 
     def allowed(self) -> str:
-        return "non-empty strings"
+        return f"at most {self.max_items} non-empty strings of {self.max_characters} characters together"
 
 
 @dataclass(frozen=True)
 class TokenIds(Kind):
-    """Any number of token ids, stored as a tuple with each id once. One id alone is taken as well."""
+    """Some token ids, stored as a tuple with each id once. One id alone is taken as well."""
 
     metavar: ClassVar[str] = "N"
     many: ClassVar[bool] = True
     token: ClassVar[Integer] = Integer(0)
     """One id. The model's vocabulary limits it further."""
+    max_items: int = MAX_TOKEN_IDS
 
     def checked(self, value: object) -> object:
         ids = value if isinstance(value, list | tuple) else (value,)
+        if len(ids) > self.max_items:
+            raise ValueError(f"must have at most {self.max_items} token ids, got {len(ids)}")
         unique = tuple(dict.fromkeys(self.token.checked(item) for item in ids))
         # The same object where nothing changes, so that the choices of a request share one.
         return ids if isinstance(ids, tuple) and len(ids) == len(unique) else unique
@@ -309,7 +322,7 @@ class Words(Kind):
     def checked(self, value: object) -> object:
         words = (value,) if isinstance(value, str) else value
         if not isinstance(words, list | tuple):
-            raise ValueError(f"must be {self.allowed()}, got {value!r:.100}")
+            raise ValueError(f"must be {self.allowed()}, got {shown(value)}")
         num_lists = sum(2 if isinstance(word, str) else 1 for word in words)
         if num_lists > 2 * self.max_texts:
             raise ValueError(f"must be {self.allowed()}, got {len(words)} words")
@@ -321,7 +334,7 @@ class Words(Kind):
     def _checked_word(self, word: object) -> str | tuple[object, ...]:
         longest = self.max_characters if isinstance(word, str) else self.max_tokens
         if not isinstance(word, str | list | tuple) or not 0 < len(word) <= longest:
-            raise ValueError(f"must be {self.allowed()}, got {word!r:.100}")
+            raise ValueError(f"must be {self.allowed()}, got {shown(word)}")
         return _text(word) if isinstance(word, str) else tuple(self.token.checked(token) for token in word)
 
     def parse(self, text: str) -> str:
@@ -346,11 +359,14 @@ class TokenNumbers(Kind):
     token: ClassVar[Integer] = Integer(0)
     """One id. The model's vocabulary limits it further."""
     number: Number
+    max_items: int = MAX_TOKEN_IDS
 
     def checked(self, value: object) -> object:
         pairs = list(value.items()) if isinstance(value, Mapping) else value
+        if isinstance(pairs, list | tuple) and len(pairs) > self.max_items:
+            raise ValueError(f"must have at most {self.max_items} token ids, got {len(pairs)}")
         if not isinstance(pairs, list | tuple) or not all(isinstance(p, list | tuple) and len(p) == 2 for p in pairs):
-            raise ValueError(f"must map token ids to numbers, got {value!r}")
+            raise ValueError(f"must map token ids to numbers, got {shown(value)}")
         found: dict[object, object] = {}
         for token, number in pairs:
             token_id = self.token.checked(self._from_key(token) if isinstance(token, str) else token)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.kinds import Kind
+from lopa_ascend.config.removed import instead_of
 
 T = TypeVar("T")
 
@@ -116,7 +117,8 @@ def refuse_unknown(options: Iterable[str], names: Sequence[str]) -> None:
     """
     for option in options:
         if option not in names:
-            raise ParameterError(option, f"unknown option; choose from {', '.join(names)}")
+            hint = instead_of(option) or f"; choose from {', '.join(names)}"
+            raise ParameterError(option, f"unknown option{hint}")
 
 
 def check_settings(instance: object) -> None:
@@ -133,4 +135,4 @@ def check_settings(instance: object) -> None:
         try:
             object.__setattr__(instance, name, setting.kind.checked(value))
         except ValueError as error:
-            raise ParameterError(name, str(error)) from None
+            raise ParameterError(name, f"{error}{instead_of(name, value)}") from None

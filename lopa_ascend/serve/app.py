@@ -37,7 +37,6 @@ from lopa_ascend.serve.api.openapi import (
     errors,
 )
 from lopa_ascend.serve.api.plan import Planner
-from lopa_ascend.serve.api.workers import Workers
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.engine.client import EngineClient
 from lopa_ascend.serve.observe.metrics import Metrics
@@ -66,21 +65,12 @@ def create_app(client: EngineClient, config: ServeConfig, address: str | None = 
     _allow_origins(app, config.allowed_origins)
     set_up_request_log()
     model = config.served_model_name or client.ready.model_name
-    workers = Workers(config.max_queued_large_bodies)
-    app.state.workers = workers
-    intake = Intake(config.max_body_size, config.max_total_body_size, workers)
-    metrics = Metrics(client, model, intake)
+    app.state.intake = intake = Intake(config.max_body_size)
+    metrics = Metrics(client, model)
     client.observers.append(metrics.observe_step)
-    planner = Planner(
-        client.prompts,
-        client.ready.limits,
-        config.decoding,
-        config.max_stop_strings,
-        config.max_stop_characters,
-        config.stream_block_size,
-    )
+    planner = Planner(client.prompts, client.ready.limits, config.decoding)
     endpoint = Endpoint(client, planner, intake, metrics, model, config)
-    _add_state(app, endpoint, client, config, metrics, workers)
+    _add_state(app, endpoint, client, config, metrics)
     _add_models(app, endpoint, client.ready.limits.max_model_len, model)
     _add_tokenizer(app, endpoint, client, intake)
     _add_generation(app, endpoint)
@@ -130,23 +120,13 @@ def _allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
     )
 
 
-def _add_state(
-    app: FastAPI,
-    endpoint: Endpoint,
-    client: EngineClient,
-    config: ServeConfig,
-    metrics: Metrics,
-    workers: Workers,
-) -> None:
+def _add_state(app: FastAPI, endpoint: Endpoint, client: EngineClient, config: ServeConfig, metrics: Metrics) -> None:
     model = endpoint.model
-
-    def problem() -> str | None:
-        return client.health() or workers.problem(config.watchdog_timeout)
 
     @app.get("/health", responses=errors(503))
     async def health() -> answers.Status:
-        """200 while the engine makes progress and requests are read."""
-        if (found := problem()) is not None:
+        """200 while the engine makes progress."""
+        if (found := client.health()) is not None:
             raise unavailable(found)
         return answers.Status()
 
@@ -159,7 +139,7 @@ def _add_state(
     @app.get("/ready", responses=errors(503))
     async def ready() -> answers.Status:
         """200 while a new request would be accepted."""
-        if (found := problem()) is not None:
+        if (found := client.health()) is not None:
             raise unavailable(found)
         if client.num_running + client.num_waiting >= client.capacity:
             raise unavailable("the queue is full", code="queue_full")
@@ -168,7 +148,7 @@ def _add_state(
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def home(request: Request) -> str:
         """A page for people: which model is served, in which state, and where to go on."""
-        return home_page(model, problem(), request.scope.get("root_path", ""))
+        return home_page(model, client.health(), request.scope.get("root_path", ""))
 
     @app.get("/version")
     async def version() -> answers.Version:

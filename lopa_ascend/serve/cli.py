@@ -9,7 +9,7 @@ import argparse
 import os
 import string
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,11 @@ from lopa_ascend.config import (
     fitting_defaults,
     recommended_decoding,
 )
+from lopa_ascend.config.files import shown
 from lopa_ascend.config.help import HelpFormatter
-from lopa_ascend.config.kinds import Boolean, Choice, Strings, Text, Words
+from lopa_ascend.config.kinds import Boolean, Strings, Text, Words
 from lopa_ascend.config.presets import LIST, find_preset, presets_text
+from lopa_ascend.config.removed import instead_of
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.parallel.launch import Rendezvous, rank_in_environment
 from lopa_ascend.serve.config import ServeConfig
@@ -36,6 +38,7 @@ from lopa_ascend.serve.flags import (
     ENGINE_FLAGS,
     FLAGS,
     SERVE_FLAGS,
+    USUAL,
     Flag,
     add_flags,
     field_values,
@@ -67,7 +70,20 @@ examples:
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
+class _HelpAll(argparse.Action):
+    """The flag --help-all."""
+
+    def __call__(self, *_: object) -> None:
+        build_parser(shown=None).print_help()
+        raise SystemExit(0)
+
+
+def build_parser(shown: Collection[str] | None = USUAL) -> argparse.ArgumentParser:
+    """The parser of the command line.
+
+    Args:
+        shown: names of the flags that --help shows; None: all.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m lopa_ascend.serve",
         usage="%(prog)s [--model DIR] [--host ADDRESS] [--port N] [FLAGS]",
@@ -79,9 +95,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="YAML file with any of the flags below, written without dashes in front; the command line wins",
+        help="YAML file with any of the flags, written without dashes in front; the command line wins",
     )
-    add_flags(parser)
+    parser.add_argument("--help-all", nargs=0, action=_HelpAll, default=None, help="show all flags and exit")
+    add_flags(parser, shown=shown)
     return parser
 
 
@@ -134,6 +151,10 @@ def _meant(name: str) -> str:
     """Which flag an unknown name stands for, as the end of a message; empty if there is none like it."""
     if name in OTHERS_FLAGS:
         return f"; here it is {OTHERS_FLAGS[name]}"
+    if removed := instead_of(name.removeprefix("no_")) or instead_of(name):
+        return removed
+    if name.removeprefix("no_") in DecodingParams.names():
+        return "; it is no flag, but a field of requests and a parameter of the Python API"
     close = get_close_matches(name, FLAGS, n=1)
     return f"; did you mean {option(close[0])}?" if close else ""
 
@@ -155,7 +176,6 @@ def _serve_config(given: Mapping[str, Any]) -> ServeConfig:
     _check_lookaheads(given, params, engine)
     if rank_in_environment() is not None:
         Rendezvous.from_environment().check_world_size(engine)
-    _check_stream_blocks(given, engine)
     _check_secrets_and_tls(given)
     return ServeConfig(engine=engine, decoding=decoding, **field_values(given, SERVE_FLAGS))
 
@@ -180,14 +200,6 @@ def _check_lookaheads(given: Mapping[str, Any], params: DecodingParams, engine: 
         origin = " by default"
     message = f"is {params.lookaheads}{origin}, which exceeds --max-num-branches {engine.max_num_branches}"
     raise ParameterError("num_branches", message)
-
-
-def _check_stream_blocks(given: Mapping[str, Any], engine: EngineConfig) -> None:
-    """Refuses blocks of streams for which no graph has room: every streamed request would run in eager steps."""
-    size = given.get("stream_block_size")
-    if size is not None and engine.mode != "eager" and size > engine.graph_params.block_size:
-        message = f"is {size}, which exceeds --block-size {engine.graph_params.block_size}"
-        raise ParameterError("stream_block_size", message)
 
 
 def _check_secrets_and_tls(given: Mapping[str, Any]) -> None:
@@ -257,9 +269,7 @@ def _one_from_yaml(flag: Flag, value: object) -> Any:
     if isinstance(kind, Boolean):
         return kind.checked(value)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError(f"must be one value, got {value!r}")
+        raise ValueError(f"must be one value, got {shown(value)}")
     if isinstance(kind, Text | Strings | Words) and not isinstance(value, str):
         raise ValueError("must be a text; put it in quotes, because YAML reads it as a number")  # 0123 would be "83"
-    parsed = flag.parse(str(value))
-    # As on the command line, where argparse checks choices.
-    return kind.checked(parsed) if isinstance(kind, Choice) else parsed
+    return flag.parse(str(value))

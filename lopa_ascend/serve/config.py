@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from lopa_ascend.config import EngineConfig
-from lopa_ascend.config.kinds import Boolean, Bytes, Choice, Integer, Number, Strings, Text
+from lopa_ascend.config.kinds import Boolean, Bytes, Integer, Number, Strings, Text
 from lopa_ascend.config.settings import Group, Setting, declare, settings
 
 DAY = 86400
 """Seconds."""
-LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
 @dataclass(frozen=True)
@@ -116,41 +115,7 @@ class ServeConfig:
         "", Setting(UrlPath(), "path under which a proxy shows this server, e.g. /models", group=Group.SERVER)
     )
     max_body_size: int = declare(
-        8 * 2**20, Setting(Bytes(0), "largest body of a request, in bytes or e.g. 512KiB", group=Group.SERVER)
-    )
-    max_total_body_size: int = declare(
-        64 * 2**20,
-        Setting(
-            Bytes(0),
-            "most bytes of all bodies above 64 KiB that are being received or read; further ones get a 503 with "
-            "Retry-After",
-            group=Group.SERVER,
-        ),
-    )
-    max_queued_large_bodies: int = declare(
-        16,
-        Setting(
-            Integer(0, 2**31 - 1),
-            "bodies above 64 KiB that may wait to be parsed and tokenized; further ones get a 503 with Retry-After",
-            group=Group.SERVER,
-        ),
-    )
-    max_stop_strings: int = declare(
-        64, Setting(Integer(0, 2**31 - 1), "most stop strings of a request", group=Group.SERVER)
-    )
-    max_stop_characters: int = declare(
-        4096,
-        Setting(Integer(0, 2**31 - 1), "most characters of all stop strings of a request together", group=Group.SERVER),
-    )
-    stream_block_size: int | None = declare(
-        None,
-        Setting(
-            Integer(1, 4096),
-            "`block_size` of streamed requests that set none, but not of diffusion streams: smaller blocks give finer "
-            "pieces of text, sooner, and more forward passes",
-            group=Group.SERVER,
-            default_text="`block_size`",
-        ),
+        2**20, Setting(Bytes(0), "largest body of a request, in bytes or e.g. 512KiB", group=Group.SERVER)
     )
     request_timeout: float | None = declare(
         None,
@@ -182,9 +147,6 @@ class ServeConfig:
     )
     enable_log_requests: bool = declare(
         False, Setting(Boolean(), "write the prompts and parameters of requests to the log", group=Group.SERVER)
-    )
-    uvicorn_log_level: str = declare(
-        "info", Setting(Choice(LOG_LEVELS), "what the HTTP server logs", group=Group.SERVER)
     )
     ssl_certfile: str | None = declare(
         None, Setting(Text(), "certificate in PEM format", group=Group.TLS, metavar="FILE")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from lopa_ascend.config import DecodingParams, EngineConfig
 from lopa_ascend.config.kinds import Boolean, Bytes, Choice
+from lopa_ascend.config.removed import instead_of
 from lopa_ascend.config.settings import Group, Setting, settings
 from lopa_ascend.config.sizes import exact_size
 from lopa_ascend.serve.config import ServeConfig
@@ -28,14 +29,17 @@ class Flag:
     default: Any
 
     def parse(self, text: str) -> Any:
-        """The value that a text stands for. EngineConfig and DecodingParams check their values themselves.
+        """The value that a text stands for. EngineConfig and DecodingParams check numbers and lists themselves.
 
         Raises:
             ValueError: the text is not of the right kind, or the value is not allowed; the message says what is.
         """
         value = self.setting.kind.parse(text)
-        if self.owner is ServeConfig:
-            self.setting.kind.checked(value)
+        if self.owner is ServeConfig or isinstance(self.setting.kind, Choice):
+            try:
+                self.setting.kind.checked(value)
+            except ValueError as error:
+                raise ValueError(f"{error}{instead_of(self.name, value)}") from None
         return value
 
     def help_text(self) -> str:
@@ -78,15 +82,38 @@ SERVE_FLAGS = _flags(ServeConfig)
 DECODING_FLAGS = _flags(DecodingParams)
 FLAGS = {**ENGINE_FLAGS, **SERVE_FLAGS, **DECODING_FLAGS}
 
+USUAL = frozenset((
+    "model", "lora_path", "dtype", "device", "max_model_len", "served_model_name", "chat_template",
+    "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "seed",
+    "tensor_parallel_size", "branch_parallel_size",
+    "graph_mode",
+    "host", "port", "api_key", "allowed_origins", "root_path", "request_timeout", "shutdown_timeout",
+    "enable_log_requests",
+    "ssl_certfile", "ssl_keyfile",
+    "preset", "decoding", "num_branches", "block_size", "tau_add", "tau_act", "tau_conf", "max_new_tokens",
+    "temperature",
+))  # fmt: skip
+"""The flags that people use, which --help shows, one line for each group; --help-all shows the others too."""
 
-def add_flags(parser: argparse.ArgumentParser, flags: Mapping[str, Flag] = FLAGS) -> None:
-    """Adds flags in groups. Flags that are not given get the value None."""
+
+def add_flags(
+    parser: argparse.ArgumentParser, flags: Mapping[str, Flag] = FLAGS, shown: Collection[str] | None = None
+) -> None:
+    """Adds flags in groups. Flags that are not given get the value None.
+
+    Args:
+        parser: gets the flags.
+        flags: by name.
+        shown: names of the flags that --help shows; None: it shows all.
+    """
     for group in Group:
         members = [flag for flag in flags.values() if flag.setting.group is group]
-        if members:
-            arguments = parser.add_argument_group(group.title, group.description)
-            for flag in members:
-                _add_flag(arguments, flag)
+        if not members:
+            continue
+        is_shown = shown is None or any(flag.name in shown for flag in members)
+        arguments = parser.add_argument_group(group.title, group.description) if is_shown else parser
+        for flag in members:
+            _add_flag(arguments, flag, flag.help_text() if shown is None or flag.name in shown else argparse.SUPPRESS)
 
 
 def field_values(given: Mapping[str, Any], flags: Mapping[str, Flag]) -> dict[str, Any]:
@@ -103,21 +130,20 @@ def field_values(given: Mapping[str, Any], flags: Mapping[str, Flag]) -> dict[st
     }
 
 
-def _add_flag(arguments: argparse._ArgumentGroup, flag: Flag) -> None:
-    kind, text = flag.setting.kind, flag.help_text()
+def _add_flag(arguments: argparse._ActionsContainer, flag: Flag, text: str) -> None:
+    kind = flag.setting.kind
     if isinstance(kind, Boolean):
         arguments.add_argument(option(flag.name), action=argparse.BooleanOptionalAction, help=text)
-    elif isinstance(kind, Choice):
-        arguments.add_argument(option(flag.name), choices=kind.known, help=text)
-    else:
-        arguments.add_argument(
-            option(flag.name),
-            type=_argument_type(flag),
-            metavar=flag.setting.metavar or kind.metavar,
-            nargs="+" if kind.many else None,
-            action="extend" if kind.many else "store",
-            help=text,
-        )
+        return
+    arguments.add_argument(
+        option(flag.name),
+        type=_argument_type(flag),  # refuses an unknown choice, in the words of all other ways to give it
+        choices=kind.known if isinstance(kind, Choice) else None,
+        metavar=None if isinstance(kind, Choice) else flag.setting.metavar or kind.metavar,
+        nargs="+" if kind.many else None,
+        action="extend" if kind.many else "store",
+        help=text,
+    )
 
 
 def _argument_type(flag: Flag) -> Callable[[str], Any]:

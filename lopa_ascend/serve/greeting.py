@@ -114,10 +114,7 @@ def _memory_lines(engine: EngineConfig, ranks: Sequence[RankReport]) -> str:
 
 
 def _example(client: EngineClient, config: ServeConfig) -> tuple[str, dict[str, object]]:
-    """Route and body of a request that works.
-
-    This is the first use of the chat template, whose imports take seconds that no request then has to wait for.
-    """
+    """Route and body of a request that works."""
     if client.prompts.tokenizer is None:
         return "/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 32}
     question = "What is 12 + 30?"

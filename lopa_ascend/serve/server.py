@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import ssl
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -20,9 +22,10 @@ from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.serve.api.plan import check_defaults
 from lopa_ascend.serve.app import create_app
 from lopa_ascend.serve.config import ServeConfig
-from lopa_ascend.serve.engine.client import ClientSettings, EngineClient, EngineFailed
+from lopa_ascend.serve.connections import Connection, RareWarnings, connection_limit
+from lopa_ascend.serve.engine.client import ClientSettings, EngineClient
+from lopa_ascend.serve.engine.launcher import EngineFailed
 from lopa_ascend.serve.greeting import make_greeting
-from lopa_ascend.serve.http_connection import HttpConnection
 from lopa_ascend.text.template import check_template
 from lopa_ascend.text.tokenizer_files import load_template
 
@@ -30,6 +33,8 @@ LAST_EVENTS_TIME = 1.0
 """Seconds that clients have to read their last events after their requests were ended."""
 SWITCH_INTERVAL = 0.001
 """Seconds after which a thread that parses a large body lets the event loop run."""
+HANDSHAKE_TIMEOUT = 10.0
+"""Most seconds in which a client must begin a connection with TLS."""
 SHUTDOWN_TIME = 3.0
 """Seconds after which a shutdown stops waiting, e.g. for a thread that tokenizes a very long prompt."""
 DEAD_ENGINE_TIME = 3.0
@@ -83,6 +88,9 @@ class Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.config.ssl is not None:
+            loop = asyncio.get_running_loop()  # uvicorn passes no time limit on, and asyncio's own is a minute
+            loop.create_server = partial(loop.create_server, ssl_handshake_timeout=HANDSHAKE_TIMEOUT)  # type: ignore[method-assign]
         await super().startup(sockets)
         sys.stdout.write(self._greeting)
         sys.stdout.flush()
@@ -158,7 +166,7 @@ async def _serve(config: ServeConfig, settings: ClientSettings, listener: socket
         app = create_app(client, config, listener.getsockname()[0])
         server = Server(_uvicorn(config, app), client, interrupts, config.shutdown_timeout, greeting)
         await server.serve(sockets=[listener])
-        await app.state.workers.close()
+        await app.state.intake.close()
         return server.status
     finally:
         await client.close()
@@ -255,14 +263,18 @@ def _client_settings(config: ServeConfig) -> ClientSettings:
 
 
 def _uvicorn(config: ServeConfig, app: FastAPI) -> uvicorn.Config:
+    limit = connection_limit(config.max_num_queued_reqs)
+    for name in ("uvicorn.error", "asyncio"):
+        logging.getLogger(name).addFilter(RareWarnings())
     return uvicorn.Config(
         app,
         lifespan="off",
         ws="none",
-        http=HttpConnection,
+        http=Connection,
         loop="asyncio",
+        limit_concurrency=limit,
+        backlog=limit,  # so many may be accepted before the first is counted
         root_path=config.root_path,
-        log_level=config.uvicorn_log_level,
         ssl_certfile=config.ssl_certfile,
         ssl_keyfile=config.ssl_keyfile,
         ssl_keyfile_password=config.ssl_keyfile_password,

@@ -5,29 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateSyntaxError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateSyntaxError
 
 from lopa_ascend.config.files import read_text, shown
+from lopa_ascend.text.sandbox import ChatTemplate
 from lopa_ascend.text.tokenizer import TokenizerError
-
-
-class _GenerationTag(Extension):
-    """The tag that transformers adds to Jinja: ``{% generation %}`` around what a model has said."""
-
-    tags = {"generation"}  # as Jinja declares it
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-_ENVIRONMENT = ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
-)
-"""Parses what transformers parses."""
 
 
 def read_template(path: Path, config_file: Path, config: dict[str, Any]) -> tuple[str | None, str]:
@@ -71,7 +53,7 @@ def check_template(template: str, source: str) -> None:
         TokenizerError: its syntax is wrong.
     """
     try:
-        _ENVIRONMENT.parse(template)
+        ChatTemplate(template, {})
     except TemplateSyntaxError as error:
         raise TokenizerError(f"{source}: line {error.lineno}: {error.message}, expected a Jinja template") from error
     except RecursionError as error:

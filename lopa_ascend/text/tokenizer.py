@@ -1,7 +1,7 @@
 """Text to token ids and back, by byte-level BPE, and conversations to token ids.
 
-Uses the `tokenizers` library alone, so that Dream's tokenizer class, which is remote code, is not needed. Only chat
-templates need transformers, which takes seconds to import.
+Uses the `tokenizers` library alone, so that neither Dream's tokenizer class, which is remote code, is needed nor
+transformers, which takes seconds to import.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from functools import cached_property
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, models
+from tokenizers import AddedToken
 
-from lopa_ascend.text.time_limit import TookTooLongError, time_limit
+from lopa_ascend.text.sandbox import ChatTemplate, LimitError
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -29,8 +29,6 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTES = _byte_alphabet()
 NFC_FACTOR = 4
 """Most characters that Unicode normalisation, which some tokenizers begin with, makes one of."""
-TEMPLATE_TIMEOUT = 10.0
-"""Most seconds in which a chat template renders a conversation. Loops in loops can take for ever."""
 
 
 def _token_bytes(token: str) -> bytes:
@@ -121,32 +119,22 @@ class Tokenizer:
             messages: dictionaries with "role" and "content".
 
         Raises:
-            ValueError: there are no messages, there is no chat template, or the template refuses the messages or takes
-                longer than ``TEMPLATE_TIMEOUT``.
+            ValueError: there are no messages, there is no chat template, or the template refuses the messages, takes
+                too long or makes too much.
         """
-        if self.chat_template is None:
+        if self._template is None:
             raise ValueError("this model has no chat template")
         if not messages:
             raise ValueError("there are no messages")
-        renderer = self._renderer  # imported outside the time limit
         try:
-            with time_limit(TEMPLATE_TIMEOUT):
-                text = renderer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except TookTooLongError:
-            raise ValueError(f"the chat template takes longer than {TEMPLATE_TIMEOUT:g} s for the messages") from None
+            return self._template.render(messages)
+        except LimitError as error:
+            raise ValueError(f"the chat template {error}") from None
         except Exception as error:  # a template is a program of the checkpoint's author, which may raise anything
             raise ValueError(f"the chat template refuses the messages: {error}") from error
-        return str(text)
 
     @cached_property
-    def _renderer(self) -> Any:
-        """Renders the chat template as transformers does; an empty tokenizer is enough for that."""
-        from transformers import PreTrainedTokenizerFast
-
-        empty = tokenizers.Tokenizer(models.BPE())
-        return PreTrainedTokenizerFast(
-            tokenizer_object=empty,
-            chat_template=self.chat_template,
-            extra_special_tokens=self._extra,
-            **self.special,
-        )
+    def _template(self) -> ChatTemplate | None:
+        if self.chat_template is None:
+            return None
+        return ChatTemplate(self.chat_template, {**self._extra, **self.special})

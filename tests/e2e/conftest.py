@@ -51,10 +51,12 @@ class Lines:
 class ServerProcess:
     """`python -m lopa_ascend.serve` on a free port."""
 
-    def __init__(self, *arguments: str, wait: bool = True, env: dict[str, str] | None = None):
+    def __init__(
+        self, *arguments: str, wait: bool = True, env: dict[str, str] | None = None, prefix: tuple[str, ...] = ()
+    ):
         # Not OpenMP's default threads: a busy machine would make every step slow.
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
-        command = [sys.executable, "-m", "lopa_ascend.serve", "--port", "0", *arguments]
+        command = [*prefix, sys.executable, "-m", "lopa_ascend.serve", "--port", "0", *arguments]
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -99,8 +101,10 @@ class ServerProcess:
 
 
 @contextmanager
-def running(*arguments: str, wait: bool = True, env: dict[str, str] | None = None) -> Iterator[ServerProcess]:
-    server = ServerProcess(*arguments, wait=wait, env=env)
+def running(
+    *arguments: str, wait: bool = True, env: dict[str, str] | None = None, prefix: tuple[str, ...] = ()
+) -> Iterator[ServerProcess]:
+    server = ServerProcess(*arguments, wait=wait, env=env, prefix=prefix)
     try:
         yield server
     finally:

@@ -1,14 +1,11 @@
-"""How fine streams are: --stream-block-size."""
+"""How fine streams are, and that they say the same as answers in one piece."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import ServerProcess, running
-from tests.e2e.serving import events
+from tests.e2e.conftest import ServerProcess
 
 FIELDS: dict[str, Any] = {"max_tokens": 64, "ignore_eos": True}
 ASKED: dict[str, dict[str, Any]] = {
@@ -16,12 +13,6 @@ ASKED: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Tom has 3 boxes"}]},
     "/v1/responses": {"input": "Tom has 3 boxes"},
 }
-
-
-@pytest.fixture(scope="module")
-def fine(model_dir: Path) -> Iterator[ServerProcess]:
-    with running("--model", str(model_dir), "--stream-block-size", "8") as server:
-        yield server
 
 
 def pieces(server: ServerProcess, route: str, **fields: Any) -> list[str]:
@@ -46,23 +37,10 @@ def whole(server: ServerProcess, route: str, **fields: Any) -> str:
 
 
 @pytest.mark.parametrize("route", ASKED)
-def test_streams_have_small_blocks_unless_they_name_their_own(fine: ServerProcess, route: str):
-    default = pieces(fine, route)
-    assert len(default) >= 4
-    assert "".join(default) == whole(fine, route, block_size=8)
-    own = pieces(fine, route, block_size=32)
-    assert len(own) < len(default)
-    assert "".join(own) == whole(fine, route) == whole(fine, route, block_size=32)
-    assert "".join(own) != "".join(default), "the test needs a prompt whose text depends on the block size"
-
-
-def test_diffusion_streams_keep_the_servers_block_size(fine: ServerProcess):
-    start = events(fine.http.post("/v1/diffusion/completions", json={"prompt": "x", "max_tokens": 4}).text)[0]
-    assert start["block_size"] == 32
-    info = fine.http.get("/server_info").json()
-    assert (info["server"]["stream_block_size"], info["decoding"]["block_size"]) == (8, 32)
-
-
-def test_without_the_flag_a_stream_has_the_servers_blocks(server: ServerProcess):
-    for route in ASKED:
-        assert "".join(pieces(server, route)) == whole(server, route)
+def test_smaller_blocks_give_finer_pieces_of_the_same_text_as_a_whole_answer(server: ServerProcess, route: str):
+    fine, coarse = (pieces(server, route, block_size=size) for size in (8, 32))
+    assert len(fine) >= 4
+    assert len(coarse) < len(fine)
+    assert "".join(fine) == whole(server, route, block_size=8)
+    assert "".join(coarse) == whole(server, route, block_size=32) == whole(server, route)
+    assert "".join(coarse) != "".join(fine), "the test needs a prompt whose text depends on the block size"

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from lopa_ascend.config import DecodingParams, EngineConfig, GraphParams, ParameterError, recommended_decoding
+from lopa_ascend.config import DecodingParams, EngineConfig, GraphParams, ParameterError, recommended_decoding, removed
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.serve import cli
 from lopa_ascend.serve.cli import parse_args
 from lopa_ascend.serve.config import ServeConfig
-from lopa_ascend.serve.flags import DECODING_FLAGS, FLAGS
+from lopa_ascend.serve.flags import DECODING_FLAGS, FLAGS, USUAL
 
 
 @pytest.fixture(autouse=True)
@@ -111,8 +111,10 @@ def test_every_setting_has_one_flag():
         ("--ssl-keyfile k", "--ssl-certfile"),
         ("--ssl-certfile c", "--ssl-keyfile"),
         ("--ssl-ca-certs c", "--ssl-certfile"),
-        ("--uvicorn-log-level loud", "trace"),
-        ("--stream-block-size 0", "1 to 4096"),
+        ("--uvicorn-log-level loud", "unknown argument '--uvicorn-log-level'; removed: "),
+        ("--stream-block-size 8", "removed: set block_size"),
+        ("--max-stop-strings=9", "removed: a request may have 64"),
+        ("--top-logprobs 3", "it is no flag, but a field of requests"),
         ("--allowed-origins http://[bad", "is not * or an origin"),
         ("--allowed-origins https://example.org/", "without a path"),
         ("--allowed-origins example.org", "such as https://example.org"),
@@ -151,16 +153,6 @@ def test_graphs_are_compiled_for_a_decoding_that_they_can_run():
         assert DecodingParams(**config.decoding).window_attention == "full"
 
 
-def test_graphs_must_have_room_for_the_blocks_of_streams(capsys: pytest.CaptureFixture[str]):
-    compiled = ["--model", "M", "--graph-mode", "inductor", "--stream-block-size"]
-    message = refusal(capsys, *compiled, "64")
-    assert "--stream-block-size" in message
-    assert "--block-size 32" in message
-    assert parse_args([*compiled, "8"]).stream_block_size == 8
-    assert parse_args([*compiled, "64", "--block-size", "64"]).engine.graph_params.block_size == 64
-    assert parse_args(["--stream-block-size", "64"]).stream_block_size == 64  # eager steps take any block
-
-
 def test_config_file_and_command_line(tmp_path: Path):
     file = write(
         tmp_path / "serve.yaml",
@@ -186,6 +178,8 @@ def test_config_file_and_command_line(tmp_path: Path):
     ("text", "expected"),
     [
         ("max-num-seq: 4", "max-num-seqs?"),
+        ("stream_block_size: 8", "unknown key 'stream_block_size'; removed: set block_size"),
+        ("max-total-body-size: 1MiB", "removed: the connections limit the memory of bodies"),
         ("config: x.yaml", "unknown key 'config'"),
         ("1: 2", "unknown key '1'"),
         ("port: 70000", "port: must be"),
@@ -232,20 +226,56 @@ def test_the_key_comes_from_the_environment_too(capsys: pytest.CaptureFixture[st
     assert "--model" in refusal(capsys, "--model", "M\udce9")
 
 
-def test_help_names_every_flag_once_and_answers_without_torch():
+def test_removed_names_and_values_are_refused_alike_wherever_they_are_given(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(removed, "REMOVED", {"old_name": "set new_name", "alg=random": 'set alg "origin"'})
+    assert removed.instead_of("old_name") == "; removed: set new_name"
+    assert removed.instead_of("alg", "random") == '; removed: set alg "origin"'
+    assert removed.instead_of("alg") == removed.instead_of("alg", "x") == removed.instead_of("old_name", [1]) == ""
+    with pytest.raises(ParameterError, match="old_name: unknown option; removed: set new_name"):
+        DecodingParams.preset("S13", old_name=1)
+    with pytest.raises(ParameterError, match="alg: unknown value 'random'; choose one of .*; removed: set alg"):
+        DecodingParams(decoding="vanilla", alg="random")
+
+
+def test_removed_values_name_what_to_use_on_the_command_line_and_in_the_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(removed, "REMOVED", {"alg=random": 'set alg "origin"'})
+    for argv in (["--alg", "random"], ["--config", write(tmp_path / "serve.yaml", "alg: random")]):
+        assert '; removed: set alg "origin"' in refusal(capsys, *argv)
+
+
+def flag_name(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def listed(arguments: str) -> list[str]:
+    """The flags in the output of a command line."""
     code = (
-        "import sys\nfrom lopa_ascend.serve.cli import build_parser\nprint(build_parser().format_help())\n"
-        "assert not {'torch', 'transformers', 'fastapi'} & set(sys.modules)"
+        f"import sys\nfrom lopa_ascend.serve.cli import parse_args\ntry:\n    parse_args(['{arguments}'])\n"
+        "finally:\n    assert not {'torch', 'transformers', 'fastapi'} & set(sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    flags = re.findall(r"^  (?:-\w, )?--([\w-]+)", result.stdout, re.MULTILINE)
-    assert sorted(flags) == sorted(["help", "config", *(name.replace("_", "-") for name in FLAGS)])
-    for title in ("model:", "engine:", "server:", "TLS:", "decoding defaults:", "decoding, for research:"):
-        assert f"\n{title}\n" in result.stdout
+    return re.findall(r"^  (?:-\w, )?--([\w-]+)", result.stdout, re.MULTILINE)
+
+
+def test_help_names_the_usual_flags_and_help_all_every_flag_without_torch():
+    usual, every = listed("--help"), listed("--help-all")
+    assert sorted(usual) == sorted(["help", "config", "help-all", *(flag_name(name) for name in USUAL)])
+    assert sorted(every) == sorted(["help", "config", "help-all", *(flag_name(name) for name in FLAGS)])
+    assert len(usual) < 40
+
+
+def test_help_has_groups():
+    text = cli.build_parser().format_help()
+    titles = ("model:", "engine:", "server:", "TLS:", "decoding defaults:")
+    assert all(f"\n{title}\n" in text for title in titles)
+    assert "for research" not in text
+    assert "\ndecoding, for research:\n" in cli.build_parser(shown=None).format_help()
 
 
 def test_help_breaks_no_flag_name(monkeypatch: pytest.MonkeyPatch):
     for columns in range(60, 120, 5):
         monkeypatch.setenv("COLUMNS", str(columns))
-        lines = cli.build_parser().format_help().splitlines()
+        lines = cli.build_parser(shown=None).format_help().splitlines()
         assert [line for line in lines if line.endswith("-")] == []

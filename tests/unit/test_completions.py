@@ -18,7 +18,7 @@ from lopa_ascend.serve.api.completions import CHAT, COMPLETION, ChunkEncoder, Co
 from lopa_ascend.serve.api.endpoint import PIECE, encoded
 from lopa_ascend.serve.api.logprobs import LOWEST, TokenProbs
 from lopa_ascend.serve.api.protocol import StreamOptions
-from lopa_ascend.serve.engine.client import Choice
+from lopa_ascend.serve.engine.generation import Choice
 from lopa_ascend.text.output import OutputStream
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.text.tokenizer_files import load_tokenizer

@@ -2,14 +2,12 @@
 
 import asyncio
 import json
-import threading
 import weakref
 from collections.abc import AsyncIterator, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 import zmq
@@ -18,17 +16,15 @@ from starlette.requests import ClientDisconnect, Request
 
 from lopa_ascend.config import DecodingParams, Limits, decoding
 from lopa_ascend.config.combinations import check_combinations
-from lopa_ascend.serve.api import workers
 from lopa_ascend.serve.api.body import parse_completion
 from lopa_ascend.serve.api.endpoint import COMPLETIONS, Endpoint
 from lopa_ascend.serve.api.errors import ApiError
 from lopa_ascend.serve.api.intake import Intake
 from lopa_ascend.serve.api.plan import Planner
 from lopa_ascend.serve.api.protocol import CompletionRequest
-from lopa_ascend.serve.api.workers import Workers
-from lopa_ascend.serve.app import create_app
 from lopa_ascend.serve.config import ServeConfig
-from lopa_ascend.serve.engine.client import Choice, ClientSettings, EngineClient
+from lopa_ascend.serve.engine.client import ClientSettings, EngineClient
+from lopa_ascend.serve.engine.generation import Choice
 from lopa_ascend.serve.engine.launcher import EngineProcess
 from lopa_ascend.serve.engine.messages import Ready, Stepped
 from lopa_ascend.serve.observe.metrics import Metrics
@@ -85,7 +81,7 @@ def test_choices_are_planned_and_submitted_without_checking_the_parameters_of_ea
         check_combinations(params)
 
     monkeypatch.setattr(decoding, "check_combinations", check)
-    planner = Planner(Prompts(tiny_tokenizer(), 320, 319, "m"), LIMITS, {}, 1, 1, None)
+    planner = Planner(Prompts(tiny_tokenizer(), 320, 319, "m"), LIMITS, {})
     asked = {"prompt": "a", "n": 4, "seed": 2**63 - 2, "temperature": 1, "stop": "b"}
     choices = planner.completion(parse_completion(json.dumps(asked).encode()))
     messages = asyncio.run(sent_by(choices))
@@ -113,9 +109,9 @@ async def health_generate(num_steps: int, *updates: Update) -> tuple[tuple[int, 
         Status and code of the refusal if there is one; the types of the messages that the engine gets.
     """
     async with connected() as (client, engines):
-        intake = Intake(10**6, 10**6, Workers(0))
-        planner = Planner(client.prompts, LIMITS, {}, 1, 1, None)
-        endpoint = Endpoint(client, planner, intake, Metrics(client, "m", intake), "m", ServeConfig())
+        intake = Intake(10**6)
+        planner = Planner(client.prompts, LIMITS, {})
+        endpoint = Endpoint(client, planner, intake, Metrics(client, "m"), "m", ServeConfig())
         receiving, seeing = asyncio.create_task(client._receive()), asyncio.create_task(endpoint.see_a_step(0.3))
         messages = [msgspec.msgpack.decode(await engines.recv())]
         sent = [replace(update, request_id=update.request_id or messages[0]["request_id"]) for update in updates]
@@ -124,7 +120,7 @@ async def health_generate(num_steps: int, *updates: Update) -> tuple[tuple[int, 
         receiving.cancel()
         while await engines.poll(0):
             messages.append(msgspec.msgpack.decode(await engines.recv()))
-        await intake.workers.close()
+        await intake.close()
         assert client.num_running + client.num_waiting == 0
         assert not client.observers
         types = [message["type"] for message in messages]
@@ -177,9 +173,9 @@ def test_a_request_that_waits_keeps_no_fields_without_effect():
         scope = {"type": "http", "method": "POST", "path": "/", "headers": headers, "state": {"request_id": "1"}}
         request = Request(scope, messages.get)
         async with connected() as (client, engines):
-            intake = Intake(10**6, 10**6, Workers(1))
-            planner = Planner(client.prompts, LIMITS, {}, 1, 1, None)
-            endpoint = Endpoint(client, planner, intake, Metrics(client, "m", intake), "m", ServeConfig())
+            intake = Intake(10**6)
+            planner = Planner(client.prompts, LIMITS, {})
+            endpoint = Endpoint(client, planner, intake, Metrics(client, "m"), "m", ServeConfig())
             response = await endpoint.answer(request, replace(COMPLETIONS, parse=parse))
             await engines.recv()
             for _ in range(500):  # the thread that parsed the body lets go of it in its own time
@@ -190,35 +186,6 @@ def test_a_request_that_waits_keeps_no_fields_without_effect():
             messages.put_nowait({"type": "http.disconnect"})
             with pytest.raises(ClientDisconnect):
                 await response(scope, messages.get, send_nothing)
-            await intake.workers.close()
-
-    asyncio.run(run())
-
-
-def test_health_is_bad_while_small_bodies_wait_for_long(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(workers, "SMALL_THREADS", 1)
-
-    async def run() -> None:
-        async with connected() as (client, _):
-            app, go = create_app(client, ServeConfig(watchdog_timeout=0.2)), threading.Event()
-            asyncio.get_running_loop().call_later(10, go.set)  # so that a test that fails ends
-            transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-
-                async def statuses() -> list[int]:
-                    return [(await http.get(route)).status_code for route in ("/health", "/ready")]
-
-                assert await statuses() == [200, 200]
-                bodies = [asyncio.create_task(app.state.workers.run(1, go.wait)) for _ in range(2)]
-                await asyncio.sleep(0.3)
-                assert await statuses() == [503, 503]
-                assert "has waited for" in (await http.get("/health")).json()["error"]["message"]
-                assert 'lopa:bodies_waiting{engine="0",model_name="m",size="small"} 1.0' in (
-                    (await http.get("/metrics")).text
-                )
-                go.set()
-                await asyncio.gather(*bodies)
-                assert await statuses() == [200, 200]
-            await app.state.workers.close()
+            await intake.close()
 
     asyncio.run(run())

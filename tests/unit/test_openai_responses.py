@@ -15,7 +15,7 @@ from lopa_ascend.serve.api.body import parse_response
 from lopa_ascend.serve.api.errors import ApiError
 from lopa_ascend.serve.api.openai_responses import ResponseEncoder, ResponseObject, ResponseWriter
 from lopa_ascend.serve.api.openai_responses_body import UNSUPPORTED_RESPONSE
-from lopa_ascend.serve.engine.client import Choice
+from lopa_ascend.serve.engine.generation import Choice
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
 
 from lopa_ascend.config import ContextLengthError, DecodingParams, Limits, ParameterError
+from lopa_ascend.config.kinds import MAX_TOKEN_IDS
 from lopa_ascend.serve.api.body import (
     parse_abort,
     parse_chat,
@@ -20,7 +21,7 @@ from lopa_ascend.serve.api.body import (
     parse_tokenize,
 )
 from lopa_ascend.serve.api.errors import MAX_TEXT, ApiError
-from lopa_ascend.serve.api.plan import MAX_TOKEN_IDS, Planner
+from lopa_ascend.serve.api.plan import Planner
 from lopa_ascend.serve.api.protocol import (
     UNSUPPORTED_CHAT,
     UNSUPPORTED_COMPLETION,
@@ -43,7 +44,7 @@ LIMITS = Limits(
     max_num_batched_tokens=600,
     max_num_branches=15,
 )
-PLANNER = Planner(Prompts(None, 100, 99, "m"), LIMITS, {"tau_conf": 0.5, "top_p": 0.9, "temperature": 1.0}, 4, 20)
+PLANNER = Planner(Prompts(None, 100, 99, "m"), LIMITS, {"tau_conf": 0.5, "top_p": 0.9, "temperature": 1.0})
 NEEDED: dict[str, dict[str, Any]] = {
     "top_p": {"temperature": 1.0},
     "top_k": {"temperature": 1.0},
@@ -78,15 +79,17 @@ def test_stated_ranges_are_the_real_ones(name: str):
     schema = SCHEMAS["CompletionRequest"]["properties"][name]
     step = 1 if any(part.get("type") == "integer" for part in schema.get("anyOf", [])) else 1e-6
     with_it = NEEDED.get(name, {})
+    is_list = DecodingParams.parameters()[name].kind.many  # which the body refuses already
+    refusal: type[ApiError | ParameterError] = ApiError if is_list else ParameterError
     for limit, outwards in (("minimum", -step), ("maximum", step)):
         if limit not in schema:
             continue
         edge = schema[limit]
         if name != "eos_token_id":
             params(**{**with_it, name: edge})
-        with pytest.raises(ParameterError) as wrong:
+        with pytest.raises(refusal) as wrong:
             params(**{**with_it, name: edge + outwards})
-        assert wrong.value.param == name
+        assert vars(wrong.value)["param"] == name
     for choice in schema.get("enum", []):
         params(**{**with_it, name: choice})
 
@@ -228,18 +231,6 @@ def test_defaults_that_cannot_sample_step_back_for_a_request_that_samples():
         planner.completion(parsed(temperature=0.7, branch_acceptance="exact"))
 
 
-def test_streams_have_a_default_block_size_of_their_own():
-    planner = dataclasses.replace(PLANNER, decoding={"block_size": 16}, stream_block_size=4)
-
-    def block_size(**fields: Any) -> int:
-        return planner.completion(parsed(**fields))[0].params.block_size
-
-    assert (block_size(), block_size(stream=False), block_size(stream=True)) == (16, 16, 4)
-    assert block_size(stream=True, block_size=64) == 64
-    diffusion = parse_diffusion_completion(b'{"prompt": [1], "stream": true}')
-    assert planner.completion(diffusion)[0].params.block_size == 16
-
-
 def test_seeds_differ_by_answer_from_one_start():
     prompts = [[1], [2]]
     assert params(seed=-1).seed is None
@@ -301,11 +292,12 @@ def test_names_of_megabytes_are_refused_at_once_and_shortened():
 
 def test_stop_strings_are_limited_in_number_and_length():
     planner = replace(PLANNER, prompts=Prompts(tiny_tokenizer(), 100, 99, "m"))
-    (choice,) = planner.completion(parsed(stop=["a" * 17, "b", "c", "d"]))
-    assert choice.params.stop == ("a" * 17, "b", "c", "d")
-    for stop in (["a"] * 5, "a" * 21, ["a" * 20, "b"]):
-        with pytest.raises(ParameterError, match="this server takes") as wrong:
-            params(stop=stop)
+    most = ["a" * 4033, *map(chr, range(0x100, 0x100 + 63))]
+    (choice,) = planner.completion(parsed(stop=most))
+    assert choice.params.stop == tuple(most)
+    for stop in (["a"] * 65, "a" * 4097, ["a" * 4096, "b"]):
+        with pytest.raises(ApiError, match="at most 64 non-empty strings of 4096 characters together") as wrong:
+            parsed(stop=stop)
         assert wrong.value.param == "stop"
 
 
@@ -327,13 +319,14 @@ def test_log_probabilities_are_limited_in_number():
 
 
 def test_token_ids_count_once_and_for_each_choice():
-    many = list(range(90)) * 20_000
+    many = list(range(90)) * 700
     for name in ("eos_token_id", "stop_token_ids"):
         assert getattr(params(**{name: many}), name) == tuple(range(90))
-        for fields in ({name: list(range(MAX_TOKEN_IDS + 1))}, {name: list(range(600)), "n": 128}):
-            with pytest.raises(ParameterError, match="a request with") as wrong:
-                params(**fields)
-            assert wrong.value.param == name
+        with pytest.raises(ApiError, match="at most 65536 token ids, got 65537"):
+            parsed(**{name: list(range(MAX_TOKEN_IDS + 1))})
+        with pytest.raises(ParameterError, match="a request with") as wrong:
+            params(**{name: list(range(600)), "n": 128})
+        assert wrong.value.param == name
     with pytest.raises(ParameterError, match="a request with") as wrong:
         params(logit_bias={str(token): 1 for token in range(600)}, n=128)
     assert wrong.value.param == "logit_bias"
@@ -344,6 +337,57 @@ def test_token_ids_count_once_and_for_each_choice():
         assert wrong.value.param == "bad_words"
     first, second = PLANNER.completion(parsed(stop_token_ids=many, n=2, seed=1, temperature=1.0))
     assert first.params.stop_token_ids is second.params.stop_token_ids
+
+
+HUGE: dict[str, tuple[dict[str, Any], str]] = {
+    "combining characters": ({"bad_words": ["a" + "\u0300" * 30_000 + "\u0316" * 30_000]}, "at most 64 characters"),
+    "ids that hash alike": ({"stop_token_ids": [k * (2**61 - 1) for k in range(1, 25_000)]}, "at most 2147483647"),
+    "biases that hash alike": (
+        {"logit_bias": {str(k * (2**61 - 1)): 1 for k in range(1, 25_000)}},
+        "at most 2147483647",
+    ),
+    "numbers with hundreds of digits": ({"seed": [[1e308] * 140_000]}, "must be a valid integer"),
+    "a text for a number": ({"n": "9" * 10**6}, "must be a valid integer"),
+    "texts for ids": ({"stop_token_ids": ["x"] * 10**5}, "must be a valid integer"),
+    "prompts": ({"prompt": [[]] * 250_000}, "at most 1024 prompts"),
+    "names": ({f"x{number}": 0 for number in range(80_000)}, "unknown field"),
+    "nested lists": ({"metadata": {"a": [[]] * 250_000}, "n": "x"}, "must be a valid integer"),
+    "removed": ({"stream_block_size": [[1] * 100] * 1000}, "removed: set block_size"),
+}
+
+
+@pytest.mark.parametrize(("fields", "words"), HUGE.values(), ids=HUGE)
+def test_huge_values_are_refused_at_once_and_shown_in_short(fields: dict[str, Any], words: str):
+    raw = json.dumps({"prompt": "x", **fields}, separators=(",", ":")).encode()
+    assert len(raw) < 2**20
+    start = time.thread_time()
+    with pytest.raises(ApiError, match=words) as refused:
+        parse_completion(raw)
+    assert time.thread_time() - start < 1
+    assert len(refused.value.message) < 700
+
+
+@pytest.mark.parametrize(
+    ("opening", "closing", "words"),
+    [(b"[", b"]", "nested too deeply"), (b'{"a":', b"}", "nested too deeply"), (b"[", b"", "nested too deeply")],
+)
+def test_deep_nesting_is_refused(opening: bytes, closing: bytes, words: str):
+    for depth, message in ((17, "nested more than 16 levels|not valid JSON"), (100_000, words)):
+        with pytest.raises(ApiError, match=message) as refused:
+            parse_completion(b'{"prompt": "x", "metadata": ' + opening * depth + b"1" + closing * depth + b"}")
+        assert refused.value.code == "invalid_json"
+
+
+def test_brackets_in_texts_are_no_parts():
+    text = '[{:"\\' * 50_000
+    assert parse_completion(json.dumps({"prompt": text}).encode()).prompt == [text]
+
+
+def test_what_was_removed_says_what_to_use_instead():
+    for name, instead in (("max_stop_strings", "may have 64"), ("stream_block_size", "set block_size")):
+        with pytest.raises(ApiError, match=f"unknown field '{name}'; removed: .*{instead}") as refused:
+            parsed(**{name: 5})
+        assert (refused.value.param, refused.value.code) == (name, "unknown_parameter")
 
 
 def test_prompts_of_different_lengths_get_the_room_that_each_leaves():

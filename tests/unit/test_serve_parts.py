@@ -17,7 +17,6 @@ from lopa_ascend.serve.api import intake
 from lopa_ascend.serve.api.access import Access
 from lopa_ascend.serve.api.errors import ApiError
 from lopa_ascend.serve.api.intake import Intake
-from lopa_ascend.serve.api.workers import Workers
 from lopa_ascend.serve.app import _allow_origins, hosts_of
 from lopa_ascend.serve.cli import parse_args
 from lopa_ascend.serve.config import ServeConfig
@@ -41,13 +40,11 @@ def scope(path: str = "/v1/models", *headers: tuple[bytes, bytes], root_path: st
 
 
 async def take(receive: Any, *headers: tuple[bytes, bytes], limit: int = 10) -> bytes:
-    workers = Workers(0)
-    taking = Intake(limit, 10**6, workers)
+    taking = Intake(limit)
     try:
         return await taking.take(Request(scope("/", JSON_TYPE, *headers), receive), bytes)
     finally:
-        assert taking.memory.used == 0
-        await workers.close()
+        await taking.close()
 
 
 async def read(pieces: list[bytes], *headers: tuple[bytes, bytes], limit: int = 10, hang: bool = False) -> bytes:
@@ -75,17 +72,27 @@ def test_body_sizes():
     pieces = [b"1" * 10] * 20
     assert status(pieces) == (413, close)
     assert len(pieces) == 11, "it was read further than is worth while"
+    assert status([b"1" * 10] * 8) == (413, {}), "the client looks for the answer once it has sent everything"
     untouched = [b"1"]
     assert status(untouched, (b"content-length", b"1000")) == (413, close)
     assert untouched
 
 
 def test_clients_that_stop_sending(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(intake, "PIECE_TIMEOUT", 0.05)
-    assert status([b"{"], hang=True) == (408, {"Connection": "close"})
-    monkeypatch.setattr(intake, "PIECE_TIMEOUT", 30.0)
     monkeypatch.setattr(intake, "BODY_TIMEOUT", 0.05)
-    assert status([b"{"], hang=True)[0] == 408
+    assert status([b"{"], hang=True) == (408, {"Connection": "close"})
+
+
+def test_a_body_that_trickles_in_is_given_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(intake, "BODY_TIMEOUT", 0.2)
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(0.02)
+        return {"type": "http.request", "body": b"1", "more_body": True}
+
+    with pytest.raises(ApiError, match="did not arrive within 0.2 s") as error:
+        asyncio.run(take(receive, limit=1000))
+    assert error.value.status == 408
 
 
 def test_client_that_leaves():
@@ -125,6 +132,18 @@ def test_keys_and_ids():
         assert asyncio.run(answer(app, scope(path, root_path="/api")))[0] == 200
     assert asyncio.run(answer(app, scope("/health/../v1/models")))[0] == 401
     assert asyncio.run(answer(Access(PlainTextResponse("fine"), None), scope()))[0] == 200
+
+
+def test_a_refusal_ends_the_connection_unless_the_body_is_short():
+    app = Access(PlainTextResponse("fine"), "key")
+    chunked = (b"transfer-encoding", b"chunked")
+    for headers, ends in (
+        ([], False),
+        ([(b"content-length", b"100")], False),
+        ([(b"content-length", b"100000")], True),
+    ):
+        assert (b"connection" in asyncio.run(answer(app, scope("/x", *headers)))[1]) == ends
+    assert asyncio.run(answer(app, scope("/x", chunked)))[1][b"connection"] == b"close"
 
 
 def test_a_server_for_this_machine_answers_its_own_names_alone():

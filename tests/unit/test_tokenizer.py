@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.text.prompt import Prompts
-from lopa_ascend.text.time_limit import TookTooLongError, time_limit
 from lopa_ascend.text.tokenizer import TokenizerError
 from lopa_ascend.text.tokenizer_files import load_tokenizer
 from tests.tiny import CHAT_TEMPLATE, SPECIAL, VOCAB_SIZE, tiny_tokenizer, write_tokenizer
@@ -202,7 +203,7 @@ def test_lone_surrogate() -> None:
         tiny_tokenizer().encode("a\ud800")
 
 
-@pytest.mark.parametrize("expression", ["dictsort", "wordwrap(0)", "attr('zfill')(10**11)"])
+@pytest.mark.parametrize("expression", ["dictsort", "wordwrap(0)"])
 def test_a_template_that_fails_on_a_message_refuses_it(expression: str, tmp_path: Path) -> None:
     template = "{{ messages[0].content | " + expression + " }}"
     tokenizer = some(write_tokenizer(tmp_path, chat_template=template))
@@ -282,17 +283,53 @@ def test_a_text_that_is_far_too_long_is_not_tokenized(monkeypatch: pytest.Monkey
         prompts.encode_chat([{"role": "user", "content": "a" * longest}])
 
 
-def test_a_chat_template_that_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %}{% endfor %}"
+ENDLESS = {
+    "loops": LOOP,
+    "a macro that calls itself twice": "{% macro f(n) %}{% if n %}{{ f(n - 1) ~ f(n - 1) }}{% endif %}{% endmacro %}"
+    "{{ f(60) }}",
+    "a recursive loop": "{% for a in range(99999) recursive %}{{ loop(range(99999)) if loop.depth < 5 }}{% endfor %}",
+    "filters": LOOP.replace("BODY", "{{ range(9)|map('string')|join }}"),
+}
+
+
+@pytest.mark.parametrize("endless", ENDLESS.values(), ids=ENDLESS)
+def test_a_chat_template_that_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endless: str):
     template = "{% if messages[0].content == 'x' %}" + endless + "{% endif %}fine"
     tokenizer = some(write_tokenizer(tmp_path, chat_template=template))
     assert tokenizer.render([{"role": "user", "content": "y"}]) == "fine"
-    monkeypatch.setattr("lopa_ascend.text.tokenizer.TEMPLATE_TIMEOUT", 0.3)
+    monkeypatch.setattr("lopa_ascend.text.sandbox.TEMPLATE_TIMEOUT", 0.3)
+    start = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
         for _ in range(2):  # the thread goes on to work
-            with pytest.raises(ValueError, match="takes longer than 0.3 s"):
+            with pytest.raises(ValueError, match="the chat template takes longer than 0.3 s"):
                 pool.submit(tokenizer.render, [{"role": "user", "content": "x"}]).result(20)
             assert pool.submit(tokenizer.render, [{"role": "user", "content": "y"}]).result(20) == "fine"
+    assert time.monotonic() - start < 5
+
+
+DOUBLED = "{% set n = namespace(x='ab') %}{% for a in range(60) %}{% set n.x = BODY %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "huge",
+    [
+        *(DOUBLED.replace("BODY", body) for body in ("n.x + n.x", "n.x ~ n.x", "n.x * 3", "'%s%s' % (n.x, n.x)")),
+        "{% for a in range(99999) %}" + "x" * 1000 + "{% endfor %}",
+        "{{ 'x' * 10 ** 10 }}",
+        "{{ 10 ** (10 ** 10) }}",
+        "{{ 'x'.center(10 ** 10) }}",
+        "{{ messages[0].content | attr('zfill')(10**11) }}",
+        "{{ '%*d' % (10 ** 10, 1) }}",
+        "{{ ('x', 'y') * 10 ** 9 }}",
+    ],
+)
+def test_a_chat_template_makes_no_texts_without_end(tmp_path: Path, huge: str):
+    tokenizer = some(write_tokenizer(tmp_path, chat_template=huge))
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="the chat template makes more than 16777216 characters"):
+        tokenizer.render([{"role": "user", "content": "x"}])
+    assert time.monotonic() - start < 5
 
 
 def test_a_chat_template_has_no_longer_range(tmp_path: Path):
@@ -301,23 +338,33 @@ def test_a_chat_template_has_no_longer_range(tmp_path: Path):
         tokenizer.render([{"role": "user", "content": "x"}])
 
 
-def test_the_time_limit_strikes_inside_its_context_alone():
-    def spin(deadline: float) -> None:
-        while time.monotonic() < deadline:
-            pass
+TEMPLATES = [
+    "{% for m in messages %}{{ loop.index0 }}/{{ loop.length }}{{ loop.last }}{{ m['content'] | trim }}{% endfor %}",
+    "{% for m in messages[::-1] %}{{ loop.first }}{% if loop.nextitem is defined %}{{ loop.nextitem.role }}{% endif %}"
+    "{% else %}-{% endfor %}",
+    "{%- set ns = namespace(n=0, s='') -%}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
+    "{% set ns.s = ns.s ~ m.content ~ ns.n %}{% endfor %}\n  {{ ns.s }}\n",
+    "{{ messages | tojson }}{{ messages | tojson(indent=2) }}{{ bos_token }}|{{ eos_token }}{{ tools }}{{ documents }}",
+    "{% macro say(m, w=2) %}{{ m.role.upper() + ': ' + m.content * w }}{% endmacro %}"
+    "{% for m in messages %}{{ say(m) }}{% endfor %}",
+    "{{ messages | map(attribute='content') | join(', ') }}"
+    "{{ '%s-%d' % (messages[0].role, 7) }}{{ 7 % 4 }}{{ 2 ** 5 }}",
+    "{% if add_generation_prompt %}{{ strftime_now('%Y')[:2] }}{% endif %}{% for m in messages if m.role == 'user' %}"
+    "{% generation %}{{ m.content.split('l')[-1] }}{% endgeneration %}{% continue %}{% endfor %}",
+    "{% for key, value in messages[0].items() %}{{ key ~ '=' ~ value }};{% endfor %}{% for x in nothing %}{% endfor %}",
+    "{{ dict(a=1).a }}{{ '{:>5}'.format(messages[0].content) }}"
+    "{% set x %}a{{ 1 }}{% endset %}{{ x }}{{ none ~ 1.5 ~ true }}",
+]
 
-    outcomes = set()
-    for milliseconds in range(40):
-        try:
-            with time_limit(0.02):
-                spin(time.monotonic() + milliseconds / 1000)
-        except TookTooLongError:
-            outcomes.add("ended")
-        else:
-            outcomes.add("in time")
-    for _ in range(10_000):
-        pass
-    assert outcomes == {"ended", "in time"}
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_templates_render_as_in_transformers(tmp_path: Path, template: str):
+    messages = [{"role": "user", "content": " hello <b>"}, {"role": "assistant", "content": "\u00e9 \U0001f642"}]
+    ours = some(write_tokenizer(tmp_path, chat_template=template))
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()), chat_template=template, **ours.special
+    )
+    assert ours.render(messages) == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
 def test_a_banned_text_may_grow_in_nfc(tmp_path: Path) -> None:

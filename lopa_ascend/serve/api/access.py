@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -24,6 +24,8 @@ request_logger = logging.getLogger("lopa_ascend.requests")
 
 OPEN_ROUTES = ("/health", "/ready", "/version")
 """Answered without a key, and whatever Host a request names: load balancers have no key, and use names of their own."""
+SHORT_BODY = 2**16
+"""Bytes of a body that may still come after an answer."""
 PORT = re.compile(r":\d*$")
 VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -78,9 +80,8 @@ class Access:
                 MutableHeaders(scope=message)["x-request-id"] = own_id
             await send(message)
 
-        refusal = _unsafe_length(headers)
-        if refusal is None and scope["path"].removeprefix(scope.get("root_path", "")) not in OPEN_ROUTES:
-            refusal = self._wrong_host(headers) or self._wrong_key(headers)
+        is_open = scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_ROUTES
+        refusal = None if is_open else self._wrong_host(headers) or self._wrong_key(headers)
         if refusal is not None:
             await refusal(scope, receive, send_with_id)
             return
@@ -106,7 +107,7 @@ class Access:
             f"the header Host names {host[:100]!r}, and this server, which has no API key, answers "
             f"{', '.join(sorted(self._hosts))} alone; start it with --allowed-origins or --api-key"
         )
-        return ApiError(HTTPStatus.FORBIDDEN, message, code="invalid_host").response()
+        return ApiError(HTTPStatus.FORBIDDEN, message, code="invalid_host", headers=_closing(headers)).response()
 
     def _wrong_key(self, headers: Headers) -> ASGIApp | None:
         """The refusal of a request without the key."""
@@ -116,13 +117,12 @@ class Access:
         if self._key is None or (is_bearer and hmac.compare_digest(sent, self._key)):
             return None
         message = "the API key is missing or wrong; send it in the header Authorization: Bearer KEY"
-        challenge = {"WWW-Authenticate": "Bearer"}
+        challenge = {"WWW-Authenticate": "Bearer", **_closing(headers)}
         return ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key", headers=challenge).response()
 
 
-def _unsafe_length(headers: Headers) -> ASGIApp | None:
-    """The refusal of a request whose end a proxy may see elsewhere, so that the rest would be another request."""
-    if "content-length" not in headers or "transfer-encoding" not in headers:
-        return None
-    message = "a request cannot have both Content-Length and Transfer-Encoding"
-    return ApiError(HTTPStatus.BAD_REQUEST, message, code="invalid_headers", headers=CLOSE).response()
+def _closing(headers: Headers) -> Mapping[str, str]:
+    """The headers that end a connection, for the answer to a request whose body is not read, unless that is short."""
+    length = headers.get("content-length", "0")
+    is_short = "transfer-encoding" not in headers and length.isdecimal() and int(length) <= SHORT_BODY
+    return {} if is_short else CLOSE

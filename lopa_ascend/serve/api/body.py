@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import re
 from http import HTTPStatus
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from lopa_ascend.config.files import shown
+from lopa_ascend.config.removed import instead_of
 from lopa_ascend.serve.api.errors import ApiError
 from lopa_ascend.serve.api.openai_responses_body import UNSUPPORTED_RESPONSE, ResponseRequest
 from lopa_ascend.serve.api.protocol import (
@@ -32,11 +33,8 @@ from lopa_ascend.serve.api.schema import NeutralValues
 
 MAX_DEPTH = 16
 """Most levels of nested objects and lists; requests need five."""
-MAX_JSON_ITEMS = 100_000
-"""Most objects, lists and names of fields in a body. Requests need a few for each message; millions would hold the
-interpreter's lock for seconds."""
 MAX_SHOWN = 100
-"""Most characters or items of a client's value that a message is made from."""
+"""Most characters of a field's name that is compared with the known ones."""
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -114,7 +112,8 @@ def _finite_number(text: str) -> float:
     value = float(text)
     if math.isinf(value):
         raise ValueError("a number is too large")
-    return int(value) if value.is_integer() else value  # JSON does not distinguish 5.0 from 5
+    # JSON does not distinguish 5.0 from 5. No field takes larger integers, whose hundreds of digits take long to write.
+    return int(value) if value.is_integer() and abs(value) < 2**63 else value
 
 
 def _object_of_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -124,38 +123,7 @@ def _object_of_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-# Outside strings there is a "[" for each list, a "{" for each object, and a ":" for each name.
-_ITEM_OR_STRING = re.compile(rb'[\[{:"]')
-_ESCAPE_OR_END = re.compile(rb'\\.|"', re.DOTALL)
-
-
-def _check_num_items(raw: bytes) -> None:
-    """Refuses a body of more than ``MAX_JSON_ITEMS`` items before anything is made of it."""
-    if sum(map(raw.count, (b"[", b"{", b":"))) <= MAX_JSON_ITEMS:
-        return
-    count, place = 0, 0
-    while (found := _ITEM_OR_STRING.search(raw, place)) is not None:
-        place = found.end()
-        if found[0] == b'"':
-            place = _end_of_string(raw, place)
-            continue
-        count += 1
-        if count > MAX_JSON_ITEMS:
-            raise _bad(f"the body has more than {MAX_JSON_ITEMS} objects, lists and names", code="invalid_json")
-
-
-def _end_of_string(raw: bytes, place: int) -> int:
-    """The place after the string whose first character is at ``place``; the end of the body for a string without an
-    end, which the parser refuses."""
-    while (found := _ESCAPE_OR_END.search(raw, place)) is not None:
-        place = found.end()
-        if found[0] == b'"':
-            return place
-    return len(raw)
-
-
 def _load(raw: bytes) -> dict[str, Any]:
-    _check_num_items(raw)
     try:
         text = raw.decode("utf-8")
         values = json.loads(
@@ -270,6 +238,8 @@ def _explain(error: ErrorDetails, model: type[BaseModel]) -> ApiError:
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
     if error["type"] == "extra_forbidden":
         name = str(path[-1])
+        if len(path) == 1 and (removed := instead_of(name)):
+            return _bad(f"unknown field {param!r}{removed}", param, code="unknown_parameter")
         is_likely = len(path) == 1 and len(name) <= MAX_SHOWN  # a comparison with megabytes takes seconds
         close = difflib.get_close_matches(name, model.model_fields, n=1) if is_likely else []
         hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -277,14 +247,10 @@ def _explain(error: ErrorDetails, model: type[BaseModel]) -> ApiError:
     if error["type"] == "missing":
         return _bad(f"{param} is missing", param, code="missing_parameter")
     message = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    return _bad(f"{param}: {message}, got {_shown(error['input']):.100}", param)
+    got = "" if ", got " in message else f", got {shown(error['input'])}"  # our own kinds say it themselves
+    return _bad(f"{param}: {message}{got}", param)
 
 
 def _is_type_name(part: int | str) -> bool:
     """Whether a part of pydantic's location looks like the name of a type."""
     return isinstance(part, str) and (part in ("str", "int") or "[" in part)
-
-
-def _shown(value: object) -> str:
-    """The beginning of a value as text. That of a whole value can take seconds."""
-    return repr(value[:MAX_SHOWN]) if isinstance(value, str | list) else repr(value)

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lopa_ascend.serve.api.events import Encoder
+from lopa_ascend.serve.api.encoding import Encoder
 from lopa_ascend.serve.api.logprobs import TokenProb, TokenProbs, chat_logprobs, completion_logprobs
 from lopa_ascend.serve.api.protocol import StreamOptions
 from lopa_ascend.serve.api.schema import Json
-from lopa_ascend.serve.engine.client import Choice
+from lopa_ascend.serve.engine.generation import Choice
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.types import GenerationOutput, Progress, Update
 

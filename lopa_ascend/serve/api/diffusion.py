@@ -11,9 +11,9 @@ from pydantic import BaseModel, Field
 
 from lopa_ascend.serve.api.answers import LopaStats, Usage
 from lopa_ascend.serve.api.completions import CompletionWriter
-from lopa_ascend.serve.api.events import Encoder
+from lopa_ascend.serve.api.encoding import Encoder
 from lopa_ascend.serve.api.schema import Json
-from lopa_ascend.serve.engine.client import Choice
+from lopa_ascend.serve.engine.generation import Choice
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.types import BranchRecord, Fill, GenerationOutput, Progress, StepRecord, Update, winner_rank
 

@@ -1,4 +1,4 @@
-"""JSON of answers, as it is sent.
+"""Answers as they are sent: JSON, and the server-sent events of a stream.
 
 msgspec encodes it: a call for an update of megabytes holds the interpreter's lock for milliseconds, where the standard
 library's would keep the event loop, and so all other streams, waiting ten times as long.
@@ -6,12 +6,15 @@ library's would keep the event loop, and so all other streams, waiting ten times
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
+from lopa_ascend.serve.api.errors import ApiError
 from lopa_ascend.serve.api.schema import Json
+from lopa_ascend.types import Progress, Update
 
 ENDS_OF_LINES = {character.encode(): rf"\u{ord(character):04x}".encode() for character in "\u0085\u2028\u2029"}
 """Characters that JSON allows in strings, but that many clients take for ends of lines, and their escapes."""
@@ -49,3 +52,30 @@ def _list(items: Iterator[Any]) -> Iterator[bytes]:
         yield before + encode(item)
         before = b","
     yield b"]" if before == b"," else b"[]"
+
+
+class Encoder(ABC):
+    """Makes the events of one stream. Its form is that of completions, unless a subclass has another."""
+
+    end: ClassVar[bytes] = b"data: [DONE]\n\n"
+    """The end of the stream, after the events of an answer and after those of a failure."""
+
+    @abstractmethod
+    def opening(self) -> list[Json]:
+        """Events before the first update."""
+
+    @abstractmethod
+    def events(self, index: int, update: Update, progress: Progress) -> list[Json]:
+        """Events for one update of the choice ``index``."""
+
+    @abstractmethod
+    def closing(self) -> list[Json]:
+        """Events after the last update."""
+
+    def failure(self, error: ApiError) -> list[Json]:
+        """Events in place of the remaining ones, if the request fails after the stream has begun."""
+        return [error.body()]
+
+    def frame(self, event: Json) -> bytes:
+        """An event as it is sent."""
+        return b"data: " + as_line(event) + b"\n\n"

@@ -17,12 +17,12 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from lopa_ascend.config import DecodingParams
+from lopa_ascend.config.files import shown
 from lopa_ascend.serve.api import body, completions
 from lopa_ascend.serve.api.access import log_line, request_id
 from lopa_ascend.serve.api.diffusion import StepWriter
-from lopa_ascend.serve.api.encoding import pieces
+from lopa_ascend.serve.api.encoding import Encoder, pieces
 from lopa_ascend.serve.api.errors import ApiError, unavailable
-from lopa_ascend.serve.api.events import Encoder
 from lopa_ascend.serve.api.intake import Intake
 from lopa_ascend.serve.api.openai_responses import ResponseWriter
 from lopa_ascend.serve.api.openai_responses_body import ResponseRequest
@@ -30,7 +30,8 @@ from lopa_ascend.serve.api.plan import Planner
 from lopa_ascend.serve.api.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from lopa_ascend.serve.api.schema import Json
 from lopa_ascend.serve.config import ServeConfig
-from lopa_ascend.serve.engine.client import Choice, EngineClient, Generation
+from lopa_ascend.serve.engine.client import EngineClient
+from lopa_ascend.serve.engine.generation import Choice, Generation
 from lopa_ascend.serve.observe.metrics import Metrics
 from lopa_ascend.serve.observe.timeline import Timeline
 from lopa_ascend.types import EngineStats, GenerationOutput, Progress, Update
@@ -147,7 +148,7 @@ class Endpoint:
             ApiError: 404, there is no such model.
         """
         if model not in (None, "default", self.model):
-            message = f"the model {model!r} does not exist; this server has {self.model!r}"
+            message = f"the model {shown(model)} does not exist; this server has {self.model!r}"
             raise ApiError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
 
     async def see_a_step(self, timeout: float) -> None:

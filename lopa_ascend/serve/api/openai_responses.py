@@ -14,12 +14,11 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, Field
 
 from lopa_ascend.serve.api.answers import LopaStats
-from lopa_ascend.serve.api.encoding import as_line
+from lopa_ascend.serve.api.encoding import Encoder, as_line
 from lopa_ascend.serve.api.errors import ApiError
-from lopa_ascend.serve.api.events import Encoder
 from lopa_ascend.serve.api.openai_responses_body import Reasoning, ResponseRequest
 from lopa_ascend.serve.api.schema import Json
-from lopa_ascend.serve.engine.client import Choice
+from lopa_ascend.serve.engine.generation import Choice
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
 STATUS = {"stop": "completed", "length": "incomplete", "abort": "cancelled"}

@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
-from lopa_ascend.serve.api.protocol import UNSUPPORTED, WITHOUT_EFFECT, Body, GenerationRequest, Message
+from lopa_ascend.config.files import shown
+from lopa_ascend.serve.api.protocol import MAX_MESSAGES, UNSUPPORTED, WITHOUT_EFFECT, Body, GenerationRequest, Message
 from lopa_ascend.serve.api.schema import NULL, Json, NeutralValues, documenting
 
 # Fields that this server does not act on, each with the values besides null that change nothing.
@@ -55,7 +56,7 @@ def _text_of_part(part: object) -> str:
     if not isinstance(part, dict) or not isinstance(kind, str) or kind not in RESPONSE_PART_FIELDS:
         raise ValueError('every part must be {"type": "input_text", "text": ...} or have the type "output_text"')
     if unknown := part.keys() - RESPONSE_PART_FIELDS[kind]:
-        raise ValueError(f"a part of the type {kind} has no field {min(unknown)!r}")
+        raise ValueError(f"a part of the type {kind} has no field {shown(min(unknown))}")
     if not isinstance(part.get("text"), str):
         raise ValueError("the text of a part must be a string")
     for name in part.keys() - {"type", "text"}:
@@ -95,7 +96,7 @@ def _check_item(item: object) -> object:
     """Refuses items that are no messages, before their fields would be called unknown."""
     kind = item.get("type") if isinstance(item, dict) else None
     if kind not in (None, "message"):
-        raise ValueError(f'items must be messages (type "message"); {kind!r:.50} is not supported')
+        raise ValueError(f'items must be messages (type "message"); {shown(kind)} is not supported')
     return item
 
 
@@ -106,7 +107,7 @@ def _check_input(value: object) -> object:
 
 
 Item = Annotated[InputMessage, BeforeValidator(_check_item)]
-Items = Annotated[list[Item], Field(min_length=1, fail_fast=True)]
+Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 # ---- fields that allow little ----------------------------------------------------------------------------------------
 

@@ -96,14 +96,14 @@ def document(app: FastAPI, limits: Limits, config: ServeConfig) -> None:
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            _add_bodies(app.openapi_schema, limits, config)
+            _add_bodies(app.openapi_schema, limits)
             _finish_operations(app.openapi_schema, with_key=config.api_key is not None)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _add_bodies(schema: dict[str, Any], limits: Limits, config: ServeConfig) -> None:
+def _add_bodies(schema: dict[str, Any], limits: Limits) -> None:
     _, bodies = models_json_schema([(model, "validation") for model in BODIES], ref_template=SCHEMAS)
     _, events = models_json_schema([(model, "serialization") for model in DIFFUSION_SCHEMAS], ref_template=SCHEMAS)
     # Copies: pydantic returns parts of the models' own definitions, which are changed below.
@@ -111,8 +111,6 @@ def _add_bodies(schema: dict[str, Any], limits: Limits, config: ServeConfig) -> 
     for model in BODIES:
         body = schema["components"]["schemas"][model.__name__]
         _limit_values(body["properties"], limits)
-        if (stop := body["properties"].get("stop")) is not None:
-            stop |= {"maxItems": config.max_stop_strings, "maxLength": config.max_stop_characters}
     for name in bodies["$defs"]:
         _refuse_nul(schema["components"]["schemas"][name])
 

@@ -15,14 +15,13 @@ from lopa_ascend.config import (
     context_length,
     fitting_defaults,
 )
+from lopa_ascend.config.files import shown
+from lopa_ascend.config.kinds import MAX_TOKEN_IDS
 from lopa_ascend.serve.api.openai_responses_body import ResponseRequest
 from lopa_ascend.serve.api.protocol import MAX_CHOICES, ChatRequest, CompletionRequest, GenerationRequest
-from lopa_ascend.serve.engine.client import Choice
+from lopa_ascend.serve.engine.generation import Choice
 from lopa_ascend.text.prompt import Prompts
 
-MAX_TOKEN_IDS = 2**16
-"""Most token ids in eos_token_id, stop_token_ids, logit_bias or bad_words, each counted once for every choice of the
-request, as every choice has its own copy in the engine."""
 MAX_LOGPROBS = 2**20
 """Most log probabilities in an answer: each takes some 200 bytes while the answer is made."""
 ID_PARAMETERS = ("eos_token_id", "stop_token_ids", "logit_bias")
@@ -59,12 +58,6 @@ class Planner:
     limits: Limits
     decoding: Mapping[str, Any]
     """The server's defaults, by name of the decoding parameter."""
-    max_stop_strings: int
-    """Most stop strings of a request."""
-    max_stop_characters: int
-    """Most characters of all stop strings of a request together."""
-    stream_block_size: int | None = None
-    """The default ``block_size`` of requests that set ``stream``; None: that of all requests."""
 
     def completion(self, request: CompletionRequest) -> list[Choice]:
         """``n`` choices for each prompt, one prompt after the other.
@@ -132,8 +125,7 @@ class Planner:
         """The choices for several prompts, which came in the field ``prompt_field``."""
         if request.stream_options is not None and not request.stream:
             raise ParameterError("stream_options", "needs stream: true")
-        asked, defaults = asked_parameters(request), self._defaults(request)
-        _drop_repeated_ids(asked.values)
+        asked = asked_parameters(request)
         if isinstance(request, CompletionRequest) and request.logprobs is not None:
             asked.values["top_logprobs"], asked.sent_as["top_logprobs"] = request.logprobs, "logprobs"
         choices, params_by_length = [], dict[int, DecodingParams]()
@@ -142,7 +134,7 @@ class Planner:
             for prompt in prompts:
                 params = params_by_length.get(len(prompt))
                 if params is None:
-                    params = self.prompts.for_engine(self._params(defaults, asked.values, len(prompt)))
+                    params = self.prompts.for_engine(self._params(asked.values, len(prompt)))
                     self.limits.check(len(prompt), params)
                     params_by_length[len(prompt)] = params
                 choices += [Choice(prompt, _with_own_seed(params, index)) for index in range(request.n or 1)]
@@ -154,40 +146,26 @@ class Planner:
         return choices
 
     def _check_sizes(self, asked: Mapping[str, Any], num_choices: int) -> None:
-        """Refuses lists that are too long.
+        """Refuses lists that are too long for all choices together, as every choice has its own copy in the engine.
 
         Args:
             asked: the parameters that the request sets, with each token id once.
 
         Raises:
-            ParameterError: there are too many stop strings or token ids.
+            ParameterError: there are too many token ids.
         """
-        stop = asked.get("stop") or ()
-        stops = [stop] if isinstance(stop, str) else stop
-        if len(stops) > self.max_stop_strings:
-            raise ParameterError("stop", f"has {len(stops)} strings; this server takes at most {self.max_stop_strings}")
-        characters = sum(map(len, stops))
-        if characters > self.max_stop_characters:
-            message = f"has {characters} characters together; this server takes at most {self.max_stop_characters}"
-            raise ParameterError("stop", message)
         counts = {"bad_words": _num_ids(asked.get("bad_words") or ())}
         for name in ID_PARAMETERS:
-            values = asked.get(name)
-            counts[name] = len(values) if isinstance(values, tuple | dict) else 0
+            counts[name] = len(asked.get(name) or ())
         for name, count in counts.items():
             if count * num_choices > MAX_TOKEN_IDS:
                 most = MAX_TOKEN_IDS // num_choices
                 message = f"has {count} token ids; a request with {num_choices} choices may have {most}"
                 raise ParameterError(name, message)
 
-    def _defaults(self, request: GenerationRequest) -> dict[str, Any]:
-        """The server's defaults for such a request. Bodies of diffusion streams have no ``stream``."""
-        streamed = {"block_size": self.stream_block_size} if request.stream and self.stream_block_size else {}
-        return {"max_new_tokens": DecodingParams.max_new_tokens, **self.decoding, **streamed}
-
-    def _params(self, defaults: Mapping[str, Any], asked: Mapping[str, Any], prompt_tokens: int) -> DecodingParams:
+    def _params(self, asked: Mapping[str, Any], prompt_tokens: int) -> DecodingParams:
         """The request's own parameters, and the defaults for all others unless a default contradicts the request."""
-        defaults = fitting_defaults(defaults, asked)
+        defaults = fitting_defaults({"max_new_tokens": DecodingParams.max_new_tokens, **self.decoding}, asked)
         # Where a prompt leaves no room at all, Limits.check refuses the request.
         room = self.limits.max_model_len - prompt_tokens
         defaults["max_new_tokens"] = max(1, min(defaults["max_new_tokens"], room))
@@ -214,25 +192,18 @@ def asked_parameters(request: GenerationRequest) -> AskedParameters:
                 values[name] = value
                 sent_as[name] = field
             elif values[name] != value:
-                message = f"is {value}, but {sent_as[name]}, which means the same, is {values[name]}"
+                message = f"is {shown(value)}, but {sent_as[name]}, which means the same, is {shown(values[name])}"
                 raise ParameterError(field, message)
         if values.get(name) in parameter.off:
             values[name] = None
     return AskedParameters(values, sent_as)
 
 
-def _drop_repeated_ids(asked: dict[str, Any]) -> None:
-    """Makes each list of token ids among the parameters of a request a tuple with each id once."""
-    for name in ID_PARAMETERS:
-        if isinstance(asked.get(name), list):
-            asked[name] = tuple(dict.fromkeys(asked[name]))
-
-
-def _num_ids(words: str | Sequence[str | Sequence[int]]) -> int:
+def _num_ids(words: Sequence[str | Sequence[int]]) -> int:
     """Most token ids that ``bad_words`` can become: a text has one for each byte in NFC at most, alone and after a
     space."""
     total = 0
-    for word in [words] if isinstance(words, str) else words:
+    for word in words:
         total += 2 * (len(normalize("NFC", word).encode()) + 1) if isinstance(word, str) else len(word)
     return total
 

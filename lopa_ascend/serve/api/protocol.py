@@ -21,6 +21,8 @@ from lopa_ascend.serve.api.schema import (
 
 MAX_CHOICES = 1024
 """Most choices of one request, which has prompts times n of them."""
+MAX_MESSAGES = 2**14
+"""Most messages of a conversation."""
 MAX_N = 128
 """Most answers to one prompt; OpenAI's limit."""
 
@@ -148,6 +150,8 @@ def _prompts(value: object) -> list[str | list[int]]:
     if isinstance(value, list) and value:
         if _is_token_ids(value):
             return [value]
+        if len(value) > MAX_CHOICES:
+            raise ValueError(f"must be at most {MAX_CHOICES} prompts, got {len(value)}")
         if all(isinstance(item, str) for item in value) or all(_is_token_ids(item) for item in value):
             return value
     raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists")
@@ -246,7 +250,7 @@ class Message(Body):
 class ChatRequest(GenerationRequest):
     model_config = ConfigDict(json_schema_extra=documenting(UNSUPPORTED_CHAT))
 
-    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1, max_length=MAX_MESSAGES)
     logprobs: bool | None = Field(
         None, description=f"Adds the log probability of each token, which is {LOGPROB}. Default: false."
     )
@@ -292,7 +296,10 @@ class TokenizeRequest(Body):
     model: str | None = Field(None, description="Name of the served model; may be left out.")
     prompt: str | None = Field(None, description="A text. Special tokens in it are recognised.")
     messages: Annotated[list[Message], Field(fail_fast=True)] | None = Field(
-        None, min_length=1, description="A conversation: the chat template makes a prompt of it."
+        None,
+        min_length=1,
+        max_length=MAX_MESSAGES,
+        description="A conversation: the chat template makes a prompt of it.",
     )
     add_special_tokens: bool | None = Field(
         None, description="Taken, and without effect: byte-level BPE adds no special tokens to a text."

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, Field, create_model
+from pydantic import AfterValidator, BaseModel, Field, create_model
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.config.decodings import DecodingName
@@ -51,7 +51,14 @@ JSON_TYPES: dict[type[Kind], Any] = {
     Words: Annotated[list[str | Annotated[list[int], Field(fail_fast=True)]], Field(fail_fast=True)],
 }
 """The type of a request's field, by the kind of the decoding parameter. Lists stop at their first wrong item: pydantic
-would make an error for each of a million."""
+would make an error for each of thousands."""
+
+
+def _json_type(kind: Kind) -> Any:
+    """The type of a request's field. Lists and texts are checked, and get the form in which they are stored, before
+    anything else looks at them: the kind declares how long they may be."""
+    decoded = JSON_TYPES[type(kind)]
+    return Annotated[decoded, AfterValidator(kind.checked)] if kind.many else decoded
 
 
 def with_decoding_parameters(model: type[B]) -> type[B]:
@@ -68,7 +75,7 @@ def with_decoding_parameters(model: type[B]) -> type[B]:
         texts = {name: _description(name, parameter)} | dict.fromkeys(parameter.aliases, f"The same as {name}.")
         for field, text in texts.items():
             value = Field(None, description=text, json_schema_extra=_range(parameter))
-            fields[field] = (JSON_TYPES[type(parameter.kind)] | None, value)
+            fields[field] = (_json_type(parameter.kind) | None, value)
     return create_model(model.__name__, __base__=model, __module__=model.__module__, **fields)
 
 
@@ -84,17 +91,19 @@ def _range(parameter: Parameter) -> Json:
             return {"minimum": min((low, *parameter.off)), **maximum}
         case Number(low, high):
             return {"minimum": low, "maximum": high}
-        case Strings():
-            return {"minLength": 1, "items": {"type": "string", "minLength": 1}}
-        case TokenIds():
-            return {"minimum": TokenIds.token.low, "items": {"minimum": TokenIds.token.low}}
+        case Strings(max_items, max_characters):
+            sizes = {"minLength": 1, "maxLength": max_characters, "maxItems": max_items}
+            return {**sizes, "items": {"type": "string", "minLength": 1}}
+        case TokenIds(max_items):
+            return {"minimum": TokenIds.token.low, "items": {"minimum": TokenIds.token.low}, "maxItems": max_items}
         case Words(max_texts, max_characters) as words:
             text = {"type": "string", "minLength": 1, "maxLength": max_characters}
             ids = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
             return {"maxItems": max_texts, "items": {"anyOf": [text, {**ids, "maxItems": words.max_tokens}]}}
-        case TokenNumbers(number):
+        case TokenNumbers(number, max_items):
             values = {"type": "number", "minimum": number.low, "maximum": number.high}
-            return {"propertyNames": {"pattern": "^[0-9]+$"}, "additionalProperties": values}
+            keys = {"propertyNames": {"pattern": "^[0-9]+$"}, "maxProperties": max_items}
+            return {**keys, "additionalProperties": values}
     return {}
 
 

@@ -16,14 +16,12 @@ from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.commands import Abort, Generate
 from lopa_ascend.serve.api.errors import ApiError, unavailable
 from lopa_ascend.serve.engine.generation import Choice, Generation
-from lopa_ascend.serve.engine.launcher import EngineFailed, EngineProcess
+from lopa_ascend.serve.engine.launcher import EngineProcess
 from lopa_ascend.serve.engine.messages import Ready, Stepped
 from lopa_ascend.text.output import OutputStream
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.tokenizer_files import load_tokenizer
 from lopa_ascend.types import EngineStats, Update
-
-__all__ = ["Choice", "ClientSettings", "EngineClient", "EngineFailed", "Generation"]
 
 logger = logging.getLogger("uvicorn.error")
 

@@ -12,9 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from lopa_ascend.serve.api.intake import Intake
 from lopa_ascend.serve.engine.client import EngineClient
-from lopa_ascend.serve.observe.intake import IntakeState
 from lopa_ascend.serve.observe.timeline import ChoiceTimeline, Timeline
 from lopa_ascend.types import EngineStats, GraphStats, Update
 
@@ -37,13 +35,11 @@ class Metrics:
     Args:
         client: the engine.
         model_name: value of the label "model_name".
-        intake: takes in the bodies of requests.
     """
 
-    def __init__(self, client: EngineClient, model_name: str, intake: Intake):
+    def __init__(self, client: EngineClient, model_name: str):
         self._labels = (model_name, ENGINE)
         self._registry = CollectorRegistry()
-        self._registry.register(IntakeState(intake, dict(zip(LABELS, self._labels, strict=True))))
         self._registry.register(_EngineState(client, self._labels))
         self._prompt = self._counter("vllm:prompt_tokens", "Prompt tokens; counted when a request ends.")
         self._generated = self._counter("vllm:generation_tokens", "Visible tokens; counted when a request ends.")

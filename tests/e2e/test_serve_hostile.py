@@ -1,0 +1,207 @@
+"""Clients that mean no good: whatever they send, their neighbours wait no second longer, and nothing grows."""
+
+import json
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from lopa_ascend.serve import connections
+from tests.e2e.conftest import ServerProcess, running
+from tests.e2e.serving import refused
+
+MAX_WAIT = 2.0
+"""Most seconds that a neighbour may wait: one, and one that a busy machine adds."""
+KEY = "correct horse"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
+GET = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+def address(server: ServerProcess) -> tuple[str, int]:
+    host, port = server.url.partition("://")[2].split(":")
+    return host, int(port)
+
+
+def connect(server: ServerProcess, timeout: float = 30) -> socket.socket:
+    return socket.create_connection(address(server), timeout=timeout)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    try:
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+    except ConnectionResetError:
+        return b""
+
+
+def memory(server: ServerProcess) -> int:
+    """Bytes that the process that speaks HTTP holds."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    return 1024 * int(status.partition("VmRSS:")[2].split()[0])
+
+
+@contextmanager
+def neighbour(server: ServerProcess) -> Iterator[None]:
+    """A client that asks for the version all the time, and must not wait."""
+    slowest, is_over = [0.0], threading.Event()
+
+    def ask() -> None:
+        with httpx.Client(base_url=server.url, timeout=60) as http:
+            while not is_over.wait(0.02):
+                start = time.monotonic()
+                assert http.get("/version").status_code == 200
+                slowest[0] = max(slowest[0], time.monotonic() - start)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+    assert 0 < slowest[0] < MAX_WAIT
+
+
+BODIES: dict[str, bytes] = {
+    "combining characters": json.dumps(
+        {"prompt": "x", "bad_words": ["a" + "\u0300" * 30_000 + "\u0316" * 30_000]}
+    ).encode(),
+    "ids that hash alike": json.dumps(
+        {"prompt": "x", "stop_token_ids": [k * (2**61 - 1) for k in range(1, 22_000)]}
+    ).encode(),
+    "long numbers": b'{"prompt": "x", "seed": [[' + b"1e308," * 170_000 + b"1]]}",
+    "lists": b'{"prompt": [' + b"[]," * 340_000 + b"[]]}",
+    "names": b'{"prompt": "x", ' + b",".join(b'"%d":0' % number for number in range(90_000)) + b"}",
+    "nested lists": b'{"prompt": ' + b"[" * 10**6,
+    "nested objects": b'{"a":' * 200_000,
+    "messages": b'{"messages": [' + b'{"role":"user"},' * 60_000 + b"{}]}",
+    "a text": json.dumps({"prompt": "Tom has 3 boxes. " * 60_000}).encode(),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_no_body_makes_a_neighbour_wait(server: ServerProcess, name: str):
+    assert len(BODIES[name]) <= 2**20
+    with neighbour(server):
+        for _ in range(3):
+            start = time.monotonic()
+            route = "/v1/chat/completions" if name == "messages" else "/v1/completions"
+            answer = server.http.post(route, content=BODIES[name], headers={"Content-Type": "application/json"})
+            assert refused(answer)["message"]
+            assert time.monotonic() - start < 5
+
+
+def in_chunks(body: bytes) -> bytes:
+    return b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+def test_bodies_that_come_byte_by_byte_in_chunks(model_dir: Path, key: str | None):
+    data = in_chunks(json.dumps({"prompt": "x" * 300_000}).encode())
+
+    def send(server: ServerProcess, answers: list[bytes]) -> None:
+        with closing(connect(server)) as connection:
+            try:
+                connection.sendall(HEAD + CHUNKED + data)
+            except (ConnectionResetError, BrokenPipeError):
+                pass  # refused early
+            answers.append(connection.recv(65536) if key is None else read_all(connection))
+
+    with running("--model", str(model_dir), *(() if key is None else ("--api-key", key))) as server:
+        answers: list[bytes] = []
+        with neighbour(server):
+            threads = [threading.Thread(target=send, args=(server, answers)) for _ in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    status = b"HTTP/1.1 400 " if key is None else b"HTTP/1.1 401 "
+    assert len(answers) == 8
+    assert {answer[:13] for answer in answers} <= {status, b""}
+
+
+def test_a_small_body_in_chunks_of_a_byte_is_answered(server: ServerProcess):
+    body = in_chunks(json.dumps({"prompt": "x", "max_tokens": 2}).encode())
+    with closing(connect(server)) as connection:
+        for place in range(0, len(body), 7):
+            connection.sendall((HEAD + CHUNKED if place == 0 else b"") + body[place : place + 7])
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+def send_chunks_until_refused(connection: socket.socket) -> int:
+    """Sends a body without end, and returns how many bytes of it the server took."""
+    connection.sendall(HEAD + CHUNKED)
+    for number in range(1000):
+        try:
+            connection.sendall(b"100000\r\n" + b"x" * 2**20 + b"\r\n")
+        except (ConnectionResetError, BrokenPipeError):
+            return number * 2**20
+    raise AssertionError("the server took all of it")
+
+
+def test_bodies_hold_no_more_memory_than_their_connections_allow(server: ServerProcess):
+    before = memory(server)
+    body = b'{"prompt": "' + b"x" * (2**20 - 100)
+    open_connections = [connect(server) for _ in range(50)]
+    for connection in open_connections:
+        connection.sendall(HEAD + b"Content-Length: 1000000\r\n\r\n" + body[:900_000])
+    time.sleep(1)
+    assert memory(server) - before < 4 * 50 * 2**20
+    for connection in open_connections:
+        connection.close()
+    with closing(connect(server)) as connection, neighbour(server):
+        assert 8 * 2**20 <= send_chunks_until_refused(connection) < 100 * 2**20
+    assert memory(server) - before < 4 * 50 * 2**20
+
+
+def test_many_idle_connections_are_closed(model_dir: Path):
+    """More of them than there are files: those beyond the limit at once, and the others because no request comes."""
+    with running("--model", str(model_dir), prefix=("sh", "-c", 'ulimit -n 256; exec "$@"', "sh")) as server:
+        idle = [connect(server) for _ in range(400)]
+        time.sleep(1)
+        start = time.monotonic()
+        for connection in idle:
+            connection.settimeout(connections.HEAD_TIMEOUT + 5)
+            assert read_all(connection) == b""
+            connection.close()
+        assert time.monotonic() - start < connections.HEAD_TIMEOUT + 5
+        with neighbour(server):
+            time.sleep(0.5)
+        _, log = server.stop(15)
+    assert len(log) < 20_000
+    assert log.count("Too many connections.") <= 1
+    assert "Traceback" not in log
+
+
+def test_handshakes_have_a_time_limit(model_dir: Path, tmp_path: Path):
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    subprocess.run([*command, "-out", certificate, "-keyout", key], check=True, capture_output=True)
+    arguments = ("--model", str(model_dir), "--ssl-certfile", str(certificate), "--ssl-keyfile", str(key))
+    with running(*arguments) as server:
+        with closing(connect(server)) as connection:
+            start = time.monotonic()
+            assert read_all(connection) == b""
+            assert 8 < time.monotonic() - start < 15
+        context = ssl.create_default_context(cafile=str(certificate))
+        context.check_hostname = False
+        with context.wrap_socket(connect(server)) as secure:
+            secure.sendall(GET)
+            assert secure.recv(100).startswith(b"HTTP/1.1 200 ")
+
+
+def test_the_same_warning_is_logged_once_a_minute(model_dir: Path):
+    with running("--model", str(model_dir)) as server:
+        for _ in range(20):
+            with closing(connect(server)) as connection:
+                connection.sendall(b"\x16\x03\x01 junk\r\n\r\n")
+                assert read_all(connection).startswith(b"HTTP/1.1 400 ")
+        _, log = server.stop(15)
+    assert log.count("Invalid HTTP request received.") == 1
