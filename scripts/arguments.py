@@ -22,21 +22,12 @@ def number_from(least: int) -> Callable[[str], int]:
 
 def positive(text: str) -> float:
     """Reads a finite number above 0, for argparse."""
-    return _number(text, "a number above 0", lambda value: 0 < value < math.inf)
-
-
-def share(text: str) -> float:
-    """Reads a share from 0 to 1, for argparse."""
-    return _number(text, "a share from 0 to 1", lambda value: 0 <= value <= 1)
-
-
-def _number(text: str, expected: str, is_right: Callable[[float], bool]) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan  # which no comparison takes for right
-    if not is_right(value):
-        raise argparse.ArgumentTypeError(f"must be {expected}, got {text!r}")
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
     return value
 
 
