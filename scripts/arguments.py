@@ -54,12 +54,6 @@ def picture(text: str) -> Path:
     return new_file(text)
 
 
-def folder_of_pictures(text: str) -> Path:
-    """Reads the name of a folder, new or not, that pictures are written to, for argparse; matplotlib must be there."""
-    _check_matplotlib()
-    return Path(text)
-
-
 def _check_matplotlib() -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("needs matplotlib; install it: pip install -e '.[bench]'")
