@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from scripts.arguments import new_file, number_from, picture, positive, share
+from scripts.arguments import new_file, number_from, positive
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_what_is_read(tmp_path: Path) -> None:
     assert [number_from(0)("0"), number_from(1)("12")] == [0, 12]
-    assert [share("0"), share("0.25"), share("1")] == [0, 0.25, 1]
     assert [positive("0.5"), positive("20")] == [0.5, 20]
     assert new_file(str(tmp_path / "new.json")) == tmp_path / "new.json"
 
@@ -27,7 +26,6 @@ def test_what_is_read(tmp_path: Path) -> None:
     ("read", "text"),
     [
         *((number_from(1), text) for text in ("0", "-1", "1.5", "", "one", "+1", "\u0661")),
-        *((share, text) for text in ("-0.1", "1.1", "nan", "inf", "half")),
         *((positive, text) for text in ("0", "-1", "nan", "inf", "long")),
         *((new_file, text) for text in ("no/such/folder/file", ".")),
     ],
@@ -35,13 +33,6 @@ def test_what_is_read(tmp_path: Path) -> None:
 def test_what_is_refused(read: Callable[[str], object], text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=f"must be .*, got {re.escape(repr(text))}"):
         read(text)
-
-
-def test_a_picture_needs_a_folder_that_exists(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert picture(str(tmp_path / "new.png")) == tmp_path / "new.png"
-    with pytest.raises(argparse.ArgumentTypeError, match="must be a file in a folder that exists"):
-        picture(str(tmp_path / "missing" / "new.png"))
 
 
 @pytest.mark.parametrize(

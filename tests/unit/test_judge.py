@@ -11,11 +11,9 @@ from hypothesis import given
 
 from lopa_ascend.serve.api.body import parse_completion
 from lopa_ascend.serve.api.errors import ApiError
-from scripts.bench_serve import Level, make_requests
-from scripts.bench_stream import table
 from scripts.judge import faults, fuzz, soak
 from scripts.judge.attack import CLOSED, CUT_OFF, FULL, KINDS, LEFT, Attack, head, outcome_of, play
-from scripts.judge.client import COMPLETIONS, Answer, Ask, ask, chat, questions
+from scripts.judge.client import COMPLETIONS, Answer, Ask, ask, chat
 from scripts.judge.hostile_bodies import UNSUPPORTED
 from scripts.judge.hostile_costs import COSTLY
 from scripts.judge.probe import Quiet, Sample
@@ -142,18 +140,6 @@ def test_answers_are_read():
     assert (plain.ok, plain.error) == (False, {"message": "not a JSON object: b'Internal Server Error'"})
 
 
-def test_a_load_has_as_many_requests_as_are_asked_for():
-    requests = make_requests(10 * len(questions()) + 1, max_tokens=8, num_branches=3)
-    assert len(requests) == 10 * len(questions()) + 1
-    assert requests[0] == requests[-1]
-
-
-def test_row_of_a_load_table():
-    answers = [Answer(tokens=10, first=0.1, seconds=0.5), Answer(tokens=30, first=0.2, seconds=1.5)]
-    level = Level("2", 2, answers, seconds=2.0, pings=[0.001] * 99 + [0.5])
-    assert level.row() == "| 2 | 1.00 | 20 | 100 | 200 | 500 | 1500 | 1.0 |"
-
-
 def test_probes_that_are_slow_or_differ_are_faults():
     quiet = Quiet({"version": {"200 v"}, "completion": {"200 text"}}, {"version": 0.01, "completion": 0.2})
     assert (quiet.allowed("version"), quiet.allowed("completion")) == (1.1, 3.0)
@@ -199,16 +185,3 @@ def test_fuzz_finds_and_shrinks_a_wrong_answer(monkeypatch: pytest.MonkeyPatch):
 def test_features_that_attacks_call_unsupported_are_refused(field: str):
     with pytest.raises(ApiError):
         parse_completion(json.dumps({"prompt": "hi", field: UNSUPPORTED[field]}).encode())
-
-
-def test_the_table_of_streams():
-    def answer(first: float, seconds: float, pieces: int, text: str) -> Answer:
-        return Answer(texts={0: text}, tokens=20, forwards=4, pieces=pieces, first=first, seconds=seconds)
-
-    coarse = [answer(1.0, 2.0, 1, "#### 7"), answer(3.0, 4.0, 2, "#### 7")]
-    fine = [answer(0.5, 3.0, 5, "#### 7"), answer(0.5, 3.0, 6, "#### 8")]
-    rows = table({32: coarse, 8: fine}, [7, 7]).splitlines()
-    assert rows[2:] == [
-        "| 8 | 5.5 | 17% | 0.25 | 1.00 | 5.0 | 50.0% |",
-        "| 32 | 1.5 | 67% | 1.00 | 1.00 | 5.0 | 100.0% |",
-    ]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from scripts import bench_stream, decoding_table, public_surface
+from scripts import decoding_table, public_surface
 from scripts.doc_tables import with_table
 
 
@@ -33,11 +33,6 @@ def test_a_table_takes_the_place_of_the_one_before_it():
     assert with_table(page, "one", "| a |\n| b |\n") == page.replace("| old |\n", "| a |\n| b |\n")
     with pytest.raises(ValueError, match="has no comment"):
         with_table(page, "on", "")
-
-
-def test_the_page_of_results_has_a_place_for_the_table_of_streams():
-    page = bench_stream.PAGE.read_text("utf-8")
-    assert with_table(page, bench_stream.TABLE, "") != page
 
 
 def test_a_wrong_flag_is_refused_before_the_surface_is_made(monkeypatch: pytest.MonkeyPatch):
