@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -37,20 +36,3 @@ def new_file(text: str) -> Path:
     if file.is_dir() or not file.parent.is_dir():
         raise argparse.ArgumentTypeError(f"must be a file in a folder that exists, got {text!r}")
     return file
-
-
-def picture(text: str) -> Path:
-    """Reads the name of a picture to write, for argparse; matplotlib and the picture's folder must be there."""
-    _check_matplotlib()
-    return new_file(text)
-
-
-def folder_of_pictures(text: str) -> Path:
-    """Reads the name of a folder, new or not, that pictures are written to, for argparse; matplotlib must be there."""
-    _check_matplotlib()
-    return Path(text)
-
-
-def _check_matplotlib() -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("needs matplotlib; install it: pip install -e '.[bench]'")

@@ -29,6 +29,7 @@ import itertools
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -164,7 +165,8 @@ def measure_all(args: argparse.Namespace, engine: dict[str, Any], given: dict[st
     prompts = {case: case_prompts(llm, case, args) for case in cases}
     found: dict[Case, list[Decode]] = {case: [] for case in cases}
     for case in cases:  # first calls take longer
-        llm.generate(prompts[case][:1], params[case], quiet=True)
+        first_block = replace(params[case], max_new_tokens=min(args.new_tokens, params[case].block_size))
+        llm.generate(prompts[case][:1], first_block, quiet=True)
     for _ in range(args.rounds):
         for case, decodes in found.items():
             decodes.append(decode(llm, prompts[case], params[case], case.requests, cached=args.cached_prompts))

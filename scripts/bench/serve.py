@@ -4,7 +4,6 @@
     bench serve --url http://host:8000                a running server; its prefix cache may know the prompts
     bench serve --clients 1 -- --max-num-seqs 1       flags of the server that is started come after --
     bench serve --fields block_size=16 num_branches=7 fields of the requests
-    bench serve --plot serving.png                    also as a picture
 
 For every number of clients the same streamed chat requests are sent; each client sends its next request as soon as it
 has an answer. Prints a row of a Markdown table for each number of clients, or with --json one line for all:
@@ -37,8 +36,7 @@ from typing import Any
 
 import httpx
 
-from scripts.arguments import number_from, picture
-from scripts.bench.draw import Panel, draw
+from scripts.arguments import number_from
 from scripts.bench.machine import describe_machine
 from scripts.bench.prompts import chat, questions
 
@@ -249,7 +247,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fields", nargs="+", default=[], metavar="NAME=VALUE", help="fields of the requests, such as num_branches=3"
     )
-    parser.add_argument("--plot", type=picture, metavar="FILE", help="also write a picture")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 
 
@@ -277,18 +274,4 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
                 print(f"| {' | '.join(str(levels[-1][name]) for name in HEADINGS)} |", flush=True)
     if args.json:
         print(json.dumps({"machine": describe_machine(), "levels": levels}))
-    if args.plot:
-        _draw(levels, args.plot)
     return 0
-
-
-def _draw(levels: Sequence[Mapping[str, Any]], path: Path) -> None:
-    x = [str(level["clients"]) for level in levels]
-    speed = {"tokens/s": [level["tokens_per_second"] for level in levels]}
-    names = [name for name in HEADINGS if name.endswith("_ms")]
-    times = {HEADINGS[name].removesuffix(", ms"): [level[name] for level in levels] for name in names}
-    panels = [
-        Panel(x=x, values=speed, labels=("clients", "tokens/s")),
-        Panel(x=x, values=times, labels=("clients", "ms"), log=True),
-    ]
-    draw(panels, "", path)

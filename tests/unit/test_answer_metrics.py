@@ -1,6 +1,5 @@
 """What is measured of answers, as far as it needs no model: task files, metrics, results."""
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,8 +7,6 @@ import pytest
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.types import GenerationOutput
-from scripts.arguments import picture
-from scripts.eval.files import DATA, TaskFileError, read_examples, read_problems
 from scripts.eval.metrics import measure, over_runs
 from scripts.eval.results import results
 from scripts.eval.sampler import num_visible, seeded
@@ -143,14 +140,6 @@ def test_tokens_behind_the_end_are_not_visible():
     assert num_visible(output, params, (2,)) == 2
     assert num_visible(output, replace(params, ignore_eos=True), (2,)) == 5
     assert num_visible(output, replace(params, stop_token_ids=(6,)), (2,)) == 1
-
-
-def test_pictures_are_refused_at_once_without_matplotlib(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert picture("x.png") == Path("x.png")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(argparse.ArgumentTypeError, match="needs matplotlib; install it"):
-        picture("x.png")
 
 
 def test_sampled_answers_have_seeds_by_the_given_one_the_run_and_the_problem():

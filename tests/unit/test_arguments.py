@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.arguments import folder_of_pictures, new_file, number_from, picture, positive
+from scripts.arguments import new_file, number_from, positive
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,14 +33,6 @@ def test_what_is_read(tmp_path: Path) -> None:
 def test_what_is_refused(read: Callable[[str], object], text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=f"must be .*, got {re.escape(repr(text))}"):
         read(text)
-
-
-def test_a_picture_needs_a_folder_that_exists(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert picture(str(tmp_path / "new.png")) == tmp_path / "new.png"
-    with pytest.raises(argparse.ArgumentTypeError, match="must be a file in a folder that exists"):
-        picture(str(tmp_path / "missing" / "new.png"))
-    assert folder_of_pictures(str(tmp_path / "missing")) == tmp_path / "missing"
 
 
 @pytest.mark.parametrize(

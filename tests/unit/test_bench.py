@@ -14,7 +14,6 @@ import httpx
 import pytest
 
 from scripts.bench.__main__ import COMMANDS, main
-from scripts.bench.draw import Panel, draw
 from scripts.bench.prompts import questions
 from scripts.bench.serve import Answer, Level, ask, make_bodies, parse_field, serving
 
@@ -114,16 +113,3 @@ def test_a_server_that_does_not_start_says_why() -> None:
         serving(None, ["--no-such-flag"]),
     ):
         pass
-
-
-# ---- pictures --------------------------------------------------------------------------------------------------------
-
-
-def test_lines_and_bars_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    values = {"a": [1.0, 2.0], "b": [3.0, 1.0]}
-    notes = {"a": ["k = 1", "k = 3"], "b": ["k = 2", "k = 4"]}
-    lines = Panel(x=["1", "2"], values=values, labels=("clients", "ms"), log=True)
-    bars = Panel(x=["1 x 1", "1 x 2"], values=values, labels=("tp x bp", "tokens/s"), bars=True, notes=notes)
-    draw([lines, bars], "both", tmp_path / "both.png")
-    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")

@@ -149,13 +149,9 @@ def test_one_plan_as_json_and_as_a_table(capsys: pytest.CaptureFixture[str]):
     assert "bound by" in table
 
 
-def test_the_best_plan_and_its_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    pytest.importorskip("matplotlib").use("agg")
-    file = tmp_path / "plan.png"
-    main(["plan", "--dies", "4", "--json", "--plot", str(file)])
-    found = json.loads(capsys.readouterr().out)
-    assert found["dies"] <= 4
-    assert file.stat().st_size > 1000
+def test_the_best_plan_uses_no_more_dies_than_there_are(capsys: pytest.CaptureFixture[str]):
+    main(["plan", "--dies", "4", "--json"])
+    assert json.loads(capsys.readouterr().out)["dies"] <= 4
 
 
 def test_sizes_that_are_given_beside_the_dies_are_kept_and_the_others_found(capsys: pytest.CaptureFixture[str]):
@@ -188,8 +184,6 @@ def test_sizes_that_are_given_beside_the_dies_are_kept_and_the_others_found(caps
         ("--tpf x", "K:NUMBER"),
         ("--tpf -1", "above 0"),
         ("--dies 16 --tp 4 --bp 8", "32 dies"),
-        ("--plot x.png", "--dies"),
-        ("--measure-cpu /no/such/folder/cpu.json", "--measure-cpu: must be a file in a folder that exists"),
         ("--device a100", "910c"),
         ("--model Dream-8B", "Dream-7B"),
         ("--context 3000000 --dies 1", "fits on no"),

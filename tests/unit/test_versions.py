@@ -21,7 +21,7 @@ def names(extra: str) -> set[str]:
 
 
 def test_extras_have_what_their_commands_import():
-    assert {"httpx", "matplotlib"} <= names("bench")
+    assert "httpx" in names("bench")
     assert {"httpx", "hypothesis"} <= names("judge")
     assert "httpx" in names("test")
 

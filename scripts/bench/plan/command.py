@@ -4,11 +4,8 @@
     bench plan --dies 16                                the best (tp, bp, k) for one request
     bench plan --dies 16 --tp 4                         the best (bp, k) with tp 4
     bench plan --dies 16 --requests 64 --json           the same for 64 requests, as JSON
-    bench plan --dies 16 --plot planner.png             tokens/s against (tp, bp) as a picture
     bench plan --captured                               a step added up from the tasks that npugraph_ex captures
     bench plan --validate                               the rows S1 to S18 of the paper, as one JSON line
-    bench plan --measure-cpu cpu.json                   this CPU, for --device cpu.json --precision fp32
-    bench plan --validate-cpu                           predicted and measured steps of three models here
     bench plan --device h200 --constants                the constants of a device with their sources
 
 A prediction is a floor of a step's time, so an upper bound of tokens/s. Tokens per forward pass (TPF) are an input.
@@ -20,16 +17,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from lopa_ascend.config import ConfigError, ModelConfig
-from scripts.arguments import new_file, number_from, picture
-from scripts.bench.draw import Panel, draw
+from scripts.arguments import number_from
 from scripts.bench.plan import captured
 from scripts.bench.plan.devices import Device, DeviceError, constants_table, known_devices, load_device
 from scripts.bench.plan.models import known_models, load_model
-from scripts.bench.plan.search import DEFAULT_TPF, Plan, all_plans, best_of, best_plan, plan, tokens_per_forward
+from scripts.bench.plan.search import DEFAULT_TPF, Plan, best_plan, plan, tokens_per_forward
 from scripts.bench.plan.step import COLLECTIVES, PRECISIONS, Workload
 from scripts.bench.plan.validate import validate
 
@@ -49,7 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--device",
         default="910c",
         metavar="DEVICE",
-        help=f"{' or '.join(known_devices())}, or a JSON file of one device, as of --measure-cpu (default: 910c)",
+        help=f"{' or '.join(known_devices())}, or a JSON file of one device (default: 910c)",
     )
     parser.add_argument(
         "--precision", choices=PRECISIONS, default="bf16", help="number format of the weights (default: bf16)"
@@ -85,7 +81,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="with --dies: the cost of collectives by which the best plan is chosen (default: optimistic)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--plot", type=picture, metavar="FILE", help="with --dies: also write the picture")
     parser.add_argument(
         "--captured",
         type=Path,
@@ -96,14 +91,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--constants", action="store_true", help="print the constants of --device with their sources")
     parser.add_argument("--validate", action="store_true", help="print the paper's rows beside predictions")
-    parser.add_argument(
-        "--measure-cpu", type=new_file, metavar="FILE", help="write a description of this CPU (about a minute)"
-    )
-    parser.add_argument(
-        "--validate-cpu",
-        action="store_true",
-        help="measure this CPU, and steps of three random models on it, beside predictions, as one JSON line (minutes)",
-    )
 
 
 def _parse_tpf(text: str) -> tuple[int | None, float]:
@@ -139,31 +126,23 @@ def _known_tpf(args: argparse.Namespace) -> dict[int, float]:
     return {args.k: single[0]}
 
 
-def _plans(args: argparse.Namespace, model: ModelConfig, device: Device) -> list[Plan]:
-    """The plans that the command line asks for, the best one first.
+def _best(args: argparse.Namespace, model: ModelConfig, device: Device) -> Plan:
+    """The plan that the command line asks for.
 
     Raises:
         ValueError: the flags do not go together, or nothing fits.
     """
     known = _known_tpf(args)
-    work = Workload(
-        precision=args.precision,
-        window=args.window,
-        context=CONTEXT if args.context is None else args.context,
-        requests=args.requests,
-    )
+    context = CONTEXT if args.context is None else args.context
+    work = Workload(precision=args.precision, window=args.window, context=context, requests=args.requests)
     given = {name: getattr(args, name) for name in ("tp", "bp", "k") if getattr(args, name) is not None}
     if args.dies is not None and len(given) < 3:
         if args.k is not None:
             known = {args.k: tokens_per_forward(known, args.k)}
         sizes = {name: size for name, size in given.items() if name != "k"}
-        best = best_plan(model, device, work, known, args.dies, args.collectives, sizes)
-        return [best, *all_plans(model, device, work, known, args.dies, sizes)]
-    if args.plot:
-        raise ValueError("--plot needs --dies, and one of --tp, --bp and --k that is not given")
-    fields = {"tp": 1, "bp": 1, "k": 3, **given}
-    chosen = Workload(**{**vars(work), **fields})
-    return [plan(model, device, chosen, tokens_per_forward(known, chosen.k), args.dies)]
+        return best_plan(model, device, work, known, args.dies, args.collectives, sizes)
+    chosen = replace(work, **{"tp": 1, "bp": 1, "k": 3, **given})
+    return plan(model, device, chosen, tokens_per_forward(known, chosen.k), args.dies)
 
 
 def _print_table(best: Plan) -> None:
@@ -185,7 +164,7 @@ def _print_captured(args: argparse.Namespace, device: Device) -> None:
     Raises:
         ValueError: a flag asks for another step than was captured.
     """
-    for name in ("tp", "bp", "k", "dies", "tpf", "plot"):
+    for name in ("tp", "bp", "k", "dies", "tpf"):
         if getattr(args, name) is not None:
             raise ValueError(f"--captured has one step, TP 4 x BP 4 with k = 3; leave --{name} out")
     context = captured.CONTEXT if args.context is None else args.context
@@ -200,32 +179,10 @@ def _print_captured(args: argparse.Namespace, device: Device) -> None:
         print(captured.table(columns))
 
 
-def _draw(args: argparse.Namespace, plans: list[Plan]) -> None:
-    """Draws the best plan of each (tp, bp) as a pair of bars: optimistic and pessimistic collectives."""
-    pairs = sorted({(plan.work.tp, plan.work.bp) for plan in plans})
-    best = {case: [best_of(plans, tp, bp, case) for tp, bp in pairs] for case in COLLECTIVES}
-    requests = f"{args.requests} request{'s' if args.requests > 1 else ''}"
-    panel = Panel(
-        x=[f"{tp} x {bp}" for tp, bp in pairs],
-        values={f"{case} collectives": [p.tokens_per_second(case) for p in found] for case, found in best.items()},
-        notes={f"{case} collectives": [f"k = {p.work.k}" for p in found] for case, found in best.items()},
-        labels=("tp x bp", "predicted tokens/s, upper bound"),
-        bars=True,
-    )
-    draw([panel], f"{args.model}, {args.precision}, {requests}, at most {args.dies} of {args.device}", args.plot)
-
-
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Prints what the command line asks for."""
     if args.validate:
         print(json.dumps({"rows": validate()}))
-    elif args.measure_cpu or args.validate_cpu:
-        from scripts.bench.plan import cpu  # imports torch, which the rest does not need
-
-        if args.measure_cpu:
-            args.measure_cpu.write_text(json.dumps(cpu.measure_cpu(), indent=2) + "\n")
-        if args.validate_cpu:
-            print(json.dumps(cpu.validate_cpu()))
     else:
         try:
             _print_prediction(args)
@@ -242,12 +199,8 @@ def _print_prediction(args: argparse.Namespace) -> None:
     if args.captured:
         _print_captured(args, device)
         return
-    plans = _plans(args, load_model(args.model), device)
+    best = _best(args, load_model(args.model), device)
     if args.json:
-        print(
-            json.dumps({"model": args.model, "device": args.device, "precision": args.precision, **plans[0].as_json()})
-        )
+        print(json.dumps({"model": args.model, "device": args.device, "precision": args.precision, **best.as_json()}))
     else:
-        _print_table(plans[0])
-    if args.plot:
-        _draw(args, plans[1:])
+        _print_table(best)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -162,9 +162,3 @@ def best_plan(
         return candidate.tokens_per_second(collectives), -used, -candidate.work.k
 
     return max(plans, key=rank)
-
-
-def best_of(plans: Sequence[Plan], tp: int, bp: int, collectives: str) -> Plan:
-    """The plan of one (tp, bp) with most tokens/s."""
-    same = [candidate for candidate in plans if (candidate.work.tp, candidate.work.bp) == (tp, bp)]
-    return max(same, key=lambda candidate: candidate.tokens_per_second(collectives))

@@ -25,13 +25,11 @@ parameters that `bench decode --random` has. With full attention branches share 
 All times are CPU seconds. The main thread of a rank computes everything, and sleeps while it waits for another rank, so
 its CPU time has no waiting in it; the time of the other threads is measured too.
 
-  scaling       CPU time of a decode by one rank, divided by bp times the CPU time of the busiest rank when bp ranks
-                make it together (all threads counted); the median of the repetitions. 1 is the ideal, and 2 ranks
-                should reach 0.85
-  alone         one rank decodes while the others wait
-  side by side  two ranks make a decode each at the same time; they share caches and memory, and so each needs more time
-  exchange      the exchange of predictions between the ranks
-  rest          the host's work of a step without the exchange: plan, layout, policy
+  scaling     CPU time of a decode by one rank, divided by bp times the CPU time of the busiest rank when bp ranks make
+              it together (all threads counted); the median of the repetitions. 1 is the ideal. Ranks of one machine
+              share caches and memory, so it is less even if the work divides evenly
+  exchange    the exchange of predictions between the ranks
+  rest        the host's work of a step without the exchange: plan, layout, policy; host is both
 """
 
 from __future__ import annotations

@@ -46,16 +46,13 @@ class TrafficJob(msgspec.Struct, tag=True):
 
 
 class ScalingJob(msgspec.Struct, tag=True):
-    """Make each kind of decode that RankTimes names, of one prompt. Every rank records its RankTimes."""
+    """Decode one prompt together, several times. Every rank records a list of RankDecode."""
 
     config: EngineConfig
     prompt: list[int]
     """Token ids."""
     params: DecodingParams
     repetitions: int
-    """Decodes of each kind."""
-    alone: bool
-    """Whether ranks also decode alone; if not, they only decode together."""
 
 
 Job = TrafficJob | ScalingJob
@@ -188,7 +185,7 @@ def traffic(job: TrafficJob) -> list[Step]:
 
 
 @dataclass(frozen=True)
-class Decode:
+class RankDecode:
     """CPU seconds of one rank for one decode.
 
     The main thread computes everything, and sleeps while it waits for another rank.
@@ -224,81 +221,28 @@ class Decode:
         return self.total - self.main_thread
 
 
-@dataclass(frozen=True)
-class Wait:
-    """A time in which a rank only waited for another one in a collective."""
-
-    wall: float
-    """Seconds."""
-    cpu: float
-    """CPU seconds of the rank meanwhile."""
+def scaling(job: ScalingJob) -> list[RankDecode]:
+    """Runs one rank of the job; returns its decodes."""
+    options = {name: getattr(job.config, name) for name in EngineConfig.names()}
+    with LLM(**options) as llm:
+        llm.generate([job.prompt], replace(job.params, max_new_tokens=8), quiet=True)  # first calls take longer
+        return [_timed_decode(llm, job) for _ in range(job.repetitions)]
 
 
-@dataclass
-class RankTimes:
-    """The times of one rank, one entry for each repetition."""
-
-    alone: list[Decode] = field(default_factory=list)
-    """On rank 0: a decode by this rank alone, while the others wait."""
-    waits: list[Wait] = field(default_factory=list)
-    """On the other ranks: the waits for these decodes."""
-    side_by_side: list[Decode] = field(default_factory=list)
-    """A decode by this rank alone, while every other rank makes one too."""
-    together: list[Decode] = field(default_factory=list)
-    """A decode that all ranks make together."""
-
-
-class _Timed:
-    """A model whose decodes are timed."""
-
-    def __init__(self, config: EngineConfig, size: int):
-        self.llm = LLM(
-            **{name: getattr(config, name) for name in EngineConfig.names()} | {"branch_parallel_size": size}
-        )
-        self._times = PartTimes(clock=time.thread_time)
-        self.llm.engine.runner.set_probe(self._times)
-
-    def decode(self, job: ScalingJob) -> Decode:
-        before = dict(self._times.seconds)
-        process_start, thread_start = time.process_time(), time.thread_time()
-        output = self.llm.generate([job.prompt], job.params, quiet=True)[0]
-        total, main_thread = time.process_time() - process_start, time.thread_time() - thread_start
-        forward, scores, exchange = (
-            self._times.seconds[part] - before.get(part, 0.0) for part in ("forward", "score", "exchange")
-        )
-        return Decode(
-            total, main_thread, forward, scores, exchange, num_steps=output.num_forwards, token_ids=output.token_ids
-        )
-
-
-def scaling(job: ScalingJob) -> RankTimes:
-    """Runs one rank of the job; returns its times."""
-    times, size = RankTimes(), job.config.branch_parallel_size
-    several = _Timed(job.config, size)
-    single = _Timed(job.config, 1) if job.alone else None
-    mesh = several.llm.engine.mesh
-
-    def meet() -> None:
-        mesh.world.minimum(0, "meeting")
-
-    short = msgspec.structs.replace(job, params=replace(job.params, max_new_tokens=8))
-    for model in filter(None, (single, several)):
-        model.decode(short)  # first calls take longer
-    for _ in tqdm(range(job.repetitions), desc=f"bp {size}", disable=None if mesh.rank == 0 else True, leave=False):
-        meet()
-        if single is not None:
-            start, cpu = time.perf_counter(), time.process_time()
-            if mesh.rank == 0:
-                times.alone.append(single.decode(job))
-            meet()
-            if mesh.rank:
-                times.waits.append(Wait(time.perf_counter() - start, time.process_time() - cpu))
-            times.side_by_side.append(single.decode(job))
-            meet()
-        times.together.append(several.decode(job))
-    meet()
-    several.llm.close()
-    return times
+def _timed_decode(llm: LLM, job: ScalingJob) -> RankDecode:
+    times = PartTimes(clock=time.thread_time)
+    llm.engine.runner.set_probe(times)
+    process_start, thread_start = time.process_time(), time.thread_time()
+    (output,) = llm.generate([job.prompt], job.params, quiet=True)
+    return RankDecode(
+        total=time.process_time() - process_start,
+        main_thread=time.thread_time() - thread_start,
+        forward=times.seconds["forward"],
+        scores=times.seconds["score"],
+        exchange=times.seconds["exchange"],
+        num_steps=output.num_forwards,
+        token_ids=output.token_ids,
+    )
 
 
 def main() -> None:
