@@ -30,7 +30,7 @@ class HostView(NamedTuple):
     seat: int
     prompt_length: int = 0
     block_size: int = 0
-    max_canvas: int = 0
+    max_new_tokens: int = 0
     window_start: int = 0
     """First block of the window. The blocks before it were final before the last launch."""
     last_start: int = 0
@@ -131,7 +131,7 @@ def packed_state(blank: Tensor, request: DecodingParams, snapshot: Snapshot, sha
     size, length = request.block_size, shape.block_length
     offset = torch.arange(length)
     position = (snapshot.window_start + torch.arange(shape.max_blocks)[:, None]) * size + offset
-    has_position = (offset < size) & (position < request.max_canvas)
+    has_position = (offset < size) & (position < request.max_new_tokens)
     cells = blank[(~has_position).long()]
     is_given = has_position & (position < len(snapshot.tokens))
     cells[is_given] = torch.tensor(snapshot.tokens, dtype=torch.int32)[position[is_given]]
@@ -154,19 +154,19 @@ class _WindowCells:
 
     def __init__(self, views: List[HostView], bucket: Bucket) -> None:
         columns: list[Tensor] = list(torch.tensor(views).t()[..., None, None])  # [S, 1, 1] each
-        (self.seat, self.prompt_length, self.block_size, self.max_canvas, self.start, self.last_start,
+        (self.seat, self.prompt_length, self.block_size, self.max_new_tokens, self.start, self.last_start,
          self.last_blocks, self.max_opened_blocks, self.num_shared_pages) = columns  # fmt: skip
         self.block = self.start + torch.arange(bucket.blocks)[:, None]  # [S, W, 1]
         self.offset = torch.arange(bucket.block_length)  # [L]
         generated = self.block * self.block_size + self.offset
-        self.has_position = (self.offset < self.block_size) & (generated < self.max_canvas)
+        self.has_position = (self.offset < self.block_size) & (generated < self.max_new_tokens)
         # A cell without a position gets one inside the sequence, and is written to a padding position.
-        inside = torch.minimum(generated, self.max_canvas - 1)
+        inside = torch.minimum(generated, self.max_new_tokens - 1)
         self.position = (self.prompt_length + inside).clamp_min(0)
 
     def block_ends(self) -> Tensor:
         """The position after each block [S, W]."""
-        end = torch.minimum((self.block + 1) * self.block_size, self.max_canvas)
+        end = torch.minimum((self.block + 1) * self.block_size, self.max_new_tokens)
         return (self.prompt_length + end).flatten(1)
 
 

@@ -85,7 +85,7 @@ class Seats:
             seat=graph.seat,
             prompt_length=len(sequence.request.prompt),
             block_size=params.block_size,
-            max_canvas=params.max_new_tokens,
+            max_new_tokens=params.max_new_tokens,
             window_start=window_start,
             last_start=graph.window_start,
             last_blocks=graph.window_blocks,

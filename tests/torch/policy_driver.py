@@ -159,7 +159,7 @@ class Batch:
             views[row] = HostView(seat, length, seq.size, limit, first, before, self.held, seen.caps, shared)
             seq.first.append(first)
         slots = self.bucket.slots
-        most = max(1, *(pages_for(view.prompt_length + view.max_canvas) for view in views))
+        most = max(1, *(pages_for(view.prompt_length + view.max_new_tokens) for view in views))
         blocks = min(blocks + self.rng.choice([0, 0, 1, 3]), CAPACITY)
         self.bucket = self.bucket._replace(blocks=blocks, pages=most)
         pages = torch.tensor(self.rng.sample(range(len(views) * slots * most), len(views) * slots * most))
