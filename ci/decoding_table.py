@@ -14,7 +14,8 @@ from pathlib import Path
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.config.help import HelpFormatter
-from lopa_ascend.config.settings import Group, Parameter
+from lopa_ascend.config.research_params import ResearchParams
+from lopa_ascend.config.settings import Parameter
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "decoding.md"
 TITLES = ("parameter", "default", "allowed values", "meaning", "in compiled steps")
@@ -24,11 +25,11 @@ def table(*, research: bool) -> str:
     """One table in Markdown.
 
     Args:
-        research: the parameters of the group "decoding, for research"; else all others.
+        research: the parameters that select variants of the decoding; else all others.
     """
     rows = [TITLES, ("---",) * len(TITLES)]
     for name, parameter in DecodingParams.parameters().items():
-        if (parameter.group is Group.RESEARCH) == research:
+        if hasattr(ResearchParams, name) == research:
             default, allowed = _default(name, parameter), parameter.kind.allowed()
             rows.append((f"`{name}`", default, allowed, _meaning(parameter), parameter.graphs.value))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -53,7 +53,7 @@ def register_decoding(name: str, strategy: type[Strategy]) -> None:
     Args:
         name: the value of ``DecodingParams.decoding`` that selects it.
         strategy: how a sequence is decoded. Its attribute ``like`` names the built-in decoding whose parameters it
-            accepts. If that is "lopa", requests may ask for lookahead branches.
+            accepts. If that is "lopa", requests may ask for lookahead branches. ``parameters`` declares further ones.
 
     Raises:
         ValueError: the name is taken, or ``like`` is not a built-in decoding.

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +23,7 @@ from lopa_ascend.config import GraphParams
 from lopa_ascend.engine import engine
 from lopa_ascend.graph import setup
 from lopa_ascend.types import GenerationOutput
+from tests import research
 
 
 def shown(output: GenerationOutput) -> dict[str, Any]:
@@ -44,7 +46,8 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
     options = job["options"]
     if "graph_params" in options:
         options = {**options, "graph_params": GraphParams(**options["graph_params"])}
-    with LLM(job["model"], **options) as llm:
+    decodings = research.registered() if job.get("research") else nullcontext()
+    with decodings, LLM(job["model"], **options) as llm:
         requests = [(request["prompt"], DecodingParams(**request["params"])) for request in job["requests"]]
         if job.get("together"):
             outputs = decode_together(llm, requests)

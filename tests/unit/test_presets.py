@@ -130,8 +130,8 @@ def test_a_servers_preset_sets_its_decoding_defaults_alone():
 
 
 def test_flags_and_files_override_a_servers_preset(tmp_path: Path):
-    config = parse_args("--preset S13 --tau-conf 0.5 --finish-at-eos".split())
-    assert DecodingParams(**config.decoding) == DecodingParams.preset("S13", tau_conf=0.5, finish_at_eos=True)
+    config = parse_args("--preset S13 --tau-conf 0.5 --acceptance factor".split())
+    assert DecodingParams(**config.decoding) == DecodingParams.preset("S13", tau_conf=0.5, acceptance="factor")
     file = tmp_path / "serve.yaml"
     file.write_text("preset: S13\ntau-conf: 0.5\n")
     assert parse_args(["--config", str(file)]).decoding["tau_conf"] == 0.5

@@ -1,0 +1,103 @@
+"""Parameters that a decoding of another package declares itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+
+from lopa_ascend import register_decoding
+from lopa_ascend.config import DecodingParams, ParameterError, decodings, fitting_defaults
+from lopa_ascend.config.kinds import Choice, Number
+from lopa_ascend.config.settings import Parameter, declare
+from lopa_ascend.decode import begin
+from lopa_ascend.decode.d2f import D2F
+from lopa_ascend.decode.lopa import Lopa
+from lopa_ascend.engine.commands import Generate
+from lopa_ascend.serve.api.plan import asked_parameters
+from tests.unit.test_protocol import PLANNER, parsed
+
+
+@dataclass(frozen=True)
+class Own:
+    slope: float = declare(0.5, Parameter(Number(0, 1), "how steep"))
+    shape: str = declare("line", Parameter(Choice(("line", "curve")), "its shape"))
+
+
+class Sloped(Lopa):
+    like = "lopa"
+    confidence = "neg_entropy"
+    parameters = Own
+    own: Own
+
+    @classmethod
+    def check(cls, params: DecodingParams) -> None:
+        if params.temperature and dict(params.own)["shape"] == "curve":
+            raise ParameterError("shape", '"curve" needs temperature 0')
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decodings, "_registered", {})
+    register_decoding("sloped", Sloped)
+
+
+def test_they_are_checked_and_reach_the_strategy() -> None:
+    params = DecodingParams.of(decoding="sloped", slope=1, num_branches=2)
+    assert params.own == (("slope", 1), ("shape", "line"))
+    strategy = begin([1], params, 99, frozenset())
+    assert isinstance(strategy, Sloped)
+    assert strategy.own == Own(slope=1, shape="line")
+    assert DecodingParams(decoding="sloped").own == (("slope", 0.5), ("shape", "line"))
+    assert DecodingParams.of(decoding="sloped") == DecodingParams(decoding="sloped")
+    assert begin([1], DecodingParams(), 99, frozenset()).own is None
+
+
+@pytest.mark.parametrize(
+    ("values", "name", "message"),
+    [
+        ({"decoding": "sloped", "slope": 2}, "slope", "must be a number from 0 to 1, got 2"),
+        ({"decoding": "sloped", "shape": "arc"}, "shape", "choose one of line, curve"),
+        ({"decoding": "sloped", "shape": "curve", "temperature": 1.0}, "shape", '"curve" needs temperature 0'),
+        ({"slope": 0.1}, "slope", 'does not go with decoding "lopa"; it is for "sloped"'),
+        ({"decoding": "sloped", "incline": 1}, "incline", "unknown option; choose from decoding, "),
+        ({"decoding": "sloped", "confidence": "margin"}, "confidence", 'which uses "neg_entropy"'),
+    ],
+)
+def test_wrong_ones_are_refused_by_name(values: dict[str, Any], name: str, message: str) -> None:
+    with pytest.raises(ParameterError) as error:
+        DecodingParams.of(**values)
+    assert error.value.param == name
+    assert message in str(error.value)
+
+
+def test_one_that_all_decodings_have_is_refused() -> None:
+    @dataclass(frozen=True)
+    class Taken:
+        tau_conf: float = declare(0.5, Parameter(Number(0, 1), "another threshold"))
+
+    register_decoding("taken", type("Taking", (D2F,), {"like": "d2f", "parameters": Taken}))
+    with pytest.raises(ParameterError, match='decoding: "taken" declares tau_conf, a parameter of all decodings'):
+        DecodingParams(decoding="taken")
+
+
+def test_a_server_takes_them_beside_its_defaults() -> None:
+    request = parsed(decoding="sloped")
+    assert asked_parameters(request).values == {"decoding": "sloped"}
+    (choice,) = PLANNER.completion(request)
+    assert choice.params.own == (("slope", 0.5), ("shape", "line"))
+    defaults = {"confidence": "margin", "tau_conf": 0.5, "branch_acceptance": "exact"}
+    assert fitting_defaults(defaults, {"decoding": "sloped", "slope": 0.1}) == {"tau_conf": 0.5}
+
+
+def test_they_are_sent_to_the_engine_unchanged() -> None:
+    params = DecodingParams.of(decoding="sloped", slope=0.25, shape="curve")
+    sent = msgspec.msgpack.encode(Generate("id", [1], params))
+    assert msgspec.msgpack.decode(sent, type=Generate).params == params
+
+
+def test_the_pass_reports_the_confidence_that_the_decoding_needs() -> None:
+    assert DecodingParams(decoding="sloped").ranking == "neg_entropy"
+    assert DecodingParams(decoding="lopa").ranking == "max_prob"
