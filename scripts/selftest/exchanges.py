@@ -1,4 +1,4 @@
-"""What the ranks exchange in a decode step, captured beside attention as the engine captures it."""
+"""Collectives between the ranks in captured graphs: alone, and beside attention as the engine captures a step."""
 
 from __future__ import annotations
 
@@ -38,6 +38,10 @@ NUM_PAGES = 2 * NUM_BLOCKS * PAGE_TABLE_WIDTH
 """Pages of the cache; one attention kernel is enough then in every layout, which the ranks choose each for itself."""
 SEED = 1
 """Of the sample, which must be the same on all ranks, whatever each of them has tried before."""
+NUM_GRAPHS = 12
+"""Graphs that an engine of TP 4 x BP 4 has by default."""
+REPLAYS = 3
+"""Of each of these graphs."""
 functional = torch.ops._c10d_functional
 
 
@@ -204,3 +208,40 @@ def expected_results(sample: Sample, tp_size: int, bp_size: int) -> list[Tensor]
         of_ranks = torch.stack([predicted[0].roll(rank, -1) for rank in range(bp_size)])
         results.append([*(total * total_share for total in sums), *probs_and_logits(of_ranks, logits)])
     return [*(result for replayed in results[1:] for result in replayed), step.caches]
+
+
+def collectives_case(groups: Sequence[Group], device: torch.device) -> Case:
+    """As many graphs as an engine has, each with a sum over the ranks of every group, replayed in turn.
+
+    How many graphs with collectives a die can hold, and whether two communicators can be captured, is in no document
+    that says it for certain. Every rank must run the case.
+    """
+
+    def sum_over(x: Tensor) -> Tensor:
+        for group in groups:
+            assert group.process_group is not None
+            x = functional.wait_tensor(functional.all_reduce(x, "sum", group.process_group.group_name))
+        return x
+
+    def run() -> list[Tensor]:
+        from lopa_ascend.backend.npu.captured import capturing
+
+        npu = torch.get_device_module("npu")
+        graphs, results = [], []
+        sum_over(torch.ones(1024, device=device))  # HCCL connects at the first one, which may not happen in a capture
+        inputs = [torch.full((1024,), float(number + 1), device=device) for number in range(NUM_GRAPHS)]
+        for x in inputs:  # which keep the memory that the graphs read
+            graph = npu.NPUGraph()
+            with capturing(graph):
+                results.append(sum_over(x))
+            graphs.append(graph)
+        for _ in range(REPLAYS):
+            for graph in graphs:
+                graph.replay()
+        return [result.cpu() for result in results]
+
+    ranks = 1
+    for group in groups:
+        ranks *= group.size
+    expected = [torch.full((1024,), float(ranks * (number + 1))) for number in range(NUM_GRAPHS)]
+    return Case(f"{CAPTURED} collectives, replayed in {NUM_GRAPHS} graphs", run, expected, timed=False)

@@ -17,8 +17,7 @@ from lopa_ascend.config.npu_versions import driver_version
 from lopa_ascend.parallel.collectives import RankError
 from lopa_ascend.parallel.launch import Rendezvous, exit_rank, rank_in_environment
 from lopa_ascend.parallel.mesh import Mesh
-from scripts.selftest.collectives import collectives_case
-from scripts.selftest.exchanges import EXCHANGES, exchanges_case
+from scripts.selftest.exchanges import EXCHANGES, collectives_case, exchanges_case
 from scripts.selftest.findings import (
     Finding,
     announce,

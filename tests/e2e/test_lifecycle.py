@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import ServerProcess, running
+from tests.tiers import slow_but
 
 # One token a forward pass, for tens of seconds: what cannot end by itself while a test looks on.
 ENDLESS = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "tau_conf": 1.0, "tau_add": 1.0, "tau_act": 1.0}
@@ -286,27 +287,33 @@ def test_shutdown_of_an_engine_that_hangs(model_dir: Path):
 # ---- the start -------------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_served_is_one_line(tmp_path: Path, model_dir: Path):
-    missing = tmp_path / "nothing"
-    for flags in (
-        ["--model", str(missing)],
-        ["--model", str(model_dir), "--chat-template", str(missing)],
-        ["--model", str(model_dir), "--ssl-certfile", str(missing), "--ssl-keyfile", str(missing)],
-    ):
-        assert str(missing) in refusal_of(flags)
-    wrong_default = refusal_of(["--model", str(model_dir), "--eos-token-id", "5000"])
-    assert wrong_default.startswith("error: the default of eos_token_id: 5000 is not below the vocabulary size")
-    assert "kv_cache_memory: 1024.0 TiB" in refusal_of(["--model", str(model_dir), "--kv-cache-memory", "1024TiB"])
-
-
-def refusal_of(flags: list[str]) -> str:
-    """The one line that a server prints which cannot be started with these flags."""
-    with running(*flags, wait=False) as server:
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    slow_but(
+        [
+            ("--model {missing}", "{missing}"),
+            ("--model {model} --chat-template {missing}", "{missing}"),
+            ("--model {model} --ssl-certfile {missing} --ssl-keyfile {missing}", "{missing}"),
+            (
+                "--model {model} --eos-token-id 5000",
+                "the default of eos_token_id: 5000 is not below the vocabulary size",
+            ),
+            ("--model {model} --kv-cache-memory 1024TiB", "kv_cache_memory: 1024.0 TiB"),
+        ],
+        [
+            ("--model {missing}", "{missing}"),
+            ("--model {model} --kv-cache-memory 1024TiB", "kv_cache_memory: 1024.0 TiB"),
+        ],
+    ),
+)
+def test_what_cannot_be_served_is_one_line(flags: str, line: str, tmp_path: Path, model_dir: Path):
+    names = {"missing": tmp_path / "nothing", "model": model_dir}
+    with running(*flags.format(**names).split(), wait=False) as server:
         assert server.process.wait(timeout=60) == 1
         stderr = server.stderr.all()
     assert stderr.startswith("error: ")
     assert stderr.count("\n") == 1
-    return stderr
+    assert line.format(**names) in stderr
 
 
 def test_signal_while_it_loads_leaves_nothing_behind(model_dir: Path, tmp_path: Path):

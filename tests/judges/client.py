@@ -1,10 +1,9 @@
-"""A client of the completion routes, which records text, tokens, errors and times of each answer."""
+"""A client of the completion routes, which records the text and the error of each answer."""
 
 from __future__ import annotations
 
 import functools
 import json
-import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,20 +40,10 @@ class Answer:
     """By index of the choice."""
     finish_reasons: dict[int, str] = field(default_factory=dict)
     """By index of the choice."""
-    tokens: int | None = None
-    """Completion tokens by the answer's usage."""
-    forwards: int | None = None
-    """Forward passes of all choices, by the answer's own count."""
-    pieces: int = 0
-    """Events of a stream that had text."""
     error: dict[str, Any] | None = None
     """The error in the body, or in an event of the stream."""
     done: bool = False
     """Whether the whole answer was received; for a stream, whether its [DONE] was."""
-    first: float | None = None
-    """Seconds from the request to the first text."""
-    seconds: float = 0.0
-    """Seconds from the request to the end."""
 
     @property
     def ok(self) -> bool:
@@ -92,20 +81,19 @@ async def ask(client: httpx.AsyncClient, request: Ask, leave_after: int | None =
     Raises:
         httpx.TransportError: the connection broke.
     """
-    answer, start = Answer(), time.perf_counter()
+    answer = Answer()
     async with client.stream("POST", request.route, json=request.body) as response:
         answer.status = response.status_code
         if request.stream and response.status_code == 200:
             num_events = 0
             async for event in _events(response, answer):
-                _take(answer, event, time.perf_counter() - start)
+                _take(answer, event)
                 num_events += 1
                 if num_events == leave_after:
                     break
         else:
-            _take(answer, _object(await response.aread()), time.perf_counter() - start)
+            _take(answer, _object(await response.aread()))
             answer.done = True
-    answer.seconds = time.perf_counter() - start
     return answer
 
 
@@ -137,17 +125,12 @@ def _object(body: bytes | str) -> dict[str, Any]:
         return {"error": {"message": str(error)}}
 
 
-def _take(answer: Answer, body: dict[str, Any], seconds: float) -> None:
-    """Adds to the answer what a whole body or one event says; it came after ``seconds``."""
+def _take(answer: Answer, body: dict[str, Any]) -> None:
+    """Adds to the answer what a whole body or one event says."""
     answer.error = body.get("error", answer.error)
-    answer.tokens = (body.get("usage") or {}).get("completion_tokens", answer.tokens)
-    answer.forwards = (body.get("lopa") or {}).get("num_forwards", answer.forwards)
     for choice in body.get("choices", ()):
         message = choice.get("message") or choice.get("delta") or choice
         text, index = message.get("content", message.get("text")) or "", choice["index"]
         answer.texts[index] = answer.texts.get(index, "") + text
-        answer.pieces += bool(text)
-        if text and answer.first is None:
-            answer.first = seconds
         if choice["finish_reason"] is not None:
             answer.finish_reasons[index] = choice["finish_reason"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,10 +52,3 @@ class Report:
         print(f"  {'ok    ' if passed else 'FAILED'}  {what}: {found}", flush=True)
         if not passed:
             self.failed.append(what)
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of the values, such as 0.99, do not exceed; NaN without values."""
-    if not values:
-        return math.nan
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]

@@ -28,7 +28,7 @@ from lopa_ascend.model.dream import Dream
 from lopa_ascend.parallel.collectives import ALONE, Group
 from lopa_ascend.parallel.launch import LOOPBACK
 from lopa_ascend.score.greedy import GreedyScore
-from scripts.selftest.collectives import collectives_case
+from scripts.selftest.exchanges import collectives_case
 from scripts.selftest.findings import examine
 from tests.npu.lab import capture, collectives, device  # noqa: F401
 from tests.npu.lab.lowering import optimised
