@@ -1,4 +1,4 @@
-"""Runs the tests on the versions of Python, torch and transformers that docs/compatibility.md names.
+"""Runs the tests on the versions of Python, torch and transformers that docs/troubleshooting.md names.
 
     pip install -e '.[ci]'
     nox -f ci/versions.py                       every combination, and the table of results
@@ -29,7 +29,7 @@ COMBINATIONS = (
     ("3.11", "2.6.0", "4.46.3"),
     ("3.13", "2.9.1", "4.57.6"),
 )
-"""(Python, torch, transformers): those of docs/compatibility.md."""
+"""(Python, torch, transformers): those of docs/troubleshooting.md."""
 
 nox.options.envdir = str(ROOT / "build" / "nox")
 nox.options.error_on_missing_interpreters = False

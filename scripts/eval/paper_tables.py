@@ -12,7 +12,7 @@ bundled model takes the place of all.
 
 --data is a folder with gsm8k.jsonl, mbpp.jsonl and so on; the project's own holds ten problems of each task, which say
 nothing about a model. The folder --out gets table.md and table.csv, rewritten after each row, and a folder for each
-row with every answer; the same command again goes on where it was interrupted. docs/evaluation.md says what is counted.
+row with every answer; the same command again goes on where it was interrupted. docs/results.md says what is counted.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
 A preset is made for the tasks that it names, so each task has a preset of its own. --data is a folder with TASK.jsonl
 and TASK.examples.jsonl; the project's own holds ten problems of each task, which show that everything works and say
 nothing about a model. A file with a mistake is refused with the line's number before the model is loaded. Programs that
-the model writes run in a sandbox. docs/evaluation.md says more.
+the model writes run in a sandbox. docs/results.md says more.
 
 Needs lm-eval: pip install -e '.[eval]'
 """

@@ -7,6 +7,7 @@ import pytest
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.types import GenerationOutput
+from scripts.eval.files import DATA, TaskFileError, read_examples, read_problems
 from scripts.eval.metrics import measure, over_runs
 from scripts.eval.results import results
 from scripts.eval.sampler import num_visible, seeded

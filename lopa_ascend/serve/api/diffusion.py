@@ -1,6 +1,6 @@
 """The events of a diffusion stream, from which a client can rebuild the canvas after every forward pass.
 
-docs/diffusion-stream.md describes the protocol. The canvas holds the answer: position 0 is the one after the prompt.
+docs/serving.md describes the protocol. The canvas holds the answer: position 0 is the one after the prompt.
 """
 
 from __future__ import annotations
