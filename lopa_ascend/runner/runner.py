@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from lopa_ascend.config import Limits
 from lopa_ascend.decode.allotment import Allotment, Applicant
 from lopa_ascend.graph.executor import GraphExecutor
 from lopa_ascend.probe import Probe
@@ -24,11 +25,13 @@ class Runner:
             first step of such a request.
 
     Args:
+        limits: of requests.
         graphs: None in eager mode.
     """
 
-    def __init__(self, eager: EagerExecutor, graphs: GraphExecutor | None = None) -> None:
+    def __init__(self, eager: EagerExecutor, limits: Limits, graphs: GraphExecutor | None = None) -> None:
         self.eager, self.graphs = eager, graphs
+        self._limits = limits
         self.allotment: Allotment | None = None
         self.model, self.pool, self.ops = eager.model, eager.pool, eager.ops
 
@@ -154,10 +157,19 @@ class Runner:
         """What the sequence's next step needs; None when the sequence is done or has failed."""
         if sequence.plan is None:
             return None
+        self._drop_excess_branches(sequence)
         demand = self.eager.placement.demand(sequence.plan)
         if sequence.request.params.follows_load:
             demand = self._demand_by_load(sequence.plan, demand)
         return demand if self.graphs is None else self.graphs.demand(sequence, demand)
+
+    def _drop_excess_branches(self, sequence: Sequence) -> None:
+        """Drops lookahead branches that do not fit into one step, see ``Limits.max_branches``; the best ones stay. A
+        graph computes all of a sequence's branches: what it can compute is decided by its bucket."""
+        plan = planned(sequence)
+        max_branches = self._limits.max_branches(max(len(row.tokens) for row in plan.rows))
+        if len(plan.rows) > max_branches and (self.graphs is None or not self.graphs.decodes(sequence)):
+            sequence.plan = sequence.strategy.keep(plan, max_branches - 1)
 
     def _demand_by_load(self, plan: SequencePlan, demand: Demand) -> Demand:
         """The demand of a sequence whose branches follow the load, from that of all its branches.
