@@ -77,13 +77,14 @@ def table(after: Sizes, before: Sizes | None) -> str:
     """A row for each room; cells are numbers, or "before > after (difference)"."""
     rows = [["room", *COLUMNS], ["---", *("---:" for _ in COLUMNS)]]
     for room in sorted(after.keys() | (before or {}).keys(), key=lambda room: (room == "all", room)):
-        now, then = after.get(room, Counter()), before and before.get(room, Counter())
-        rows.append([room, *(cell(now[column], None if then is None else then[column]) for column in COLUMNS)])
+        now = after.get(room, Counter())
+        then = now if before is None else before.get(room, Counter())
+        rows.append([room, *(cell(now[column], then[column]) for column in COLUMNS)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def cell(now: int, then: int | None) -> str:
-    if then is None or then == now:
+def cell(now: int, then: int) -> str:
+    if then == now:
         return f"{now:,}" if now else ""
     return f"{then:,} > {now:,} ({now - then:+,})"
 
@@ -96,7 +97,7 @@ def main() -> None:
     after, settings = count(None)
     print(table(after, before))
     for name, number in settings.items():
-        print(f"\n{name}: {cell(number, settings_before and settings_before[name])}", end="")
+        print(f"\n{name}: {cell(number, number if settings_before is None else settings_before[name])}", end="")
     print()
 
 

@@ -154,6 +154,20 @@ class GraphExecutor:
             winner_commits=False,
         )
 
+    def decodes(self, sequence: Sequence) -> bool:
+        """Whether a graph computes the next pass of a planned sequence."""
+        return graph_of(sequence).in_flight is not None or self._eager_reason(sequence) is None
+
+    def _eager_reason(self, sequence: Sequence) -> str | None:
+        """What keeps graphs from computing the next pass of a sequence; None if they can."""
+        if sequence.in_prefill:
+            return "prompt"
+        if (reason := graph_of(sequence).eager_reason) is not None:
+            return reason
+        window = next_window(sequence)
+        has_bucket = self.graphs.buckets.choose(1, window.blocks, window.pages) is not None
+        return None if has_bucket else "graph_window_blocks"
+
     # ---- launch ----------------------------------------------------------------------------------------------------
 
     def launch(
@@ -184,14 +198,10 @@ class GraphExecutor:
         for step in plan.sequences:
             sequence = sequences[step.request_id]
             graph = graph_of(sequence)
-            reason = "prompt" if plan.prefill else graph.eager_reason
+            reason = self._eager_reason(sequence)
             if reason is None:
-                window = next_window(sequence)
-                if self.graphs.buckets.choose(1, window.blocks, window.pages) is not None:
-                    fitting.append(_Member(sequence, window, step))
-                    continue
-                reason = "graph_window_blocks"
-            if graph.in_flight is None:
+                fitting.append(_Member(sequence, next_window(sequence), step))
+            elif graph.in_flight is None:
                 self._unseat(sequence, graph)
                 if not plan.prefill:
                     self._eager_steps[reason] += 1

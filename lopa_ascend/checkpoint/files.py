@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import regex
+
 from lopa_ascend.config.files import MAX_HEADER, check_regular, parse_json_object, shown
 
 ITEM_SIZES = {"F32": 4, "BF16": 2, "F16": 2}
@@ -24,6 +26,11 @@ REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 """The name of a repository on Hugging Face, such as "Dream-org/Dream-v0-Instruct-7B"."""
 _MAX_NAME = 256
 """Characters of the longest name of a tensor."""
+_MAX_PATTERN = 10_000
+"""Characters of the longest regular expression."""
+_PATTERN_SECONDS = 0.5
+"""Most seconds in which a regular expression is compared with one name. It takes microseconds, unless it tries
+exponentially many ways to match."""
 
 
 class CheckpointError(ValueError):
@@ -192,3 +199,27 @@ def _check_layout(file: Path, data_size: int, spans: dict[str, tuple[int, int]])
         position = end
     if position != data_size:
         raise CheckpointError(f"{file}: holds {data_size} bytes of data, expected {position}")
+
+
+def matches_pattern(pattern: str, name: str, *, is_whole: bool) -> bool:
+    """Whether a regular expression in the files of a model or adapter matches the name of a layer.
+
+    Args:
+        is_whole: the whole name, not only its beginning.
+
+    Raises:
+        ValueError: it is wrong, too long or too slow.
+    """
+    if len(pattern) > _MAX_PATTERN:
+        raise ValueError(f"{shown(pattern)} has {len(pattern)} characters, expected at most {_MAX_PATTERN}")
+    try:
+        compiled = regex.compile(pattern)
+        compare = compiled.fullmatch if is_whole else compiled.match
+        return compare(name, timeout=_PATTERN_SECONDS) is not None
+    except TimeoutError:
+        raise ValueError(
+            f"{shown(pattern)} takes more than {_PATTERN_SECONDS:g} s to compare with the name of a layer, expected a "
+            "regular expression without nested repetitions, or a list of names"
+        ) from None
+    except (regex.error, RecursionError, OverflowError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{shown(pattern)} is not a regular expression: {error}") from error

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lopa_ascend.checkpoint.files import CheckpointError
-from lopa_ascend.checkpoint.patterns import PatternError, Patterns
+from lopa_ascend.checkpoint.files import CheckpointError, matches_pattern
 from lopa_ascend.config.files import read_json_object, shown
 from lopa_ascend.config.int8_files import (
     COMPRESSED_TENSORS,
@@ -122,7 +121,6 @@ class _CompressedTensors:
 
     def __init__(self, file: Path, values: Mapping[str, Any]):
         self.file, self.values = file, values
-        self._patterns = Patterns()
 
     def describe(self, modules: Iterable[str]) -> Int8Description:
         """The description of these linear layers."""
@@ -184,8 +182,8 @@ class _CompressedTensors:
 
     def _is_match(self, pattern: str, module: str) -> bool:
         try:
-            return self._patterns.begins(pattern, module)
-        except PatternError as error:
+            return matches_pattern(pattern, module, is_whole=False)
+        except ValueError as error:
             raise CheckpointError(f"{self.file}: {CONFIG_FIELD}: {error}") from error
 
     def _error(self, field: str, value: object, expected: str) -> CheckpointError:

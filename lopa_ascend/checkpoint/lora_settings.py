@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lopa_ascend.checkpoint.files import CheckpointError
-from lopa_ascend.checkpoint.patterns import PatternError, Patterns
+from lopa_ascend.checkpoint.files import CheckpointError, matches_pattern
 from lopa_ascend.config.files import shown
 
 MAX_FIELD = 200
@@ -63,7 +62,6 @@ class AdapterSettings:
 
     def __init__(self, file: Path, values: dict[str, Any]):
         self.file, self.values = file, values
-        self._patterns = Patterns()
         self._names: dict[str, frozenset[str]] = {}
         """By field, the names in its list."""
         self.default_rank = self._parse_rank("r", values.get("r"))
@@ -153,8 +151,8 @@ class AdapterSettings:
     def _fully_matches(self, field: str, pattern: str, module: str) -> bool:
         """Whether a regular expression in a field matches a whole name."""
         try:
-            return self._patterns.matches(pattern, module)
-        except PatternError as error:
+            return matches_pattern(pattern, module, is_whole=True)
+        except ValueError as error:
             raise self.error(field, str(error)) from error
 
     def _parse_rank(self, field: str, value: object) -> int:

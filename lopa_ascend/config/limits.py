@@ -24,7 +24,7 @@ class Limits:
     max_num_seqs: int
     """Requests that run at the same time."""
     max_num_batched_tokens: int
-    """Most tokens computed in one step, unless the branches of one request alone have more."""
+    """Most tokens computed in one step, unless the anchor of one request alone has more."""
     max_num_branches: int
     """Most lookahead branches of a request."""
     max_top_k: int | None = None
@@ -40,6 +40,15 @@ class Limits:
     def num_slots(self, params: DecodingParams) -> int:
         """Slots that a request has in each group of ranks."""
         return slots_for(1 + params.lookaheads, self.branch_parallel_size)
+
+    def max_branches(self, window: int) -> int:
+        """The most branches, the anchor included, of one request in one step, so that no rank computes more than
+        ``max_num_batched_tokens`` tokens. It depends on nothing but the request, so neither do the tokens.
+
+        Args:
+            window: positions of the longest branch.
+        """
+        return max(1, self.max_num_batched_tokens // window * self.branch_parallel_size)
 
     def maxima(self) -> dict[str, int]:
         """The largest value that a request can have, for each decoding parameter that this engine limits."""
@@ -74,6 +83,7 @@ class Limits:
         if params.top_k is not None and self.max_top_k is not None and params.top_k > self.max_top_k:
             raise ParameterError("top_k", f"{params.top_k} exceeds this server's limit of {self.max_top_k}")
         self._check_pages(prompt_tokens, params)
+        self._check_branches(prompt_tokens, params)
         self.check_token_ids(params)
 
     def _check_length(self, prompt_tokens: int, params: DecodingParams) -> None:
@@ -107,6 +117,23 @@ class Limits:
                 f"{self.max_num_batched_tokens}"
             )
             raise ParameterError("prompt", message)
+
+    def _check_branches(self, prompt_tokens: int, params: DecodingParams) -> None:
+        """Refuses branches that one step cannot compute together even while windows are smallest. As windows grow, a
+        step has as many of the branches as ``max_branches`` allows."""
+        if params.is_auto:
+            return
+        sizes, window = f"block_size {params.block_size}", min(params.block_size, params.max_canvas)
+        if params.base == "parallel":
+            sizes = f"a prompt of {prompt_tokens} tokens and max_new_tokens {params.max_new_tokens}"
+            window = prompt_tokens + params.max_canvas
+        if params.lookaheads and 1 + params.lookaheads > self.max_branches(window):
+            num_tokens = self.num_slots(params) * window
+            message = (
+                f"{params.lookaheads} with {sizes} need {num_tokens} tokens in one pass; max_num_batched_tokens is "
+                f"{self.max_num_batched_tokens}: ask for fewer branches, or for less of the other"
+            )
+            raise ParameterError("num_branches", message)
 
     def _check_pages(self, prompt_tokens: int, params: DecodingParams) -> None:
         """Refuses a request that can need more KV pages than the engine has."""

@@ -105,6 +105,20 @@ class Strategy(ABC):
     def plan(self) -> SequencePlan | None:
         """What the next forward pass computes; None when the sequence is done."""
 
+    def keep(self, plan: SequencePlan, num_lookaheads: int) -> SequencePlan:
+        """Drops all lookahead branches of the next pass but the first ``num_lookaheads``. The anchor always stays.
+
+        Args:
+            plan: what ``plan`` returned.
+
+        Returns:
+            The plan with the rows of the remaining branches.
+        """
+        *lookaheads, anchor = self.branches
+        self.branches = [*lookaheads[:num_lookaheads], anchor]
+        *lookahead_rows, anchor_row = plan.rows
+        return replace(plan, rows=(*lookahead_rows[:num_lookaheads], anchor_row))
+
     def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
         """Takes the predictions of a pass: picks the winner, fills it, and grows the next branches from it.
 

@@ -149,7 +149,7 @@ class Engine:
             world = self.mesh.world
             prepared.graph_plan.compiler.on_every_rank = lambda fact: bool(world.minimum(int(fact), "start"))
             graphs = build_executor(self.config, prepared.graph_plan, model, pool, prepared.num_token_ids, bp)
-        return Runner(EagerExecutor(model, pool, prepared.ops, bp), graphs)
+        return Runner(EagerExecutor(model, pool, prepared.ops, bp), self.limits, graphs)
 
     def _choose_seed(self) -> int:
         """The configured seed, or else one that rank 0 draws for all ranks."""

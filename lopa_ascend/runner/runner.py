@@ -7,10 +7,11 @@ from collections.abc import Sequence as List
 
 import torch
 
+from lopa_ascend.config import Limits
 from lopa_ascend.config.usual_params import AUTO_REQUESTS
 from lopa_ascend.graph.executor import GraphExecutor
 from lopa_ascend.probe import Probe
-from lopa_ascend.runner.eager import EagerExecutor
+from lopa_ascend.runner.eager import EagerExecutor, planned
 from lopa_ascend.sequence import Sequence
 from lopa_ascend.types import Demand, GraphStats, SequenceResult, SequenceStep, StepPlan, StepResult
 
@@ -19,11 +20,13 @@ class Runner:
     """One rank's executors behind one interface.
 
     Args:
+        limits: of requests.
         graphs: None in eager mode.
     """
 
-    def __init__(self, eager: EagerExecutor, graphs: GraphExecutor | None = None) -> None:
+    def __init__(self, eager: EagerExecutor, limits: Limits, graphs: GraphExecutor | None = None) -> None:
         self.eager, self.graphs = eager, graphs
+        self._limits = limits
         self.model, self.pool, self.ops = eager.model, eager.pool, eager.ops
 
     def set_probe(self, probe: Probe) -> None:
@@ -92,5 +95,14 @@ class Runner:
         """What the sequence's next step needs; None when the sequence is done or has failed."""
         if sequence.plan is None:
             return None
+        self._drop_excess_branches(sequence)
         demand = self.eager.placement.demand(sequence.plan)
         return demand if self.graphs is None else self.graphs.demand(sequence, demand)
+
+    def _drop_excess_branches(self, sequence: Sequence) -> None:
+        """Drops lookahead branches that do not fit into one step, see ``Limits.max_branches``; the best ones stay. A
+        graph computes all of a sequence's branches: what it can compute is decided by its bucket."""
+        plan = planned(sequence)
+        max_branches = self._limits.max_branches(max(len(row.tokens) for row in plan.rows))
+        if len(plan.rows) > max_branches and (self.graphs is None or not self.graphs.decodes(sequence)):
+            sequence.plan = sequence.strategy.keep(plan, max_branches - 1)

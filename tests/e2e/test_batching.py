@@ -66,7 +66,7 @@ def test_tokens_are_the_same_alone_and_among_sixteen_others(path: str, seed: int
     assert together == alone
     rng = random.Random(seed)
     arrivals = [rng.randrange(12) for _ in asked]
-    narrow = Engine(EngineConfig(model=path, enable_prefix_caching=False, max_num_seqs=5, max_num_batched_tokens=300))
+    narrow = Engine(EngineConfig(model=path, enable_prefix_caching=False, max_num_seqs=5, max_num_batched_tokens=400))
     order = list(range(len(asked)))
     rng.shuffle(order)
     shuffled = run(narrow, [asked[i] for i in order], arrivals)
@@ -220,6 +220,39 @@ def test_no_step_writes_a_cache_position_twice_and_every_branch_has_its_rank(pat
     stats = engine.stats()
     assert stats.num_rows == sum(len(record.branches) for output in outputs for record in output.trace or ())
     assert stats.idle_rows == 0
+
+
+@pytest.mark.parametrize("window", ["block_causal", "full"])
+def test_as_windows_grow_a_step_has_fewer_branches_and_the_same_tokens_among_others(path: str, window: str) -> None:
+    """Blocks that stay unfinished for long make windows of several blocks, too long for all branches together."""
+    most = 200
+    computed: list[int] = []
+
+    @contextmanager
+    def note(part: str, work: Any) -> Iterator[None]:
+        if part == "forward":
+            computed.append(len(work.tokens))
+        yield
+
+    params = DecodingParams(
+        num_branches=7, block_size=16, max_new_tokens=120, tau_conf=1.0, tau_add=0.1, ignore_eos=True,
+        window_attention=window,
+    )  # fmt: skip
+    asked = [([5 + n, 6, 7], params) for n in range(3)]
+    config = EngineConfig(model=path, max_num_batched_tokens=most)
+    engine = Engine(config)
+    engine.runner.set_probe(note)
+    outputs = run(engine, asked)
+    alone = [run(Engine(config), [one])[0] for one in asked]
+    assert [decisions(output) for output in outputs] == [decisions(output) for output in alone]
+    assert max(computed) <= most
+    for output in outputs:
+        numbers = {len(record.branches) for record in output.trace or ()}
+        assert max(numbers) == 8
+        assert min(numbers - {1}) < 8
+    engine.add("at most", [5], replace(params, block_size=25))
+    with pytest.raises(ParameterError, match="7 with block_size 26 need 208 tokens in one pass; .* is 200"):
+        engine.add("too many", [5], replace(params, block_size=26))
 
 
 def test_pages_that_all_slots_share_are_not_reserved_for_each(path):

@@ -17,6 +17,9 @@ from lopa_ascend.types import Update
 from tests.tiny import write_dream, write_tokenizer
 
 MOST_TOKENS = 300
+"""Tokens of the largest step for which there is memory."""
+MAX_NUM_BATCHED_TOKENS = 680
+"""Room for the large request of a test, and for no other one beside it."""
 
 
 @pytest.fixture
@@ -28,7 +31,7 @@ def path(tmp_path: Any) -> str:
 
 def engine_with_memory_for_few_tokens(path: str, monkeypatch: pytest.MonkeyPatch, graph_mode: str) -> Engine:
     monkeypatch.setattr(setup, "load_compiler", lambda *_, **__: Eager())
-    engine = Engine(EngineConfig(model=path, max_num_batched_tokens=MOST_TOKENS, graph_mode=graph_mode))
+    engine = Engine(EngineConfig(model=path, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS, graph_mode=graph_mode))
     model, forward = engine.runner.model, engine.runner.model.forward
 
     def limited(inputs: Any, *caches: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Cached prompts: which pages of them another prompt can use."""
+"""Cached prompts: which are found, and what they hold."""
 
 from __future__ import annotations
 
@@ -26,29 +26,13 @@ def cache_of(*prompts: tuple[int, ...]) -> PrefixCache:
     return cache
 
 
-def differing_at(position: int) -> tuple[int, ...]:
-    return (*PROMPT[:position], -1, *PROMPT[position + 1 :])
-
-
-@pytest.mark.parametrize("page", range(3))
-@pytest.mark.parametrize("offset", [0, 1, PAGE_SIZE - 1])
-def test_pages_before_the_first_difference_can_be_reused(page: int, offset: int) -> None:
+def test_only_an_equal_whole_prompt_is_found() -> None:
     cache = cache_of(PROMPT)
-    assert cache.longest_common_pages(key(differing_at(page * PAGE_SIZE + offset))) == tuple(range(page))
-
-
-def test_one_token_is_left_to_compute() -> None:
-    cache = cache_of(PROMPT)
-    assert cache.longest_common_pages(key(PROMPT[: 2 * PAGE_SIZE])) == (0,)
-    assert cache.longest_common_pages(key(PROMPT[: 2 * PAGE_SIZE + 1])) == (0, 1)
-
-
-def test_the_longest_common_beginning_is_taken_and_the_first_of_equals() -> None:
-    second = differing_at(PAGE_SIZE)
-    cache = cache_of(second, PROMPT, differing_at(3 * PAGE_SIZE))
-    assert cache.longest_common_pages(key((*PROMPT, 5))) == (4, 5, 6)
-    assert cache.longest_common_pages(key((*second, 5))) == (0, 1, 2)
-    assert cache.longest_common_pages(key((-2, *PROMPT))) == ()
+    found = cache.get(key(PROMPT))
+    assert found is not None
+    assert found.pages == (0, 1, 2, 3)
+    for tokens in (PROMPT[:-1], (*PROMPT, 5), (*PROMPT[:-1], -1), (-1, *PROMPT[1:])):
+        assert cache.get(key(tokens)) is None
 
 
 @pytest.mark.parametrize("num_tokens", [1, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 2 * PAGE_SIZE])

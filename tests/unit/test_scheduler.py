@@ -138,6 +138,18 @@ def test_worst_case_counts_what_the_prompt_fills_once() -> None:
         (300, {"base": "parallel", "max_new_tokens": 400, "num_branches": 7}, "num_branches", ["8 branches", "48 KV"]),
         (10, {"num_branches": 8}, "num_branches", ["8", "max_num_branches 7"]),
         (10, {"num_branches": 7, "max_new_tokens": 1000}, "num_branches", ["8 branches", "64 KV pages", "40"]),
+        (
+            10,
+            {"num_branches": 4, "block_size": 200, "max_new_tokens": 200},
+            "num_branches",
+            ["num_branches: 4 with block_size 200 need 1000 tokens in one pass; max_num_batched_tokens is 700"],
+        ),
+        (
+            100,
+            {"base": "parallel", "num_branches": 3, "max_new_tokens": 100},
+            "num_branches",
+            ["prompt of 100 tokens and max_new_tokens 100 need 800 tokens"],
+        ),
         (10, {"eos_token_id": 1000}, "eos_token_id", ["1000"]),
         (10, {"eos_token_id": tuple(range(999)), "min_new_tokens": 5}, "min_new_tokens", ["5", "eos_token_id"]),
         (10, {"stop_token_ids": tuple(range(3, 999)), "min_new_tokens": 5}, "min_new_tokens", ["5", "stop_token_ids"]),
