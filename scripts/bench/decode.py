@@ -33,8 +33,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lopa_ascend.config import WINDOW_ATTENTIONS, ConfigError, DecodingParams, EngineConfig, ParameterError
+from lopa_ascend.config import (
+    WINDOW_ATTENTIONS,
+    ConfigError,
+    DecodingParams,
+    EngineConfig,
+    ParameterError,
+    recommended_decoding,
+)
+from lopa_ascend.config.combinations import fitting_defaults
 from lopa_ascend.config.settings import refuse_unknown, settings
+from lopa_ascend.demo import DEMO_MODEL
 from scripts.arguments import number_from
 from scripts.bench.machine import describe_machine
 from scripts.bench.prompts import text_prompts
@@ -109,6 +118,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Measures and prints what the command line asks for."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
+    lists = (args.branches, args.block_size or [None], args.windows)
+    if args.graph_mode != "eager" and any(len(values) > 1 for values in lists):
+        parser.error("steps are compiled for one decoding: give one of --branches, --block-size and --windows")
     try:
         params = _given(DecodingParams, args.params)
         report = measure_all(args, _given(EngineConfig, args.engine), params)
@@ -158,10 +170,12 @@ def measure_all(args: argparse.Namespace, engine: dict[str, Any], given: dict[st
     ]
     if args.random:
         write_random_model(RANDOM_MODEL)
+    model = RANDOM_MODEL if args.random else args.model
+    recommended = recommended_decoding(model or DEMO_MODEL)
+    params = {case: case_params(recommended, case, args, given) for case in cases}
     started = time.perf_counter()
-    llm = load(RANDOM_MODEL if args.random else args.model, args, engine)
+    llm = load(model, args, engine, params[cases[0]])
     start_seconds = time.perf_counter() - started
-    params = {case: case_params(llm, case, args, given) for case in cases}
     prompts = {case: case_prompts(llm, case, args) for case in cases}
     found: dict[Case, list[Decode]] = {case: [] for case in cases}
     for case in cases:  # first calls take longer
@@ -185,9 +199,10 @@ def measure_all(args: argparse.Namespace, engine: dict[str, Any], given: dict[st
     }
 
 
-def load(model: Path | None, args: argparse.Namespace, engine: dict[str, Any]) -> LLM:
-    """The model that is measured."""
+def load(model: Path | None, args: argparse.Namespace, engine: dict[str, Any], params: DecodingParams) -> LLM:
+    """The model that is measured, with compiled steps for ``params`` if steps are compiled."""
     from lopa_ascend import LLM
+    from lopa_ascend.serve.flags import graph_settings
 
     options: dict[str, Any] = {
         "enable_prefix_caching": args.cached_prompts,
@@ -199,11 +214,22 @@ def load(model: Path | None, args: argparse.Namespace, engine: dict[str, Any]) -
         options |= {"dtype": "bfloat16", "quantization": "w8a8"}
     elif args.dtype:
         options["dtype"] = args.dtype
+    if args.graph_mode != "eager":
+        options |= graph_settings(params)
     return LLM(model, **{**options, **engine})
 
 
-def case_params(llm: LLM, case: Case, args: argparse.Namespace, given: dict[str, Any]) -> DecodingParams:
-    """How a case is decoded. Answers of the random model, whose tokens mean nothing, do not end early."""
+def case_params(
+    recommended: dict[str, Any], case: Case, args: argparse.Namespace, given: dict[str, Any]
+) -> DecodingParams:
+    """How a case is decoded. Answers of the random model, whose tokens mean nothing, do not end early.
+
+    Args:
+        recommended: decoding parameters that the model's directory recommends.
+        case: the case.
+        args: all arguments of the command.
+        given: further decoding parameters.
+    """
     options: dict[str, Any] = {
         "decoding": "lopa" if case.k else "d2f",
         "num_branches": case.k,
@@ -214,7 +240,8 @@ def case_params(llm: LLM, case: Case, args: argparse.Namespace, given: dict[str,
         options["block_size"] = case.block_size
     if args.random:
         options |= {"confidence": "neg_entropy", "finish_at_eos": False, "ignore_eos": True}
-    return llm.params(**{**options, **given})
+    options |= given
+    return DecodingParams(**{**fitting_defaults(recommended, options), **options})
 
 
 def case_prompts(llm: LLM, case: Case, args: argparse.Namespace) -> list[list[int]]:

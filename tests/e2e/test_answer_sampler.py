@@ -75,8 +75,8 @@ def test_with_compiled_steps_the_hosts_work_and_padding_are_measured(tmp_path: P
     """The step is one function here as it is with inductor, which takes minutes to compile it."""
     options: dict[str, Any] = {"graph_mode": "inductor", "graph_window_blocks": 2, "max_num_seqs": 1}
     options |= {"max_model_len": 256, "enable_prefix_caching": False, "threads": 1}
-    setting = Setting(DecodingParams(max_new_tokens=32), "defaults")
     with mock.patch.object(setup, "load_compiler", return_value=Eager()), LLM(**options) as llm:
+        setting = Setting(llm.params(max_new_tokens=32), "recommended")
         (line,) = sampled(llm, tmp_path, [setting], 1, 1, warmup=1)
     assert line["forward_seconds"] is None
     assert 0 < line["host_seconds"] < line["seconds"]

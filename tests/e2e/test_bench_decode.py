@@ -156,7 +156,7 @@ def test_tables_have_a_row_for_each_decode_and_floors_in_brackets(
 
 def test_of_compiled_steps_the_hosts_work_and_padding_are_known(capsys: pytest.CaptureFixture[str]) -> None:
     """The step is one function here as it is with inductor, which takes minutes to compile it."""
-    options = "--graph-mode inductor --branches 3 --prompts 1 --new-tokens 32"
+    options = "--graph-mode inductor --branches 2 --block-size 16 --prompts 1 --new-tokens 32"
     engine = "--engine graph_window_blocks=2 max_model_len=256"
     with mock.patch.object(setup, "load_compiler", return_value=Eager()):
         found = decoded(*options.split(), *engine.split(), capsys=capsys)

@@ -12,7 +12,7 @@ from scripts.bench.__main__ import main
 from scripts.bench.plan.captured import captured_sequences, predict_captured, tasks_of
 from scripts.bench.plan.devices import known_devices, load_device
 
-PAGE = Path(__file__).parents[2] / "docs" / "predicted-step.md"
+PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 
 
 def test_the_page_has_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from scripts.bench.plan.devices import DeviceError, load_device, parse_device
 from scripts.bench.plan.models import load_model
 from scripts.bench.plan.validate import read_paper, validate
 
-PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
+PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 
 # ---- data and models -------------------------------------------------------------------------------------------------
 
