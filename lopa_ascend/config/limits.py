@@ -123,10 +123,10 @@ class Limits:
         step has as many of the branches as ``max_branches`` allows."""
         if params.is_auto:
             return
-        sizes, window = f"block_size {params.block_size}", min(params.block_size, params.max_canvas)
+        sizes, window = f"block_size {params.block_size}", min(params.block_size, params.max_new_tokens)
         if params.base == "parallel":
             sizes = f"a prompt of {prompt_tokens} tokens and max_new_tokens {params.max_new_tokens}"
-            window = prompt_tokens + params.max_canvas
+            window = prompt_tokens + params.max_new_tokens
         if params.lookaheads and 1 + params.lookaheads > self.max_branches(window):
             num_tokens = self.num_slots(params) * window
             message = (

@@ -202,7 +202,7 @@ def measure_all(args: argparse.Namespace, engine: dict[str, Any], given: dict[st
 def load(model: Path | None, args: argparse.Namespace, engine: dict[str, Any], params: DecodingParams) -> LLM:
     """The model that is measured, with compiled steps for ``params`` if steps are compiled."""
     from lopa_ascend import LLM
-    from lopa_ascend.serve.flags import graph_settings
+    from lopa_ascend.config import GraphParams
 
     options: dict[str, Any] = {
         "enable_prefix_caching": args.cached_prompts,
@@ -215,7 +215,7 @@ def load(model: Path | None, args: argparse.Namespace, engine: dict[str, Any], p
     elif args.dtype:
         options["dtype"] = args.dtype
     if args.graph_mode != "eager":
-        options |= graph_settings(params)
+        options["graph_params"] = GraphParams.of(params)
     return LLM(model, **{**options, **engine})
 
 
