@@ -67,7 +67,7 @@ TARGETS = {
         ("tests/unit/test_scheduler.py", "tests/unit/test_turns.py", "tests/unit/test_prefix_cache.py"),
     ),
     "pages": Target(
-        ("lopa_ascend/kv/pages.py", "lopa_ascend/kv/slot_mapping.py", "lopa_ascend/kv/prefix_cache.py"),
+        ("lopa_ascend/kv/pages.py", "lopa_ascend/kv/prefix_cache.py"),
         ("tests/unit/test_pages.py", "tests/unit/test_prefix_cache.py", "tests/unit/test_scheduler.py"),
     ),
     "placement": Target(("parallel/placement.py",), ("tests/unit/test_placement.py",)),

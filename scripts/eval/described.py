@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lopa_ascend.checkpoint.files import check_directory
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.demo import DEMO_MODEL
 from scripts.bench.machine import describe_machine
@@ -79,6 +78,8 @@ def describe_model(model: str | None, adapter: str | None) -> dict[str, Any]:
 
     for path in (model, adapter):
         if path is not None:
+            from lopa_ascend.checkpoint.files import check_directory  # loads torch
+
             check_directory(Path(path))
     found: dict[str, Any] = {"model": "bundled" if model is None else Path(model).resolve().name}
     found["model_digest"] = _digest(DEMO_MODEL if model is None else Path(model))
