@@ -135,8 +135,8 @@ def test_graphs_decode_the_branch_acceptance_that_they_are_compiled_for(
     asked: dict[str, Any], compiled: str, field: str | None
 ) -> None:
     shape = Bucket(1, 2, 1, 4, 4, 32, 8)
-    compiled = GraphParams(branch_acceptance=compiled)
-    assert support.unsupported(DecodingParams(**asked), 2, shape, compiled) == field
+    graphs = GraphParams(branch_acceptance=compiled)
+    assert support.unsupported(DecodingParams(**asked), 2, shape, graphs) == field
 
 
 def test_exact_with_auto_gets_the_branches_that_there_is_room_for() -> None:
