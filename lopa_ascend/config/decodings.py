@@ -45,10 +45,9 @@ def find_decoding(name: str) -> type[Any] | None:
         point = _installed().get(name)
         if point is None:
             return None
-        try:
-            strategy = point.load()
-        except Exception as error:  # the module is another package's, which may raise anything
-            raise ValueError(f"{name!r}: entry point {point.value!r} cannot be loaded: {error}") from error
+        strategy = _load(point)
+        if isinstance(strategy, Exception):
+            raise ValueError(f"{name!r}: entry point {point.value!r} cannot be loaded: {strategy}") from strategy
         _check_like(name, strategy)
         _registered[name] = strategy
     return _registered[name]
@@ -147,6 +146,16 @@ def _check_like(name: str, strategy: type[Any]) -> None:
     like = getattr(strategy, "like", None)
     if like not in DECODINGS:
         raise ValueError(f"decoding {name!r} must have an attribute `like` of {', '.join(DECODINGS)}, got {like!r}")
+
+
+@cache
+def _load(point: EntryPoint) -> type[Any] | Exception:
+    """The strategy of an entry point, or why it cannot be loaded. That is tried once: every request asks again."""
+    try:
+        strategy: type[Any] = point.load()
+    except Exception as error:  # noqa: BLE001  the module is another package's, which may raise anything
+        return error
+    return strategy
 
 
 @cache
