@@ -7,7 +7,7 @@ server and of several ranks, by an entry point of an installed package, with the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -31,7 +31,7 @@ def add_decoding(name: str, strategy: type[Any]) -> None:
     """
     if name in DECODINGS or _registered.get(name, strategy) is not strategy:
         raise ValueError(f"decoding {name!r} is registered already")
-    _check_like(name, strategy)
+    _check_strategy(name, strategy)
     _registered[name] = strategy
 
 
@@ -45,11 +45,10 @@ def find_decoding(name: str) -> type[Any] | None:
         point = _installed().get(name)
         if point is None:
             return None
-        try:
-            strategy = point.load()
-        except Exception as error:  # the module is another package's, which may raise anything
-            raise ValueError(f"{name!r}: entry point {point.value!r} cannot be loaded: {error}") from error
-        _check_like(name, strategy)
+        strategy = _load(point)
+        if isinstance(strategy, Exception):
+            raise ValueError(f"{name!r}: entry point {point.value!r} cannot be loaded: {strategy}") from strategy
+        _check_strategy(name, strategy)
         _registered[name] = strategy
     return _registered[name]
 
@@ -143,10 +142,25 @@ class DecodingName(Choice):
         raise ValueError(f"unknown value {value!r}; choose one of {', '.join(self.known)}")
 
 
-def _check_like(name: str, strategy: type[Any]) -> None:
+def _check_strategy(name: str, strategy: type[Any]) -> None:
+    """Refuses what has not the attributes of ``Strategy``: every request would fail because of them."""
     like = getattr(strategy, "like", None)
     if like not in DECODINGS:
         raise ValueError(f"decoding {name!r} must have an attribute `like` of {', '.join(DECODINGS)}, got {like!r}")
+    if not all(hasattr(strategy, attribute) for attribute in ("parameters", "confidence", "check")):
+        raise ValueError(f"decoding {name!r} must be a subclass of lopa_ascend.decode.strategy.Strategy")
+    if strategy.parameters is not None and not is_dataclass(strategy.parameters):
+        raise ValueError(f"decoding {name!r}: its `parameters` must be a dataclass, got {strategy.parameters!r}")
+
+
+@cache
+def _load(point: EntryPoint) -> type[Any] | Exception:
+    """The strategy of an entry point, or why it cannot be loaded. That is tried once: every request asks again."""
+    try:
+        strategy: type[Any] = point.load()
+    except Exception as error:  # noqa: BLE001  the module is another package's, which may raise anything
+        return error
+    return strategy
 
 
 @cache

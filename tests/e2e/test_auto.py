@@ -75,7 +75,7 @@ def test_drafts_are_made_while_at_most_two_requests_run(path: str, count: int, h
     outputs = run(engine(path), [([5, 6, 7], params)] * count)
     # The first pass computes the prompt, and equal requests end together.
     branches = {len(record.branches) for output in outputs for record in (output.trace or ())[1:-1]}
-    assert branches == ({4} if has_drafts else {1})
+    assert (max(branches), min(branches) > 1) == ((4, True) if has_drafts else (1, False))
 
 
 def test_a_published_request_does_not_notice_its_neighbours(path: str) -> None:

@@ -83,6 +83,13 @@ def test_one_that_all_decodings_have_is_refused() -> None:
         DecodingParams(decoding="taken")
 
 
+def test_what_is_no_decoding_is_refused_where_it_is_added() -> None:
+    with pytest.raises(ValueError, match="'other' must be a subclass of lopa_ascend.decode.strategy.Strategy"):
+        decodings.add_decoding("other", type("Other", (), {"like": "lopa"}))
+    with pytest.raises(ValueError, match="'other': its `parameters` must be a dataclass, got 5"):
+        register_decoding("other", type("Other", (Lopa,), {"like": "lopa", "parameters": 5}))
+
+
 def test_a_server_takes_them_beside_its_defaults() -> None:
     request = parsed(decoding="sloped")
     assert asked_parameters(request).values == {"decoding": "sloped"}
