@@ -17,7 +17,7 @@ REMOVED: Mapping[str, str] = {
     "max_stop_strings": "a request may have 64",
     "max_stop_characters": "the stop strings of a request may have 4096 characters together",
     "stream_block_size": "set block_size, in each request that streams or for all",
-    "uvicorn_log_level": "the server logs what it always logged by default",
+    "uvicorn_log_level": "the level is info",
     # the engine
     "approximate_prefix_caching": "prefixes are cached exactly: set enable_prefix_caching",
     "agreement_interval": "the interval is fixed",

@@ -8,17 +8,19 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 
-import httpx
 import pytest
 
 from lopa_ascend.serve import connections
 from tests.e2e.conftest import ServerProcess, running
 from tests.e2e.serving import refused
 
-MAX_WAIT = 2.0
-"""Most seconds that a neighbour may wait: one, and one that a busy machine adds."""
+MAX_DELAY = 1.0
+"""Most seconds by which a neighbour may be delayed."""
+BUSY_MACHINE = 5
+"""How many times as long as in a quiet second a neighbour may wait besides: tests run beside others."""
 KEY = "correct horse"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
@@ -47,26 +49,40 @@ def memory(server: ServerProcess) -> int:
     return 1024 * int(status.partition("VmRSS:")[2].split()[0])
 
 
+class Neighbour:
+    """A client that asks for the version all the time."""
+
+    def __init__(self, server: ServerProcess):
+        self.slowest = 0.0
+        self._connection, self._is_over = HTTPConnection(*address(server), timeout=60), threading.Event()
+        self._thread = threading.Thread(target=self._ask_all_the_time)
+        self._thread.start()
+
+    def _ask_all_the_time(self) -> None:
+        while not self._is_over.wait(0.02):
+            start = time.monotonic()
+            self._connection.request("GET", "/version")
+            assert self._connection.getresponse().read().startswith(b'{"version"')
+            self.slowest = max(self.slowest, time.monotonic() - start)
+
+    def stop(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self._connection.close()
+
+
 @contextmanager
 def neighbour(server: ServerProcess) -> Iterator[None]:
-    """A client that asks for the version all the time, and must not wait."""
-    slowest, is_over = [0.0], threading.Event()
-
-    def ask() -> None:
-        with httpx.Client(base_url=server.url, timeout=60) as http:
-            while not is_over.wait(0.02):
-                start = time.monotonic()
-                assert http.get("/version").status_code == 200
-                slowest[0] = max(slowest[0], time.monotonic() - start)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
+    """A context in which a neighbour must not wait."""
+    other = Neighbour(server)
+    time.sleep(1)
+    quiet, other.slowest = other.slowest, 0.0
     try:
         yield
+        time.sleep(0.1)
     finally:
-        is_over.set()
-        thread.join()
-    assert 0 < slowest[0] < MAX_WAIT
+        other.stop()
+    assert 0 < other.slowest < MAX_DELAY + BUSY_MACHINE * quiet
 
 
 BODIES: dict[str, bytes] = {
@@ -173,10 +189,14 @@ def test_many_idle_connections_are_closed(model_dir: Path):
             connection.close()
         assert time.monotonic() - start < connections.HEAD_TIMEOUT + 5
         with neighbour(server):
-            time.sleep(0.5)
+            for _ in range(20):
+                with closing(connect(server)) as connection:
+                    connection.sendall(b"\x16\x03\x01 junk\r\n\r\n")
+                    assert read_all(connection).startswith(b"HTTP/1.1 400 ")
         _, log = server.stop(15)
     assert len(log) < 20_000
-    assert log.count("Too many connections.") <= 1
+    assert log.count("Too many connections.") == 1
+    assert log.count("Invalid HTTP request received.") == 1
     assert "Traceback" not in log
 
 
@@ -195,13 +215,3 @@ def test_handshakes_have_a_time_limit(model_dir: Path, tmp_path: Path):
         with context.wrap_socket(connect(server)) as secure:
             secure.sendall(GET)
             assert secure.recv(100).startswith(b"HTTP/1.1 200 ")
-
-
-def test_the_same_warning_is_logged_once_a_minute(model_dir: Path):
-    with running("--model", str(model_dir)) as server:
-        for _ in range(20):
-            with closing(connect(server)) as connection:
-                connection.sendall(b"\x16\x03\x01 junk\r\n\r\n")
-                assert read_all(connection).startswith(b"HTTP/1.1 400 ")
-        _, log = server.stop(15)
-    assert log.count("Invalid HTTP request received.") == 1
