@@ -77,7 +77,7 @@ def table(after: Sizes, before: Sizes | None) -> str:
     """A row for each room; cells are numbers, or "before > after (difference)"."""
     rows = [["room", *COLUMNS], ["---", *("---:" for _ in COLUMNS)]]
     for room in sorted(after.keys() | (before or {}).keys(), key=lambda room: (room == "all", room)):
-        now, then = after.get(room, Counter()), before and before.get(room, Counter())
+        now, then = after.get(room, Counter()), None if before is None else before.get(room, Counter())
         rows.append([room, *(cell(now[column], None if then is None else then[column]) for column in COLUMNS)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -92,11 +92,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m ci.size", description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--base", metavar="COMMIT", help="compare the work tree with this commit")
     base: str | None = parser.parse_args().base
-    before, settings_before = count(base) if base else (None, None)
+    before, settings_before = count(base) if base is not None else (None, None)
     after, settings = count(None)
     print(table(after, before))
     for name, number in settings.items():
-        print(f"\n{name}: {cell(number, settings_before and settings_before[name])}", end="")
+        print(f"\n{name}: {cell(number, None if settings_before is None else settings_before[name])}", end="")
     print()
 
 
