@@ -93,7 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m ci.size", description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--base", metavar="COMMIT", help="compare the work tree with this commit")
     base: str | None = parser.parse_args().base
-    before, settings_before = count(base) if base else (None, None)
+    before, settings_before = count(base) if base is not None else (None, None)
     after, settings = count(None)
     print(table(after, before))
     for name, number in settings.items():

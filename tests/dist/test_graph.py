@@ -11,6 +11,7 @@ import pytest
 
 from tests import golden
 from tests.dist import ranks, test_concurrent
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.multirank
 CASES = [case for case in golden.CASES if "causal" in case]
@@ -31,7 +32,7 @@ def job(case: str, tp: int, bp: int) -> dict:
     return {"model": str(golden.model_path(trace)), "options": options, "requests": [request], "eager_steps": {}}
 
 
-@pytest.mark.parametrize(("tp", "bp"), [(2, 2), (1, 3)])
+@pytest.mark.parametrize(("tp", "bp"), slow_but([(2, 2), (1, 3)], [(2, 2)]))
 def test_golden_cases(tp: int, bp: int, tmp_path: Path) -> None:
     for case, (output,) in zip(
         CASES, ranks.generate(tp * bp, [job(case, tp, bp) for case in CASES], tmp_path), strict=True

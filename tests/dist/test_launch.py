@@ -119,6 +119,7 @@ def test_one_node_answers_comes_back_and_ends(launched: Launched):
     assert launched.processes() == {}
 
 
+@pytest.mark.slow  # tests/unit/test_watch.py has a rank whose parent has ended
 def test_ranks_end_when_their_torchrun_is_killed(launched: Launched):
     """They would hold ports and devices that a new start needs."""
     launched.launch("cluster", "--nnodes", "1", "--node-rank", "0", *launched.meeting(), "--tp", "1")
@@ -140,6 +141,7 @@ def test_two_nodes_answer_and_end(launched: Launched):
     assert launched.processes() == {}
 
 
+@pytest.mark.slow  # tests/unit/test_launch.py has replicas of a program that is quick to start
 def test_replicas_answer_and_end(launched: Launched):
     launched.launch("replicas", "--replicas", "2", "--bp", "1")
     for port in (launched.port + 1, launched.port):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist import forks
+from tests.tiers import slow_but
 from tests.tiny import write_dream
 
 pytestmark = pytest.mark.multirank
@@ -27,7 +28,7 @@ def run(folder: Path, tp: int, bp: int, window: str, *left_out: str) -> dict[str
     return reports
 
 
-@pytest.mark.parametrize(("tp", "bp"), [(1, 4), (2, 2)])
+@pytest.mark.parametrize(("tp", "bp"), slow_but([(1, 4), (2, 2)], [(2, 2)]))
 def test_committed_pages_are_equal_everywhere_without_traffic(tp: int, bp: int, tmp_path: Path) -> None:
     report = run(tmp_path, tp, bp, "block_causal", "")[""]
     assert report["differing"] == 0

@@ -125,6 +125,7 @@ def test_an_op_without_which_nothing_runs(capsys: pytest.CaptureFixture[str], ke
     assert status == 1
 
 
+@pytest.mark.slow  # test_where_tnd_computes_something_else leads to the same options
 def test_where_tnd_refuses_many_queries(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     spans = attention.query_spans
 
@@ -213,6 +214,7 @@ def test_where_a_replay_keeps_the_lengths_of_the_capture(
     assert status == 1
 
 
+@pytest.mark.slow  # test_where_a_replay_keeps_the_lengths_of_the_capture leads to the same options
 def test_where_writes_of_rows_flush_bits_that_look_denormal(capsys: pytest.CaptureFixture[str]) -> None:
     """The state of a sequence, int32 that is written as float32, would be lost."""
 
@@ -230,6 +232,7 @@ def test_where_writes_of_rows_flush_bits_that_look_denormal(capsys: pytest.Captu
     assert status == 1
 
 
+@pytest.mark.slow  # test_where_a_replay_keeps_the_lengths_of_the_capture leads to the same options
 def test_where_a_replay_forgets_the_lengths_that_it_is_not_given_again(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,6 +272,7 @@ def test_a_large_pool_is_made_only_where_there_is_much_memory(monkeypatch: pytes
     assert large_pool() == {}
 
 
+@pytest.mark.slow  # test_without_the_ops_of_w8a8_the_server_runs_unquantised leads to the same options
 def test_where_no_graph_can_hold_an_int8_product(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,17 @@ def test_a_signal_ends_all_replicas(scripts: Scripts, number: signal.Signals):
     assert not any(alive(file) for file in scripts.folder.glob("*.json"))
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_the_server_of_a_node(scripts: Scripts, number: signal.Signals):
+    command = [str(ROOT / "scripts/launch/node.sh"), *CPU, "--port", str(free_ports(1))]
+    with subprocess.Popen(command, env=scripts.environment({"LINGER": "50"}), stderr=subprocess.PIPE) as process:
+        wait_until(lambda: len(list(scripts.folder.glob("*.json"))) == 1)
+        process.send_signal(number)
+        assert process.wait(timeout=20) == 128 + signal.SIGTERM  # what this program ends with; a server with 0
+        assert b"starting it again" not in process.stderr.read()
+    assert not any(alive(file) for file in scripts.folder.glob("*.json"))
+
+
 def alive(file: Path) -> bool:
     """Whether the process that wrote this file still runs."""
     return Path("/proc", file.stem).exists()
