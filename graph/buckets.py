@@ -90,8 +90,8 @@ class Bucket(NamedTuple):
 
     @property
     def state_size(self) -> int:
-        """Columns of a packed ``policy.State``: tokens, guesses, number of opened blocks, lookahead cells."""
-        return 2 * self.max_cells + 1 + self.branches
+        """Columns of a packed ``policy.State``: tokens, guesses, numbers of opened blocks, lookahead cells."""
+        return 2 * self.max_cells + 2 * self.branches
 
     def shape(self, dims: str) -> tuple[int, ...]:
         """Sizes of dimensions that are given by the names of fields and properties, e.g. "sequences cells"."""

@@ -288,7 +288,8 @@ class GraphExecutor:
         results = [predictions.row_result() for predictions in branches]
         record = sequence.strategy.absorb(plan, results, model_tokens=num_computed, head_rows=num_computed)
         winner = int(output.winners[index])
-        if winner != record.winner or not self._agrees(item, bucket, output.tokens[index]):
+        end = plan.rows[record.winner].end
+        if winner != record.winner or not self._agrees(item, bucket, output.tokens[index], end):
             sequence.plan = None
             return SequenceResult(sequence.request_id, record, _disagreement(record))
         if plan.winner_commits:  # on one branch-parallel group, so a branch's slot has the branch's number
@@ -296,17 +297,19 @@ class GraphExecutor:
         sequence.plan = sequence.strategy.plan()
         return SequenceResult(sequence.request_id, record)
 
-    def _agrees(self, item: _Member, bucket: Bucket, tokens: Tensor) -> bool:
+    def _agrees(self, item: _Member, bucket: Bucket, tokens: Tensor, end: int) -> bool:
         """Whether the device's window holds the tokens that ``decode/`` has decided on.
 
         Args:
             tokens: token ids of the window [C].
+            end: of the winner's row.
         """
         sequence, strategy = item.sequence, item.sequence.strategy
         begin = end_of_blocks(sequence, item.window.start)
-        positions = np.arange(begin, strategy.branches[-1].end)
+        positions = np.arange(begin, end)
         cells = cells_of(sequence, item.window.start, bucket.block_length, positions)
-        decided = strategy.winner.tokens[begin - len(strategy.prompt) :]
+        first = len(strategy.prompt)
+        decided = list(strategy.anchor.tokens[begin - first : end - first])
         return bool(tokens.numpy()[cells].tolist() == decided)
 
     def _count(self, plan: SequencePlan, bucket: Bucket) -> None:

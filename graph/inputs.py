@@ -28,7 +28,7 @@ NO_LIMIT = 2**30
 class HostView(NamedTuple):
     """What the host knows of a sequence when it launches a step. Blocks are numbered from 0 after the prompt.
 
-    The window must hold all open blocks, and the next one if the step may open it; see ``window.next_window``.
+    The window must hold all open blocks; see ``window.next_window``.
     """
 
     seat: int
@@ -93,7 +93,7 @@ def write_params(params: RequestParams, seat: int, request: DecodingParams, ends
 
 
 class Snapshot(NamedTuple):
-    """A sequence between two steps: after the decisions of one, before the next one opens blocks."""
+    """A sequence between two steps."""
 
     window_start: int
     """Index of the window's first block, which is the number of committed generated blocks."""
@@ -101,6 +101,8 @@ class Snapshot(NamedTuple):
     """Token ids of the anchor's generated positions, masks included."""
     lookaheads: List[tuple[int, int]]
     """For each lookahead branch (generated position, token id)."""
+    num_opened_blocks: List[int]
+    """By branch, the anchor's last."""
 
 
 def packed_state(mask: int, filler: int, request: DecodingParams, snapshot: Snapshot, shape: Bucket) -> Tensor:
@@ -117,7 +119,9 @@ def packed_state(mask: int, filler: int, request: DecodingParams, snapshot: Snap
     tokens = torch.where(has_position, mask, filler).int()
     is_given = has_position & (position < len(snapshot.tokens))
     tokens[is_given] = torch.tensor(snapshot.tokens, dtype=torch.int32)[position[is_given]]
-    num_opened_blocks = torch.tensor([-(-len(snapshot.tokens) // size)], dtype=torch.int32)
+    *of_lookaheads, of_anchor = snapshot.num_opened_blocks
+    num_opened_blocks = torch.full((shape.branches,), of_anchor, dtype=torch.int32)
+    num_opened_blocks[: len(of_lookaheads)] = torch.tensor(of_lookaheads, dtype=torch.int32)
     lookahead_cells = torch.full((shape.branches,), -1, dtype=torch.int32)
     guesses = torch.zeros_like(tokens).flatten()
     for branch, (generated, token) in enumerate(snapshot.lookaheads):

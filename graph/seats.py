@@ -50,7 +50,7 @@ class Seats:
         """Gives a sequence a seat, and writes there its parameters and its state before the next step opens blocks."""
         assert sequence.last_hidden is not None
         request, strategy = sequence.request.params, sequence.strategy
-        snapshot = take_snapshot(sequence)
+        snapshot = take_snapshot(strategy)
         seat = graph.seat = self._free.pop()
         self.num_taken += 1
         graph.window_start, graph.window_blocks = snapshot.window_start, self.shape.max_blocks
@@ -97,15 +97,14 @@ class Seats:
         return HostView(self.num_seats + row)
 
 
-def take_snapshot(sequence: Sequence) -> Snapshot:
-    """The state of a planned sequence as it was before the plan opened blocks."""
-    assert sequence.plan is not None
-    strategy, prompt_length = sequence.strategy, len(sequence.request.prompt)
+def take_snapshot(strategy: Strategy) -> Snapshot:
+    """The state of a sequence before its next step."""
+    prompt_length = len(strategy.prompt)
     *others, anchor = strategy.branches
-    num_generated = anchor.blocks[sequence.plan.num_opened_blocks].end - prompt_length  # block 0 is the prompt
-    fills = [branch.lookahead for branch in others]
+    fills = [fill for branch in others for fill in branch.own_fills]
     return Snapshot(
         window_start=num_blocks(strategy, strategy.num_committed),
-        tokens=anchor.tokens[:num_generated],
-        lookaheads=[(fill.position - prompt_length, fill.token) for fill in fills if fill is not None],
+        tokens=anchor.tokens,
+        lookaheads=[(fill.position - prompt_length, fill.token) for fill in fills],
+        num_opened_blocks=[len(branch.blocks) - 1 for branch in strategy.branches],  # block 0 is the prompt
     )

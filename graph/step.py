@@ -55,7 +55,7 @@ class DecodeStep:
         inputs, constants, storage, (k_caches, v_caches) = unflatten(tensors)
         launch, params, ops = inputs.launch, inputs.params, self.model.ops
         state = policy.unpack_state(storage.states, launch, self.bucket.max_cells)
-        rows = policy.open_blocks(state, launch, params, constants)
+        rows = policy.branch_rows(state, launch, params, constants)
         tokens, slot_mapping = policy.rows_of_group(
             rows,
             launch,

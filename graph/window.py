@@ -38,18 +38,19 @@ def graph_of(sequence: Sequence) -> GraphSequence:
 
 
 def next_window(sequence: Sequence) -> Window:
-    """The smallest safe window of the next step: the opened blocks, and one that the step may open.
+    """The smallest safe window of the next step.
 
-    While a step is in flight its plan is known, but not its winner: the branch with most blocks counts.
+    While a step is in flight its plan is known, but not its winner: the branch with most blocks counts, and may open
+    another one.
     """
     strategy, plan = sequence.strategy, sequence.plan
     assert plan is not None
     if graph_of(sequence).in_flight is None:
-        start, num_opened = num_blocks(strategy, plan.start), plan.num_opened_blocks
+        start, num_more = num_blocks(strategy, plan.start), 0
     else:
-        start = num_blocks(strategy, plan.start + plan.num_new)
-        num_opened = max(num_blocks(strategy, row.end) for row in plan.rows)
-    end = max(min(num_opened + 1, max_opened_blocks(strategy)), start + 1)
+        start, num_more = num_blocks(strategy, plan.start + plan.num_new), 1
+    num_opened = max(num_blocks(strategy, row.end) for row in plan.rows)
+    end = max(min(num_opened + num_more, max_opened_blocks(strategy)), start + 1)
     return Window(start, end, pages_for(end_of_blocks(sequence, end)))
 
 

@@ -7,7 +7,7 @@ Each is a decoding of its own over D2F's window of blocks, and goes with the par
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -19,7 +19,7 @@ from lopa_ascend.decode.blocks import Branch
 from lopa_ascend.decode.branch_scores import SCALE, fixed_point, with_creation
 from lopa_ascend.decode.canvas import first_masked
 from lopa_ascend.decode.lopa import Lopa
-from lopa_ascend.types import Fill, RowPlan, RowResult, SequencePlan
+from lopa_ascend.types import Alternatives, Fill, RowPlan, RowResult, SequencePlan
 
 # ---- acceptance rules ------------------------------------------------------------------------------------------------
 
@@ -168,13 +168,15 @@ class Pivot(EntropyScore):
     - A token that ends the answer is tried only if it is the most probable one. No block is opened after such a token,
       so the branch would be scored by few positions, all of them sure, and would win too easily.
 
-    The tokens are those that ``top_logprobs`` records, so the branches begin when the next pass is planned.
+    The tokens are those that ``top_logprobs`` records, so the branches begin when these have been recorded.
     """
 
     parameters = PivotParams
     own: PivotParams
     _open: Sequence[Fill] = ()
     """What the last pass predicted for the open positions of the first block that has masks."""
+    _anchor: Branch
+    """The anchor of the next pass, before it opens blocks."""
     _neg_entropy_at: dict[int, float]
     """What the last winner's row reported, by position."""
 
@@ -194,16 +196,10 @@ class Pivot(EntropyScore):
             name = "bad_words" if params.bad_words else "min_new_tokens"
             raise ParameterError(name, f'does not go with decoding "{params.decoding}"')
 
-    def plan(self) -> SequencePlan | None:
-        drafts = [[fill] for fill in self._tokens_of_pivot()[: self.num_wanted]]
-        self._open = ()
-        self.branches = self.branches_with(self.branches[-1], drafts)
-        return super().plan()
-
-    def select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, list[float]]:
-        winner, scores = super().select(plan, results)
+    def select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, Branch, list[float]]:
+        winner, branch, scores = super().select(plan, results)
         self._neg_entropy_at = dict(zip(plan.rows[winner].masked, results[winner].confidences, strict=True))
-        return winner, scores
+        return winner, branch, scores
 
     def score(self, plan: SequencePlan, results: Sequence[RowResult]) -> list[Fraction]:
         """The mean of the negative entropies of a branch's masked positions other than the pivot, 0 if there are none;
@@ -223,11 +219,19 @@ class Pivot(EntropyScore):
     def spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
         end = first_masked(anchor).end if open_positions else 0
         self._open = [fill for fill in open_positions if fill.position < end]
-        return self.branches_with(anchor, [])
+        self._anchor = anchor
+        return [anchor]
 
-    def finishes_without_pass(self) -> bool:
-        """A branch without masks commits to a token and the anchor to none, so the next pass has to score both."""
-        return False
+    def take_alternatives(self, found: Mapping[int, Alternatives]) -> None:
+        super().take_alternatives(found)
+        if all(fill.position in self.alternatives for fill in self._open):
+            drafts = [[fill] for fill in self._tokens_of_pivot()[: self.num_wanted]]
+            self.branches = [self.open(branch) for branch in self.branches_with(self._anchor, drafts)]
+
+    @property
+    def known_winner(self) -> Branch | None:
+        """None: a branch without masks commits to a token and the anchor to none, so the next pass scores both."""
+        return None
 
     def recorded_positions(self) -> set[int]:
         return {fill.position for fill in self._open}

@@ -1,7 +1,7 @@
 """The decode policy as tensor functions of fixed shape, for use inside a compiled step.
 
 ``decode/`` is the definition; this does the same for all sequences of a step at once and reads no value on the host. A
-step is ``unpack_state``, ``open_blocks`` (what each branch holds), ``rows_of_group`` (what this rank computes), the
+step is ``unpack_state``, ``branch_rows`` (what each branch holds), ``rows_of_group`` (what this rank computes), the
 forward pass, ``advance`` (winner, fills, next branches) and ``pack_state``. ``graph/inputs.py`` is the host's part.
 
 A **cell** is the place of a generated position, numbered block * L + offset from the end of the prompt on, in blocks of
@@ -25,7 +25,7 @@ from lopa_ascend.graph.policy.rows import (
     RequestParams,
     Rows,
     State,
-    open_blocks,
+    branch_rows,
     pack_state,
     rows_of_group,
     unpack_state,
@@ -39,7 +39,7 @@ __all__ = [
     "Rows",
     "State",
     "advance",
-    "open_blocks",
+    "branch_rows",
     "pack_state",
     "rows_of_group",
     "unpack_state",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lopa_ascend.decode.branch_scores import SCALE
-from lopa_ascend.graph.policy.rows import Constants, Launch, RequestParams, Rows, State, opens_block
+from lopa_ascend.graph.policy.rows import Constants, Launch, RequestParams, Rows, State, count_masks, opens_block
 
 
 class Predicted(NamedTuple):
@@ -48,10 +48,34 @@ def advance(
     tokens, guesses, masked, confidences, is_filled = (
         _of_branch(x, winner) for x in (rows.tokens, predicted.tokens, rows.masked, predicted.confidences, filled)
     )
-    num_opened_blocks = rows.num_opened_blocks.gather(1, winner[:, None])
     after = torch.where(is_filled, guesses, tokens)
     lookahead_cells = _candidates(masked & ~is_filled, confidences, launch, params, constants)
+    num_opened_blocks = rows.num_opened_blocks.gather(1, winner[:, None])
+    num_opened_blocks = num_opened_blocks + _opens(
+        after, guesses, lookahead_cells, num_opened_blocks, launch, params, constants
+    )
     return State(after, guesses, num_opened_blocks, lookahead_cells), winner
+
+
+def _opens(
+    tokens: Tensor,
+    guesses: Tensor,
+    lookahead_cells: Tensor,
+    num_opened_blocks: Tensor,
+    launch: Launch,
+    params: RequestParams,
+    constants: Constants,
+) -> Tensor:
+    """Whether each branch of the next pass opens another block, bool [S, B].
+
+    Args:
+        tokens: of the anchor after its fills, int32 [S, C].
+        num_opened_blocks: of the winner, int32 [S, 1].
+    """
+    own = lookahead_cells[..., None] == launch.cells[:, None]
+    branch_tokens = torch.where(own, guesses[:, None], tokens[:, None])
+    masks = count_masks(branch_tokens == params.mask[:, None, None], launch.blocks.shape[1])
+    return opens_block(branch_tokens, masks, num_opened_blocks, launch, params, constants)
 
 
 def fills(rows: Rows, predicted: Predicted, params: RequestParams, constants: Constants) -> Tensor:
@@ -86,14 +110,13 @@ def _progress(
     anchor = rows.is_anchor.float().argmax(-1)
     anchor_fills = _of_branch(filled, anchor)
     after_anchor = torch.where(anchor_fills, _of_branch(predicted.tokens, anchor), _of_branch(rows.tokens, anchor))
-    is_lookahead = rows.is_branch & ~rows.is_anchor
     if branch_acceptance == "exact":
-        can_win = is_lookahead & _is_next(rows, after_anchor, anchor, launch, params, constants)
+        can_win = rows.is_lookahead & _is_next(rows, after_anchor, anchor, launch, params, constants)
         progress = can_win.float()
     else:
         is_confirmed = (rows.own & anchor_fills[:, None] & (rows.tokens == after_anchor[:, None])).any(-1)
-        can_win = is_lookahead & is_confirmed
-        progress = filled.sum(-1, dtype=torch.float32) + is_lookahead
+        can_win = rows.is_lookahead & is_confirmed
+        progress = filled.sum(-1, dtype=torch.float32) + rows.is_lookahead
     return torch.where(can_win | rows.is_anchor, progress, constants.no_rank)
 
 

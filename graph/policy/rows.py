@@ -75,7 +75,7 @@ class State(NamedTuple):
     guesses: Tensor
     """Token ids that the last winner predicted for these cells [S, C]."""
     num_opened_blocks: Tensor
-    """Generated blocks that the anchor has opened, finished ones included [S, 1]."""
+    """Generated blocks that each branch has opened, finished ones included [S, B]."""
     lookahead_cells: Tensor
     """The cell that each branch fills in addition to the anchor [S, B]; -1 for the anchor and for padding."""
 
@@ -95,8 +95,8 @@ class Rows(NamedTuple):
     """The cell that a lookahead branch fills in addition to the anchor, bool [S, B, C]."""
     is_anchor: Tensor
     """bool [S, B]."""
-    is_branch: Tensor
-    """The rows that are no padding, bool [S, B]."""
+    is_lookahead: Tensor
+    """bool [S, B]; the rows that are neither this nor the anchor are padding."""
 
 
 def unpack_state(states: Tensor, launch: Launch, max_cells: int) -> State:
@@ -110,14 +110,14 @@ def unpack_state(states: Tensor, launch: Launch, max_cells: int) -> State:
     kept_at = launch.kept_at.view(-1)
     kept, guesses = (packed.view(-1).index_select(0, at).view_as(launch.cells) for at in (kept_at, kept_at + max_cells))
     tokens = torch.where(launch.new_tokens < 0, kept, launch.new_tokens)
-    others = packed.index_select(0, launch.seats)[:, 2 * max_cells :]
-    return State(tokens, guesses, others[:, :1], others[:, 1:])
+    num_opened_blocks, lookahead_cells = packed.index_select(0, launch.seats)[:, 2 * max_cells :].chunk(2, 1)
+    return State(tokens, guesses, num_opened_blocks, lookahead_cells)
 
 
 def pack_state(state: State, max_cells: int) -> Tensor:
     """A row for each sequence, float32 with the bits of int32, because an NPU scatters rows of floats only.
 
-    The columns are the tokens and the guesses of the window, each filled up to ``max_cells``, the number of opened
+    The columns are the tokens and the guesses of the window, each filled up to ``max_cells``, the numbers of opened
     blocks, and the lookahead cells.
     """
     num_cells = state.tokens.shape[1]
@@ -126,29 +126,32 @@ def pack_state(state: State, max_cells: int) -> Tensor:
     return torch.cat(parts, 1).view(torch.float32)
 
 
-def open_blocks(state: State, launch: Launch, params: RequestParams, constants: Constants) -> Rows:
-    """What each branch holds, once every branch that may open another block has opened it."""
+def branch_rows(state: State, launch: Launch, params: RequestParams, constants: Constants) -> Rows:
+    """What each branch holds."""
     S, B = state.lookahead_cells.shape
     W = launch.blocks.shape[1]
     own = state.lookahead_cells[..., None] == launch.cells[:, None]
     tokens = torch.where(own, state.guesses[:, None], state.tokens[:, None])
     is_mask = tokens == params.mask[:, None, None]
-    masks = is_mask.view(S, B, W, -1).sum(-1, dtype=torch.float32)
-    opens = opens_block(tokens, masks, state.num_opened_blocks, launch, params, constants)
-    num_opened_blocks = state.num_opened_blocks + opens
-    is_open = launch.blocks[:, None] < num_opened_blocks[..., None]  # [S, B, W]
-    num_lookaheads = (state.lookahead_cells >= 0).sum(-1, keepdim=True, dtype=torch.int32)
+    is_open = launch.blocks[:, None] < state.num_opened_blocks[..., None]  # [S, B, W]
+    is_lookahead = state.lookahead_cells >= 0
+    num_lookaheads = is_lookahead.sum(-1, keepdim=True, dtype=torch.int32)
     is_branch = constants.branches <= num_lookaheads
     masked = is_mask.view(S, B, W, -1) & (is_open & is_branch[..., None])[..., None]
     return Rows(
         tokens=tokens,
         masked=masked.view(S, B, -1),
-        masks=masks,
-        num_opened_blocks=num_opened_blocks,
+        masks=count_masks(is_mask, W),
+        num_opened_blocks=state.num_opened_blocks,
         own=own,
         is_anchor=constants.branches == num_lookaheads,
-        is_branch=is_branch,
+        is_lookahead=is_lookahead,
     )
+
+
+def count_masks(is_mask: Tensor, num_blocks: int) -> Tensor:
+    """Masks in each block, float32 [S, B, W], from the cells that hold one, bool [S, B, C]."""
+    return is_mask.view(*is_mask.shape[:2], num_blocks, -1).sum(-1, dtype=torch.float32)
 
 
 def opens_block(

@@ -1,9 +1,9 @@
-"""Blocks and branches: the state that decoding advances (SPEC sections 1 and 2, steps a, b and k)."""
+"""Blocks and branches: the state of a sequence, as values (SPEC sections 1 and 2, steps a, b and k)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 
@@ -21,7 +21,7 @@ class BlockState(Enum):
     """Its keys and values are committed."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Block:
     """The positions [start, end) of a branch."""
 
@@ -52,29 +52,27 @@ def threshold_count(fraction: float, length: int) -> int:
     return next(n for n in range(length + 1) if n / length >= fraction)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Branch:
-    """One candidate state of a sequence."""
+    """One candidate state of a sequence. The methods return the branch that follows from it."""
 
-    tokens: list[int]
+    tokens: tuple[int, ...]
     """Token ids of all generated positions so far, masks included."""
-    blocks: list[Block]
+    blocks: tuple[Block, ...]
     """The first block is the prompt."""
     eos: bool = False
     """An EOS, or another token that ends the answer, has been filled, so no further block is opened."""
-    lookahead: Fill | None = None
-    """The token that a lookahead branch holds in addition to the anchor."""
-    probs: list[float] = field(default_factory=list)
+    own_fills: tuple[Fill, ...] = ()
+    """The tokens that a lookahead branch holds in addition to the anchor."""
+    probs: tuple[float, ...] = ()
     """For each generated position the probability at which it was filled; 0 for masks."""
-    further: tuple[Fill, ...] = ()
-    """See ``BranchRecord``."""
     confirmed_by: tuple[int, ...] = ()
     """See ``BranchRecord``."""
 
     @property
-    def own_fills(self) -> tuple[Fill, ...]:
-        """All tokens that a lookahead branch holds in addition to the anchor."""
-        return () if self.lookahead is None else (self.lookahead, *self.further)
+    def lookahead(self) -> Fill | None:
+        """The first of ``own_fills``; None for the anchor."""
+        return self.own_fills[0] if self.own_fills else None
 
     @property
     def first(self) -> int:
@@ -102,69 +100,79 @@ class Branch:
         first, tokens = self.first, self.tokens
         return [position for position in range(block.start, block.end) if tokens[position - first] == mask]
 
-    def fill(self, fill: Fill, eos: Set[int]) -> None:
-        """Puts a token into a masked position."""
-        self.tokens[fill.position - self.first] = fill.token
-        self.probs[fill.position - self.first] = fill.max_prob
-        block = next(block for block in self.blocks if block.start <= fill.position < block.end)
-        block.masks -= 1
-        if fill.token in eos:
-            self.eos = True
+    def fill(self, fills: Sequence[Fill], ends: Set[int]) -> Branch:
+        """With tokens in some of the masked positions.
 
-    def become_lookahead(self, fills: Sequence[Fill], eos: Set[int]) -> None:
-        """Turns a copy of the anchor into a lookahead branch, which holds these tokens in addition to the anchor's."""
+        Args:
+            ends: token ids that end the answer.
+        """
+        if not fills:
+            return self
+        tokens, probs = list(self.tokens), list(self.probs)
         for fill in fills:
-            self.fill(fill, eos)
-        self.lookahead, self.further = fills[0], tuple(fills[1:])
+            tokens[fill.position - self.first] = fill.token
+            probs[fill.position - self.first] = fill.max_prob
+        positions = [fill.position for fill in fills]
+        blocks = tuple(_less_masks(block, positions) if block.masks else block for block in self.blocks)
+        eos = self.eos or any(fill.token in ends for fill in fills)
+        return replace(self, tokens=tuple(tokens), probs=tuple(probs), blocks=blocks, eos=eos)
 
-    def become_anchor(self) -> None:
-        """Turns the winner into the anchor of the next branches: its own tokens become ordinary ones."""
-        self.lookahead, self.further, self.confirmed_by = None, (), ()
+    def as_lookahead(self, fills: Sequence[Fill], ends: Set[int]) -> Branch:
+        """The lookahead branch that holds these tokens in addition to the anchor's."""
+        return replace(self.fill(fills, ends), own_fills=tuple(fills))
 
-    def confirm(self, confirmed: Sequence[tuple[int, Fill]]) -> None:
-        """Replaces the branch's own fills by the predictions that confirm them: the same tokens, with the probabilities
-        of this pass.
+    def as_anchor(self) -> Branch:
+        """The winner as the anchor of the next branches: its own tokens are ordinary ones."""
+        return replace(self, own_fills=(), confirmed_by=()) if self.own_fills else self
+
+    def confirm(self, confirmed: Sequence[tuple[int, Fill]]) -> Branch:
+        """With the predictions that confirm the branch's own fills in their place: the same tokens, with the
+        probabilities of this pass.
 
         Args:
             confirmed: for each of ``own_fills``: the index of the branch whose prediction confirms it, and the
                 prediction.
         """
-        fills = [fill for _, fill in confirmed]
-        for fill in fills:
-            self.probs[fill.position - self.first] = fill.max_prob
-        self.lookahead, self.further = fills[0], tuple(fills[1:])
-        self.confirmed_by = tuple(index for index, _ in confirmed)
+        probs = list(self.probs)
+        for _, fill in confirmed:
+            probs[fill.position - self.first] = fill.max_prob
+        indices, fills = zip(*confirmed, strict=True)
+        return replace(self, probs=tuple(probs), own_fills=fills, confirmed_by=indices)
 
-    def copy(self) -> Branch:
-        """An independent branch in the same state, without tokens of its own."""
-        return Branch(list(self.tokens), [replace(block) for block in self.blocks], self.eos, probs=list(self.probs))
+    def open_block(self, length: int, mask: int) -> Branch:
+        """With another block of ``length`` masks."""
+        return replace(
+            self,
+            tokens=(*self.tokens, *[mask] * length),
+            probs=(*self.probs, *[0.0] * length),
+            blocks=(*self.blocks, Block(self.end, self.end + length, length)),
+        )
 
-    def open_block(self, length: int, mask: int) -> None:
-        """Appends a block of ``length`` masks."""
-        self.blocks.append(Block(self.end, self.end + length, length))
-        self.tokens.extend([mask] * length)
-        self.probs.extend([0.0] * length)
-
-    def activate(self, tau_act: float) -> None:
-        """Fully activates every block whose predecessor is filled to ``tau_act``."""
-        for before, block in zip(self.blocks, self.blocks[1:], strict=False):
+    def activate(self, tau_act: float) -> Branch:
+        """With every block fully activated whose predecessor is filled to ``tau_act``."""
+        blocks = list(self.blocks)
+        for i, (before, block) in enumerate(zip(self.blocks, self.blocks[1:], strict=False), 1):
             if not block.activated and before.filled >= threshold_count(tau_act, before.length):
-                block.activated = True
+                blocks[i] = replace(block, activated=True)
+        return replace(self, blocks=tuple(blocks))
 
-    def settle(self, finished: Set[int]) -> None:
-        """Advances the states of the blocks after a forward pass: TO_CACHE becomes IN_CACHE, and a finished block
-        becomes TO_CACHE unless an earlier block is still active.
-
-        Args:
-            finished: starts of the blocks whose last mask was filled. A block that only a lookahead token finished is
-                not among them, and stays active.
-        """
+    def settle(self) -> Branch:
+        """With the states of the blocks after a forward pass: TO_CACHE becomes IN_CACHE, and an active block without
+        masks becomes TO_CACHE unless an earlier block is still active."""
+        blocks = []
         earlier_is_active = False
         for block in self.blocks:
-            if block.state is BlockState.TO_CACHE:
-                block.state = BlockState.IN_CACHE
-            elif block.state is BlockState.ACTIVE:
-                if not earlier_is_active and block.start in finished and not block.masks:
-                    block.state = BlockState.TO_CACHE
-                else:
-                    earlier_is_active = True
+            state = block.state
+            if state is BlockState.TO_CACHE:
+                state = BlockState.IN_CACHE
+            elif state is BlockState.ACTIVE:
+                earlier_is_active |= block.masks > 0
+                state = BlockState.ACTIVE if earlier_is_active else BlockState.TO_CACHE
+            blocks.append(block if state is block.state else replace(block, state=state))
+        return replace(self, blocks=tuple(blocks))
+
+
+def _less_masks(block: Block, filled: Sequence[int]) -> Block:
+    """The block after some positions have been filled, in it or elsewhere."""
+    num_filled = sum(block.start <= position < block.end for position in filled)
+    return replace(block, masks=block.masks - num_filled) if num_filled else block

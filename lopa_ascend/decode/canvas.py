@@ -29,12 +29,10 @@ class Canvas(Strategy):
     ) -> None:
         assert not num_committed, "the keys and values of the prompt depend on the canvas"
         super().__init__(prompt, params, mask, eos)
-        while self.anchor.end < self.limit:
-            self.anchor.open_block(min(params.block_size, self.limit - self.anchor.end), mask)
-
-    @property
-    def anchor(self) -> Branch:
-        return self.branches[-1]
+        canvas = self.anchor
+        while canvas.end < self.limit:
+            canvas = canvas.open_block(min(params.block_size, self.limit - canvas.end), mask)
+        self.branches = (canvas,)
 
     @property
     def in_prefill(self) -> bool:
@@ -42,12 +40,11 @@ class Canvas(Strategy):
 
     @property
     def num_opened(self) -> int:
-        return sum(block.filled for block in self.winner.blocks[1:])
+        return sum(block.filled for block in self.answer.blocks[1:])
 
     def plan(self) -> SequencePlan | None:
-        if not self.anchor.masks or (self.params.finish_at_eos and self.visible_is_final()):
-            return None
-        if self.finishes_without_pass():
+        is_final = self.known_winner is not None or (self.params.finish_at_eos and self.visible_is_final())
+        if is_final or not self.anchor.masks:
             return None
         rows = tuple(self._row(branch) for branch in self.branches)
         return SequencePlan(
@@ -55,7 +52,6 @@ class Canvas(Strategy):
             num_new=0,
             rows=rows,
             max_rows=self.max_rows,
-            num_opened_blocks=len(self.anchor.blocks) - 1,
             winner_commits=False,
             prefix_length=rows[-1].start,
         )

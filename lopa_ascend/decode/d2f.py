@@ -14,17 +14,9 @@ class D2F(Strategy):
     # ---- before a forward pass -------------------------------------------------------------------------------------
 
     def plan(self) -> SequencePlan | None:
-        """Opens and activates blocks, then says what the next forward pass computes; None when the sequence is done."""
-        if self.params.finish_at_eos and self.visible_is_final():
-            return None
-        num_opened_blocks = len(self.branches[-1].blocks) - 1
-        for branch in self.branches:
-            self._extend(branch)
-            branch.activate(self.params.tau_act)
-        anchor = self.branches[-1]
-        if not anchor.masks and not anchor.active_blocks():
-            return None
-        if self.finishes_without_pass():
+        anchor = self.anchor
+        is_final = self.known_winner is not None or (self.params.finish_at_eos and self.visible_is_final())
+        if is_final or (not anchor.masks and not anchor.active_blocks()):
             return None
         committing = [block for block in anchor.blocks if block.state is BlockState.TO_CACHE]
         num_new = committing[-1].end - self.num_committed if committing else 0
@@ -35,23 +27,29 @@ class D2F(Strategy):
             num_new=num_new,
             rows=rows,
             max_rows=self.max_rows,
-            num_opened_blocks=num_opened_blocks,
             winner_commits=full,
             prefix_length=max(self.num_committed, len(self.prompt)),
         )
 
-    def _extend(self, branch: Branch) -> None:
-        """Opens another block, if the branch may have one (SPEC section 2, step a)."""
+    def settle(self, branch: Branch) -> Branch:
+        return branch.settle()
+
+    def open(self, branch: Branch) -> Branch:
+        """Opens another block, if the branch may have one (SPEC section 2, step a), and activates blocks (step b)."""
+        if self._may_open(branch):
+            branch = branch.open_block(min(self.params.block_size, self.limit - branch.end), self.mask)
+        return branch.activate(self.params.tau_act)
+
+    def _may_open(self, branch: Branch) -> bool:
         last = branch.blocks[-1]
         if branch.eos or branch.end >= self.limit:
-            return
+            return False
         if last.filled < threshold_count(self.params.tau_add, last.length):
-            return
-        if self.params.max_active_blocks is not None:
-            first_masked = next((i for i, block in enumerate(branch.blocks) if block.masks), len(branch.blocks))
-            if len(branch.blocks) - first_masked >= self.params.max_active_blocks:
-                return
-        branch.open_block(min(self.params.block_size, self.limit - branch.end), self.mask)
+            return False
+        if self.params.max_active_blocks is None:
+            return True
+        first_masked = next((i for i, block in enumerate(branch.blocks) if block.masks), len(branch.blocks))
+        return len(branch.blocks) - first_masked < self.params.max_active_blocks
 
     def _row(self, branch: Branch, full: bool) -> RowPlan:
         """What one branch computes. ``full``: its window is one attention entry."""
@@ -67,12 +65,6 @@ class D2F(Strategy):
         return RowPlan(self.num_committed, tokens, compute_from, entry_ends, tuple(branch.masked_positions(self.mask)))
 
     # ---- after a forward pass --------------------------------------------------------------------------------------
-
-    def _grow(self, winner: Branch, open_positions: list[Fill]) -> None:
-        finished = {block.start for block in winner.active_blocks() if not block.masks}
-        super()._grow(winner, open_positions)
-        for branch in self.branches:
-            branch.settle(finished)
 
     def choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
         """The fill rule (SPEC section 3): each block fills the positions that the acceptance rule accepts. A fully

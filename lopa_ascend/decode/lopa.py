@@ -31,10 +31,11 @@ class Lookaheads(Strategy):
         """The branch scores, exactly. The arguments are those of ``absorb``."""
         return branch_scores(self.branches, results, self.params)
 
-    def select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, list[float]]:
+    def select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, Branch, list[float]]:
         """The branch with the highest score, the earliest among equals."""
         scores = self.score(plan, results)
-        return scores.index(max(scores)), [float(score) for score in scores]
+        winner = scores.index(max(scores))
+        return winner, self.branches[winner], [float(score) for score in scores]
 
     def spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
         """One branch for each of the most confident open positions, and the anchor after them."""
@@ -43,24 +44,15 @@ class Lookaheads(Strategy):
 
     def branches_with(self, anchor: Branch, drafts: Sequence[Sequence[Fill]]) -> list[Branch]:
         """A lookahead branch for each of ``drafts``, which are its own tokens; and the anchor after them."""
-        anchor.become_anchor()
-        branches = []
-        for draft in drafts:
-            branch = anchor.copy()
-            branch.become_lookahead(draft, self.ends)
-            branches.append(branch)
-        return [*branches, anchor]
+        return [*(anchor.as_lookahead(draft, self.ends) for draft in drafts), anchor]
 
-    def finishes_without_pass(self) -> bool:
-        """Ends the sequence if a lookahead branch has no masks left: it would score 1.0, the highest score, and win the
-        next pass unchanged. This does not hold with a ``creation_weight``."""
+    @property
+    def known_winner(self) -> Branch | None:
+        """A lookahead branch without masks would score 1.0, the highest score. This does not hold with a
+        ``creation_weight``."""
         if not self.params.finish_at_eos or self.params.creation_weight:
-            return False
-        done = next((branch for branch in self.branches if not branch.masks), None)
-        if done is None:
-            return False
-        self.winner = done
-        return True
+            return None
+        return next((branch for branch in self.branches[:-1] if not branch.masks), None)
 
 
 class Lopa(Lookaheads, D2F):

@@ -1,9 +1,14 @@
-"""What every decoding strategy has: the state of one sequence, its two verbs, and which tokens are final."""
+"""What every decoding strategy has: the state of one sequence, its verbs, and which tokens are final.
+
+``plan`` describes the next forward pass. ``absorb`` takes its predictions and replaces the branches by the next ones.
+It is made of ``select`` (the winner), ``choose`` (what it fills), ``advance`` (the state that follows) and ``spawn``
+(the next branches). It alone changes the strategy.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -24,8 +29,7 @@ class Strategy(ABC):
             ``confidence`` is, such as "neg_entropy"; None: the one that the request asks for.
         params: how the request is decoded.
         own: the values of ``parameters``.
-        branches: in evaluation order: lookahead branches by rank, the anchor last.
-        winner: the branch that won the last forward pass, with its fills.
+        branches: of the next pass, in evaluation order: lookahead branches by rank, the anchor last.
         num_committed: positions whose keys and values are final.
         num_forwards: forward passes so far.
         limit: the most positions that the sequence can have.
@@ -70,9 +74,8 @@ class Strategy(ABC):
         self.is_crowded = False
         self.alternatives: dict[int, Alternatives] = {}
         state = BlockState.IN_CACHE if num_committed == len(prompt) else BlockState.TO_CACHE
-        blocks = [Block(0, len(prompt), 0, state, activated=True)]
-        self.branches = [Branch([], blocks)]
-        self.winner = self.branches[0]
+        first = Branch((), (Block(0, len(prompt), 0, state, activated=True),))
+        self.branches: Sequence[Branch] = (self.open(first),)
 
     @classmethod  # noqa: B027  most decodings have nothing to refuse
     def check(cls, params: DecodingParams) -> None:
@@ -93,9 +96,19 @@ class Strategy(ABC):
         return self.num_committed < len(self.prompt)
 
     @property
+    def anchor(self) -> Branch:
+        """The branch without tokens of its own: the winner of the last pass, with its fills."""
+        return self.branches[-1]
+
+    @property
+    def answer(self) -> Branch:
+        """The branch whose tokens are the answer so far."""
+        return self.known_winner or self.anchor
+
+    @property
     def num_opened(self) -> int:
         """See ``Update.num_positions``."""
-        return len(self.winner.tokens)
+        return len(self.answer.tokens)
 
     @property
     def num_counted(self) -> int:
@@ -116,7 +129,7 @@ class Strategy(ABC):
             The plan with the rows of the remaining branches.
         """
         *lookaheads, anchor = self.branches
-        self.branches = [*lookaheads[:num_lookaheads], anchor]
+        self.branches = (*lookaheads[:num_lookaheads], anchor)
         *lookahead_rows, anchor_row = plan.rows
         return replace(plan, rows=(*lookahead_rows[:num_lookaheads], anchor_row))
 
@@ -129,20 +142,20 @@ class Strategy(ABC):
             model_tokens: see ``StepRecord``.
             head_rows: see ``StepRecord``.
         """
-        winner, scores = self.select(plan, results)
+        winner, branch, scores = self.select(plan, results)
         row = plan.rows[winner]
+        evaluated = [*self.branches[:winner], branch, *self.branches[winner + 1 :]]
         records = tuple(
-            BranchRecord(branch.lookahead, branch.end, branch.masks, score, branch.further, branch.confirmed_by)
-            for branch, score in zip(self.branches, scores, strict=True)
+            BranchRecord(branch.own_fills, branch.end, branch.masks, score, branch.confirmed_by)
+            for branch, score in zip(evaluated, scores, strict=True)
         )
-        branch = self.branches[winner]
         predicted = self.predicted(row, results[winner])
         fills, fallbacks = self.choose(branch, predicted)
-        for fill in fills:
-            branch.fill(fill, self.ends)
         self.is_stuck = len(fills) == fallbacks
         filled = {fill.position for fill in fills}
-        self._grow(branch, [fill for fill in predicted if fill.position not in filled])
+        open_positions = [fill for fill in predicted if fill.position not in filled]
+        after = self.settle(branch.fill(fills, self.ends).as_anchor())
+        self.branches = [self.open(branch) for branch in self.spawn(after, open_positions)]
         record = StepRecord(
             index=self.num_forwards,
             span=(row.start, row.end),
@@ -159,15 +172,23 @@ class Strategy(ABC):
         self.num_forwards += 1
         return record
 
-    def _grow(self, winner: Branch, open_positions: list[Fill]) -> None:
-        """Makes the branches of the next pass.
+    def advance(self, branch: Branch, fills: Sequence[Fill]) -> Branch:
+        """The anchor of the pass after one that this branch wins and that fills these positions."""
+        return self.open(self.settle(branch.fill(fills, self.ends).as_anchor()))
 
-        Args:
-            winner: with its fills.
-            open_positions: the predictions for positions that are still masked.
-        """
-        self.branches = self.spawn(winner, open_positions)
-        self.winner = self.branches[-1]
+    # ---- how a branch goes on: whole canvases have all blocks from the beginning, and commit none --------------------
+
+    def settle(self, branch: Branch) -> Branch:
+        """The branch after a pass has been made: which of its blocks are committed, or will be."""
+        return branch
+
+    def open(self, branch: Branch) -> Branch:
+        """The branch as the next pass computes it: with the blocks that it opens and activates."""
+        return branch
+
+    def take_alternatives(self, found: Mapping[int, Alternatives]) -> None:
+        """Adds to ``alternatives`` what the last pass predicted."""
+        self.alternatives.update(found)
 
     # ---- what a decoding decides: the built-in ones and those of other packages override these ----------------------
 
@@ -190,28 +211,28 @@ class Strategy(ABC):
             predicted: the predictions for the masked positions of its row.
         """
 
-    def select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, list[float]]:
-        """(index of the winner, the branch scores). The arguments are those of ``absorb``. Here there is one branch."""
+    def select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, Branch, list[float]]:
+        """(index of the winner; the winner; the branch scores). Here there is one branch.
+
+        The arguments are those of ``absorb``.
+        """
         confidences = results[0].confidences
-        return 0, [sum(confidences) / len(confidences) if confidences else 1.0]
+        return 0, self.anchor, [sum(confidences) / len(confidences) if confidences else 1.0]
 
     def spawn(self, anchor: Branch, open_positions: list[Fill]) -> list[Branch]:
-        """The branches of the next pass: here the anchor alone.
+        """The branches of the next pass, before they open blocks: here the anchor alone.
 
         Args:
             anchor: the winner, with its fills.
             open_positions: the predictions for positions that are still masked.
         """
-        anchor.become_anchor()
         return [anchor]
 
-    def finishes_without_pass(self) -> bool:
-        """Ends the sequence if the winner of its next pass, and with it the output, is known without that pass.
-
-        Returns:
-            Whether the sequence has ended.
-        """
-        return False
+    @property
+    def known_winner(self) -> Branch | None:
+        """The branch that would win the next pass unchanged, if that is known without the pass: then it is the answer.
+        Otherwise None."""
+        return None
 
     def recorded_positions(self) -> set[int]:
         """The positions that the last pass has not filled and whose ``alternatives`` are recorded: those of the tokens
@@ -225,13 +246,13 @@ class Strategy(ABC):
 
         They never change.
         """
-        tokens = self.winner.tokens
+        tokens = list(self.answer.tokens)
         end = next((i for i, token in enumerate(tokens) if token in self._cuts), len(tokens))
         return tokens[:end]
 
     def end_reached(self) -> int | None:
         """The token id that ends the answer, if no position before it is masked."""
-        for token in self.winner.tokens:
+        for token in self.answer.tokens:
             if token in self.ends:
                 return token
             if token == self.mask:
@@ -243,5 +264,5 @@ class Strategy(ABC):
         have, are filled."""
         if self.end_reached() is not None:
             return True
-        tokens = self.winner.tokens
+        tokens = self.answer.tokens
         return len(tokens) == self.params.max_new_tokens and self.mask not in tokens

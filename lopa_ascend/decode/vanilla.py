@@ -29,8 +29,8 @@ _GAMMA = 0x9E3779B97F4A7C15
 class Vanilla(Canvas):
     """One sequence under Dream's decoding."""
 
-    step = 0
-    """The step of the schedule that the next pass makes."""
+    num_steps_made = 0
+    """Steps of the schedule before the next pass."""
 
     @property
     def num_steps(self) -> int:
@@ -41,14 +41,15 @@ class Vanilla(Canvas):
     def num_counted(self) -> int:
         return 0
 
-    def _row(self, branch: Branch) -> RowPlan:
+    @property
+    def step(self) -> int:
+        """The step of the schedule that the next pass makes: the next one that fills something."""
         if self.params.alg != "origin":
-            self.step = max(self.step, self._first_that_fills())
-        wanted = self._wanted(branch)
-        while not wanted:
-            self.step += 1
-            wanted = self._wanted(branch)
-        return self._whole_row(branch, wanted)
+            return max(self.num_steps_made, self._first_that_fills())
+        return next(step for step in range(self.num_steps_made, self.num_steps) if self._wanted(self.anchor, step))
+
+    def _row(self, branch: Branch) -> RowPlan:
+        return self._whole_row(branch, self._wanted(branch, self.step))
 
     def _first_that_fills(self) -> int:
         """The first step that fills something, given the present masks; not for "origin".
@@ -59,43 +60,43 @@ class Vanilla(Canvas):
         rounded_up = -(-1000 * self.num_steps // 999)
         return min(rounded_up - self.anchor.masks, self.num_steps - 1)
 
-    def _wanted(self, branch: Branch) -> list[int]:
-        """The positions whose predictions the step needs; none if it fills nothing."""
+    def _wanted(self, branch: Branch, step: int) -> list[int]:
+        """The positions whose predictions a step needs; none if it fills nothing."""
         masked = branch.masked_positions(self.mask)
-        if self.params.alg != "origin":
-            return masked if self._num_filled() else []
-        if self.step == self.num_steps - 1:
+        if self.params.alg != "origin" or step == self.num_steps - 1:
             return masked
-        share = 999 / (1000 * self.num_steps - 999 * self.step)
-        return [position for position in masked if self._uniform(position) < share]
+        share = 999 / (1000 * self.num_steps - 999 * step)
+        return [position for position in masked if self._uniform(position, step) < share]
 
-    def _num_filled(self) -> int:
-        """How many positions this step fills; not for "origin"."""
+    def _num_filled(self, step: int) -> int:
+        """How many positions a step fills; not for "origin"."""
         masks = self.anchor.masks
-        if self.step == self.num_steps - 1:
+        if step == self.num_steps - 1:
             return masks
-        return 999 * masks // (1000 * self.num_steps - 999 * self.step)
+        return 999 * masks // (1000 * self.num_steps - 999 * step)
 
     def absorb(self, plan: SequencePlan, results: Sequence[RowResult], model_tokens: int, head_rows: int) -> StepRecord:
+        num_steps_made = self.step + 1
         record = super().absorb(plan, results, model_tokens, head_rows)
-        self.step += 1
+        self.num_steps_made = num_steps_made
         return record
 
     def choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
         if self.params.alg == "origin":
             return predicted, 0
-        ranked = sorted(predicted, key=lambda fill: (-self._rank(fill), fill.position))
-        return sorted(ranked[: self._num_filled()], key=lambda fill: fill.position), 0
+        step = self.step
+        ranked = sorted(predicted, key=lambda fill: (-self._rank(fill, step), fill.position))
+        return sorted(ranked[: self._num_filled(step)], key=lambda fill: fill.position), 0
 
-    def _rank(self, fill: Fill) -> float:
+    def _rank(self, fill: Fill, step: int) -> float:
         """The confidence. With ``alg_temp`` Gumbel noise is added to confidence / T, so that taking the highest ranks
         draws positions without replacement."""
         if not self.params.alg_temp:
             return fill.confidence
-        return fill.confidence / self.params.alg_temp - math.log(-math.log(self._uniform(fill.position)))
+        return fill.confidence / self.params.alg_temp - math.log(-math.log(self._uniform(fill.position, step)))
 
-    def _uniform(self, position: int) -> float:
-        """A number between 0 and 1, drawn for a position in this step.
+    def _uniform(self, position: int, step: int) -> float:
+        """A number between 0 and 1, drawn for a position in a step.
 
         It is a hash of seed, position and step as the noise of sampled tokens is (``score/noise.py``), in the place of
         a token id that does not exist.
@@ -103,7 +104,7 @@ class Vanilla(Canvas):
         assert self.params.seed is not None, "the engine draws a seed where a request has none"
         key = _mix(self.params.seed + _GAMMA)
         key = _mix(key + (position + 1) * _GAMMA)
-        key = _mix(key + (self.step + 1) * _GAMMA % 2**63)
+        key = _mix(key + (step + 1) * _GAMMA % 2**63)
         return ((_mix(key) >> 12) + 0.5) * 2.0**-52
 
 

@@ -35,8 +35,7 @@ class DraftingLopa(Lopa):
         Positions of fully activated blocks have the first ranks: in these blocks D2F fills something in every pass."""
         if self.params.lookahead_depth == 1:
             return super().spawn(anchor, open_positions)
-        anchor.activate(self.params.tau_act)  # as the next plan does
-        activated = [range(block.start, block.end) for block in anchor.blocks if block.activated]
+        activated = [range(block.start, block.end) for block in self.open(anchor).blocks if block.activated]
 
         def place_in_ranking(fill: Fill) -> tuple[bool, float, int]:
             is_in_activated = any(fill.position in block for block in activated)
@@ -46,14 +45,14 @@ class DraftingLopa(Lopa):
         shapes = draft_ranks(min(len(ranked), self.num_wanted), self.params.lookahead_depth, self.num_wanted)
         return self.branches_with(anchor, [[ranked[rank] for rank in shape] for shape in shapes])
 
-    def select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, list[float]]:
+    def select(self, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, Branch, list[float]]:
         scores = self.score(plan, results)
         predicted = [self.predicted(row, result) for row, result in zip(plan.rows, results, strict=True)]
         winner, confirmed = self._confirmed_winner(predicted, scores)
         branch = self.branches[winner]
-        if branch.lookahead is not None:
-            branch.confirm([confirmed[_place(fill)] for fill in branch.own_fills])
-        return winner, [float(score) for score in scores]
+        if branch.own_fills:
+            branch = branch.confirm([confirmed[_place(fill)] for fill in branch.own_fills])
+        return winner, branch, [float(score) for score in scores]
 
     @abstractmethod
     def _confirmed_winner(self, predicted: Sequence[list[Fill]], scores: Sequence[Fraction]) -> tuple[int, Confirmed]:
@@ -64,9 +63,10 @@ class DraftingLopa(Lopa):
             scores: the branch scores.
         """
 
-    def finishes_without_pass(self) -> bool:
-        """A lookahead branch without masks is a draft until the next pass has confirmed it."""
-        return False
+    @property
+    def known_winner(self) -> Branch | None:
+        """None: a lookahead branch without masks is a draft until the next pass has confirmed it."""
+        return None
 
 
 class VerifiedLopa(DraftingLopa):
@@ -104,45 +104,27 @@ class VerifiedLopa(DraftingLopa):
 
 
 class ExactLopa(DraftingLopa):
-    """A lookahead branch wins if it is what D2F would compute in its next pass, or with ``lookahead_depth`` above 1 in
-    one of its next passes, all of which are branches of this one. These passes are then made already, so the answer is
-    D2F's, token for token, and some passes are saved.
+    """A branch wins if D2F's next pass would start from exactly its tokens. With ``lookahead_depth`` above 1 this
+    chains through several branches. So the answer is D2F's, token for token, and these passes are saved.
 
-    Without commits in this pass and in those that are saved, D2F's next pass would compute the same tokens on the same
-    cached keys and values: it is the same computation, to the last bit, with block-causal windows and with full
-    attention, with penalties and banned words. With a commit, keys and values would be read from other places, and
-    with full attention they would be others. So nothing is saved then.
+    A pass with a commit is not saved: keys and values would be read from other places, and with full attention they
+    would be others. Without one, D2F's next pass is the same computation on the same cached keys and values, to the
+    last bit, also with penalties and banned words.
     """
 
     def _confirmed_winner(self, predicted: Sequence[list[Fill]], scores: Sequence[Fraction]) -> tuple[int, Confirmed]:
         winner = len(self.branches) - 1
-        by_tokens = {tuple(branch.tokens): index for index, branch in enumerate(self.branches[:-1])}
+        by_tokens = {branch.tokens: index for index, branch in enumerate(self.branches[:-1])}
         confirmed: dict[Place, tuple[int, Fill]] = {}
         while True:
             branch = self.branches[winner]
             fills, _ = self.choose(branch, predicted[winner])
-            following = by_tokens.get(self._next_tokens(branch, fills)) if fills else None
-            if following is None:
+            following = self.advance(branch, fills)
+            commits = any(block.state is BlockState.TO_CACHE for block in (*branch.blocks, *following.blocks))
+            if commits or following.tokens not in by_tokens:
                 return winner, confirmed
             confirmed |= {_place(fill): (winner, fill) for fill in fills}
-            winner = following
-
-    def _next_tokens(self, branch: Branch, fills: Sequence[Fill]) -> tuple[int, ...]:
-        """The token ids, masks included, that D2F's next pass would begin with; none if there is a commit in this pass
-        or in that one.
-
-        Args:
-            branch: the anchor, or what D2F has after some passes.
-            fills: what D2F would fill into it now.
-        """
-        after = branch.copy()
-        for fill in fills:
-            after.fill(fill, self.ends)
-        after.settle({block.start for block in after.active_blocks() if not block.masks})
-        if any(block.state is BlockState.TO_CACHE for block in (*branch.blocks, *after.blocks)):
-            return ()
-        self._extend(after)
-        return tuple(after.tokens)
+            winner = by_tokens[following.tokens]
 
 
 @lru_cache(maxsize=1024)

@@ -348,7 +348,7 @@ class Engine:
         return Update(
             request_id=result.request_id,
             token_ids=tuple(final[new.start :]),
-            max_probs=tuple(strategy.winner.probs[new.start : new.stop]),
+            max_probs=tuple(strategy.answer.probs[new.start : new.stop]),
             num_forwards=strategy.num_forwards,
             num_positions=strategy.num_opened,
             model_tokens=sequence.model_tokens,

@@ -73,9 +73,11 @@ class AlternativesRecorder:
             message = self._lists(job, index, count)
         message = self.bp.broadcast(message, group, "top_logprobs")
         ids, probs = message.cpu().split(count, dim=1)
+        found = {}
         for position, tokens, values in zip(positions, ids.long().tolist(), probs.tolist(), strict=True):
             pairs = zip(tokens, values, strict=True)
-            sequence.strategy.alternatives[position] = tuple((token, prob) for token, prob in pairs if prob > 0)
+            found[position] = tuple((token, prob) for token, prob in pairs if prob > 0)
+        sequence.strategy.take_alternatives(found)
 
     def _lists(self, job: Job, index: NDArray[np.int64], count: int) -> Tensor:
         """Token ids, which float32 holds exactly up to 2^24, and probabilities, float32 [n, 2 * count].

@@ -37,4 +37,4 @@ def _answer(sequence: Sequence, start: int, tokens: tuple[int, ...]) -> list[int
     """
     if start <= 0:
         return list(tokens[-start:])
-    return [*sequence.strategy.winner.tokens[:start], *tokens]
+    return [*sequence.strategy.anchor.tokens[:start], *tokens]

@@ -182,7 +182,7 @@ class EagerExecutor:
     def _job(self, sequence: Sequence, part: Part, hidden: Tensor) -> Job:
         """What is predicted for a sequence from the hidden states [n, hidden]."""
         strategy, prompt = sequence.strategy, sequence.request.prompt
-        answer = strategy.winner.tokens[: strategy.num_counted]
+        answer = strategy.anchor.tokens[: strategy.num_counted]
         return Job(
             hidden=hidden,
             positions=part.predictions.positions,

@@ -61,8 +61,6 @@ class SequencePlan:
     """The branches in evaluation order: lookahead branches by rank, the anchor last."""
     max_rows: int
     """The most rows that this sequence ever has in one pass."""
-    num_opened_blocks: int
-    """Generated blocks that were opened before this plan opened any, finished ones included."""
     winner_commits: bool
     """Full attention: keys and values differ by branch, so the winner's are copied to all slots after the pass."""
     prefix_length: int
@@ -89,25 +87,24 @@ class RowResult:
 class BranchRecord:
     """One branch of one forward pass, for traces."""
 
-    lookahead: Fill | None
-    """The token that this branch holds in addition to the anchor; None for the anchor. Its probability and confidence
-    are those with which it was proposed or, in a draft that has won, those of the prediction that confirms it."""
+    own_fills: tuple[Fill, ...]
+    """The tokens that the branch holds in addition to the anchor; empty for the anchor. Their probabilities and
+    confidences are those with which they were proposed or, in a draft that has won, those of the predictions that
+    confirm them."""
     end: int
     """End of the branch's window."""
     masks: int
     """Masked positions before the pass."""
     score: float
     """The branch score. The branch with the highest one wins, if ``branch_acceptance`` is "published"."""
-    further: tuple[Fill, ...] = ()
-    """Tokens that the branch holds in addition to ``lookahead``, where ``lookahead_depth`` is above 1."""
     confirmed_by: tuple[int, ...] = ()
     """Only in a draft that has won: for each of ``own_fills`` the index in ``StepRecord.branches`` of the branch whose
     prediction confirms it."""
 
     @property
-    def own_fills(self) -> tuple[Fill, ...]:
-        """All tokens that the branch holds in addition to the anchor."""
-        return () if self.lookahead is None else (self.lookahead, *self.further)
+    def lookahead(self) -> Fill | None:
+        """The first of ``own_fills``; None for the anchor."""
+        return self.own_fills[0] if self.own_fills else None
 
 
 @dataclass(frozen=True, slots=True)

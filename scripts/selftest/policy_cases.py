@@ -23,7 +23,7 @@ from lopa_ascend.graph.inputs import (
     write_inputs,
     write_params,
 )
-from lopa_ascend.graph.policy import Constants, Predicted, advance, open_blocks, pack_state, rows_of_group, unpack_state
+from lopa_ascend.graph.policy import Constants, Predicted, advance, branch_rows, pack_state, rows_of_group, unpack_state
 from lopa_ascend.graph.tensors import input_size, make_constants, view_inputs
 from lopa_ascend.kv.pages import PAGE_SIZE
 from scripts.selftest.captures import Captures
@@ -70,7 +70,7 @@ def decide(inputs: Sequence[Tensor], constants: Constants, branch_acceptance: st
     """
     memory, states, tokens, probs = inputs
     launch, params, _ = view_inputs(memory, BUCKET)
-    rows = open_blocks(unpack_state(states, launch, BUCKET.max_cells), launch, params, constants)
+    rows = branch_rows(unpack_state(states, launch, BUCKET.max_cells), launch, params, constants)
     of_group = rows_of_group(rows, launch, constants, NUM_GROUPS, OWN_GROUP, full_attention=True)
     predicted = Predicted(tokens, probs, probs)
     after, winner = advance(rows, predicted, launch, params, constants, branch_acceptance)
@@ -127,7 +127,8 @@ def random_snapshot(request: DecodingParams) -> Snapshot:
     masked = torch.randperm(len(tokens))[: len(tokens) // 2]
     tokens[masked] = MASK
     fills = zip(masked.tolist(), random_tokens(request.lookaheads).tolist(), strict=False)
-    return Snapshot(0, tokens.tolist(), list(fills))
+    fills = list(fills)
+    return Snapshot(0, tokens.tolist(), fills, [NUM_OPENED] * (len(fills) + 1))
 
 
 def random_tokens(*shape: int) -> Tensor:

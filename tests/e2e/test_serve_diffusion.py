@@ -88,7 +88,7 @@ def canvases(llm: LLM, prompt: str, params: DecodingParams) -> tuple[list[list[i
     mask, states = llm.config.mask_token_id, []
     for progress in llm.stream(prompt, params):
         for sequence in llm.engine.scheduler.running.values():
-            states.append([None if token == mask else token for token in sequence.strategy.winner.tokens])
+            states.append([None if token == mask else token for token in sequence.strategy.anchor.tokens])
         output = progress.output
     assert output is not None
     return states, output.token_ids

@@ -207,7 +207,7 @@ def lowered_policy(bucket: Bucket = BUCKET, branch_acceptance: str = "published"
         inputs, constants, storage, _ = unflatten(tensors)
         launch, params = inputs.launch, inputs.params
         state = policy.unpack_state(storage.states, launch, bucket.max_cells)
-        rows = policy.open_blocks(state, launch, params, constants)
+        rows = policy.branch_rows(state, launch, params, constants)
         written = policy.rows_of_group(rows, launch, constants, 1, 0, full_attention=False)
         predicted = policy.Predicted(ids, probs, probs)
         after, winner = policy.advance(rows, predicted, launch, params, constants, branch_acceptance)

@@ -50,7 +50,8 @@ def answer(rng: random.Random, length: int) -> RowResult:
 
 
 class Seen(NamedTuple):
-    """Blocks of a sequence before a step, as the host sees them; ``caps`` as ``HostView.max_opened_blocks``."""
+    """Blocks of a sequence before a step, as the host sees them: of the branch that has opened most; ``caps`` as
+    ``HostView.max_opened_blocks``."""
 
     settled: int
     opened: int
@@ -84,10 +85,10 @@ class Sequence:
         return self.strategy.branches[-1].blocks[1:]
 
     def look(self) -> Seen:
-        """After ``absorb``, before ``plan``."""
-        anchor, opened = self.strategy.branches[-1], len(self.blocks)
+        anchor, opened = self.strategy.anchor, len(self.blocks)
+        most_opened = max(len(branch.blocks) - 1 for branch in self.strategy.branches)
         settled = sum(block.state is not BlockState.ACTIVE for block in self.blocks)
-        return Seen(settled, opened, opened if anchor.eos else -(-self.params.max_new_tokens // self.size))
+        return Seen(settled, most_opened, opened if anchor.eos else -(-self.params.max_new_tokens // self.size))
 
     def cell(self, position: int) -> int:
         at = position - len(self.strategy.prompt)
@@ -109,7 +110,8 @@ class Sequence:
         """Takes the sequence over from its strategy."""
         *others, anchor = self.strategy.branches
         fills = [(branch.lookahead.position - len(self.strategy.prompt), branch.lookahead.token) for branch in others]
-        snapshot = Snapshot(self.first[0], anchor.tokens, fills)
+        num_opened = [len(branch.blocks) - 1 for branch in self.strategy.branches]
+        snapshot = Snapshot(self.first[0], anchor.tokens, fills, num_opened)
         return inputs.packed_state(MASK, FILLER, self.params, snapshot, shape)
 
 
@@ -149,7 +151,7 @@ class Batch:
         for row in self.present:
             seq = self.sequences[row]
             first, seen = seq.seen[-2].settled, seq.seen[-2 if self.late else -1]
-            blocks = max(blocks, min(seen.opened + 1 + self.late, seen.caps) - first)
+            blocks = max(blocks, min(seen.opened + self.late, seen.caps) - first)
             length, limit = len(seq.strategy.prompt), seq.params.max_new_tokens
             # What a step commits may be shared before it is written: all branches write the same.
             final = length + min((first if self.late else seq.seen[-1].settled) * seq.size, limit)
@@ -208,7 +210,7 @@ class Batch:
             launch, params = given.launch, given.params
             constants = constants_of(self.bucket, self.first_padding_position)
             state = policy.unpack_state(self.storage, launch, self.bucket.max_cells)
-            rows = policy.open_blocks(state, launch, params, constants)
+            rows = policy.branch_rows(state, launch, params, constants)
             for row in self.present - done:
                 self.compare_rows(row, given, rows)
             self.compare_writes(views, pages, given, rows, self.present - done)
@@ -237,7 +239,7 @@ class Batch:
         seq, plan, (S, _, _, _, R, *_) = self.sequences[row], self.plans[row], self.bucket
         assert plan is not None
         cells, first = given.launch.cells[row].tolist(), seq.first[-1]
-        assert rows.is_branch[row].tolist() == [b < len(plan.rows) for b in range(self.bucket.branches)]
+        assert rows.is_lookahead[row].tolist() == [b < len(plan.rows) - 1 for b in range(self.bucket.branches)]
         assert rows.is_anchor[row].nonzero().flatten().tolist() == [len(plan.rows) - 1]
         numbers = given.model.positions.view(S, R, -1)[row, 0]
         hidden_rows = given.model.hidden_rows.view(S, R, -1)[row]
@@ -304,15 +306,18 @@ class Batch:
 
     def compare_state(self, row: int, given: StepInputs, state: State) -> None:
         seq = self.sequences[row]
-        branches, now = seq.strategy.branches, seq.seen[-1]
-        assert int(state.num_opened_blocks[row]) == now.opened
+        branches = seq.strategy.branches
         cells = given.launch.cells[row].tolist()
         for b in range(self.bucket.branches):
             fill = branches[b].lookahead if b < len(branches) else None
+            num_opened = len(branches[min(b, len(branches) - 1)].blocks) - 1
+            assert int(state.num_opened_blocks[row, b]) == num_opened
             assert int(state.lookahead_cells[row, b]) == (-1 if fill is None else seq.cell(fill.position))
             assert fill is None or int(state.guesses[row, cells.index(seq.cell(fill.position))]) == fill.token
         for i, token in enumerate(branches[-1].tokens, len(seq.strategy.prompt)):
-            if seq.cell(i) >= cells[0]:
+            if seq.cell(i) > cells[-1]:
+                assert token == MASK, "a block that the step has opened"
+            elif seq.cell(i) >= cells[0]:
                 assert int(state.tokens[row, cells.index(seq.cell(i))]) == token
 
 

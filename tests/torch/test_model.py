@@ -80,7 +80,7 @@ def test_a_step_of_which_no_hidden_state_is_wanted(tmp_path, monkeypatch: pytest
     model = Recorder(*checkpoint.load(tmp_path, dtype="float32"), OpsOfRows())
     monkeypatch.setattr(model, "logits", lambda hidden: hidden.new_zeros(len(hidden), model.config.vocab_size))
     row = RowPlan(0, tuple(range(16)), 0, (16,), ())
-    forward(model, SequencePlan(0, 0, (row,), 1, winner_commits=False, num_opened_blocks=0, prefix_length=0))
+    forward(model, SequencePlan(0, 0, (row,), 1, winner_commits=False, prefix_length=0))
     assert model.hidden.shape == (0, model.config.hidden_size)
 
 
@@ -99,7 +99,7 @@ def test_logits_are_those_of_qwen2(seed: int, full: bool, tmp_path) -> None:
     masked = tuple(range(prompt, end))
     edges = (end,) if full else (prompt, *range(prompt + BLOCK, end + 1, BLOCK))
     row = RowPlan(0, tuple(tokens), 0, edges, masked)
-    forward(model, SequencePlan(0, prompt, (row,), 1, winner_commits=full, num_opened_blocks=0, prefix_length=prompt))
+    forward(model, SequencePlan(0, prompt, (row,), 1, winner_commits=full, prefix_length=prompt))
     ours = model.logits(model.hidden[: len(masked)])
 
     owner = torch.tensor([0] * prompt + [1 + i // BLOCK for i in range(blocks * BLOCK)])

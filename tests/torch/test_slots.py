@@ -101,13 +101,13 @@ def test_the_committed_values_are_those_of_a_run_without_branches_reading_one_sl
     run = Run(tmp_path, prompt, params)
     for _ in run.steps():
         pass
-    text = [*prompt, *run.strategy.winner.tokens]
+    text = [*prompt, *run.strategy.anchor.tokens]
     assert run.strategy.num_committed > len(prompt)
     end = run.strategy.num_committed
     again = Run(tmp_path, prompt, params)
     edges = (100, *range(124, end + 1, 24))
     row = RowPlan(0, tuple(text[:end]), 0, edges, (100,))
-    plan = SequencePlan(0, end, (row,), 1, winner_commits=False, num_opened_blocks=0, prefix_length=100)
+    plan = SequencePlan(0, end, (row,), 1, winner_commits=False, prefix_length=100)
     again.make_room(plan)
     again.forward(plan)
     again.strategy.num_committed = end

@@ -82,7 +82,7 @@ def test_last_block_is_cut_to_max_new_tokens() -> None:
     strategy = begin([1], params(max_new_tokens=6), MASK, frozenset())
     while (plan := strategy.plan()) is not None:
         strategy.absorb(plan, results(plan, 0.95), 0, 0)
-    assert [block.length for block in strategy.winner.blocks] == [1, 4, 2]
+    assert [block.length for block in strategy.answer.blocks] == [1, 4, 2]
     assert strategy.final_tokens() == [1] * 6
 
 
@@ -120,22 +120,17 @@ def test_max_active_blocks_bounds_the_window(limit: int) -> None:
 
 
 def test_a_block_finished_by_a_lookahead_alone_waits_a_round() -> None:
-    branch = Branch(
-        [1, 2, 3, MASK], [Block(0, 1, 0, BlockState.IN_CACHE), Block(1, 5, 1, activated=True)], probs=[0.5] * 4
-    )
-    branch.fill(Fill(4, 1, 0.9, 0.9), frozenset())
-    branch.settle(frozenset())
-    states = [branch.blocks[1].state]
-    branch.settle(frozenset([1]))
-    states.append(branch.blocks[1].state)
+    blocks = Block(0, 1, 0, BlockState.IN_CACHE), Block(1, 5, 1, activated=True)
+    anchor = Branch((1, 2, 3, MASK), blocks, probs=(0.5,) * 4)
+    branch = anchor.settle().as_lookahead([Fill(4, 1, 0.9, 0.9)], frozenset())
+    states = [branch.blocks[1].state, branch.as_anchor().settle().blocks[1].state]
     assert states == [BlockState.ACTIVE, BlockState.TO_CACHE]
+    assert anchor.blocks == blocks
 
 
 def test_a_finished_block_waits_for_the_one_before() -> None:
-    blocks = [Block(0, 1, 0, BlockState.IN_CACHE), Block(1, 3, 1), Block(3, 5, 0)]
-    branch = Branch([1, MASK, 1, 1], blocks, probs=[0.5] * 4)
-    branch.settle(frozenset([3]))
-    assert blocks[2].state is BlockState.ACTIVE
-    branch.fill(Fill(2, 1, 0.9, 0.9), frozenset())
-    branch.settle(frozenset([1, 3]))
-    assert [block.state for block in blocks[1:]] == [BlockState.TO_CACHE] * 2
+    blocks = Block(0, 1, 0, BlockState.IN_CACHE), Block(1, 3, 1), Block(3, 5, 0)
+    branch = Branch((1, MASK, 1, 1), blocks, probs=(0.5,) * 4).settle()
+    assert branch.blocks[2].state is BlockState.ACTIVE
+    branch = branch.fill([Fill(2, 1, 0.9, 0.9)], frozenset()).settle()
+    assert [block.state for block in branch.blocks[1:]] == [BlockState.TO_CACHE] * 2

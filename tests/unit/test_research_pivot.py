@@ -29,7 +29,7 @@ def absorb(
     """Takes a pass, and records the most probable ``tokens`` of positions as the engine does."""
     record = strategy.absorb(plan, results, 0, 0)
     assert strategy.recorded_positions() <= set(plan.rows[record.winner].masked)
-    strategy.alternatives |= {position: tokens(position) for position in strategy.recorded_positions()}
+    strategy.take_alternatives({position: tokens(position) for position in strategy.recorded_positions()})
     return record
 
 

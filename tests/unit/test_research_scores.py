@@ -28,12 +28,12 @@ def scores(branches: list[Branch], rows: list[tuple[float, ...]], params: Decodi
     strategy.branches = branches
     plans = tuple(RowPlan(0, (), 0, (), tuple(range(len(row)))) for row in rows)
     results = [RowResult((1,) * len(row), row, (0.0,) * len(row)) for row in rows]
-    plan = SequencePlan(0, 0, plans, len(plans), 0, winner_commits=False, prefix_length=0)
+    plan = SequencePlan(0, 0, plans, len(plans), winner_commits=False, prefix_length=0)
     return strategy.score(plan, results)
 
 
 def test_expected_counts_what_passes_and_the_branchs_own_token() -> None:
-    own, anchor = Branch([], [], lookahead=Fill(9, 5, 0.5, 0.5)), Branch([], [])
+    own, anchor = Branch((), (), own_fills=(Fill(9, 5, 0.5, 0.5),)), Branch((), ())
     rows: list[tuple[float, ...]] = [(0.75, 0.25), (0.75, 0.25, 0.125), ()]
     found = scores([own, anchor, own], rows, DecodingParams(decoding="expected_score", tau_conf=0.5))
     assert found == [Fraction(5, 6), Fraction(7, 12), 1]  # of three: 1 + 1 + 0.5; 1 + 0.5 + 0.25; without masks

@@ -89,7 +89,7 @@ def decoded(setup: dict, seed: int, **changes) -> tuple[list[int], list[float], 
         order += [(fill.position, fill.token) for _, fill in own]
         order += [(fill.position, fill.token) for fill in record.fills]
     tokens = strategy.final_tokens()
-    return tokens, strategy.winner.probs[: len(tokens)], strategy.num_forwards, order
+    return tokens, strategy.answer.probs[: len(tokens)], strategy.num_forwards, order
 
 
 def rule(params: DecodingParams, row: RowPlan, result: RowResult) -> set[tuple[int, int]]:
@@ -149,7 +149,7 @@ def test_verified_every_token_passed_the_rule_given_committed_tokens_alone(setup
             assert added(judge, anchor) < own, "confirmed by what is not accepted"
             assert (fill.position, fill.token) in rule(params, judge, judged)
             assert fill.max_prob == judged.max_probs[judge.masked.index(fill.position)]
-            assert strategy.winner.probs[fill.position - len(PROMPT)] == fill.max_prob
+            assert strategy.answer.probs[fill.position - len(PROMPT)] == fill.max_prob
         committed |= dict(own)
         for position, token in enumerate(row.tokens, row.start):
             if position >= len(PROMPT):

@@ -167,7 +167,7 @@ class StepEncoder(Encoder):
 
     def _branch(self, rank: int, branch: BranchRecord) -> Json:
         lookahead = None if branch.lookahead is None else self._fill(branch.lookahead)
-        further = [self._fill(fill) for fill in branch.further]
+        further = [self._fill(fill) for fill in branch.own_fills[1:]]
         state = {"rank": rank, "score": branch.score, "masks": branch.masks}
         return {**state, "lookahead": lookahead, "further": further}
 
