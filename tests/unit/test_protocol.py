@@ -40,7 +40,7 @@ LIMITS = Limits(
     max_model_len=500,
     num_pages=100,
     max_num_seqs=4,
-    max_num_batched_tokens=600,
+    max_num_batched_tokens=4000,
     max_num_branches=15,
 )
 PLANNER = Planner(Prompts(None, 100, 99, "m"), LIMITS, {"tau_conf": 0.5, "top_p": 0.9, "temperature": 1.0}, 4, 20)
