@@ -121,7 +121,7 @@ class EngineConfig:
         None,
         Setting(
             Integer(1, INT64_MAX),
-            "most tokens computed in one step, unless the branches of one request alone have more",
+            "most tokens computed in one step; of a request whose branches alone have more, only some branches are",
             group=Group.ENGINE,
             default_text="`max_model_len`, but at least 4096",
         ),
@@ -219,7 +219,7 @@ class EngineConfig:
         Setting(
             Choice(ATTENTION_LAYOUTS),
             "tensor layout of attention on an NPU; TND16 is TND with at most 16 queries an entry; "
-            "`python -m scripts.npu_selftest` says which one works and is faster; changes no token",
+            "`python -m scripts.selftest` says which one works and is faster; changes no token",
             group=Group.GRAPHS,
         ),
     )
