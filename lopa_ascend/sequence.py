@@ -68,7 +68,7 @@ class Sequence:
     scoring: Scoring
     page_tables: PageTables
     num_cached: int = 0
-    """Positions of the prompt whose keys and values came from the prefix cache."""
+    """Positions of the prompt whose keys and values came from the prefix cache: all or none."""
     last_hidden: Tensor | None = None
     """Normed hidden state [hidden] of the last committed position, which predicts the first position of the window."""
     bad_words: BadWords | None = None

@@ -121,7 +121,7 @@ class EngineConfig:
         None,
         Setting(
             Integer(1, INT64_MAX),
-            "most tokens computed in one step, unless the branches of one request alone have more",
+            "most tokens computed in one step; of a request whose branches alone have more, only some branches are",
             group=Group.ENGINE,
             default_text="`max_model_len`, but at least 4096",
         ),

@@ -92,7 +92,7 @@ class Strategy(ABC):
 
     @property
     def in_prefill(self) -> bool:
-        """Whether the next pass computes the prompt, or the part of it that no earlier request has computed."""
+        """Whether the next pass computes the prompt."""
         return self.num_committed < len(self.prompt)
 
     @property

@@ -42,11 +42,11 @@ class Turns:
         owed: tokens of prompts for which decoding steps are still to come.
 
     Args:
-        max_prefill_tokens: most tokens of a prefill step, unless a single prompt has more.
+        max_tokens: most tokens of a prefill step, unless a single prompt has more.
     """
 
-    def __init__(self, max_prefill_tokens: int) -> None:
-        self.max_prefill_tokens = max_prefill_tokens
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
         self.owed = 0
         self._prefilled_last = False
         self._overtaken: Mapping[str, int] = {}
@@ -81,11 +81,11 @@ class Turns:
         # Overdue prompts in the order of their arrival; then the others, the shortest first.
         in_order = sorted(waiting, key=lambda prompt: 0 if self._is_overdue(prompt) else prompt.num_tokens)
         if not self.owed:
-            return _fitting(in_order, self.max_prefill_tokens) or in_order[:1]
+            return _fitting(in_order, self.max_tokens) or in_order[:1]
         # Decoding steps are still owed: short prompts may go between them, unless they would overtake an overdue one.
         if self._is_overdue(in_order[0]):
             return []
-        return _fitting(in_order, min(self.max_prefill_tokens, TOKENS_PER_DECODING_STEP))
+        return _fitting(in_order, min(self.max_tokens, TOKENS_PER_DECODING_STEP))
 
     def _is_overdue(self, prompt: Prompt) -> bool:
         """Whether no other prompt may go before this one any more."""

@@ -220,7 +220,7 @@ def test_nobodys_tokens_depend_on_neighbours_with_another_decoding(path: str, se
     engine = Engine(EngineConfig(model=path, enable_prefix_caching=False))
     alone = [decisions(run(engine, [one])[0]) for one in asked]
     assert [decisions(output) for output in run(engine, asked)] == alone
-    narrow = Engine(EngineConfig(model=path, enable_prefix_caching=False, max_num_seqs=4, max_num_batched_tokens=300))
+    narrow = Engine(EngineConfig(model=path, enable_prefix_caching=False, max_num_seqs=4, max_num_batched_tokens=1100))
     arrivals = [rng.randrange(12) for _ in asked]
     assert [decisions(output) for output in run(narrow, asked, arrivals)] == alone
     assert not narrow.stats().pages_in_use

@@ -62,6 +62,28 @@ def test_sequences_fill_the_largest_buckets_one_after_the_other(path: str) -> No
     assert stats.idle_rows == 7 * 10 * (num_forwards - 1)
 
 
+@pytest.mark.parametrize("ahead", [True, False])
+def test_windows_that_no_graph_holds_have_as_many_branches_as_an_eager_step_may_compute(path: str, ahead: bool) -> None:
+    options = {"max_num_batched_tokens": 400, "graph_num_branches": 7, "graph_block_size": 16}
+    params = DecodingParams(
+        num_branches=7, block_size=16, max_new_tokens=120, tau_conf=1.0, tau_add=0.1, ignore_eos=True
+    )
+    asked = [([5 + n, 6, 7], params) for n in range(3)]
+    served = engine(path, **options)
+    if not ahead:
+        one_at_a_time(served)
+    outputs = run(served, asked)
+    expected = run(engine(path, graph_mode="eager", **options), asked)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+    stats = served.stats().graphs
+    assert stats is not None
+    assert stats.num_steps
+    assert stats.eager_steps["graph_window_blocks"]
+    numbers = {len(record.branches) for output in outputs for record in output.trace or ()}
+    assert max(numbers) == 8
+    assert min(numbers - {1}) < 8
+
+
 def test_the_memory_of_graphs_holds_states_and_inputs(path: str) -> None:
     graphs = engine(path).runner.graphs
     assert graphs is not None
