@@ -14,14 +14,13 @@ from lopa_ascend.config.limits import Limits
 from lopa_ascend.config.model import DREAM, ModelConfig
 from lopa_ascend.config.presets import Preset, find_preset, presets
 from lopa_ascend.config.recommended import recommended_decoding
-from lopa_ascend.config.research_params import BRANCH_SCORES, CONFIDENCES, WINDOW_ATTENTIONS
+from lopa_ascend.config.research_params import BRANCH_SCORES, WINDOW_ATTENTIONS
 from lopa_ascend.config.settings import GraphSupport
 from lopa_ascend.config.usual_params import MIN_TEMPERATURE
 
 __all__ = [
     "ATTENTION_LAYOUTS",
     "BRANCH_SCORES",
-    "CONFIDENCES",
     "DECODINGS",
     "DREAM",
     "GRAPH_MODES_BY_DEVICE",

@@ -62,6 +62,7 @@ def test_requests_together_get_what_one_eager_process_gives(tp: int, bp: int, tm
         test_concurrent.job(
             True,
             graph_mode="inductor",
+            graph_params={},  # the usual defaults, not what the bundled model recommends
             max_num_seqs=4,
             tensor_parallel_size=tp,
             branch_parallel_size=bp,
