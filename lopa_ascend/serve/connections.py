@@ -7,8 +7,12 @@ import logging
 import re
 import resource
 import time
+from http import HTTPStatus
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from lopa_ascend.serve.api.encoding import encode
+from lopa_ascend.serve.api.errors import ApiError
 
 HEAD_TIMEOUT = 10.0
 """Most seconds in which a client must send the head of a request, or what is left of a body after its answer."""
@@ -24,6 +28,10 @@ WARNING_INTERVAL = 60.0
 
 NO_FILE_LEFT = "socket.accept() out of system resource"
 """The beginning of what asyncio logs, with a traceback, if no file is left for a connection."""
+
+BAD_REQUEST = (
+    b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+)
 
 
 class Connection(HttpToolsProtocol):
@@ -68,10 +76,11 @@ class Connection(HttpToolsProtocol):
             self.send_400_response("The head of the request is too long.")
 
     def send_400_response(self, msg: str) -> None:
-        if self._is_in_message and self.cycle.response_started:
-            self.transport.close()
-        else:
-            super().send_400_response(msg)
+        """Answers what is not HTTP, unless it follows an answer: the rest of a body that was answered early."""
+        if not (self._is_in_message and self.cycle.response_started):
+            body = encode(ApiError(HTTPStatus.BAD_REQUEST, msg, code="invalid_headers").body())
+            self.transport.write(BAD_REQUEST % len(body) + body)
+        self.transport.close()
 
     def on_headers_complete(self) -> None:
         self._is_in_message = True

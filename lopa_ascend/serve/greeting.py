@@ -8,7 +8,6 @@ import socket
 from collections.abc import Sequence
 
 from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError, recommended_decoding
-from lopa_ascend.config.presets import find_preset
 from lopa_ascend.config.sizes import format_size
 from lopa_ascend.demo import DEMO_MODEL, HELD_OUT
 from lopa_ascend.kv.pages import slots_for
@@ -35,7 +34,6 @@ def make_greeting(client: EngineClient, config: ServeConfig, listener: socket.so
         f"{ready.dtype} on {ready.device}\n"
         f"{_ranks_line(config.engine, params)}"
         f"{_memory_lines(config.engine, ready.ranks)}"
-        f"{_preset_line(config, ready.dtype)}"
         f"{_decoding_line(params)}"
         f"{_blocks_line(config, params)}"
         f"{_graphs_line(config.engine, params)}"
@@ -76,15 +74,6 @@ def _graphs_line(engine: EngineConfig, params: DecodingParams) -> str:
         f"note      no graph can decode {name} {getattr(params, name)}, so such requests run eagerly; if there are no "
         "others, --graph-mode eager starts sooner\n"
     )
-
-
-def _preset_line(config: ServeConfig, dtype: str) -> str:
-    """What the published row of the preset ran on, beside what runs here; nothing without a preset."""
-    if config.preset is None:
-        return ""
-    engine, launch = config.engine, find_preset(config.preset).launch
-    here = f"{engine.device}, {dtype}, tp {engine.tensor_parallel_size} x bp {engine.branch_parallel_size}"
-    return f"preset    {config.preset}: published with {launch}; here {here}\n"
 
 
 def _ranks_line(engine: EngineConfig, params: DecodingParams) -> str:

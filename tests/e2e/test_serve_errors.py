@@ -208,6 +208,7 @@ def test_a_request_with_two_lengths_ends_its_connection(server: ServerProcess):
             connection.sendall(head + lengths + hidden)
             answer = b"".join(iter(lambda: connection.recv(65536), b""))
         assert answer.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_headers"
         assert answer.count(b"HTTP/1.1") == 1
         assert b"connection: close" in answer.lower()
 

@@ -8,7 +8,6 @@ import pytest
 from lopa_ascend.config import DecodingParams, ParameterError, find_preset, presets
 from lopa_ascend.config.presets import FILE, presets_text
 from lopa_ascend.serve.cli import parse_args
-from lopa_ascend.serve.greeting import _preset_line
 
 TAUS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 """tau_act and tau_conf of Table 6, in the order of the settings of a group."""
@@ -153,9 +152,3 @@ def test_the_server_prints_the_list_or_refuses(capsys: pytest.CaptureFixture[str
             parse_args(argv)
         assert stop.value.code == 2
         assert expected in capsys.readouterr().err
-
-
-def test_the_server_tells_what_the_row_ran_on():
-    line = _preset_line(parse_args("--preset S13 --branch-parallel-size 2".split()), "float32")
-    assert line == "preset    S13: published with Ascend 910C, w8a8, tp 4 x bp 4; here cpu, float32, tp 1 x bp 2\n"
-    assert _preset_line(parse_args([]), "float32") == ""

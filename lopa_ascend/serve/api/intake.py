@@ -58,7 +58,9 @@ class Intake:
         if content_type.partition(";")[0].strip().lower() != "application/json":
             message = f"the content type is {content_type!r}; send Content-Type: application/json"
             raise ApiError(HTTPStatus.BAD_REQUEST, message, code="invalid_content_type")
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, bytes(body))
+        content = bytes(body)
+        body.clear()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, content)
 
     async def _read(self, request: Request, body: bytearray) -> int:
         """Appends what arrives to ``body``, which stays empty if it is too large, and returns how many bytes have
