@@ -76,13 +76,18 @@ def test_100_steps_of_two_buckets_compile_two_graphs(sample: Sample) -> None:
     assert sample.ops.gathered_bytes > before
 
 
-def test_what_cannot_be_compiled_is_refused(sample: Sample) -> None:
+@pytest.mark.slow  # tests/npu/test_compiler.py has it for the compilers of NPUs
+def test_a_step_that_does_not_take_its_kv_lengths_is_refused(sample: Sample) -> None:
     def constant(tensors: Sequence[Tensor], kv_lengths: Sequence[int]) -> Tensor:
         return sample.step(tensors, [kv_lengths[0]] * 2)
 
     compiler = load_compiler("cpu", "inductor", key="sample")
     with pytest.raises(GraphError, match=r"bucket constant: its graph has 1 inputs for KV lengths, and the step has 2"):
         compiler.compile(constant, "constant", sample.tensors(2), [9, 9])
+
+
+def test_what_cannot_be_compiled_is_refused(sample: Sample) -> None:
+    compiler = load_compiler("cpu", "inductor", key="sample")
     with pytest.raises(ValueError, match="bucket short: a KV length is less than 2"):
         compiler.compile(sample.step, "short", sample.tensors(2), [9, 1])
     compiler.freeze()
