@@ -126,8 +126,7 @@ def random_snapshot(request: DecodingParams) -> Snapshot:
     tokens = random_tokens(NUM_OPENED * BLOCK)
     masked = torch.randperm(len(tokens))[: len(tokens) // 2]
     tokens[masked] = MASK
-    fills = zip(masked.tolist(), random_tokens(request.lookaheads).tolist(), strict=False)
-    fills = list(fills)
+    fills = list(zip(masked.tolist(), random_tokens(request.lookaheads).tolist(), strict=False))
     return Snapshot(0, tokens.tolist(), fills, [NUM_OPENED] * (len(fills) + 1))
 
 

@@ -15,6 +15,7 @@ from typing import NoReturn
 from unittest import mock
 
 from lopa_ascend import LLM, DecodingParams
+from lopa_ascend.decode.blocks import Branch
 from lopa_ascend.decode.lopa import Lopa
 from lopa_ascend.engine import engine
 from lopa_ascend.parallel.collectives import RankError
@@ -24,9 +25,10 @@ from tests.dist.ranks import KV_MEMORY
 select = Lopa.select
 
 
-def drift(self: Lopa, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, list[float]]:
-    winner, scores = select(self, plan, results)
-    return (winner + 1) % len(results), scores
+def drift(self: Lopa, plan: SequencePlan, results: Sequence[RowResult]) -> tuple[int, Branch, list[float]]:
+    winner, _, scores = select(self, plan, results)
+    other = (winner + 1) % len(results)
+    return other, self.branches[other], scores
 
 
 def hang(self: Lopa, plan: SequencePlan, results: Sequence[RowResult]) -> NoReturn:

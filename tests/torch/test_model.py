@@ -123,7 +123,7 @@ def test_without_biases(tmp_path) -> None:
     outputs = []
     for some in (zero, same):
         model = Recorder(config, some, CpuOps())
-        forward(model, SequencePlan(0, 4, (RowPlan(0, (1, 2, 3, 4, 5, 6), 0, (4, 6), (4, 5)),), 1, 0, False, 4))
+        forward(model, SequencePlan(0, 4, (RowPlan(0, (1, 2, 3, 4, 5, 6), 0, (4, 6), (4, 5)),), 1, False, 4))
         outputs.append(model.hidden)
     torch.testing.assert_close(outputs[0], outputs[1])
 
