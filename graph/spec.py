@@ -18,7 +18,7 @@ from lopa_ascend.graph.buckets import Bucket
 
 
 class Spec(NamedTuple):
-    """The declaration of a tensor. Each element has 32 bits."""
+    """The declaration of a tensor."""
 
     dims: str
     """Names of sizes of a ``Bucket``, e.g. "sequences cells"."""
@@ -31,6 +31,10 @@ def int32(dims: str) -> Spec:
 
 def float32(dims: str) -> Spec:
     return Spec(dims, torch.float32)
+
+
+def boolean(dims: str) -> Spec:
+    return Spec(dims, torch.bool)
 
 
 @cache
@@ -46,7 +50,7 @@ def num_elements(group: type, bucket: Bucket) -> int:
 
 
 def views(memory: Tensor, declared: Iterable[Spec], bucket: Bucket) -> list[Tensor]:
-    """Tensors that lie one after the other in ``memory`` int32."""
+    """Tensors of 32 bits an element that lie one after the other in ``memory`` int32."""
     found = []
     for spec in declared:
         shape = bucket.shape(spec.dims)

@@ -132,8 +132,11 @@ def make_constants(bucket: Bucket, first_padding_position: int) -> Constants:
     """The constants of a bucket. As many cache positions from ``first_padding_position`` on as the bucket has tokens
     are never read."""
     padding = first_padding_position + torch.arange(bucket.tokens, dtype=torch.int32)
+    branch, cell = torch.arange(bucket.branches, dtype=torch.int32), torch.arange(bucket.cells)
     return Constants(
-        branches=torch.arange(bucket.branches, dtype=torch.int32),
+        branches=branch,
+        branch_precedes=branch[:, None] < branch,
+        cell_precedes=cell[:, None] < cell,
         padding_positions=padding.view(bucket.shape("sequences slots cells")),
         no_cell=torch.tensor([-1], dtype=torch.int32),
         no_masks=torch.tensor([0.0]),

@@ -83,7 +83,7 @@ def fills(rows: Rows, predicted: Predicted, params: RequestParams, constants: Co
     without such a cell the most confident one, the earliest among equals."""
     S, B, W = rows.masks.shape
     accepted = (rows.masked & (predicted.max_probs > params.tau_conf[:, None, None])).view(S, B, W, -1)
-    masks_before = torch.cat([rows.masks.new_zeros(S, B, 1), rows.masks[..., :-1]], 2)
+    masks_before = torch.cat([constants.no_masks.expand(S, B, 1), rows.masks[..., :-1]], 2)
     is_activated = masks_before <= params.masks_to_activate[:, None, None]
     falls_back = is_activated & ~accepted.any(-1)
     masked = rows.masked.view(S, B, W, -1)
@@ -150,8 +150,7 @@ def _scores_higher(rows: Rows, predicted: Predicted, constants: Constants) -> Te
     sums = (confidences * SCALE).round().sum(-1, dtype=torch.int64)
     mine = sums[:, :, None] * rows.masked.sum(-1)[:, None]  # the row's sum, over the other row's cells
     others = mine.transpose(1, 2)
-    comes_first = constants.branches[:, None] < constants.branches
-    return (mine > others) | ((mine == others) & comes_first)
+    return (mine > others) | ((mine == others) & constants.branch_precedes)
 
 
 def _of_branch(x: Tensor, branch: Tensor) -> Tensor:
@@ -171,8 +170,7 @@ def _candidates(
     """
     confidences = torch.where(is_open, confidences, constants.no_confidence)
     mine, others = confidences[:, :, None], confidences[:, None]
-    comes_first = launch.cells[:, :, None] < launch.cells[:, None]
-    is_ahead = (mine > others) | ((mine == others) & comes_first)
+    is_ahead = (mine > others) | ((mine == others) & constants.cell_precedes)
     # How many cells each one is ahead of. All ranks differ, because kernels take equal values in any order.
     rank = torch.where(is_open, is_ahead.sum(-1, dtype=torch.float32), constants.no_rank)
     best, cells = rank.topk(len(constants.branches))

@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from lopa_ascend.graph.spec import float32, int32
+from lopa_ascend.graph.spec import boolean, float32, int32
 
 
 class Launch(NamedTuple):
@@ -53,6 +53,10 @@ class Constants(NamedTuple):
 
     branches: Annotated[Tensor, int32("branches")]
     """The numbers from 0 on."""
+    branch_precedes: Annotated[Tensor, boolean("branches branches")]
+    """Whether the row's branch comes before the column's."""
+    cell_precedes: Annotated[Tensor, boolean("cells cells")]
+    """Whether the row's cell comes before the column's."""
     padding_positions: Annotated[Tensor, int32("sequences slots cells")]
     """Distinct flat cache positions that are written and never read."""
     no_cell: Annotated[Tensor, int32("one")]
@@ -121,7 +125,7 @@ def pack_state(state: State, max_cells: int) -> Tensor:
     blocks, and the lookahead cells.
     """
     num_cells = state.tokens.shape[1]
-    filler = state.tokens.new_zeros(len(state.tokens), max_cells - num_cells)
+    filler = state.tokens[:, :1].expand(-1, max_cells - num_cells)
     parts = [state.tokens, filler, state.guesses, filler, state.num_opened_blocks, state.lookahead_cells]
     return torch.cat(parts, 1).view(torch.float32)
 
