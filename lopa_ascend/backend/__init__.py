@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lopa_ascend.backend.base import Entries, Ops
 from lopa_ascend.config import EngineConfig, ParameterError
+
+if TYPE_CHECKING:
+    from lopa_ascend.backend.base import Ops
 
 
 def load_ops(config: EngineConfig) -> Ops:
@@ -76,6 +78,3 @@ def communicator_options(backend: str, purpose: str) -> Any:
     from lopa_ascend.backend.npu import hccl
 
     return hccl.communicator_options(purpose)
-
-
-__all__ = ["Entries", "Ops", "collective_backend", "communicator_options", "load_ops", "open_device"]

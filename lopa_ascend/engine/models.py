@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lopa_ascend import checkpoint
-from lopa_ascend.backend import Ops
+from lopa_ascend.backend.base import Ops
 from lopa_ascend.config import EngineConfig, ModelConfig, ParameterError
 from lopa_ascend.config.attention import TND_HEADS
 from lopa_ascend.model.base import Model
