@@ -13,9 +13,8 @@ import re
 from pathlib import Path
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.config.help import HelpFormatter
-from lopa_ascend.config.research_params import ResearchParams
-from lopa_ascend.config.settings import Parameter
+from lopa_ascend.config.parameters import ResearchParams
+from lopa_ascend.config.settings import HelpFormatter, Parameter
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "decoding.md"
 TITLES = ("parameter", "default", "allowed values", "meaning", "in compiled steps")

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from lopa_ascend.config.decodings import DECODINGS, built_in_like, find_decoding, is_known, needed_confidence
-from lopa_ascend.config.errors import ParameterError
-from lopa_ascend.config.usual_params import MIN_TEMPERATURE
+from lopa_ascend.config.parameters import MIN_TEMPERATURE
+from lopa_ascend.config.settings import ParameterError
 
 if TYPE_CHECKING:
     from lopa_ascend.config.decoding import DecodingParams

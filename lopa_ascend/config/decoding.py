@@ -5,16 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lopa_ascend.config.combinations import PIPELINED, check_combinations, decoding_that_fills
 from lopa_ascend.config.decodings import all_own_parameters, built_in_like, checked_own, needed_confidence
-from lopa_ascend.config.errors import ParameterError
+from lopa_ascend.config.files import ConfigError, read_json_object, shown
 from lopa_ascend.config.kinds import AUTO
+from lopa_ascend.config.parameters import ALGS, AUTO_BRANCHES, MIN_TEMPERATURE, ResearchParams, UsualParams
 from lopa_ascend.config.presets import find_preset
-from lopa_ascend.config.research_params import ALGS, ResearchParams
-from lopa_ascend.config.settings import GraphSupport, Parameter, check_settings, refuse_unknown, settings
-from lopa_ascend.config.usual_params import AUTO_BRANCHES, MIN_TEMPERATURE, UsualParams
+from lopa_ascend.config.settings import (
+    GraphSupport,
+    Parameter,
+    ParameterError,
+    check_settings,
+    refuse_unknown,
+    settings,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,3 +235,29 @@ def _declarations(owner: type[Any]) -> dict[str, Parameter]:
 def banned_ids(params: DecodingParams) -> list[tuple[int, ...]]:
     """The entries of ``bad_words`` that are token ids rather than texts."""
     return [word for word in params.bad_words if not isinstance(word, str)]
+
+
+def recommended_decoding(model: str | Path) -> dict[str, Any]:
+    """What a model directory recommends, by name of the parameter; empty if it recommends nothing, or does not exist.
+
+    They stand in ``generation_config.json``, as the sampling parameters of other engines do, under the name
+    ``lopa_ascend``: {"eos_token_id": 7, "lopa_ascend": {"block_size": 8}}.
+
+    Args:
+        model: the model directory.
+
+    Raises:
+        ConfigError: the file is broken, a name is unknown, or a value is not allowed; the message names the file.
+    """
+    file = Path(model) / "generation_config.json"
+    values = read_json_object(file, ConfigError, optional=True).get("lopa_ascend", {})
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: lopa_ascend is {shown(values)}, expected an object of decoding parameters")
+    names = DecodingParams.names()
+    if unknown := sorted(values.keys() - {*names}):
+        raise ConfigError(f"{file}: lopa_ascend has {shown(unknown[0])}; choose from {', '.join(names)}")
+    try:
+        DecodingParams(**values)
+    except ParameterError as error:
+        raise ConfigError(f"{file}: lopa_ascend: {error}") from error
+    return values

@@ -12,9 +12,8 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.kinds import Choice
-from lopa_ascend.config.settings import check_settings, settings
+from lopa_ascend.config.settings import ParameterError, check_settings, settings
 
 DECODINGS = ("lopa", "d2f", "parallel", "vanilla", "fast_dllm")
 """The built-in ones."""

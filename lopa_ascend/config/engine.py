@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lopa_ascend.config.attention import ATTENTION_LAYOUTS
 from lopa_ascend.config.decoding import GraphParams
-from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.kinds import INT64_MAX, Boolean, Bytes, Choice, Choices, Integer, Number, Text
-from lopa_ascend.config.settings import Group, Setting, check_settings, declare, settings
+from lopa_ascend.config.settings import Group, ParameterError, Setting, check_settings, declare, settings
 
 GRAPH_MODES_BY_DEVICE = {"cpu": ("eager", "inductor"), "npu": ("npugraph_ex", "ge", "eager")}
 """How each kind of device can run decoding steps; the first mode is its default."""
@@ -26,6 +24,11 @@ INT8_LAYERS = {
 }
 """The linear layers that quantisation changes, by what `quantization_exclude` calls them: the last parts of their names
 in a checkpoint. Those of one entry run as one layer."""
+ATTENTION_LAYOUTS = ("TND", "TND16", "BSH")
+TND_HEADS = (128, 192)
+"""Elements of the heads that attention of an NPU takes in the layouts TND and TND16."""
+MAX_QUERIES = {"TND16": 16}
+"""Queries that an attention entry has at most, by layout; any number in the others."""
 DEFAULT_MODEL_LEN = 8192
 """Upper limit of the default ``max_model_len``. With the full length of a model, such as 131072 positions, the KV pages
 would be enough for few sequences only, and one request of that length would hold up all others."""
@@ -268,3 +271,15 @@ class EngineConfig:
     def names(cls) -> tuple[str, ...]:
         """Names of all settings, in order."""
         return tuple(settings(cls))
+
+
+def divided_length(length: int, max_queries: int | None) -> tuple[int, ...]:
+    """The lengths of the entries that make up an entry of ``length`` queries.
+
+    Args:
+        max_queries: queries of an entry at most; None for any number.
+    """
+    if max_queries is None or length <= max_queries:
+        return (length,)
+    count, rest = divmod(length, max_queries)
+    return (max_queries,) * count + ((rest,) if rest else ())

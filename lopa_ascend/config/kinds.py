@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lopa_ascend.config.files import shown
-from lopa_ascend.config.sizes import parse_size
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 AUTO = "auto"
 MAX_TOKEN_IDS = 2**16
 """Most token ids in a list, and in the lists of all choices of a request together."""
+
+
+UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as 4096, 512MiB or 1.5 GiB.
+
+    Raises:
+        ValueError: the text is not a size.
+    """
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([KMGT]iB|)", text)
+    if match is None:
+        raise ValueError(f"must be a number of bytes, or a number with a unit, e.g. 512MiB or 4GiB; got {text!r}")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def format_size(num_bytes: float) -> str:
+    """A size rounded to one decimal, in the largest unit of which it has at least one: "1.5 GiB"."""
+    unit = max((unit for unit in UNITS if UNITS[unit] <= num_bytes), key=UNITS.__getitem__, default="")
+    return f"{num_bytes / UNITS[unit]:.1f} {unit}" if unit else f"{num_bytes:.0f} B"
+
+
+def exact_size(num_bytes: int) -> str:
+    """A size without rounding, in the largest unit that divides it: "8MiB". ``parse_size`` reads it back."""
+    unit = max((unit for unit in UNITS if num_bytes % UNITS[unit] == 0), key=UNITS.__getitem__) if num_bytes else ""
+    return f"{num_bytes // UNITS[unit]}{unit}"
 
 
 def _text(value: str) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from lopa_ascend.config.decoding import DecodingParams, banned_ids
-from lopa_ascend.config.errors import ContextLengthError, ParameterError, context_length
+from lopa_ascend.config.settings import ContextLengthError, ParameterError, context_length
 from lopa_ascend.kv.pages import slots_for, worst_case
 
 

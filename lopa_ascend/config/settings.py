@@ -6,12 +6,13 @@ and the table in docs/decoding.md are all made from these declarations.
 
 from __future__ import annotations
 
+import argparse
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
 from typing import Any, TypeVar
 
-from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.kinds import Kind
 from lopa_ascend.config.removed import instead_of
 
@@ -19,6 +20,28 @@ T = TypeVar("T")
 
 _KEY = "setting"
 """Key of a declaration in the metadata of its dataclass field."""
+
+
+class ParameterError(ValueError):
+    """A setting has a value that is not allowed.
+
+    Args:
+        param: name of the setting.
+        message: what is wrong with its value and what is allowed, without the name.
+    """
+
+    def __init__(self, param: str, message: str):
+        super().__init__(f"{param}: {message}")
+        self.param, self.message = param, message
+
+
+class ContextLengthError(ParameterError):
+    """A prompt, or a prompt with the answer that is asked for, has more tokens than the model takes."""
+
+
+def context_length(max_model_len: int) -> str:
+    """The limit in the words by which clients know it: some of them look for these in order to shorten a prompt."""
+    return f"this model's maximum context length is {max_model_len} tokens (max_model_len)"
 
 
 class Group(Enum):
@@ -136,3 +159,13 @@ def check_settings(instance: object) -> None:
             object.__setattr__(instance, name, setting.kind.checked(value))
         except ValueError as error:
             raise ParameterError(name, f"{error}{instead_of(name, value)}") from None
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps descriptions as they are written, and breaks help texts between words only.
+
+    argparse's own formatters also break at hyphens, which cuts names of flags in two.
+    """
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False, break_long_words=False)

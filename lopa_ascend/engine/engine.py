@@ -18,7 +18,7 @@ from torch import Tensor
 from lopa_ascend.backend.memory import free_memory, is_out_of_memory
 from lopa_ascend.config import DecodingParams, EngineConfig, ModelConfig, ParameterError
 from lopa_ascend.config.decoding import banned_ids
-from lopa_ascend.config.sizes import format_size
+from lopa_ascend.config.kinds import format_size
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.bad_words import BadWords
 from lopa_ascend.engine.prepare import Prepared, choose_num_pages, model_name, prepare, request_limits

@@ -8,8 +8,8 @@ import socket
 from collections.abc import Sequence
 
 from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError, recommended_decoding
+from lopa_ascend.config.kinds import format_size
 from lopa_ascend.config.presets import find_preset
-from lopa_ascend.config.sizes import format_size
 from lopa_ascend.demo import DEMO_MODEL, HELD_OUT
 from lopa_ascend.kv.pages import slots_for
 from lopa_ascend.serve.config import ServeConfig

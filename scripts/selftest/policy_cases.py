@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lopa_ascend.backend.base import Ops
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.config.research_params import BRANCH_ACCEPTANCES
+from lopa_ascend.config.parameters import BRANCH_ACCEPTANCES
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.inputs import (
     HostView,

@@ -18,9 +18,8 @@ from lopa_ascend.config import (
     ParameterError,
     fitting_defaults,
 )
-from lopa_ascend.config.kinds import Choice
+from lopa_ascend.config.kinds import Choice, exact_size, format_size, parse_size
 from lopa_ascend.config.settings import settings
-from lopa_ascend.config.sizes import exact_size, format_size, parse_size
 
 
 def test_defaults_are_the_papers_gsm8k_row() -> None:

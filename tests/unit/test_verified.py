@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.config.combinations import fitting_defaults
-from lopa_ascend.config.research_params import BRANCH_ACCEPTANCES
+from lopa_ascend.config.parameters import BRANCH_ACCEPTANCES
 from lopa_ascend.decode import BRANCH_ACCEPTANCES as STRATEGIES
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.d2f import D2F
