@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lopa_ascend.config.combinations import PIPELINED, check_combinations, decoding_that_fills
-from lopa_ascend.config.decodings import all_own_parameters, built_in_like, checked_own, needed_confidence
+from lopa_ascend.config.combinations import check_combinations, filled_by
+from lopa_ascend.config.decodings import PIPELINED, all_own_parameters, built_in_like, checked_own, needed_confidence
 from lopa_ascend.config.files import ConfigError, read_json_object, shown
 from lopa_ascend.config.kinds import AUTO
 from lopa_ascend.config.parameters import ALGS, AUTO_BRANCHES, MIN_TEMPERATURE, ResearchParams, UsualParams
@@ -75,7 +75,7 @@ class DecodingParams(ResearchParams, UsualParams):
     def is_pipelined(self) -> bool:
         """Whether a window of blocks moves over the canvas and commits keys and values behind it. If not, the whole
         canvas is there from the beginning, and keys and values are computed again."""
-        return decoding_that_fills(self.decoding, self.base) in PIPELINED
+        return filled_by(self.decoding, self.base) == "d2f"
 
     @property
     def eager_parameter(self) -> str | None:

@@ -17,6 +17,8 @@ from lopa_ascend.config.settings import ParameterError, check_settings, settings
 
 DECODINGS = ("lopa", "d2f", "parallel", "vanilla", "fast_dllm")
 """The built-in ones."""
+PIPELINED = ("lopa", "d2f")
+"""The built-in ones that compiled steps decode: their window of blocks moves over the canvas."""
 GROUP = "lopa_ascend.decodings"
 """The group of entry points."""
 _registered: dict[str, type[Any]] = {}

@@ -121,7 +121,7 @@ def test_d2f_has_no_branches() -> None:
             "window_attention",
             "block_causal.*parallel.*full",
         ),
-        ({"decoding": "parallel", "num_branches": 2}, "num_branches", "parallel.*2"),
+        ({"decoding": "parallel", "num_branches": 2}, "num_branches", "2.*parallel.*lopa.*0"),
         ({"decoding": "parallel", "max_active_blocks": 2}, "max_active_blocks", "2.*parallel.*lopa.*d2f"),
         ({"decoding": "d2f", "base": "parallel"}, "base", "parallel.*d2f.*lopa"),
         ({"base": "parallel", "window_attention": "block_causal"}, "window_attention", "block_causal.*base.*parallel"),
