@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from lopa_ascend.config import DecodingParams
@@ -28,7 +29,7 @@ def table(*, research: bool) -> str:
     Args:
         research: the parameters that select variants of the decoding; else all others.
     """
-    rows = [TITLES]
+    rows: list[tuple[str, ...]] = [TITLES]
     for name, parameter in DecodingParams.parameters().items():
         if hasattr(ResearchParams, name) == research:
             default, allowed = _default(name, parameter), parameter.kind.allowed()
@@ -48,7 +49,7 @@ def _needs(rule: Rule) -> str:
     return f"`{rule.needs}` {listed(rule.choices)}"
 
 
-def _markdown(rows: list[tuple[str, ...]]) -> str:
+def _markdown(rows: Sequence[tuple[str, ...]]) -> str:
     titles, *others = rows
     return "".join(f"| {' | '.join(row)} |\n" for row in (titles, ("---",) * len(titles), *others))
 

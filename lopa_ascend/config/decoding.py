@@ -112,11 +112,10 @@ class DecodingParams(ResearchParams, UsualParams):
         draws_positions = built_in_like(self.decoding) == "vanilla" and (self.alg == "origin" or self.alg_temp > 0)
         return self.temperature > 0 or draws_positions
 
-    @property
-    def eos_token_ids(self) -> tuple[int, ...] | None:
-        """``eos_token_id``, which is never a single id after construction; None: the model's own ids."""
-        assert not isinstance(self.eos_token_id, int)
-        return self.eos_token_id
+    def eos_ids(self, models: tuple[int, ...]) -> tuple[int, ...]:
+        """The EOS ids of the request: its own if it names any, else those of the model."""
+        own = self.eos_token_id
+        return models if own is None else (own,) if isinstance(own, int) else own
 
     def ends(self, eos: Iterable[int]) -> frozenset[int]:
         """Token ids that end the answer.
@@ -217,7 +216,6 @@ class GraphParams:
         """Graphs for requests with these parameters; for those of other requests if no graph can decode these."""
         if not params.is_pipelined or params.lookahead_depth > 1:
             return cls()
-        assert params.window_attention is not None
         runs_eagerly = params.is_auto and params.branch_acceptance != "exact"
         return cls(
             num_branches=cls.num_branches if runs_eagerly else params.lookaheads,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lopa_ascend.config.decoding import GraphParams
 from lopa_ascend.config.kinds import INT64_MAX, Boolean, Bytes, Choice, Choices, Integer, Number, Text
-from lopa_ascend.config.settings import Group, ParameterError, Setting, check_settings, declare, settings
+from lopa_ascend.config.settings import Group, ParameterError, Setting, check_settings, declare, derived, settings
 
 GRAPH_MODES_BY_DEVICE = {"cpu": ("eager", "inductor"), "npu": ("npugraph_ex", "ge", "eager")}
 """How each kind of device can run decoding steps; the first mode is its default."""
@@ -173,8 +173,7 @@ class EngineConfig:
             metavar="SECONDS",
         ),
     )
-    graph_mode: str | None = declare(
-        None,
+    graph_mode: str = derived(
         Setting(
             Choice(GRAPH_MODES),
             "how decoding steps run: eager, or compiled (on an NPU by npugraph_ex or ge, on a CPU by inductor)",
@@ -216,13 +215,17 @@ class EngineConfig:
         modes = GRAPH_MODES_BY_DEVICE[self.device]
         if self.graph_mode is None:
             object.__setattr__(self, "graph_mode", modes[0])
-        if self.mode not in modes:
-            message = f"unknown value {self.mode!r} for device {self.device}; choose one of {', '.join(modes)}"
+        if self.graph_mode not in modes:
+            message = f"unknown value {self.graph_mode!r} for device {self.device}; choose one of {', '.join(modes)}"
             raise ParameterError("graph_mode", message)
-        if self.mode != "eager" and self.graph_params.window_attention == "full" and self.branch_parallel_size > 1:
+        if (
+            self.graph_mode != "eager"
+            and self.graph_params.window_attention == "full"
+            and self.branch_parallel_size > 1
+        ):
             message = (
                 f'"full" and branch_parallel_size {self.branch_parallel_size} do not go together in graph mode '
-                f'{self.mode}; choose "block_causal", or graph mode eager'
+                f'{self.graph_mode}; choose "block_causal", or graph mode eager'
             )
             raise ParameterError("window_attention", message)
         if self.quantization_exclude and self.quantization is None:
@@ -243,10 +246,10 @@ class EngineConfig:
         Raises:
             ParameterError: the graph mode cannot run them.
         """
-        if self.mode not in INT8_GRAPH_MODES:
+        if self.graph_mode not in INT8_GRAPH_MODES:
             modes = ", ".join(INT8_GRAPH_MODES)
             raise ParameterError(
-                param, f"{value} runs with one of the graph modes {modes}; graph_mode is {self.mode!r}"
+                param, f"{value} runs with one of the graph modes {modes}; graph_mode is {self.graph_mode!r}"
             )
 
     def int8_projections(self) -> frozenset[str]:
@@ -255,12 +258,6 @@ class EngineConfig:
             return frozenset()
         kept = self.quantization_exclude
         return frozenset(part for name, parts in INT8_LAYERS.items() if name not in kept for part in parts)
-
-    @property
-    def mode(self) -> str:
-        """``graph_mode``, which is never None after construction."""
-        assert self.graph_mode is not None
-        return self.graph_mode
 
     @property
     def world_size(self) -> int:

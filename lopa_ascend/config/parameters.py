@@ -18,7 +18,7 @@ from lopa_ascend.config.kinds import (
     TokenNumbers,
     Words,
 )
-from lopa_ascend.config.settings import GraphSupport, Group, Parameter, declare
+from lopa_ascend.config.settings import GraphSupport, Group, Parameter, declare, derived
 
 AUTO_BRANCHES = 3
 """Lookahead branches that ``num_branches`` "auto" gives a pass, if it gives any."""
@@ -55,8 +55,7 @@ class UsualParams:
             graphs=GraphSupport.PIPELINED,
         ),
     )
-    num_branches: int | str | None = declare(
-        None,
+    num_branches: int | str = derived(
         Parameter(
             IntegerOrAuto(0, 255),
             "the paper's k: lookahead branches beside the anchor branch, each with one more position filled; "
@@ -353,8 +352,7 @@ class ResearchParams:
             graphs=GraphSupport.DEFAULT,
         ),
     )
-    window_attention: str | None = declare(
-        None,
+    window_attention: str = derived(
         Parameter(
             Choice(WINDOW_ATTENTIONS),
             'what a block of the window attends to: "block_causal": all positions up to its own end; "full": all '

@@ -123,6 +123,14 @@ def declare(default: T, setting: Setting) -> T:
     return value
 
 
+def derived(setting: Setting) -> Any:
+    """A dataclass field whose default, None, construction replaces by what follows from other fields.
+
+    The type of the field is what it holds after construction.
+    """
+    return declare(None, setting)
+
+
 def settings(owner: type[Any]) -> dict[str, Setting]:
     """The declarations of a dataclass by field name, in order. Fields without a declaration are left out."""
     return {f.name: f.metadata[_KEY] for f in fields(owner) if _KEY in f.metadata}

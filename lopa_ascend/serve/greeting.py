@@ -70,7 +70,7 @@ def _blocks_line(config: ServeConfig, params: DecodingParams) -> str:
 def _graphs_line(engine: EngineConfig, params: DecodingParams) -> str:
     """A note that no graph can decode what the server decodes by default; nothing if one can."""
     name = params.eager_parameter
-    if engine.mode == "eager" or name is None:
+    if engine.graph_mode == "eager" or name is None:
         return ""
     return (
         f"note      no graph can decode {name} {getattr(params, name)}, so such requests run eagerly; if there are no "
