@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lopa_ascend.config.decoding import GraphParams
 from lopa_ascend.config.kinds import INT64_MAX, Boolean, Bytes, Choice, Choices, Integer, Number, Text
-from lopa_ascend.config.settings import Group, ParameterError, Setting, check_settings, declare, derived, settings
+from lopa_ascend.config.settings import DERIVED, Group, ParameterError, check_settings, declare, settings
 
 GRAPH_MODES_BY_DEVICE = {"cpu": ("eager", "inductor"), "npu": ("npugraph_ex", "ge", "eager")}
 """How each kind of device can run decoding steps; the first mode is its default."""
@@ -44,165 +44,130 @@ class EngineConfig:
 
     model: str | None = declare(
         None,
-        Setting(
-            Text(),
-            "Hugging Face directory of a Dream or of a registered model",
-            group=Group.MODEL,
-            metavar="DIR",
-            default_text="the bundled model",
-        ),
+        Text(),
+        "Hugging Face directory of a Dream or of a registered model",
+        group=Group.MODEL,
+        metavar="DIR",
+        default_text="the bundled model",
     )
     lora: str | None = declare(
         None,
-        Setting(
-            Text(),
-            "directory of a PEFT LoRA adapter, which is merged into the weights at start",
-            group=Group.MODEL,
-            flag="lora_path",
-            metavar="DIR",
-        ),
+        Text(),
+        "directory of a PEFT LoRA adapter, which is merged into the weights at start",
+        group=Group.MODEL,
+        flag="lora_path",
+        metavar="DIR",
     )
-    device: str = declare(
-        "cpu", Setting(Choice(tuple(GRAPH_MODES_BY_DEVICE)), "what the model runs on", group=Group.MODEL)
-    )
+    device: str = declare("cpu", Choice(tuple(GRAPH_MODES_BY_DEVICE)), "what the model runs on", group=Group.MODEL)
     dtype: str = declare(
         "auto",
-        Setting(
-            Choice(WEIGHT_DTYPES),
-            "number format of the weights; auto: the one that config.json names",
-            group=Group.MODEL,
-        ),
+        Choice(WEIGHT_DTYPES),
+        "number format of the weights; auto: the one that config.json names",
+        group=Group.MODEL,
     )
     quantization: str | None = declare(
         None,
-        Setting(
-            Choice(QUANTIZATIONS),
-            "w8a8: linear layers of int8 weights (a scale for each output) and int8 activations (a scale for each "
-            "token); not with `graph_mode` inductor",
-            group=Group.MODEL,
-            default_text="as the checkpoint is stored",
-        ),
+        Choice(QUANTIZATIONS),
+        "w8a8: linear layers of int8 weights (a scale for each output) and int8 activations (a scale for each "
+        "token); not with `graph_mode` inductor",
+        group=Group.MODEL,
+        default_text="as the checkpoint is stored",
     )
     quantization_exclude: tuple[str, ...] = declare(
         (),
-        Setting(
-            Choices(tuple(INT8_LAYERS)),
-            "linear layers that `quantization` leaves in the number format of the model, e.g. down_proj, where "
-            "outliers are",
-            group=Group.MODEL,
-            default_text="none",
-        ),
+        Choices(tuple(INT8_LAYERS)),
+        "linear layers that `quantization` leaves in the number format of the model, e.g. down_proj, where "
+        "outliers are",
+        group=Group.MODEL,
+        default_text="none",
     )
     max_model_len: int | None = declare(
         None,
-        Setting(
-            Integer(1, INT64_MAX),
-            "most tokens of prompt and answer together",
-            group=Group.MODEL,
-            default_text=f"the model's max_position_embeddings, but at most {DEFAULT_MODEL_LEN}",
-        ),
+        Integer(1, INT64_MAX),
+        "most tokens of prompt and answer together",
+        group=Group.MODEL,
+        default_text=f"the model's max_position_embeddings, but at most {DEFAULT_MODEL_LEN}",
     )
     kv_cache_memory: int | None = declare(
         None,
-        Setting(
-            Bytes(1),
-            "size of the KV pages, in bytes or e.g. 512MiB",
-            group=Group.ENGINE,
-            default_text="what the other limits can use; at most 4GiB and half of the free memory, or on an NPU "
-            "four fifths of the memory that is free beside the weights and the scores of the largest graph",
-        ),
+        Bytes(1),
+        "size of the KV pages, in bytes or e.g. 512MiB",
+        group=Group.ENGINE,
+        default_text="what the other limits can use; at most 4GiB and half of the free memory, or on an NPU "
+        "four fifths of the memory that is free beside the weights and the scores of the largest graph",
     )
     max_num_seqs: int = declare(
         32,
-        Setting(
-            Integer(1),
-            "answers that are generated at the same time; a request has n for each prompt",
-            group=Group.ENGINE,
-        ),
+        Integer(1),
+        "answers that are generated at the same time; a request has n for each prompt",
+        group=Group.ENGINE,
     )
     max_num_batched_tokens: int | None = declare(
         None,
-        Setting(
-            Integer(1, INT64_MAX),
-            "most tokens computed in one step, unless the branches of one request alone have more",
-            group=Group.ENGINE,
-            default_text="`max_model_len`, but at least 4096",
-        ),
+        Integer(1, INT64_MAX),
+        "most tokens computed in one step, unless the branches of one request alone have more",
+        group=Group.ENGINE,
+        default_text="`max_model_len`, but at least 4096",
     )
     max_num_branches: int = declare(
-        15, Setting(Integer(0, 255), "most lookahead branches that a request may ask for", group=Group.ENGINE)
+        15, Integer(0, 255), "most lookahead branches that a request may ask for", group=Group.ENGINE
     )
     enable_prefix_caching: bool = declare(
         True,
-        Setting(
-            Boolean(),
-            "keep the KV pages of whole prompts for requests with an equal prompt; changes no token",
-            group=Group.ENGINE,
-        ),
+        Boolean(),
+        "keep the KV pages of whole prompts for requests with an equal prompt; changes no token",
+        group=Group.ENGINE,
     )
     seed: int | None = declare(
         None,
-        Setting(
-            Integer(0, INT64_MAX),
-            "sampled requests that bring no seed of their own get one drawn from this one: the same requests in the "
-            "same order get the same answers",
-            group=Group.MODEL,
-            default_text="a new one at every start",
-        ),
+        Integer(0, INT64_MAX),
+        "sampled requests that bring no seed of their own get one drawn from this one: the same requests in the "
+        "same order get the same answers",
+        group=Group.MODEL,
+        default_text="a new one at every start",
     )
     threads: int | None = declare(
-        None, Setting(Integer(1, 1024), "CPU threads of the engine", group=Group.MODEL, default_text="torch's choice")
+        None, Integer(1, 1024), "CPU threads of the engine", group=Group.MODEL, default_text="torch's choice"
     )
-    tensor_parallel_size: int = declare(
-        1, Setting(Integer(1, 4096), "ranks that split each forward pass", group=Group.RANKS)
-    )
+    tensor_parallel_size: int = declare(1, Integer(1, 4096), "ranks that split each forward pass", group=Group.RANKS)
     branch_parallel_size: int = declare(
         1,
-        Setting(
-            Integer(1, 4096),
-            "groups of `tensor_parallel_size` ranks, each of which computes some of the branches",
-            group=Group.RANKS,
-        ),
+        Integer(1, 4096),
+        "groups of `tensor_parallel_size` ranks, each of which computes some of the branches",
+        group=Group.RANKS,
     )
     distributed_timeout_seconds: float = declare(
         60.0,
-        Setting(
-            Number(2, 86400, unit="seconds"),
-            "how long a rank may hang before the other ranks end",
-            group=Group.RANKS,
-            metavar="SECONDS",
-        ),
+        Number(2, 86400, unit="seconds"),
+        "how long a rank may hang before the other ranks end",
+        group=Group.RANKS,
+        metavar="SECONDS",
     )
-    graph_mode: str = derived(
-        Setting(
-            Choice(GRAPH_MODES),
-            "how decoding steps run: eager, or compiled (on an NPU by npugraph_ex or ge, on a CPU by inductor)",
-            group=Group.GRAPHS,
-            default_text="npugraph_ex on an NPU, eager on a CPU",
-        ),
+    graph_mode: str = declare(
+        DERIVED,
+        Choice(GRAPH_MODES),
+        "how decoding steps run: eager, or compiled (on an NPU by npugraph_ex or ge, on a CPU by inductor)",
+        group=Group.GRAPHS,
+        default_text="npugraph_ex on an NPU, eager on a CPU",
     )
     graph_window_blocks: int = declare(
-        8, Setting(Integer(2, 4096), "blocks of the largest window that a graph is compiled for", group=Group.GRAPHS)
+        8, Integer(2, 4096), "blocks of the largest window that a graph is compiled for", group=Group.GRAPHS
     )
     graph_cache: str | None = declare(
         None,
-        Setting(
-            Text(),
-            "directory where compiled graphs are kept for the next start. The code in it runs then, so nobody else may "
-            "be able to write to it",
-            group=Group.GRAPHS,
-            metavar="DIR",
-            default_text="they are not kept",
-        ),
+        Text(),
+        "directory where compiled graphs are kept for the next start. The code in it runs then, so nobody else may "
+        "be able to write to it",
+        group=Group.GRAPHS,
+        metavar="DIR",
+        default_text="they are not kept",
     )
     attention_layout: str = declare(
         "TND",
-        Setting(
-            Choice(ATTENTION_LAYOUTS),
-            "tensor layout of attention on an NPU; TND16 is TND with at most 16 queries an entry; "
-            "`python -m scripts.selftest` says which one works and is faster; changes no token",
-            group=Group.GRAPHS,
-        ),
+        Choice(ATTENTION_LAYOUTS),
+        "tensor layout of attention on an NPU; TND16 is TND with at most 16 queries an entry; "
+        "`python -m scripts.selftest` says which one works and is faster; changes no token",
+        group=Group.GRAPHS,
     )
 
     graph_params: GraphParams = GraphParams()

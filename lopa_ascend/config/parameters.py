@@ -18,7 +18,7 @@ from lopa_ascend.config.kinds import (
     TokenNumbers,
     Words,
 )
-from lopa_ascend.config.settings import GraphSupport, Group, Parameter, declare, derived
+from lopa_ascend.config.settings import DERIVED, GraphSupport, Group, parameter
 
 AUTO_BRANCHES = 3
 """Lookahead branches that ``num_branches`` "auto" gives a pass, if it gives any."""
@@ -44,339 +44,264 @@ WINDOW_ATTENTIONS = ("block_causal", "full")
 class UsualParams:
     """The parameters that most requests are decoded by; see ``DecodingParams``."""
 
-    decoding: str = declare(
+    decoding: str = parameter(
         "lopa",
-        Parameter(
-            DecodingName(),
-            '"lopa": an anchor branch and lookahead branches; "d2f": the anchor branch alone; "parallel": block after '
-            'block of a canvas that is computed whole in every forward pass; "vanilla": Dream\'s own, a fixed '
-            'number of steps over the whole canvas; "fast_dllm": as "parallel", with keys and values that are computed '
-            "once a block",
-            graphs=GraphSupport.PIPELINED,
-        ),
+        DecodingName(),
+        '"lopa": an anchor branch and lookahead branches; "d2f": the anchor branch alone; "parallel": block after '
+        'block of a canvas that is computed whole in every forward pass; "vanilla": Dream\'s own, a fixed '
+        'number of steps over the whole canvas; "fast_dllm": as "parallel", with keys and values that are computed '
+        "once a block",
+        graphs=GraphSupport.PIPELINED,
     )
-    num_branches: int | str = derived(
-        Parameter(
-            IntegerOrAuto(0, 255),
-            "the paper's k: lookahead branches beside the anchor branch, each with one more position filled; "
-            f'"auto": {AUTO_BRANCHES}, but none where they do not pay: with `branch_acceptance` "verified" and "exact" '
-            f'while more than {AUTO_REQUESTS} requests run, with "published" after a pass in which a rule accepted '
-            "positions",
-            default_text='3 with "lopa", otherwise 0',
-            graphs=GraphSupport.BUCKET,
-        ),
+    num_branches: int | str = parameter(
+        DERIVED,
+        IntegerOrAuto(0, 255),
+        "the paper's k: lookahead branches beside the anchor branch, each with one more position filled; "
+        f'"auto": {AUTO_BRANCHES}, but none where they do not pay: with `branch_acceptance` "verified" and "exact" '
+        f'while more than {AUTO_REQUESTS} requests run, with "published" after a pass in which a rule accepted '
+        "positions",
+        default_text='3 with "lopa", otherwise 0',
+        graphs=GraphSupport.BUCKET,
     )
-    block_size: int = declare(32, Parameter(Integer(1, 4096), "positions in a block", graphs=GraphSupport.BUCKET))
-    tau_add: float = declare(
-        0.1, Parameter(Number(0, 1), "a new block is added once this fraction of the last block is filled")
-    )
-    tau_act: float = declare(
+    block_size: int = parameter(32, Integer(1, 4096), "positions in a block", graphs=GraphSupport.BUCKET)
+    tau_add: float = parameter(0.1, Number(0, 1), "a new block is added once this fraction of the last block is filled")
+    tau_act: float = parameter(
         0.95,
-        Parameter(
-            Number(0, 1),
-            "a block must fill at least one position in every step once this fraction of the block before it is filled",
-        ),
+        Number(0, 1),
+        "a block must fill at least one position in every step once this fraction of the block before it is filled",
     )
-    tau_conf: float = declare(
+    tau_conf: float = parameter(
         0.9,
-        Parameter(
-            Number(0, 1),
-            "a position is filled when the probability of its token is above this; a lower value is faster and "
-            "less accurate",
-        ),
+        Number(0, 1),
+        "a position is filled when the probability of its token is above this; a lower value is faster and "
+        "less accurate",
     )
-    max_new_tokens: int = declare(
+    max_new_tokens: int = parameter(
         256,
-        Parameter(
-            Integer(1),
-            "most tokens to generate; together with the prompt they must fit into `max_model_len`",
-            aliases=("max_tokens", "max_completion_tokens", "max_output_tokens"),
-        ),
+        Integer(1),
+        "most tokens to generate; together with the prompt they must fit into `max_model_len`",
+        aliases=("max_tokens", "max_completion_tokens", "max_output_tokens"),
     )
-    min_new_tokens: int = declare(
+    min_new_tokens: int = parameter(
         0,
-        Parameter(
-            Integer(0),
-            "within this many generated tokens no EOS is produced and no stop string ends the answer",
-            aliases=("min_tokens",),
-            graphs=GraphSupport.DEFAULT,
-        ),
+        Integer(0),
+        "within this many generated tokens no EOS is produced and no stop string ends the answer",
+        aliases=("min_tokens",),
+        graphs=GraphSupport.DEFAULT,
     )
-    stop: tuple[str, ...] = declare(
-        (), Parameter(Strings(), "strings that end the answer; they are cut off", default_text="none")
+    stop: tuple[str, ...] = parameter(
+        (), Strings(), "strings that end the answer; they are cut off", default_text="none"
     )
-    temperature: float = declare(
+    temperature: float = parameter(
         0.0,
-        Parameter(
-            Number(0, 100),
-            f"below {MIN_TEMPERATURE}: take the most probable token; from there on sample, reproducibly by `seed`",
-            graphs=GraphSupport.DEFAULT,
-        ),
+        Number(0, 100),
+        f"below {MIN_TEMPERATURE}: take the most probable token; from there on sample, reproducibly by `seed`",
+        graphs=GraphSupport.DEFAULT,
     )
-    top_p: float | None = declare(
+    top_p: float | None = parameter(
         None,
-        Parameter(
-            Number(0, 1),
-            "sample from the most probable tokens whose probabilities sum up to this; no effect without `temperature`",
-            default_text="off",
-            off=(1,),
-        ),
+        Number(0, 1),
+        "sample from the most probable tokens whose probabilities sum up to this; no effect without `temperature`",
+        default_text="off",
+        off=(1,),
     )
-    top_k: int | None = declare(
+    top_k: int | None = parameter(
         None,
-        Parameter(
-            Integer(1, INT32_MAX),
-            "sample from this many most probable tokens; no effect without `temperature`",
-            default_text="off",
-            off=(0, -1),
-        ),
+        Integer(1, INT32_MAX),
+        "sample from this many most probable tokens; no effect without `temperature`",
+        default_text="off",
+        off=(0, -1),
     )
-    min_p: float = declare(
+    min_p: float = parameter(
         0.0,
-        Parameter(
-            Number(0, 1),
-            "sample from the tokens whose probability is at least this share of the largest one; no effect without "
-            "`temperature`",
-            graphs=GraphSupport.DEFAULT,
-        ),
+        Number(0, 1),
+        "sample from the tokens whose probability is at least this share of the largest one; no effect without "
+        "`temperature`",
+        graphs=GraphSupport.DEFAULT,
     )
-    seed: int | None = declare(
+    seed: int | None = parameter(
         None,
-        Parameter(
-            Integer(0, INT64_MAX),
-            "seed of this request's sampling; the same request with the same seed gets the same answer",
-            group=None,  # the flag --seed is the engine's, from which requests draw theirs
-            off=(-1,),
-            default_text="a new one for each answer, which the answer names",
-        ),
+        Integer(0, INT64_MAX),
+        "seed of this request's sampling; the same request with the same seed gets the same answer",
+        group=None,  # the flag --seed is the engine's, from which requests draw theirs
+        off=(-1,),
+        default_text="a new one for each answer, which the answer names",
     )
-    presence_penalty: float = declare(
+    presence_penalty: float = parameter(
         0.0,
-        Parameter(
-            Number(-2, 2),
-            "subtracted from the logit of every token that the committed part of the answer holds",
-            graphs=GraphSupport.DEFAULT,
-        ),
+        Number(-2, 2),
+        "subtracted from the logit of every token that the committed part of the answer holds",
+        graphs=GraphSupport.DEFAULT,
     )
-    frequency_penalty: float = declare(
+    frequency_penalty: float = parameter(
         0.0,
-        Parameter(
-            Number(-2, 2),
-            "subtracted from a token's logit for each time that the committed part of the answer holds the token",
-            graphs=GraphSupport.DEFAULT,
-        ),
+        Number(-2, 2),
+        "subtracted from a token's logit for each time that the committed part of the answer holds the token",
+        graphs=GraphSupport.DEFAULT,
     )
-    repetition_penalty: float = declare(
+    repetition_penalty: float = parameter(
         1.0,
-        Parameter(
-            Number(0.01, 100),
-            "positive logits are divided and negative ones multiplied by this, for tokens of the prompt and of the "
-            "committed part of the answer",
-            graphs=GraphSupport.DEFAULT,
-        ),
+        Number(0.01, 100),
+        "positive logits are divided and negative ones multiplied by this, for tokens of the prompt and of the "
+        "committed part of the answer",
+        graphs=GraphSupport.DEFAULT,
     )
-    logit_bias: tuple[tuple[int, float], ...] = declare(
+    logit_bias: tuple[tuple[int, float], ...] = parameter(
         (),
-        Parameter(
-            TokenNumbers(Number(-100, 100)),
-            "numbers that are added to the logits of tokens, by token id",
-            default_text="none",
-            graphs=GraphSupport.DEFAULT,
-        ),
+        TokenNumbers(Number(-100, 100)),
+        "numbers that are added to the logits of tokens, by token id",
+        default_text="none",
+        graphs=GraphSupport.DEFAULT,
     )
-    bad_words: tuple[str | tuple[int, ...], ...] = declare(
+    bad_words: tuple[str | tuple[int, ...], ...] = parameter(
         (),
-        Parameter(
-            Words(max_texts=256, max_characters=64),
-            "words that the answer does not contain, as texts or as lists of token ids",
-            default_text="none",
-            graphs=GraphSupport.DEFAULT,
-        ),
+        Words(max_texts=256, max_characters=64),
+        "words that the answer does not contain, as texts or as lists of token ids",
+        default_text="none",
+        graphs=GraphSupport.DEFAULT,
     )
-    top_logprobs: int = declare(
+    top_logprobs: int = parameter(
         0,
-        Parameter(
-            Integer(0, 20),
-            "most probable tokens that are recorded for a position when it is filled",
-            group=None,  # each request that shows them asks for them
-            graphs=GraphSupport.DEFAULT,
-            own_field=True,
-        ),
+        Integer(0, 20),
+        "most probable tokens that are recorded for a position when it is filled",
+        group=None,  # each request that shows them asks for them
+        graphs=GraphSupport.DEFAULT,
+        own_field=True,
     )
-    eos_token_id: int | tuple[int, ...] | None = declare(
+    eos_token_id: int | tuple[int, ...] | None = parameter(
         None,
-        Parameter(
-            TokenIds(),
-            "token ids that end the answer; the model's are those of generation_config.json or config.json, and the "
-            "tokenizer's pad_token unless it is the mask",
-            default_text="the model's",
-            graphs=GraphSupport.BUCKET,
-        ),
+        TokenIds(),
+        "token ids that end the answer; the model's are those of generation_config.json or config.json, and the "
+        "tokenizer's pad_token unless it is the mask",
+        default_text="the model's",
+        graphs=GraphSupport.BUCKET,
     )
-    stop_token_ids: tuple[int, ...] = declare(
+    stop_token_ids: tuple[int, ...] = parameter(
         (),
-        Parameter(
-            TokenIds(),
-            "further token ids that end the answer, even if `ignore_eos` is set; a stop string that is a special token "
-            "counts as one",
-            default_text="none",
-            graphs=GraphSupport.BUCKET,
-        ),
+        TokenIds(),
+        "further token ids that end the answer, even if `ignore_eos` is set; a stop string that is a special token "
+        "counts as one",
+        default_text="none",
+        graphs=GraphSupport.BUCKET,
     )
-    ignore_eos: bool = declare(False, Parameter(Boolean(), "go on after an EOS"))
+    ignore_eos: bool = parameter(False, Boolean(), "go on after an EOS")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResearchParams:
     """The parameters that select variants of the decoding; see ``DecodingParams``."""
 
-    base: str = declare(
+    base: str = parameter(
         "d2f",
-        Parameter(
-            Choice(BASES),
-            'the decoding that "lopa" extends: it decodes the anchor branch, and "lopa" adds lookahead branches',
-            group=Group.RESEARCH,
-            graphs=GraphSupport.DEFAULT,
-        ),
+        Choice(BASES),
+        'the decoding that "lopa" extends: it decodes the anchor branch, and "lopa" adds lookahead branches',
+        group=Group.RESEARCH,
+        graphs=GraphSupport.DEFAULT,
     )
-    confidence: str = declare(
+    confidence: str = parameter(
         "max_prob",
-        Parameter(
-            Choice(CONFIDENCES),
-            "what positions are ranked and branches are scored by: the probability of the predicted token, its margin "
-            "over the second most probable token, or the negative entropy of the prediction",
-            group=Group.RESEARCH,
-            graphs=GraphSupport.COMPILED,
-        ),
+        Choice(CONFIDENCES),
+        "what positions are ranked and branches are scored by: the probability of the predicted token, its margin "
+        "over the second most probable token, or the negative entropy of the prediction",
+        group=Group.RESEARCH,
+        graphs=GraphSupport.COMPILED,
     )
-    acceptance: str = declare(
+    acceptance: str = parameter(
         "threshold",
-        Parameter(
-            Choice(ACCEPTANCES),
-            'which positions of a block are filled together: "threshold": all above `tau_conf`; "factor": the most '
-            "probable ones, as many as `acceptance_factor` allows, whatever `tau_conf` is",
-            group=Group.RESEARCH,
-            graphs=GraphSupport.DEFAULT,
-        ),
+        Choice(ACCEPTANCES),
+        'which positions of a block are filled together: "threshold": all above `tau_conf`; "factor": the most '
+        "probable ones, as many as `acceptance_factor` allows, whatever `tau_conf` is",
+        group=Group.RESEARCH,
+        graphs=GraphSupport.DEFAULT,
     )
-    acceptance_factor: float = declare(
-        1.0,
-        Parameter(
-            Number(0, 1000), 'bound of `acceptance` "factor"; higher is faster and less accurate', group=Group.RESEARCH
-        ),
+    acceptance_factor: float = parameter(
+        1.0, Number(0, 1000), 'bound of `acceptance` "factor"; higher is faster and less accurate', group=Group.RESEARCH
     )
-    steps: int | None = declare(
+    steps: int | None = parameter(
         None,
-        Parameter(
-            Integer(1, MAX_STEPS),
-            'steps of `decoding` "vanilla", each of which fills its share of the canvas',
-            group=Group.RESEARCH,
-            default_text="as many as the canvas has positions",
-        ),
+        Integer(1, MAX_STEPS),
+        'steps of `decoding` "vanilla", each of which fills its share of the canvas',
+        group=Group.RESEARCH,
+        default_text="as many as the canvas has positions",
     )
-    alg: str = declare(
+    alg: str = parameter(
         "entropy",
-        Parameter(
-            Choice(tuple(ALGS)),
-            'which positions a step of `decoding` "vanilla" fills: "origin": random ones; the others: the best by the '
-            "probability of the predicted token, by its margin over the second, or by the negative entropy",
-            group=Group.RESEARCH,
-        ),
+        Choice(tuple(ALGS)),
+        'which positions a step of `decoding` "vanilla" fills: "origin": random ones; the others: the best by the '
+        "probability of the predicted token, by its margin over the second, or by the negative entropy",
+        group=Group.RESEARCH,
     )
-    alg_temp: float = declare(
-        0.0,
-        Parameter(
-            Number(0, 1000),
-            "above 0: `alg` draws positions in proportion to exp(confidence / alg_temp)",
-            group=None,
-        ),
+    alg_temp: float = parameter(
+        0.0, Number(0, 1000), "above 0: `alg` draws positions in proportion to exp(confidence / alg_temp)", group=None
     )
-    block_cache: str = declare(
+    block_cache: str = parameter(
         "prefix",
-        Parameter(
-            Choice(BLOCK_CACHES),
-            'keys and values that `decoding` "fast_dllm" reuses while it fills a block: "prefix": of all positions '
-            'before the block; "dual": of those after it too',
-            group=Group.RESEARCH,
-        ),
+        Choice(BLOCK_CACHES),
+        'keys and values that `decoding` "fast_dllm" reuses while it fills a block: "prefix": of all positions '
+        'before the block; "dual": of those after it too',
+        group=Group.RESEARCH,
     )
-    branch_acceptance: str = declare(
+    branch_acceptance: str = parameter(
         "published",
-        Parameter(
-            Choice(BRANCH_ACCEPTANCES),
-            'which branch wins: "published": the one with the highest score; "verified": the one that fills most '
-            'positions, among the anchor and the branches whose lookahead token "d2f" would fill now; "exact": the one '
-            'that "d2f" would have after this pass, so that the answer is that of "d2f"',
-            group=Group.RESEARCH,
-            graphs=GraphSupport.COMPILED,
-        ),
+        Choice(BRANCH_ACCEPTANCES),
+        'which branch wins: "published": the one with the highest score; "verified": the one that fills most '
+        'positions, among the anchor and the branches whose lookahead token "d2f" would fill now; "exact": the one '
+        'that "d2f" would have after this pass, so that the answer is that of "d2f"',
+        group=Group.RESEARCH,
+        graphs=GraphSupport.COMPILED,
     )
-    lookahead_depth: int = declare(
+    lookahead_depth: int = parameter(
         1,
-        Parameter(
-            Integer(1, 16),
-            "most tokens that a lookahead branch has in addition to the anchor's; above 1 one pass may replace several "
-            'passes of "d2f"; needs `branch_acceptance` "verified" or "exact"',
-            group=Group.RESEARCH,
-            graphs=GraphSupport.DEFAULT,
-        ),
+        Integer(1, 16),
+        "most tokens that a lookahead branch has in addition to the anchor's; above 1 one pass may replace several "
+        'passes of "d2f"; needs `branch_acceptance` "verified" or "exact"',
+        group=Group.RESEARCH,
+        graphs=GraphSupport.DEFAULT,
     )
-    branch_score: str = declare(
+    branch_score: str = parameter(
         "mean",
-        Parameter(
-            Choice(BRANCH_SCORES),
-            'score of a branch from the confidences of its masked positions: "mean" of all; "tail": mean of the '
-            'lowest; "window": lowest mean over consecutive positions',
-            group=Group.RESEARCH,
-            graphs=GraphSupport.DEFAULT,
-        ),
+        Choice(BRANCH_SCORES),
+        'score of a branch from the confidences of its masked positions: "mean" of all; "tail": mean of the '
+        'lowest; "window": lowest mean over consecutive positions',
+        group=Group.RESEARCH,
+        graphs=GraphSupport.DEFAULT,
     )
-    tail_fraction: float = declare(
-        0.5,
-        Parameter(Number(0, 1), 'fraction of the masked positions that `branch_score` "tail" averages', group=None),
+    tail_fraction: float = parameter(
+        0.5, Number(0, 1), 'fraction of the masked positions that `branch_score` "tail" averages', group=None
     )
-    score_window: int = declare(
+    score_window: int = parameter(
         8,
-        Parameter(
-            Integer(1, INT32_MAX),
-            'number of consecutive masked positions that `branch_score` "window" averages',
-            group=None,
-        ),
+        Integer(1, INT32_MAX),
+        'number of consecutive masked positions that `branch_score` "window" averages',
+        group=None,
     )
-    creation_weight: float = declare(
+    creation_weight: float = parameter(
         0.0,
-        Parameter(
-            Number(0, 1),
-            "weight of the confidence of a branch's own lookahead token in the branch's score",
-            group=None,
-            graphs=GraphSupport.DEFAULT,
-        ),
+        Number(0, 1),
+        "weight of the confidence of a branch's own lookahead token in the branch's score",
+        group=None,
+        graphs=GraphSupport.DEFAULT,
     )
-    window_attention: str = derived(
-        Parameter(
-            Choice(WINDOW_ATTENTIONS),
-            'what a block of the window attends to: "block_causal": all positions up to its own end; "full": all '
-            "positions up to the end of the window",
-            group=Group.RESEARCH,
-            default_text='"block_causal" with "lopa" and "d2f", otherwise "full"',
-            graphs=GraphSupport.COMPILED,
-        ),
+    window_attention: str = parameter(
+        DERIVED,
+        Choice(WINDOW_ATTENTIONS),
+        'what a block of the window attends to: "block_causal": all positions up to its own end; "full": all '
+        "positions up to the end of the window",
+        group=Group.RESEARCH,
+        default_text='"block_causal" with "lopa" and "d2f", otherwise "full"',
+        graphs=GraphSupport.COMPILED,
     )
-    max_active_blocks: int | None = declare(
+    max_active_blocks: int | None = parameter(
         None,
-        Parameter(
-            Integer(1, INT32_MAX),
-            "most blocks in the window, from the first unfinished block on",
-            group=Group.RESEARCH,
-            default_text="no limit",
-        ),
+        Integer(1, INT32_MAX),
+        "most blocks in the window, from the first unfinished block on",
+        group=Group.RESEARCH,
+        default_text="no limit",
     )
-    finish_at_eos: bool = declare(
+    finish_at_eos: bool = parameter(
         True,
-        Parameter(
-            Boolean(),
-            "end as soon as the text up to the EOS is final; otherwise fill every open block first, as the published "
-            "code does",
-            group=None,
-        ),
+        Boolean(),
+        "end as soon as the text up to the EOS is final; otherwise fill every open block first, as the published "
+        "code does",
+        group=None,
     )

@@ -20,6 +20,9 @@ T = TypeVar("T")
 
 _KEY = "setting"
 """Key of a declaration in the metadata of its dataclass field."""
+DERIVED: Any = None
+"""The default of a field that construction replaces by what follows from other fields. The type of the field is what it
+holds after construction."""
 
 
 class ParameterError(ValueError):
@@ -117,18 +120,24 @@ class Parameter(Setting):
     their own, as ``logprobs``."""
 
 
-def declare(default: T, setting: Setting) -> T:
-    """A dataclass field that carries its declaration."""
+def declare(default: T, kind: Kind, help: str, **more: Any) -> T:
+    """A dataclass field that carries the declaration of a setting.
+
+    Args:
+        default: of the field; ``DERIVED`` if it follows from other fields.
+        kind, help, more: see ``Setting``.
+    """
+    return _declared(default, Setting(kind, help, **more))
+
+
+def parameter(default: T, kind: Kind, help: str, **more: Any) -> T:
+    """A dataclass field that carries the declaration of a decoding parameter, see ``declare`` and ``Parameter``."""
+    return _declared(default, Parameter(kind, help, **more))
+
+
+def _declared(default: T, setting: Setting) -> T:
     value: T = field(default=default, metadata={_KEY: setting}, repr=not setting.secret)
     return value
-
-
-def derived(setting: Setting) -> Any:
-    """A dataclass field whose default, None, construction replaces by what follows from other fields.
-
-    The type of the field is what it holds after construction.
-    """
-    return declare(None, setting)
 
 
 def settings(owner: type[Any]) -> dict[str, Setting]:
