@@ -7,6 +7,7 @@ server and of several ranks, by an entry point of an installed package, with the
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -42,17 +43,14 @@ def find_decoding(name: str) -> type[Any] | None:
     Raises:
         ValueError: its entry point cannot be loaded, or the strategy is not like a built-in decoding.
     """
-    if name not in _registered:
-        point = _installed().get(name)
-        if point is None:
-            return None
+    if name not in _registered and name not in DECODINGS and (point := _installed().get(name)) is not None:
         try:
             strategy = point.load()
         except Exception as error:  # the module is another package's, which may raise anything
             raise ValueError(f"{name!r}: entry point {point.value!r} cannot be loaded: {error}") from error
         _check_like(name, strategy)
         _registered[name] = strategy
-    return _registered[name]
+    return _registered.get(name)
 
 
 def known_decodings() -> tuple[str, ...]:
@@ -72,16 +70,8 @@ def is_known(name: object) -> bool:
 def built_in_like(decoding: str) -> str:
     """The decoding itself if it is built in, otherwise the built-in one that its ``like`` names. Both go with the same
     parameters."""
-    if decoding in DECODINGS:
-        return decoding
-    like: str = _registered[decoding].like
+    like: str = decoding if decoding in DECODINGS else _registered[decoding].like
     return like
-
-
-def own_parameters(decoding: str) -> type[Any] | None:
-    """The dataclass of the parameters that a decoding declares itself, as ``Strategy.parameters`` describes."""
-    strategy = None if decoding in DECODINGS else find_decoding(decoding)
-    return None if strategy is None else strategy.parameters
 
 
 def needed_confidence(decoding: str) -> str | None:
@@ -91,18 +81,16 @@ def needed_confidence(decoding: str) -> str | None:
 
 
 def all_own_parameters() -> dict[str, type[Any]]:
-    """By decoding: the dataclass of the parameters that it declares itself.
+    """By decoding: the dataclass of the parameters that it declares itself, as ``Strategy.parameters`` describes.
 
     Decodings that cannot be loaded are left out here; a request that names one is told why.
     """
     found = {}
     for decoding in known_decodings():
-        try:
-            declared = own_parameters(decoding)
-        except ValueError:
-            continue
-        if declared is not None:
-            found[decoding] = declared
+        with suppress(ValueError):
+            strategy = find_decoding(decoding)
+            if strategy is not None and strategy.parameters is not None:
+                found[decoding] = strategy.parameters
     return found
 
 
@@ -115,7 +103,8 @@ def checked_own(decoding: str, values: Mapping[str, Any]) -> tuple[tuple[str, An
     Raises:
         ParameterError: a value is not allowed, or the decoding does not declare a parameter of this name.
     """
-    declared = own_parameters(decoding)
+    strategy = find_decoding(decoding)
+    declared = None if strategy is None else strategy.parameters
     names = () if declared is None else tuple(settings(declared))
     for name in values:
         if name not in names:

@@ -183,16 +183,7 @@ class EngineConfig:
         if self.graph_mode not in modes:
             message = f"unknown value {self.graph_mode!r} for device {self.device}; choose one of {', '.join(modes)}"
             raise ParameterError("graph_mode", message)
-        if (
-            self.graph_mode != "eager"
-            and self.graph_params.window_attention == "full"
-            and self.branch_parallel_size > 1
-        ):
-            message = (
-                f'"full" and branch_parallel_size {self.branch_parallel_size} do not go together in graph mode '
-                f'{self.graph_mode}; choose "block_causal", or graph mode eager'
-            )
-            raise ParameterError("window_attention", message)
+        check_window_attention(self.graph_params.window_attention, self.branch_parallel_size, self.graph_mode)
         if self.quantization_exclude and self.quantization is None:
             raise ParameterError("quantization_exclude", "needs quantization")
         if self.quantization is not None:
@@ -233,6 +224,20 @@ class EngineConfig:
     def names(cls) -> tuple[str, ...]:
         """Names of all settings, in order."""
         return tuple(settings(cls))
+
+
+def check_window_attention(window_attention: str, branch_parallel_size: int, graph_mode: str) -> None:
+    """Refuses full attention in compiled steps of several branch-parallel groups.
+
+    Raises:
+        ParameterError: it was asked for.
+    """
+    if window_attention == "full" and branch_parallel_size > 1 and graph_mode != "eager":
+        message = (
+            f'"full" and branch_parallel_size {branch_parallel_size} do not go together in graph mode {graph_mode}; '
+            'choose "block_causal", or graph mode eager'
+        )
+        raise ParameterError("window_attention", message)
 
 
 def divided_length(length: int, max_queries: int | None) -> tuple[int, ...]:
