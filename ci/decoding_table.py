@@ -32,7 +32,7 @@ def table(*, research: bool) -> str:
     rows: list[tuple[str, ...]] = [TITLES]
     for name, parameter in DecodingParams.parameters().items():
         if hasattr(ResearchParams, name) == research:
-            default, allowed = _default(name, parameter), parameter.kind.allowed()
+            default, allowed = _default(parameter), parameter.kind.allowed()
             rows.append((f"`{name}`", default, allowed, _meaning(parameter), parameter.graphs.value))
     return _markdown(rows)
 
@@ -54,8 +54,8 @@ def _markdown(rows: Sequence[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in (titles, ("---",) * len(titles), *others))
 
 
-def _default(name: str, parameter: Parameter) -> str:
-    value = getattr(DecodingParams, name)
+def _default(parameter: Parameter) -> str:
+    value = parameter.default
     if parameter.default_text is not None:
         return parameter.default_text
     if isinstance(value, bool):

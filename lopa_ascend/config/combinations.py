@@ -23,7 +23,9 @@ from lopa_ascend.config.settings import ParameterError, settings
 if TYPE_CHECKING:
     from lopa_ascend.config.decoding import DecodingParams
 
-DEFAULTS = {name: getattr(owner, name) for owner in (UsualParams, ResearchParams) for name in settings(owner)}
+DEFAULTS = {
+    name: setting.default for owner in (UsualParams, ResearchParams) for name, setting in settings(owner).items()
+}
 """The default of each parameter by name."""
 LIKE = "like"
 """In ``Rule.needs``: the decoding, or for one that is not built in the decoding that it is like."""

@@ -52,11 +52,8 @@ class DecodingParams(ResearchParams, UsualParams):
 
     @property
     def lookaheads(self) -> int:
-        """Most lookahead branches of a pass: ``num_branches``, which is never None after construction."""
-        if isinstance(self.num_branches, int):
-            return self.num_branches
-        assert self.is_auto
-        return AUTO_BRANCHES
+        """Most lookahead branches of a pass."""
+        return self.num_branches if isinstance(self.num_branches, int) else AUTO_BRANCHES
 
     @property
     def is_auto(self) -> bool:
@@ -83,11 +80,11 @@ class DecodingParams(ResearchParams, UsualParams):
 
         Which values compiled steps support is declared with each field.
         """
-        for name, support in self.graph_support().items():
+        for name, parameter in self.parameters().items():
             value = getattr(self, name)
-            if support is GraphSupport.PIPELINED and value not in PIPELINED:
+            if parameter.graphs is GraphSupport.PIPELINED and value not in PIPELINED:
                 return name
-            if support is GraphSupport.DEFAULT and value != getattr(DecodingParams, name):
+            if parameter.graphs is GraphSupport.DEFAULT and value != parameter.default:
                 return name
         is_exact = self.branch_acceptance == "exact"
         # A compiled step cannot choose the number of branches; only with "exact" any number gives the same answer.
@@ -183,17 +180,6 @@ class DecodingParams(ResearchParams, UsualParams):
             for name, parameter in _declarations(declared).items():
                 found.setdefault(name, parameter)
         return found
-
-    @classmethod
-    def default(cls, name: str) -> Any:
-        """The default of one of ``all_parameters``."""
-        owners = (cls, *all_own_parameters().values())
-        return next(getattr(owner, name) for owner in owners if name in settings(owner))
-
-    @classmethod
-    def graph_support(cls) -> dict[str, GraphSupport]:
-        """By name, in order: with which values a request can run in compiled steps."""
-        return {name: parameter.graphs for name, parameter in cls.parameters().items()}
 
 
 @dataclass(frozen=True)

@@ -85,8 +85,9 @@ class GraphSupport(Enum):
 
 @dataclass(frozen=True)
 class Setting:
-    """The declaration of one setting. Its name, type and default are those of the dataclass field."""
+    """The declaration of one setting. Its name and type are those of the dataclass field."""
 
+    default: Any
     kind: Kind
     """The allowed values. None is allowed as well where it is the default."""
     help: str
@@ -127,12 +128,12 @@ def declare(default: T, kind: Kind, help: str, **more: Any) -> T:
         default: of the field; ``DERIVED`` if it follows from other fields.
         kind, help, more: see ``Setting``.
     """
-    return _declared(default, Setting(kind, help, **more))
+    return _declared(default, Setting(default, kind, help, **more))
 
 
 def parameter(default: T, kind: Kind, help: str, **more: Any) -> T:
     """A dataclass field that carries the declaration of a decoding parameter, see ``declare`` and ``Parameter``."""
-    return _declared(default, Parameter(kind, help, **more))
+    return _declared(default, Parameter(default, kind, help, **more))
 
 
 def _declared(default: T, setting: Setting) -> T:
@@ -167,10 +168,9 @@ def check_settings(instance: object) -> None:
     Raises:
         ParameterError: a value is not allowed.
     """
-    owner = type(instance)
-    for name, setting in settings(owner).items():
+    for name, setting in settings(type(instance)).items():
         value = getattr(instance, name)
-        if value is None and getattr(owner, name) is None:  # the attribute of the class is the default
+        if value is None and setting.default is None:
             continue
         try:
             object.__setattr__(instance, name, setting.kind.checked(value))

@@ -256,8 +256,8 @@ def test_every_field_is_declared() -> None:
 
 
 def test_graph_support() -> None:
-    support = DecodingParams.graph_support()
-    of = {kind: {name for name, value in support.items() if value is kind} for kind in GraphSupport}
+    declared = DecodingParams.parameters()
+    of = {kind: {name for name, parameter in declared.items() if parameter.graphs is kind} for kind in GraphSupport}
     processed = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
     processed |= {"bad_words", "top_logprobs"}
     unusual = {"temperature", "acceptance", "branch_score", "creation_weight", "min_new_tokens"}
