@@ -109,7 +109,7 @@ class DecodingParams(ResearchParams, UsualParams):
         draws_positions = built_in_like(self.decoding) == "vanilla" and (self.alg == "origin" or self.alg_temp > 0)
         return self.temperature > 0 or draws_positions
 
-    def eos_ids(self, models: tuple[int, ...]) -> tuple[int, ...]:
+    def eos_ids_or(self, models: tuple[int, ...]) -> tuple[int, ...]:
         """The EOS ids of the request: its own if it names any, else those of the model."""
         own = self.eos_token_id
         return models if own is None else (own,) if isinstance(own, int) else own

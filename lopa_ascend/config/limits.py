@@ -149,7 +149,7 @@ class Limits:
                 never generated; or no token would be left for a position.
         """
         token_ids = {
-            "eos_token_id": params.eos_ids(()),
+            "eos_token_id": params.eos_ids_or(()),
             "stop_token_ids": params.stop_token_ids,
             "logit_bias": [token for token, _ in params.logit_bias],
             "bad_words": list(chain.from_iterable(banned_ids(params))),
@@ -169,7 +169,7 @@ class Limits:
 
     def _check_choice(self, params: DecodingParams) -> None:
         """Refuses parameters that would leave no token for a position."""
-        eos = params.eos_ids(self.eos_token_ids)
+        eos = params.eos_ids_or(self.eos_token_ids)
         # The last token of a longer word is banned wherever the word's beginning may still be filled in.
         never = {self.mask_token_id, *(word[-1] for word in banned_ids(params))}
         if self._are_all_ids(never):

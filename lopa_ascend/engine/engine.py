@@ -205,7 +205,7 @@ class Engine:
             raise ValueError(f"request id {request_id!r} is in use")
         self.limits.check(len(prompt), params)
         if self.runner.graphs is not None:
-            params = self.runner.graphs.with_fixed_branches(params, params.eos_ids(self.model_config.eos_token_ids))
+            params = self.runner.graphs.with_fixed_branches(params, params.eos_ids_or(self.model_config.eos_token_ids))
         if params.is_random and params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(SEED_BITS))
         self.scheduler.add(Request(request_id, tuple(prompt), params, trace))
@@ -397,7 +397,7 @@ def start_sequence(
     Args:
         num_token_ids: token ids from this one on do not exist in the tokenizer.
     """
-    eos = request.params.eos_ids(model.eos_token_ids)
+    eos = request.params.eos_ids_or(model.eos_token_ids)
     num_cached = 0 if entry is None else len(request.prompt)
     words = banned_ids(request.params)
     assert len(words) == len(request.params.bad_words), "the engine knows no text"
