@@ -16,14 +16,13 @@ from lopa_ascend.config.engine import (
 from lopa_ascend.config.files import ConfigError
 from lopa_ascend.config.limits import Limits
 from lopa_ascend.config.model import DREAM, ModelConfig
-from lopa_ascend.config.parameters import BRANCH_SCORES, CONFIDENCES, MIN_TEMPERATURE, WINDOW_ATTENTIONS
+from lopa_ascend.config.parameters import BRANCH_SCORES, MIN_TEMPERATURE, WINDOW_ATTENTIONS
 from lopa_ascend.config.presets import Preset, find_preset, presets
 from lopa_ascend.config.settings import ContextLengthError, GraphSupport, ParameterError, context_length
 
 __all__ = [
     "ATTENTION_LAYOUTS",
     "BRANCH_SCORES",
-    "CONFIDENCES",
     "DECODINGS",
     "DREAM",
     "GRAPH_MODES_BY_DEVICE",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -33,7 +33,7 @@ def add_decoding(name: str, strategy: type[Any]) -> None:
     """
     if name in DECODINGS or _registered.get(name, strategy) is not strategy:
         raise ValueError(f"decoding {name!r} is registered already")
-    _check_like(name, strategy)
+    _check_strategy(name, strategy)
     _registered[name] = strategy
 
 
@@ -43,14 +43,16 @@ def find_decoding(name: str) -> type[Any] | None:
     Raises:
         ValueError: its entry point cannot be loaded, or the strategy is not like a built-in decoding.
     """
-    if name not in _registered and name not in DECODINGS and (point := _installed().get(name)) is not None:
-        try:
-            strategy = point.load()
-        except Exception as error:  # the module is another package's, which may raise anything
-            raise ValueError(f"{name!r}: entry point {point.value!r} cannot be loaded: {error}") from error
-        _check_like(name, strategy)
+    if name not in _registered:
+        point = _installed().get(name)
+        if point is None:
+            return None
+        strategy = _load(point)
+        if isinstance(strategy, Exception):
+            raise ValueError(f"{name!r}: entry point {point.value!r} cannot be loaded: {strategy}") from strategy
+        _check_strategy(name, strategy)
         _registered[name] = strategy
-    return _registered.get(name)
+    return _registered[name]
 
 
 def known_decodings() -> tuple[str, ...]:
@@ -88,7 +90,7 @@ def all_own_parameters() -> dict[str, type[Any]]:
     found = {}
     for decoding in known_decodings():
         with suppress(ValueError):
-            strategy = find_decoding(decoding)
+            strategy = None if decoding in DECODINGS else find_decoding(decoding)
             if strategy is not None and strategy.parameters is not None:
                 found[decoding] = strategy.parameters
     return found
@@ -103,7 +105,7 @@ def checked_own(decoding: str, values: Mapping[str, Any]) -> tuple[tuple[str, An
     Raises:
         ParameterError: a value is not allowed, or the decoding does not declare a parameter of this name.
     """
-    strategy = find_decoding(decoding)
+    strategy = None if decoding in DECODINGS else find_decoding(decoding)
     declared = None if strategy is None else strategy.parameters
     names = () if declared is None else tuple(settings(declared))
     for name in values:
@@ -133,10 +135,25 @@ class DecodingName(Choice):
         raise ValueError(f"unknown value {value!r}; choose one of {', '.join(self.known)}")
 
 
-def _check_like(name: str, strategy: type[Any]) -> None:
+def _check_strategy(name: str, strategy: type[Any]) -> None:
+    """Refuses what has not the attributes of ``Strategy``: every request would fail because of them."""
     like = getattr(strategy, "like", None)
     if like not in DECODINGS:
         raise ValueError(f"decoding {name!r} must have an attribute `like` of {', '.join(DECODINGS)}, got {like!r}")
+    if not all(hasattr(strategy, attribute) for attribute in ("parameters", "confidence", "check")):
+        raise ValueError(f"decoding {name!r} must be a subclass of lopa_ascend.decode.strategy.Strategy")
+    if strategy.parameters is not None and not is_dataclass(strategy.parameters):
+        raise ValueError(f"decoding {name!r}: its `parameters` must be a dataclass, got {strategy.parameters!r}")
+
+
+@cache
+def _load(point: EntryPoint) -> type[Any] | Exception:
+    """The strategy of an entry point, or why it cannot be loaded. That is tried once: every request asks again."""
+    try:
+        strategy: type[Any] = point.load()
+    except Exception as error:  # noqa: BLE001  the module is another package's, which may raise anything
+        return error
+    return strategy
 
 
 @cache

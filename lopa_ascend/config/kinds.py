@@ -267,18 +267,17 @@ class Strings(Kind):
 
     def checked(self, value: object) -> object:
         strings = (value,) if isinstance(value, str) else value
-        if (
-            not isinstance(strings, list | tuple)
-            or len(strings) > self.max_items
-            or not all(isinstance(item, str) and item for item in strings)
-        ):
-            raise ValueError(f"must be {self.allowed()}, got {shown(value)}")
+        most = f"must be at most {self.max_items} non-empty strings of {self.max_characters} characters together"
+        if not isinstance(strings, list | tuple) or len(strings) > self.max_items:
+            raise ValueError(f"{most}, got {shown(value)}")
+        if not all(isinstance(item, str) and item for item in strings):
+            raise ValueError(f"{most}, got {shown(value)}")
         if (total := sum(map(len, strings))) > self.max_characters:
-            raise ValueError(f"must be {self.allowed()}, got {total} characters")
+            raise ValueError(f"{most}, got {total} characters")
         return tuple(map(_text, strings))
 
     def allowed(self) -> str:
-        return f"at most {self.max_items} non-empty strings of {self.max_characters} characters together"
+        return "non-empty strings"
 
 
 @dataclass(frozen=True)
