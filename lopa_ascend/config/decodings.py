@@ -7,7 +7,6 @@ server and of several ranks, by an entry point of an installed package, with the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -89,10 +88,12 @@ def all_own_parameters() -> dict[str, type[Any]]:
     """
     found = {}
     for decoding in known_decodings():
-        with suppress(ValueError):
+        try:
             strategy = None if decoding in DECODINGS else find_decoding(decoding)
-            if strategy is not None and strategy.parameters is not None:
-                found[decoding] = strategy.parameters
+        except ValueError:
+            continue
+        if strategy is not None and strategy.parameters is not None:
+            found[decoding] = strategy.parameters
     return found
 
 
