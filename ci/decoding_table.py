@@ -1,24 +1,26 @@
-"""Makes the tables of decoding parameters in docs/decoding.md.
+"""Makes the tables of decoding parameters in docs/decoding.md, and the one of what goes with what.
 
     python -m ci.decoding_table            print the tables
     python -m ci.decoding_table --write    put them into docs/decoding.md
 
-They follow from the declarations of the parameters in lopa_ascend/config.
+They follow from the declarations of the parameters and the rules in lopa_ascend/config.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.config.help import HelpFormatter
-from lopa_ascend.config.research_params import ResearchParams
-from lopa_ascend.config.settings import Parameter
+from lopa_ascend.config.combinations import FILLER, LIKE, RULES, Rule, listed
+from lopa_ascend.config.parameters import ResearchParams
+from lopa_ascend.config.settings import HelpFormatter, Parameter
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "decoding.md"
 TITLES = ("parameter", "default", "allowed values", "meaning", "in compiled steps")
+RULE_TITLES = ("parameter", "needs", "except with")
 
 
 def table(*, research: bool) -> str:
@@ -27,16 +29,33 @@ def table(*, research: bool) -> str:
     Args:
         research: the parameters that select variants of the decoding; else all others.
     """
-    rows = [TITLES, ("---",) * len(TITLES)]
+    rows: list[tuple[str, ...]] = [TITLES]
     for name, parameter in DecodingParams.parameters().items():
         if hasattr(ResearchParams, name) == research:
-            default, allowed = _default(name, parameter), parameter.kind.allowed()
+            default, allowed = _default(parameter), parameter.kind.allowed()
             rows.append((f"`{name}`", default, allowed, _meaning(parameter), parameter.graphs.value))
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return _markdown(rows)
 
 
-def _default(name: str, parameter: Parameter) -> str:
-    value = getattr(DecodingParams, name)
+def rules_table() -> str:
+    """The table of ``RULES`` in Markdown."""
+    rows = [(f"`{rule.param}`", _needs(rule), listed(rule.free_values) or "none") for rule in RULES]
+    return _markdown([RULE_TITLES, *dict.fromkeys(rows)])
+
+
+def _needs(rule: Rule) -> str:
+    if rule.needs in (LIKE, FILLER):
+        return f"`decoding` {listed(rule.decodings())}"
+    return f"`{rule.needs}` {listed(rule.choices)}"
+
+
+def _markdown(rows: Sequence[tuple[str, ...]]) -> str:
+    titles, *others = rows
+    return "".join(f"| {' | '.join(row)} |\n" for row in (titles, ("---",) * len(titles), *others))
+
+
+def _default(parameter: Parameter) -> str:
+    value = parameter.default
     if parameter.default_text is not None:
         return parameter.default_text
     if isinstance(value, bool):
@@ -71,9 +90,10 @@ def with_table(page: str, name: str, table: str) -> str:
 
 
 def with_tables(page: str) -> str:
-    """The page with both tables made anew."""
+    """The page with all tables made anew."""
     page = with_table(page, "usual", table(research=False))
-    return with_table(page, "research", table(research=True))
+    page = with_table(page, "research", table(research=True))
+    return with_table(page, "rules", rules_table())
 
 
 def main() -> None:
@@ -84,7 +104,7 @@ def main() -> None:
     if parser.parse_args().write:
         PAGE.write_text(with_tables(PAGE.read_text("utf-8")), "utf-8")
     else:
-        print(table(research=False), table(research=True), sep="\n")
+        print(table(research=False), table(research=True), rules_table(), sep="\n")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lopa_ascend.config.help import HelpFormatter
+from lopa_ascend.config.settings import HelpFormatter
 from scripts.arguments import number_from
 
 ROOT = Path(__file__).resolve().parent.parent

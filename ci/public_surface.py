@@ -25,7 +25,7 @@ from starlette.routing import Route
 
 import lopa_ascend
 from lopa_ascend.config import DecodingParams, EngineConfig, Limits
-from lopa_ascend.config.help import HelpFormatter
+from lopa_ascend.config.settings import HelpFormatter
 from lopa_ascend.serve.app import create_app
 from lopa_ascend.serve.cli import build_parser
 from lopa_ascend.serve.config import ServeConfig

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from lopa_ascend.config.help import HelpFormatter
+from lopa_ascend.config.settings import HelpFormatter
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = {"py": (".py",), "cpp": (".cpp", ".c", ".h"), "sh": (".sh",), "text": (".txt", ".yaml"), "words": (".md",)}

@@ -108,7 +108,7 @@ def plan_graphs(config: EngineConfig, identity: object, max_model_len: int, max_
         logger.info(SMALL_WINDOWS, most_blocks, shape.blocks, max_tokens)
     key = repr((identity, config.dtype, config.tensor_parallel_size, config.branch_parallel_size, params))
     compiler = load_compiler(
-        config.device, config.mode, key=f"{key} {config.attention_layout}", cache_dir=config.graph_cache
+        config.device, config.graph_mode, key=f"{key} {config.attention_layout}", cache_dir=config.graph_cache
     )
     compiler.check_buckets([bucket.name for bucket in buckets.declared])
     return GraphPlan(shape, buckets, compiler)

@@ -28,10 +28,10 @@ def unsupported(request: DecodingParams, num_ends: int, shape: Bucket, compiled:
     }
     if (name := request.eager_parameter) is not None:
         return name
-    for name, support in DecodingParams.graph_support().items():
-        if support is GraphSupport.COMPILED and not _decodes(compiled, request, name):
+    for name, parameter in DecodingParams.parameters().items():
+        if parameter.graphs is GraphSupport.COMPILED and not _decodes(compiled, request, name):
             return name
-        if support is GraphSupport.BUCKET:
+        if parameter.graphs is GraphSupport.BUCKET:
             needed, held = sizes[name]
             if needed > held:
                 return name

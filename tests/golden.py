@@ -31,7 +31,6 @@ def cases_by_kind() -> dict[tuple[str, str, str], list[str]]:
         if case != MASK_CHOSEN:
             trace = read(case)
             params = decoding_params(trace)
-            assert params.window_attention is not None
             found[model_path(trace).name, params.window_attention, params.confidence].append(case)
     return found
 

@@ -13,7 +13,7 @@ from fractions import Fraction
 
 from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.config.kinds import Number
-from lopa_ascend.config.settings import Parameter, declare
+from lopa_ascend.config.settings import parameter
 from lopa_ascend.decode.acceptance import before_refused, by_probability
 from lopa_ascend.decode.blocks import Branch
 from lopa_ascend.decode.branch_scores import SCALE, fixed_point, with_creation
@@ -26,8 +26,8 @@ from lopa_ascend.types import Alternatives, Fill, RowPlan, RowResult, SequencePl
 
 @dataclass(frozen=True)
 class EntropyBoundParams:
-    acceptance_gamma: float = declare(
-        0.1, Parameter(Number(0, 1000), "the bound of entropies, in nats; higher is faster and less accurate")
+    acceptance_gamma: float = parameter(
+        0.1, Number(0, 1000), "the bound of entropies, in nats; higher is faster and less accurate"
     )
 
 
@@ -57,8 +57,8 @@ class EntropyBound(Lopa):
 
 @dataclass(frozen=True)
 class FrechetParams:
-    acceptance_delta: float = declare(
-        0.25, Parameter(Number(0, 1), "the bound of probabilities; lower is faster and less accurate")
+    acceptance_delta: float = parameter(
+        0.25, Number(0, 1), "the bound of probabilities; lower is faster and less accurate"
     )
 
 
@@ -138,15 +138,13 @@ class EntropyScore(Lopa):
 
 @dataclass(frozen=True)
 class PivotParams:
-    pivot_mass: float = declare(
+    pivot_mass: float = parameter(
         0.9,
-        Parameter(
-            Number(0, 1),
-            "a position can be the pivot if the tokens of all branches together have at least this probability there",
-        ),
+        Number(0, 1),
+        "a position can be the pivot if the tokens of all branches together have at least this probability there",
     )
-    pivot_weight: float = declare(
-        0.1, Parameter(Number(0, 1000), "weight of the log-probability of a branch's own token in the branch's score")
+    pivot_weight: float = parameter(
+        0.1, Number(0, 1000), "weight of the log-probability of a branch's own token in the branch's score"
     )
 
 

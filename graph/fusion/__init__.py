@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.fx import GraphModule
 
-from lopa_ascend.backend import Ops
+from lopa_ascend.backend.base import Ops
 from lopa_ascend.graph.fusion.nodes import value
 from lopa_ascend.graph.fusion.normal import join_reshapes, normalise
 from lopa_ascend.graph.fusion.passes import passes

@@ -11,7 +11,7 @@ from torch import SymInt, Tensor
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
-from lopa_ascend.backend import Ops
+from lopa_ascend.backend.base import Ops
 from lopa_ascend.graph.fusion.nodes import aten, method_of, static, value
 from lopa_ascend.graph.fusion.trace import ATTEND
 from lopa_ascend.model.plain import Attend

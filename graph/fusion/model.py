@@ -7,7 +7,7 @@ import logging
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from lopa_ascend.backend import Ops
+from lopa_ascend.backend.base import Ops
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.graph.fusion import Report, fuse
 from lopa_ascend.graph.fusion.bind import bind_attend, bind_rows

@@ -11,7 +11,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Node
 
-from lopa_ascend.backend import Ops
+from lopa_ascend.backend.base import Ops
 from lopa_ascend.graph.fusion.nodes import aten, source_line, static, value
 from lopa_ascend.graph.fusion.patterns import RESULT, Call, Cast, Either, Half, Match, Some
 from lopa_ascend.graph.fusion.rewriter import Change, Fusion, Refused, Rewriter

@@ -13,7 +13,7 @@ from torch import SymInt, Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
-from lopa_ascend.backend import Ops
+from lopa_ascend.backend.base import Ops
 from lopa_ascend.graph.fusion.nodes import Memory, attribute, is_pure, nodes_in, source_line, value
 from lopa_ascend.graph.fusion.patterns import RESULT, Match, matches
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lopa_ascend.backend.base import Entries, Ops
 from lopa_ascend.config import EngineConfig, ParameterError
+
+if TYPE_CHECKING:
+    from lopa_ascend.backend.base import Ops
 
 
 def load_ops(config: EngineConfig) -> Ops:
@@ -18,14 +20,14 @@ def load_ops(config: EngineConfig) -> Ops:
     if config.device == "npu":
         from lopa_ascend.backend.npu import load_npu_ops
 
-        return load_npu_ops(config.mode, attention_layout=config.attention_layout)
+        return load_npu_ops(config.graph_mode, attention_layout=config.attention_layout)
     if config.attention_layout != EngineConfig.attention_layout:
         raise ParameterError("attention_layout", f"is for device npu, and this is device {config.device}")
-    if config.mode == "inductor":
+    if config.graph_mode == "inductor":
         _check_inductor()
     from lopa_ascend.backend.cpu import load_cpu_ops
 
-    return load_cpu_ops(packs_weights=config.mode == "eager")
+    return load_cpu_ops(packs_weights=config.graph_mode == "eager")
 
 
 def _check_inductor() -> None:
@@ -76,6 +78,3 @@ def communicator_options(backend: str, purpose: str) -> Any:
     from lopa_ascend.backend.npu import hccl
 
     return hccl.communicator_options(purpose)
-
-
-__all__ = ["Entries", "Ops", "collective_backend", "communicator_options", "load_ops", "open_device"]

@@ -3,20 +3,22 @@
 Each setting is declared once, as ``config.settings`` describes.
 """
 
-from lopa_ascend.config.attention import ATTENTION_LAYOUTS, MAX_QUERIES, divided_length
 from lopa_ascend.config.combinations import fitting_defaults
-from lopa_ascend.config.decoding import DecodingParams, GraphParams
+from lopa_ascend.config.decoding import DecodingParams, GraphParams, recommended_decoding
 from lopa_ascend.config.decodings import DECODINGS, add_decoding, find_decoding
-from lopa_ascend.config.engine import GRAPH_MODES_BY_DEVICE, EngineConfig
-from lopa_ascend.config.errors import ContextLengthError, ParameterError, context_length
-from lopa_ascend.config.fields import ConfigError
+from lopa_ascend.config.engine import (
+    ATTENTION_LAYOUTS,
+    GRAPH_MODES_BY_DEVICE,
+    MAX_QUERIES,
+    EngineConfig,
+    divided_length,
+)
+from lopa_ascend.config.files import ConfigError
 from lopa_ascend.config.limits import Limits
 from lopa_ascend.config.model import DREAM, ModelConfig
+from lopa_ascend.config.parameters import BRANCH_SCORES, MIN_TEMPERATURE, WINDOW_ATTENTIONS
 from lopa_ascend.config.presets import Preset, find_preset, presets
-from lopa_ascend.config.recommended import recommended_decoding
-from lopa_ascend.config.research_params import BRANCH_SCORES, WINDOW_ATTENTIONS
-from lopa_ascend.config.settings import GraphSupport
-from lopa_ascend.config.usual_params import MIN_TEMPERATURE
+from lopa_ascend.config.settings import ContextLengthError, GraphSupport, ParameterError, context_length
 
 __all__ = [
     "ATTENTION_LAYOUTS",

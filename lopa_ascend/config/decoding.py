@@ -5,16 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from lopa_ascend.config.combinations import PIPELINED, check_combinations, decoding_that_fills
-from lopa_ascend.config.decodings import all_own_parameters, built_in_like, checked_own, needed_confidence
-from lopa_ascend.config.errors import ParameterError
+from lopa_ascend.config.combinations import check_combinations, filled_by
+from lopa_ascend.config.decodings import PIPELINED, all_own_parameters, built_in_like, checked_own, needed_confidence
+from lopa_ascend.config.files import ConfigError, read_json_object, shown
 from lopa_ascend.config.kinds import AUTO
+from lopa_ascend.config.parameters import ALGS, AUTO_BRANCHES, MIN_TEMPERATURE, ResearchParams, UsualParams
 from lopa_ascend.config.presets import find_preset
-from lopa_ascend.config.research_params import ALGS, ResearchParams
-from lopa_ascend.config.settings import GraphSupport, Parameter, check_settings, refuse_unknown, settings
-from lopa_ascend.config.usual_params import AUTO_BRANCHES, MIN_TEMPERATURE, UsualParams
+from lopa_ascend.config.settings import (
+    GraphSupport,
+    Parameter,
+    ParameterError,
+    check_settings,
+    refuse_unknown,
+    settings,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +52,8 @@ class DecodingParams(ResearchParams, UsualParams):
 
     @property
     def lookaheads(self) -> int:
-        """Most lookahead branches of a pass: ``num_branches``, which is never None after construction."""
-        if isinstance(self.num_branches, int):
-            return self.num_branches
-        assert self.is_auto
-        return AUTO_BRANCHES
+        """Most lookahead branches of a pass."""
+        return self.num_branches if isinstance(self.num_branches, int) else AUTO_BRANCHES
 
     @property
     def is_auto(self) -> bool:
@@ -68,7 +72,7 @@ class DecodingParams(ResearchParams, UsualParams):
     def is_pipelined(self) -> bool:
         """Whether a window of blocks moves over the canvas and commits keys and values behind it. If not, the whole
         canvas is there from the beginning, and keys and values are computed again."""
-        return decoding_that_fills(self.decoding, self.base) in PIPELINED
+        return filled_by(self.decoding, self.base) == "d2f"
 
     @property
     def eager_parameter(self) -> str | None:
@@ -76,11 +80,11 @@ class DecodingParams(ResearchParams, UsualParams):
 
         Which values compiled steps support is declared with each field.
         """
-        for name, support in self.graph_support().items():
+        for name, parameter in self.parameters().items():
             value = getattr(self, name)
-            if support is GraphSupport.PIPELINED and value not in PIPELINED:
+            if parameter.graphs is GraphSupport.PIPELINED and value not in PIPELINED:
                 return name
-            if support is GraphSupport.DEFAULT and value != getattr(DecodingParams, name):
+            if parameter.graphs is GraphSupport.DEFAULT and value != parameter.default:
                 return name
         is_exact = self.branch_acceptance == "exact"
         # A compiled step cannot choose the number of branches; only with "exact" any number gives the same answer.
@@ -105,11 +109,10 @@ class DecodingParams(ResearchParams, UsualParams):
         draws_positions = built_in_like(self.decoding) == "vanilla" and (self.alg == "origin" or self.alg_temp > 0)
         return self.temperature > 0 or draws_positions
 
-    @property
-    def eos_token_ids(self) -> tuple[int, ...] | None:
-        """``eos_token_id``, which is never a single id after construction; None: the model's own ids."""
-        assert not isinstance(self.eos_token_id, int)
-        return self.eos_token_id
+    def eos_ids_or(self, models: tuple[int, ...]) -> tuple[int, ...]:
+        """The EOS ids of the request: its own if it names any, else those of the model."""
+        own = self.eos_token_id
+        return models if own is None else (own,) if isinstance(own, int) else own
 
     def ends(self, eos: Iterable[int]) -> frozenset[int]:
         """Token ids that end the answer.
@@ -178,17 +181,6 @@ class DecodingParams(ResearchParams, UsualParams):
                 found.setdefault(name, parameter)
         return found
 
-    @classmethod
-    def default(cls, name: str) -> Any:
-        """The default of one of ``all_parameters``."""
-        owners = (cls, *all_own_parameters().values())
-        return next(getattr(owner, name) for owner in owners if name in settings(owner))
-
-    @classmethod
-    def graph_support(cls) -> dict[str, GraphSupport]:
-        """By name, in order: with which values a request can run in compiled steps."""
-        return {name: parameter.graphs for name, parameter in cls.parameters().items()}
-
 
 @dataclass(frozen=True)
 class GraphParams:
@@ -210,7 +202,6 @@ class GraphParams:
         """Graphs for requests with these parameters; for those of other requests if no graph can decode these."""
         if not params.is_pipelined or params.lookahead_depth > 1:
             return cls()
-        assert params.window_attention is not None
         runs_eagerly = params.is_auto and params.branch_acceptance != "exact"
         return cls(
             num_branches=cls.num_branches if runs_eagerly else params.lookaheads,
@@ -228,3 +219,29 @@ def _declarations(owner: type[Any]) -> dict[str, Parameter]:
 def banned_ids(params: DecodingParams) -> list[tuple[int, ...]]:
     """The entries of ``bad_words`` that are token ids rather than texts."""
     return [word for word in params.bad_words if not isinstance(word, str)]
+
+
+def recommended_decoding(model: str | Path) -> dict[str, Any]:
+    """What a model directory recommends, by name of the parameter; empty if it recommends nothing, or does not exist.
+
+    They stand in ``generation_config.json``, as the sampling parameters of other engines do, under the name
+    ``lopa_ascend``: {"eos_token_id": 7, "lopa_ascend": {"block_size": 8}}.
+
+    Args:
+        model: the model directory.
+
+    Raises:
+        ConfigError: the file is broken, a name is unknown, or a value is not allowed; the message names the file.
+    """
+    file = Path(model) / "generation_config.json"
+    values = read_json_object(file, ConfigError, optional=True).get("lopa_ascend", {})
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: lopa_ascend is {shown(values)}, expected an object of decoding parameters")
+    names = DecodingParams.names()
+    if unknown := sorted(values.keys() - {*names}):
+        raise ConfigError(f"{file}: lopa_ascend has {shown(unknown[0])}; choose from {', '.join(names)}")
+    try:
+        DecodingParams(**values)
+    except ParameterError as error:
+        raise ConfigError(f"{file}: lopa_ascend: {error}") from error
+    return values

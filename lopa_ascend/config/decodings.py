@@ -12,12 +12,13 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.kinds import Choice
-from lopa_ascend.config.settings import check_settings, settings
+from lopa_ascend.config.settings import ParameterError, check_settings, settings
 
 DECODINGS = ("lopa", "d2f", "parallel", "vanilla", "fast_dllm")
 """The built-in ones."""
+PIPELINED = ("lopa", "d2f")
+"""The built-in ones that compiled steps decode: their window of blocks moves over the canvas."""
 GROUP = "lopa_ascend.decodings"
 """The group of entry points."""
 _registered: dict[str, type[Any]] = {}
@@ -70,16 +71,8 @@ def is_known(name: object) -> bool:
 def built_in_like(decoding: str) -> str:
     """The decoding itself if it is built in, otherwise the built-in one that its ``like`` names. Both go with the same
     parameters."""
-    if decoding in DECODINGS:
-        return decoding
-    like: str = _registered[decoding].like
+    like: str = decoding if decoding in DECODINGS else _registered[decoding].like
     return like
-
-
-def own_parameters(decoding: str) -> type[Any] | None:
-    """The dataclass of the parameters that a decoding declares itself, as ``Strategy.parameters`` describes."""
-    strategy = None if decoding in DECODINGS else find_decoding(decoding)
-    return None if strategy is None else strategy.parameters
 
 
 def needed_confidence(decoding: str) -> str | None:
@@ -89,18 +82,18 @@ def needed_confidence(decoding: str) -> str | None:
 
 
 def all_own_parameters() -> dict[str, type[Any]]:
-    """By decoding: the dataclass of the parameters that it declares itself.
+    """By decoding: the dataclass of the parameters that it declares itself, as ``Strategy.parameters`` describes.
 
     Decodings that cannot be loaded are left out here; a request that names one is told why.
     """
     found = {}
     for decoding in known_decodings():
         try:
-            declared = own_parameters(decoding)
+            strategy = None if decoding in DECODINGS else find_decoding(decoding)
         except ValueError:
             continue
-        if declared is not None:
-            found[decoding] = declared
+        if strategy is not None and strategy.parameters is not None:
+            found[decoding] = strategy.parameters
     return found
 
 
@@ -113,7 +106,8 @@ def checked_own(decoding: str, values: Mapping[str, Any]) -> tuple[tuple[str, An
     Raises:
         ParameterError: a value is not allowed, or the decoding does not declare a parameter of this name.
     """
-    declared = own_parameters(decoding)
+    strategy = None if decoding in DECODINGS else find_decoding(decoding)
+    declared = None if strategy is None else strategy.parameters
     names = () if declared is None else tuple(settings(declared))
     for name in values:
         if name not in names:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lopa_ascend.config.fields import ConfigError, Fields
+from lopa_ascend.config.files import ConfigError, Fields
 from lopa_ascend.config.int8_files import CONFIG_FIELD, uses_compressed_tensors
 
 _ONLY_VALUES: dict[str, tuple[object, ...]] = {

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lopa_ascend.config.attention import ATTENTION_LAYOUTS
 from lopa_ascend.config.decoding import GraphParams
-from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.kinds import INT64_MAX, Boolean, Bytes, Choice, Choices, Integer, Number, Text
-from lopa_ascend.config.settings import Group, Setting, check_settings, declare, settings
+from lopa_ascend.config.settings import DERIVED, Group, ParameterError, check_settings, declare, settings
 
 GRAPH_MODES_BY_DEVICE = {"cpu": ("eager", "inductor"), "npu": ("npugraph_ex", "ge", "eager")}
 """How each kind of device can run decoding steps; the first mode is its default."""
@@ -26,6 +24,11 @@ INT8_LAYERS = {
 }
 """The linear layers that quantisation changes, by what `quantization_exclude` calls them: the last parts of their names
 in a checkpoint. Those of one entry run as one layer."""
+ATTENTION_LAYOUTS = ("TND", "TND16", "BSH")
+TND_HEADS = (128, 192)
+"""Elements of the heads that attention of an NPU takes in the layouts TND and TND16."""
+MAX_QUERIES = {"TND16": 16}
+"""Queries that an attention entry has at most, by layout; any number in the others."""
 DEFAULT_MODEL_LEN = 8192
 """Upper limit of the default ``max_model_len``. With the full length of a model, such as 131072 positions, the KV pages
 would be enough for few sequences only, and one request of that length would hold up all others."""
@@ -41,166 +44,130 @@ class EngineConfig:
 
     model: str | None = declare(
         None,
-        Setting(
-            Text(),
-            "Hugging Face directory of a Dream or of a registered model",
-            group=Group.MODEL,
-            metavar="DIR",
-            default_text="the bundled model",
-        ),
+        Text(),
+        "Hugging Face directory of a Dream or of a registered model",
+        group=Group.MODEL,
+        metavar="DIR",
+        default_text="the bundled model",
     )
     lora: str | None = declare(
         None,
-        Setting(
-            Text(),
-            "directory of a PEFT LoRA adapter, which is merged into the weights at start",
-            group=Group.MODEL,
-            flag="lora_path",
-            metavar="DIR",
-        ),
+        Text(),
+        "directory of a PEFT LoRA adapter, which is merged into the weights at start",
+        group=Group.MODEL,
+        flag="lora_path",
+        metavar="DIR",
     )
-    device: str = declare(
-        "cpu", Setting(Choice(tuple(GRAPH_MODES_BY_DEVICE)), "what the model runs on", group=Group.MODEL)
-    )
+    device: str = declare("cpu", Choice(tuple(GRAPH_MODES_BY_DEVICE)), "what the model runs on", group=Group.MODEL)
     dtype: str = declare(
         "auto",
-        Setting(
-            Choice(WEIGHT_DTYPES),
-            "number format of the weights; auto: the one that config.json names",
-            group=Group.MODEL,
-        ),
+        Choice(WEIGHT_DTYPES),
+        "number format of the weights; auto: the one that config.json names",
+        group=Group.MODEL,
     )
     quantization: str | None = declare(
         None,
-        Setting(
-            Choice(QUANTIZATIONS),
-            "w8a8: linear layers of int8 weights (a scale for each output) and int8 activations (a scale for each "
-            "token); not with `graph_mode` inductor",
-            group=Group.MODEL,
-            default_text="as the checkpoint is stored",
-        ),
+        Choice(QUANTIZATIONS),
+        "w8a8: linear layers of int8 weights (a scale for each output) and int8 activations (a scale for each "
+        "token); not with `graph_mode` inductor",
+        group=Group.MODEL,
+        default_text="as the checkpoint is stored",
     )
     quantization_exclude: tuple[str, ...] = declare(
         (),
-        Setting(
-            Choices(tuple(INT8_LAYERS)),
-            "linear layers that `quantization` leaves in the number format of the model, e.g. down_proj, where "
-            "outliers are",
-            group=Group.MODEL,
-            default_text="none",
-        ),
+        Choices(tuple(INT8_LAYERS)),
+        "linear layers that `quantization` leaves in the number format of the model, e.g. down_proj, where "
+        "outliers are",
+        group=Group.MODEL,
+        default_text="none",
     )
     max_model_len: int | None = declare(
         None,
-        Setting(
-            Integer(1, INT64_MAX),
-            "most tokens of prompt and answer together",
-            group=Group.MODEL,
-            default_text=f"the model's max_position_embeddings, but at most {DEFAULT_MODEL_LEN}",
-        ),
+        Integer(1, INT64_MAX),
+        "most tokens of prompt and answer together",
+        group=Group.MODEL,
+        default_text=f"the model's max_position_embeddings, but at most {DEFAULT_MODEL_LEN}",
     )
     kv_cache_memory: int | None = declare(
         None,
-        Setting(
-            Bytes(1),
-            "size of the KV pages, in bytes or e.g. 512MiB",
-            group=Group.ENGINE,
-            default_text="what the other limits can use; at most 4GiB and half of the free memory, or on an NPU "
-            "four fifths of the memory that is free beside the weights and the scores of the largest graph",
-        ),
+        Bytes(1),
+        "size of the KV pages, in bytes or e.g. 512MiB",
+        group=Group.ENGINE,
+        default_text="what the other limits can use; at most 4GiB and half of the free memory, or on an NPU "
+        "four fifths of the memory that is free beside the weights and the scores of the largest graph",
     )
     max_num_seqs: int = declare(
         32,
-        Setting(
-            Integer(1),
-            "answers that are generated at the same time; a request has n for each prompt",
-            group=Group.ENGINE,
-        ),
+        Integer(1),
+        "answers that are generated at the same time; a request has n for each prompt",
+        group=Group.ENGINE,
     )
     max_num_batched_tokens: int | None = declare(
         None,
-        Setting(
-            Integer(1, INT64_MAX),
-            "most tokens computed in one step; of a request whose branches alone have more, only some branches are",
-            group=Group.ENGINE,
-            default_text="`max_model_len`, but at least 4096",
-        ),
+        Integer(1, INT64_MAX),
+        "most tokens computed in one step; of a request whose branches alone have more, only some branches are",
+        group=Group.ENGINE,
+        default_text="`max_model_len`, but at least 4096",
     )
     max_num_branches: int = declare(
-        15, Setting(Integer(0, 255), "most lookahead branches that a request may ask for", group=Group.ENGINE)
+        15, Integer(0, 255), "most lookahead branches that a request may ask for", group=Group.ENGINE
     )
     enable_prefix_caching: bool = declare(
         True,
-        Setting(
-            Boolean(),
-            "keep the KV pages of whole prompts for requests with an equal prompt; changes no token",
-            group=Group.ENGINE,
-        ),
+        Boolean(),
+        "keep the KV pages of whole prompts for requests with an equal prompt; changes no token",
+        group=Group.ENGINE,
     )
     seed: int | None = declare(
         None,
-        Setting(
-            Integer(0, INT64_MAX),
-            "sampled requests that bring no seed of their own get one drawn from this one: the same requests in the "
-            "same order get the same answers",
-            group=Group.MODEL,
-            default_text="a new one at every start",
-        ),
+        Integer(0, INT64_MAX),
+        "sampled requests that bring no seed of their own get one drawn from this one: the same requests in the "
+        "same order get the same answers",
+        group=Group.MODEL,
+        default_text="a new one at every start",
     )
     threads: int | None = declare(
-        None, Setting(Integer(1, 1024), "CPU threads of the engine", group=Group.MODEL, default_text="torch's choice")
+        None, Integer(1, 1024), "CPU threads of the engine", group=Group.MODEL, default_text="torch's choice"
     )
-    tensor_parallel_size: int = declare(
-        1, Setting(Integer(1, 4096), "ranks that split each forward pass", group=Group.RANKS)
-    )
+    tensor_parallel_size: int = declare(1, Integer(1, 4096), "ranks that split each forward pass", group=Group.RANKS)
     branch_parallel_size: int = declare(
         1,
-        Setting(
-            Integer(1, 4096),
-            "groups of `tensor_parallel_size` ranks, each of which computes some of the branches",
-            group=Group.RANKS,
-        ),
+        Integer(1, 4096),
+        "groups of `tensor_parallel_size` ranks, each of which computes some of the branches",
+        group=Group.RANKS,
     )
     distributed_timeout_seconds: float = declare(
         60.0,
-        Setting(
-            Number(2, 86400, unit="seconds"),
-            "how long a rank may hang before the other ranks end",
-            group=Group.RANKS,
-            metavar="SECONDS",
-        ),
+        Number(2, 86400, unit="seconds"),
+        "how long a rank may hang before the other ranks end",
+        group=Group.RANKS,
+        metavar="SECONDS",
     )
-    graph_mode: str | None = declare(
-        None,
-        Setting(
-            Choice(GRAPH_MODES),
-            "how decoding steps run: eager, or compiled (on an NPU by npugraph_ex or ge, on a CPU by inductor)",
-            group=Group.GRAPHS,
-            default_text="npugraph_ex on an NPU, eager on a CPU",
-        ),
+    graph_mode: str = declare(
+        DERIVED,
+        Choice(GRAPH_MODES),
+        "how decoding steps run: eager, or compiled (on an NPU by npugraph_ex or ge, on a CPU by inductor)",
+        group=Group.GRAPHS,
+        default_text="npugraph_ex on an NPU, eager on a CPU",
     )
     graph_window_blocks: int = declare(
-        8, Setting(Integer(2, 4096), "blocks of the largest window that a graph is compiled for", group=Group.GRAPHS)
+        8, Integer(2, 4096), "blocks of the largest window that a graph is compiled for", group=Group.GRAPHS
     )
     graph_cache: str | None = declare(
         None,
-        Setting(
-            Text(),
-            "directory where compiled graphs are kept for the next start. The code in it runs then, so nobody else may "
-            "be able to write to it",
-            group=Group.GRAPHS,
-            metavar="DIR",
-            default_text="they are not kept",
-        ),
+        Text(),
+        "directory where compiled graphs are kept for the next start. The code in it runs then, so nobody else may "
+        "be able to write to it",
+        group=Group.GRAPHS,
+        metavar="DIR",
+        default_text="they are not kept",
     )
     attention_layout: str = declare(
         "TND",
-        Setting(
-            Choice(ATTENTION_LAYOUTS),
-            "tensor layout of attention on an NPU; TND16 is TND with at most 16 queries an entry; "
-            "`python -m scripts.selftest` says which one works and is faster; changes no token",
-            group=Group.GRAPHS,
-        ),
+        Choice(ATTENTION_LAYOUTS),
+        "tensor layout of attention on an NPU; TND16 is TND with at most 16 queries an entry; "
+        "`python -m scripts.selftest` says which one works and is faster; changes no token",
+        group=Group.GRAPHS,
     )
 
     graph_params: GraphParams = GraphParams()
@@ -213,15 +180,10 @@ class EngineConfig:
         modes = GRAPH_MODES_BY_DEVICE[self.device]
         if self.graph_mode is None:
             object.__setattr__(self, "graph_mode", modes[0])
-        if self.mode not in modes:
-            message = f"unknown value {self.mode!r} for device {self.device}; choose one of {', '.join(modes)}"
+        if self.graph_mode not in modes:
+            message = f"unknown value {self.graph_mode!r} for device {self.device}; choose one of {', '.join(modes)}"
             raise ParameterError("graph_mode", message)
-        if self.mode != "eager" and self.graph_params.window_attention == "full" and self.branch_parallel_size > 1:
-            message = (
-                f'"full" and branch_parallel_size {self.branch_parallel_size} do not go together in graph mode '
-                f'{self.mode}; choose "block_causal", or graph mode eager'
-            )
-            raise ParameterError("window_attention", message)
+        check_window_attention(self.graph_params.window_attention, self.branch_parallel_size, self.graph_mode)
         if self.quantization_exclude and self.quantization is None:
             raise ParameterError("quantization_exclude", "needs quantization")
         if self.quantization is not None:
@@ -240,10 +202,10 @@ class EngineConfig:
         Raises:
             ParameterError: the graph mode cannot run them.
         """
-        if self.mode not in INT8_GRAPH_MODES:
+        if self.graph_mode not in INT8_GRAPH_MODES:
             modes = ", ".join(INT8_GRAPH_MODES)
             raise ParameterError(
-                param, f"{value} runs with one of the graph modes {modes}; graph_mode is {self.mode!r}"
+                param, f"{value} runs with one of the graph modes {modes}; graph_mode is {self.graph_mode!r}"
             )
 
     def int8_projections(self) -> frozenset[str]:
@@ -254,12 +216,6 @@ class EngineConfig:
         return frozenset(part for name, parts in INT8_LAYERS.items() if name not in kept for part in parts)
 
     @property
-    def mode(self) -> str:
-        """``graph_mode``, which is never None after construction."""
-        assert self.graph_mode is not None
-        return self.graph_mode
-
-    @property
     def world_size(self) -> int:
         """Number of ranks of this engine."""
         return self.tensor_parallel_size * self.branch_parallel_size
@@ -268,3 +224,29 @@ class EngineConfig:
     def names(cls) -> tuple[str, ...]:
         """Names of all settings, in order."""
         return tuple(settings(cls))
+
+
+def check_window_attention(window_attention: str, branch_parallel_size: int, graph_mode: str) -> None:
+    """Refuses full attention in compiled steps of several branch-parallel groups.
+
+    Raises:
+        ParameterError: it was asked for.
+    """
+    if window_attention == "full" and branch_parallel_size > 1 and graph_mode != "eager":
+        message = (
+            f'"full" and branch_parallel_size {branch_parallel_size} do not go together in graph mode {graph_mode}; '
+            'choose "block_causal", or graph mode eager'
+        )
+        raise ParameterError("window_attention", message)
+
+
+def divided_length(length: int, max_queries: int | None) -> tuple[int, ...]:
+    """The lengths of the entries that make up an entry of ``length`` queries.
+
+    Args:
+        max_queries: queries of an entry at most; None for any number.
+    """
+    if max_queries is None or length <= max_queries:
+        return (length,)
+    count, rest = divmod(length, max_queries)
+    return (max_queries,) * count + ((rest,) if rest else ())

@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lopa_ascend.config.files import shown
-from lopa_ascend.config.sizes import parse_size
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 AUTO = "auto"
 MAX_TOKEN_IDS = 2**16
 """Most token ids in a list, and in the lists of all choices of a request together."""
+
+
+UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as 4096, 512MiB or 1.5 GiB.
+
+    Raises:
+        ValueError: the text is not a size.
+    """
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?) ?([KMGT]iB|)", text)
+    if match is None:
+        raise ValueError(f"must be a number of bytes, or a number with a unit, e.g. 512MiB or 4GiB; got {text!r}")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def format_size(num_bytes: float) -> str:
+    """A size rounded to one decimal, in the largest unit of which it has at least one: "1.5 GiB"."""
+    unit = max((unit for unit in UNITS if UNITS[unit] <= num_bytes), key=UNITS.__getitem__, default="")
+    return f"{num_bytes / UNITS[unit]:.1f} {unit}" if unit else f"{num_bytes:.0f} B"
+
+
+def exact_size(num_bytes: int) -> str:
+    """A size without rounding, in the largest unit that divides it: "8MiB". ``parse_size`` reads it back."""
+    unit = max((unit for unit in UNITS if num_bytes % UNITS[unit] == 0), key=UNITS.__getitem__) if num_bytes else ""
+    return f"{num_bytes // UNITS[unit]}{unit}"
 
 
 def _text(value: str) -> str:
@@ -46,13 +73,13 @@ class Kind(ABC):
             ValueError: the value is not allowed; the message says what is.
         """
 
-    @abstractmethod
     def parse(self, text: str) -> Any:
         """One value from a command line or a configuration file. ``checked`` decides whether it is allowed.
 
         Raises:
             ValueError: the text stands for no value of this kind.
         """
+        return text
 
     @abstractmethod
     def allowed(self) -> str:
@@ -67,9 +94,6 @@ class Text(Kind):
 
     def checked(self, value: object) -> object:
         return _text(value) if isinstance(value, str) else value
-
-    def parse(self, text: str) -> str:
-        return text
 
     def allowed(self) -> str:
         return "any text"
@@ -92,9 +116,6 @@ class Choice(Kind):
             raise ValueError(f"unknown value {shown(value)}; choose one of {', '.join(self.choices)}")
         return str(value)  # numpy.str_ is a str too, and cannot be sent to other processes
 
-    def parse(self, text: str) -> str:
-        return text
-
     def allowed(self) -> str:
         return ", ".join(f'"{choice}"' for choice in self.choices)
 
@@ -114,9 +135,6 @@ class Choices(Kind):
         for name in names:
             Choice(self.choices).checked(name)
         return tuple(choice for choice in self.choices if choice in names)
-
-    def parse(self, text: str) -> str:
-        return text
 
     def allowed(self) -> str:
         return Choice(self.choices).allowed()
@@ -218,13 +236,10 @@ class Number(Kind):
     """For messages, e.g. "seconds"."""
 
     def checked(self, value: object) -> object:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not self._contains(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not self.low <= value <= self.high:
             raise self._refusal(value)
         # numpy.float64 is a float too. Adding 0 turns -0.0, whose bits are those of no threshold, into 0.0.
         return value if isinstance(value, int) else float(value) + 0.0
-
-    def _contains(self, value: float) -> bool:
-        return self.low <= value <= self.high
 
     def parse(self, text: str) -> float:
         try:
@@ -260,9 +275,6 @@ class Strings(Kind):
         if (total := sum(map(len, strings))) > self.max_characters:
             raise ValueError(f"{most}, got {total} characters")
         return tuple(map(_text, strings))
-
-    def parse(self, text: str) -> str:
-        return text
 
     def allowed(self) -> str:
         return "non-empty strings"
@@ -302,8 +314,6 @@ class Words(Kind):
 
     metavar: ClassVar[str] = "TEXT"
     many: ClassVar[bool] = True
-    token: ClassVar[Integer] = Integer(0)
-    """One id. The model's vocabulary limits it further."""
     max_texts: int
     """Most strings."""
     max_characters: int
@@ -336,10 +346,7 @@ class Words(Kind):
         longest = self.max_characters if isinstance(word, str) else self.max_tokens
         if not isinstance(word, str | list | tuple) or not 0 < len(word) <= longest:
             raise ValueError(f"must be {self.allowed()}, got {shown(word)}")
-        return _text(word) if isinstance(word, str) else tuple(self.token.checked(token) for token in word)
-
-    def parse(self, text: str) -> str:
-        return text
+        return _text(word) if isinstance(word, str) else tuple(TokenIds.token.checked(token) for token in word)
 
     def allowed(self) -> str:
         return (
@@ -357,8 +364,6 @@ class TokenNumbers(Kind):
 
     metavar: ClassVar[str] = "ID:X"
     many: ClassVar[bool] = True
-    token: ClassVar[Integer] = Integer(0)
-    """One id. The model's vocabulary limits it further."""
     number: Number
     max_items: int = MAX_TOKEN_IDS
 
@@ -370,7 +375,7 @@ class TokenNumbers(Kind):
             raise ValueError(f"must map token ids to numbers, got {shown(value)}")
         found: dict[object, object] = {}
         for token, number in pairs:
-            token_id = self.token.checked(self._from_key(token) if isinstance(token, str) else token)
+            token_id = TokenIds.token.checked(self._from_key(token) if isinstance(token, str) else token)
             if token_id in found:
                 raise ValueError(f"has two numbers for token id {token_id}")
             found[token_id] = self.number.checked(number)
@@ -378,11 +383,11 @@ class TokenNumbers(Kind):
 
     def _from_key(self, key: str) -> object:
         """The token id of a key of a JSON object. ``int`` alone takes "1_0", "+8" and the digits of other scripts."""
-        return self.token.parse(key) if key.isascii() and key.isdecimal() else key
+        return TokenIds.token.parse(key) if key.isascii() and key.isdecimal() else key
 
     def parse(self, text: str) -> tuple[int, float]:
         token, _, number = text.partition(":")
-        return self.token.parse(token), self.number.parse(number)
+        return TokenIds.token.parse(token), self.number.parse(number)
 
     def allowed(self) -> str:
         return f"token ids with numbers from {self.number.allowed()}"

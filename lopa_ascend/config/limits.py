@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from itertools import chain
 
 from lopa_ascend.config.decoding import DecodingParams, banned_ids
-from lopa_ascend.config.errors import ContextLengthError, ParameterError, context_length
+from lopa_ascend.config.engine import check_window_attention
+from lopa_ascend.config.settings import ContextLengthError, ParameterError, context_length
 from lopa_ascend.kv.pages import slots_for, worst_case
 
 
@@ -73,13 +74,8 @@ class Limits:
             message = f"{params.lookaheads} exceeds this server's max_num_branches {self.max_num_branches}"
             raise ParameterError("num_branches", message)
         self._check_first_step(prompt_tokens, params)
-        full_windows = params.is_pipelined and params.window_attention == "full"
-        if full_windows and self.branch_parallel_size > 1 and self.graph_mode != "eager":
-            message = (
-                f'"full" and branch_parallel_size {self.branch_parallel_size} do not go together in graph mode '
-                f'{self.graph_mode}; choose "block_causal", or a server with graph mode eager'
-            )
-            raise ParameterError("window_attention", message)
+        if params.is_pipelined:
+            check_window_attention(params.window_attention, self.branch_parallel_size, self.graph_mode)
         if params.top_k is not None and self.max_top_k is not None and params.top_k > self.max_top_k:
             raise ParameterError("top_k", f"{params.top_k} exceeds this server's limit of {self.max_top_k}")
         self._check_pages(prompt_tokens, params)
@@ -108,15 +104,12 @@ class Limits:
         else:
             decoding = f'decoding "{params.decoding}"' if params.base == "d2f" else f'base "{params.base}"'
             name, what, num_opened = "max_new_tokens", f"canvas that {decoding} computes whole", params.max_new_tokens
-        if num_opened >= self.max_num_batched_tokens:
-            message = f"makes a {what} of {num_opened}, which with any prompt exceeds max_num_batched_tokens"
-            raise ParameterError(name, f"{message} {self.max_num_batched_tokens}")
         if prompt_tokens + num_opened > self.max_num_batched_tokens:
             message = (
-                f"has {prompt_tokens} tokens; with the {what} of {num_opened} they exceed max_num_batched_tokens "
+                f"a prompt of {prompt_tokens} tokens and the {what} of {num_opened} exceed max_num_batched_tokens "
                 f"{self.max_num_batched_tokens}"
             )
-            raise ParameterError("prompt", message)
+            raise ParameterError("prompt" if num_opened < self.max_num_batched_tokens else name, message)
 
     def _check_branches(self, prompt_tokens: int, params: DecodingParams) -> None:
         """Refuses branches that one step cannot compute together even while windows are smallest. As windows grow, a
@@ -156,7 +149,7 @@ class Limits:
                 never generated; or no token would be left for a position.
         """
         token_ids = {
-            "eos_token_id": params.eos_token_ids or (),
+            "eos_token_id": params.eos_ids_or(()),
             "stop_token_ids": params.stop_token_ids,
             "logit_bias": [token for token, _ in params.logit_bias],
             "bad_words": list(chain.from_iterable(banned_ids(params))),
@@ -176,7 +169,7 @@ class Limits:
 
     def _check_choice(self, params: DecodingParams) -> None:
         """Refuses parameters that would leave no token for a position."""
-        eos = self.eos_token_ids if params.eos_token_ids is None else params.eos_token_ids
+        eos = params.eos_ids_or(self.eos_token_ids)
         # The last token of a longer word is banned wherever the word's beginning may still be filled in.
         never = {self.mask_token_id, *(word[-1] for word in banned_ids(params))}
         if self._are_all_ids(never):

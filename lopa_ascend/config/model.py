@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lopa_ascend.config.dream import refuse_variants
-from lopa_ascend.config.fields import ConfigError, Fields
-from lopa_ascend.config.files import shown
+from lopa_ascend.config.files import ConfigError, Fields, shown
 from lopa_ascend.types import KVShape
 
 DREAM = "Dream"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lopa_ascend.config.combinations import fitting_defaults
-from lopa_ascend.config.errors import ParameterError
+from lopa_ascend.config.settings import ParameterError
 
 FILE = Path(__file__).with_name("presets.json")
 LIST = "list"
@@ -128,24 +128,14 @@ def presets_text() -> str:
     """All presets with their values and sources, for people. What neighbours have in common is there once."""
     blocks = []
     for common, members in groupby(presets().values(), _common_text):
-        blocks.append("\n".join([common, *(f"  {preset.name}\n{_flags_text(preset)}" for preset in members), ""]))
+        blocks.append("\n".join([common, *(f"  {preset.name}\n{_values_text(preset)}" for preset in members), ""]))
     return "\n".join(blocks)
 
 
-def _flags_text(preset: Preset) -> str:
-    """The decoding parameters as flags."""
-    flags = []
-    for name, value in preset.decoding.items():
-        flag = name.replace("_", "-")
-        if value is True:
-            flags.append(f"--{flag}")
-        elif value is False:
-            flags.append(f"--no-{flag}")
-        else:  # a non-breaking space keeps a flag and its value on one line
-            flags.append(f"--{flag}\xa0{value}")
-    indent = " " * 6
-    text = textwrap.fill(" ".join(flags), 112, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
-    return text.replace("\xa0", " ")
+def _values_text(preset: Preset) -> str:
+    """The decoding parameters as a request has them."""
+    values = " ".join(f"{name}={json.dumps(value)}" for name, value in preset.decoding.items())
+    return textwrap.indent(textwrap.fill(values, 106), " " * 6)
 
 
 def _common_text(preset: Preset) -> str:

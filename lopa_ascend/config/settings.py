@@ -6,12 +6,13 @@ and the table in docs/decoding.md are all made from these declarations.
 
 from __future__ import annotations
 
+import argparse
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
 from typing import Any, TypeVar
 
-from lopa_ascend.config.errors import ParameterError
 from lopa_ascend.config.kinds import Kind
 from lopa_ascend.config.removed import instead_of
 
@@ -19,6 +20,31 @@ T = TypeVar("T")
 
 _KEY = "setting"
 """Key of a declaration in the metadata of its dataclass field."""
+DERIVED: Any = None
+"""The default of a field that construction replaces by what follows from other fields. The type of the field is what it
+holds after construction."""
+
+
+class ParameterError(ValueError):
+    """A setting has a value that is not allowed.
+
+    Args:
+        param: name of the setting.
+        message: what is wrong with its value and what is allowed, without the name.
+    """
+
+    def __init__(self, param: str, message: str):
+        super().__init__(f"{param}: {message}")
+        self.param, self.message = param, message
+
+
+class ContextLengthError(ParameterError):
+    """A prompt, or a prompt with the answer that is asked for, has more tokens than the model takes."""
+
+
+def context_length(max_model_len: int) -> str:
+    """The limit in the words by which clients know it: some of them look for these in order to shorten a prompt."""
+    return f"this model's maximum context length is {max_model_len} tokens (max_model_len)"
 
 
 class Group(Enum):
@@ -59,8 +85,9 @@ class GraphSupport(Enum):
 
 @dataclass(frozen=True)
 class Setting:
-    """The declaration of one setting. Its name, type and default are those of the dataclass field."""
+    """The declaration of one setting. Its name and type are those of the dataclass field."""
 
+    default: Any
     kind: Kind
     """The allowed values. None is allowed as well where it is the default."""
     help: str
@@ -94,8 +121,22 @@ class Parameter(Setting):
     their own, as ``logprobs``."""
 
 
-def declare(default: T, setting: Setting) -> T:
-    """A dataclass field that carries its declaration."""
+def declare(default: T, kind: Kind, help: str, **more: Any) -> T:
+    """A dataclass field that carries the declaration of a setting.
+
+    Args:
+        default: of the field; ``DERIVED`` if it follows from other fields.
+        kind, help, more: see ``Setting``.
+    """
+    return _declared(default, Setting(default, kind, help, **more))
+
+
+def parameter(default: T, kind: Kind, help: str, **more: Any) -> T:
+    """A dataclass field that carries the declaration of a decoding parameter, see ``declare`` and ``Parameter``."""
+    return _declared(default, Parameter(default, kind, help, **more))
+
+
+def _declared(default: T, setting: Setting) -> T:
     value: T = field(default=default, metadata={_KEY: setting}, repr=not setting.secret)
     return value
 
@@ -127,12 +168,21 @@ def check_settings(instance: object) -> None:
     Raises:
         ParameterError: a value is not allowed.
     """
-    owner = type(instance)
-    for name, setting in settings(owner).items():
+    for name, setting in settings(type(instance)).items():
         value = getattr(instance, name)
-        if value is None and getattr(owner, name) is None:  # the attribute of the class is the default
+        if value is None and setting.default is None:
             continue
         try:
             object.__setattr__(instance, name, setting.kind.checked(value))
         except ValueError as error:
             raise ParameterError(name, f"{error}{instead_of(name, value)}") from None
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps descriptions as they are written, and breaks help texts between words only.
+
+    argparse's own formatters also break at hyphens, which cuts names of flags in two.
+    """
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False, break_long_words=False)

@@ -18,7 +18,7 @@ from torch import Tensor
 from lopa_ascend.backend.memory import free_memory, is_out_of_memory
 from lopa_ascend.config import DecodingParams, EngineConfig, ModelConfig, ParameterError
 from lopa_ascend.config.decoding import banned_ids
-from lopa_ascend.config.sizes import format_size
+from lopa_ascend.config.kinds import format_size
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.bad_words import BadWords
 from lopa_ascend.engine.prepare import Prepared, choose_num_pages, model_name, prepare, request_limits
@@ -205,8 +205,7 @@ class Engine:
             raise ValueError(f"request id {request_id!r} is in use")
         self.limits.check(len(prompt), params)
         if self.runner.graphs is not None:
-            eos = self.model_config.eos_token_ids if params.eos_token_ids is None else params.eos_token_ids
-            params = self.runner.graphs.with_fixed_branches(params, eos)
+            params = self.runner.graphs.with_fixed_branches(params, params.eos_ids_or(self.model_config.eos_token_ids))
         if params.is_random and params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(SEED_BITS))
         self.scheduler.add(Request(request_id, tuple(prompt), params, trace))
@@ -398,9 +397,7 @@ def start_sequence(
     Args:
         num_token_ids: token ids from this one on do not exist in the tokenizer.
     """
-    eos = request.params.eos_token_ids
-    if eos is None:
-        eos = model.eos_token_ids
+    eos = request.params.eos_ids_or(model.eos_token_ids)
     num_cached = 0 if entry is None else len(request.prompt)
     words = banned_ids(request.params)
     assert len(words) == len(request.params.bad_words), "the engine knows no text"

@@ -15,7 +15,7 @@ import sys
 import msgspec
 
 from lopa_ascend.config import EngineConfig
-from lopa_ascend.config.help import HelpFormatter
+from lopa_ascend.config.settings import HelpFormatter
 from lopa_ascend.parallel.launch import Rendezvous, exit_rank, exit_when_stdin_closes
 
 logger = logging.getLogger(__name__)

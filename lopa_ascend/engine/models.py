@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lopa_ascend import checkpoint
-from lopa_ascend.backend import Ops
+from lopa_ascend.backend.base import Ops
 from lopa_ascend.config import EngineConfig, ModelConfig, ParameterError
-from lopa_ascend.config.attention import TND_HEADS
+from lopa_ascend.config.engine import TND_HEADS
 from lopa_ascend.model.base import Model
 from lopa_ascend.model.dream import Dream
 from lopa_ascend.model.plain import Build, build_module, tensors_of

@@ -7,7 +7,8 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from lopa_ascend.backend import Ops, load_ops
+from lopa_ascend.backend import load_ops
+from lopa_ascend.backend.base import Ops
 from lopa_ascend.backend.memory import default_kv_memory
 from lopa_ascend.config import DecodingParams, EngineConfig, Limits, ModelConfig, ParameterError
 from lopa_ascend.config.engine import DEFAULT_MODEL_LEN
@@ -85,7 +86,7 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
     max_model_len = choose_max_model_len(config, model)
     max_num_batched_tokens = config.max_num_batched_tokens or max(4096, max_model_len)
     graph_plan = None
-    if config.mode != "eager":
+    if config.graph_mode != "eager":
         identity = model_source.identity, max_model_len, num_token_ids, mesh.tp.rank, mesh.bp.rank
         graph_plan = plan_graphs(config, identity, max_model_len, max_num_batched_tokens)
     return Prepared(model_source, ops, num_token_ids, eos_token_ids, max_model_len, max_num_batched_tokens, graph_plan)
@@ -158,7 +159,7 @@ def request_limits(config: EngineConfig, prepared: Prepared, model: ModelConfig,
         max_num_branches=config.max_num_branches,
         max_top_k=MAX_OFFERED if config.tensor_parallel_size > 1 else None,
         branch_parallel_size=config.branch_parallel_size,
-        graph_mode=config.mode,
+        graph_mode=config.graph_mode,
         num_token_ids=prepared.num_token_ids,
         eos_token_ids=model.eos_token_ids,
     )

@@ -203,7 +203,6 @@ def _commits_prompt(record: StepRecord, prompt_length: int) -> bool:
 def prefix_key(request: Request) -> PrefixKey:
     """What the keys and values of the request's prompt depend on."""
     params = request.params
-    assert params.window_attention is not None
     full = params.window_attention == "full"
     first_block = min(params.block_size, params.max_new_tokens) if full else 0
     return PrefixKey(request.prompt, params.window_attention, first_block)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from lopa_ascend.backend import Entries, Ops
+from lopa_ascend.backend.base import Entries, Ops
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.parallel.collectives import Group
 from lopa_ascend.types import Traffic

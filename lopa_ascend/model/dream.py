@@ -17,7 +17,7 @@ from collections.abc import Mapping, MutableMapping
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend import Ops
+from lopa_ascend.backend.base import Ops
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.model.base import Caches, ForwardInputs
 from lopa_ascend.parallel.collectives import ALONE, Group

@@ -8,7 +8,7 @@ from collections.abc import Sequence as List
 import torch
 
 from lopa_ascend.config import Limits
-from lopa_ascend.config.usual_params import AUTO_REQUESTS
+from lopa_ascend.config.parameters import AUTO_REQUESTS
 from lopa_ascend.graph.executor import GraphExecutor
 from lopa_ascend.probe import Probe
 from lopa_ascend.runner.eager import EagerExecutor, planned

@@ -26,10 +26,10 @@ from lopa_ascend.config import (
     recommended_decoding,
 )
 from lopa_ascend.config.files import shown
-from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.config.kinds import Boolean, Strings, Text, Words
 from lopa_ascend.config.presets import LIST, find_preset, presets_text
 from lopa_ascend.config.removed import instead_of
+from lopa_ascend.config.settings import HelpFormatter
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.parallel.launch import Rendezvous, rank_in_environment
 from lopa_ascend.serve.config import ServeConfig

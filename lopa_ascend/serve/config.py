@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.config.kinds import Boolean, Bytes, Integer, Number, Strings, Text
-from lopa_ascend.config.settings import Group, Setting, declare, settings
+from lopa_ascend.config.settings import Group, declare, settings
 
 DAY = 86400
 """Seconds."""
@@ -54,117 +54,95 @@ class ServeConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     served_model_name: str | None = declare(
         None,
-        Setting(
-            Text(),
-            "name of the model in the API",
-            group=Group.MODEL,
-            metavar="NAME",
-            default_text='"demo", or the name of the directory `model`',
-        ),
+        Text(),
+        "name of the model in the API",
+        group=Group.MODEL,
+        metavar="NAME",
+        default_text='"demo", or the name of the directory `model`',
     )
     chat_template: str | None = declare(
         None,
-        Setting(
-            Text(),
-            "Jinja template that makes a prompt of a conversation",
-            group=Group.MODEL,
-            metavar="FILE",
-            default_text="the model's own",
-        ),
+        Text(),
+        "Jinja template that makes a prompt of a conversation",
+        group=Group.MODEL,
+        metavar="FILE",
+        default_text="the model's own",
     )
     max_num_queued_reqs: int = declare(
         1024,
-        Setting(
-            Integer(0, 2**31 - 1),
-            "answers that may wait (a request has n for each prompt); further requests get a 503 with Retry-After",
-            group=Group.ENGINE,
-        ),
+        Integer(0, 2**31 - 1),
+        "answers that may wait (a request has n for each prompt); further requests get a 503 with Retry-After",
+        group=Group.ENGINE,
     )
     preset: str | None = declare(
         None,
-        Setting(
-            Text(),
-            "defaults for requests from a published evaluation, e.g. S13 of the LoPA paper, which the flags below "
-            "override; list: print all presets. It chooses neither a model nor ranks",
-            group=Group.DECODING,
-            metavar="NAME",
-        ),
+        Text(),
+        "defaults for requests from a published evaluation, e.g. S13 of the LoPA paper, which the flags below "
+        "override; list: print all presets. It chooses neither a model nor ranks",
+        group=Group.DECODING,
+        metavar="NAME",
     )
-    host: str = declare("127.0.0.1", Setting(Text(), "address to listen on", group=Group.SERVER, metavar="ADDRESS"))
-    port: int = declare(8000, Setting(Integer(0, 65535), "port to listen on; 0: a free one", group=Group.SERVER))
+    host: str = declare("127.0.0.1", Text(), "address to listen on", group=Group.SERVER, metavar="ADDRESS")
+    port: int = declare(8000, Integer(0, 65535), "port to listen on; 0: a free one", group=Group.SERVER)
     api_key: str | None = declare(
         None,
-        Setting(
-            Text(),
-            "key that clients must send; better given in the environment variable LOPA_API_KEY, which ps does not show",
-            group=Group.SERVER,
-            metavar="KEY",
-            secret=True,
-        ),
+        Text(),
+        "key that clients must send; better given in the environment variable LOPA_API_KEY, which ps does not show",
+        group=Group.SERVER,
+        metavar="KEY",
+        secret=True,
     )
     allowed_origins: tuple[str, ...] = declare(
         (),
-        Setting(
-            Origins(),
-            "origins whose web pages may call this server, e.g. https://example.org; *: all",
-            group=Group.SERVER,
-            default_text="pages from this machine (localhost, any port)",
-        ),
+        Origins(),
+        "origins whose web pages may call this server, e.g. https://example.org; *: all",
+        group=Group.SERVER,
+        default_text="pages from this machine (localhost, any port)",
     )
     root_path: str = declare(
-        "", Setting(UrlPath(), "path under which a proxy shows this server, e.g. /models", group=Group.SERVER)
+        "", UrlPath(), "path under which a proxy shows this server, e.g. /models", group=Group.SERVER
     )
     max_body_size: int = declare(
-        2**20, Setting(Bytes(0), "largest body of a request, in bytes or e.g. 512KiB", group=Group.SERVER)
+        2**20, Bytes(0), "largest body of a request, in bytes or e.g. 512KiB", group=Group.SERVER
     )
     request_timeout: float | None = declare(
         None,
-        Setting(
-            Number(0.001, DAY, unit="seconds"),
-            "longest time that a request may take; then the client gets a 504",
-            group=Group.SERVER,
-            metavar="SECONDS",
-            default_text="no limit",
-        ),
+        Number(0.001, DAY, unit="seconds"),
+        "longest time that a request may take; then the client gets a 504",
+        group=Group.SERVER,
+        metavar="SECONDS",
+        default_text="no limit",
     )
     watchdog_timeout: float = declare(
         60.0,
-        Setting(
-            Number(2, DAY, unit="seconds"),
-            "longest silence of the engine, e.g. during one step; then /health answers 503",
-            group=Group.SERVER,
-            metavar="SECONDS",
-        ),
+        Number(2, DAY, unit="seconds"),
+        "longest silence of the engine, e.g. during one step; then /health answers 503",
+        group=Group.SERVER,
+        metavar="SECONDS",
     )
     shutdown_timeout: float = declare(
         0.0,
-        Setting(
-            Number(0, DAY, unit="seconds"),
-            "how long running requests may go on after Ctrl-C or SIGTERM before they are ended",
-            group=Group.SERVER,
-            metavar="SECONDS",
-        ),
+        Number(0, DAY, unit="seconds"),
+        "how long running requests may go on after Ctrl-C or SIGTERM before they are ended",
+        group=Group.SERVER,
+        metavar="SECONDS",
     )
     enable_log_requests: bool = declare(
-        False, Setting(Boolean(), "write the prompts and parameters of requests to the log", group=Group.SERVER)
+        False, Boolean(), "write the prompts and parameters of requests to the log", group=Group.SERVER
     )
-    ssl_certfile: str | None = declare(
-        None, Setting(Text(), "certificate in PEM format", group=Group.TLS, metavar="FILE")
-    )
+    ssl_certfile: str | None = declare(None, Text(), "certificate in PEM format", group=Group.TLS, metavar="FILE")
     ssl_keyfile: str | None = declare(
-        None, Setting(Text(), "private key of the certificate in PEM format", group=Group.TLS, metavar="FILE")
+        None, Text(), "private key of the certificate in PEM format", group=Group.TLS, metavar="FILE"
     )
     ssl_keyfile_password: str | None = declare(
-        None, Setting(Text(), "password of the private key", group=Group.TLS, metavar="PASSWORD", secret=True)
+        None, Text(), "password of the private key", group=Group.TLS, metavar="PASSWORD", secret=True
     )
     ssl_ca_certs: str | None = declare(
         None,
-        Setting(
-            Text(),
-            "certificates of the authorities that clients' own certificates are checked against",
-            group=Group.TLS,
-            metavar="FILE",
-        ),
+        Text(),
+        "certificates of the authorities that clients' own certificates are checked against",
+        group=Group.TLS,
+        metavar="FILE",
     )
     decoding: Mapping[str, Any] = field(default_factory=dict)
     """Decoding parameters by name, as far as they were given: the defaults of requests."""

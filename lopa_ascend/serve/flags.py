@@ -9,10 +9,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from lopa_ascend.config import DecodingParams, EngineConfig
-from lopa_ascend.config.kinds import Boolean, Bytes, Choice
+from lopa_ascend.config.kinds import Boolean, Bytes, Choice, exact_size
 from lopa_ascend.config.removed import instead_of
 from lopa_ascend.config.settings import Group, Setting, settings
-from lopa_ascend.config.sizes import exact_size
 from lopa_ascend.serve.config import ServeConfig
 
 

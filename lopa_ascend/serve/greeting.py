@@ -8,7 +8,7 @@ import socket
 from collections.abc import Sequence
 
 from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError, recommended_decoding
-from lopa_ascend.config.sizes import format_size
+from lopa_ascend.config.kinds import format_size
 from lopa_ascend.demo import DEMO_MODEL, HELD_OUT
 from lopa_ascend.kv.pages import slots_for
 from lopa_ascend.serve.config import ServeConfig
@@ -68,7 +68,7 @@ def _blocks_line(config: ServeConfig, params: DecodingParams) -> str:
 def _graphs_line(engine: EngineConfig, params: DecodingParams) -> str:
     """A note that no graph can decode what the server decodes by default; nothing if one can."""
     name = params.eager_parameter
-    if engine.mode == "eager" or name is None:
+    if engine.graph_mode == "eager" or name is None:
         return ""
     return (
         f"note      no graph can decode {name} {getattr(params, name)}, so such requests run eagerly; if there are no "

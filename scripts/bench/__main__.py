@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from lopa_ascend.config.help import HelpFormatter
+from lopa_ascend.config.settings import HelpFormatter
 from scripts.bench import decode, serve
 from scripts.bench.plan import command as plan
 from scripts.bench.ranks import command as ranks

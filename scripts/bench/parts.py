@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lopa_ascend import LLM
-from lopa_ascend.backend import Entries, Ops
+from lopa_ascend.backend.base import Entries, Ops
 from lopa_ascend.backend.cpu import load_cpu_ops
 from lopa_ascend.backend.cpu.int8 import Int8Products
 

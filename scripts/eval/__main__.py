@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
-from lopa_ascend.config.help import HelpFormatter
+from lopa_ascend.config.settings import HelpFormatter
 
 SUBCOMMANDS = {
     "demo": "exact answers and tokens per forward pass of the bundled model on its problems",

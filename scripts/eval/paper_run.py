@@ -173,7 +173,7 @@ class TableRun:
             "seed": 0,
             "max_num_seqs": 1,
             # Eager rows of one checkpoint share a loaded model, whatever their parameters are.
-            **({} if EngineConfig(**given).mode == "eager" else {"graph_params": GraphParams.of(params)}),
+            **({} if EngineConfig(**given).graph_mode == "eager" else {"graph_params": GraphParams.of(params)}),
             **given,
             "model": checkpoint.model,
             "lora": checkpoint.adapter,

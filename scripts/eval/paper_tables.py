@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from lopa_ascend.config import EngineConfig, ParameterError
-from lopa_ascend.config.help import HelpFormatter
+from lopa_ascend.config.settings import HelpFormatter
 from lopa_ascend.serve.flags import ENGINE_FLAGS, add_flags, field_values
 from scripts.arguments import number_from
 from scripts.eval.command import run_command, with_defaults

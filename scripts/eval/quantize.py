@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.config.engine import INT8_LAYERS
-from lopa_ascend.config.help import HelpFormatter
+from lopa_ascend.config.settings import HelpFormatter
 from scripts.arguments import number_from
 
 if TYPE_CHECKING:

@@ -101,7 +101,7 @@ def num_visible(output: GenerationOutput, params: DecodingParams, eos: Sequence[
         params: how it was decoded.
         eos: the model's EOS ids.
     """
-    ends = params.ends(eos if params.eos_token_ids is None else params.eos_token_ids)
+    ends = params.ends(params.eos_ids_or(tuple(eos)))
     return next((place for place, token in enumerate(output.token_ids) if token in ends), len(output.token_ids))
 
 

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from lopa_ascend.config import DecodingParams, EngineConfig, GraphParams
-from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.config.presets import Preset, PromptFormat, find_preset
+from lopa_ascend.config.settings import HelpFormatter
 from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values
 from scripts.arguments import number_from
 from scripts.bench.machine import describe_machine

@@ -25,7 +25,7 @@ from pathlib import Path
 if sys.version_info < (3, 10):  # noqa: UP036 - a machine's own python3 may be older
     sys.exit(f"{sys.executable} is older than Python 3.10; name another interpreter by PYTHON, e.g. PYTHON=python3.11")
 
-from lopa_ascend.config.npu_versions import INSTALL_INFO
+from lopa_ascend.backend.npu.versions import INSTALL_INFO
 from scripts.launch.arguments import Launch, check_arguments, parse_args
 from scripts.launch.findings import Finding
 from scripts.launch.model import check_model

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lopa_ascend.config import GRAPH_MODES_BY_DEVICE
-from lopa_ascend.config.help import HelpFormatter
+from lopa_ascend.config.settings import HelpFormatter
 from lopa_ascend.demo import DEMO_MODEL
 from scripts.launch.findings import Finding, fail, ok
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from lopa_ascend.config import npu_environment, npu_versions
+from lopa_ascend.backend.npu import environment as npu_environment
+from lopa_ascend.backend.npu import versions as npu_versions
 from scripts.launch.arguments import Launch
 from scripts.launch.findings import Finding, fail, note, ok
 

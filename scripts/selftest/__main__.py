@@ -26,7 +26,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from lopa_ascend.config.help import HelpFormatter
+from lopa_ascend.config.settings import HelpFormatter
 from scripts.arguments import new_file, number_from
 
 

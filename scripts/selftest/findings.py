@@ -13,7 +13,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend import Ops, load_ops
+from lopa_ascend.backend import load_ops
+from lopa_ascend.backend.base import Ops
 from lopa_ascend.config import ATTENTION_LAYOUTS, GRAPH_MODES_BY_DEVICE, EngineConfig
 from lopa_ascend.parallel.collectives import Group
 from lopa_ascend.parallel.launch import rank_in_environment

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from lopa_ascend import __version__
-from lopa_ascend.config import EngineConfig, npu_environment
-from lopa_ascend.config.npu_versions import driver_version
+from lopa_ascend.backend.npu import environment as npu_environment
+from lopa_ascend.backend.npu.versions import driver_version
+from lopa_ascend.config import EngineConfig
 from lopa_ascend.parallel.collectives import RankError
 from lopa_ascend.parallel.launch import Rendezvous, exit_rank, rank_in_environment
 from lopa_ascend.parallel.mesh import Mesh

@@ -10,9 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend import Ops
+from lopa_ascend.backend.base import Ops
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.config.research_params import BRANCH_ACCEPTANCES
+from lopa_ascend.config.parameters import BRANCH_ACCEPTANCES
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.inputs import (
     HostView,

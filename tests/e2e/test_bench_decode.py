@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lopa_ascend import LLM, DecodingParams
-from lopa_ascend.backend import Entries
+from lopa_ascend.backend.base import Entries
 from lopa_ascend.backend.compiler import Eager
 from lopa_ascend.graph import setup
 from lopa_ascend.model.dream import Dream

@@ -77,7 +77,6 @@ LATE = [case for case, params in CASES.items() if params.window_attention == "bl
 @pytest.mark.parametrize(("case", "ahead"), [*((case, False) for case in CASES), *((case, True) for case in LATE)])
 def test_golden_case(case: str, ahead: bool) -> None:
     trace, params = golden.read(case), CASES[case]
-    assert params.window_attention is not None
     compiled = GraphParams(params.lookaheads, window_attention=params.window_attention, confidence=params.confidence)
     options = OPTIONS | {"graph_params": compiled}
     llm = LLM(str(golden.model_path(trace)), enable_prefix_caching=False, max_num_seqs=2, **options)

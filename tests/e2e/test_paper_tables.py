@@ -136,8 +136,8 @@ def test_every_row_can_run_on_16_npus(monkeypatch: pytest.MonkeyPatch):
         assert plan.engine is not None
         config = EngineConfig(**plan.engine)
         is_full = plan.setting.params.window_attention == "full" and config.branch_parallel_size > 1
-        assert (config.mode == "eager") == is_full, row.name
-        modes.add(config.mode)
+        assert (config.graph_mode == "eager") == is_full, row.name
+        modes.add(config.graph_mode)
     assert modes == {"eager", "npugraph_ex"}
 
 

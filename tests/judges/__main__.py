@@ -33,7 +33,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from lopa_ascend.config.help import HelpFormatter
+from lopa_ascend.config.settings import HelpFormatter
 from scripts.arguments import number_from, positive
 from tests.judges.report import Options, Report
 

@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch_npu import npu
 
-from lopa_ascend.backend import Entries
+from lopa_ascend.backend.base import Entries
 from lopa_ascend.backend.compiler import Compiler, GraphError
 from lopa_ascend.backend.graph_cache import DIGESTS
 from lopa_ascend.backend.npu import hccl

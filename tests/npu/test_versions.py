@@ -12,7 +12,7 @@ from torch_npu import npu
 
 from lopa_ascend import LLM
 from lopa_ascend.backend.npu import load_npu_ops
-from lopa_ascend.config.npu_versions import FIRST_POST_RELEASES, UnsupportedStackError
+from lopa_ascend.backend.npu.versions import FIRST_POST_RELEASES, UnsupportedStackError
 from tests.npu.lab import device  # noqa: F401
 
 pytestmark = pytest.mark.npu

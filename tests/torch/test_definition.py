@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lopa_ascend.backend import Ops
+from lopa_ascend.backend.base import Ops
 from lopa_ascend.backend.cpu import CpuOps, definition
 from lopa_ascend.kv.pages import PAGE_SIZE
 from tests.tiers import examples

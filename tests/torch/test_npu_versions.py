@@ -1,12 +1,18 @@
-"""Which versions the NPU backend takes; the table in config/npu_versions.py was read off the wheels."""
+"""Which versions the NPU backend takes; the table in backend/npu/versions.py was read off the wheels."""
 
 from __future__ import annotations
 
 import pytest
 
-from lopa_ascend.backend.npu.versions import check_installed
-from lopa_ascend.config.npu_environment import check_environment
-from lopa_ascend.config.npu_versions import UnsupportedStackError, can_run, check_cann, check_versions, driver_order
+from lopa_ascend.backend.npu.environment import check_environment
+from lopa_ascend.backend.npu.versions import (
+    UnsupportedStackError,
+    can_run,
+    check_cann,
+    check_installed,
+    check_versions,
+    driver_order,
+)
 
 RUNS = {
     "2.8.0.post4": (),

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lopa_ascend.backend import Entries, load_ops
+from lopa_ascend.backend import load_ops
+from lopa_ascend.backend.base import Entries
 from lopa_ascend.backend.cpu import CpuOps, definition
 from lopa_ascend.backend.cpu.products import Products
 from lopa_ascend.config import EngineConfig, ParameterError

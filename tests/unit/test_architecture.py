@@ -70,7 +70,11 @@ def test_the_http_process_is_one_of_the_contracts():
     assert "torch" in contract["forbidden_modules"]
 
 
-@pytest.mark.parametrize("module", ["lopa_ascend", "lopa_ascend.serve.server", *PURE])
+NPU_CHECKS = ("lopa_ascend.backend.npu.versions", "lopa_ascend.backend.npu.environment")
+"""Run before a launch, on machines where torch may not load."""
+
+
+@pytest.mark.parametrize("module", ["lopa_ascend", "lopa_ascend.serve.server", *NPU_CHECKS, *PURE])
 def test_pure_modules_do_not_import_torch(module: str):
     """Nor numpy, whose import takes a third of the time in which the command line answers."""
     heavy = {"torch", "torch_npu", "transformers", "numpy"}

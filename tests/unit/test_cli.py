@@ -36,7 +36,8 @@ def write(path: Path, text: str) -> str:
 
 def test_no_flags_are_the_defaults_and_what_the_bundled_model_recommends():
     recommended = recommended_decoding(DEMO_MODEL)
-    engine = EngineConfig(graph_params=GraphParams(block_size=recommended["block_size"]))
+    graphs = GraphParams(num_branches=recommended["num_branches"], block_size=recommended["block_size"])
+    engine = EngineConfig(graph_params=graphs)
     assert parse_args([]) == ServeConfig(engine=engine, decoding=recommended)
     assert parse_args(["--model", "absent"]) == ServeConfig(engine=EngineConfig(model="absent"))
 

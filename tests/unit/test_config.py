@@ -18,9 +18,8 @@ from lopa_ascend.config import (
     ParameterError,
     fitting_defaults,
 )
-from lopa_ascend.config.kinds import Choice
+from lopa_ascend.config.kinds import Choice, exact_size, format_size, parse_size
 from lopa_ascend.config.settings import settings
-from lopa_ascend.config.sizes import exact_size, format_size, parse_size
 
 
 def test_defaults_are_the_papers_gsm8k_row() -> None:
@@ -122,7 +121,7 @@ def test_d2f_has_no_branches() -> None:
             "window_attention",
             "block_causal.*parallel.*full",
         ),
-        ({"decoding": "parallel", "num_branches": 2}, "num_branches", "parallel.*2"),
+        ({"decoding": "parallel", "num_branches": 2}, "num_branches", "2.*parallel.*lopa.*0"),
         ({"decoding": "parallel", "max_active_blocks": 2}, "max_active_blocks", "2.*parallel.*lopa.*d2f"),
         ({"decoding": "d2f", "base": "parallel"}, "base", "parallel.*d2f.*lopa"),
         ({"base": "parallel", "window_attention": "block_causal"}, "window_attention", "block_causal.*base.*parallel"),
@@ -257,8 +256,8 @@ def test_every_field_is_declared() -> None:
 
 
 def test_graph_support() -> None:
-    support = DecodingParams.graph_support()
-    of = {kind: {name for name, value in support.items() if value is kind} for kind in GraphSupport}
+    declared = DecodingParams.parameters()
+    of = {kind: {name for name, parameter in declared.items() if parameter.graphs is kind} for kind in GraphSupport}
     processed = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
     processed |= {"bad_words", "top_logprobs"}
     unusual = {"temperature", "acceptance", "branch_score", "creation_weight", "min_new_tokens"}

@@ -71,7 +71,7 @@ def test_parse_result() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--num-branches 3 --decoding d2f", 'argument --num-branches: must be 0 with decoding "d2f"'),
+        ("--num-branches 3 --decoding d2f", 'argument --num-branches: 3 does not go with decoding "d2f"'),
         ("--block-size 8 0", "argument --block-size: must be a whole number from 1 on, got '0'"),
         ("--sets easy", "argument --sets: invalid choice: 'easy'"),
         ("--model absent", "absent"),

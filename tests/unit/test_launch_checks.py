@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lopa_ascend.config.npu_versions import can_run
+from lopa_ascend.backend.npu.versions import can_run
 from lopa_ascend.demo import DEMO_MODEL
 from scripts.launch.arguments import Launch
 from scripts.launch.findings import Finding

@@ -11,7 +11,7 @@ import pytest
 from lopa_ascend import register_decoding
 from lopa_ascend.config import DecodingParams, ParameterError, decodings, fitting_defaults
 from lopa_ascend.config.kinds import Choice, Number
-from lopa_ascend.config.settings import Parameter, declare
+from lopa_ascend.config.settings import parameter
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.d2f import D2F
 from lopa_ascend.decode.lopa import Lopa
@@ -22,8 +22,8 @@ from tests.unit.test_protocol import PLANNER, parsed
 
 @dataclass(frozen=True)
 class Own:
-    slope: float = declare(0.5, Parameter(Number(0, 1), "how steep"))
-    shape: str = declare("line", Parameter(Choice(("line", "curve")), "its shape"))
+    slope: float = parameter(0.5, Number(0, 1), "how steep")
+    shape: str = parameter("line", Choice(("line", "curve")), "its shape")
 
 
 class Sloped(Lopa):
@@ -76,7 +76,7 @@ def test_wrong_ones_are_refused_by_name(values: dict[str, Any], name: str, messa
 def test_one_that_all_decodings_have_is_refused() -> None:
     @dataclass(frozen=True)
     class Taken:
-        tau_conf: float = declare(0.5, Parameter(Number(0, 1), "another threshold"))
+        tau_conf: float = parameter(0.5, Number(0, 1), "another threshold")
 
     register_decoding("taken", type("Taking", (D2F,), {"like": "d2f", "parameters": Taken}))
     with pytest.raises(ParameterError, match='decoding: "taken" declares tau_conf, a parameter of all decodings'):

@@ -25,6 +25,7 @@ def test_the_tables_of_decoding_parameters_are_those_of_the_declarations():
     page = decoding_table.PAGE.read_text("utf-8")
     for research in (False, True):
         assert decoding_table.table(research=research) in page, "python -m ci.decoding_table --write"
+    assert decoding_table.rules_table() in page
     assert decoding_table.with_tables(page) == page
 
 

@@ -42,7 +42,7 @@ def test_what_does_not_go_with_a_flag_is_left_out(tmp_path: Path) -> None:
         ([1], r"lopa_ascend is \[1\], expected an object of decoding parameters"),
         ({"block_sizes": 8}, "lopa_ascend has 'block_sizes'; choose from .*block_size"),
         ({"block_size": 0}, "lopa_ascend: block_size: must be .*, got 0"),
-        ({"decoding": "d2f", "num_branches": 3}, "lopa_ascend: num_branches: must be 0"),
+        ({"decoding": "d2f", "num_branches": 3}, "lopa_ascend: num_branches: 3 does not go with decoding"),
     ],
 )
 def test_a_wrong_value_is_refused_with_the_name_of_the_file(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.config.combinations import fitting_defaults
-from lopa_ascend.config.research_params import BRANCH_ACCEPTANCES
+from lopa_ascend.config.parameters import BRANCH_ACCEPTANCES
 from lopa_ascend.decode import BRANCH_ACCEPTANCES as STRATEGIES
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.d2f import D2F
@@ -290,7 +290,7 @@ def test_what_drafts_hold() -> None:
 
 
 def test_drafts_of_several_tokens_must_be_confirmed() -> None:
-    message = r'lookahead_depth.*2 does not go with branch_acceptance "published"; use "verified" or "exact"'
+    message = r'lookahead_depth.*2 does not go with branch_acceptance "published"; use .* "verified" or "exact"'
     with pytest.raises(ParameterError, match=message):
         DecodingParams(lookahead_depth=2)
     with pytest.raises(ParameterError, match="lookahead_depth"):
@@ -307,7 +307,9 @@ def test_every_branch_acceptance_has_a_strategy() -> None:
 
 
 def test_exact_with_sampling_is_refused() -> None:
-    with pytest.raises(ParameterError, match=r'branch_acceptance.*"exact" needs temperature 0, got 0\.5'):
+    with pytest.raises(
+        ParameterError, match=r'branch_acceptance.*"exact" does not go with temperature 0\.5; use temperature 0'
+    ):
         DecodingParams(branch_acceptance="exact", temperature=0.5)
     assert DecodingParams(branch_acceptance="exact", temperature=1e-6).temperature == 0
     assert DecodingParams(branch_acceptance="verified", temperature=0.5).temperature == 0.5

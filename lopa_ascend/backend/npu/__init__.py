@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from lopa_ascend.backend.npu.environment import check_environment
 from lopa_ascend.backend.npu.versions import check_installed
 from lopa_ascend.config import ParameterError
-from lopa_ascend.config.npu_environment import check_environment
 
 if TYPE_CHECKING:
     from lopa_ascend.backend.npu.ops import NpuOps

@@ -72,7 +72,7 @@ def with_decoding_parameters(model: type[B]) -> type[B]:
     for name, parameter in DecodingParams.all_parameters().items():
         if parameter.own_field:
             continue
-        texts = {name: _description(name, parameter)} | dict.fromkeys(parameter.aliases, f"The same as {name}.")
+        texts = {name: _description(parameter)} | dict.fromkeys(parameter.aliases, f"The same as {name}.")
         for field, text in texts.items():
             value = Field(None, description=text, json_schema_extra=_range(parameter))
             fields[field] = (_json_type(parameter.kind) | None, value)
@@ -107,11 +107,11 @@ def _range(parameter: Parameter) -> Json:
     return {}
 
 
-def _description(name: str, parameter: Parameter) -> str:
+def _description(parameter: Parameter) -> str:
     text = f"{parameter.help[0].upper()}{parameter.help[1:]}."
     if parameter.off:
         text += f" Off: {' or '.join(map(str, parameter.off))}."
-    default = parameter.default_text or json.dumps(DecodingParams.default(name))
+    default = parameter.default_text or json.dumps(parameter.default)
     return f"{text} Default, unless the server has another: {default}."
 
 

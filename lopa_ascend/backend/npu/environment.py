@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from lopa_ascend.config.npu_versions import CAPTURING_MODES, UnsupportedStackError
+from lopa_ascend.backend.npu.versions import CAPTURING_MODES, UnsupportedStackError
 
 TASK_QUEUE = "TASK_QUEUE_ENABLE"
 BLOCKING = "ASCEND_LAUNCH_BLOCKING"
