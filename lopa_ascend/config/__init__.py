@@ -11,7 +11,7 @@ from lopa_ascend.config.engine import GRAPH_MODES_BY_DEVICE, EngineConfig
 from lopa_ascend.config.errors import ContextLengthError, ParameterError, context_length
 from lopa_ascend.config.fields import ConfigError
 from lopa_ascend.config.limits import Limits
-from lopa_ascend.config.model import DREAM, ModelConfig
+from lopa_ascend.config.model import ModelConfig
 from lopa_ascend.config.presets import Preset, find_preset, presets
 from lopa_ascend.config.recommended import recommended_decoding
 from lopa_ascend.config.research_params import BRANCH_SCORES, CONFIDENCES, WINDOW_ATTENTIONS
@@ -23,7 +23,6 @@ __all__ = [
     "BRANCH_SCORES",
     "CONFIDENCES",
     "DECODINGS",
-    "DREAM",
     "GRAPH_MODES_BY_DEVICE",
     "MAX_QUERIES",
     "MIN_TEMPERATURE",
