@@ -86,7 +86,7 @@ def split_members(
         if weight is not None and weight.dtype != "I8":
             raise CheckpointError(f"{weight.file}: tensor {module}.weight: is {weight.dtype}, expected I8 by {source}")
         found[module] = {}
-        for part, member in members_of(description, module, expected.linears[module].shape[0]).items():
+        for part, member in members_of(description, module, expected.specs[f"{module}.weight"].shape[0]).items():
             name = f"{module}.{part}"
             if name in headers:
                 found[module][part] = headers.pop(name)

@@ -55,15 +55,7 @@ Rows = Tensor | tuple[Tensor, Tensor]
 
 
 class Dream:
-    """One rank's part of a Dream; see ``model.base.SplitModel``.
-
-    Args:
-        config: the whole model's.
-        weights: this rank's weights; they are taken out of the mapping, so that none is in memory twice when ``ops``
-            converts them.
-        tp: the ranks that split each forward pass.
-        num_positions: positions that a sequence may have; by default all that the model allows.
-    """
+    """One rank's part of a Dream; see ``model.base.SplitModel``."""
 
     architecture: ClassVar = Architecture("Dream", TENSORS.tensors)
     properties: ClassVar = ModelProperties(
@@ -113,15 +105,12 @@ class Dream:
     def forward(self, inputs: ForwardInputs, k_caches: Caches, v_caches: Caches) -> Tensor:
         """See ``Model.forward``."""
         c, ops = self.config, self.ops
-        heads, kv_heads = self.num_heads, self.num_kv_heads
         cos, sin = self._rope_tables.index_select(1, inputs.positions).unbind()
         residual = self.weights["embed.weight"].index_select(0, inputs.tokens)
         x = self._norm(residual, "layers.0.attn_norm", reader="layers.0.qkv")
         for n in range(c.num_layers):
             p = f"layers.{n}."
-            qkv = self._linear(x, p + "qkv")
-            qkv = ops.rope(qkv.view(-1, heads + 2 * kv_heads, c.head_dim), cos, sin)
-            q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
+            q, k, v = self._attention_inputs(x, p, cos, sin)
             ops.kv_write(k, v, k_caches[n], v_caches[n], inputs.slot_mapping, inputs.source)
             attended = ops.attention(q, k_caches[n], v_caches[n], inputs.entries)
             # After the last attention no token depends on another: go on with the wanted rows.
@@ -136,6 +125,11 @@ class Dream:
             if n < c.num_layers - 1:
                 x, residual = self._add_norm(out, residual, f"layers.{n + 1}.attn_norm", reader=f"layers.{n + 1}.qkv")
         return ops.add_rms_norm(out, residual, self.weights["norm.weight"], c.rms_norm_eps)[0]
+
+    def _attention_inputs(self, x: Rows, layer: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values [T, heads, head_dim] of a layer, with their positions in them."""
+        qkv = self._linear(x, layer + "qkv").view(-1, self.num_heads + 2 * self.num_kv_heads, self.config.head_dim)
+        return self.ops.rope(qkv, cos, sin).split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
 
     def _norm(self, x: Tensor, norm: str, reader: str) -> Rows:
         """A norm of x, as the linear layer ``reader`` takes it."""

@@ -13,15 +13,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lopa_ascend.checkpoint import DTYPES, Row, Spec, Tensors
 from lopa_ascend.config import ModelConfig
-from lopa_ascend.types import ModelProperties
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``attend(layer, q, k, v)``: the attention of one layer. Writes k and v [T, K, D] to the pages, and gives the result
 for the queries q [T, H, D] of all tokens, [T, H * D]. Every layer must call it once."""
 Build = Callable[[ModelConfig], nn.Module]
 """Makes the module of a plain model; as a rule, its class."""
-PROPERTIES = ModelProperties(logit_shift=1, prompt_attention="full", block_grid="prompt_end", commit="next_pass")
-"""Of every model in plain torch."""
 
 
 class ModelError(ValueError):

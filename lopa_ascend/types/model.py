@@ -21,3 +21,7 @@ class ModelProperties:
     commit: Literal["next_pass", "own_pass"]
     """What stores the keys and values of a block that is full: the next pass, beside its other work; a pass that does
     nothing else."""
+
+
+SERVED = ModelProperties(logit_shift=1, prompt_attention="full", block_grid="prompt_end", commit="next_pass")
+"""What the engine can serve."""
