@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -14,7 +15,7 @@ from lopa_ascend.graph.fusion.bind import bind_attend, bind_rows
 from lopa_ascend.graph.fusion.trace import Trace
 from lopa_ascend.model.base import Caches, ForwardInputs
 from lopa_ascend.parallel.collectives import ALONE
-from lopa_ascend.types import Traffic
+from lopa_ascend.types import SERVED, Traffic
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ class FusedModel:
         head: weight and bias of the LM head, not yet stored as the backend wants them.
         report: what was fused.
     """
+
+    properties: ClassVar = SERVED  # a model in plain torch states none
 
     def __init__(
         self, config: ModelConfig, graph: GraphModule, head: tuple[Tensor, Tensor | None], ops: Ops, report: Report

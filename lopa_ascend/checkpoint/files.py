@@ -77,12 +77,7 @@ def check_directory(path: Path) -> None:
 
 
 def no_weights_error(path: Path, expected: str) -> CheckpointError:
-    """The error for a directory without the expected weights; it says so if pickles are all that is there.
-
-    Args:
-        path: the directory.
-        expected: the files that should be there, in words.
-    """
+    """The error for a directory without the expected weights; it says so if pickles are all that is there."""
     pickles = sorted(file.name for file in path.iterdir() if file.suffix in PICKLE_SUFFIXES)
     if pickles:
         return CheckpointError(
@@ -93,11 +88,7 @@ def no_weights_error(path: Path, expected: str) -> CheckpointError:
 
 
 def read_headers(file: Path, item_sizes: Mapping[str, int] = ITEM_SIZES) -> dict[str, Header]:
-    """The tensors of a safetensors file by name, read from its header alone.
-
-    Args:
-        file: what to read.
-        item_sizes: bytes of one value of the dtypes that tensors may have.
+    """The tensors of a safetensors file by name, read from its header alone. They have the dtypes of ``item_sizes``.
 
     Raises:
         CheckpointError: the file is not safetensors, is truncated or too long, or holds a dtype that is not supported.
@@ -181,13 +172,7 @@ def _are_sizes(values: list[object]) -> bool:
 
 
 def _check_layout(file: Path, data_size: int, spans: dict[str, tuple[int, int]]) -> None:
-    """Checks that the tensors lie back to back from the first to the last byte of the data, as the format demands.
-
-    Args:
-        file: for messages.
-        data_size: bytes of data.
-        spans: by tensor, its bytes [begin, end) in the data.
-    """
+    """Checks that the tensors' bytes [begin, end) lie back to back in all of the data, as the format demands."""
     position = 0
     for name, (begin, end) in sorted(spans.items(), key=lambda item: item[1]):
         if begin != position:

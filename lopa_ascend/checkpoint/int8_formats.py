@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lopa_ascend.checkpoint.files import CheckpointError, matches_pattern
+from lopa_ascend.checkpoint.table import Tensors
 from lopa_ascend.config.files import read_json_object, shown
 from lopa_ascend.config.int8_files import (
     COMPRESSED_TENSORS,
@@ -24,8 +25,6 @@ from lopa_ascend.config.int8_files import (
 
 Kind = Literal["dynamic", "static"]
 """Whether the checkpoint has the scales of activations: "static" if it has."""
-PACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Linear layers that run as one, and so must agree."""
 _MODELSLIM_KINDS: Mapping[str, Kind | None] = {"FLOAT": None, "W8A8_DYNAMIC": "dynamic", "W8A8": "static"}
 _MODELSLIM_CACHES = ("kv_quant_type", "kv_cache_type", "fa_quant_type", "reduce_quant_type")
 """Fields that say how something else than linear layers is quantised."""
@@ -52,13 +51,13 @@ class Int8Description:
         return [module for module, kind in self.kinds.items() if kind == "static"]
 
 
-def describe_int8(path: Path, raw: Mapping[str, Any], linears: Iterable[str]) -> Int8Description | None:
+def describe_int8(path: Path, raw: Mapping[str, Any], expected: Tensors) -> Int8Description | None:
     """What the directory of a checkpoint says of int8 layers; None if nothing.
 
     Args:
         path: the directory.
         raw: content of its config.json.
-        linears: names of the model's linear layers, without the head.
+        expected: the model's tensors.
 
     Raises:
         CheckpointError: the description is malformed, asks for something else than W8A8, or layers that run as one
@@ -72,23 +71,19 @@ def describe_int8(path: Path, raw: Mapping[str, Any], linears: Iterable[str]) ->
         raise CheckpointError(
             f"{descriptions[0]}: describes int8 layers, and so does {CONFIG_FIELD} in config.json; expected one"
         )
-    modules = list(linears)
+    modules = [module for module in expected.linears if module != expected.head]
     if is_compressed:
         found = _CompressedTensors(path / "config.json", raw[CONFIG_FIELD]).describe(modules)
     elif descriptions:
         found = _describe_modelslim(descriptions[0], modules)
     else:
         return None
-    _check_packed(found, modules)
+    _check_stacks(found, expected)
     return found
 
 
 def compressed_tensors_config(kept: Iterable[str]) -> dict[str, Any]:
-    """The field ``quantization_config`` of a checkpoint whose linear layers are int8.
-
-    Args:
-        kept: names of the linear layers that are not.
-    """
+    """The field ``quantization_config`` of a checkpoint whose linear layers are int8, but for those of ``kept``."""
     weights = {**_WEIGHTS, "dynamic": False, "group_size": None, "observer": "minmax"}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": _TOKEN, "output_activations": None}
     return {
@@ -96,20 +91,19 @@ def compressed_tensors_config(kept: Iterable[str]) -> dict[str, Any]:
         "format": "int-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head", *kept],
+        "ignore": [*kept],
         "kv_cache_scheme": None,
     }
 
 
-def _check_packed(found: Int8Description, modules: Iterable[str]) -> None:
+def _check_stacks(found: Int8Description, expected: Tensors) -> None:
     """Refuses layers that run as one and are not all float, or all int8 of one kind."""
-    packed_by_first = {members[0]: members for members in PACKED}
-    for module in modules:
-        parent, _, name = module.rpartition(".")
-        layers = [f"{parent}.{member}" for member in packed_by_first.get(name, ())]
-        kinds = {layer: found.kinds.get(layer) for layer in layers}
+    stacks: dict[str, dict[str, Kind | None]] = {}
+    for module, spec in expected.linears.items():
+        stacks.setdefault(spec.ours, {})[module] = found.kinds.get(module)
+    for kinds in stacks.values():
         if len({*kinds.values()}) > 1:
-            words = ", ".join(f"{layer} is {kind or 'float'}" for layer, kind in kinds.items())
+            words = ", ".join(f"{module} is {kind or 'float'}" for module, kind in kinds.items())
             raise CheckpointError(f"{found.source}: {words}, expected the same of all: they run as one layer")
 
 

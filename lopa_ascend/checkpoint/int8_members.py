@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lopa_ascend.checkpoint.files import ITEM_SIZES, CheckpointError, Header
 from lopa_ascend.checkpoint.int8_formats import Int8Description
+from lopa_ascend.checkpoint.table import Tensors
 from lopa_ascend.config.int8_files import COMPRESSED_TENSORS
 
 FLOATS = tuple(ITEM_SIZES)
@@ -57,13 +58,13 @@ def members_of(description: Int8Description, module: str, num_outputs: int) -> d
 
 
 def split_members(
-    description: Int8Description, shapes: Mapping[str, tuple[int, ...]], headers: dict[str, Header]
+    description: Int8Description, expected: Tensors, headers: dict[str, Header]
 ) -> dict[str, dict[str, Header]]:
     """Takes the members of int8 layers out of ``headers``, and checks them and the int8 weights.
 
     Args:
         description: which layers are int8.
-        shapes: of the model's tensors, by Hugging Face name.
+        expected: the model's tensors.
         headers: of all tensors of the checkpoint. Those of the model remain.
 
     Returns:
@@ -85,14 +86,14 @@ def split_members(
         if weight is not None and weight.dtype != "I8":
             raise CheckpointError(f"{weight.file}: tensor {module}.weight: is {weight.dtype}, expected I8 by {source}")
         found[module] = {}
-        for part, member in members_of(description, module, shapes[f"{module}.weight"][0]).items():
+        for part, member in members_of(description, module, expected.specs[f"{module}.weight"].shape[0]).items():
             name = f"{module}.{part}"
             if name in headers:
                 found[module][part] = headers.pop(name)
                 _check_member(name, found[module][part], member)
             elif member.required:
-                expected = f"{list(member.shapes[0])} in {' or '.join(member.dtypes)}"
-                raise CheckpointError(f"{source}: tensor {name}: is missing, expected {expected}")
+                words = f"{list(member.shapes[0])} in {' or '.join(member.dtypes)}"
+                raise CheckpointError(f"{source}: tensor {name}: is missing, expected {words}")
     for name, header in headers.items():
         if header.dtype not in FLOATS and name.removesuffix(".weight") not in description.kinds:
             raise CheckpointError(

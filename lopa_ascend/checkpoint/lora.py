@@ -11,10 +11,9 @@ import torch
 
 from lopa_ascend.checkpoint.files import CheckpointError, Header, check_directory, no_weights_error, read_headers
 from lopa_ascend.checkpoint.lora_settings import AdapterSettings
-from lopa_ascend.checkpoint.read import ExpectedTensors, dream_tensors, map_tensor
-from lopa_ascend.checkpoint.shard import TensorSlices
-from lopa_ascend.checkpoint.values import check_finite
-from lopa_ascend.config import ModelConfig
+from lopa_ascend.checkpoint.read import map_tensor
+from lopa_ascend.checkpoint.streams import check_finite
+from lopa_ascend.checkpoint.table import ALL, Tensors, TensorSlices
 from lopa_ascend.config.files import read_json_object, shown
 
 logger = logging.getLogger(__name__)
@@ -43,16 +42,11 @@ class Adapter:
     path: Path
     """Its directory."""
     deltas: Mapping[str, Delta]
-    """By Hugging Face name of the weight that they change."""
+    """By name in the checkpoint of the weight that they change."""
 
 
-def open_adapter(path: str | Path, config: ModelConfig, model_tensors: ExpectedTensors | None = None) -> Adapter:
-    """Checks the directory of a PEFT adapter against a model, without reading a weight.
-
-    Args:
-        path: the directory.
-        config: the model's.
-        model_tensors: what the model's checkpoint holds; None: what that of a Dream holds.
+def open_adapter(path: str | Path, model: Tensors) -> Adapter:
+    """Checks the directory of a PEFT adapter against the tensors of a model, without reading a weight.
 
     Raises:
         CheckpointError: the adapter is malformed, uses a feature other than plain LoRA, or does not fit the model.
@@ -61,11 +55,11 @@ def open_adapter(path: str | Path, config: ModelConfig, model_tensors: ExpectedT
     check_directory(path)
     if not (path / _WEIGHTS).exists():
         raise no_weights_error(path, f"{_CONFIG} and {_WEIGHTS}")
-    settings = AdapterSettings(path / _CONFIG, read_json_object(path / _CONFIG, CheckpointError))
+    settings = AdapterSettings(path / _CONFIG, read_json_object(path / _CONFIG, CheckpointError), model.head)
     settings.refuse_features()
-    model_tensors = model_tensors or dream_tensors(config)
-    modules = settings.targets(model_tensors.linears)
-    for name, original in model_tensors.copies.items():
+    linears = model.linears
+    modules = settings.targets(linears)
+    for name, original in model.copies.items():
         module = name.removesuffix(".weight")
         if settings.is_target(module):
             raise settings.error("target_modules", f"adapts {module}, which is the same tensor as {original} here")
@@ -76,36 +70,35 @@ def open_adapter(path: str | Path, config: ModelConfig, model_tensors: ExpectedT
     expected: dict[str, tuple[int, int]] = {}
     for module in modules:
         a, b = f"{_PREFIX}{module}.lora_A.weight", f"{_PREFIX}{module}.lora_B.weight"
-        num_rows, num_columns = model_tensors.shapes[f"{module}.weight"]
+        num_rows, num_columns = linears[module].shape
         rank = settings.rank(module)
         expected[a] = rank, num_columns
         expected[b] = num_rows, rank
-        deltas[f"{module}.weight"] = Delta(a, b, settings.scaling(module))
+        deltas[linears[module].name] = Delta(a, b, settings.scaling(module))
     _check_tensors(path / _WEIGHTS, read_headers(path / _WEIGHTS), expected)
     return Adapter(path, deltas)
 
 
 def merge_adapter(
-    tensors: Iterable[tuple[str, torch.Tensor]], adapter: Adapter, slices: TensorSlices
+    stream: Iterable[tuple[str, torch.Tensor]], adapter: Adapter, slices: TensorSlices = ALL
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Replaces every adapted weight W by W + scaling * B @ A in float32.
 
     The sum is not rounded to the dtype of W, which may be narrower than what it is cast or quantised to next.
 
     Args:
-        tensors: Hugging Face names and tensors of this rank.
+        stream: names in the checkpoint and tensors of this rank.
         adapter: what to add.
-        slices: the rows and columns of each weight that this rank holds. Only these rows of B and these columns of A
-            are used.
+        slices: the rank's part of W, so of the rows of B and the columns of A.
 
     Raises:
         CheckpointError: a value of the adapter is not a finite number.
     """
     file = adapter.path / _WEIGHTS
-    for name, weight in tensors:
+    for name, weight in stream:
         delta = adapter.deltas.get(name)
         if delta is not None:
-            rows, columns = slices[name]
+            rows, columns = slices.get(name, (slice(None), slice(None)))
             a = map_tensor(file, delta.a)[:, columns]
             b = map_tensor(file, delta.b)[rows]
             check_finite(file, delta.a, a)
@@ -115,16 +108,7 @@ def merge_adapter(
 
 
 def _check_tensors(file: Path, headers: dict[str, Header], expected: dict[str, tuple[int, int]]) -> None:
-    """Compares the adapter's tensors with those that its settings and the model ask for.
-
-    Args:
-        file: the adapter's weights, for messages.
-        headers: by name, the tensors that are there.
-        expected: by name, the shapes of those that must be there.
-
-    Raises:
-        CheckpointError: a tensor is missing, unexpected, or of another shape.
-    """
+    """Compares the tensors in an adapter's file with the shapes that its settings and the model ask for."""
     for name, header in headers.items():
         if "lora_embedding_" in name:
             raise CheckpointError(f"{file}: tensor {name}: LoRA on embeddings is not supported, only on linear layers")

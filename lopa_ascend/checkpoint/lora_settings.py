@@ -58,10 +58,16 @@ def _is_unset(value: object) -> bool:
 
 
 class AdapterSettings:
-    """The fields of adapter_config.json, with patterns as PEFT understands them. Errors name the file and the field."""
+    """The fields of adapter_config.json, with patterns as PEFT understands them. Errors name the file and the field.
 
-    def __init__(self, file: Path, values: dict[str, Any]):
-        self.file, self.values = file, values
+    Args:
+        file: for messages.
+        values: the fields.
+        head: the module of the LM head, which "all-linear" leaves out.
+    """
+
+    def __init__(self, file: Path, values: dict[str, Any], head: str):
+        self.file, self.values, self._head = file, values, head
         self._names: dict[str, frozenset[str]] = {}
         """By field, the names in its list."""
         self.default_rank = self._parse_rank("r", values.get("r"))
@@ -122,7 +128,7 @@ class AdapterSettings:
             return False
         target = self.values.get("target_modules")
         if isinstance(target, str) and target.lower() == "all-linear":
-            return module != "lm_head"
+            return module != self._head
         return self._names_module("target_modules", module)
 
     def _names_module(self, field: str, module: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from lopa_ascend.checkpoint.files import (
 )
 from lopa_ascend.checkpoint.int8_formats import Int8Description, describe_int8
 from lopa_ascend.checkpoint.int8_members import split_members
-from lopa_ascend.config import DREAM, ConfigError, ModelConfig
+from lopa_ascend.checkpoint.table import Architecture, Tensors
+from lopa_ascend.config import ConfigError, ModelConfig
 from lopa_ascend.config.files import read_json_object, shown
 from lopa_ascend.config.int8_files import MODELSLIM, MODELSLIM_WEIGHTS
 from lopa_ascend.config.model import eos_ids
@@ -34,56 +35,6 @@ _DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Name in a safetensors file -> name in a config."""
 _SINGLE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_HEAD = "lm_head.weight"
-_EMBEDDING = "model.embed_tokens.weight"
-
-
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The name and shape of every tensor of a Dream checkpoint, in layer order."""
-    hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
-    q_rows = config.num_heads * config.head_dim
-    kv_rows = config.num_kv_heads * config.head_dim
-    qkv_rows = {"self_attn.q_proj": q_rows, "self_attn.k_proj": kv_rows, "self_attn.v_proj": kv_rows}
-    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (vocab, hidden)}
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
-        shapes[f"{prefix}input_layernorm.weight"] = (hidden,)
-        shapes |= {f"{prefix}{name}.weight": (rows, hidden) for name, rows in qkv_rows.items()}
-        if config.attention_bias:
-            shapes |= {f"{prefix}{name}.bias": (rows,) for name, rows in qkv_rows.items()}
-        shapes[f"{prefix}self_attn.o_proj.weight"] = (hidden, q_rows)
-        shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
-        shapes[f"{prefix}mlp.gate_proj.weight"] = (inner, hidden)
-        shapes[f"{prefix}mlp.up_proj.weight"] = (inner, hidden)
-        shapes[f"{prefix}mlp.down_proj.weight"] = (hidden, inner)
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.tie_word_embeddings:
-        shapes[_HEAD] = (vocab, hidden)
-    return shapes
-
-
-@dataclass(frozen=True)
-class ExpectedTensors:
-    """The tensors that a checkpoint of an architecture must hold."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-    """Shape of every tensor by its Hugging Face name, in the order in which they are loaded."""
-    copies: Mapping[str, str]
-    """Tied tensors: name -> name of the tensor with the same values. A checkpoint may leave them out."""
-    linears: tuple[str, ...]
-    """Names of the linear layers, which an adapter may change."""
-
-    def linears_named(self, last_parts: Collection[str]) -> set[str]:
-        """The linear layers whose names end with one of these parts, e.g. "q_proj"."""
-        return {name for name in self.linears if name.rpartition(".")[2] in last_parts}
-
-
-def dream_tensors(config: ModelConfig) -> ExpectedTensors:
-    """The tensors of a Dream checkpoint."""
-    shapes = expected_shapes(config)
-    linears = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2 and name != _EMBEDDING]
-    copies = {_HEAD: _EMBEDDING} if config.tie_word_embeddings else {}
-    return ExpectedTensors(shapes, copies, tuple(linears))
 
 
 def map_tensor(file: Path, name: str) -> torch.Tensor:
@@ -109,9 +60,9 @@ class Checkpoint:
 
     path: Path
     config: ModelConfig
-    expected: ExpectedTensors
+    expected: Tensors
     files: Mapping[str, Path]
-    """By Hugging Face name of a tensor, in the order of ``expected.shapes``: the file that holds it."""
+    """By name of a tensor, in the order of ``expected``: the file that holds it."""
     copies: Mapping[str, Path]
     """By name of a tied tensor that was stored although it has the values of another: the file that holds it."""
     doubts: tuple[str, ...]
@@ -122,7 +73,7 @@ class Checkpoint:
     """By name of an int8 layer: the files of its members by the last part of their names (see ``int8_members``)."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Hugging Face names and tensors, in the order of ``files``, one at a time; see `map_tensor`."""
+        """Names and tensors, in the order of ``files``, one at a time; see `map_tensor`."""
         for name, file in self.files.items():
             yield name, map_tensor(file, name)
 
@@ -137,11 +88,7 @@ def model_type(path: str | Path) -> object:
     return read_json_object(Path(path) / "config.json", CheckpointError).get("model_type")
 
 
-def open_checkpoint(
-    path: str | Path,
-    model_type: str = DREAM,
-    expect: Callable[[ModelConfig], ExpectedTensors] = dream_tensors,
-) -> Checkpoint:
+def open_checkpoint(path: str | Path, architecture: Architecture) -> Checkpoint:
     """Checks the directory of a model without reading a weight.
 
     ``config.dtype`` of the result is what config.json names, or if it names none, the dtype that most bytes are stored
@@ -149,8 +96,7 @@ def open_checkpoint(
 
     Args:
         path: the directory.
-        model_type: the architecture that config.json must name.
-        expect: gives the tensors that a checkpoint of that architecture must hold.
+        architecture: what config.json must name, and whose tensors must be there.
 
     Raises:
         CheckpointError: a file, field or tensor is missing, malformed, or does not fit the others.
@@ -160,22 +106,23 @@ def open_checkpoint(
     raw = read_json_object(path / "config.json", CheckpointError)
     generation = read_json_object(path / "generation_config.json", CheckpointError, optional=True)
     try:
-        config = ModelConfig.from_json(raw, generation, str(path / "config.json"), model_type)
+        config = ModelConfig.from_json(
+            raw, generation, str(path / "config.json"), architecture.model_type, architecture.is_fused
+        )
         doubts = _eos_doubts(path, raw, generation, config)
     except ConfigError as error:
         raise CheckpointError(str(error)) from error
-    expected = expect(config)
-    modules = [module for module in expected.linears if f"{module}.weight" != _HEAD]
-    int8 = describe_int8(path, raw, modules) if model_type == DREAM else None
+    expected = architecture.tensors(config)
+    int8 = describe_int8(path, raw, expected) if architecture.is_fused else None
     headers, source = _find_tensors(path, int8)
-    members = split_members(int8, expected.shapes, headers) if int8 else {}
-    _check_tensors(model_type, expected, headers, source)
-    config = replace(config, dtype=_choose_dtype(path, raw, config, [headers[name] for name in expected.shapes]))
+    members = split_members(int8, expected, headers) if int8 else {}
+    _check_tensors(architecture.model_type, expected, headers, source)
+    config = replace(config, dtype=_choose_dtype(path, raw, config, [headers[name] for name in expected.specs]))
     return Checkpoint(
         path,
         config,
         expected,
-        files={name: headers[name].file for name in expected.shapes},
+        files={name: headers[name].file for name in expected.specs},
         copies={name: headers[name].file for name in expected.copies if name in headers},
         doubts=(*doubts, *_static_doubts(int8)),
         int8=int8,
@@ -185,11 +132,9 @@ def open_checkpoint(
 
 def _static_doubts(int8: Int8Description | None) -> tuple[str, ...]:
     """A warning if the checkpoint has scales of activations, which are not used; empty if it has none."""
-    modules = int8.static() if int8 else []
-    if not modules:
+    if int8 is None or not int8.static():
         return ()
-    assert int8 is not None
-    found = f"{int8.source}: has static scales for the activations of {', '.join(modules)}"
+    found = f"{int8.source}: has static scales for the activations of {', '.join(int8.static())}"
     return (f"{found}; they are not used: activations are quantised token by token when they run",)
 
 
@@ -223,15 +168,7 @@ def _find_tensors(path: Path, int8: Int8Description | None) -> tuple[dict[str, H
 
 
 def _read_indexed_files(index: Path, item_sizes: Mapping[str, int]) -> dict[str, Header]:
-    """The header of every tensor by name, of weights in several files that an index lists.
-
-    Args:
-        index: the file of the index.
-        item_sizes: bytes of one value of the dtypes that tensors may have.
-
-    Raises:
-        CheckpointError: the index and the files do not agree.
-    """
+    """The header of every tensor by name, of weights in several files that an index lists."""
     path = index.parent
     weight_map = read_json_object(index, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -260,23 +197,14 @@ def _read_indexed_files(index: Path, item_sizes: Mapping[str, int]) -> dict[str,
     return {name: headers_by_file[file][name] for name, file in weight_map.items()}
 
 
-def _check_tensors(model_type: str, expected: ExpectedTensors, headers: dict[str, Header], source: Path) -> None:
-    """Compares the tensors that are there with those that the model needs.
-
-    Args:
-        model_type: the architecture, for messages.
-        expected: the tensors that the model needs.
-        headers: name and header of every tensor that is there.
-        source: the file that lists the tensors, for messages.
-
-    Raises:
-        CheckpointError: a tensor is missing, unknown, or of another shape.
-    """
-    for name, shape in expected.shapes.items():
+def _check_tensors(model_type: str, expected: Tensors, headers: dict[str, Header], source: Path) -> None:
+    """Compares the tensors that are there, by the file ``source``, with those that the model needs."""
+    shapes = {name: spec.shape for name, spec in expected.specs.items()}
+    for name, shape in shapes.items():
         if name not in headers:
             raise CheckpointError(f"{source}: tensor {name}: is missing, expected {list(shape)} for {model_type}")
     # transformers sometimes writes a head that is tied to the embedding too.
-    shapes = {**expected.shapes, **{name: expected.shapes[other] for name, other in expected.copies.items()}}
+    shapes |= {name: shapes[original] for name, original in expected.copies.items()}
     for name, header in headers.items():
         if name not in shapes:
             raise CheckpointError(
@@ -288,17 +216,7 @@ def _check_tensors(model_type: str, expected: ExpectedTensors, headers: dict[str
 
 
 def _choose_dtype(path: Path, raw: Mapping[str, Any], config: ModelConfig, headers: list[Header]) -> str:
-    """The dtype that config.json names, or if it names none, the one that most bytes are stored in.
-
-    Args:
-        path: the directory, for messages.
-        raw: the fields of config.json.
-        config: these fields as a ModelConfig, whose ``dtype`` is a default if config.json names none.
-        headers: the headers of all tensors that the model needs.
-
-    Raises:
-        CheckpointError: config.json names an unknown dtype.
-    """
+    """The dtype that config.json names, or if it names none, the one that most bytes of the model are stored in."""
     if not (raw.get("torch_dtype") or raw.get("dtype")):
         num_bytes: Counter[str] = Counter()
         for header in headers:

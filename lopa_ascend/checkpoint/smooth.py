@@ -1,9 +1,8 @@
 """Moves outliers of activations into weights, as SmoothQuant does, so that int8 loses less.
 
 Each input channel of a linear layer is divided by a factor, and the matching column of the layer's weight is multiplied
-by it. To divide the input of q, k and v, or of gate and up, the weight of the norm before them is divided. There is no
-norm before down_proj, so the rows of up_proj are divided instead. This loses no precision, because each row has its own
-scale. The input of o_proj is left as it is: it is an average of values, in which outliers are rare.
+by it. To divide the input, the weight of what makes it is divided (`Row.source`): a norm, or rows of a linear layer.
+Dividing rows loses no precision, because each row has its own scale.
 
 All factors are powers of two, so folding them in rounds nothing: the float model still computes the same, bit for bit.
 Only float16 has too few exponents for that, so that its smallest values lose bits.
@@ -12,10 +11,11 @@ Only float16 has too few exponents for that, so that its smallest values lose bi
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from lopa_ascend.checkpoint.table import Spec, Tensors
 
 STRENGTH = 0.5
 """How much of an outlier moves into the weights: the exponent that SmoothQuant calls alpha."""
@@ -23,80 +23,42 @@ MAX_EXPONENT = 16
 """Factors are between 2**-MAX_EXPONENT and 2**MAX_EXPONENT."""
 
 
-@dataclass(frozen=True)
-class Reader:
-    """Linear layers that have one input, and what makes that input."""
-
-    source: str
-    """The tensor that is divided, by the end of its name in a checkpoint: a norm, or the rows of a linear layer."""
-    layers: tuple[str, ...]
-    """The ends of the names of the linear layers."""
-
-
-READERS: Mapping[str, Reader] = {
-    "qkv": Reader("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-    "gate_up": Reader("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
-    "down": Reader("mlp.up_proj", ("mlp.down_proj",)),
-}
-"""The layers whose input can be smoothed, by the last part of our name for them (``checkpoint.stack``)."""
-
-
-def smoothed_readers(int8: Collection[str]) -> dict[str, Reader]:
-    """The entries of READERS that are quantised.
-
-    Args:
-        int8: the last parts of the names of the linear layers that are quantised.
-    """
-    return {
-        name: reader
-        for name, reader in READERS.items()
-        if all(layer.rpartition(".")[2] in int8 for layer in reader.layers)
-    }
+def smoothed_weights(tensors: Tensors, modules: Collection[str]) -> dict[str, Spec]:
+    """By name, those weights of the int8 linear layers ``modules`` whose input can be smoothed."""
+    return {spec.name: spec for spec in tensors.linears.values() if spec.row.source and spec.module in modules}
 
 
 def choose_factors(
-    tensors: Iterable[tuple[str, Tensor]], activations: Mapping[str, Tensor], int8: Collection[str]
+    stream: Iterable[tuple[str, Tensor]], activations: Mapping[str, Tensor], weights: Mapping[str, Spec]
 ) -> dict[str, Tensor]:
     """The factors of all input channels that are smoothed.
 
     Args:
-        tensors: Hugging Face names and tensors of the whole float model.
+        stream: names and tensors of the whole float model.
         activations: by our name of a linear layer, e.g. "layers.0.qkv", the largest magnitude of each of its input
             channels, float32 [in].
-        int8: the last parts of the names of the linear layers that are quantised.
+        weights: of `smoothed_weights`.
 
     Returns:
-        By name of the module whose output is divided, e.g. "model.layers.0.input_layernorm": powers of two,
+        By name of the tensor that is divided, e.g. "model.layers.0.input_layernorm.weight": powers of two,
         float32 [in].
 
     Raises:
         ValueError: an activation is not finite.
     """
-    readers = smoothed_readers(int8)
-    weights: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        source = source_of(name.removesuffix(".weight"), readers.values()) if name.endswith(".weight") else None
-        if source is not None:
-            columns = tensor.abs().amax(0).float()
-            weights[source] = torch.maximum(weights[source], columns) if source in weights else columns
-    factors = {}
-    for ours, magnitudes in activations.items():
-        prefix, _, kind = ours.rpartition(".")
-        if kind in readers:
-            if not magnitudes.isfinite().all():
+    largest: dict[str, Tensor] = {}
+    for name, tensor in stream:
+        if name in weights:
+            source, columns = weights[name].source, tensor.abs().amax(0).float()
+            largest[source] = torch.maximum(largest[source], columns) if source in largest else columns
+    factors: dict[str, Tensor] = {}
+    for spec in weights.values():
+        ours = spec.ours.removesuffix(".weight")
+        if ours in activations and spec.source not in factors:
+            if not activations[ours].isfinite().all():
                 raise ValueError(f"{ours}: an input is not finite")
-            source = f"model.{prefix}.{readers[kind].source}"
-            factors[source] = powers_of_two(magnitudes, weights[source])
+            factors[spec.source] = powers_of_two(activations[ours], largest[spec.source])
     return factors
-
-
-def source_of(module: str, readers: Iterable[Reader]) -> str | None:
-    """The name of the module whose output is divided for a linear layer; None if it is not smoothed."""
-    for reader in readers:
-        for layer in reader.layers:
-            if module.endswith(f".{layer}"):
-                return module.removesuffix(layer) + reader.source
-    return None
 
 
 def powers_of_two(activations: Tensor, weights: Tensor) -> Tensor:
@@ -112,25 +74,15 @@ def powers_of_two(activations: Tensor, weights: Tensor) -> Tensor:
 
 
 def smoothed(
-    tensors: Iterable[tuple[str, Tensor]], factors: Mapping[str, Tensor], int8: Collection[str]
+    stream: Iterable[tuple[str, Tensor]], factors: Mapping[str, Tensor], weights: Mapping[str, Spec]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors with the factors folded into them.
-
-    Args:
-        tensors: Hugging Face names and tensors, whole.
-        factors: what ``choose_factors`` returned.
-        int8: the last parts of the names of the linear layers that are quantised.
-    """
-    readers = smoothed_readers(int8)
-    for name, tensor in tensors:
-        if name.endswith(".weight"):
-            module = name.removesuffix(".weight")
-            source = source_of(module, readers.values())
-            if source is not None:  # columns that read what is divided
-                tensor = _times(tensor, factors[source])
-            if module in factors:  # a norm, or rows of a linear layer, that make what is divided
-                inverse = 1 / factors[module]
-                tensor = _times(tensor, inverse if tensor.dim() == 1 else inverse[:, None])
+    """Whole tensors with the factors of `choose_factors` folded into them."""
+    for name, tensor in stream:
+        if name in weights:  # columns that read what is divided
+            tensor = _times(tensor, factors[weights[name].source])
+        if name in factors:  # a norm, or rows of a linear layer, that make what is divided
+            inverse = 1 / factors[name]
+            tensor = _times(tensor, inverse if tensor.dim() == 1 else inverse[:, None])
         yield name, tensor
 
 

@@ -16,11 +16,10 @@ from torch import Tensor
 from lopa_ascend.checkpoint.files import PICKLE_SUFFIXES, CheckpointError
 from lopa_ascend.checkpoint.int8_formats import compressed_tensors_config
 from lopa_ascend.checkpoint.lora import merge_adapter, open_adapter
-from lopa_ascend.checkpoint.quantize import quantized, weight_name
 from lopa_ascend.checkpoint.read import Checkpoint, open_checkpoint
-from lopa_ascend.checkpoint.shard import whole_slices
-from lopa_ascend.checkpoint.smooth import choose_factors, smoothed
-from lopa_ascend.checkpoint.values import check_finite, checked_copies
+from lopa_ascend.checkpoint.smooth import choose_factors, smoothed, smoothed_weights
+from lopa_ascend.checkpoint.streams import check_weights, checked_copies, quantized
+from lopa_ascend.checkpoint.table import SCALE, Architecture
 from lopa_ascend.config.files import read_json_object
 from lopa_ascend.config.int8_files import CONFIG_FIELD
 
@@ -32,25 +31,22 @@ _CONFIG = "config.json"
 def write_int8(
     path: Path,
     out: Path,
+    architecture: Architecture,
     *,
     int8: Collection[str],
     lora: Path | None = None,
     activations: Mapping[str, Tensor] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
-    """Quantises the checkpoint of a Dream and writes it, with its tokenizer, to another directory.
+    """Quantises a checkpoint and writes it, with its tokenizer, to another directory.
 
     Args:
         path: directory of the float checkpoint.
-        out: the directory to write, which must be missing or empty.
-        int8: the last parts of the names of the linear layers that are quantised, e.g. "q_proj".
-        lora: directory of a PEFT LoRA adapter that is merged before; None for no adapter.
-        activations: of the model with the adapter, as ``smooth.choose_factors`` takes them, to smooth with; None for no
-            smoothing.
-        max_file_bytes: see MAX_FILE_BYTES.
-
-    Returns:
-        ``out``.
+        out: the directory to write, which must be missing or empty. It is returned.
+        architecture: the checkpoint's.
+        int8: the linear layers that are quantised, as ``quantization_exclude`` calls them, e.g. "qkv_proj".
+        lora: directory of a PEFT LoRA adapter that is merged before.
+        activations: of the model with the adapter, as ``smooth.choose_factors`` takes them, to smooth with.
 
     Raises:
         CheckpointError: the checkpoint or the adapter cannot be loaded, or ``out`` is not empty.
@@ -59,9 +55,10 @@ def write_int8(
 
     After an exception ``out`` is empty again.
     """
-    checkpoint = open_to_quantize(path, out)
-    modules = checkpoint.expected.linears_named(int8)
-    tensors = _int8_tensors(checkpoint, lora, activations, int8, modules)
+    checkpoint = open_to_quantize(path, out, architecture)
+    expected = checkpoint.expected
+    modules = expected.int8_modules(int8)
+    tensors = _int8_tensors(checkpoint, lora, activations, modules)
     out.mkdir(parents=True, exist_ok=True)
     with _emptied_after_failure(out):
         _write_weights(checkpoint, _parts(tensors, max_file_bytes), out)
@@ -69,7 +66,7 @@ def write_int8(
             is_weights = ".safetensors" in file.name or file.suffix in PICKLE_SUFFIXES
             if file.is_file() and not is_weights and file.name != _CONFIG:
                 shutil.copyfile(file, out / file.name)
-        kept = [name for name in checkpoint.expected.linears if name not in modules and name != "lm_head"]
+        kept = [expected.head, *(name for name in expected.linears if name not in modules and name != expected.head)]
         config = read_json_object(path / _CONFIG, CheckpointError)
         # Last, so that a directory that was not finished is no checkpoint.
         _write_json(out / _CONFIG, {**config, CONFIG_FIELD: compressed_tensors_config(kept)})
@@ -80,30 +77,26 @@ def _int8_tensors(
     checkpoint: Checkpoint,
     lora: Path | None,
     activations: Mapping[str, Tensor] | None,
-    int8: Collection[str],
     modules: Collection[str],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of the checkpoint to write. Layers that stay float have the dtype that they had.
-
-    Args:
-        modules: names of the linear layers that are quantised; for the others see ``write_int8``.
-    """
-    slices = whole_slices(checkpoint.expected)
-    adapter = None if lora is None else open_adapter(lora, checkpoint.config)
+    """Names and tensors of the checkpoint to write, with the layers ``modules`` as int8. Those that stay float have the
+    dtype that they had."""
+    adapter = None if lora is None else open_adapter(lora, checkpoint.expected)
     dtypes: dict[str, torch.dtype] = {}
 
     def float_tensors() -> Iterator[tuple[str, Tensor]]:
         tensors = noting_dtypes(checkpoint.tensors())
-        return tensors if adapter is None else merge_adapter(tensors, adapter, slices)
+        return tensors if adapter is None else merge_adapter(tensors, adapter)
 
     def noting_dtypes(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:
             dtypes[name] = tensor.dtype
             yield name, tensor
 
-    tensors = checked_copies(float_tensors(), checkpoint, slices)
+    tensors = checked_copies(float_tensors(), checkpoint)
     if activations is not None:
-        tensors = smoothed(tensors, choose_factors(float_tensors(), activations, int8), int8)
+        weights = smoothed_weights(checkpoint.expected, modules)
+        tensors = smoothed(tensors, choose_factors(float_tensors(), activations, weights), weights)
     for name, tensor in quantized(tensors, modules):
         is_float_layer = name in dtypes and tensor.is_floating_point()
         yield name, tensor.to(dtypes[name]) if is_float_layer else tensor
@@ -115,8 +108,7 @@ def _write_weights(checkpoint: Checkpoint, parts: Iterator[dict[str, Tensor]], o
     for number, part in enumerate(parts, 1):
         file = f"model-{number:05}.safetensors"
         for name, tensor in part.items():
-            source = weight_name(name)
-            check_finite(checkpoint.files[source], source, tensor)
+            check_weights(checkpoint, name, tensor)
         try:
             save_file(_as_stored(part), str(out / file), metadata={"format": "pt"})
         except SafetensorError as error:
@@ -139,13 +131,13 @@ def _emptied_after_failure(folder: Path) -> Iterator[None]:
         raise
 
 
-def open_to_quantize(path: Path, out: Path) -> Checkpoint:
+def open_to_quantize(path: Path, out: Path, architecture: Architecture) -> Checkpoint:
     """Checks the directory of a checkpoint to quantise, and where the result goes, without reading a weight.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded or is int8 already, or ``out`` is not empty.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, architecture)
     if checkpoint.int8 is not None:
         raise CheckpointError(f"{path}: its weights are int8 already, by {checkpoint.int8.source}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -168,7 +160,8 @@ def _parts(tensors: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[di
 def _as_stored(part: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors as the format has them: contiguous, and scales as columns."""
     return {
-        name: (tensor[:, None] if weight_name(name) != name else tensor).contiguous() for name, tensor in part.items()
+        name: (tensor[:, None] if name.endswith(f".weight{SCALE}") else tensor).contiguous()
+        for name, tensor in part.items()
     }
 
 

@@ -15,7 +15,7 @@ from lopa_ascend.config.engine import (
 )
 from lopa_ascend.config.files import ConfigError
 from lopa_ascend.config.limits import Limits
-from lopa_ascend.config.model import DREAM, ModelConfig
+from lopa_ascend.config.model import ModelConfig
 from lopa_ascend.config.parameters import BRANCH_SCORES, MIN_TEMPERATURE, WINDOW_ATTENTIONS
 from lopa_ascend.config.presets import Preset, find_preset, presets
 from lopa_ascend.config.settings import ContextLengthError, GraphSupport, ParameterError, context_length
@@ -24,7 +24,6 @@ __all__ = [
     "ATTENTION_LAYOUTS",
     "BRANCH_SCORES",
     "DECODINGS",
-    "DREAM",
     "GRAPH_MODES_BY_DEVICE",
     "MAX_QUERIES",
     "MIN_TEMPERATURE",

@@ -16,14 +16,8 @@ WEIGHT_DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("w8a8",)
 INT8_GRAPH_MODES = tuple(mode for mode in GRAPH_MODES if mode != "inductor")
 """Graph modes that can run int8 linear layers."""
-INT8_LAYERS = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "o_proj": ("o_proj",),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "down_proj": ("down_proj",),
-}
-"""The linear layers that quantisation changes, by what `quantization_exclude` calls them: the last parts of their names
-in a checkpoint. Those of one entry run as one layer."""
+INT8_LAYERS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+"""The linear layers that quantisation changes, as `quantization_exclude` and the tables of architectures call them."""
 ATTENTION_LAYOUTS = ("TND", "TND16", "BSH")
 TND_HEADS = (128, 192)
 """Elements of the heads that attention of an NPU takes in the layouts TND and TND16."""
@@ -75,7 +69,7 @@ class EngineConfig:
     )
     quantization_exclude: tuple[str, ...] = declare(
         (),
-        Choices(tuple(INT8_LAYERS)),
+        Choices(INT8_LAYERS),
         "linear layers that `quantization` leaves in the number format of the model, e.g. down_proj, where "
         "outliers are",
         group=Group.MODEL,
@@ -188,7 +182,7 @@ class EngineConfig:
             raise ParameterError("quantization_exclude", "needs quantization")
         if self.quantization is not None:
             self.check_int8("quantization", repr(self.quantization))
-            if not self.int8_projections():
+            if not self.int8_layers():
                 message = "names all linear layers, so nothing would be quantised; leave out at least one"
                 raise ParameterError("quantization_exclude", message)
 
@@ -208,12 +202,9 @@ class EngineConfig:
                 param, f"{value} runs with one of the graph modes {modes}; graph_mode is {self.graph_mode!r}"
             )
 
-    def int8_projections(self) -> frozenset[str]:
-        """The last parts of the names of the linear layers that this configuration quantises."""
-        if self.quantization is None:
-            return frozenset()
-        kept = self.quantization_exclude
-        return frozenset(part for name, parts in INT8_LAYERS.items() if name not in kept for part in parts)
+    def int8_layers(self) -> frozenset[str]:
+        """Those of INT8_LAYERS that this configuration quantises."""
+        return frozenset() if self.quantization is None else frozenset(INT8_LAYERS) - {*self.quantization_exclude}
 
     @property
     def world_size(self) -> int:

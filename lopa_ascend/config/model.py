@@ -7,12 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lopa_ascend.config.dream import refuse_variants
 from lopa_ascend.config.files import ConfigError, Fields, shown
+from lopa_ascend.config.variants import refuse_variants
 from lopa_ascend.types import KVShape
-
-DREAM = "Dream"
-"""The ``model_type`` of the architecture that is written in fused ops."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +41,18 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     dtype: str
     """Number format of the weights, e.g. "bfloat16"."""
-    model_type: str = DREAM
+    model_type: str = ""
     """Name of the architecture."""
+    is_fused: bool = True
+    """The architecture is written in fused ops, not in plain torch."""
     raw: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """``config.json`` as it is, for an architecture that needs more than the fields above; empty for Dream."""
+    """``config.json`` as it is, for an architecture in plain torch; empty for others."""
 
     # ---- parts of the model on a tensor-parallel rank ----------------------------------------------------------------
 
     def tensor_parallel_sizes(self) -> tuple[int, ...]:
         """The numbers of ranks that this model can be split over. A model in plain torch cannot be split."""
-        if self.model_type != DREAM:
+        if not self.is_fused:
             return (1,)
         return tuple(size for size in range(1, self.num_heads + 1) if self._splits(size))
 
@@ -85,8 +84,9 @@ class ModelConfig:
         cls,
         config: Mapping[str, Any],
         generation: Mapping[str, Any],
-        source: str = "config.json",
-        model_type: str = DREAM,
+        source: str,
+        model_type: str,
+        is_fused: bool,
     ) -> ModelConfig:
         """The configuration that a Hugging Face directory describes.
 
@@ -94,9 +94,9 @@ class ModelConfig:
             config: content of ``config.json``; a field that is null counts as missing.
             generation: content of ``generation_config.json``.
             source: path of ``config.json``, for messages.
-            model_type: the architecture that ``config.json`` must name. What the engine's Dream cannot do (other
-                activations, scaled rope, sliding windows) is refused for Dream alone: another architecture reads such
-                fields itself.
+            model_type: the architecture that ``config.json`` must name.
+            is_fused: it is written in fused ops. What these cannot do (other activations, scaled rope, sliding windows)
+                is then refused: an architecture in plain torch reads such fields itself.
 
         Raises:
             ConfigError: a field is missing or malformed, or asks for something that this engine cannot do.
@@ -111,7 +111,7 @@ class ModelConfig:
         heads, kv_heads, head_dim = _heads(fields, hidden)
         vocab = fields.integer("vocab_size", 2**24)
         num_layers = fields.integer("num_hidden_layers", 1024)
-        if model_type == DREAM:
+        if is_fused:
             refuse_variants(fields, rope, num_layers)
         mask, eos = _special_ids(fields, generation, str(Path(source).with_name("generation_config.json")), vocab)
         return cls(
@@ -131,7 +131,8 @@ class ModelConfig:
             eos_token_ids=eos,
             dtype=_dtype(fields),
             model_type=model_type,
-            raw={} if model_type == DREAM else config,
+            is_fused=is_fused,
+            raw={} if is_fused else config,
         )
 
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from lopa_ascend import checkpoint
 from lopa_ascend.backend.base import Ops
 from lopa_ascend.config import EngineConfig, ModelConfig, ParameterError
 from lopa_ascend.config.engine import TND_HEADS
-from lopa_ascend.model.base import Model
-from lopa_ascend.model.dream import Dream
+from lopa_ascend.model.base import Model, SplitModel
 from lopa_ascend.model.plain import Build, build_module, tensors_of
-from lopa_ascend.model.registry import find_model
+from lopa_ascend.model.registry import FUSED, check_model_type, find_fused, find_plain
 from lopa_ascend.parallel.collectives import Group
+from lopa_ascend.types import SERVED
 
 logger = logging.getLogger(__name__)
 
@@ -62,13 +61,13 @@ def open_model(path: Path, config: EngineConfig, device: torch.device) -> ModelS
         ParameterError: a model in plain torch cannot be split.
         ValueError: the dtype is unknown.
     """
-    model_type = checkpoint.model_type(path)
     try:
-        build = find_model(model_type)
+        model_type = check_model_type(checkpoint.model_type(path))
+        build = None if model_type in FUSED else find_plain(model_type)
     except ValueError as error:
         raise checkpoint.CheckpointError(f"{path / 'config.json'}: {error}") from error
     if build is None:
-        return DreamSource(path, config)
+        return SplitSource(path, config, find_fused(model_type))
     if config.quantization is not None:
         raise ParameterError(
             "quantization",
@@ -81,7 +80,7 @@ def open_model(path: Path, config: EngineConfig, device: torch.device) -> ModelS
             f"must be 1 for model_type {model_type!r}, got {config.tensor_parallel_size}: a model in plain torch is "
             "not split; branch_parallel_size may be larger",
         )
-    return PlainSource(path, config, str(model_type), build, device)
+    return PlainSource(path, config, model_type, build, device)
 
 
 def _warn(found: checkpoint.Checkpoint) -> None:
@@ -103,20 +102,19 @@ def _warn_of_attention(config: EngineConfig, dtype: str, head_dim: int) -> None:
         )
 
 
-class DreamSource(ModelSource):
-    """A Dream, which is written in fused ops."""
+class SplitSource(ModelSource):
+    """A model of an architecture in fused ops."""
 
-    def __init__(self, path: Path, config: EngineConfig):
-        self._path, self._options = path, config
-        found = checkpoint.open_checkpoint(path)
+    def __init__(self, path: Path, config: EngineConfig, architecture: type[SplitModel]):
+        for name, value in asdict(architecture.properties).items():
+            if value != getattr(SERVED, name):
+                raise ParameterError("model", f"{path} has {name} {value!r}, expected {getattr(SERVED, name)!r}")
+        self._class, self._options = architecture, config
+        self._checkpoint = found = checkpoint.open_checkpoint(path, architecture.architecture)
         self.config = found.config
-        self._int8_layers: list[str]
-        """The linear layers that are int8: their whole names if the checkpoint stores them so, and the last parts of
-        their names if they are quantised at start."""
-        if found.int8 is None:
-            self._int8_layers = sorted(config.int8_projections())
-        else:
-            self._int8_layers = sorted(found.int8.kinds)
+        int8 = found.int8.kinds if found.int8 else found.expected.int8_modules(config.int8_layers())
+        self._int8_modules = sorted(int8)
+        if found.int8 is not None:
             _check_stored_int8(config, found)
         dtype = checkpoint.with_dtype(found.config, config.dtype).dtype
         if config.device == "npu" and dtype != "bfloat16":
@@ -131,19 +129,19 @@ class DreamSource(ModelSource):
 
     @property
     def identity(self) -> object:
-        return self.config, self._int8_layers
+        return self.config, self._int8_modules
 
     def load(self, ops: Ops, tp: Group, num_positions: int) -> Model:
         options = self._options
         config, weights = checkpoint.load(
-            self._path,
+            self._checkpoint,
             lora=options.lora,
             dtype=options.dtype,
             device=options.device,
             shard=checkpoint.Shard(tp.rank, tp.size),
-            int8=options.int8_projections(),
+            int8=options.int8_layers(),
         )
-        return Dream(config, weights, ops, tp, num_positions)
+        return self._class(config, weights, ops, tp, num_positions)
 
 
 def _check_stored_int8(config: EngineConfig, found: checkpoint.Checkpoint) -> None:
@@ -169,11 +167,11 @@ class PlainSource(ModelSource):
 
         self._options = config
 
-        def expect(found: ModelConfig) -> checkpoint.ExpectedTensors:
+        def expect(found: ModelConfig) -> checkpoint.Tensors:
             # The dtype of the file's weights is not known yet, and names and shapes do not depend on it.
             return tensors_of(build_module(build, replace(found, dtype="float32")))
 
-        self._checkpoint = checkpoint.open_checkpoint(path, model_type, expect)
+        self._checkpoint = checkpoint.open_checkpoint(path, checkpoint.Architecture(model_type, expect, is_fused=False))
         _warn(self._checkpoint)
         self.config = checkpoint.with_dtype(self._checkpoint.config, config.dtype)
         self._module = build_module(build, self.config)
@@ -188,7 +186,6 @@ class PlainSource(ModelSource):
 
         options = self._options
         dtypes = {name: tensor.dtype for name, tensor in self._module.state_dict().items()}
-        found = checkpoint.load_unsplit(self._checkpoint, dtypes, lora=options.lora, device=options.device)
-        tensors: dict[str, Tensor] = dict(found)
+        _, tensors = checkpoint.load(self._checkpoint, lora=options.lora, dtypes=dtypes, device=options.device)
         tensors |= {name: tensors[original] for name, original in self._checkpoint.expected.copies.items()}
         return fuse_model(self.config, self._module, self._trace, tensors, ops)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
 from lopa_ascend.backend.base import Entries, Ops
+from lopa_ascend.checkpoint import Architecture
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.parallel.collectives import Group
-from lopa_ascend.types import Traffic
+from lopa_ascend.types import ModelProperties, Traffic
 
 Caches = Tensor | Sequence[Tensor]
 """Keys, or values, of all layers: one tensor [layers, pages, 128, kv_heads, head_dim], or one tensor for each layer."""
@@ -39,6 +40,7 @@ class ForwardInputs:
 class Model(Protocol):
     """One rank's part of a model. ``tp`` is the group of ranks that split each forward pass."""
 
+    properties: ClassVar[ModelProperties]
     config: ModelConfig
     """The configuration of the whole model, not of the rank's part."""
     ops: Ops
@@ -69,3 +71,26 @@ class Model(Protocol):
     def traffic(self, num_computed: int) -> tuple[Traffic, ...]:
         """What this rank sends in a compiled forward pass over ``num_computed`` tokens."""
         ...
+
+
+class SplitModel(Model, Protocol):
+    """A model that is written in fused ops, which ranks can split.
+
+    Args:
+        config: the whole model's.
+        weights: this rank's weights, by our names in the table of the architecture. They are taken out of the mapping,
+            so that none is in memory twice when ``ops`` converts them.
+        tp: the ranks that split each forward pass.
+        num_positions: positions that a sequence may have; None: all that the model allows.
+    """
+
+    architecture: ClassVar[Architecture]
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: MutableMapping[str, Tensor],
+        ops: Ops,
+        tp: Group = ...,
+        num_positions: int | None = None,
+    ) -> None: ...

@@ -1,9 +1,7 @@
 """Dream, a Qwen2-like decoder, written in fused ops. Dream-7B and DiffuCoder-7B have this architecture.
 
-The weights are ``embed``, ``layers.N.{attn_norm, qkv, o, mlp_norm, gate_up, down}``, ``norm``, and ``head``
-unless it is tied to ``embed``. ``qkv`` stacks q, k and v along the output rows, ``gate_up`` gate and up. Any of the
-four linear layers of a layer may be int8; it then has a ``weight_scale`` of each output beside its ``weight``, and its
-activations are quantised when it runs.
+TENSORS lists the weights. Any of the four linear layers of a layer may be int8; it then has a ``weight_scale`` of each
+output beside its ``weight``, and its activations are quantised when it runs.
 
 Under tensor parallelism a rank holds its heads of qkv, the matching columns of o, its part of the MLP, and its part of
 the LM head, padded to the same size on every rank. The ranks sum twice a layer, after o and after down. Each holds the
@@ -13,33 +11,56 @@ whole embedding, because a sum over the ranks would take longer than the embeddi
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lopa_ascend.backend.base import Ops
+from lopa_ascend.checkpoint import HEAD, Architecture, Row, Table
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.model.base import Caches, ForwardInputs
 from lopa_ascend.parallel.collectives import ALONE, Group
-from lopa_ascend.types import Traffic
+from lopa_ascend.types import ModelProperties, Traffic
 
-LINEAR = ("qkv.weight", "o.weight", "gate_up.weight", "down.weight", "head.weight")
-"""Endings of the names of weights that ``Ops.linear`` takes, or ``Ops.quant_linear`` where they are int8."""
+_EMBEDDING, _UP = "model.embed_tokens.weight", "mlp.up_proj.weight"
+_ATTN_NORM, _MLP_NORM = "input_layernorm.weight", "post_attention_layernorm.weight"
+TENSORS = Table(
+    before=(Row(_EMBEDDING, "embed.weight", ("vocab", "hidden")),),
+    layers="model.layers",
+    layer=(
+        Row(_ATTN_NORM, "attn_norm.weight", ("hidden",)),
+        Row("self_attn.q_proj.weight", "qkv.weight", ("heads", "hidden"), "heads", "qkv_proj", _ATTN_NORM),
+        Row("self_attn.k_proj.weight", "qkv.weight", ("kv_heads", "hidden"), "kv_heads", "qkv_proj", _ATTN_NORM),
+        Row("self_attn.v_proj.weight", "qkv.weight", ("kv_heads", "hidden"), "kv_heads", "qkv_proj", _ATTN_NORM),
+        Row("self_attn.q_proj.bias", "qkv.bias", ("heads",), "heads", flag="attention_bias"),
+        Row("self_attn.k_proj.bias", "qkv.bias", ("kv_heads",), "kv_heads", flag="attention_bias"),
+        Row("self_attn.v_proj.bias", "qkv.bias", ("kv_heads",), "kv_heads", flag="attention_bias"),
+        # No source: its input is left as it is: an average of values, in which outliers are rare.
+        Row("self_attn.o_proj.weight", "o.weight", ("hidden", "heads"), "heads", "o_proj"),
+        Row(_MLP_NORM, "mlp_norm.weight", ("hidden",)),
+        Row("mlp.gate_proj.weight", "gate_up.weight", ("inner", "hidden"), "inner", "gate_up_proj", _MLP_NORM),
+        Row(_UP, "gate_up.weight", ("inner", "hidden"), "inner", "gate_up_proj", _MLP_NORM),
+        Row("mlp.down_proj.weight", "down.weight", ("hidden", "inner"), "inner", "down_proj", _UP),
+    ),
+    after=(
+        Row("model.norm.weight", "norm.weight", ("hidden",)),
+        Row("lm_head.weight", "head.weight", ("vocab", "hidden"), "vocab", HEAD, tied_to=_EMBEDDING),
+    ),
+)
+"""The tensors of a checkpoint, and how this class has them."""
 
 Rows = Tensor | tuple[Tensor, Tensor]
 """Activations [T, in], or their int8 codes [T, in] and scales, float32 [T]."""
 
 
 class Dream:
-    """One rank's part of a Dream; see ``model.base.Model``.
+    """One rank's part of a Dream; see ``model.base.SplitModel``."""
 
-    Args:
-        config: the whole model's.
-        weights: this rank's weights; they are taken out of the mapping, so that none is in memory twice when ``ops``
-            converts them.
-        tp: the ranks that split each forward pass.
-        num_positions: positions that a sequence may have; by default all that the model allows.
-    """
+    architecture: ClassVar = Architecture("Dream", TENSORS.tensors)
+    properties: ClassVar = ModelProperties(
+        logit_shift=1, prompt_attention="full", block_grid="prompt_end", commit="next_pass"
+    )
 
     def __init__(
         self,
@@ -54,10 +75,11 @@ class Dream:
         shard = config.vocab_shard(tp.size)
         self.first_token_id = tp.rank * shard
         self.local_vocab_size = min(shard, config.vocab_size - self.first_token_id)
+        linears = {spec.ours for spec in self.architecture.tensors(config).linears.values()}
         own: dict[str, Tensor] = {}
         for name in list(weights):
             weight = weights.pop(name)
-            own[name] = ops.packed(ops.stored(weight)) if name.endswith(LINEAR) else weight
+            own[name] = ops.packed(ops.stored(weight)) if name in linears else weight
         embed = own["embed.weight"]
         self.weights: Mapping[str, Tensor] = own
         is_tied = config.tie_word_embeddings
@@ -83,15 +105,12 @@ class Dream:
     def forward(self, inputs: ForwardInputs, k_caches: Caches, v_caches: Caches) -> Tensor:
         """See ``Model.forward``."""
         c, ops = self.config, self.ops
-        heads, kv_heads = self.num_heads, self.num_kv_heads
         cos, sin = self._rope_tables.index_select(1, inputs.positions).unbind()
         residual = self.weights["embed.weight"].index_select(0, inputs.tokens)
         x = self._norm(residual, "layers.0.attn_norm", reader="layers.0.qkv")
         for n in range(c.num_layers):
             p = f"layers.{n}."
-            qkv = self._linear(x, p + "qkv")
-            qkv = ops.rope(qkv.view(-1, heads + 2 * kv_heads, c.head_dim), cos, sin)
-            q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
+            q, k, v = self._attention_inputs(x, p, cos, sin)
             ops.kv_write(k, v, k_caches[n], v_caches[n], inputs.slot_mapping, inputs.source)
             attended = ops.attention(q, k_caches[n], v_caches[n], inputs.entries)
             # After the last attention no token depends on another: go on with the wanted rows.
@@ -106,6 +125,11 @@ class Dream:
             if n < c.num_layers - 1:
                 x, residual = self._add_norm(out, residual, f"layers.{n + 1}.attn_norm", reader=f"layers.{n + 1}.qkv")
         return ops.add_rms_norm(out, residual, self.weights["norm.weight"], c.rms_norm_eps)[0]
+
+    def _attention_inputs(self, x: Rows, layer: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values [T, heads, head_dim] of a layer, with their positions in them."""
+        qkv = self._linear(x, layer + "qkv").view(-1, self.num_heads + 2 * self.num_kv_heads, self.config.head_dim)
+        return self.ops.rope(qkv, cos, sin).split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
 
     def _norm(self, x: Tensor, norm: str, reader: str) -> Rows:
         """A norm of x, as the linear layer ``reader`` takes it."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lopa_ascend.checkpoint import DTYPES, ExpectedTensors
+from lopa_ascend.checkpoint import DTYPES, Row, Spec, Tensors
 from lopa_ascend.config import ModelConfig
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -65,20 +65,21 @@ def build_module(build: Build, config: ModelConfig) -> nn.Module:
     return module.eval().requires_grad_(False)
 
 
-def tensors_of(module: nn.Module) -> ExpectedTensors:
+def tensors_of(module: nn.Module) -> Tensors:
     """The tensors that the checkpoint of a plain model must hold: its parameters and persistent buffers. A parameter
     that is in several places has the name of the first one, and the others may be missing."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    specs: dict[str, Spec] = {}
+    linears = {f"{name}.weight" for name, part in module.named_modules() if isinstance(part, nn.Linear)}
     copies: dict[str, str] = {}
     names: dict[int, str] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         first = names.setdefault(id(tensor), name)
         if first == name:
-            shapes[name] = tuple(tensor.shape)
+            linear = "" if name in linears else None
+            specs[name] = Spec(name, name, tuple(tensor.shape), Row(name, name, linear=linear))
         else:
             copies[name] = first
-    linears = (name for name, part in module.named_modules() if isinstance(part, nn.Linear))
-    return ExpectedTensors(shapes, copies, tuple(name for name in linears if f"{name}.weight" in shapes))
+    return Tensors(specs, copies)
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """The architectures that the engine runs, by the ``model_type`` that a checkpoint's config.json names.
 
-Dream is written in fused ops. Others are written in plain torch (``model/plain.py``) and are registered: in this
-process by `register_model`; in every process, so also in those of a server and of several ranks, by an entry point of
-an installed package, with the ``model_type`` as its name.
+Those of FUSED are written in fused ops, a file of this package each. Others are written in plain torch
+(``model/plain.py``) and are registered: in this process by `register_model`; in every process, so also in those of a
+server and of several ranks, by an entry point of an installed package, with the ``model_type`` as its name.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
-from lopa_ascend.config import DREAM
 from lopa_ascend.config.files import shown
 
 if TYPE_CHECKING:
+    from lopa_ascend.model.base import SplitModel
     from lopa_ascend.model.plain import Build
 
 GROUP = "lopa_ascend.models"
 """The group of entry points."""
+FUSED = {"Dream": "lopa_ascend.model.dream:Dream"}
+"""By ``model_type``: module and class, a ``model.base.SplitModel``. They import torch, so not before use."""
 _registered: dict[str, Build] = {}
 
 
@@ -31,33 +33,51 @@ def register_model(model_type: str, build: Build) -> None:
     Raises:
         ValueError: the name is taken.
     """
-    if model_type == DREAM or _registered.get(model_type, build) is not build:
+    if model_type in FUSED or _registered.get(model_type, build) is not build:
         raise ValueError(f"model_type {model_type!r} is registered already")
     _registered[model_type] = build
 
 
 def known_models() -> tuple[str, ...]:
     """The ``model_type`` of every architecture that this process can run."""
-    return tuple(sorted({DREAM, *_registered, *_installed()}))
+    return tuple(sorted({*FUSED, *_registered, *_installed()}))
 
 
-def find_model(model_type: object) -> Build | None:
-    """How to build the module of an architecture in plain torch; None for Dream.
+def check_model_type(model_type: object) -> str:
+    """What config.json names as its architecture, if this process can run it.
 
     Raises:
-        ValueError: there is no such architecture, or its entry point cannot be loaded.
+        ValueError: there is no such architecture.
     """
-    if model_type == DREAM:
-        return None
-    name = model_type if isinstance(model_type, str) else ""
-    if name in _registered:
-        return _registered[name]
-    point = _installed().get(name)
-    if point is None:
-        raise ValueError(
-            f"model_type is {shown(model_type)}, expected one of {', '.join(known_models())}; register another with "
-            f"lopa_ascend.register_model or, for servers and several ranks, by an entry point of the group {GROUP}"
-        )
+    if isinstance(model_type, str) and model_type in known_models():
+        return model_type
+    raise ValueError(
+        f"model_type is {shown(model_type)}, expected one of {', '.join(known_models())}; register another with "
+        f"lopa_ascend.register_model or, for servers and several ranks, by an entry point of the group {GROUP}"
+    )
+
+
+def find_fused(model_type: object) -> type[SplitModel]:
+    """The class of an architecture in fused ops.
+
+    Raises:
+        ValueError: there is no such architecture.
+    """
+    if not isinstance(model_type, str) or model_type not in FUSED:
+        raise ValueError(f"model_type is {shown(model_type)}, expected one of {', '.join(FUSED)}")
+    found: type[SplitModel] = EntryPoint(model_type, FUSED[model_type], GROUP).load()
+    return found
+
+
+def find_plain(model_type: str) -> Build:
+    """How to build the module of an architecture in plain torch.
+
+    Raises:
+        ValueError: its entry point cannot be loaded.
+    """
+    if model_type in _registered:
+        return _registered[model_type]
+    point = _installed()[model_type]
     try:
         build: Build = point.load()
     except Exception as error:  # the module is another package's, which may raise anything

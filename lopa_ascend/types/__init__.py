@@ -1,6 +1,7 @@
 """The nouns that every room shares: plain data, without torch and without imports of ours."""
 
 from lopa_ascend.types.decode import BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord, winner_rank
+from lopa_ascend.types.model import SERVED, ModelProperties
 from lopa_ascend.types.output import Alternatives, GenerationOutput, Progress, Update
 from lopa_ascend.types.stats import EngineStats, GraphStats, RankReport, Traffic
 from lopa_ascend.types.step import (
@@ -16,6 +17,7 @@ from lopa_ascend.types.step import (
 )
 
 __all__ = [
+    "SERVED",
     "Alternatives",
     "BranchRecord",
     "Demand",
@@ -24,6 +26,7 @@ __all__ = [
     "GenerationOutput",
     "GraphStats",
     "KVShape",
+    "ModelProperties",
     "PageCopy",
     "Progress",
     "RankReport",

@@ -64,16 +64,12 @@ class RecordingOps:
 
     Args:
         ops: the model's.
-        weights: its weights by name.
+        weights: those whose inputs are noted, by name.
     """
 
     def __init__(self, ops: Ops, weights: dict[str, Tensor]) -> None:
-        from lopa_ascend.checkpoint.smooth import READERS  # imports torch, which takes seconds
-
         self._ops = ops
-        names = [name.removesuffix(".weight") for name in weights]
-        kept = [name for name in names if name.rpartition(".")[2] in READERS]
-        self._names = {id(weights[f"{name}.weight"]): name for name in kept}
+        self._names = {id(weight): name.removesuffix(".weight") for name, weight in weights.items()}
         self.magnitudes: dict[str, Tensor] = {}
         """By name of the linear layer, the largest magnitude of each input channel, float32 [in]."""
 
@@ -108,12 +104,14 @@ def largest_inputs(llm: LLM, texts: Sequence[tuple[str, str]]) -> dict[str, Tens
     from scripts.eval.likelihood import MaskedLikelihood
 
     model: Any = llm.engine.runner.model
-    if any(name.endswith(".weight_scale") for name in model.weights) or "layers.0.qkv.weight" not in model.weights:
+    if any(name.endswith(".weight_scale") for name in model.weights) or not llm.config.is_fused:
         raise ValueError("expected a Dream with float weights")
+    specs = model.architecture.tensors(model.config).linears.values()
+    weights = {spec.ours: model.weights[spec.ours] for spec in specs if spec.row.source is not None}
     split = [_split(llm, prompt, answer) for prompt, answer in texts]  # all are checked before the first is computed
     masked = MaskedLikelihood(llm.engine, num_samples=NUM_SHARES, batch_size=NUM_SHARES)
     ops = model.ops
-    model.ops = recording = RecordingOps(ops, dict(model.weights))
+    model.ops = recording = RecordingOps(ops, weights)
     try:
         with torch.inference_mode():
             for context, target in split:

@@ -86,8 +86,8 @@ class MaskedLikelihood:
         rows, columns = (noisy == self._mask).nonzero(as_tuple=True)
         if not len(rows):
             return torch.zeros(())
-        # The hidden state at a position predicts the next one.
-        hidden = self.hidden_states(noisy, rows * n + columns - 1)
+        shift = self._model.properties.logit_shift
+        hidden = self.hidden_states(noisy, rows * n + columns - shift)
         logits = torch.cat([self._model.logits(part).float() for part in hidden.split(1024)])
         logprobs = logits.log_softmax(-1).gather(1, tokens[columns].to(logits.device)[:, None])[:, 0].cpu()
         return -(logprobs / share[rows]).sum() / batch

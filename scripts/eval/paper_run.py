@@ -236,12 +236,13 @@ class TableRun:
 @cache
 def problem_of(checkpoint: Checkpoint) -> str:
     """Why a checkpoint cannot be loaded, as far as its files say without reading weights; empty if it can."""
-    from lopa_ascend.checkpoint import open_checkpoint  # imports torch, which takes seconds
+    from lopa_ascend.checkpoint import open_checkpoint  # these import torch, which takes seconds
     from lopa_ascend.checkpoint.files import CheckpointError, check_directory
+    from lopa_ascend.model.dream import Dream
 
     try:
         if checkpoint.model is not None:
-            open_checkpoint(checkpoint.model)
+            open_checkpoint(checkpoint.model, Dream.architecture)
         if checkpoint.adapter is not None:
             check_directory(Path(checkpoint.adapter))
     except (CheckpointError, ConfigError) as error:
@@ -252,8 +253,9 @@ def problem_of(checkpoint: Checkpoint) -> str:
 def number_format(config: EngineConfig) -> str:
     """The number format of linear layers, such as "bfloat16" or "w8a8"."""
     from lopa_ascend.checkpoint import open_checkpoint, with_dtype  # these import torch, which takes seconds
+    from lopa_ascend.model.dream import Dream
 
-    found = open_checkpoint(DEMO_MODEL if config.model is None else config.model)
+    found = open_checkpoint(DEMO_MODEL if config.model is None else config.model, Dream.architecture)
     is_int8 = config.quantization is not None or found.int8 is not None
     return "w8a8" if is_int8 else with_dtype(found.config, config.dtype).dtype
 

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.config.engine import INT8_LAYERS
 from lopa_ascend.config.settings import HelpFormatter
+from lopa_ascend.model.registry import find_fused
 from scripts.arguments import number_from
 
 if TYPE_CHECKING:
@@ -38,16 +39,15 @@ def measured(model: Path, lora: Path | None, file: Path, limit: int, int8: Colle
     """The largest inputs of the linear layers of a float model on the first texts of a file.
 
     Args:
-        int8: the last parts of the names of the linear layers that are quantised.
+        int8: the linear layers that are quantised, as --exclude calls them.
 
     Raises:
         ValueError: the model or the file cannot be used, or no layer that can be smoothed is quantised.
     """
-    from lopa_ascend import LLM  # this and the next two import torch, which takes seconds
-    from lopa_ascend.checkpoint.smooth import smoothed_readers
+    from lopa_ascend import LLM  # imports torch, which takes seconds
     from scripts.eval.calibration import largest_inputs, read_texts
 
-    if not smoothed_readers(int8):
+    if not {*int8} - {"o_proj"}:
         raise ValueError("--smooth: has no effect without qkv_proj, gate_up_proj and down_proj, which are excluded")
     texts = read_texts(file, limit)
     return largest_inputs(LLM(model, lora=lora), texts)
@@ -66,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--exclude",
         nargs="+",
         default=[],
-        choices=tuple(INT8_LAYERS),
+        choices=INT8_LAYERS,
         metavar="NAME",
         help=f"linear layers that keep their number format, of {', '.join(INT8_LAYERS)} (default: none)",
     )
@@ -83,15 +83,17 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
-    from lopa_ascend.checkpoint.write import open_to_quantize, write_int8  # imports torch, which takes seconds
+    from lopa_ascend.checkpoint import model_type  # this and the next import torch, which takes seconds
+    from lopa_ascend.checkpoint.write import open_to_quantize, write_int8
 
     try:
-        int8 = EngineConfig(quantization="w8a8", quantization_exclude=tuple(args.exclude)).int8_projections()
-        open_to_quantize(args.model, args.out)
+        int8 = EngineConfig(quantization="w8a8", quantization_exclude=tuple(args.exclude)).int8_layers()
+        architecture = find_fused(model_type(args.model)).architecture
+        open_to_quantize(args.model, args.out, architecture)
         activations = None
         if args.smooth is not None:
             activations = measured(args.model, args.lora, args.smooth, args.smooth_limit, int8)
-        out = write_int8(args.model, args.out, int8=int8, lora=args.lora, activations=activations)
+        out = write_int8(args.model, args.out, architecture, int8=int8, lora=args.lora, activations=activations)
     except (ValueError, OSError) as error:
         sys.exit(str(error))
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))

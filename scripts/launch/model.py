@@ -7,10 +7,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from lopa_ascend.config import DREAM, ConfigError, ModelConfig
+from lopa_ascend.config import ConfigError, ModelConfig
 from lopa_ascend.config.files import MAX_HEADER, read_json_object
 from lopa_ascend.config.int8_files import MODELSLIM_WEIGHTS, modelslim_descriptions
-from lopa_ascend.model.registry import known_models
+from lopa_ascend.model.registry import FUSED, check_model_type
 from scripts.launch.arguments import Launch
 from scripts.launch.findings import Finding, fail, ok
 
@@ -72,8 +72,11 @@ def _weights(model: Path) -> list[Path]:
 def _check_tensor_parallel_size(launch: Launch) -> Iterator[Finding]:
     file = launch.model / "config.json"
     values = read_json_object(file, ConfigError)
-    model_type = values.get("model_type")
-    config = ModelConfig.from_json(values, {}, str(file), model_type if model_type in known_models() else DREAM)
+    try:
+        model_type = check_model_type(values.get("model_type"))
+    except ValueError as error:
+        raise ConfigError(f"{file}: {error}") from error
+    config = ModelConfig.from_json(values, {}, str(file), model_type, model_type in FUSED)
     sizes, heads = config.tensor_parallel_sizes(), f"{config.num_heads} query and {config.num_kv_heads} KV heads"
     if launch.tp in sizes:
         yield ok(f"model: tp {launch.tp} splits {heads}")

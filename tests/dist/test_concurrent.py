@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from lopa_ascend import checkpoint
 from lopa_ascend.demo import DEMO_MODEL, HELD_OUT
 from lopa_ascend.parallel.launch import free_port
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.tokenizer_files import load_tokenizer
 from tests.dist import ranks
+from tests.dream_checkpoint import open_checkpoint
 from tests.tiers import slow_but
 
 pytestmark = pytest.mark.multirank
@@ -35,7 +35,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 def job(together: bool, **options: Any) -> dict[str, Any]:
     """Held-out problems with settings of all kinds; the first prompt comes twice, to be found in the prefix cache."""
-    config = checkpoint.open_checkpoint(DEMO_MODEL).config
+    config = open_checkpoint(DEMO_MODEL).config
     texts = Prompts(load_tokenizer(DEMO_MODEL, config.vocab_size), config.vocab_size, config.mask_token_id, "demo")
     with HELD_OUT.open(encoding="utf-8") as lines:
         questions = [json.loads(line)["question"] for line, _ in zip(lines, range(len(SETTINGS) - 1), strict=False)]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lopa_ascend import checkpoint
 from tests import golden
 from tests.dist import ranks
+from tests.dream_checkpoint import open_checkpoint
 from tests.tiers import slow_but
 
 CASES = [case for case in golden.CASES if case != golden.MASK_CHOSEN]
@@ -22,7 +22,7 @@ def test_all_cases(tp: int, bp: int, tmp_path: Path) -> None:
     by_model: dict[Path, list[str]] = {}
     for case, trace in traces.items():
         model = golden.model_path(trace)
-        if tp in checkpoint.open_checkpoint(model).config.tensor_parallel_sizes():
+        if tp in open_checkpoint(model).config.tensor_parallel_sizes():
             by_model.setdefault(model, []).append(case)
     jobs = [
         {

@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lopa_ascend import DecodingParams, checkpoint
+from lopa_ascend import DecodingParams
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.engine import AGREEMENT_INTERVAL
 from lopa_ascend.types import SequencePlan
 from scripts.bench.ranks.process import Step, TrafficJob, run
 from scripts.bench.ranks.traffic import Formulas, carries_commands, faults, prompts
+from tests.dream_checkpoint import open_checkpoint
 from tests.tiers import slow_but
 
 pytestmark = pytest.mark.multirank
@@ -56,7 +57,7 @@ def branches_bound(plan: SequencePlan, bp: int) -> int:
 
 @pytest.mark.parametrize(("tp", "bp"), slow_but([(1, 2), (2, 2)], [(2, 2)]))
 def test_every_step_sends_what_the_formulas_say(tp: int, bp: int) -> None:
-    model = checkpoint.open_checkpoint(DEMO_MODEL).config
+    model = open_checkpoint(DEMO_MODEL).config
     hidden, kv_position = 4 * model.hidden_size, 4 * 2 * model.num_layers * model.local_kv_heads(tp) * model.head_dim
     steps = [step for rank in recorded(tp, bp) for step in rank]
     second_phases = commits = 0

@@ -18,7 +18,7 @@ from lopa_ascend.checkpoint import CheckpointError
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.engine.models import open_model
 from lopa_ascend.model.plain import Attend
-from lopa_ascend.model.registry import find_model, known_models, register_model
+from lopa_ascend.model.registry import find_plain, known_models, register_model
 from tests.plain_dream import MODEL_TYPE, OPS, as_plain, load, registered, tail
 from tests.tiny import write_dream
 
@@ -59,7 +59,7 @@ def test_an_entry_point_that_cannot_be_loaded_is_named(monkeypatch: pytest.Monke
     with pytest.raises(
         ValueError, match="model_type 'Broken': entry point 'no_such_module:Model' cannot be loaded: No"
     ):
-        find_model("Broken")
+        find_plain("Broken")
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

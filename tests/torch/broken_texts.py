@@ -113,7 +113,7 @@ BROKEN_TEXTS: dict[str, tuple[Change, str, str]] = {
     "adapter: slow expression": (
         fields(ADAPTER, target_modules=r"(.|\w|\.)*(?<=z)"),
         ADAPTER,
-        "takes more than 0.5 s to compare with the names",
+        "takes more than 0.5 s to compare with the name of a layer",
     ),
     "adapter: slow exclusion": (
         fields(ADAPTER, exclude_modules=r"((.|\w)+)+(?!.)(?<!j)"),

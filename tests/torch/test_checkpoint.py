@@ -13,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lopa_ascend.checkpoint import CheckpointError, load, open_checkpoint
+from lopa_ascend.checkpoint import CheckpointError
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.engine.prepare import model_name
+from tests.dream_checkpoint import load, open_checkpoint
 from tests.tiny import write_dream
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

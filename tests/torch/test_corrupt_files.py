@@ -20,6 +20,7 @@ from lopa_ascend.config import EngineConfig
 from lopa_ascend.engine.prepare import prepare
 from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.text.tokenizer_files import load_template
+from tests.dream_checkpoint import open_checkpoint
 from tests.tiny import SPECIAL, VOCAB_SIZE, write_dream, write_tokenizer
 from tests.torch.breaking import (
     ADAPTER,
@@ -147,7 +148,7 @@ def test_accepted(original: Path, tmp_path: Path, case: str, caplog: pytest.LogC
 def test_weights_that_changed_after_they_were_checked(original: Path, tmp_path: Path) -> None:
     path = tmp_path / "model"
     shutil.copytree(original, path)
-    found = checkpoint.open_checkpoint(path)
+    found = open_checkpoint(path)
     (path / SINGLE).write_bytes(b"")
     with pytest.raises(checkpoint.CheckpointError, match=f"tensor {EMBEDDING}: cannot be read"):
         next(found.tensors())

@@ -15,19 +15,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lopa_ascend import LLM
-from lopa_ascend.checkpoint import CheckpointError, Shard, load, open_checkpoint, write
-from lopa_ascend.checkpoint.write import write_int8
+from lopa_ascend.checkpoint import CheckpointError, Shard, write
 from lopa_ascend.config import EngineConfig, ParameterError
 from scripts.bench.plan.models import load_model
 from scripts.eval.paper_run import number_format
 from scripts.launch.arguments import Launch
 from scripts.launch.model import check_model
+from tests.dream_checkpoint import load, open_checkpoint, write_int8
 from tests.tiny import write_dream
 from tests.torch.paging import randn
 from tests.torch.test_checkpoint import edit_json, read_all
 from tests.versions import compiles_steps
 
-ALL = EngineConfig(quantization="w8a8").int8_projections()
+ALL = EngineConfig(quantization="w8a8").int8_layers()
 LAYER = "model.layers.0."
 DOWN, Q = f"{LAYER}mlp.down_proj", f"{LAYER}self_attn.q_proj"
 Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
@@ -179,7 +179,7 @@ def test_an_adapter_is_merged_before(float_path: Path, int8_path: Path, tmp_path
     out = write_int8(float_path, tmp_path / "out", int8=ALL, lora=adapter)
     assert same(load(out)[1], merged)
     assert not same(load(int8_path)[1], merged)
-    some = ALL - {"q_proj", "k_proj", "v_proj"}  # the adapted q_proj stays bfloat16
+    some = ALL - {"qkv_proj"}  # the adapted q_proj stays bfloat16
     out = write_int8(float_path, tmp_path / "some", int8=some, lora=adapter)
     assert same(load(out)[1], load(float_path, lora=adapter, int8=some)[1])
     assert read_all(out)[f"{Q}.weight"].dtype == torch.bfloat16

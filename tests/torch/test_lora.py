@@ -15,12 +15,10 @@ from lopa_ascend.checkpoint import (
     Adapter,
     Checkpoint,
     CheckpointError,
-    Shard,
-    load,
     merge_adapter,
     open_adapter,
-    open_checkpoint,
 )
+from tests.dream_checkpoint import load, open_checkpoint
 from tests.tiny import write_dream
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -69,7 +67,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 
 def merge_whole(checkpoint: Checkpoint, adapter: Adapter) -> dict[str, torch.Tensor]:
-    return dict(merge_adapter(checkpoint.tensors(), adapter, Shard().tensor_slices(checkpoint.config)))
+    return dict(merge_adapter(checkpoint.tensors(), adapter))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -78,7 +76,7 @@ def test_equals_peft(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
     model = write_dream(tmp_path / "model", dtype=dtype)
     expected = write_with_peft(model, tmp_path / "adapter", dtype, **ADAPTERS[case])
     checkpoint = open_checkpoint(model)
-    adapter = open_adapter(tmp_path / "adapter", checkpoint.config)
+    adapter = open_adapter(tmp_path / "adapter", checkpoint.expected)
     merged = merge_whole(checkpoint, adapter)
     assert list(merged) == list(checkpoint.files)
     raw = dict(checkpoint.tensors())
@@ -96,7 +94,7 @@ def test_the_product_is_computed_in_float32(tmp_path: Path) -> None:
     factors = {n: torch.randn(x.shape, generator=generator).bfloat16() for n, x in load_file(adapter / WEIGHTS).items()}
     save_file(factors, str(adapter / WEIGHTS))
     checkpoint = open_checkpoint(model)
-    merged = merge_whole(checkpoint, open_adapter(adapter, checkpoint.config))
+    merged = merge_whole(checkpoint, open_adapter(adapter, checkpoint.expected))
     name = "model.layers.0.self_attn.q_proj.weight"
     weight, a, b = dict(checkpoint.tensors())[name].double(), factors[Q_A].double(), factors[Q_B].double()
     exact = weight + 2 * b @ a
@@ -111,7 +109,7 @@ def test_all_linear_in_the_file(tmp_path: Path) -> None:
     expected = write_with_peft(model, tmp_path / "adapter", torch.float32, r=2, target_modules="all-linear")
     edit(tmp_path / "adapter", target_modules="all-linear")
     checkpoint = open_checkpoint(model)
-    merged = merge_whole(checkpoint, open_adapter(tmp_path / "adapter", checkpoint.config))
+    merged = merge_whole(checkpoint, open_adapter(tmp_path / "adapter", checkpoint.expected))
     assert all(torch.equal(merged[name], tensor) for name, tensor in expected.items())
 
 
@@ -151,7 +149,7 @@ def test_fields_without_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     edit(adapter, lora_dropout=0.1, task_type="CAUSAL_LM", base_model_name_or_path="x", init_lora_weights="eva")
     edit(adapter, eva_config={"rho": 2.0}, layers_to_transform=None, layers_pattern=None, modules_to_save=[], new=False)
     with caplog.at_level("INFO"):
-        deltas = open_adapter(adapter, open_checkpoint(model).config).deltas
+        deltas = open_adapter(adapter, open_checkpoint(model).expected).deltas
     assert "adapter: an adapter that was trained on 'x'" in caplog.text
     assert {name: delta.scaling for name, delta in deltas.items()} == {
         f"model.layers.{n}.self_attn.q_proj.weight": 2.0 for n in range(2)
@@ -202,7 +200,7 @@ def test_refused_fields(tmp_path: Path, field: str, value: Any, words: str) -> N
     model, adapter = write_dream(tmp_path / "model"), write_adapter(tmp_path / "adapter")
     edit(adapter, **{field: value})
     with pytest.raises(CheckpointError) as caught:
-        open_adapter(adapter, open_checkpoint(model).config)
+        open_adapter(adapter, open_checkpoint(model).expected)
     assert str(caught.value).startswith(f"{adapter / CONFIG}: {field}")
     assert words in str(caught.value)
 
@@ -211,7 +209,7 @@ def test_tied_head_is_not_adapted(tmp_path: Path) -> None:
     model, adapter = write_dream(tmp_path / "model", tie=True), write_adapter(tmp_path / "adapter")
     edit(adapter, target_modules=["q_proj", "lm_head"])
     with pytest.raises(CheckpointError, match=r"adapter_config\.json: target_modules: adapts lm_head, which"):
-        open_adapter(adapter, open_checkpoint(model).config)
+        open_adapter(adapter, open_checkpoint(model).expected)
 
 
 EMBEDDING = "base_model.model.model.embed_tokens.lora_embedding_A"

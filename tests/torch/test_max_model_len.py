@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from lopa_ascend.checkpoint import open_checkpoint
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.prepare import choose_max_model_len
+from tests.dream_checkpoint import open_checkpoint
 
 
 @pytest.mark.parametrize(

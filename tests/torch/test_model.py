@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from lopa_ascend import DecodingParams, checkpoint
+from lopa_ascend import DecodingParams
 from lopa_ascend.backend.cpu import CpuOps
 from lopa_ascend.decode import begin
 from lopa_ascend.kv.pages import PageTables, pages_for
@@ -18,6 +18,7 @@ from lopa_ascend.runner.eager import EagerExecutor
 from lopa_ascend.sequence import Request, Sequence
 from lopa_ascend.types import RowPlan, Scoring, SequencePlan, SequenceStep
 from tests import reference
+from tests.dream_checkpoint import load
 from tests.tiny import write_dream
 from tests.versions import qwen2_knows_head_dim
 
@@ -77,7 +78,7 @@ class OpsOfRows(CpuOps):
 def test_a_step_of_which_no_hidden_state_is_wanted(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a branch-parallel group that has no branch in the first pass of a block of Fast-dLLM."""
     write_dream(tmp_path)
-    model = Recorder(*checkpoint.load(tmp_path, dtype="float32"), OpsOfRows())
+    model = Recorder(*load(tmp_path, dtype="float32"), OpsOfRows())
     monkeypatch.setattr(model, "logits", lambda hidden: hidden.new_zeros(len(hidden), model.config.vocab_size))
     row = RowPlan(0, tuple(range(16)), 0, (16,), ())
     forward(model, SequencePlan(0, 0, (row,), 1, winner_commits=False, prefix_length=0))
@@ -90,7 +91,7 @@ def test_a_step_of_which_no_hidden_state_is_wanted(tmp_path, monkeypatch: pytest
 def test_logits_are_those_of_qwen2(seed: int, full: bool, tmp_path) -> None:
     rng = random.Random(seed)
     write_dream(tmp_path, seed=seed, **random_config(rng))
-    config, weights = checkpoint.load(tmp_path, dtype="float32")
+    config, weights = load(tmp_path, dtype="float32")
     ops = CpuOps()
     model = Recorder(config, weights, ops)
     prompt, blocks = rng.randrange(2, 140), rng.randrange(1, 4)
@@ -114,10 +115,10 @@ def test_logits_are_those_of_qwen2(seed: int, full: bool, tmp_path) -> None:
 def test_without_biases(tmp_path) -> None:
     """Qwen2 has no switch for its biases: zero ones are the same model."""
     write_dream(tmp_path / "without", bias=False)
-    _, weights = checkpoint.load(tmp_path / "without")
+    _, weights = load(tmp_path / "without")
     assert not any(name.endswith("bias") for name in weights)
     write_dream(tmp_path / "with", bias=True)
-    config, biased = checkpoint.load(tmp_path / "with")
+    config, biased = load(tmp_path / "with")
     zero = {k: torch.zeros_like(v) if k.endswith("bias") else v for k, v in biased.items()}
     same = {k: v for k, v in biased.items() if not k.endswith("bias")}
     outputs = []

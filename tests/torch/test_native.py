@@ -16,10 +16,10 @@ from lopa_ascend.backend.base import Entries
 from lopa_ascend.backend.cpu import CpuOps, definition
 from lopa_ascend.backend.cpu.native import NativeOps, kernels
 from lopa_ascend.backend.cpu.native.ops import is_whole
-from lopa_ascend.checkpoint import load
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.base import ForwardInputs
 from lopa_ascend.model.dream import Dream
+from tests.dream_checkpoint import load
 from tests.tiers import examples
 from tests.tiny import write_dream
 from tests.torch.native import native_ops

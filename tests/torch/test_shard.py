@@ -14,8 +14,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lopa_ascend.checkpoint import Shard, load
+from lopa_ascend.checkpoint import Shard
 from lopa_ascend.config import ModelConfig
+from tests.dream_checkpoint import load
 from tests.tiny import dream_shapes, write_dream
 
 MB = 1_000_000
@@ -112,7 +113,8 @@ def test_a_size_that_splits_no_head_is_refused(tmp_path: Path) -> None:
 MEASURE = """
 import sys
 from pathlib import Path
-from lopa_ascend.checkpoint import Shard, load
+from lopa_ascend.checkpoint import Shard
+from tests.dream_checkpoint import load
 
 def status(field):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lopa_ascend import DecodingParams, checkpoint
+from lopa_ascend import DecodingParams
 from lopa_ascend.backend.cpu import CpuOps
 from lopa_ascend.decode import begin
 from lopa_ascend.kv.pages import PAGE_SIZE, PageTables, pages_for
@@ -19,6 +19,7 @@ from lopa_ascend.runner.eager import EagerExecutor, ForwardResult
 from lopa_ascend.runner.layout import slot_mapping
 from lopa_ascend.sequence import Request, Sequence
 from lopa_ascend.types import RowPlan, RowResult, Scoring, SequencePlan, SequenceStep
+from tests.dream_checkpoint import load
 from tests.tiers import slow_but
 from tests.tiny import write_dream
 
@@ -27,7 +28,7 @@ class Run:
     """One sequence, driven step by step."""
 
     def __init__(self, path, prompt: list[int], params: DecodingParams):
-        self.config, weights = checkpoint.load(path)
+        self.config, weights = load(path)
         self.model = Dream(self.config, weights, CpuOps())
         mask = self.config.mask_token_id
         self.strategy = begin(prompt, params, mask, frozenset())

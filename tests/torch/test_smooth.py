@@ -15,17 +15,17 @@ from torch import Tensor
 
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.backend.cpu import definition
-from lopa_ascend.checkpoint import load, open_checkpoint, quantize_weight
-from lopa_ascend.checkpoint.smooth import READERS, choose_factors, powers_of_two, smoothed
-from lopa_ascend.checkpoint.write import write_int8
+from lopa_ascend.checkpoint import quantize_weight
+from lopa_ascend.checkpoint.smooth import choose_factors, powers_of_two, smoothed, smoothed_weights
 from lopa_ascend.config import EngineConfig
 from scripts.eval import quantize
 from scripts.eval.calibration import largest_inputs, read_texts
 from scripts.eval.likelihood import MaskedLikelihood
+from tests.dream_checkpoint import load, open_checkpoint, write_int8
 from tests.tiny import write_dream, write_tokenizer
 from tests.torch.paging import randn
 
-ALL = EngineConfig(quantization="w8a8").int8_projections()
+ALL = EngineConfig(quantization="w8a8").int8_layers()
 TEXTS = [("hello", "the answer"), ("the answer and hello", "")]
 LAYER = "model.layers.1."
 
@@ -50,11 +50,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folded(path: Path, out: Path, int8: frozenset[str] = ALL) -> tuple[Path, dict[str, Tensor]]:
     """A float copy of a checkpoint with the factors in it, and the factors."""
     checkpoint = open_checkpoint(path)
-    factors = choose_factors(checkpoint.tensors(), largest_inputs(LLM(path), TEXTS), int8)
+    weights = smoothed_weights(checkpoint.expected, checkpoint.expected.int8_modules(int8))
+    factors = choose_factors(checkpoint.tensors(), largest_inputs(LLM(path), TEXTS), weights)
     out.mkdir()
     for file in path.iterdir():
         (out / file.name).write_bytes(file.read_bytes())
-    tensors = {name: tensor.contiguous() for name, tensor in smoothed(checkpoint.tensors(), factors, int8)}
+    tensors = {name: tensor.contiguous() for name, tensor in smoothed(checkpoint.tensors(), factors, weights)}
     save_file(tensors, str(out / "model.safetensors"))
     return out, factors
 
@@ -83,11 +84,11 @@ def test_folded_factors_change_no_bit_of_the_float_model(dtype: torch.dtype, tmp
     source = write_outliers(tmp_path / "float", dtype)
     out, factors = folded(source, tmp_path / "out")
     assert set(factors) == {
-        f"model.layers.{n}.{name}"
+        f"model.layers.{n}.{name}.weight"
         for n in range(2)
         for name in ("input_layernorm", "post_attention_layernorm", "mlp.up_proj")
     }
-    assert factors[f"{LAYER}input_layernorm"].argmax() == 5
+    assert factors[f"{LAYER}input_layernorm.weight"].argmax() == 5
     assert all(len(factor.unique()) > 1 for factor in factors.values())
     before, after = load_file(str(source / "model.safetensors")), load_file(str(out / "model.safetensors"))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -100,9 +101,9 @@ def test_folded_factors_change_no_bit_of_the_float_model(dtype: torch.dtype, tmp
 
 
 def test_excluded_layers_and_what_is_before_them_stay_as_they_are(path: Path, tmp_path: Path) -> None:
-    int8 = EngineConfig(quantization="w8a8", quantization_exclude=("down_proj", "qkv_proj")).int8_projections()
+    int8 = EngineConfig(quantization="w8a8", quantization_exclude=("down_proj", "qkv_proj")).int8_layers()
     out, factors = folded(path, tmp_path / "out", int8)
-    assert {name.split(".", 3)[3] for name in factors} == {"post_attention_layernorm"}
+    assert {name.split(".", 3)[3] for name in factors} == {"post_attention_layernorm.weight"}
     before, after = load_file(str(path / "model.safetensors")), load_file(str(out / "model.safetensors"))
     assert torch.equal(after[f"{LAYER}mlp.down_proj.weight"], before[f"{LAYER}mlp.down_proj.weight"])
     assert torch.equal(after[f"{LAYER}input_layernorm.weight"], before[f"{LAYER}input_layernorm.weight"])
@@ -120,15 +121,17 @@ def test_factors_are_powers_of_two_near_those_of_smoothquant() -> None:
     assert factors[3] == factors[4] == 1
 
 
-def test_factors_that_float16_cannot_hold_are_folded_into_it() -> None:
-    layer, norm = "model.layers.0.mlp.gate_proj", "model.layers.0.post_attention_layernorm"
+def test_factors_that_float16_cannot_hold_are_folded_into_it(path: Path) -> None:
+    layer, norm = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.post_attention_layernorm.weight"
+    expected = open_checkpoint(path).expected
+    weights = smoothed_weights(expected, expected.int8_modules(["gate_up_proj"]))
     factors = {norm: torch.tensor([2.0**16, 2.0**-16])}
     weight = torch.tensor([[0.25, 32768.0]], dtype=torch.float16)
     gains = torch.tensor([1024.0, 0.5], dtype=torch.float16)
-    tensors = [(f"{layer}.weight", weight), (f"{norm}.weight", gains)]
-    folded = dict(smoothed(tensors, factors, ["gate_proj", "up_proj"]))
-    assert folded[f"{layer}.weight"].tolist() == [[16384.0, 0.5]]
-    assert folded[f"{norm}.weight"].tolist() == [2.0**-6, 32768.0]
+    tensors = [(layer, weight), (norm, gains)]
+    folded = dict(smoothed(tensors, factors, weights))
+    assert folded[layer].tolist() == [[16384.0, 0.5]]
+    assert folded[norm].tolist() == [2.0**-6, 32768.0]
     assert {tensor.dtype for tensor in folded.values()} == {torch.float16}
 
 
@@ -253,7 +256,9 @@ def test_a_model_without_float_weights_is_refused(path: Path) -> None:
 def test_an_answer_of_one_token_counts(path: Path) -> None:
     llm = LLM(path)
     assert len(llm.tokenize("a")) == 1
-    assert set(largest_inputs(llm, [("hello", "a")])) == {f"layers.{n}.{kind}" for n in range(2) for kind in READERS}
+    assert set(largest_inputs(llm, [("hello", "a")])) == {
+        f"layers.{n}.{kind}" for n in range(2) for kind in ("qkv", "gate_up", "down")
+    }
 
 
 def test_a_text_that_is_too_long_is_refused_before_any_is_computed(path: Path) -> None:

@@ -303,8 +303,12 @@ GOOD = {
 }  # fmt: skip
 
 
+def parse(config: dict, generation: dict) -> ModelConfig:
+    return ModelConfig.from_json(config, generation, "config.json", "Dream", is_fused=True)
+
+
 def test_fields_come_from_the_file() -> None:
-    config = ModelConfig.from_json({**GOOD, "rope_theta": 5.0e5, "eos_token_id": 3}, {"eos_token_id": [1, 2]})
+    config = parse({**GOOD, "rope_theta": 5.0e5, "eos_token_id": 3}, {"eos_token_id": [1, 2]})
     assert (config.head_dim, config.rope_theta, config.eos_token_ids) == (8, 5.0e5, (1, 2))
 
 
@@ -327,20 +331,20 @@ def test_fields_come_from_the_file() -> None:
 )
 def test_what_cannot_run_is_refused_by_name(change: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        ModelConfig.from_json({**GOOD, **change}, {})
+        parse({**GOOD, **change}, {})
 
 
 @pytest.mark.parametrize("missing", [k for k in GOOD if k not in ("num_key_value_heads",)])
 def test_missing_fields_are_refused_by_name(missing: str) -> None:
     with pytest.raises(ConfigError, match=missing):
-        ModelConfig.from_json({k: v for k, v in GOOD.items() if k != missing}, {})
+        parse({k: v for k, v in GOOD.items() if k != missing}, {})
 
 
 def test_null_is_the_default_and_generation_config_goes_first() -> None:
     nothing = {"head_dim": None, "num_key_value_heads": None, "rope_theta": None, "eos_token_id": 5}
-    config = ModelConfig.from_json({**GOOD, **nothing}, {"eos_token_id": None})
+    config = parse({**GOOD, **nothing}, {"eos_token_id": None})
     assert (config.head_dim, config.num_kv_heads, config.rope_theta, config.eos_token_ids) == (8, 4, 10000.0, (5,))
     with pytest.raises(ConfigError, match="generation_config.json: eos_token_id 99"):
-        ModelConfig.from_json(GOOD, {"eos_token_id": 99})
+        parse(GOOD, {"eos_token_id": 99})
     with pytest.raises(ConfigError, match="rope_parameters"):
-        ModelConfig.from_json({**GOOD, "rope_parameters": 3}, {})
+        parse({**GOOD, "rope_parameters": 3}, {})

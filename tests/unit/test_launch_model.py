@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import scripts.launch.model
 from lopa_ascend.demo import DEMO_MODEL
 from scripts.launch.arguments import Launch
 from scripts.launch.model import check_model
@@ -65,7 +64,7 @@ DOWNLOAD = "finish its download, or let this user read it"
             "{}/config.json: cannot be read (No such file or directory), expected a JSON object; " + WHOLE,
         ),
         ("config.json", "{", "{}/config.json: is not valid JSON (Expecting property name enclosed in double quotes"),
-        ("config.json", "{}", "{}/config.json: model_type is None, expected 'Dream'; " + WHOLE),
+        ("config.json", "{}", "{}/config.json: model_type is None, expected one of Dream; register another"),
     ],
 )
 def test_a_model_that_is_not_whole(model: Path, file: str, content: str | None, line: str):
@@ -117,7 +116,7 @@ def test_a_model_that_tp_does_not_split(model: Path):
 
 
 def test_a_model_in_plain_torch_is_not_split(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scripts.launch.model, "known_models", lambda: ("Dream", "Mine"))
+    monkeypatch.setattr("lopa_ascend.model.registry.known_models", lambda: ("Dream", "Mine"))
     config = json.loads((model / "config.json").read_text()) | {"model_type": "Mine", "hidden_act": "gelu"}
     (model / "config.json").write_text(json.dumps(config))
     assert model_findings(model, tp=1)[-1] == "ok    model: tp 1 splits 28 query and 4 KV heads"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from lopa_ascend.config import DREAM, ConfigError, ModelConfig
+from lopa_ascend.config import ConfigError, ModelConfig
 from lopa_ascend.config.files import read_json_object
+from lopa_ascend.model.registry import FUSED
 
 FILE = Path(__file__).with_name("geometries.json")
 
@@ -23,10 +25,14 @@ def load_model(name: str) -> ModelConfig:
     """
     built_in = read_json_object(FILE, ConfigError)
     if name in built_in:
-        return ModelConfig.from_json(built_in[name]["config"], {}, f"{FILE.name}: {name}")
+        return _parse(built_in[name]["config"], f"{FILE.name}: {name}")
     file = Path(name) / "config.json"
     if not file.exists():
         raise ConfigError(f"unknown model {name!r}; choose one of {', '.join(built_in)}, or give a directory")
-    values = read_json_object(file, ConfigError)
-    model_type = values.get("model_type")
-    return ModelConfig.from_json(values, {}, str(file), model_type if isinstance(model_type, str) else DREAM)
+    return _parse(read_json_object(file, ConfigError), str(file))
+
+
+def _parse(values: dict[str, Any], source: str) -> ModelConfig:
+    """The configuration of a model of any architecture."""
+    model_type = str(values.get("model_type"))
+    return ModelConfig.from_json(values, {}, source, model_type, model_type in FUSED)

@@ -1,4 +1,4 @@
-"""What ``config.json`` may ask for that the engine's Dream cannot do.
+"""What ``config.json`` may ask for that models in fused ops cannot do.
 
 Models in plain torch read such fields themselves.
 """
@@ -23,7 +23,7 @@ _FULL = "full_attention"
 
 
 def refuse_variants(fields: Fields, rope: Mapping[str, Any], num_layers: int) -> None:
-    """Refuses activations, attention, positions and formats of weights that the engine's Dream does not have.
+    """Refuses activations, attention, positions and formats of weights that models in fused ops do not have.
 
     Args:
         fields: of ``config.json``.

@@ -1,0 +1,177 @@
+"""The steps from a file to our weights, each a stream of (name in the checkpoint, tensor): slices, quantises, checks
+and stacks one tensor at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lopa_ascend.checkpoint.files import CheckpointError
+from lopa_ascend.checkpoint.int8_members import Int8Members
+from lopa_ascend.checkpoint.read import Checkpoint, map_tensor
+from lopa_ascend.checkpoint.table import ALL, SCALE, Tensors, TensorSlices
+
+_QUANTIZED_ROWS = 1024
+"""Rows of a weight that are converted to float32 at a time."""
+_COMPARED_ROWS = 4096
+"""Rows that are compared at a time."""
+
+
+def sliced(stream: Iterable[tuple[str, Tensor]], slices: TensorSlices) -> Iterator[tuple[str, Tensor]]:
+    """Views of the part of each tensor that ``slices`` selects; a tensor that it does not name stays whole."""
+    for name, tensor in stream:
+        yield name, tensor[slices[name]] if name in slices else tensor
+
+
+# ---- int8 ------------------------------------------------------------------------------------------------------------
+
+
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight [out, in] as int8 [out, in], and the scale of each output, float32 [out]: its largest magnitude / 127,
+    and 1 for zeros."""
+    codes = torch.empty(weight.shape, dtype=torch.int8)
+    scales = torch.empty(weight.shape[0])
+    for first in range(0, weight.shape[0], _QUANTIZED_ROWS):
+        part = slice(first, first + _QUANTIZED_ROWS)
+        wide = weight[part].to(torch.float32, copy=True)
+        scale = wide.abs().amax(1) / 127
+        scales[part] = scale.masked_fill_(scale == 0, 1)
+        codes[part] = wide.div_(scale[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    return codes, scales
+
+
+def quantized(stream: Iterable[tuple[str, Tensor]], modules: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """Makes the weights of some linear layers int8, each followed by its scales.
+
+    These weights have all their columns: the scale is that of a whole row of the model, whichever columns a rank takes.
+    """
+    for name, tensor in stream:
+        module = name.removesuffix(".weight")
+        if module == name or module not in modules:
+            yield name, tensor
+            continue
+        codes, scale = quantize_weight(tensor)
+        yield name, codes
+        yield name + SCALE, scale
+
+
+def stored_int8(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a checkpoint with int8 layers, whose weights are each followed by their scales.
+
+    Raises:
+        CheckpointError: a member of a layer has values that make no sense.
+    """
+    for name, tensor in checkpoint.tensors():
+        yield name, tensor
+        module = name.removesuffix(".weight")
+        if name.endswith(".weight") and module in checkpoint.members:
+            files, bias_name = checkpoint.members[module], f"{module}.bias"
+            members = Int8Members(module, {p: map_tensor(file, f"{module}.{p}") for p, file in files.items()}, files)
+            scale = members.weight_scale()
+            has_bias = bias_name in checkpoint.files
+            members.check_quant_bias(tensor, map_tensor(checkpoint.files[bias_name], bias_name) if has_bias else None)
+            yield name + SCALE, scale
+
+
+# ---- checks of values ------------------------------------------------------------------------------------------------
+
+
+def check_weights(checkpoint: Checkpoint, name: str, tensor: Tensor) -> None:
+    """`check_finite` of a tensor of a checkpoint; scales count as the weight that they belong to."""
+    source = name if name in checkpoint.files else name.removesuffix(SCALE)
+    check_finite(checkpoint.files[source], source, tensor)
+
+
+def check_finite(file: Path, name: str, tensor: Tensor) -> None:
+    """Refuses a tensor with a value that is not a finite number: every token of every answer would depend on it.
+
+    Raises:
+        CheckpointError: a value is NaN or infinite.
+    """
+    if tensor.numel() == 0:
+        return
+    # The extremes are NaN if any value is. This takes a tenth of the time of copying the tensor, and no memory.
+    low, high = (float(extreme) for extreme in tensor.aminmax())
+    if not (low > -torch.inf and high < torch.inf):
+        found = "NaN" if math.isnan(low) else str(low if low == -torch.inf else high)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise CheckpointError(f"{file}: tensor {name}: holds {found} as {dtype}, expected finite numbers")
+
+
+def checked_copies(
+    stream: Iterator[tuple[str, Tensor]], checkpoint: Checkpoint, slices: TensorSlices = ALL
+) -> Iterator[tuple[str, Tensor]]:
+    """Passes tensors on, and then compares the tied tensors that were stored twice, which differ only by mistake.
+
+    Raises:
+        CheckpointError: in the rank's part, a stored copy differs from its original.
+    """
+    yield from stream
+    for name, file in checkpoint.copies.items():
+        original = checkpoint.expected.copies[name]
+        part = slices.get(original, ())
+        copied, expected = map_tensor(file, name)[part], map_tensor(checkpoint.files[original], original)[part]
+        for rows, others in zip(copied.split(_COMPARED_ROWS), expected.split(_COMPARED_ROWS), strict=True):
+            if not torch.equal(rows.float(), others.float()):
+                raise CheckpointError(
+                    f"{file}: tensor {name}: differs from {original}, expected equal values because config.json ties "
+                    "them (tie_word_embeddings)"
+                )
+
+
+# ---- our weights -----------------------------------------------------------------------------------------------------
+
+
+def stacked(
+    stream: Iterable[tuple[str, Tensor]],
+    tensors: Tensors,
+    slices: TensorSlices,
+    dtypes: Mapping[str, torch.dtype],
+    check: Callable[[str, Tensor], None],
+) -> Iterator[tuple[str, Tensor]]:
+    """Stacks tensors that belong together along their rows, and casts them.
+
+    Args:
+        stream: the rank's parts, in the order of ``tensors``; each may be a view of its file.
+        tensors: what the stream holds.
+        slices: the rows and columns of the rank. Rows that a tensor lacks at the end of its slice become zero.
+        dtypes: what the tensors are cast to; those that are missing here stay as they are.
+        check: called with the name and the cast values of each tensor; may raise.
+
+    Yields:
+        Our names and tensors, each as soon as its last part has come, in memory of its own. At any time only one of
+        them is incomplete.
+    """
+    missing = _rows_of_parts(tensors, slices)
+    incomplete: dict[str, Tensor] = {}
+    for name, part in stream:
+        target, dtype = tensors.specs[name].ours, dtypes.get(name, part.dtype)
+        parts = missing[target]
+        if part.dim() == 0:
+            part = part[None]
+        if target not in incomplete:
+            num_rows = max(rows.stop for rows in parts.values())
+            incomplete[target] = torch.empty((num_rows, *part.shape[1:]), dtype=dtype)
+        rows = incomplete[target][parts.pop(name)]
+        rows[: len(part)] = part
+        check(name, rows[: len(part)])
+        rows[len(part) :] = 0  # beyond the vocabulary
+        if not parts:
+            whole = incomplete.pop(target)
+            yield target, whole if tensors.specs[name].shape else whole[0]
+    assert not incomplete, f"incomplete: {', '.join(incomplete)}"
+
+
+def _rows_of_parts(tensors: Tensors, slices: TensorSlices) -> dict[str, dict[str, slice]]:
+    """By our name: the names of the parts, and the rows that each part takes in it."""
+    parts_by_target: dict[str, dict[str, slice]] = {}
+    for spec in tensors.specs.values():
+        parts = parts_by_target.setdefault(spec.ours, {})
+        start = max((part.stop for part in parts.values()), default=0)
+        rows = slices[spec.name][0] if spec.shape else slice(0, 1)
+        parts[spec.name] = slice(start, start + rows.stop - rows.start)
+    return parts_by_target

@@ -1,0 +1,202 @@
+"""The tensors of an architecture, one row each: the rest of this package reads, splits, stacks and quantises by them.
+
+An architecture states its `Table` beside its forward pass. With a model's sizes it gives `Tensors`, which a model in
+plain torch makes from its module instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from lopa_ascend.config import ModelConfig
+
+HEAD = "lm_head"
+"""`Row.linear` of the LM head."""
+SCALE = "_scale"
+"""The suffix that makes the name of an int8 weight the name of its scales."""
+TensorSlices = Mapping[str, tuple[slice, ...]]
+"""By name in the checkpoint: one slice for each dimension of a tensor."""
+ALL: TensorSlices = {}
+"""No slices: all of every tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A tensor of a checkpoint; in each layer, if it is one of ``Table.layer``."""
+
+    name: str
+    """In the checkpoint, within its layer."""
+    ours: str
+    """Name of our tensor, within its layer. Rows with the same one are stacked, in this order, along the first axis."""
+    shape: tuple[str, ...] = ()
+    """Keys of `sizes_of`."""
+    split: str | None = None
+    """Which of these sizes is divided among tensor-parallel ranks; None: each rank has the whole tensor."""
+    linear: str | None = None
+    """For the weight of a linear layer: what ``quantization_exclude`` calls the layer, or HEAD. LoRA may change it."""
+    source: str | None = None
+    """For such a weight: that of the norm or linear layer whose output is the input of this one, or goes into it
+    unchanged but for a factor. It can be divided to make the input smaller."""
+    flag: str | None = None
+    """The field of ModelConfig that says whether the tensor is there; None: it always is."""
+    tied_to: str | None = None
+    """The tensor whose values this one has if ``tie_word_embeddings``. A checkpoint may then leave it out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """All tensors of an architecture, in the order in which they are loaded."""
+
+    before: tuple[Row, ...]
+    layer: tuple[Row, ...]
+    """Of each layer. Our names of them begin with "layers.N."."""
+    after: tuple[Row, ...]
+    layers: str
+    """What their names in the checkpoint begin with, before ".N."."""
+
+    def tensors(self, config: ModelConfig) -> Tensors:
+        """The tensors of a model of this architecture."""
+        sizes = sizes_of(config)
+        specs: dict[str, Spec] = {}
+        copies: dict[str, str] = {}
+        for row, prefix, our_prefix in self._rows(config.num_layers):
+            if row.tied_to is not None and config.tie_word_embeddings:
+                copies[row.name] = row.tied_to
+            elif row.flag is None or getattr(config, row.flag):
+                shape = tuple(sizes[size] for size in row.shape)
+                specs[prefix + row.name] = Spec(prefix + row.name, our_prefix + row.ours, shape, row, prefix)
+        head = next(row.name for row in (*self.before, *self.after) if row.linear == HEAD)
+        return Tensors(specs, copies, head.removesuffix(".weight"))
+
+    def _rows(self, num_layers: int) -> Iterator[tuple[Row, str, str]]:
+        """Each row with what its name, and ours, begin with."""
+        yield from ((row, "", "") for row in self.before)
+        for n in range(num_layers):
+            yield from ((row, f"{self.layers}.{n}.", f"layers.{n}.") for row in self.layer)
+        yield from ((row, "", "") for row in self.after)
+
+
+def sizes_of(config: ModelConfig) -> dict[str, int]:
+    """The sizes that shapes are made of, by what rows call them."""
+    return {
+        "vocab": config.vocab_size,
+        "hidden": config.hidden_size,
+        "inner": config.intermediate_size,
+        "heads": config.num_heads * config.head_dim,
+        "kv_heads": config.num_kv_heads * config.head_dim,
+        "head_dim": config.head_dim,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A tensor of one model."""
+
+    name: str
+    """In the checkpoint."""
+    ours: str
+    """Our tensor that it becomes, or becomes a part of."""
+    shape: tuple[int, ...]
+    row: Row
+    prefix: str = ""
+    """What the names in its layer begin with, in the checkpoint."""
+
+    @property
+    def module(self) -> str:
+        """The name without its last part: of a linear layer, for its weight."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def split_axis(self) -> int | None:
+        """The axis that is divided among ranks."""
+        return None if self.row.split is None else self.row.shape.index(self.row.split)
+
+    @property
+    def source(self) -> str:
+        """The name of the tensor that is divided to make this layer's inputs smaller."""
+        assert self.row.source is not None
+        return self.prefix + self.row.source
+
+    def scale(self) -> Spec:
+        """The scales [out] of this weight if it is int8. They are divided as the weight's rows are."""
+        row = replace(
+            self.row,
+            name=self.row.name + SCALE,
+            shape=self.row.shape[:1],
+            split=self.row.split if self.split_axis == 0 else None,
+            linear=None,
+        )
+        return replace(self, name=self.name + SCALE, ours=self.ours + SCALE, shape=self.shape[:1], row=row)
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The tensors that the checkpoint of a model must hold."""
+
+    specs: Mapping[str, Spec]
+    """By name in the checkpoint, in the order in which they are loaded."""
+    copies: Mapping[str, str]
+    """Tied tensors: name -> name of the tensor with the same values. A checkpoint may leave them out."""
+    head: str = HEAD
+    """The module of the LM head, tied or not."""
+
+    @property
+    def linears(self) -> dict[str, Spec]:
+        """The weights of linear layers by module, the head's among them."""
+        return {spec.module: spec for spec in self.specs.values() if spec.row.linear is not None}
+
+    def int8_modules(self, layers: Collection[str]) -> set[str]:
+        """The modules of the linear layers that ``quantization_exclude`` calls so."""
+        return {module for module, spec in self.linears.items() if spec.row.linear in layers}
+
+    def with_scales(self, modules: Collection[str]) -> Tensors:
+        """These tensors and, behind each weight of an int8 linear layer, its scales."""
+        specs: dict[str, Spec] = {}
+        for name, spec in self.specs.items():
+            specs[name] = spec
+            if spec.row.linear is not None and spec.module in modules:
+                specs[name + SCALE] = spec.scale()
+        return replace(self, specs=specs)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What this package must know of an architecture."""
+
+    model_type: str
+    """As config.json names it."""
+    tensors: Callable[[ModelConfig], Tensors]
+    is_fused: bool = True
+    """It is written in fused ops: ranks may split it, linear layers may be int8, and config.json is read strictly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of the model that one tensor-parallel rank holds; by default the whole model."""
+
+    rank: int = 0
+    size: int = 1
+    """Number of tensor-parallel ranks."""
+
+    def slices(self, tensors: Tensors, config: ModelConfig) -> TensorSlices:
+        """The rank's part of every tensor.
+
+        Every rank has the same number of rows of the LM head, so those of the last rank may reach beyond the end of the
+        vocabulary; the rows that the model lacks are padding.
+        """
+        return {
+            spec.name: tuple(
+                self._part(spec.row.split, size, config) if axis == spec.split_axis else slice(0, size)
+                for axis, size in enumerate(spec.shape)
+            )
+            for spec in tensors.specs.values()
+        }
+
+    def _part(self, split: str | None, size: int, config: ModelConfig) -> slice:
+        """This rank's part of an axis."""
+        if split == "kv_heads":  # with more ranks than KV heads, several ranks hold the same head
+            first = self.rank * config.num_kv_heads // self.size
+            return slice(first * config.head_dim, (first + config.local_kv_heads(self.size)) * config.head_dim)
+        local_size = -(-size // self.size)
+        return slice(self.rank * local_size, (self.rank + 1) * local_size)

@@ -1,0 +1,25 @@
+"""The functions of ``lopa_ascend.checkpoint`` for directories of a Dream."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lopa_ascend import checkpoint
+from lopa_ascend.checkpoint import Checkpoint, write
+from lopa_ascend.config import ModelConfig
+from lopa_ascend.model.dream import Dream
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    return checkpoint.open_checkpoint(path, Dream.architecture)
+
+
+def load(path: str | Path, **options: Any) -> tuple[ModelConfig, dict[str, Tensor]]:
+    return checkpoint.load(open_checkpoint(path), **options)
+
+
+def write_int8(path: Path, out: Path, **options: Any) -> Path:
+    return write.write_int8(path, out, Dream.architecture, **options)
