@@ -37,24 +37,6 @@ class StartError(ValueError):
     """Another rank cannot serve."""
 
 
-class _Failure:
-    """The failure that the watch has reported, if any."""
-
-    def __init__(self) -> None:
-        self.message: str | None = None
-        """Which rank has failed, and how."""
-
-    def explain(self) -> str | None:
-        """Why a collective has failed; None if the watch does not know.
-
-        Waits up to ``EXPLANATION_TIMEOUT``, because the watch may notice a failure later than the collective does.
-        """
-        deadline = time.monotonic() + EXPLANATION_TIMEOUT
-        while self.message is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return self.message
-
-
 def new_groups(purpose: str, ranks: list[list[int]]) -> dist.ProcessGroup:
     """Makes groups of ranks, and returns that of this rank. All ranks must call it with the same ranks.
 
@@ -101,7 +83,8 @@ class Mesh:
         """All ranks, for tensors in the memory of the CPU, whatever the device."""
         self.start_refused = False
         """Whether some rank refused to start; see ``raise_together``."""
-        self._failure = _Failure()
+        self.failure: str | None = None
+        """Which rank has failed, and how; None as long as the watch has not noticed any failure."""
         self._tp_size = 1
         self._timeout = START_TIMEOUT
         self._texts: TextStore | None = None
@@ -196,7 +179,7 @@ class Mesh:
         assert self._texts is not None
 
         def failed(message: str) -> None:
-            self._failure.message = message
+            self.failure = message
             on_failure(message)
 
         timeout = self._timeout.total_seconds()
@@ -225,7 +208,7 @@ class Mesh:
 
     def _group(self, process_group: dist.ProcessGroup) -> Group:
         rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
-        return Group(rank, size, process_group, self.ledger, self._failure.explain)
+        return Group(rank, size, process_group, self.ledger, self._explain)
 
     # ---- starting --------------------------------------------------------------------------------------------------
 
@@ -297,10 +280,15 @@ class Mesh:
         bp, tp = divmod(rank, self._tp_size)
         return f"rank {rank} (bp {bp}, tp {tp})"
 
-    @property
-    def failure(self) -> str | None:
-        """Why the ranks cannot go on; None as long as the watch has not noticed any failure."""
-        return self._failure.message
+    def _explain(self) -> str | None:
+        """Why a collective has failed; None if the watch does not know.
+
+        Waits up to ``EXPLANATION_TIMEOUT``, because the watch may notice a failure later than the collective does.
+        """
+        deadline = time.monotonic() + EXPLANATION_TIMEOUT
+        while self.failure is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self.failure
 
     def traffic(self) -> tuple[Traffic, ...]:
         """What this rank has sent, by purpose."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lopa_ascend.backend.base import Entries, Ops
+from lopa_ascend.backend.interface import Entries, Ops
 from lopa_ascend.config import EngineConfig, ParameterError
 
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend.base import Entries
+from lopa_ascend.backend.interface import Entries
 
 QUERY_BLOCK = 32
 """The fewest queries that torch's flash attention makes one task of."""

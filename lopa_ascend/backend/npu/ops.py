@@ -22,7 +22,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from lopa_ascend.backend.base import Entries
+from lopa_ascend.backend.interface import Entries
 from lopa_ascend.config import ATTENTION_LAYOUTS, MAX_QUERIES
 
 npu = torch.ops.npu

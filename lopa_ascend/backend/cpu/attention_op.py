@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend.base import Entries, Ops
+from lopa_ascend.backend.interface import Entries, Ops
 
 _numbers = count()
 _ops_by_number: WeakValueDictionary[int, Ops] = WeakValueDictionary()
