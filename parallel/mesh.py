@@ -56,8 +56,8 @@ def new_groups(purpose: str, ranks: list[list[int]]) -> dist.ProcessGroup:
 def creation_timeout(backend: str) -> timedelta:
     """The timeout with which a group is made.
 
-    For gloo ``_set_timeout`` sets another one later. That of HCCL cannot be changed, and once it is over torch_npu ends
-    the process; so it is longer than HCCL_EXEC_TIMEOUT, after which HCCL reports the error itself.
+    ``_set_timeout`` sets gloo's later. HCCL's cannot be changed, and once it is over torch_npu ends the process; so it
+    is longer than HCCL_EXEC_TIMEOUT, after which HCCL reports the error itself.
     """
     if backend == "gloo":
         return MEETING_TIMEOUT
@@ -213,10 +213,7 @@ class Mesh:
     # ---- starting --------------------------------------------------------------------------------------------------
 
     def raise_together(self, error: Exception | None) -> None:
-        """Goes on only if every rank can: a rank passes what keeps it from serving, and then all ranks raise.
-
-        Args:
-            error: why this rank cannot serve; None if it can.
+        """Goes on only if every rank can: a rank passes what keeps it from serving, or None, and then all ranks raise.
 
         Raises:
             StartError: another rank cannot serve; the message names it.
@@ -254,14 +251,10 @@ class Mesh:
     # ---- while it runs ---------------------------------------------------------------------------------------------
 
     def check_agreement(self, step: int, values: Mapping[str, object]) -> None:
-        """Checks that all ranks hold the same values. Every rank must call it.
-
-        Args:
-            step: number of the step.
-            values: what to compare, by ``repr``; the names are for the error message.
+        """Checks that all ranks hold the same values, by their ``repr``, after a step. Every rank must call it.
 
         Raises:
-            RankError: a rank differs from rank 0; the message says which rank, and in what.
+            RankError: a rank differs from rank 0; the message says which rank, and in which of the values.
         """
         if self.size == 1:
             return
@@ -300,8 +293,7 @@ class Mesh:
         """Leaves the other ranks.
 
         Args:
-            failure: why this rank cannot go on, for which the others end too; None for an ordinary end, after which the
-                others do not wait for this rank.
+            failure: why this rank cannot go on, for which the others end too; None for an ordinary end.
         """
         if self._watch is not None:
             message = None if failure is None else f"{self.describe_rank(self.rank)} has left: {failure}"

@@ -125,11 +125,7 @@ def tables_of(ropes: Sequence[Node]) -> tuple[Node, Node]:
 
 
 def heads_of(parts: Sequence[SplitPart], tokens: int, size: int) -> list[int]:
-    """The number of heads of each part.
-
-    Args:
-        tokens: the number of tokens, -1 if it is unknown.
-        size: of a head.
+    """The number of heads of ``size`` of each part; -1 tokens if their number is unknown.
 
     Raises:
         Refused: a part is not made of heads of this size, or is rotated as something else.

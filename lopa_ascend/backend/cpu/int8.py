@@ -81,15 +81,9 @@ def packs_exactly(shape: torch.Size) -> bool:
 
 
 def trial_numbers(shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Activations and a weight for a trial: random ones of the whole range, and rows of activations with the signs of
-    rows of the weight, so that sums become as large as they can.
-
-    Args:
-        shape: [out, in] of the weights that the trial is for.
-
-    Returns:
-        int8 [TRIAL_ROWS, in], and int8 [out or PIECE_ROWS, in].
-    """
+    """Activations int8 [TRIAL_ROWS, in] and a weight int8 [out or PIECE_ROWS, in], for a trial of weights of a shape
+    [out, in]: random ones of the whole range, and rows of activations with the signs of rows of the weight, so that
+    sums become as large as they can."""
     generator = torch.Generator().manual_seed(0)
     num_outputs, num_inputs = min(shape[0], PIECE_ROWS), shape[1]
     weight = torch.randint(-128, 128, (num_outputs, num_inputs), generator=generator, dtype=torch.int8)

@@ -49,13 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_npu_compiler(mode: str, key: str, cache_dir: Path | None) -> Compiler:
-    """The compiler of a graph mode.
-
-    Args:
-        mode: "npugraph_ex" or "ge".
-        key: see ``PackageCompiler``.
-        cache_dir: see ``PackageCompiler``.
-    """
+    """The compiler of a graph mode, "npugraph_ex" or "ge"; see ``PackageCompiler``."""
     compilers: dict[str, type[PackageCompiler]] = {"npugraph_ex": NpuGraphEx, "ge": Ge}
     return compilers[mode](key, cache_dir)
 

@@ -181,14 +181,8 @@ class NpuOps:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _kernel_groups(self, entries: Entries, num_pages: int) -> list[slice]:
-        """Ranges of entries that one kernel can take.
-
-        They depend on shapes only, not on KV lengths, so that a captured graph holds for all KV lengths.
-
-        Args:
-            entries: all entries of the step.
-            num_pages: pages of the cache.
-        """
+        """Ranges of entries that one kernel can take, of a cache with so many pages. They depend on shapes only, not
+        on KV lengths, so that a captured graph holds for all KV lengths."""
         pages_per_entry = entries.page_tables.shape[1]
         most = min(MAX_ENTRIES, max(1, num_pages // pages_per_entry))
         groups, first = [], 0
@@ -212,13 +206,8 @@ def as_fractal_nz(weight: Tensor) -> Tensor:
 
 
 def one_kernel_takes(gate_up: Tensor) -> bool:
-    """Whether the kernel of SwiGLU with quantisation takes a tensor, by the limits that its documents state.
-
-    The documents give the memory that the kernel needs: ten rows, and a fortieth of the scales that it returns.
-
-    Args:
-        gate_up: [T, 2 * I], float16 or bfloat16.
-    """
+    """Whether the kernel of SwiGLU with quantisation takes gate_up [T, 2 * I] in float16 or bfloat16. By its
+    documents it needs memory for ten rows, and a fortieth of the scales that it returns."""
     rows, length = gate_up.shape
     scale_bytes = 4 * rows
     needed = 10 * length * gate_up.element_size() + scale_bytes // 40
@@ -239,14 +228,8 @@ def attend(
     Args:
         layout: "TND" or "BSH".
         q: contiguous queries [T, H, D].
-        k_cache: [N, 128, K, D].
-        v_cache: [N, 128, K, D].
         lengths: queries of each entry, all equal in BSH.
-        kv_lengths: positions that the queries of each entry attend to.
         page_tables: int32 [entries, pages].
-
-    Returns:
-        [T, H * D].
     """
     tokens, heads, dim = q.shape
     page_size, kv_heads = k_cache.shape[1:3]
