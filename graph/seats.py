@@ -6,7 +6,7 @@ from itertools import count
 
 from torch import Tensor
 
-from lopa_ascend.backend.base import Ops
+from lopa_ascend.backend.interface import Ops
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.inputs import HostView, Snapshot, empty_params, empty_states, packed_state, write_params

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend.base import Entries
+from lopa_ascend.backend.interface import Entries
 from lopa_ascend.graph import policy
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.tensors import StepInputs, unflatten

@@ -138,11 +138,8 @@ def rank_in_environment() -> int | None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at one address of this machine, and at no other.
-
-    Args:
-        host: the address, or a name that has one.
-        port: 0 for any that is free.
+    """A socket that listens at one address of this machine, given as such or as a name, and at no other. Port 0 means
+    any that is free.
 
     Raises:
         OSError: this machine does not have the address, or the port is in use.

@@ -37,24 +37,6 @@ class StartError(ValueError):
     """Another rank cannot serve."""
 
 
-class _Failure:
-    """The failure that the watch has reported, if any."""
-
-    def __init__(self) -> None:
-        self.message: str | None = None
-        """Which rank has failed, and how."""
-
-    def explain(self) -> str | None:
-        """Why a collective has failed; None if the watch does not know.
-
-        Waits up to ``EXPLANATION_TIMEOUT``, because the watch may notice a failure later than the collective does.
-        """
-        deadline = time.monotonic() + EXPLANATION_TIMEOUT
-        while self.message is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return self.message
-
-
 def new_groups(purpose: str, ranks: list[list[int]]) -> dist.ProcessGroup:
     """Makes groups of ranks, and returns that of this rank. All ranks must call it with the same ranks.
 
@@ -74,8 +56,8 @@ def new_groups(purpose: str, ranks: list[list[int]]) -> dist.ProcessGroup:
 def creation_timeout(backend: str) -> timedelta:
     """The timeout with which a group is made.
 
-    For gloo ``_set_timeout`` sets another one later. That of HCCL cannot be changed, and once it is over torch_npu ends
-    the process; so it is longer than HCCL_EXEC_TIMEOUT, after which HCCL reports the error itself.
+    ``_set_timeout`` sets gloo's later. HCCL's cannot be changed, and once it is over torch_npu ends the process; so it
+    is longer than HCCL_EXEC_TIMEOUT, after which HCCL reports the error itself.
     """
     if backend == "gloo":
         return MEETING_TIMEOUT
@@ -101,7 +83,8 @@ class Mesh:
         """All ranks, for tensors in the memory of the CPU, whatever the device."""
         self.start_refused = False
         """Whether some rank refused to start; see ``raise_together``."""
-        self._failure = _Failure()
+        self.failure: str | None = None
+        """Which rank has failed, and how; None as long as the watch has not noticed any failure."""
         self._tp_size = 1
         self._timeout = START_TIMEOUT
         self._texts: TextStore | None = None
@@ -196,7 +179,7 @@ class Mesh:
         assert self._texts is not None
 
         def failed(message: str) -> None:
-            self._failure.message = message
+            self.failure = message
             on_failure(message)
 
         timeout = self._timeout.total_seconds()
@@ -225,15 +208,12 @@ class Mesh:
 
     def _group(self, process_group: dist.ProcessGroup) -> Group:
         rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
-        return Group(rank, size, process_group, self.ledger, self._failure.explain)
+        return Group(rank, size, process_group, self.ledger, self._explain)
 
     # ---- starting --------------------------------------------------------------------------------------------------
 
     def raise_together(self, error: Exception | None) -> None:
-        """Goes on only if every rank can: a rank passes what keeps it from serving, and then all ranks raise.
-
-        Args:
-            error: why this rank cannot serve; None if it can.
+        """Goes on only if every rank can: a rank passes what keeps it from serving, or None, and then all ranks raise.
 
         Raises:
             StartError: another rank cannot serve; the message names it.
@@ -271,14 +251,10 @@ class Mesh:
     # ---- while it runs ---------------------------------------------------------------------------------------------
 
     def check_agreement(self, step: int, values: Mapping[str, object]) -> None:
-        """Checks that all ranks hold the same values. Every rank must call it.
-
-        Args:
-            step: number of the step.
-            values: what to compare, by ``repr``; the names are for the error message.
+        """Checks that all ranks hold the same values, by their ``repr``, after a step. Every rank must call it.
 
         Raises:
-            RankError: a rank differs from rank 0; the message says which rank, and in what.
+            RankError: a rank differs from rank 0; the message says which rank, and in which of the values.
         """
         if self.size == 1:
             return
@@ -297,10 +273,15 @@ class Mesh:
         bp, tp = divmod(rank, self._tp_size)
         return f"rank {rank} (bp {bp}, tp {tp})"
 
-    @property
-    def failure(self) -> str | None:
-        """Why the ranks cannot go on; None as long as the watch has not noticed any failure."""
-        return self._failure.message
+    def _explain(self) -> str | None:
+        """Why a collective has failed; None if the watch does not know.
+
+        Waits up to ``EXPLANATION_TIMEOUT``, because the watch may notice a failure later than the collective does.
+        """
+        deadline = time.monotonic() + EXPLANATION_TIMEOUT
+        while self.failure is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self.failure
 
     def traffic(self) -> tuple[Traffic, ...]:
         """What this rank has sent, by purpose."""
@@ -312,8 +293,7 @@ class Mesh:
         """Leaves the other ranks.
 
         Args:
-            failure: why this rank cannot go on, for which the others end too; None for an ordinary end, after which the
-                others do not wait for this rank.
+            failure: why this rank cannot go on, for which the others end too; None for an ordinary end.
         """
         if self._watch is not None:
             message = None if failure is None else f"{self.describe_rank(self.rank)} has left: {failure}"

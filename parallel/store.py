@@ -20,13 +20,9 @@ POLL_INTERVAL = 0.02
 
 
 def serve_store(host: str, port: int) -> TCPStore:
-    """A store of this process, through which ranks find each other.
+    """A store of this process at one address, through which ranks find each other; port 0 means any that is free.
 
     Nothing in its protocol asks who somebody is, and by itself it would listen on every interface of the machine.
-
-    Args:
-        host: the only address on which it listens.
-        port: 0 for any that is free; ``port`` of the result says which.
 
     Raises:
         OSError: it cannot listen there.

@@ -138,14 +138,8 @@ class ProcessWatch:
     ) -> ProcessWatch:
         """Starts the watch of rank 0, without waiting for the others: a rank is watched once it has joined.
 
-        Until all ranks have joined it listens on a free port; ``port`` and ``token`` are what they need to join.
-
-        Args:
-            size: number of ranks.
-            timeout: seconds of silence, to within a beat, after which a rank counts as hanging.
-            on_failure: called with a message that names the rank that has ended or hangs.
-            host: the only address to listen on.
-            parent: see the class.
+        Until all ranks have joined it listens on a free port of ``host`` alone; ``port`` and ``token`` are what they
+        need to join.
 
         Raises:
             OSError: this machine does not have the address.
@@ -169,16 +163,7 @@ class ProcessWatch:
         on_failure: Callable[[str], object],
         parent: int | None = None,
     ) -> ProcessWatch:
-        """Starts the watch of another rank, and joins that of rank 0.
-
-        Args:
-            host: address of rank 0.
-            port: ``port`` of rank 0's watch.
-            token: ``token`` of rank 0's watch.
-            rank: this rank.
-            timeout: seconds of silence, to within a beat, after which rank 0 counts as hanging.
-            on_failure: called with the message that rank 0 passes on, or with one that names rank 0.
-            parent: see the class.
+        """Starts the watch of another rank, and joins that of rank 0, whose ``port`` and ``token`` are given.
 
         Raises:
             OSError: nothing listens there.

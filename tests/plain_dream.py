@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from examples.plain_dream.plain_dream import PlainDream
-from lopa_ascend.backend.base import Entries
 from lopa_ascend.backend.cpu import CpuOps
+from lopa_ascend.backend.interface import Entries
 from lopa_ascend.config import EngineConfig, ModelConfig
 from lopa_ascend.engine.models import open_model
 from lopa_ascend.graph.fusion import trace as tracing

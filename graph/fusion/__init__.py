@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx import GraphModule
 
-from lopa_ascend.backend.base import Ops
-from lopa_ascend.graph.fusion.nodes import value
+from lopa_ascend.backend.interface import Ops
+from lopa_ascend.graph.fusion.nodes import aten, value
 from lopa_ascend.graph.fusion.normal import join_reshapes, normalise
 from lopa_ascend.graph.fusion.passes import passes
 from lopa_ascend.graph.fusion.rewriter import Change, Rewriter
@@ -76,13 +77,14 @@ def fuse(module: GraphModule, ops: Ops) -> Report:
     Args:
         module: aten ops in functional form, for inference, as ``make_fx``, ``torch.export`` (its
             ``run_decompositions({}).module()``) or AOT autograd give them, on the device of ``ops``. Shapes are static
-            except for one size, the number of tokens, which may be unknown. Inputs must not share memory. A linear
-            layer is rewritten if its weight is an attribute of the module; weights that are stacked or stored in
-            another form are removed from the module as soon as nothing uses them.
+            except for one size, the number of tokens, which may be unknown. A linear layer is rewritten if its weight
+            is an attribute of the module; weights that are stacked or stored in another form are removed from the
+            module as soon as nothing uses them.
         ops: the backend.
 
     Raises:
-        ValueError: a node does not say what it computed when it was traced, or more than one of its sizes is unknown.
+        ValueError: a node does not say what it computed when it was traced, more than one of its sizes is unknown, or
+            it writes into memory or depends on how a tensor lies there.
     """
     check(module)
     rewriter = Rewriter(module, ops)
@@ -102,6 +104,10 @@ def check(module: GraphModule) -> None:
     for node in module.graph.nodes:
         if node.users and "val" not in node.meta:
             raise ValueError(f"{node.name}: the graph does not say what it gives; trace with make_fx or torch.export")
+        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+            raise ValueError(f"{node.name}: {node.target} writes into its argument; trace to a functional graph")
+        if node.target is aten.as_strided.default:
+            raise ValueError(f"{node.name}: as_strided depends on how a tensor lies in memory")
         found = node.meta.get("val")
         if isinstance(found, Tensor) and sum(not isinstance(size, int) for size in value(node).shape) > 1:
             raise ValueError(f"{node.name}: shape {tuple(found.shape)} is not static: only one size may be unknown")

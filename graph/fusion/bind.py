@@ -11,12 +11,12 @@ from torch import SymInt, Tensor
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
-from lopa_ascend.backend.base import Ops
+from lopa_ascend.backend.interface import Ops
 from lopa_ascend.graph.fusion.nodes import aten, method_of, static, value
 from lopa_ascend.graph.fusion.trace import ATTEND
 from lopa_ascend.model.plain import Attend
 
-BY_ROW = frozenset({"linear", "rms_norm", "add_rms_norm", "rms_norm_quant", "add_rms_norm_quant", "swiglu"})
+BY_ROW = frozenset({"linear", "rms_norm", "add_rms_norm", "swiglu"})
 """Methods of ``Ops`` that compute each row [i] of their results from row [i] of their arguments."""
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from lopa_ascend.backend.base import Ops
+from lopa_ascend.backend.interface import Ops
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.graph.fusion import Report, fuse
 from lopa_ascend.graph.fusion.bind import bind_attend, bind_rows
@@ -71,16 +71,14 @@ def fuse_model(
 ) -> FusedModel:
     """A plain model with its weights, fused.
 
-    A line of the log says what was fused and what was not: a warning if something resembled a fused op and was left.
+    One line of the log says what was fused and what was not: a warning if something resembled a fused op and was left.
     The whole report is logged at level DEBUG.
 
     Args:
-        config: the model's.
         module: the model; its own tensors are not used, but for buffers that no checkpoint holds.
         trace: the module's.
         tensors: parameters and persistent buffers by name, on the device. It is emptied, so that the memory of a weight
             is free as soon as the weight is packed.
-        ops: the backend.
     """
     saved = module.state_dict().keys()
     tensors |= {name: buffer.to(ops.device) for name, buffer in module.named_buffers() if name not in saved}

@@ -41,12 +41,11 @@ def normalise(rewriter: Rewriter) -> None:
     for node in [node for node in graph.nodes if node.op == "get_attr"]:
         next(iter(graph.nodes)).prepend(node)
     rewriter.sweep()
-    memory = rewriter.memory
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         source = node.args[0] if node.args else None
-        if isinstance(source, Node) and has_no_effect(node, source, rewriter):
+        if isinstance(source, Node) and has_no_effect(node, source):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
         elif node.target in CASTS:
@@ -54,12 +53,11 @@ def normalise(rewriter: Rewriter) -> None:
             node.args, node.target = (source,), aten._to_copy.default
         elif node.target is aten._to_copy.default:
             drop_same_place(node)
-        elif node.target in VIEWS and not memory.roots[node] & memory.written:
+        elif node.target in VIEWS:
             # A view demands certain strides of its argument, which a fused op may not give.
             node.args, node.target = (source, static(value(node).shape)), aten.reshape.default
         elif node.target in DIMS:
             count_from_the_end(node, DIMS[node.target])
-    rewriter.changed()
     for rule in RULES:
         rule(rewriter)
     rewriter.sweep()
@@ -67,10 +65,7 @@ def normalise(rewriter: Rewriter) -> None:
 
 def join_reshapes(rewriter: Rewriter) -> None:
     """Makes one reshape of several in a row, and none where they lead back to the first shape."""
-    memory = rewriter.memory
-    for node in list(rewriter.graph.nodes):
-        if node.target is not aten.reshape.default or memory.roots[node] & memory.written:
-            continue
+    for node in rewriter.graph.find_nodes(op="call_function", target=aten.reshape.default):
         source = node.args[0]
         while isinstance(source, Node) and source.target is aten.reshape.default:
             source = source.args[0]
@@ -79,21 +74,15 @@ def join_reshapes(rewriter: Rewriter) -> None:
             node.replace_all_uses_with(source)
         else:
             node.args = (source, *node.args[1:])
-    rewriter.changed()
     rewriter.sweep()
 
 
-def has_no_effect(node: Node, source: Node, rewriter: Rewriter) -> bool:
-    """Whether a node only gives its argument again. A copy has an effect if either of the two is written into, or if
-    both are returned."""
+def has_no_effect(node: Node, source: Node) -> bool:
+    """Whether a node only gives its argument again. A copy does: nothing is written into."""
     if node.target not in VIEWS | SAME | COPIES:
         return False
     x, result = value(source), value(node)
-    if (x.shape, x.stride(), x.dtype, x.device) != (result.shape, result.stride(), result.dtype, result.device):
-        return False
-    memory = rewriter.memory
-    roots = memory.roots[node] | memory.roots[source]
-    return node.target not in COPIES or not roots & (memory.written | memory.returned)
+    return (x.shape, x.stride(), x.dtype, x.device) == (result.shape, result.stride(), result.dtype, result.device)
 
 
 def drop_same_place(node: Node) -> None:
@@ -130,7 +119,7 @@ def count_from_the_end(node: Node, position: int) -> None:
 def rewrite_product(rewriter: Rewriter, match: Match) -> Sequence[Node]:
     """Makes x [..., in] times a constant matrix [in, out] a linear layer."""
     weight, bias = match["weight"], match.bound.get("bias")
-    if not rewriter.memory.is_constant(weight):
+    if weight.op != "get_attr":
         raise Refused(f"{weight.name} is no constant of the graph")
     matrix = rewriter.tensor(weight)
     if matrix.dim() != 2 or value(match["x"]).dim() < 2:
@@ -144,7 +133,7 @@ def rewrite_product(rewriter: Rewriter, match: Match) -> Sequence[Node]:
 def rewrite_transposed_constant(rewriter: Rewriter, match: Match) -> Sequence[Node]:
     """Makes a constant with its dimensions in another order a constant of that order."""
     node: Any = match[RESULT]
-    if not rewriter.memory.is_constant(match["weight"]):
+    if match["weight"].op != "get_attr":
         raise Refused("no constant")
     return [rewriter.constant(node.target(rewriter.tensor(match["weight"]), *node.args[1:]))]
 

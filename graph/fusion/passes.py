@@ -1,18 +1,20 @@
-"""The fusion passes, in the order in which they run: later ones build on the results of earlier ones."""
+"""The fusion passes, in the order in which they run: later ones build on the results of earlier ones.
+
+The last one puts ops into the graph that write into an argument, so no pass may move a node after it.
+"""
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch.fx import Node
 
-from lopa_ascend.backend.base import Ops
-from lopa_ascend.graph.fusion.nodes import aten, source_line, static, value
+from lopa_ascend.backend.interface import Ops
+from lopa_ascend.graph.fusion.nodes import aten, memory_roots, source_line, static, value
 from lopa_ascend.graph.fusion.patterns import RESULT, Call, Cast, Either, Half, Match, Some
 from lopa_ascend.graph.fusion.rewriter import Change, Fusion, Refused, Rewriter
 from lopa_ascend.graph.fusion.rope import Rope
@@ -38,21 +40,16 @@ X, WEIGHT, BIAS, EPS = Some("x"), Some("weight"), Some("bias"), Some("eps", is_n
 
 def passes(ops: Ops) -> dict[str, Pass]:
     """All passes by name, in order."""
-    rms_norm = Call(ops.rms_norm, X, WEIGHT, EPS, name="normed")
     total = Call(aten.add.Tensor, X, Some("residual"), name="total")
     return {
         "rms_norm": Fusion(RMS_NORM, rewrite_rms_norm),
-        "rms_norm_quant": Fusion(quantised(rms_norm), rewrite_rms_norm_quant, ("scale", RESULT)),
-        "add_rms_norm": Fusion(Call(ops.rms_norm, total, WEIGHT, EPS), rewrite_add_rms_norm, ("total", RESULT)),
-        "add_rms_norm_quant": Fusion(
-            Call(ops.rms_norm_quant, total, WEIGHT, EPS), rewrite_add_rms_norm_quant, ("total", RESULT)
-        ),
         "rope": Rope(),
         "bias": Fusion(BIASED, rewrite_bias),
         "packing": pack_linears,
         "rope_packing": RopePacking(),
         "swiglu": Fusion(SWIGLU, rewrite_swiglu),
         "linear": Linear(),
+        "add_rms_norm": Fusion(Call(ops.rms_norm, total, WEIGHT, EPS), rewrite_add_rms_norm, ("total", RESULT)),
     }
 
 
@@ -90,14 +87,23 @@ def summands(rewriter: Rewriter, match: Match) -> tuple[Node, Node]:
     are_alike = all(x.shape == result.shape and x.dtype == result.dtype for x in values)
     if len(values) < 2 or not are_alike:
         raise Refused("the summands are not of one shape and dtype")
-    memory = rewriter.memory
-    if memory.roots[pair[0]] & memory.roots[pair[1]]:
+    roots = memory_roots(rewriter.graph, rewriter.ops)
+    if roots[pair[0]] & roots[pair[1]]:
         raise Refused("the summands share memory")
-    for residual in sorted(pair, key=memory.order.__getitem__):
-        if memory.dies_at(residual, total) and 0 not in value(residual).stride():
+    for residual in sorted(pair):
+        if dies_at(residual, total, roots) and 0 not in value(residual).stride():
             x = pair[1] if residual is pair[0] else pair[0]
             return x, residual
     raise Refused(f"{pair[0].name} and {pair[1].name} are both still needed, or not the graph's own")
+
+
+def dies_at(node: Node, reader: Node, roots: Mapping[Node, frozenset[Node]]) -> bool:
+    """Whether the result of a node lies in memory that the graph allocates and that nothing reads after ``reader``."""
+    if any(root.op != "call_function" for root in roots[node]):
+        return False
+    sharing = {other for other, its_roots in roots.items() if its_roots & roots[node] and other.op != "output"}
+    users = set[Node]().union(*(other.users for other in sharing)) - sharing
+    return all(user <= reader for user in users)
 
 
 def rewrite_add_rms_norm(rewriter: Rewriter, match: Match) -> Sequence[Node]:
@@ -105,53 +111,6 @@ def rewrite_add_rms_norm(rewriter: Rewriter, match: Match) -> Sequence[Node]:
     both = rewriter.call(rewriter.ops.add_rms_norm, *summands(rewriter, match), match["weight"], match["eps"])
     normed, total = rewriter.parts(both, 2)
     return total, normed
-
-
-def rewrite_add_rms_norm_quant(rewriter: Rewriter, match: Match) -> Sequence[Node]:
-    """Quantised RMSNorm of a sum. The fused op's third result is the sum."""
-    three = rewriter.call(rewriter.ops.add_rms_norm_quant, *summands(rewriter, match), match["weight"], match["eps"])
-    return rewriter.call(operator.getitem, three, 2), three
-
-
-# Dynamic quantisation to int8, with a scale for each token.
-
-
-def quantised(normed: Call) -> Call:
-    """The pattern of round(normed / scale), with scale = amax / 127."""
-    wide = Cast(normed)
-    keep = Some("keep")
-    magnitude = Call(aten.abs.default, wide)
-    largest = Either(
-        Call(aten.amax.default, magnitude, [-1], keep),
-        Call(operator.getitem, Call(aten.max.dim, magnitude, -1, keep), 0),
-    )
-    # A floor this small only prevents the division of a row of zeros by zero.
-    floor = Some("floor", lambda found: is_number(found) and found <= torch.finfo(torch.float32).tiny)
-    scale = Either(
-        Call(aten.div.Tensor, Cast(largest), 127, name="scale"),
-        Call(aten.clamp_min.default, Call(aten.div.Tensor, Cast(largest), 127), floor, name="scale"),
-    )
-    column = Either(scale, Call(aten.unsqueeze.default, scale, -1))
-    quotient = Call(aten.div.Tensor, wide, column, name="quotient")
-    low = Some("low", lambda found: found in (-127, -128))
-    rounded = Either(
-        Call(aten.clamp.default, Call(aten.round.default, quotient), low, 127),
-        Call(aten.round.default, Call(aten.clamp.default, quotient, low, 127)),
-    )
-    return Call(aten._to_copy.default, rounded, torch.int8)
-
-
-def rewrite_rms_norm_quant(rewriter: Rewriter, match: Match) -> Sequence[Node]:
-    """Quantisation of an RMSNorm."""
-    between = match.dtypes - {value(match["normed"]).dtype, torch.float32, torch.int8}
-    if between or {value(match["scale"]).dtype, value(match["quotient"]).dtype} != {torch.float32}:
-        raise Refused("it is not quantised in float32")
-    pair = rewriter.call(rewriter.ops.rms_norm_quant, match["x"], match["weight"], match["eps"])
-    codes, scale = rewriter.parts(pair, 2)
-    shape = value(match["scale"]).shape
-    if shape != value(scale).shape:
-        scale = rewriter.call(aten.reshape.default, scale, static(shape))
-    return scale, codes
 
 
 # Linear layers.
@@ -186,7 +145,7 @@ def pack_group(rewriter: Rewriter, x: Node, group: list[Node]) -> Change:
     """Packs linear layers of the input ``x``."""
     group = sorted(group, key=lambda node: aten.silu.default not in {user.target for user in node.users})
     names = tuple(node.name for node in group)
-    line, memory = source_line(group[0]), rewriter.memory
+    line = source_line(group[0])
     weights: list[Any] = [node.args[1] for node in group]
     biases: list[Any] = [node.args[2] if len(node.args) > 2 else None for node in group]
     num_biases = sum(bias is not None for bias in biases)
@@ -195,10 +154,8 @@ def pack_group(rewriter: Rewriter, x: Node, group: list[Node]) -> Change:
         if num_biases not in (0, len(group)):
             raise Refused("some have a bias and some have none")
         stacks = [weights, biases] if num_biases else [weights]
-        if not all(memory.is_constant(node) for stack in stacks for node in stack):
+        if any(node.op != "get_attr" for stack in stacks for node in stack):
             raise Refused("a weight or a bias is no constant of the graph")
-        if any(memory.roots[node] & memory.written for node in group):
-            raise Refused("a result is written into")
         stacked = [rewriter.constant(torch.cat([rewriter.tensor(node) for node in stack])) for stack in stacks]
         whole = rewriter.call(aten.linear.default, x, *stacked)
         sizes = [value(node).shape[-1] for node in group]
@@ -218,7 +175,8 @@ def keep_contiguous(rewriter: Rewriter, layers: Sequence[Node]) -> None:
 
     Packing makes these results slices, whose views are no longer contiguous; callers and foreign kernels may need views
     that are."""
-    for view in [node for node, roots in rewriter.memory.roots.items() if roots & set(layers)]:
+    roots = memory_roots(rewriter.graph, rewriter.ops)
+    for view in [node for node in roots if roots[node] & set(layers)]:
         foreign = [user for user in view.users if user.op == "output" or is_foreign(user.target)]
         if foreign and value(view).is_contiguous():
             with rewriter.graph.inserting_after(view):
@@ -245,7 +203,7 @@ class Linear:
     def _build(self, rewriter: Rewriter, match: Match) -> Sequence[Node]:
         x, weight, bias = match["x"], match["weight"], match["bias"]
         shape = value(x).shape
-        if not rewriter.memory.is_constant(weight):
+        if weight.op != "get_attr":
             raise Refused(f"{weight.name} is no constant of the graph")
         if len(shape) < 2:
             raise Refused(f"{x.name} is a single row")

@@ -13,8 +13,8 @@ from torch import SymInt, Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
-from lopa_ascend.backend.base import Ops
-from lopa_ascend.graph.fusion.nodes import Memory, attribute, is_pure, nodes_in, source_line, value
+from lopa_ascend.backend.interface import Ops
+from lopa_ascend.graph.fusion.nodes import attribute, is_pure, nodes_in, source_line, value
 from lopa_ascend.graph.fusion.patterns import RESULT, Match, matches
 
 
@@ -49,25 +49,12 @@ class Rewriter:
         self._fakes: dict[Node, Any] = {}
         self._constants: dict[Any, str] = {}
         self._numbers = count()
-        self._memory: Memory | None = None
-
-    @property
-    def memory(self) -> Memory:
-        """What the graph reads and writes, as it is now."""
-        if self._memory is None:
-            self._memory = Memory(self.module, self.ops)
-        return self._memory
-
-    def changed(self) -> None:
-        """Must be called after every change of the graph."""
-        self._memory = None
 
     def call(self, target: Callable[..., Any], *args: Any) -> Node:
         """Adds a call where nodes are being inserted, together with its result for tensors without data."""
         node = self.graph.call_function(target, args)
         with self._mode:
             node.meta["val"] = self._fakes[node] = target(*torch.fx.map_arg(args, self._fake))
-        self.changed()
         return node
 
     def parts(self, node: Node, number: int) -> list[Node]:
@@ -86,8 +73,6 @@ class Rewriter:
         key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         if key not in self._constants:
             name = f"fused_{next(self._numbers)}"
-            while hasattr(self.module, name):  # from an earlier fusion of this module
-                name = f"fused_{next(self._numbers)}"
             self.module.register_buffer(name, tensor, persistent=False)
             self._constants[key] = name
         with self.graph.inserting_before(self.first_call()):
@@ -95,7 +80,6 @@ class Rewriter:
         with self._mode:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         node.meta["val"] = self._fakes[node] = fake
-        self.changed()
         return node
 
     def first_call(self) -> Node:
@@ -122,22 +106,18 @@ class Rewriter:
             The names of the outputs.
 
         Raises:
-            Refused: by ``build``, or because an intermediate result is used elsewhere, or because memory that is read
-                is written into meanwhile.
+            Refused: by ``build``, or because an intermediate result is used elsewhere, or an input is computed later.
         """
-        inside, order = set(match.inside), self.memory.order
+        inside = set(match.inside)
         for node in match.inside:
             elsewhere = [user for user in node.users if user not in inside]
             if elsewhere and node not in outputs and node not in match.shared:
                 raise Refused(f"{node.name} is used by {elsewhere[0].name} too")
-        touched = sorted({*inside, *outputs}, key=order.__getitem__)
-        target = min(outputs, key=order.__getitem__)
+        target = min(outputs)  # nodes are ordered as in the graph
         inputs = [node for node in nodes_in(list(match.bound.values())) if node not in inside]
-        late = [node.name for node in inputs if order[node] > order[target]]
+        late = [node.name for node in inputs if node > target]
         if late:
             raise Refused(f"{late[0]} comes after {target.name}")
-        if self.memory.is_written_between([*inside, *inputs], touched[0], touched[-1], but=inside):
-            raise Refused(f"memory is written into between {touched[0].name} and {touched[-1].name}")
         with self.graph.inserting_before(target):
             made = build(match)
         names = tuple(node.name for node in outputs)
@@ -145,13 +125,12 @@ class Rewriter:
             old.replace_all_uses_with(new)
             if "stack_trace" in old.meta:
                 new.meta.setdefault("stack_trace", old.meta["stack_trace"])
-        self.erase_unused(sorted(inside, key=order.__getitem__, reverse=True))
+        self.erase_unused(sorted(inside, reverse=True))
         return names
 
     def hoist(self, node: Node) -> None:
-        """Moves a node, and what it is computed from, right after their inputs, unless memory on the way is written
-        into or a node has an effect."""
-        memory, moved = self.memory, set[Node]()
+        """Moves a node, and what it is computed from, right after their inputs, unless a node has an effect."""
+        moved = set[Node]()
 
         def move(node: Node) -> None:
             if node in moved or node.op != "call_function":
@@ -159,17 +138,15 @@ class Rewriter:
             moved.add(node)
             for source in node.all_input_nodes:
                 move(source)
-            if not is_pure(node, self.ops) or memory.roots[node] & memory.written:
+            if not is_pure(node, self.ops):
                 return
             calls = [source for source in node.all_input_nodes if source.op == "call_function"]
-            order = {x: i for i, x in enumerate(self.graph.nodes)}
             if calls:
-                max(calls, key=order.__getitem__).append(node)
+                max(calls).append(node)
             else:
                 self.first_call().prepend(node)
 
         move(node)
-        self.changed()
 
     def sweep(self) -> None:
         """Removes nodes without effect."""
@@ -195,7 +172,6 @@ class Rewriter:
                 self._fakes.pop(node, None)
                 if all(other.target != name for other in self.graph.find_nodes(op="get_attr")):
                     self._remove_attribute(name)
-        self.changed()
 
     def _remove_attribute(self, name: str) -> None:
         owner, _, own_name = name.rpartition(".")
@@ -234,7 +210,7 @@ class Fusion:
         return changes[::-1]
 
     def _rewrite(self, rewriter: Rewriter, node: Node) -> Change | None:
-        if node not in rewriter.memory.order:  # removed by an earlier rewrite
+        if node._erased:  # by an earlier rewrite
             return None
         reason, line = None, source_line(node)
         for match in matches(self.pattern, node, Match({RESULT: node})):

@@ -108,9 +108,6 @@ class Rope:
             raise Refused("cosines are not for every pair of a head")
         if not in_halves and not (has_equal_halves(rewriter, cos) and has_equal_halves(rewriter, sin)):
             raise Refused(f"the halves of {cos.name} and {sin.name} are not known to be equal")
-        memory = rewriter.memory
-        if (memory.roots[cos] | memory.roots[sin]) & memory.written:
-            raise Refused("cosines or sines are written into")
 
     def _build(self, rewriter: Rewriter, match: Match) -> Sequence[Node]:
         self._check(rewriter, match)
@@ -149,7 +146,7 @@ class Rope:
 
     def _formed(self, rewriter: Rewriter, cos: Node, sin: Node, tokens: int, half: int) -> tuple[Node, Node]:
         """Tables of cosines and sines that the graph computes."""
-        last = max(cos, sin, key=rewriter.memory.order.__getitem__)
+        last = max(cos, sin)
         with rewriter.graph.inserting_before(last.next if last.op == "call_function" else rewriter.first_call()):
             rows = []
             for table in (cos, sin):

@@ -14,7 +14,7 @@ from lopa_ascend.graph.fusion.rewriter import Change, Refused, Rewriter
 
 
 @dataclass(frozen=True)
-class Part:
+class SplitPart:
     """A part of a packed layer's result."""
 
     node: Node
@@ -50,7 +50,7 @@ class RopePacking:
             if split.args[2:] not in ((-1,), (value(split.args[0]).dim() - 1,)):  # not of the last dimension
                 continue
             nodes = sorted(split.users, key=lambda node: node.args[1])
-            parts = [Part(node, value(node).shape[-1], rope_of(rewriter, node)) for node in nodes]
+            parts = [SplitPart(node, value(node).shape[-1], rope_of(rewriter, node)) for node in nodes]
             names, line = tuple(part.rope.name for part in parts if part.rope), source_line(split)
             if len(names) > 1:
                 try:
@@ -60,7 +60,7 @@ class RopePacking:
                     changes.append(Change(names, str(refusal), line))
         return changes
 
-    def _pack(self, rewriter: Rewriter, split: Node, parts: Sequence[Part]) -> None:
+    def _pack(self, rewriter: Rewriter, split: Node, parts: Sequence[SplitPart]) -> None:
         """Rotates what ``split`` divides, in place of its parts.
 
         Raises:
@@ -101,7 +101,7 @@ class RopePacking:
             keeps = rewriter.constant(~torch.tensor(is_rotated, device=device)[:, None])
             # Numbers in the code would be filled in by a kernel in each step.
             one, zero = (rewriter.constant(torch.full((1,), x, dtype=dtype, device=device)) for x in (1.0, 0.0))
-            last = max(cos, sin, key=rewriter.memory.order.__getitem__)
+            last = max(cos, sin)
             with rewriter.graph.inserting_after(last):
                 wide_sin = rewriter.call(aten.where.self, keeps, zero, sin)
             with rewriter.graph.inserting_after(last):
@@ -124,12 +124,8 @@ def tables_of(ropes: Sequence[Node]) -> tuple[Node, Node]:
     return cos, sin
 
 
-def heads_of(parts: Sequence[Part], tokens: int, size: int) -> list[int]:
-    """The number of heads of each part.
-
-    Args:
-        tokens: the number of tokens, -1 if it is unknown.
-        size: of a head.
+def heads_of(parts: Sequence[SplitPart], tokens: int, size: int) -> list[int]:
+    """The number of heads of ``size`` of each part; -1 tokens if their number is unknown.
 
     Raises:
         Refused: a part is not made of heads of this size, or is rotated as something else.

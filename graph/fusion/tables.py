@@ -24,7 +24,7 @@ def has_equal_halves(rewriter: Rewriter, node: Node) -> bool:
     """Whether the halves of the last dimension are known to be equal."""
     if node.op == "get_attr":
         first, second = rewriter.tensor(node).tensor_split(2, -1)
-        return rewriter.memory.is_constant(node) and torch.equal(first, second)
+        return torch.equal(first, second)
     if node.op != "call_function":
         return False
     target, source = node.target, node.args[0]
@@ -61,7 +61,7 @@ def rows_of_constant(rewriter: Rewriter, node: Node) -> tuple[Tensor, Node] | No
             casts.insert(0, value(node).dtype)
         node = source
     constant, indices = _table_and_indices(node)
-    if not isinstance(indices, Node) or value(indices).dim() != 1 or not rewriter.memory.is_constant(constant):
+    if not isinstance(indices, Node) or value(indices).dim() != 1 or constant.op != "get_attr":
         return None
     table = rewriter.tensor(constant)
     if math.prod(table.shape[1:-1]) != 1:
@@ -91,12 +91,11 @@ def _without_ones(node: Node) -> list[int]:
 
 def first_equals(rewriter: Rewriter) -> dict[Node, Node]:
     """For every node, the first node that surely has the same result: the same op of the same arguments."""
-    memory, firsts = rewriter.memory, dict[Node, Node]()
+    firsts: dict[Node, Node] = {}
     known: dict[Hashable, Node] = {}
     for node in rewriter.graph.nodes:
         firsts[node] = node
-        is_call = node.op == "call_function" and is_pure(node, rewriter.ops)
-        if (is_call or node.op == "get_attr") and not memory.roots[node] & memory.written:
+        if is_pure(node, rewriter.ops):
             firsts[node] = known.setdefault((node.target, _key(node.args, firsts), _key(node.kwargs, firsts)), node)
     return firsts
 

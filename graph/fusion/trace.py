@@ -154,6 +154,8 @@ def _check_program(program: ExportedProgram, config: ModelConfig) -> None:
     for node in (node for node in graph.nodes if node.op == "call_function"):
         if free_unbacked_symbols(node.meta.get("val")):
             raise ValueError(f"forward reads a value of a tensor{_line(node)}; no op may depend on one")
+        if node.target is torch.ops.aten.as_strided.default:
+            raise ValueError(f"forward uses as_strided{_line(node)}; no op may depend on how a tensor lies in memory")
         if isinstance(node.target, HigherOrderOperator):
             raise ValueError(f"forward uses {node.target.name()}{_line(node)}, which no fused graph can hold")
         if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:

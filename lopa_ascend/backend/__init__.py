@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lopa_ascend.config import EngineConfig, ParameterError
 
 if TYPE_CHECKING:
-    from lopa_ascend.backend.base import Ops
+    from lopa_ascend.backend.interface import Ops
 
 
 def load_ops(config: EngineConfig) -> Ops:
@@ -43,13 +43,9 @@ def _check_inductor() -> None:
 
 
 def open_device(device: str) -> None:
-    """Loads what torch needs for a device, and makes one such device the current one of this process.
-
-    Of several NPUs this is number LOCAL_RANK of the environment, or 0. Must be called before the ranks meet, and before
-    anything is allocated on the device.
-
-    Args:
-        device: "cpu" or "npu".
+    """Loads what torch needs for "cpu" or "npu", and makes one such device the current one of this process: of several
+    NPUs number LOCAL_RANK of the environment, or 0. Must be called before the ranks meet or anything is allocated
+    there.
 
     Raises:
         ParameterError: the device does not exist.
@@ -67,7 +63,7 @@ def collective_backend(device: str) -> str:
 
 
 def communicator_options(backend: str, purpose: str) -> Any:
-    """Options of the communicator of a group, as ``torch.distributed.new_group`` takes them; None for the defaults.
+    """Options of a group's communicator for ``torch.distributed.new_group``; None for the defaults.
 
     Args:
         backend: see ``collective_backend``.

@@ -78,10 +78,9 @@ class Compiler(ABC):
 
         Args:
             step: the function to compile.
-            name: name of the bucket, for messages and files.
+            name: of the bucket, for messages and files.
             tensors: what the step is called with, now and at every launch.
-            kv_lengths: as many KV lengths as at every launch, each at least 2; they are for the launch during
-                compilation, and later ones may differ.
+            kv_lengths: for the launch during compilation, each at least 2; later ones may differ, but not their number.
 
         Raises:
             GraphError: the compiler is frozen or full, the device has no room for another graph or no memory for the

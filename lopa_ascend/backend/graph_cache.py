@@ -1,33 +1,30 @@
 """The directory in which compiled steps outlive the process.
 
 What lies there is code: compiled libraries, Python sources and pickles, which run when they are loaded. So a directory
-is used only if nobody but this user and root could have written to it, and nobody else can write to it now. A damaged
-file is deleted, and its step is compiled anew. If the directory cannot be used, for example because the disk is full, a
-temporary directory takes its place.
+is used only if nobody but this user and root could have written to it, and nobody else can write to it now. If the
+directory cannot be used, for example because the disk is full or a file is damaged, a temporary one takes its place.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from torch import Tensor
+
+from lopa_ascend.backend.compiler import Compiler, GraphError, Run, Step
+from lopa_ascend.backend.memory import is_out_of_memory
 from lopa_ascend.config import ParameterError
-from lopa_ascend.config.files import read_json_object
 
 logger = logging.getLogger(__name__)
 
-DIGESTS = "lopa-digests.json"
-"""File in the directory with the digest of every other file, by path in the directory."""
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-_TRANSIENT = (".lock", ".tmp")
-"""Endings of files that change while steps are compiled and hold nothing."""
 
 
 class GraphCache:
@@ -35,15 +32,13 @@ class GraphCache:
 
     Args:
         directory: it is made if it does not exist; None: a temporary one, which is deleted with this object.
-        is_shared: other programs of this user write there too, so no digests are kept.
 
     Raises:
         ParameterError: others could have written, or can write, what would run; or it is no directory that this user
             can write to.
     """
 
-    def __init__(self, directory: Path | None, *, is_shared: bool = False):
-        self._is_shared = is_shared
+    def __init__(self, directory: Path | None):
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         if directory is None:
             self._use_temporary()
@@ -52,7 +47,6 @@ class GraphCache:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.path = directory.resolve()
             check_private(self.path)
-            self._remove_damaged()
         except (FileExistsError, NotADirectoryError, PermissionError) as error:
             raise ParameterError("graph_cache", f"{directory} cannot be used ({error.strerror})") from error
         except OSError as error:  # a disk that is full or fails
@@ -79,44 +73,41 @@ class GraphCache:
         self._temporary = tempfile.TemporaryDirectory(prefix="lopa-graphs-")  # its owner alone may enter it
         self.path = Path(self._temporary.name)
 
-    # ---- digests -----------------------------------------------------------------------------------------------------
 
-    def seal(self) -> None:
-        """Notes the digests of all files, by which the next start recognises damage."""
-        if not self.is_kept or self._is_shared:
-            return
-        try:
-            digests = {str(file.relative_to(self.path)): _digest(file) for file in self._files()}
-            with private_files(), tempfile.NamedTemporaryFile("w", dir=self.path, suffix=".tmp", delete=False) as file:
-                json.dump(digests, file)
-            os.replace(file.name, self.path / DIGESTS)
-        except OSError as error:
-            logger.warning("graph_cache: %s cannot be written (%s)", self.path, error.strerror)
+class CachingCompiler(Compiler):
+    """Compiles into a directory, or loads from there what an earlier process compiled. Goes on in a temporary one when
+    the directory cannot be used.
 
-    def _remove_damaged(self) -> None:
-        """Removes files that have changed since ``seal`` noted their digests."""
-        try:
-            known = read_json_object(self.path / DIGESTS, ValueError, optional=True, max_bytes=2**26)
-        except ValueError as error:
-            logger.warning("graph_cache: %s; all files are treated as damaged", error)
-            names = [str(file.relative_to(self.path)) for file in self._files()]
-            no_digest = ""  # differs from the digest of every file, so all of them are removed
-            known = dict.fromkeys([*names, DIGESTS], no_digest)
-        for name, digest in known.items():
-            file = self.path / name
-            with suppress(FileNotFoundError):  # another rank may have removed it
-                if file.resolve().is_relative_to(self.path) and file.is_file() and _digest(file) != digest:
-                    logger.warning("graph_cache: %s is damaged, and is compiled anew", file)
-                    file.unlink()
+    Args:
+        cache: the directory.
+    """
 
-    def _files(self) -> Iterator[Path]:
-        for file in sorted(self.path.rglob("*")):
-            if file.is_file() and file.name != DIGESTS and file.suffix not in _TRANSIENT:
-                yield file
+    def __init__(self, cache: GraphCache):
+        super().__init__()
+        self._cache = cache
 
+    def _compile(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: list[int]) -> Run:
+        num_loaded, num_compilations = self.num_loaded, self.num_compilations
+        with private_files():
+            try:
+                return self._compile_cached(step, name, tensors, kv_lengths)
+            except GraphError:
+                raise
+            # Damaged files may raise anything. If they were not the reason, the second attempt raises the same again.
+            except Exception as error:
+                if not self._cache.is_kept or is_out_of_memory(error):
+                    raise
+                self._abandon_cache(error)
+        self.num_loaded, self.num_compilations = num_loaded, num_compilations
+        return self._compile_cached(step, name, tensors, kv_lengths)
 
-def _digest(file: Path) -> str:
-    return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
+    @abstractmethod
+    def _compile_cached(self, step: Step, name: str, tensors: Sequence[Tensor], kv_lengths: list[int]) -> Run:
+        """Compiles a bucket into the directory, or loads it from there."""
+
+    def _abandon_cache(self, error: Exception) -> None:
+        """Goes on in a temporary directory, because the directory cannot be used."""
+        self._cache.abandon(error)
 
 
 # ---- who may write ---------------------------------------------------------------------------------------------------

@@ -16,9 +16,8 @@ from torch._inductor import utils
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from lopa_ascend.backend.caching import CachingCompiler
 from lopa_ascend.backend.compiler import GraphError, Run, Step, dynamic_kv_lengths
-from lopa_ascend.backend.graph_cache import GraphCache, check_private
+from lopa_ascend.backend.graph_cache import CachingCompiler, GraphCache, check_private
 from lopa_ascend.config import ParameterError
 
 logger = logging.getLogger(__name__)
@@ -77,7 +76,7 @@ def _default_cache() -> GraphCache:
     except (ParameterError, OSError) as error:
         logger.warning("inductor's cache is not used: %s", error)
         return GraphCache(None)
-    return GraphCache(directory, is_shared=True)
+    return GraphCache(directory)
 
 
 class UnguardedGraph:

@@ -13,15 +13,12 @@ MAX_CPU_KV_MEMORY = 4 * 2**30
 
 
 def default_kv_memory(device: str, ranks: int, reserved: int = 0) -> int:
-    """Bytes of one rank's KV pool, once its weights are loaded.
-
-    Of what is free beside ``reserved``, on a CPU one half, at most 4 GiB; on an NPU four fifths, because activations,
-    graphs and collectives need the rest.
+    """Bytes of one rank's KV pool, once its weights are loaded: of what is free beside ``reserved`` bytes, on a CPU one
+    half, at most 4 GiB; on an NPU four fifths, because activations, graphs and collectives need the rest.
 
     Args:
         device: "cpu" or "npu".
         ranks: processes that share the memory of a CPU.
-        reserved: bytes to leave free besides.
     """
     free = max(0, free_memory(device, ranks) - reserved)
     return free * 4 // 5 if device == "npu" else min(MAX_CPU_KV_MEMORY, free // 2)
@@ -32,10 +29,6 @@ def free_memory(device: str, ranks: int) -> int:
 
     A process has an NPU to itself. On a CPU all ranks share what the machine can give without swapping, which includes
     page cache that can be dropped.
-
-    Args:
-        device: "cpu" or "npu".
-        ranks: processes that share the memory of a CPU.
     """
     if device == "npu":
         from lopa_ascend.backend.npu import free_npu_memory

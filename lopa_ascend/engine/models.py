@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from lopa_ascend import checkpoint
-from lopa_ascend.backend.base import Ops
+from lopa_ascend.backend.interface import Ops
 from lopa_ascend.config import EngineConfig, ModelConfig, ParameterError
 from lopa_ascend.config.engine import TND_HEADS
 from lopa_ascend.model.base import Model, SplitModel

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lopa_ascend.backend import load_ops
-from lopa_ascend.backend.base import Ops
+from lopa_ascend.backend.interface import Ops
 from lopa_ascend.backend.memory import default_kv_memory
 from lopa_ascend.config import DecodingParams, EngineConfig, Limits, ModelConfig, ParameterError
 from lopa_ascend.config.engine import DEFAULT_MODEL_LEN

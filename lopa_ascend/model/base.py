@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from lopa_ascend.backend.base import Entries, Ops
+from lopa_ascend.backend.interface import Entries, Ops
 from lopa_ascend.checkpoint import Architecture
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.parallel.collectives import Group

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend.base import Ops
+from lopa_ascend.backend.interface import Ops
 from lopa_ascend.checkpoint import HEAD, Architecture, Row, Table
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.model.base import Caches, ForwardInputs

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lopa_ascend.backend.base import Ops
+from lopa_ascend.backend.interface import Ops
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.model.base import ForwardInputs, Model
 from lopa_ascend.parallel.collectives import ALONE, Group

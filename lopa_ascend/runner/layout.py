@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lopa_ascend.backend.base import Entries
+from lopa_ascend.backend.interface import Entries
 from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
 from lopa_ascend.types import RowPlan, SequenceStep, Share
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lopa_ascend.backend.base import Ops
+from lopa_ascend.backend.interface import Ops
 from lopa_ascend.model.base import Model
 from lopa_ascend.probe import Probe
 from lopa_ascend.score.adjust import Adjustment

@@ -6,7 +6,6 @@ import codecs
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-from lopa_ascend.text.stops import StopSearch
 from lopa_ascend.text.tokenizer import Tokenizer
 
 
@@ -15,8 +14,7 @@ class TextStream:
 
     Two endings are held back until more tokens decide about them: an incomplete UTF-8 sequence, and text that could
     begin a stop string. The text ends before the stop string that begins first, or of several at one place before the
-    longest; where the pushes cut the tokens makes no difference. No token is decoded twice, and each character is
-    compared with the stop strings once, however many they are.
+    longest; where the pushes cut the tokens makes no difference. No token is decoded twice.
 
     Args:
         tokenizer: gives the bytes of each token.
@@ -27,8 +25,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), min_tokens: int = 0):
         self.stopped: str | None = None
         """The stop string that ended the text."""
-        self._tokenizer, self._min_tokens = tokenizer, min_tokens
-        self._search = StopSearch(stop) if stop else None
+        self._tokenizer, self._stop, self._min_tokens = tokenizer, stop, min_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._shown = ""
         """Text that is safe to show."""
@@ -58,24 +55,18 @@ class TextStream:
         """The whole text, given all tokens. Nothing is held back; an incomplete UTF-8 sequence becomes U+FFFD."""
         return self._advance(token_ids, final=True)
 
-    @property
-    def _length(self) -> int:
-        """Characters of the whole text so far."""
-        return len(self._shown) + len(self._held)
-
     def _advance(self, token_ids: Sequence[int], final: bool) -> str:
         if self.stopped is not None:
             return self._shown
         self._decode_new(token_ids, final)
-        end = self._length if self._search is None else self._search_new(self._search, final)
-        num_released = end - len(self._shown)
+        num_released = self._search(final)
         self._shown += self._held[:num_released]
         self._held = self._held[num_released:]
         return self._shown
 
     def _decode_new(self, token_ids: Sequence[int], final: bool) -> None:
         """Adds the text of tokens that have not been decoded yet to the held text."""
-        length = self._length
+        length = len(self._shown) + len(self._held)
         chunks = [self._held]
         for token in token_ids[len(self._lengths) :]:
             if not self._tokenizer.is_special(token):
@@ -88,21 +79,34 @@ class TextStream:
                 self._lengths[-1] += len(chunks[-1])
         self._held = "".join(chunks)
 
-    def _search_new(self, search: StopSearch, final: bool) -> int:
-        """Searches the text that is new for stop strings, and ends the text at the one that was found.
+    def _search(self, final: bool) -> int:
+        """Ends the text at a stop string if one is found and nothing can replace it.
 
         Returns:
-            Characters of the whole text that may be shown.
+            Characters of the held text that may be shown.
         """
+        open_start = len(self._held) if final else _open_start(self._held, self._stop)
         if len(self._lengths) < self._min_tokens:  # no stop string counts yet
-            min_end = self._length
-        else:
-            min_end = self._lengths[self._min_tokens - 1] if self._min_tokens else 0
-        search.search(self._held[search.length - len(self._shown) :], min_end)
-        end = self._length if final else search.open_start
-        if search.found is None:
-            return end
-        if final or search.is_decided:
-            self.stopped = search.found.stop
-            self._stop_end = search.found.start + len(search.found.stop)
-        return min(end, search.found.start)
+            return open_start
+        min_end = self._lengths[self._min_tokens - 1] - len(self._shown) if self._min_tokens else 0
+        found = []
+        for stop in self._stop:
+            start = self._held.find(stop, max(0, min_end - len(stop) + 1))
+            if start >= 0:
+                found.append((start, -len(stop), stop))
+        if not found:
+            return open_start
+        start, _, stop = min(found)
+        if open_start > start or final:  # else a longer stop string, or one that begins earlier, may follow
+            self.stopped = stop
+            self._stop_end = len(self._shown) + start + len(stop)
+        return min(start, open_start)
+
+
+def _open_start(text: str, stops: Sequence[str]) -> int:
+    """Index of the first character that may begin a stop string whose end has not come yet; the length if none does."""
+    longest = max(map(len, stops), default=1) - 1
+    for start in range(max(0, len(text) - longest), len(text)):
+        if any(len(stop) > len(text) - start and stop.startswith(text[start:]) for stop in stops):
+            return start
+    return len(text)

@@ -22,9 +22,6 @@ def read_template(path: Path, config_file: Path, config: dict[str, Any]) -> tupl
 
     Returns:
         The template, and where it was found, for messages.
-
-    Raises:
-        TokenizerError: it is no text.
     """
     file = path / "chat_template.jinja"
     if file.exists():
@@ -43,15 +40,7 @@ def read_template(path: Path, config_file: Path, config: dict[str, Any]) -> tupl
 
 
 def check_template(template: str, source: str) -> None:
-    """Refuses what is no Jinja template. Nothing of it runs.
-
-    Args:
-        template: the text.
-        source: where it comes from, for messages.
-
-    Raises:
-        TokenizerError: its syntax is wrong.
-    """
+    """Refuses what is no Jinja template, with a TokenizerError that names its ``source``. Nothing of it runs."""
     try:
         ChatTemplate(template, {})
     except TemplateSyntaxError as error:

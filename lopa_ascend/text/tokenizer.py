@@ -113,10 +113,8 @@ class Tokenizer:
         return num_tokens * self.max_token_bytes * NFC_FACTOR
 
     def render(self, messages: list[dict[str, Any]]) -> str:
-        """The text that the chat template makes of a conversation, up to where the assistant's answer begins.
-
-        Args:
-            messages: dictionaries with "role" and "content".
+        """The text that the chat template makes of messages with "role" and "content", up to where the assistant's
+        answer begins.
 
         Raises:
             ValueError: there are no messages, there is no chat template, or the template refuses the messages, takes

@@ -28,17 +28,8 @@ _CONFIG = "tokenizer_config.json"
 
 
 def load_tokenizer(path: str | Path, vocab_size: int, chat_template: str | None = None) -> Tokenizer | None:
-    """The tokenizer of a model directory, with its chat template; None if there are no tokenizer files.
-
-    Args:
-        path: the model directory.
-        vocab_size: rows of the model's embedding; every token id must be below.
-        chat_template: replaces the template of the directory, which is not looked at then.
-
-    Raises:
-        TokenizerError: a file is missing or malformed, the tokenizer has more ids than the model, or the chat template
-            is no template.
-    """
+    """The tokenizer of a model directory, with its chat template or the one that replaces it; None if there are no
+    tokenizer files. See ``load_vocabulary`` and ``load_template``."""
     tokenizer = load_vocabulary(path, vocab_size)
     if tokenizer is not None:
         tokenizer.chat_template = load_template(path, chat_template)
@@ -268,14 +259,8 @@ def _token_text(file: Path, field: str, value: object) -> str:
 
 
 def _flag(file: Path, values: dict[str, Any], name: str, within: str = "") -> bool:
-    """A field that is true or false; false if it is missing or null.
-
-    Args:
-        file: for messages.
-        values: the object with the field.
-        name: the field.
-        within: the object's own name, for messages.
-    """
+    """A field of ``values`` that is true or false; false if it is missing or null. Messages name the file and the
+    field, with the object that it is ``within``."""
     value = values.get(name)
     if value is not None and not isinstance(value, bool):
         field = f"{within}.{name}" if within else name

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from lopa_ascend import LLM
-from lopa_ascend.backend.base import Entries, Ops
 from lopa_ascend.backend.cpu import load_cpu_ops
-from lopa_ascend.backend.cpu.int8 import Int8Products
+from lopa_ascend.backend.cpu.int8 import multiply_int8
+from lopa_ascend.backend.interface import Entries, Ops
 
 PARTS = ("products", "attention", "norms and activations", "head and score", "host")
 PART_OF_OP = {
@@ -201,13 +201,12 @@ def gemm_peak(dtype: torch.dtype) -> float:
 
 def int8_peak() -> float:
     """The largest FLOP/s of CPU time of exact int8 products of the same sizes, as the engine multiplies them."""
-    products = Int8Products()
+    ops = load_cpu_ops(packs_weights=True)
 
     def layer(rows: int, inner: int, outer: int) -> Callable[[], object]:
         x, weight = torch.ones(rows, inner, dtype=torch.int8), torch.ones(outer, inner, dtype=torch.int8)
-        packed = products.packed(weight)
-        products.settle([packed])
-        return lambda: products(x, packed)
+        packed = ops.packed(weight)
+        return lambda: multiply_int8(x, packed)
 
     return largest_flops(layer)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from lopa_ascend import LLM
-    from lopa_ascend.backend.base import Ops
+    from lopa_ascend.backend.interface import Ops
 
 NUM_SHARES = 8
 """Shares of masks for each text."""

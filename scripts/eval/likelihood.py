@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend.base import Entries
+from lopa_ascend.backend.interface import Entries
 from lopa_ascend.config import ParameterError
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.base import ForwardInputs

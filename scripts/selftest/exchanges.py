@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend.base import Ops
+from lopa_ascend.backend.interface import Ops
 from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
 from lopa_ascend.parallel.collectives import Group
 from lopa_ascend.score.greedy import GreedyScore

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lopa_ascend.backend import load_ops
-from lopa_ascend.backend.base import Ops
+from lopa_ascend.backend.interface import Ops
 from lopa_ascend.config import ATTENTION_LAYOUTS, GRAPH_MODES_BY_DEVICE, EngineConfig
 from lopa_ascend.parallel.collectives import Group
 from lopa_ascend.parallel.launch import rank_in_environment

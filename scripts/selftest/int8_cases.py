@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend.base import Ops
+from lopa_ascend.backend.interface import Ops
 from scripts.selftest.captures import Captures
 from scripts.selftest.cases import CPU, EPS, HIDDEN, INTERMEDIATE, QKV_ROWS, TOKENS, Case, randn
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend.base import Entries, Ops
+from lopa_ascend.backend.interface import Entries, Ops
 from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
 from scripts.selftest.captures import Captures, capture_lengths
 from scripts.selftest.cases import (

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend.base import Ops
+from lopa_ascend.backend.interface import Ops
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.config.parameters import BRANCH_ACCEPTANCES
 from lopa_ascend.graph.buckets import Bucket

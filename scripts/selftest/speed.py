@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend.base import Entries, Ops
+from lopa_ascend.backend.interface import Entries, Ops
 from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
 from scripts.selftest.cases import BLOCK, CPU, DIM, HEADS, KV_HEADS, Case, entries_of, on_device, randn
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend.base import Ops
+from lopa_ascend.backend.interface import Ops
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.parallel.collectives import Group

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lopa_ascend import LLM, DecodingParams
-from lopa_ascend.backend.base import Entries
 from lopa_ascend.backend.compiler import Eager
+from lopa_ascend.backend.interface import Entries
 from lopa_ascend.graph import setup
 from lopa_ascend.model.dream import Dream
 from lopa_ascend.types import GenerationOutput

@@ -14,7 +14,6 @@ from torch import Tensor
 
 import lopa_ascend
 from lopa_ascend import LLM, DecodingParams
-from lopa_ascend.backend.cpu.products import unpacked
 from lopa_ascend.checkpoint import CheckpointError
 from lopa_ascend.config import ConfigError, ParameterError
 from lopa_ascend.llm import GenerationError
@@ -242,7 +241,7 @@ def test_penalties_count_what_is_committed(llm: LLM) -> None:
 def writable_head(llm: LLM) -> Tensor:
     """The weights of the LM head, unpacked, because packed weights cannot be changed."""
     model = llm.engine.runner.model
-    head: Tensor = unpacked(model.head)
+    head: Tensor = model.head.to_dense() if model.head.is_mkldnn else model.head
     model.head = head
     return head
 

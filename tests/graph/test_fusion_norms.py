@@ -21,12 +21,6 @@ def sum_and_norm(x: Tensor, other: Tensor, weight: Tensor) -> tuple[Tensor, Tens
     return rms_norm(total, weight), total * 5
 
 
-def codes_and_scale(normed: Tensor) -> tuple[Tensor, Tensor]:
-    wide = normed.float()
-    scale = wide.abs().amax(-1, keepdim=True) / 127
-    return (wide / scale).round().clamp(-128, 127).to(torch.int8), scale
-
-
 # RMSNorm.
 
 
@@ -36,7 +30,7 @@ def test_rms_norm_in_float32() -> None:
     module, report = fused(rms_norm, x, weight)
     assert calls(module) == ["ops.rms_norm"]
     assert report.fused == {"rms_norm": 1}
-    assert str(report).startswith("rms_norm: 1\n  mul_1\nrms_norm_quant: 0\n")
+    assert str(report).startswith("rms_norm: 1\n  mul_1\nrope: 0\n")
 
 
 def test_rms_norm_in_bfloat16_with_its_casts() -> None:
@@ -182,77 +176,3 @@ def test_a_sum_is_left_where_it_is_no_plain_one() -> None:
     assert_left(overlapping, x, other, reason={"add_rms_norm": "are both still needed"})
     assert_left(of_a_number, x, other, reason={"add_rms_norm": "not of one shape and dtype"})
     assert_left(twice, x, other, reason={"add_rms_norm": "share memory"})
-
-
-# RMSNorm and quantisation.
-
-
-@dtypes
-def test_norm_and_dynamic_quantisation(dtype: torch.dtype) -> None:
-    x, weight = randn(T, HIDDEN, dtype=dtype), randn(HIDDEN, dtype=dtype, seed=1)
-
-    def quantised(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return codes_and_scale(rms_norm(x, weight))
-
-    before = ["abs", "amax", "div", "div", "round", "clamp", "_to_copy"]
-    assert calls(traced(quantised, x, weight))[-len(before) :] == before
-    module, report = fused(quantised, x, weight)
-    assert calls(module) == ["ops.rms_norm_quant", "reshape"]
-    assert report.fused == {"rms_norm": 1, "rms_norm_quant": 1}
-    codes, scale = module(x, weight)
-    assert torch.equal(codes, OPS.rms_norm_quant(x, weight, 1e-6)[0])
-    assert torch.equal(scale[:, 0], OPS.rms_norm_quant(x, weight, 1e-6)[1])
-
-
-@dtypes
-def test_sum_norm_and_dynamic_quantisation(dtype: torch.dtype) -> None:
-    x, other = randn(2, T, HIDDEN, dtype=dtype)
-    weight = randn(HIDDEN, dtype=dtype, seed=1)
-
-    def quantised(x: Tensor, other: Tensor) -> tuple[Tensor, ...]:
-        total = x * 2 + other * 3
-        wide = rms_norm(total, weight)
-        scale = (wide.abs().max(-1)[0].float() / 127).clamp_min(1e-38)
-        codes = torch.round((wide / scale.unsqueeze(-1)).clamp(-127, 127)).to(torch.int8)
-        return codes, scale, total * 5
-
-    module, report = fused(quantised, x, other)
-    assert calls(module) == ["mul", "mul", "ops.add_rms_norm_quant", "mul"]
-    assert report.fused == {"rms_norm": 1, "rms_norm_quant": 1, "add_rms_norm_quant": 1}
-
-
-def test_a_quantisation_is_left_where_it_means_something_else() -> None:
-    x, weight = randn(T, HIDDEN, dtype=torch.bfloat16), randn(HIDDEN, dtype=torch.bfloat16, seed=1)
-
-    def norm_used_too(x: Tensor) -> tuple[Tensor, ...]:
-        normed = rms_norm(x, weight)
-        return *codes_and_scale(normed), normed
-
-    def of_another_range(x: Tensor) -> Tensor:
-        wide = rms_norm(x, weight).float()
-        return (wide / (wide.abs().amax(-1, keepdim=True) / 120)).round().clamp(-128, 127).to(torch.int8)
-
-    def of_all_tokens(x: Tensor) -> Tensor:
-        wide = rms_norm(x, weight).float()
-        return (wide / (wide.abs().amax((0, 1), keepdim=True) / 127)).round().clamp(-128, 127).to(torch.int8)
-
-    def with_a_large_floor(x: Tensor) -> Tensor:
-        wide = rms_norm(x, weight).float()
-        scale = (wide.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-5)
-        return (wide / scale).round().clamp(-128, 127).to(torch.int8)
-
-    def in_bfloat16(x: Tensor) -> Tensor:
-        normed = rms_norm(x, weight)
-        scale = normed.abs().amax(-1, keepdim=True) / 127
-        return (normed / scale).round().clamp(-128, 127).to(torch.int8)
-
-    def rounded_before(x: Tensor) -> Tensor:
-        normed = rms_norm(x, weight.float()).bfloat16()
-        scale = normed.abs().amax(-1, keepdim=True).float() / 127
-        return (normed / scale).round().clamp(-128, 127).to(torch.int8)
-
-    assert_left(norm_used_too, x, reason={"rms_norm_quant": "is used by"})
-    assert_left(rounded_before, x.float(), reason={"rms_norm_quant": "not quantised in float32"})
-    for function in (of_another_range, of_all_tokens, with_a_large_floor):
-        assert_left(function, x, reason={"rms_norm_quant": ""})
-    assert_left(in_bfloat16, x, reason={"rms_norm_quant": "not quantised in float32"})

@@ -139,16 +139,6 @@ def test_parts_are_rotated_by_themselves_where_that_is_something_else() -> None:
         assert_left(function, x, reason={"rope_packing": ""})
 
 
-def test_tables_that_are_written_into_are_looked_up_in_the_graph() -> None:
-    x, cos, sin = randn(T, 3, D), table(1), table(2)
-
-    def counting(x: Tensor, positions: Tensor) -> Tensor:
-        cos.view(-1)[0].add_(0)
-        return rope(x, cos[positions], sin[positions])
-
-    assert_left(counting, x, POSITIONS, reason={"rope": "are not known to be equal"})
-
-
 def test_a_summary_counts_what_was_left_by_line() -> None:
     class Gated(torch.nn.Module):
         def __init__(self) -> None:

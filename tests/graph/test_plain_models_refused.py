@@ -118,6 +118,10 @@ def narrows(self: Any, x: Tensor, _: Tensor) -> Tensor:
     return x[:, :8]
 
 
+def strides(self: Any, x: Tensor, _: Tensor) -> Tensor:
+    return (x * 2).as_strided((x.shape[0], 32), (32, 1))
+
+
 def chooses(self: Any, x: Tensor, _: Tensor) -> Any:
     return torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x * 3, (x,))
 
@@ -140,6 +144,7 @@ TAILS = {
     makes: rf"forward uses a tensor {LINE} that is no parameter and no buffer; register it as a buffer",
     widens: "the result of forward has dtype float64, expected float32",
     narrows: r"the result of forward has shape \[T, 8\], expected \[T, 32\]",
+    strides: rf"forward uses as_strided {LINE}; no op may depend on how a tensor lies in memory",
     chooses: rf"forward uses cond( {LINE})?, which no fused graph can hold",
     gives_two: "forward returned tuple, expected a tensor",
 }

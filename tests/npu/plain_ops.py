@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lopa_ascend.backend.base import Entries
+from lopa_ascend.backend.interface import Entries
 from lopa_ascend.backend.npu.ops import NpuOps
 
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lopa_ascend.backend.base import Ops
 from lopa_ascend.backend.cpu import CpuOps
+from lopa_ascend.backend.interface import Ops
 from lopa_ascend.backend.npu.ops import NpuOps
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.kv.pages import PAGE_SIZE

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from examples.plain_dream.plain_dream import PlainDream
-from lopa_ascend.backend.base import Entries, Ops
+from lopa_ascend.backend.interface import Entries, Ops
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.graph.fusion.model import FusedModel, fuse_model
 from lopa_ascend.graph.fusion.trace import trace

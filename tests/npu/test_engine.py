@@ -24,6 +24,7 @@ from tests import golden
 from tests.npu.lab import device  # noqa: F401
 from tests.npu.lab.constraints import NpuConstraint, numeric
 from tests.npu.lab.traffic import host_traffic
+from tests.npu.strict_ops import StrictOps
 from tests.tiers import slow_but
 from tests.tiny import write_dream
 
@@ -84,7 +85,7 @@ def test_the_bundled_model_solves_as_many_problems_as_on_the_cpu(
 def strict(llm: LLM) -> LLM:
     """Lets the ops check page ids and cache positions before every write."""
     ops: Any = llm.engine.runner.ops
-    ops.debug = True
+    ops.__class__ = StrictOps
     return llm
 
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from examples.plain_dream.plain_dream import PlainDream
 from lopa_ascend.backend.cpu import CpuOps
 from lopa_ascend.backend.npu.ops import NpuOps
-from lopa_ascend.graph.fusion import fuse
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.base import ForwardInputs
-from tests.graph.plain import rms_norm
 from tests.npu.lab import device  # noqa: F401
 from tests.npu.lab.lowering import lower, optimised
 from tests.npu.report import UNFILLED, Variant, lowered_model, lowered_step
@@ -97,32 +93,6 @@ def test_a_fused_model_computes_what_the_plain_one_does() -> None:
 def assert_near(got: Tensor, expected: Tensor) -> None:
     """Of two layers' worth of roundings in bfloat16."""
     torch.testing.assert_close(got.cpu().float(), expected.cpu().float(), rtol=2**-5, atol=2**-5)
-
-
-def quantised(normed: Tensor) -> tuple[Tensor, Tensor]:
-    wide = normed.float()
-    scale = wide.abs().amax(-1) / 127
-    return (wide / scale[:, None]).round().clamp(-128, 127).to(torch.int8), scale
-
-
-def test_norm_and_quantisation_are_one_kernel_behind_a_sum_and_two_by_themselves() -> None:
-    x, other = torch.randn(2, 32, 256).bfloat16().to("npu")
-    weight = torch.randn(256).bfloat16().to("npu")
-
-    def alone(x: Tensor) -> tuple[Tensor, ...]:
-        return quantised(rms_norm(x, weight))
-
-    def behind_a_sum(x: Tensor, other: Tensor) -> tuple[Tensor, ...]:
-        total = x.neg() + other.neg()
-        return *quantised(rms_norm(total, weight)), total
-
-    def kernels(function: Callable[..., tuple[Tensor, ...]], *args: Tensor) -> Counter[str]:
-        module = make_fx(function)(*args)
-        fuse(module, OPS)
-        return lower(lambda *given: module(*given), *args).kernels
-
-    assert kernels(alone, x) == {"RmsNorm": 1, "DynamicQuant": 1}
-    assert kernels(behind_a_sum, x, other) == {"Neg": 2, "AddRmsNormDynamicQuant": 1}
 
 
 def test_norm_and_quantisation_as_the_cpu_defines_them() -> None:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lopa_ascend.backend.base import Entries
 from lopa_ascend.backend.cpu import CpuOps
+from lopa_ascend.backend.interface import Entries
 from lopa_ascend.backend.npu.ops import NpuOps
 from lopa_ascend.config import ATTENTION_LAYOUTS
 from lopa_ascend.kv.pages import PAGE_SIZE
@@ -24,6 +24,7 @@ from tests.npu.lab import device  # noqa: F401
 from tests.npu.lab.constraints import numeric
 from tests.npu.lab.traffic import host_traffic
 from tests.npu.samples import paged_entries
+from tests.npu.strict_ops import StrictOps
 
 pytestmark = pytest.mark.npu
 CPU, NPU = CpuOps(), NpuOps()
@@ -222,12 +223,6 @@ def test_an_unknown_layout_is_refused_with_the_choices() -> None:
         NpuOps(attention_layout="BNSD")
 
 
-def strict_ops() -> NpuOps:
-    ops = NpuOps()
-    ops.debug = True
-    return ops
-
-
 @pytest.mark.parametrize(
     ("slot_mapping", "message"),
     [
@@ -236,11 +231,11 @@ def strict_ops() -> NpuOps:
         ([7, 3, 7], r"slot_mapping: \[7\] are written more than once"),
     ],
 )
-def test_debug_refuses_positions_of_a_write(slot_mapping: list[int], message: str) -> None:
+def test_strict_ops_refuse_positions_of_a_write(slot_mapping: list[int], message: str) -> None:
     k = torch.zeros(3, 1, 16, device="npu")
     cache = torch.zeros(2, PAGE_SIZE, 1, 16, device="npu")
     with pytest.raises(ValueError, match=message):
-        strict_ops().kv_write(k, k, cache, cache, torch.tensor(slot_mapping, dtype=torch.int32, device="npu"))
+        StrictOps().kv_write(k, k, cache, cache, torch.tensor(slot_mapping, dtype=torch.int32, device="npu"))
 
 
 @pytest.mark.parametrize(
@@ -251,12 +246,12 @@ def test_debug_refuses_positions_of_a_write(slot_mapping: list[int], message: st
         ([1, 0], 257, "entry 1 sees 257 positions and has 2 pages"),
     ],
 )
-def test_debug_refuses_pages(table: list[int], kv_length: int, message: str) -> None:
+def test_strict_ops_refuse_pages(table: list[int], kv_length: int, message: str) -> None:
     tables = torch.tensor([[0, 1], table], dtype=torch.int32, device="npu")
     cache = torch.zeros(2, PAGE_SIZE, 1, 128, dtype=torch.bfloat16, device="npu")
     q = torch.zeros(2, 1, 128, dtype=torch.bfloat16, device="npu")
     with pytest.raises(ValueError, match=message):
-        strict_ops().attention(q, cache, cache, Entries((1, 1), (1, kv_length), tables, (0, 1), (0, 0)))
+        StrictOps().attention(q, cache, cache, Entries((1, 1), (1, kv_length), tables, (0, 1), (0, 0)))
 
 
 def test_without_debug_no_op_waits_for_the_device() -> None:

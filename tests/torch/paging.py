@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend.base import Entries
+from lopa_ascend.backend.interface import Entries
 from lopa_ascend.kv.pages import PAGE_SIZE
 
 

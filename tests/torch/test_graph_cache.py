@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lopa_ascend import LLM
-from lopa_ascend.backend.graph_cache import DIGESTS, GraphCache, private_files
+from lopa_ascend.backend.graph_cache import GraphCache, private_files
 from lopa_ascend.config import ParameterError
 from tests.tiny import write_dream
 from tests.versions import HAS_DYNAMIC_SOURCES, compiles_steps
@@ -29,7 +29,6 @@ step = lambda tensors, kv_lengths: torch.relu(tensors[0] @ tensors[1] + 1) * kv_
 compiler = Inductor(Path(sys.argv[1]))
 run = compiler.compile(step, "step", tensors, [5])
 assert torch.equal(run([7]), step(tensors, [7]))
-compiler.freeze()
 """
 
 
@@ -122,12 +121,10 @@ def test_what_is_made_is_closed_to_others(tmp_path: Path) -> None:
         cache = GraphCache(tmp_path / "new")
         with private_files():
             (cache.path / "file").write_bytes(b"")
-        cache.seal()
         assert os.umask(0) == 0
     finally:
         os.umask(before)
-    assert [path.stat().st_mode & 0o077 for path in (cache.path, *cache.path.iterdir())] == [0, 0, 0]
-    assert {path.name for path in cache.path.iterdir()} == {"file", DIGESTS}
+    assert [path.stat().st_mode & 0o077 for path in (cache.path, *cache.path.iterdir())] == [0, 0]
     GraphCache(tmp_path / "new")
 
 
@@ -138,63 +135,12 @@ def test_what_is_no_directory_is_refused(tmp_path: Path) -> None:
             GraphCache(path)
 
 
-def test_damaged_files_are_removed_and_others_kept(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    names = ("whole", "cut", "zeros", "locks/held.lock")
-    (folder / "locks").mkdir()
-    for name in names:
-        (folder / name).write_bytes(b"1234")
-    GraphCache(folder).seal()
-    (folder / "cut").write_bytes(b"12")
-    (folder / "zeros").write_bytes(bytes(4))
-    (folder / "locks/held.lock").write_bytes(b"")
-    (folder / "new").write_bytes(b"of another process")
-    GraphCache(folder)
-    assert {path.name for path in folder.iterdir()} == {"whole", "locks", "new", DIGESTS}
-    assert caplog.messages == [
-        f"graph_cache: {folder / name} is damaged, and is compiled anew" for name in ("cut", "zeros")
-    ]
-
-
-def test_a_damaged_file_that_another_rank_has_removed_is_no_reason_to_abandon_the_cache(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (folder / "file").write_bytes(b"1234")
-    GraphCache(folder).seal()
-    is_file = Path.is_file
-
-    def seen_by_two(path: Path) -> bool:
-        found = is_file(path)
-        if path.name == "file" and found:
-            path.unlink()
-        return found
-
-    monkeypatch.setattr(Path, "is_file", seen_by_two)
-    assert GraphCache(folder).path == folder
-
-
-def test_damaged_digests_condemn_everything(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (folder / "file").write_bytes(b"1234")
-    (folder / DIGESTS).write_text("{")
-    GraphCache(folder)
-    assert list(folder.iterdir()) == []
-    assert f"{folder / DIGESTS}: is not valid JSON" in caplog.messages[0]
-
-
-def test_digests_of_files_elsewhere_remove_nothing(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine").write_bytes(b"1234")
-    (folder / DIGESTS).write_text('{"../../mine": "0"}')
-    GraphCache(folder)
-    assert (tmp_path / "mine").exists()
-
-
 def test_an_abandoned_cache_is_a_temporary_one(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache = GraphCache(folder)
     cache.abandon(OSError(28, "No space left on device"))
     assert not cache.is_kept
     assert cache.path != folder
     assert cache.path.stat().st_mode & 0o077 == 0
-    cache.seal()
-    assert not (folder / DIGESTS).exists()
     (message,) = caplog.messages
     assert message.startswith(f"graph_cache: {folder} cannot be used (OSError: [Errno 28] No space left on device)")
     assert caplog.records[0].levelno == logging.WARNING
@@ -204,7 +150,7 @@ def test_an_abandoned_cache_is_a_temporary_one(folder: Path, caplog: pytest.LogC
 
 
 def compiled(folder: Path, *before: str) -> str:
-    """What a process says that compiles a step, runs it and seals the cache."""
+    """What a process says that compiles a step and runs it."""
     command = [*before, sys.executable, "-c", STEP, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -215,26 +161,10 @@ def compiled(folder: Path, *before: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @compiles_steps
-def test_damage_means_compiling_anew(tmp_path: Path) -> None:
-    folder = tmp_path / "cache"
-    assert compiled(folder) == ""
-    assert all(path.stat().st_mode & 0o077 == 0 for path in folder.rglob("*"))
-    damaged = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock" and path.name != DIGESTS]
-    for file in damaged:
-        os.truncate(file, file.stat().st_size // 2)
-    assert sorted(compiled(folder).splitlines()) == sorted(
-        f"graph_cache: {file} is damaged, and is compiled anew" for file in damaged
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@compiles_steps
-def test_damage_that_no_digest_tells_of_means_compiling_elsewhere(tmp_path: Path) -> None:
+def test_damage_means_compiling_elsewhere(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     compiled(folder)
     python = next(path for path in folder.rglob("*.py"))
-    (folder / DIGESTS).unlink()  # as after a start that was broken off
     os.truncate(python, python.stat().st_size // 2)
     assert compiled(folder).startswith(f"graph_cache: {folder} cannot be used (RuntimeError: Failed to import")
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lopa_ascend.backend.base import Entries
 from lopa_ascend.backend.cpu import CpuOps, definition
 from lopa_ascend.backend.cpu.native import NativeOps, kernels
 from lopa_ascend.backend.cpu.native.ops import is_whole
+from lopa_ascend.backend.interface import Entries
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.base import ForwardInputs
 from lopa_ascend.model.dream import Dream

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from lopa_ascend.backend import load_ops
-from lopa_ascend.backend.base import Entries
 from lopa_ascend.backend.cpu import CpuOps, definition
 from lopa_ascend.backend.cpu.products import Products
+from lopa_ascend.backend.interface import Entries
 from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.kv.pool import KVPool

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend.base import Entries
+from lopa_ascend.backend.interface import Entries
 
 QUERY_BLOCK = 32
 """The fewest queries that torch's flash attention makes one task of."""
@@ -165,13 +165,7 @@ def planned_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Attenti
 
 
 def attend(queries: Tensor, k_cache: Tensor, v_cache: Tensor, readings: Sequence[Reading]) -> tuple[Tensor, Tensor]:
-    """Attention of query rows to one part of their keys.
-
-    Args:
-        queries: query rows [R, H / K, D] in the order of the batches of ``readings``.
-        k_cache: keys [N, 128, K, D].
-        v_cache: values [N, 128, K, D].
-        readings: the keys of each batch.
+    """Attention of query rows [R, H / K, D], in the order of the batches of ``readings``, to one part of their keys.
 
     Returns:
         The outputs [R, H / K, D], and the log-sum-exps of their scores, float32 [R, H / K].
@@ -213,16 +207,11 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
 
 
 def merge_partial_attention_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Merges the attention of queries to two disjoint sets of keys into their attention to both, by the log-sum-exps.
+    """Merges the attention ``other`` of queries to a second set of keys into ``out``, [R, H / K, D] each, by the
+    log-sum-exps, float32 [R, H / K].
 
     Every operation but exp rounds once, so a value does not depend on its place in the tensor. sigmoid would give other
     bits where the end of the tensor, or of a thread's share of it, does not fill a vector; exp does not.
-
-    Args:
-        out: attention to the first set of keys, [R, H / K, D]. Receives the result.
-        lse: its log-sum-exps, float32 [R, H / K].
-        other: attention to the second set, [R, H / K, D].
-        other_lse: its log-sum-exps, float32 [R, H / K].
     """
     share = 1 / (1 + (lse - other_lse).exp())
     wide = out.float()

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend.base import Entries
+from lopa_ascend.backend.interface import Entries
 
 
 def attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:

@@ -7,19 +7,20 @@ threads. Kernels that round differently at the end of a tensor, or of a thread's
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lopa_ascend.backend.base import Entries
-from lopa_ascend.backend.cpu import compiled
+from lopa_ascend.backend.cpu import attention_op
 from lopa_ascend.backend.cpu.activation import silu
 from lopa_ascend.backend.cpu.attention import plan_attention, planned_attention
-from lopa_ascend.backend.cpu.int8 import Int8Products
+from lopa_ascend.backend.cpu.int8 import multiply_int8, pack_int8, packs_exactly
 from lopa_ascend.backend.cpu.processor import emulated_dtypes, packed_dtypes
 from lopa_ascend.backend.cpu.products import Products, pack
+from lopa_ascend.backend.interface import Entries
 
 
 def keep_freed_memory() -> None:
@@ -59,8 +60,8 @@ class CpuOps:
         self._packs_weights = packs_weights
         self._packed_dtypes = packed_dtypes()
         self._products = Products(emulated_dtypes(), F.linear)
-        self._int8_products = Int8Products()
-        self._number = compiled.register(self)
+        self._packs_exactly = functools.cache(packs_exactly)
+        self._number = attention_op.register(self)
 
     def stored(self, weight: Tensor) -> Tensor:
         return weight
@@ -69,7 +70,7 @@ class CpuOps:
         if not self._packs_weights:
             return weight
         if weight.dtype == torch.int8:
-            return self._int8_products.packed(weight)
+            return pack_int8(weight) if self._packs_exactly(weight.shape) else weight
         return pack(weight) if weight.dtype in self._packed_dtypes else weight
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -78,8 +79,10 @@ class CpuOps:
     def settle(self, weights: Iterable[Tensor]) -> str:
         matrices = list(weights)
         found = self._products.settle(weight for weight in matrices if weight.is_floating_point())
-        found_int8 = self._int8_products.settle(weight for weight in matrices if weight.dtype == torch.int8)
-        return f"{found}; {found_int8}" if found_int8 else found
+        ways = {"packed int8" if weight.is_mkldnn else "float32" for weight in matrices if weight.dtype == torch.int8}
+        if ways:
+            found += f"; int8 weights are multiplied exactly, by {' and '.join(sorted(ways))} products"
+        return found
 
     def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
         # a copy also where x is float32, since the next function overwrites its argument
@@ -95,7 +98,7 @@ class CpuOps:
         dtype: torch.dtype,
     ) -> Tensor:
         # Each operation rounds once, as in `rope`.
-        out = self._int8_products(codes, weight).mul_(weight_scale).mul_(scale[:, None])
+        out = multiply_int8(codes, weight).mul_(weight_scale).mul_(scale[:, None])
         return (out if bias is None else out.add_(bias.float())).to(dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -155,7 +158,7 @@ class CpuOps:
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
         if torch.compiler.is_compiling():
-            return compiled.call_attention(self._number, q, k_cache, v_cache, entries)
+            return attention_op.call_attention(self._number, q, k_cache, v_cache, entries)
         page_size, kv_heads, dim = k_cache.shape[1:]
         plan = plan_attention(entries, kv_heads, page_size)
         self.gathered_bytes += plan.num_gathered * 2 * kv_heads * dim * k_cache.itemsize

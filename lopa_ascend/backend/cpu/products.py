@@ -47,11 +47,6 @@ def pack(weight: Tensor) -> Tensor:
     return packed
 
 
-def unpacked(weight: Tensor) -> Tensor:
-    """A weight [out, in] in the usual order, whether it is packed or not."""
-    return weight.to_dense() if weight.is_mkldnn else weight
-
-
 def multiply_packed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``linear(x, weight, bias)`` with a weight that ``pack`` has made."""
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

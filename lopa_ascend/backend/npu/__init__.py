@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
 
 def load_npu_ops(graph_mode: str, *, attention_layout: str = "TND") -> NpuOps:
-    """Opens this process's NPU as ``open_npu`` does, and loads its ops.
-
-    Args:
-        graph_mode: the graph mode that the installed versions must be able to run.
-        attention_layout: see ``NpuOps``.
+    """Opens this process's NPU as ``open_npu`` does, and loads its ops, for a graph mode.
 
     Raises:
         ParameterError: this process's NPU does not exist.

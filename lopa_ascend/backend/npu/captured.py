@@ -87,13 +87,12 @@ class CapturedRun:
 
 
 def ranges_of_lengths(graph: npu.NPUGraph, name: str, kv_lengths: list[int]) -> list[slice]:
-    """Which KV lengths of a step each attention task of its graph takes.
-
-    In every layer, the tasks together take all lengths in order.
+    """Which KV lengths of a step each attention task of its graph takes: in every layer, the tasks together take all
+    lengths in order.
 
     Args:
         graph: a captured graph.
-        name: name of the bucket, for messages.
+        name: of the bucket, for messages.
         kv_lengths: the KV lengths during the capture.
 
     Raises:

@@ -32,9 +32,8 @@ import torchair
 from npugraph_ex.inference._cache_compiler import CompiledModel as NpuGraphExModel
 from torchair.inference._cache_compiler import CompiledModel as GeModel
 
-from lopa_ascend.backend.caching import CachingCompiler
 from lopa_ascend.backend.compiler import MIN_KV_LENGTH, Compiler, GraphError, Run, Step, dynamic_kv_lengths
-from lopa_ascend.backend.graph_cache import GraphCache
+from lopa_ascend.backend.graph_cache import CachingCompiler, GraphCache
 from lopa_ascend.backend.memory import causes
 from lopa_ascend.backend.npu.captured import CapturedRun, capturing
 from lopa_ascend.backend.npu.rewrites import join_in_place, split_in_one_op, sum_in_place
@@ -50,13 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_npu_compiler(mode: str, key: str, cache_dir: Path | None) -> Compiler:
-    """The compiler of a graph mode.
-
-    Args:
-        mode: "npugraph_ex" or "ge".
-        key: see ``PackageCompiler``.
-        cache_dir: see ``PackageCompiler``.
-    """
+    """The compiler of a graph mode, "npugraph_ex" or "ge"; see ``PackageCompiler``."""
     compilers: dict[str, type[PackageCompiler]] = {"npugraph_ex": NpuGraphEx, "ge": Ge}
     return compilers[mode](key, cache_dir)
 

@@ -16,17 +16,11 @@ VECTOR_CORES = 3
 
 
 def communicator_options(purpose: str) -> Any:
-    """Options of a communicator.
+    """Options of a communicator for the purpose "tp" or "bp"; None for HCCL's defaults.
 
-    By CANN's documents only one communicator of a die may use the vector cores; two of them can wait for each other
-    for ever. This is the tensor parallel one, which sums twice a layer, unless the variable says otherwise. All others
+    By CANN's documents only one communicator of a die may use the vector cores; two of them can wait for each other for
+    ever. This is the tensor parallel one, which sums twice a layer, unless the variable says otherwise. All others
     follow the variable, or HCCL's default. Only if the variable is AIV they get AI_CPU instead.
-
-    Args:
-        purpose: "tp" or "bp".
-
-    Returns:
-        Options for ``torch.distributed``; None for HCCL's defaults.
     """
     given = os.environ.get(EXPANSION_VARIABLE)
     if purpose == "tp":

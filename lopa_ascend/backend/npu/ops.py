@@ -14,7 +14,6 @@ Three things that the kernels need:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
@@ -22,7 +21,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
-from lopa_ascend.backend.base import Entries
+from lopa_ascend.backend.interface import Entries
 from lopa_ascend.config import ATTENTION_LAYOUTS, MAX_QUERIES
 
 npu = torch.ops.npu
@@ -45,12 +44,10 @@ class NpuOps:
             follow one another.
 
     Attributes:
-        debug: read the positions of every write and the page ids of every attention back, and check them. For tests of
-            eager mode, since the host waits for the device.
         kernel_layout: the layout by the kernel's name, "TND" or "BSH".
 
     Raises:
-        ValueError: the layout is unknown; later, with ``debug``, positions or page ids are not valid.
+        ValueError: the layout is unknown.
     """
 
     def __init__(self, *, attention_layout: str = "TND"):
@@ -62,7 +59,6 @@ class NpuOps:
         self.max_queries = MAX_QUERIES.get(attention_layout)
         self.score_rows: int | None = None  # fewer rows at a time are more launches
         self.kernel_layout = "BSH" if attention_layout == "BSH" else "TND"
-        self.debug = False
 
     def stored(self, weight: Tensor) -> Tensor:
         transposed = weight.t().contiguous()
@@ -142,8 +138,6 @@ class NpuOps:
     def kv_write(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, source: Tensor | None = None
     ) -> None:
-        if self.debug:
-            check_slot_mapping(slot_mapping.tolist(), k_cache.shape[0] * k_cache.shape[1])
         k, v = (x.contiguous() if source is None else x.index_select(0, source) for x in (k, v))
         npu.npu_scatter_pa_kv_cache(k, v, k_cache, v_cache, slot_mapping, cache_mode="Norm")
 
@@ -166,8 +160,6 @@ class NpuOps:
         return read
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
-        if self.debug:
-            check_pages(entries, k_cache.shape[0], k_cache.shape[1])
         assert self.max_queries is None or max(entries.lengths) <= self.max_queries, "see Ops.max_queries"
         q = q.contiguous()
         outputs, begin = [], 0
@@ -189,14 +181,8 @@ class NpuOps:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _kernel_groups(self, entries: Entries, num_pages: int) -> list[slice]:
-        """Ranges of entries that one kernel can take.
-
-        They depend on shapes only, not on KV lengths, so that a captured graph holds for all KV lengths.
-
-        Args:
-            entries: all entries of the step.
-            num_pages: pages of the cache.
-        """
+        """Ranges of entries that one kernel can take, of a cache with so many pages. They depend on shapes only, not
+        on KV lengths, so that a captured graph holds for all KV lengths."""
         pages_per_entry = entries.page_tables.shape[1]
         most = min(MAX_ENTRIES, max(1, num_pages // pages_per_entry))
         groups, first = [], 0
@@ -220,13 +206,8 @@ def as_fractal_nz(weight: Tensor) -> Tensor:
 
 
 def one_kernel_takes(gate_up: Tensor) -> bool:
-    """Whether the kernel of SwiGLU with quantisation takes a tensor, by the limits that its documents state.
-
-    The documents give the memory that the kernel needs: ten rows, and a fortieth of the scales that it returns.
-
-    Args:
-        gate_up: [T, 2 * I], float16 or bfloat16.
-    """
+    """Whether the kernel of SwiGLU with quantisation takes gate_up [T, 2 * I] in float16 or bfloat16. By its
+    documents it needs memory for ten rows, and a fortieth of the scales that it returns."""
     rows, length = gate_up.shape
     scale_bytes = 4 * rows
     needed = 10 * length * gate_up.element_size() + scale_bytes // 40
@@ -247,14 +228,8 @@ def attend(
     Args:
         layout: "TND" or "BSH".
         q: contiguous queries [T, H, D].
-        k_cache: [N, 128, K, D].
-        v_cache: [N, 128, K, D].
         lengths: queries of each entry, all equal in BSH.
-        kv_lengths: positions that the queries of each entry attend to.
         page_tables: int32 [entries, pages].
-
-    Returns:
-        [T, H * D].
     """
     tokens, heads, dim = q.shape
     page_size, kv_heads = k_cache.shape[1:3]
@@ -272,35 +247,3 @@ def attend(
         block_size=page_size,
     )[0]
     return out.view(tokens, heads * dim)
-
-
-def check_slot_mapping(slot_mapping: Sequence[int], num_positions: int) -> None:
-    """Refuses positions of a write that lie outside the cache or come more than once.
-
-    Args:
-        slot_mapping: flat cache positions.
-        num_positions: positions of the cache.
-    """
-    outside = sorted({position for position in slot_mapping if not 0 <= position < num_positions})
-    if outside:
-        raise ValueError(f"slot_mapping: {outside[:8]} lie outside the cache, which has {num_positions} positions")
-    repeated = sorted(position for position, count in Counter(slot_mapping).items() if count > 1)
-    if repeated:
-        raise ValueError(f"slot_mapping: {repeated[:8]} are written more than once in a step")
-
-
-def check_pages(entries: Entries, num_pages: int, page_size: int) -> None:
-    """Refuses page ids outside the cache, and entries that attend to more positions than they have pages for.
-
-    Args:
-        entries: the entries of a step.
-        num_pages: pages of the cache.
-        page_size: positions of a page.
-    """
-    tables = entries.page_tables.tolist()
-    for index, (table, kv_length) in enumerate(zip(tables, entries.kv_lengths, strict=True)):
-        if kv_length > len(table) * page_size:
-            raise ValueError(f"entry {index} sees {kv_length} positions and has {len(table)} pages")
-        outside = sorted({page for page in table if not 0 <= page < num_pages})
-        if outside:
-            raise ValueError(f"pages {outside[:8]} of entry {index} lie outside the cache, which has {num_pages}")

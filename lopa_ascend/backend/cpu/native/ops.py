@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lopa_ascend.backend.base import Entries
+from lopa_ascend.backend.cpu.int8 import multiply_int8
 from lopa_ascend.backend.cpu.native.kernels import Kernels, numbers
 from lopa_ascend.backend.cpu.ops import CpuOps
+from lopa_ascend.backend.interface import Entries
 
 LANES = 16
 """Elements of a vector; the kernels compute whole vectors."""
@@ -126,7 +127,7 @@ class NativeOps(CpuOps):
         size = len(weight_scale)
         if dtype != torch.bfloat16 or size % LANES or is_traced(codes):
             return super().quant_linear(codes, scale, weight, weight_scale, bias, dtype)
-        product = self._int8_products(codes, weight)
+        product = multiply_int8(codes, weight)
         out = product.new_empty(product.shape, dtype=dtype)
         rows, factors = len(out), weight_scale.contiguous()
         offset = None if bias is None else bias.to(dtype).contiguous()

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from lopa_ascend.backend.base import Entries, Ops
+from lopa_ascend.backend.interface import Entries, Ops
 
 _numbers = count()
 _ops_by_number: WeakValueDictionary[int, Ops] = WeakValueDictionary()
@@ -78,15 +78,7 @@ def entries_of(
     prefix_groups: tuple[int, ...],
     prefixes: tuple[int, ...],
 ) -> Entries:
-    """The entries with these fields. All layers of a step get the same object, and so share one plan.
-
-    Args:
-        lengths: see ``Entries``, like the other tuples.
-        kv_lengths: see ``Entries``.
-        table_bytes: the content of the page tables, int32.
-        table_shape: the shape of the page tables.
-        prefix_groups: see ``Entries``.
-        prefixes: see ``Entries``.
-    """
+    """The entries with these fields, of which ``table_bytes`` are the page tables, int32. All layers of a step get
+    the same object, and so share one plan."""
     page_tables = torch.frombuffer(bytearray(table_bytes), dtype=torch.int32).view(table_shape)
     return Entries(lengths, kv_lengths, page_tables, prefix_groups, prefixes)

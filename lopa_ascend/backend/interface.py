@@ -76,71 +76,15 @@ class Ops(Protocol):
     score_rows: int | None
     """Rows of logits that are best scored at a time; None for any number."""
 
-    def stored(self, weight: Tensor) -> Tensor:
-        """Converts the weight of a linear layer to the layout that ``linear`` of this device takes.
+    # ---- linear layers ---------------------------------------------------------------------------------------------
 
-        Args:
-            weight: [out, in].
-        """
+    def stored(self, weight: Tensor) -> Tensor:
+        """The weight [out, in] of a linear layer in the layout that ``linear`` of this device takes."""
         ...
 
     def packed(self, weight: Tensor) -> Tensor:
-        """Reorders a weight so that ``linear`` and ``quant_linear`` are faster, where this device has such an order.
-
-        Args:
-            weight: what ``stored`` returned; no traced graph may hold it.
-
-        Returns:
-            The weight, or an opaque tensor of its dtype, which only these ops take.
-        """
-        ...
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """A linear layer. The result of a row does not depend on the other rows.
-
-        Args:
-            x: [T, in].
-            weight: what ``stored`` or ``packed`` returned for the weight [out, in].
-            bias: [out]; None for none.
-
-        Returns:
-            [T, out].
-        """
-        ...
-
-    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantises activations to int8 with one scale for each row, as ``rms_norm_quant`` does with a norm.
-
-        Args:
-            x: [T, in].
-
-        Returns:
-            int8 [T, in], and the scales, float32 [T].
-        """
-        ...
-
-    def quant_linear(
-        self,
-        codes: Tensor,
-        scale: Tensor,
-        weight: Tensor,
-        weight_scale: Tensor,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """A linear layer of int8 numbers, whose products are summed exactly.
-
-        Args:
-            codes: int8 [T, in].
-            scale: of each row of ``codes``, float32 [T].
-            weight: what ``stored`` or ``packed`` returned for the int8 weight [out, in].
-            weight_scale: of each output, float32 [out].
-            bias: [out]; None for none.
-            dtype: of the result.
-
-        Returns:
-            [T, out].
-        """
+        """What ``stored`` returned, in an order that is faster, where this device has one. It may be an opaque tensor,
+        which only these ops take and no traced graph may hold."""
         ...
 
     def settle(self, weights: Iterable[Tensor]) -> str:
@@ -154,137 +98,117 @@ class Ops(Protocol):
         """
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMSNorm, computed in float32.
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """A linear layer of x [T, in] -> [T, out]. The result of a row does not depend on the other rows.
 
         Args:
-            x: [T, hidden].
-            weight: [hidden].
-            eps: added to the mean square.
-
-        Returns:
-            [T, hidden].
+            weight: what ``stored`` or ``packed`` returned for the weight [out, in].
+            bias: [out].
         """
+        ...
+
+    def quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, in] as int8, and a scale for each row, float32 [T].
+
+        The scale of a row is its largest magnitude / 127, and 0 for a row of zeros. Values are rounded half to even.
+        """
+        ...
+
+    def quant_linear(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """A linear layer of int8 numbers, whose products are summed exactly -> [T, out] of ``dtype``.
+
+        Args:
+            codes: int8 [T, in].
+            scale: of each row of ``codes``, float32 [T].
+            weight: what ``stored`` or ``packed`` returned for the int8 weight [out, in].
+            weight_scale: of each output, float32 [out].
+            bias: [out].
+        """
+        ...
+
+    # ---- norms and activations -------------------------------------------------------------------------------------
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm of x [T, hidden] with a weight [hidden], computed in float32."""
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """The residual connection and the RMSNorm after it.
-
-        Args:
-            x: [T, hidden].
-            residual: [T, hidden]. May be overwritten.
-            weight: [hidden].
-            eps: added to the mean square.
-
-        Returns:
-            The norm of x + residual, and x + residual, both [T, hidden].
-        """
+        """The norm of x + residual, and x + residual. May overwrite the residual."""
         ...
 
     def rms_norm_quant(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """RMSNorm, quantised to int8 with one scale for each row.
-
-        The scale of a row is its largest magnitude / 127, and 0 for a row of zeros. Values are rounded half to even. A
-        device may round the norm to the dtype of x before it is quantised.
-
-        Args:
-            x: [T, hidden].
-            weight: [hidden].
-            eps: added to the mean square.
-
-        Returns:
-            int8 [T, hidden], and the scales, float32 [T].
-        """
+        """``quantize`` of the norm, which a device may round to the dtype of x before."""
         ...
 
     def add_rms_norm_quant(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The residual connection and the quantised RMSNorm after it.
-
-        Args:
-            x: [T, hidden].
-            residual: [T, hidden]. May be overwritten.
-            weight: [hidden].
-            eps: added to the mean square.
-
-        Returns:
-            ``rms_norm_quant`` of x + residual, int8 [T, hidden] and float32 [T], and x + residual [T, hidden].
-        """
+        """``rms_norm_quant`` of x + residual, and x + residual. May overwrite the residual."""
         ...
 
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up of gate and up side by side, [T, 2 * I] -> [T, I]."""
+        ...
+
+    def swiglu_quant(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+        """``quantize`` of ``swiglu``. A device may quantise before it rounds."""
+        ...
+
+    # ---- rotary embeddings -----------------------------------------------------------------------------------------
+
     def rope_tables(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Converts cosines and sines of all positions to the tables that ``rope`` of this device takes rows of.
+        """The tables of cosines and of sines that ``rope`` of this device takes rows of, [positions, 1, ...].
 
         Args:
             cos: float32 [positions, D / 2].
             sin: float32 [positions, D / 2].
             dtype: of the tables.
-
-        Returns:
-            The tables of cosines and of sines, [positions, 1, ...]: one row for all heads.
         """
         ...
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotary position embedding: rotates the pairs (x[i], x[i + D / 2]) of every head.
+        """Rotates the pairs (x[i], x[i + D / 2]) of every head of x [T, heads, D].
 
         Args:
-            x: [T, heads, D].
             cos: the rows of the tokens' positions of the first table that ``rope_tables`` returned: [T, 1, ...], or
                 [T, heads, ...] if the angles of the heads differ.
             sin: the same rows of the second table.
-
-        Returns:
-            [T, heads, D].
         """
         ...
 
-    def swiglu(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up.
-
-        Args:
-            gate_up: gate and up side by side, [T, 2 * I].
-
-        Returns:
-            [T, I].
-        """
-        ...
-
-    def swiglu_quant(self, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-        """``swiglu``, quantised to int8 as ``quantize`` does it. A device may quantise it before it is rounded.
-
-        Args:
-            gate_up: gate and up side by side, [T, 2 * I].
-
-        Returns:
-            int8 [T, I], and the scales, float32 [T].
-        """
-        ...
+    # ---- keys and values -------------------------------------------------------------------------------------------
 
     def kv_write(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, source: Tensor | None = None
     ) -> None:
-        """Writes keys and values of tokens into the caches of a layer.
+        """Writes keys and values [T, K, D] of tokens into the caches [N, 128, K, D] of a layer.
 
         Args:
-            k: keys of the tokens, [T, K, D].
-            v: values of the tokens, [T, K, D].
-            k_cache: [N, 128, K, D]. Is written.
-            v_cache: [N, 128, K, D]. Is written.
             slot_mapping: the flat cache positions that are written, int32 or int64 [W]. They are distinct.
             source: the token that each of them takes, int32 or int64 [W]; None: position i takes token i, and W is T.
         """
         ...
 
-    def put_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> None:
-        """Writes rows of a matrix.
+    def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
+        """Attention of queries [T, H, D] over the pages [N, 128, K, D] of a layer, entry by entry -> [T, H * D].
 
-        Args:
-            x: [M, C], of any dtype. Is written.
-            rows: indices of rows of x, int32 [n]. They are distinct.
-            values: what is written there, [n, C], of the dtype of x.
+        The result of an entry does not depend on the other entries. Its last bits may depend on the length of its
+        prefix, because a device may attend to prefix and rest separately and merge the two.
         """
+        ...
+
+    # ---- memory of compiled steps ----------------------------------------------------------------------------------
+
+    def put_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> None:
+        """Writes values [n, C] to the distinct rows int32 [n] of x [M, C], of any dtype."""
         ...
 
     def host_memory(self, size: int) -> Tensor:
@@ -293,21 +217,4 @@ class Ops(Protocol):
 
     def read_later(self, x: Tensor) -> Callable[[], Tensor]:
         """Starts a copy of x to the host. The function that is returned waits for the copy and returns it."""
-        ...
-
-    def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
-        """Attention over the pages of a layer, entry by entry.
-
-        The result of an entry does not depend on the other entries. Its last bits may depend on the length of its
-        prefix, because a device may attend to prefix and rest separately and merge the two.
-
-        Args:
-            q: queries of all tokens, [T, H, D].
-            k_cache: [N, 128, K, D].
-            v_cache: [N, 128, K, D].
-            entries: which queries attend to which positions.
-
-        Returns:
-            [T, H * D].
-        """
         ...
