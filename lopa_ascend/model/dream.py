@@ -126,10 +126,11 @@ class Dream:
                 x, residual = self._add_norm(out, residual, f"layers.{n + 1}.attn_norm", reader=f"layers.{n + 1}.qkv")
         return ops.add_rms_norm(out, residual, self.weights["norm.weight"], c.rms_norm_eps)[0]
 
-    def _attention_inputs(self, x: Rows, layer: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    def _attention_inputs(self, x: Rows, layer: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [T, heads, head_dim] of a layer, with their positions in them."""
         qkv = self._linear(x, layer + "qkv").view(-1, self.num_heads + 2 * self.num_kv_heads, self.config.head_dim)
-        return self.ops.rope(qkv, cos, sin).split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
+        q, k, v = self.ops.rope(qkv, cos, sin).split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
+        return q, k, v
 
     def _norm(self, x: Tensor, norm: str, reader: str) -> Rows:
         """A norm of x, as the linear layer ``reader`` takes it."""

@@ -46,8 +46,12 @@ def renamed(name: str) -> str:
 
 
 def rename(row: Row) -> Row:
-    fields = {name: getattr(row, name) for name in ("name", "source", "tied_to")}
-    return replace(row, **{name: renamed(value) for name, value in fields.items() if value is not None})
+    return replace(
+        row,
+        name=renamed(row.name),
+        source=row.source and renamed(row.source),
+        tied_to=row.tied_to and renamed(row.tied_to),
+    )
 
 
 TABLE = Table(
