@@ -25,14 +25,8 @@ COPIES = frozenset({aten.clone.default, aten._to_copy.default, *CASTS})
 SAME = frozenset(
     {aten.alias.default, aten.detach.default, aten.contiguous.default, aten.expand.default, aten.slice.Tensor}
 )
-DIMS = {
-    aten.cat.default: 1,
-    aten.mean.dim: 1,
-    aten.amax.default: 1,
-    aten.max.dim: 1,
-    aten.unsqueeze.default: 1,
-}
-"""Ops with a dimension, or a list of dimensions, and the position of that argument."""
+WITH_DIMS = frozenset({aten.cat.default, aten.mean.dim})
+"""Ops whose second argument is a dimension, or a list of dimensions."""
 
 
 def normalise(rewriter: Rewriter) -> None:
@@ -56,8 +50,8 @@ def normalise(rewriter: Rewriter) -> None:
         elif node.target in VIEWS:
             # A view demands certain strides of its argument, which a fused op may not give.
             node.args, node.target = (source, static(value(node).shape)), aten.reshape.default
-        elif node.target in DIMS:
-            count_from_the_end(node, DIMS[node.target])
+        elif node.target in WITH_DIMS:
+            count_from_the_end(node)
     for rule in RULES:
         rule(rewriter)
     rewriter.sweep()
@@ -97,19 +91,14 @@ def drop_same_place(node: Node) -> None:
     node.kwargs = kept
 
 
-def count_from_the_end(node: Node, position: int) -> None:
-    """Makes the dimensions in the argument at ``position`` negative."""
+def count_from_the_end(node: Node) -> None:
+    """Makes the dimensions in the second argument negative."""
     given: list[Any] = list(node.args)
-    if len(given) <= position:
+    if len(given) < 2:
         return
     first = given[0][0] if isinstance(given[0], (list, tuple)) else given[0]
-    rank, dims = value(first).dim(), given[position]
-    if node.target is aten.unsqueeze.default:
-        rank += 1  # the dimension counts among those of the result
-    if isinstance(dims, (list, tuple)):
-        given[position] = [dim % rank - rank for dim in dims]
-    else:
-        given[position] = dims % rank - rank
+    rank, dims = value(first).dim(), given[1]
+    given[1] = [dim % rank - rank for dim in dims] if isinstance(dims, (list, tuple)) else dims % rank - rank
     node.args = tuple(given)
 
 
