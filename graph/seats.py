@@ -7,12 +7,12 @@ from itertools import count
 from torch import Tensor
 
 from lopa_ascend.backend import Ops
+from lopa_ascend.core import GraphSequence, Sequence
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.inputs import HostView, Snapshot, empty_params, empty_states, packed_state, write_params
 from lopa_ascend.graph.tensors import Storage
-from lopa_ascend.graph.window import max_opened_blocks, num_blocks
-from lopa_ascend.sequence import GraphSequence, Sequence
+from lopa_ascend.graph.window import graph_of, max_opened_blocks, num_blocks
 
 
 class Seats:
@@ -71,10 +71,10 @@ class Seats:
         assert graph.seat is not None
         return graph.seat * self._rows_per_seat + block % self._rows_per_seat
 
-    def host_view(self, sequence: Sequence, graph: GraphSequence, window_start: int, num_shared_pages: int) -> HostView:
+    def host_view(self, sequence: Sequence, window_start: int) -> HostView:
         """What a launch needs to know of a sequence whose window begins with block ``window_start``."""
+        graph, params = graph_of(sequence), sequence.request.params
         assert graph.seat is not None
-        params = sequence.request.params
         return HostView(
             seat=graph.seat,
             prompt_length=len(sequence.request.prompt),
@@ -84,7 +84,7 @@ class Seats:
             last_start=graph.window_start,
             last_blocks=graph.window_blocks,
             max_opened_blocks=max_opened_blocks(sequence.strategy),
-            num_shared_pages=num_shared_pages,
+            num_shared_pages=sequence.page_tables.num_shared_pages,
             filler=self._filler(sequence.strategy),
         )
 

@@ -19,6 +19,7 @@ from lopa_ascend.backend.memory import free_memory, is_out_of_memory
 from lopa_ascend.config import DecodingParams, EngineConfig, ModelConfig, ParameterError
 from lopa_ascend.config.decoding import banned_ids
 from lopa_ascend.config.sizes import format_size
+from lopa_ascend.core import Request, Result, Sequence, Step
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.bad_words import BadWords
 from lopa_ascend.engine.prepare import Prepared, choose_num_pages, model_name, prepare, request_limits
@@ -32,18 +33,7 @@ from lopa_ascend.parallel.collectives import RankError
 from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.runner.eager import EagerExecutor
 from lopa_ascend.runner.runner import Runner
-from lopa_ascend.sequence import Request, Sequence
-from lopa_ascend.types import (
-    Alternatives,
-    EngineStats,
-    RankReport,
-    Scoring,
-    SequenceResult,
-    StepPlan,
-    StepResult,
-    Update,
-    winner_rank,
-)
+from lopa_ascend.types import Alternatives, EngineStats, RankReport, Scoring, StepRecord, Update, winner_rank
 
 SEED_BITS = 53
 """Bits of a seed that is drawn: few enough that every JSON client can send the seed back unchanged."""
@@ -235,36 +225,36 @@ class Engine:
         return updates
 
     def _make_step(self) -> list[Update]:
-        plan = self.scheduler.plan()
-        return [] if plan is None else self._run(plan)
+        step = self.scheduler.plan()
+        return [] if step is None else self._run(step)
 
     def _check(self) -> None:
         """Raises RuntimeError if the engine has ended."""
         if self._failure is not None:
             raise RuntimeError(f"this engine has ended: {self._failure}")
 
-    def _run(self, plan: StepPlan) -> list[Update]:
+    def _run(self, step: Step) -> list[Update]:
         """Makes a planned step. An engine of one rank survives a step without memory: only the requests in it end."""
         start = time.perf_counter()
         try:
-            result = self.runner.step(plan, self.scheduler.running)
+            results = self.runner.step(step, self.scheduler.running.values())
         except (RuntimeError, MemoryError) as error:
             if self.mesh.world.size > 1:
                 self._raise_if_a_rank_failed(error)
             elif is_out_of_memory(error):
-                return self._end_without_memory(plan)
+                return self._end_without_memory(step)
             raise
         self._step_seconds = time.perf_counter() - start
         if self.mesh.size > 1:
-            self._compare_decisions(plan, result)
-        return [self._update(sequence) for sequence in result.sequences]
+            self._compare_decisions(step, results)
+        return [self._update(sequence, record) for sequence, record in results]
 
-    def _end_without_memory(self, plan: StepPlan) -> list[Update]:
+    def _end_without_memory(self, step: Step) -> list[Update]:
         """Ends the requests of a step for which there was no memory."""
-        request_ids = [step.request_id for step in plan.sequences]
-        if plan.copies and self.scheduler.prefix_cache is not None:
+        request_ids = [sequence.request_id for sequence in step.sequences]
+        if step.copies and self.scheduler.prefix_cache is not None:
             self.scheduler.prefix_cache.clear()  # a copy of a page, to the cache or from it, may be missing
-        if plan.copies or self.runner.graphs is not None:  # the result of a graph that ran ahead may be lost
+        if step.copies or self.runner.graphs is not None:  # the result of a graph that ran ahead may be lost
             request_ids = list(self.scheduler.running)
         for request_id in request_ids:
             self.abort(request_id)
@@ -278,20 +268,20 @@ class Engine:
             if reason is not None:
                 raise RankError(f"a step failed: {reason}") from error
 
-    def _compare_decisions(self, plan: StepPlan, result: StepResult) -> None:
+    def _compare_decisions(self, step: Step, results: List[Result]) -> None:
         """Adds a step to the digests, and at intervals compares them between the ranks.
 
         Raises:
             RankError: the ranks differ; the message says which rank, and in what.
         """
         added = {
-            "who takes part": [sequence.request_id for sequence in plan.sequences],
-            "the page tables": [sequence.page_tables for sequence in plan.sequences],
-            "what was decided": [_decisions(sequence) for sequence in result.sequences],
+            "who takes part": [sequence.request_id for sequence in step.sequences],
+            "the page tables": [sequence.page_tables.by_slot for sequence in step.sequences],
+            "what was decided": [_decisions(*result) for result in results],
         }
         for name, new in added.items():
             self._digests[name] = zlib.crc32(repr(new).encode(), self._digests[name])
-        num_steps = plan.index + 1
+        num_steps = step.index + 1
         if num_steps % AGREEMENT_INTERVAL == 0:
             self.mesh.check_agreement(num_steps, self._digests)
 
@@ -328,9 +318,8 @@ class Engine:
 
     # ---- updates ---------------------------------------------------------------------------------------------------
 
-    def _update(self, result: SequenceResult) -> Update:
+    def _update(self, sequence: Sequence, record: StepRecord | None) -> Update:
         """What a step did to one request. A request that is done, or has failed, leaves the engine."""
-        sequence, record = self.scheduler.running[result.request_id], result.record
         if record is not None:
             sequence.model_tokens += record.model_tokens
             sequence.canvas_positions += record.canvas_positions(len(sequence.request.prompt))
@@ -340,13 +329,13 @@ class Engine:
         new = range(sequence.num_reported, len(final))
         sequence.num_reported = len(final)
         finish_reason, stop_token_id = None, None
-        if result.error is not None:
+        if sequence.error is not None:
             finish_reason = "error"
-        elif sequence.demand is None:
+        elif sequence.plan is None:
             stop_token_id = strategy.end_reached()
             finish_reason = "length" if stop_token_id is None else "stop"
         return Update(
-            request_id=result.request_id,
+            request_id=sequence.request_id,
             token_ids=tuple(final[new.start :]),
             max_probs=tuple(strategy.answer.probs[new.start : new.stop]),
             num_forwards=strategy.num_forwards,
@@ -356,7 +345,7 @@ class Engine:
             cached_tokens=sequence.num_cached,
             finish_reason=finish_reason,
             stop_token_id=stop_token_id,
-            error=result.error,
+            error=sequence.error,
             seed=params.seed if params.is_random else None,
             record=record if sequence.request.trace else None,
             alternatives=_alternatives(sequence, new),
@@ -372,11 +361,10 @@ def _alternatives(sequence: Sequence, places: range) -> tuple[Alternatives, ...]
     return tuple(sequence.strategy.alternatives.get(first + place, ()) for place in places)
 
 
-def _decisions(result: SequenceResult) -> object:
+def _decisions(sequence: Sequence, record: StepRecord | None) -> object:
     """What must be equal on all ranks of what a step did to a sequence."""
-    record = result.record
     if record is None:
-        return result.error
+        return sequence.error
     # Not the probabilities: between machines of different kinds their last bits may differ without effect.
     fills = [(fill.position, fill.token) for fill in record.fills]
     return record.winner, record.span, record.committed, fills

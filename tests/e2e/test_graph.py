@@ -279,7 +279,7 @@ def test_a_device_that_decides_otherwise_is_noticed(path: str, falsified: str, m
         output = original(*message)
         if launches != 3:
             return output
-        bad = next(row for row, item in enumerate(seen[-1].items) if item.step.request_id == "bad")
+        bad = next(row for row, sequence in enumerate(seen[-1].sequences) if sequence.request_id == "bad")
         if falsified == "winner":
             return output._replace(winners=changed(output.winners, bad))
         filled = (output.tokens[bad] != VOCAB_SIZE - 1).nonzero()[0]  # a token, not a mask
@@ -296,11 +296,11 @@ def test_a_device_that_decides_otherwise_is_noticed(path: str, falsified: str, m
     assert graphs is not None
     collect = type(graphs).collect
 
-    def collect_and_note(self, steps, sequences):
+    def collect_and_note(self, steps):
         results = []
         for step in steps:
             seen.append(step)
-            results += collect(self, [step], sequences)
+            results += collect(self, [step])
         return results
 
     original = view_output

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from lopa_ascend.backend.cpu import CpuOps
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.blocks import BlockState
@@ -21,10 +22,10 @@ from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.inputs import HostView, Snapshot
 from lopa_ascend.graph.policy import Predicted, RequestParams, Rows, State
 from lopa_ascend.graph.tensors import StepInputs
-from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
+from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, PageTables, pages_for
 from lopa_ascend.parallel.placement import Placement
-from lopa_ascend.runner.layout import build_layout
-from lopa_ascend.types import RowResult, SequencePlan, SequenceStep, StepRecord
+from lopa_ascend.runner.layout import build_batch
+from lopa_ascend.types import RowResult, SequencePlan, StepRecord
 
 MASK, EOS, VOCAB, FILLER = 50, (7, 9), 40, 41
 LENGTH, CAPACITY = 6, 26  # the longest block, and as many blocks as a window can have here
@@ -326,6 +327,8 @@ def expected_writes(plan: SequencePlan, pages: torch.Tensor, shared: int, size: 
     share = Placement(size, group).share(plan)
     if not share.rows:
         return {}
-    layout = build_layout([(share, SequenceStep("", tuple(map(tuple, pages.tolist())), shared))])
-    positions, tokens = layout.positions[layout.source], layout.tokens[layout.source]
-    return dict(zip(layout.slot_mapping.tolist(), zip(positions.tolist(), tokens.tolist(), strict=True), strict=True))
+    tables = PageTables(PageAllocator(0), 0)
+    tables.by_slot, tables.num_shared_pages = pages.tolist(), shared
+    batch = build_batch([(share, tables)], CpuOps())
+    positions, tokens = batch.positions[batch.source], batch.tokens[batch.source]
+    return dict(zip(batch.slot_mapping.tolist(), zip(positions.tolist(), tokens.tolist(), strict=True), strict=True))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from lopa_ascend.config import DecodingParams
+from lopa_ascend.core import Request
 from lopa_ascend.engine.scheduler import prefix_key
 from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator
 from lopa_ascend.kv.prefix_cache import PrefixCache, PrefixEntry, PrefixKey
-from lopa_ascend.sequence import Request
 
 PROMPT = tuple(range(3 * PAGE_SIZE + 40))
 

@@ -38,7 +38,7 @@ def test_pages_in_are_pages_out_and_everybody_finishes(
 def test_the_same_arrivals_give_the_same_plans(arriving: list[Arrival], seed: int) -> None:
     first, second = paper(seed), paper(seed)
     assert first.drive(arriving) == second.drive(arriving)
-    assert first.plans == second.plans
+    assert first.planned == second.planned
 
 
 def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_pages() -> None:
