@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.core import GraphSequence, Result, Sequence, Step
+from lopa_ascend.core import Result, Sequence, Step
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.launcher import Graphs, InputMemory, Launcher
 from lopa_ascend.graph.seats import Seats
 from lopa_ascend.graph.step import DecodeStep
 from lopa_ascend.graph.support import unsupported, with_fixed_branches
 from lopa_ascend.graph.tensors import StepOutput, input_size, view_output
-from lopa_ascend.graph.window import cells_of, end_of_blocks, graph_of, next_window, num_blocks
+from lopa_ascend.graph.window import cells_of, end_of_blocks, next_window, num_blocks
 from lopa_ascend.kv.pages import pages_for
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.model.base import Model
@@ -117,13 +117,12 @@ class GraphExecutor:
     def start(self, sequence: Sequence) -> None:
         """Decides whether graphs can decode a sequence."""
         num_ends = len(sequence.strategy.ends)
-        reason = unsupported(sequence.request.params, num_ends, self.graphs.shape, self.graphs.params)
-        sequence.graph = GraphSequence(reason)
+        sequence.eager_reason = unsupported(sequence.request.params, num_ends, self.graphs.shape, self.graphs.params)
 
     def release(self, sequence: Sequence) -> None:
         """Frees the sequence's seat. A step that is in flight may still write to it: the next sequence in the seat
         overwrites that."""
-        self.seats.release(graph_of(sequence))
+        self.seats.release(sequence)
 
     def ask(self, sequence: Sequence) -> None:
         """Notes what the sequence may need until its next result is read, if that is more than an eager step needs.
@@ -131,27 +130,27 @@ class GraphExecutor:
         While none of its compiled steps is in flight, the engine launches two before it reads the result of the first.
         What is noted serves both, and the second one may open one more block.
         """
-        graph, plan = graph_of(sequence), sequence.next_pass
-        if graph.eager_reason is not None or plan.start < plan.prefix_length:
+        plan = sequence.next_pass
+        if sequence.eager_reason is not None or plan.start < plan.prefix_length:
             return
         window = next_window(sequence)
         shape = self.graphs.shape
         sequence.num_computed = shape.slots * len(window) * shape.block_length
         if self.graphs.ahead:
-            num_blocks_at_worst = window.stop if graph.in_flight is not None else window.stop + 1
+            num_blocks_at_worst = window.stop if sequence.in_flight is not None else window.stop + 1
             end = end_of_blocks(sequence, num_blocks_at_worst)
             sequence.slot_ends = (end,) * len(sequence.slot_ends)
 
     def decodes(self, sequence: Sequence) -> bool:
         """Whether a graph computes the next pass of a planned sequence."""
-        return graph_of(sequence).in_flight is not None or self._eager_reason(sequence) is None
+        return sequence.in_flight is not None or self._eager_reason(sequence) is None
 
     def _eager_reason(self, sequence: Sequence) -> str | None:
         """What keeps graphs from computing the next pass of a sequence; None if they can."""
         if sequence.in_prefill:
             return "prompt"
-        if (reason := graph_of(sequence).eager_reason) is not None:
-            return reason
+        if sequence.eager_reason is not None:
+            return sequence.eager_reason
         has_bucket = self._bucket([(sequence, next_window(sequence))]) is not None
         return None if has_bucket else "graph_window_blocks"
 
@@ -179,12 +178,11 @@ class GraphExecutor:
         fitting: Windows = []
         eager: list[Sequence] = []
         for sequence in step.sequences:
-            graph = graph_of(sequence)
             reason = self._eager_reason(sequence)
             if reason is None:
                 fitting.append((sequence, next_window(sequence)))
-            elif graph.in_flight is None:
-                self._unseat(sequence, graph)
+            elif sequence.in_flight is None:
+                self._unseat(sequence)
                 if not step.prefill:
                     self._eager_steps[reason] += 1
                 eager.append(sequence)
@@ -206,27 +204,26 @@ class GraphExecutor:
         end = max(end_of_blocks(sequence, window.stop) for sequence, window in batch)
         return self.graphs.buckets.choose(len(batch), blocks, pages_for(end))
 
-    def _unseat(self, sequence: Sequence, graph: GraphSequence) -> None:
+    def _unseat(self, sequence: Sequence) -> None:
         """Takes a sequence out of its seat, for an eager step."""
-        if graph.seat is not None:
-            row = self.seats.hidden_row(graph, num_blocks(sequence.strategy, sequence.num_committed))
+        if sequence.seat is not None:
+            row = self.seats.hidden_row(sequence, num_blocks(sequence.strategy, sequence.num_committed))
             sequence.last_hidden = self.seats.storage.hidden[row].clone()
-            self.seats.release(graph)
+            self.seats.release(sequence)
 
     def _launch_batch(self, batch: Windows) -> InFlightStep:
         bucket = self._bucket(batch)
         assert bucket is not None
         sequences, starts = [sequence for sequence, _ in batch], [window.start for _, window in batch]
         for sequence in sequences:
-            if graph_of(sequence).seat is None:
-                self.seats.take(sequence, graph_of(sequence))
+            if sequence.seat is None:
+                self.seats.take(sequence)
         views = [self.seats.host_view(sequence, start) for sequence, start in zip(sequences, starts, strict=True)]
         self._num_launches += 1
         read = self.launchers[bucket].launch(sequences, views, self.probe)
         for sequence, start in zip(sequences, starts, strict=True):
-            graph = graph_of(sequence)
-            graph.in_flight = self._num_launches
-            graph.window_start, graph.window_blocks = start, bucket.blocks
+            sequence.in_flight = self._num_launches
+            sequence.window_start, sequence.window_blocks = start, bucket.blocks
         self._tokens += bucket.tokens
         self._padded_tokens += bucket.tokens  # _count subtracts what branches needed
         return InFlightStep(self._num_launches, bucket, sequences, starts, read)
@@ -239,10 +236,9 @@ class GraphExecutor:
         for step in steps:
             output = view_output(step.read(), step.bucket, self.graphs.score.num_columns)
             for index, sequence in enumerate(step.sequences):
-                graph = graph_of(sequence)
-                if graph.in_flight == step.number:
-                    graph.in_flight = None
-                if graph.seat is None:  # it has ended: until then it keeps its seat while a step is in flight
+                if sequence.in_flight == step.number:
+                    sequence.in_flight = None
+                if sequence.seat is None:  # it has ended: until then it keeps its seat while a step is in flight
                     self._wasted_steps += 1
                     continue
                 with self.probe("absorb", step.bucket):

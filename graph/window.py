@@ -8,14 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from lopa_ascend.core import GraphSequence, Sequence
+from lopa_ascend.core import Sequence
 from lopa_ascend.decode.strategy import Strategy
-
-
-def graph_of(sequence: Sequence) -> GraphSequence:
-    """What ``GraphExecutor.start`` gave a sequence."""
-    assert sequence.graph is not None
-    return sequence.graph
 
 
 def next_window(sequence: Sequence) -> range:
@@ -25,7 +19,7 @@ def next_window(sequence: Sequence) -> range:
     another one.
     """
     strategy, plan = sequence.strategy, sequence.next_pass
-    if graph_of(sequence).in_flight is None:
+    if sequence.in_flight is None:
         start, num_more = num_blocks(strategy, plan.start), 0
     else:
         start, num_more = num_blocks(strategy, plan.start + plan.num_new), 1

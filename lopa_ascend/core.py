@@ -41,22 +41,6 @@ class Request:
         return len(self.prompt) if self.params.is_pipelined else 0
 
 
-@dataclass
-class GraphSequence:
-    """A sequence's seat and last launch in the graph executor. Block numbers count generated blocks from 0."""
-
-    eager_reason: str | None
-    """The field of the request that no graph supports; None if graphs can decode the sequence."""
-    seat: int | None = None
-    """Index of the sequence's state and parameters in ``graph.seats``; None while it has none."""
-    window_start: int = 0
-    """First block of the last launched window."""
-    window_blocks: int = 0
-    """Blocks of the bucket in which that window was launched."""
-    in_flight: int | None = None
-    """Number of the launch whose result has not been read yet; None if there is none."""
-
-
 @dataclass(eq=False)
 class Sequence:
     """A request that runs."""
@@ -80,8 +64,6 @@ class Sequence:
     """Tokens that the busiest branch-parallel group computes in the next step; with padding in a compiled step."""
     slot_ends: tuple[int, ...] = ()
     """For each slot how many positions it must have room for in the next step; 0 if no row can be there."""
-    graph: GraphSequence | None = None
-    """None in eager mode."""
     last_step: int = -1
     """Index of the last step that the sequence took part in."""
     num_reported: int = 0
@@ -90,6 +72,19 @@ class Sequence:
     """Tokens that this rank computed."""
     canvas_positions: int = 0
     """Positions of the answer in the rows of all branches and forward passes, on all ranks."""
+
+    # ---- in compiled steps; blocks are generated ones, from 0 on ----------------------------------------------------
+
+    eager_reason: str | None = None
+    """The field of the request that no graph supports; None if graphs can decode the sequence."""
+    seat: int | None = None
+    """Index of the sequence's state and parameters in ``graph.seats``; None while it has none."""
+    window_start: int = 0
+    """First block of the last launched window."""
+    window_blocks: int = 0
+    """Blocks of the bucket in which that window was launched."""
+    in_flight: int | None = None
+    """Number of the launch whose result has not been read yet; None if there is none."""
 
     @property
     def request_id(self) -> str:

@@ -178,7 +178,7 @@ class Scheduler:
         pages = self.prefix_cache.take_pages(key, table)
         if pages is None:
             return
-        num_partial = len(key.tokens) % PAGE_SIZE
+        num_partial = len(key[0]) % PAGE_SIZE
         if num_partial:
             self._copies.append(PageCopy(table[len(pages) - 1], pages[-1], num_partial))
         self.prefix_cache.insert(key, pages, sequence.last_hidden)
@@ -195,4 +195,4 @@ def prefix_key(request: Request) -> PrefixKey:
     assert params.window_attention is not None
     full = params.window_attention == "full"
     first_block = min(params.block_size, params.max_new_tokens) if full else 0
-    return PrefixKey(request.prompt, params.window_attention, first_block)
+    return request.prompt, params.window_attention, first_block

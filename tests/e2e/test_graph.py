@@ -258,9 +258,8 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(path: str, mo
                 ended[update.request_id] = update
         steps += 1
         if steps == 3:
-            graph, seats = served.scheduler.running["bad"].graph, served.runner.graphs.seats
-            assert graph is not None
-            seats.storage.hidden[seats.hidden_row(graph, graph.window_start)] = torch.nan
+            bad, seats = served.scheduler.running["bad"], served.runner.graphs.seats
+            seats.storage.hidden[seats.hidden_row(bad, bad.window_start)] = torch.nan
     assert "not finite" in str(ended["bad"].error)
     assert ended["good"].error is None
     assert tokens == list(alone.token_ids)
