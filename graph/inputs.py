@@ -235,23 +235,28 @@ def _hidden_rows(bucket: Bucket, window: _WindowCells, first_own_row: int) -> tu
         first_own_row: row of ``Storage.hidden`` from which on rows are of this step alone.
     """
     S, R, W, L = bucket.shape("sequences slots blocks block_length")
-    block, offset, rows_per_seat = torch.arange(W)[:, None], torch.arange(L), 1 + bucket.max_blocks
+    rows_per_seat = 1 + bucket.max_blocks
     seat, start = window.seat.view(S, 1), window.start.view(S, 1)
     saved = seat * rows_per_seat + (start + torch.arange(1 + W)) % rows_per_seat
     before_window, save_rows = saved[:, 0], saved[:, 1:]
     rows = first_own_row + torch.arange(bucket.tokens).view(S, R, -1)
-    last_cell = block[:, 0] * L + (window.block_size.view(S, 1) - 1).clamp_min(0)  # [S, W]
+    last_cell = torch.arange(W) * L + (window.block_size.view(S, 1) - 1).clamp_min(0)  # [S, W]
     block_ends = rows[:, 0].gather(1, last_cell)
     if not bucket.full_attention:
         rows[:, 0] = rows[:, 0].scatter(1, last_cell, save_rows)
-    # The cell before a block's first cell is the last cell of the previous block that has a position.
-    before_in_block = block * L + offset - 1
-    last_of_previous_block = (block - 1) * L + window.block_size - 1
-    cell_before = torch.where(offset > 0, before_in_block, last_of_previous_block)
-    cell_before = cell_before.view(S, 1, -1).clamp_min(0).expand(S, R, -1)
-    predicted_by = rows.gather(2, cell_before)
+    predicted_by = rows.gather(2, _predicting_cells(bucket, window).expand(S, R, -1))
     predicted_by[:, :, 0] = before_window[:, None]
     return rows, predicted_by, block_ends, save_rows
+
+
+def _predicting_cells(bucket: Bucket, window: _WindowCells) -> Tensor:
+    """The cell whose hidden state predicts each cell, int64 [S, 1, C]: the one before. Before a block's first cell that
+    is the last cell of the previous block that has a position; what the first block gets has no meaning."""
+    S, W, L = bucket.shape("sequences blocks block_length")
+    block, offset = torch.arange(W)[:, None], torch.arange(L)
+    before_in_block = block * L + offset - 1
+    last_of_previous_block = (block - 1) * L + window.block_size - 1
+    return torch.where(offset > 0, before_in_block, last_of_previous_block).view(S, 1, -1).clamp_min(0)
 
 
 def _copy(targets: List[Tensor], values: List[Tensor]) -> None:

@@ -174,7 +174,6 @@ class LLM:
         """
         params = params or self.params()
         token_ids = self.tokenize(prompt)
-        self.check(token_ids, params)
         request_id: str | None = None
         try:
             with self._lock, deferred_interrupts():
@@ -276,8 +275,6 @@ class LLM:
     ) -> list[GenerationOutput]:
         """As ``generate``, for prompts that are token ids."""
         params = params or self.params()
-        for prompt in prompts:
-            self.check(prompt, params)
         unfinished: dict[int, tuple[str, OutputStream]] = {}
         outputs: dict[int, GenerationOutput] = {}
         with self._lock:

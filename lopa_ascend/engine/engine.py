@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import platform
 import random
 import secrets
+import subprocess
 import time
 import zlib
 from collections.abc import Sequence as List
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -22,6 +25,8 @@ from lopa_ascend.config.sizes import format_size
 from lopa_ascend.core import Request, Result, Sequence, Step
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.bad_words import BadWords
+from lopa_ascend.engine.commands import Abort, Generate
+from lopa_ascend.engine.leader import Kind, Leader, end_processes
 from lopa_ascend.engine.prepare import Prepared, choose_num_pages, model_name, prepare, request_limits
 from lopa_ascend.engine.scheduler import Scheduler
 from lopa_ascend.graph.setup import build_executor
@@ -89,7 +94,8 @@ class Engine:
         self.scheduler = Scheduler(self.limits, pool.allocator, start, prefix_cache)
         self._step_seconds = 0.0
         self._failure: str | None = None
-        """Why the engine cannot go on."""
+        """Why this rank cannot go on."""
+        self._leader: Leader | None = None
         self._digests = {"who takes part": 0, "the page tables": 0, "what was decided": 0}
         """Of all that was planned and decided since the start; equal on all ranks."""
         # Without the settings that may differ between machines.
@@ -190,6 +196,10 @@ class Engine:
             ValueError: the id is in use.
             RuntimeError: the engine has ended.
         """
+        with self._call():
+            self._add(request_id, prompt, params, trace)
+
+    def _add(self, request_id: str, prompt: List[int], params: DecodingParams, trace: bool) -> None:
         self._check()
         if request_id in self.scheduler.running or request_id in self.scheduler.waiting:
             raise ValueError(f"request id {request_id!r} is in use")
@@ -200,13 +210,19 @@ class Engine:
         if params.is_random and params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(SEED_BITS))
         self.scheduler.add(Request(request_id, tuple(prompt), params, trace))
+        if self._leader is not None:
+            self._leader.outbox.append(Generate(request_id, list(prompt), params, trace))
 
     def abort(self, request_id: str) -> bool:
         """Ends a request now and frees its pages; it gets no further update. False if there is no such request."""
-        sequence = self.scheduler.running.get(request_id)
-        if sequence is not None:
-            self.runner.release(sequence)
-        return self.scheduler.remove(request_id)
+        with self._call():
+            sequence = self.scheduler.running.get(request_id)
+            if sequence is not None:
+                self.runner.release(sequence)
+            found = self.scheduler.remove(request_id)
+            if found and self._leader is not None:
+                self._leader.outbox.append(Abort(request_id))
+        return found
 
     def has_work(self) -> bool:
         """Whether requests run or wait."""
@@ -216,22 +232,51 @@ class Engine:
         """Admits what may run, makes one forward pass, and says what it did to every request that took part.
 
         Raises:
+            RankError: the ranks cannot go on.
             RuntimeError: the engine has ended, by an error in an earlier step.
         """
-        self._check()
-        self._failure = BROKEN_OFF  # stands until the step is complete
-        updates = self._make_step()
-        self._failure = None
+        with self._call():
+            self._check()
+            self._failure = BROKEN_OFF  # stands until the step is complete
+            try:
+                if self._leader is not None:
+                    self._leader.send(Kind.STEP)
+                updates = self._make_step()
+            except RankError as error:
+                self._failure = str(error)
+                raise
+            self._failure = None
         return updates
 
     def _make_step(self) -> list[Update]:
         step = self.scheduler.plan()
         return [] if step is None else self._run(step)
 
+    def lead(self, followers: List[subprocess.Popen[bytes]] = ()) -> None:
+        """Makes this engine the one that the others follow: it tells them what it is asked.
+
+        Args:
+            followers: the processes of the other ranks that ``close`` must end; empty if another process started them.
+        """
+        self._leader = Leader(self.mesh.world, lambda: self.failure, followers)
+        atexit.register(self.close)  # the others must not take the end of a script for a failure
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine cannot go on."""
+        if self._leader is None:
+            return self._failure
+        return self.mesh.failure or self._failure or self._leader.failure
+
+    def _call(self) -> AbstractContextManager[object]:
+        """Encloses what the other ranks must not be sent a sign of life in."""
+        return nullcontext() if self._leader is None else self._leader.lock
+
     def _check(self) -> None:
-        """Raises RuntimeError if the engine has ended."""
-        if self._failure is not None:
-            raise RuntimeError(f"this engine has ended: {self._failure}")
+        """Raises RankError or RuntimeError if the engine has ended."""
+        if self.failure is not None:
+            kind = RuntimeError if self._leader is None else RankError
+            raise kind(f"this engine has ended: {self.failure}")
 
     def _run(self, step: Step) -> list[Update]:
         """Makes a planned step. An engine of one rank survives a step without memory: only the requests in it end."""
@@ -309,12 +354,21 @@ class Engine:
         )
 
     def close(self, failure: str | None = None) -> None:
-        """Leaves the other ranks, after which the engine cannot be used any more. One rank alone has nothing to leave.
+        """Leaves the other ranks, which rank 0 ends, after which the engine cannot be used any more. One rank alone has
+        nothing to leave.
 
         Args:
             failure: why this rank cannot go on; the other ranks end because of it.
         """
+        followers: List[subprocess.Popen[bytes]] = ()
+        if self._leader is not None:
+            if self._leader.has_ended:
+                return
+            atexit.unregister(self.close)
+            self._leader.end()
+            followers = self._leader.followers
         self.mesh.close(failure)
+        end_processes(followers)
 
     # ---- updates ---------------------------------------------------------------------------------------------------
 

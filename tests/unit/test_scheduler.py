@@ -79,7 +79,7 @@ def test_a_whole_prompt_is_reused_and_a_beginning_is_not() -> None:
 
 def test_a_decoding_step_has_as_many_sequences_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     demand = Paper.demand
-    monkeypatch.setattr(Paper, "demand", lambda *args: replace(demand(*args), num_computed=100))
+    monkeypatch.setattr(Paper, "demand", lambda *args: (100, *demand(*args)[1:]))
     run = paper(0, max_num_batched_tokens=300)
     run.drive([Arrival(0, 1, n, 300, 1, False, None) for n in range(5)])
     assert max(len(plan.sequences) for plan in run.plans if not plan.prefill) == 3
