@@ -14,10 +14,11 @@ from torch import Tensor
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.blocks import threshold_count
+from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.policy import Launch, RequestParams
 from lopa_ascend.graph.spec import specs
-from lopa_ascend.graph.tensors import StepInputs
+from lopa_ascend.graph.tensors import ModelInputs, StepInputs
 from lopa_ascend.kv.pages import PAGE_SIZE
 
 NO_TOKEN = -1
@@ -92,43 +93,33 @@ def write_params(params: RequestParams, seat: int, request: DecodingParams, ends
     params.tau_conf[seat] = request.tau_conf
 
 
-class Snapshot(NamedTuple):
-    """A sequence between two steps."""
-
-    window_start: int
-    """Index of the window's first block, which is the number of committed generated blocks."""
-    tokens: List[int]
-    """Token ids of the anchor's generated positions, masks included."""
-    lookaheads: List[tuple[int, int]]
-    """For each lookahead branch (generated position, token id)."""
-    num_opened_blocks: List[int]
-    """By branch, the anchor's last."""
-
-
-def packed_state(mask: int, filler: int, request: DecodingParams, snapshot: Snapshot, shape: Bucket) -> Tensor:
-    """A sequence's packed state float32 [state size], for a window that begins at ``snapshot.window_start``.
+def packed_state(strategy: Strategy, window_start: int, filler: int, shape: Bucket) -> Tensor:
+    """The packed state float32 [state size] of a sequence between two steps.
 
     Args:
-        mask: token id of the mask.
+        window_start: index of the window's first block, which is the number of committed generated blocks.
         filler: see ``HostView``.
     """
+    request, prompt_length = strategy.params, len(strategy.prompt)
+    *lookaheads, anchor = strategy.branches
     size, length = request.block_size, shape.block_length
     offset = torch.arange(length)
-    position = (snapshot.window_start + torch.arange(shape.max_blocks)[:, None]) * size + offset
+    position = (window_start + torch.arange(shape.max_blocks)[:, None]) * size + offset
     has_position = (offset < size) & (position < request.max_new_tokens)
-    tokens = torch.where(has_position, mask, filler).int()
-    is_given = has_position & (position < len(snapshot.tokens))
-    tokens[is_given] = torch.tensor(snapshot.tokens, dtype=torch.int32)[position[is_given]]
-    *of_lookaheads, of_anchor = snapshot.num_opened_blocks
+    tokens = torch.where(has_position, strategy.mask, filler).int()
+    is_given = has_position & (position < len(anchor.tokens))
+    tokens[is_given] = torch.tensor(anchor.tokens, dtype=torch.int32)[position[is_given]]
+    *of_lookaheads, of_anchor = (len(branch.blocks) - 1 for branch in strategy.branches)  # block 0 is the prompt
     num_opened_blocks = torch.full((shape.branches,), of_anchor, dtype=torch.int32)
     num_opened_blocks[: len(of_lookaheads)] = torch.tensor(of_lookaheads, dtype=torch.int32)
     lookahead_cells = torch.full((shape.branches,), -1, dtype=torch.int32)
     guesses = torch.zeros_like(tokens).flatten()
-    for branch, (generated, token) in enumerate(snapshot.lookaheads):
-        block, offset_in_block = divmod(generated, size)
+    fills = [fill for branch in lookaheads for fill in branch.own_fills]
+    for branch, fill in enumerate(fills):
+        block, offset_in_block = divmod(fill.position - prompt_length, size)
         cell = block * length + offset_in_block
         lookahead_cells[branch] = cell
-        guesses[cell - snapshot.window_start * length] = token
+        guesses[cell - window_start * length] = fill.token
     return torch.cat([tokens.flatten(), guesses, num_opened_blocks, lookahead_cells]).view(torch.float32)
 
 
@@ -176,22 +167,28 @@ def write_inputs(
         The ends of the windows' blocks, int64 [S, W]: in a block-causal window the KV lengths of its entries.
     """
     window = _WindowCells(views, bucket)
-    for target, values in zip(inputs.params, params, strict=True):
+    launch, own_params, model_inputs = inputs
+    for target, values in zip(own_params, params, strict=True):
         torch.index_select(values, 0, window.seat.flatten(), out=target)
-    _write_launch(inputs, bucket, window, page_tables, first_padding_position)
+    _write_launch(launch, own_params.mask, bucket, window, page_tables, first_padding_position)
     first_own_row = len(params.mask) * (1 + bucket.max_blocks)
-    _write_model_inputs(inputs, bucket, window, page_tables, first_padding_position, first_own_row)
+    _write_model_inputs(model_inputs, bucket, window, page_tables, first_padding_position, first_own_row)
     return window.block_ends()
 
 
 def _write_launch(
-    inputs: StepInputs, bucket: Bucket, window: _WindowCells, page_tables: Tensor, first_padding_position: int
+    target: Launch,
+    mask: Tensor,
+    bucket: Bucket,
+    window: _WindowCells,
+    page_tables: Tensor,
+    first_padding_position: int,
 ) -> None:
     # A packed state holds the cells of the last window as the last step left them.
     last_block = window.block - window.last_start
     is_kept = (last_block >= 0) & (last_block < window.last_blocks)
     column = torch.where(is_kept, last_block * bucket.block_length + window.offset, 0)
-    new_tokens = torch.where(window.has_position, inputs.params.mask.view(-1, 1, 1), window.filler)
+    new_tokens = torch.where(window.has_position, mask.view(-1, 1, 1), window.filler)
     launch = Launch(
         seats=window.seat,
         kept_at=window.seat * bucket.state_size + column,
@@ -201,7 +198,7 @@ def _write_launch(
         max_opened_blocks=window.max_opened_blocks,
         slot_mapping=_slot_mapping(bucket, window, page_tables, first_padding_position),
     )
-    _copy(inputs.launch, launch)
+    _copy(target, launch)
 
 
 def _slot_mapping(bucket: Bucket, window: _WindowCells, page_tables: Tensor, first_padding_position: int) -> Tensor:
@@ -218,7 +215,7 @@ def _slot_mapping(bucket: Bucket, window: _WindowCells, page_tables: Tensor, fir
 
 
 def _write_model_inputs(
-    inputs: StepInputs,
+    target: ModelInputs,
     bucket: Bucket,
     window: _WindowCells,
     page_tables: Tensor,
@@ -228,7 +225,7 @@ def _write_model_inputs(
     positions = window.position.flatten(1)[:, None].expand(bucket.shape("sequences slots cells"))
     padding_page = first_padding_position // PAGE_SIZE
     tables = torch.where(page_tables < 0, padding_page, page_tables).repeat_interleave(bucket.entries, 1)
-    _copy(inputs.model, (positions, *_hidden_rows(bucket, window, first_own_row), tables))
+    _copy(target, (positions, *_hidden_rows(bucket, window, first_own_row), tables))
 
 
 def _hidden_rows(bucket: Bucket, window: _WindowCells, first_own_row: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -238,23 +235,28 @@ def _hidden_rows(bucket: Bucket, window: _WindowCells, first_own_row: int) -> tu
         first_own_row: row of ``Storage.hidden`` from which on rows are of this step alone.
     """
     S, R, W, L = bucket.shape("sequences slots blocks block_length")
-    block, offset, rows_per_seat = torch.arange(W)[:, None], torch.arange(L), 1 + bucket.max_blocks
+    rows_per_seat = 1 + bucket.max_blocks
     seat, start = window.seat.view(S, 1), window.start.view(S, 1)
     saved = seat * rows_per_seat + (start + torch.arange(1 + W)) % rows_per_seat
     before_window, save_rows = saved[:, 0], saved[:, 1:]
     rows = first_own_row + torch.arange(bucket.tokens).view(S, R, -1)
-    last_cell = block[:, 0] * L + (window.block_size.view(S, 1) - 1).clamp_min(0)  # [S, W]
+    last_cell = torch.arange(W) * L + (window.block_size.view(S, 1) - 1).clamp_min(0)  # [S, W]
     block_ends = rows[:, 0].gather(1, last_cell)
     if not bucket.full_attention:
         rows[:, 0] = rows[:, 0].scatter(1, last_cell, save_rows)
-    # The cell before a block's first cell is the last cell of the previous block that has a position.
-    before_in_block = block * L + offset - 1
-    last_of_previous_block = (block - 1) * L + window.block_size - 1
-    cell_before = torch.where(offset > 0, before_in_block, last_of_previous_block)
-    cell_before = cell_before.view(S, 1, -1).clamp_min(0).expand(S, R, -1)
-    predicted_by = rows.gather(2, cell_before)
+    predicted_by = rows.gather(2, _predicting_cells(bucket, window).expand(S, R, -1))
     predicted_by[:, :, 0] = before_window[:, None]
     return rows, predicted_by, block_ends, save_rows
+
+
+def _predicting_cells(bucket: Bucket, window: _WindowCells) -> Tensor:
+    """The cell whose hidden state predicts each cell, int64 [S, 1, C]: the one before. Before a block's first cell that
+    is the last cell of the previous block that has a position; what the first block gets has no meaning."""
+    S, W, L = bucket.shape("sequences blocks block_length")
+    block, offset = torch.arange(W)[:, None], torch.arange(L)
+    before_in_block = block * L + offset - 1
+    last_of_previous_block = (block - 1) * L + window.block_size - 1
+    return torch.where(offset > 0, before_in_block, last_of_previous_block).view(S, 1, -1).clamp_min(0)
 
 
 def _copy(targets: List[Tensor], values: List[Tensor]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as List
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lopa_ascend.backend.compiler import Compiler, Run
 from lopa_ascend.config import GraphParams
+from lopa_ascend.core import Sequence
 from lopa_ascend.graph.buckets import Bucket, Buckets
 from lopa_ascend.graph.inputs import HostView, write_inputs
 from lopa_ascend.graph.policy import Constants
@@ -42,31 +43,6 @@ class Graphs:
     """Whether a step is launched before the output of the last one is read."""
 
 
-@dataclass(frozen=True)
-class LaunchItem:
-    """One sequence of a launch."""
-
-    view: HostView
-    page_tables: tuple[tuple[int, ...], ...]
-    """Page ids by slot."""
-    branch_ends: Sequence[int]
-    """The end of each branch's window: with full attention the KV length of its entry."""
-
-    def key(self, *, full_attention: bool) -> Hashable:
-        """Equal for items that have equal inputs, as long as no sequence has taken a seat between them."""
-        branch_ends = tuple(self.branch_ends) if full_attention else None
-        return self.view, self.page_tables, branch_ends
-
-
-class WrittenInputs(NamedTuple):
-    """What the device's memory for inputs holds."""
-
-    key: Hashable
-    """Equal for equal inputs."""
-    kv_lengths: list[int]
-    """KV length of each attention entry."""
-
-
 class InputMemory:
     """Memory of the device for the inputs of steps. All launchers share it, because steps run one after the other.
 
@@ -80,8 +56,10 @@ class InputMemory:
     def __init__(self, size: int, device: torch.device) -> None:
         self.tensor = torch.zeros(size, dtype=torch.int32, device=device)
         self.num_written = 0
-        self.written: WrittenInputs | None = None
-        """The inputs that it holds; None: none yet."""
+        self.key: Hashable = None
+        """Equal for equal inputs; None: it holds none yet."""
+        self.kv_lengths: list[int] = []
+        """KV length of each attention entry."""
 
 
 class Launcher:
@@ -100,10 +78,10 @@ class Launcher:
 
     def compile(self) -> None:
         """Compiles the step. That launches it once, with padding rows only."""
-        kv_lengths = self._write([])
+        kv_lengths = self._write([], [])
         self._run = self._graphs.compiler.compile(self._step, self.bucket.name, self._tensors, kv_lengths)
 
-    def launch(self, items: Sequence[LaunchItem], probe: Probe) -> Callable[[], Tensor]:
+    def launch(self, sequences: List[Sequence], views: List[HostView], probe: Probe) -> Callable[[], Tensor]:
         """Starts one step of some sequences.
 
         Returns:
@@ -113,54 +91,65 @@ class Launcher:
         for group, sent in self._traffic:
             group.ledger.add(sent.purpose, sent.num_bytes, sent.calls)
         with probe("inputs", self.bucket):
-            kv_lengths = self._write(items)
+            kv_lengths = self._write(sequences, views)
         return self._step.model.ops.read_later(self._run(kv_lengths))
 
-    def _write(self, items: Sequence[LaunchItem]) -> list[int]:
+    def _write(self, sequences: List[Sequence], views: List[HostView]) -> list[int]:
         """Writes the inputs to the device, unless it has them from the last launch; returns the KV length of each
         attention entry."""
-        item_keys = tuple(item.key(full_attention=self.bucket.full_attention) for item in items)
-        key = self.bucket, self._seats.num_taken, item_keys
-        written = self._shared.written
-        if written is not None and written.key == key:
-            return written.kv_lengths
-        kv_lengths = self._write_anew(items)
-        self._shared.written = WrittenInputs(key, kv_lengths)
-        self._shared.num_written += 1
-        return kv_lengths
+        tables = tuple(tuple(map(tuple, sequence.page_tables.by_slot)) for sequence in sequences)
+        branch_ends = tuple(tuple(row.end for row in sequence.next_pass.rows) for sequence in sequences)
+        ends_seen = branch_ends if self.bucket.full_attention else ()  # of the keys in each branch's entry
+        key = self.bucket, self._seats.num_taken, tuple(views), tables, ends_seen
+        if self._shared.key != key:
+            self._shared.kv_lengths = self._write_anew(views, tables, ends_seen)
+            self._shared.key = key
+            self._shared.num_written += 1
+        return self._shared.kv_lengths
 
-    def _write_anew(self, items: Sequence[LaunchItem]) -> list[int]:
-        """Writes the inputs to the device; returns the KV length of each attention entry."""
+    def _write_anew(
+        self,
+        views: List[HostView],
+        tables: List[List[List[int]]],
+        branch_ends: List[List[int]],
+    ) -> list[int]:
+        """Writes the inputs to the device; returns the KV length of each attention entry.
+
+        Args:
+            tables: page ids by sequence and slot.
+            branch_ends: with full attention, the end of the window by sequence and branch.
+        """
         bucket = self.bucket
         page_tables = np.full(bucket.shape("sequences slots pages"), -1, dtype=np.int32)
-        for row, item in enumerate(items):
-            for slot, table in enumerate(item.page_tables):
+        for row, by_slot in enumerate(tables):
+            for slot, table in enumerate(by_slot):
                 pages = table[: bucket.pages]
                 page_tables[row, slot, : len(pages)] = pages
-        padding = [self._seats.padding_view(row) for row in range(len(items), bucket.sequences)]
+        padding = [self._seats.padding_view(row) for row in range(len(views), bucket.sequences)]
         on_host = self._step.model.ops.host_memory(len(self._memory))
         block_ends = write_inputs(
             view_inputs(on_host, bucket),
             bucket,
-            [*(item.view for item in items), *padding],
+            [*views, *padding],
             torch.from_numpy(page_tables),
             self._seats.params,
             self._graphs.first_padding_position,
         )
         self._memory.copy_(on_host, non_blocking=True)
-        return self._kv_lengths(items, block_ends)
+        return self._kv_lengths(block_ends, branch_ends)
 
-    def _kv_lengths(self, items: Sequence[LaunchItem], block_ends: Tensor) -> list[int]:
+    def _kv_lengths(self, block_ends: Tensor, branch_ends: List[List[int]]) -> list[int]:
         """The KV length of each attention entry.
 
         Args:
             block_ends: the ends of the windows' blocks, int64 [S, W].
+            branch_ends: see ``_write_anew``.
         """
         bucket = self.bucket
         if bucket.full_attention:
             kv_lengths = np.zeros(bucket.shape("sequences slots"), dtype=np.int64)
-            for row, item in enumerate(items):
-                kv_lengths[row, : len(item.branch_ends)] = item.branch_ends
+            for row, ends in enumerate(branch_ends):
+                kv_lengths[row, : len(ends)] = ends
         else:
             kv_lengths = block_ends[:, None].expand(bucket.shape("sequences slots blocks")).numpy()
         kv_lengths = kv_lengths.repeat(len(bucket.entry_lengths), -1)

@@ -7,12 +7,12 @@ from itertools import count
 from torch import Tensor
 
 from lopa_ascend.backend.interface import Ops
+from lopa_ascend.core import Sequence
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.graph.buckets import Bucket
-from lopa_ascend.graph.inputs import HostView, Snapshot, empty_params, empty_states, packed_state, write_params
+from lopa_ascend.graph.inputs import HostView, empty_params, empty_states, packed_state, write_params
 from lopa_ascend.graph.tensors import Storage
 from lopa_ascend.graph.window import max_opened_blocks, num_blocks
-from lopa_ascend.sequence import GraphSequence, Sequence
 
 
 class Seats:
@@ -31,7 +31,7 @@ class Seats:
     """
 
     def __init__(self, num_seats: int, shape: Bucket, mask: int, hidden: Tensor, ops: Ops, num_tokens: int) -> None:
-        self.shape, self.ops, self.num_seats, self._mask = shape, ops, num_seats, mask
+        self.shape, self.ops, self.num_seats = shape, ops, num_seats
         total = num_seats + shape.sequences
         self._rows_per_seat = 1 + shape.max_blocks
         self.params = empty_params(total, mask, shape)
@@ -46,65 +46,52 @@ class Seats:
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self, sequence: Sequence, graph: GraphSequence) -> None:
+    def take(self, sequence: Sequence) -> None:
         """Gives a sequence a seat, and writes there its parameters and its state before the next step opens blocks."""
         assert sequence.last_hidden is not None
-        request, strategy = sequence.request.params, sequence.strategy
-        snapshot = take_snapshot(strategy)
-        seat = graph.seat = self._free.pop()
+        strategy, window_start = sequence.strategy, num_blocks(sequence.strategy, sequence.num_committed)
+        seat = sequence.seat = self._free.pop()
         self.num_taken += 1
-        graph.window_start, graph.window_blocks = snapshot.window_start, self.shape.max_blocks
-        write_params(self.params, seat, request, sorted(strategy.ends))
-        packed = packed_state(self._mask, self._filler(strategy), request, snapshot, self.shape)
+        sequence.window_start, sequence.window_blocks = window_start, self.shape.max_blocks
+        write_params(self.params, seat, strategy.params, sorted(strategy.ends))
+        packed = packed_state(strategy, window_start, filler_of(strategy), self.shape)
         on_host = self.ops.host_memory(len(packed)).view(packed.dtype).copy_(packed)
         self.storage.states[seat].copy_(on_host, non_blocking=True)
-        self.storage.hidden[self.hidden_row(graph, snapshot.window_start)].copy_(sequence.last_hidden)
+        self.storage.hidden[self.hidden_row(sequence, window_start)].copy_(sequence.last_hidden)
 
-    def release(self, graph: GraphSequence) -> None:
+    def release(self, sequence: Sequence) -> None:
         """Frees a sequence's seat, if it has one."""
-        if graph.seat is not None:
-            self._free.append(graph.seat)
-            graph.seat = None
+        if sequence.seat is not None:
+            self._free.append(sequence.seat)
+            sequence.seat = None
 
-    def hidden_row(self, graph: GraphSequence, block: int) -> int:
+    def hidden_row(self, sequence: Sequence, block: int) -> int:
         """Row of ``storage.hidden`` for the state that predicts the first position of a block of the last window."""
-        assert graph.seat is not None
-        return graph.seat * self._rows_per_seat + block % self._rows_per_seat
+        assert sequence.seat is not None
+        return sequence.seat * self._rows_per_seat + block % self._rows_per_seat
 
-    def host_view(self, sequence: Sequence, graph: GraphSequence, window_start: int, num_shared_pages: int) -> HostView:
+    def host_view(self, sequence: Sequence, window_start: int) -> HostView:
         """What a launch needs to know of a sequence whose window begins with block ``window_start``."""
-        assert graph.seat is not None
         params = sequence.request.params
+        assert sequence.seat is not None
         return HostView(
-            seat=graph.seat,
+            seat=sequence.seat,
             prompt_length=len(sequence.request.prompt),
             block_size=params.block_size,
             max_new_tokens=params.max_new_tokens,
             window_start=window_start,
-            last_start=graph.window_start,
-            last_blocks=graph.window_blocks,
+            last_start=sequence.window_start,
+            last_blocks=sequence.window_blocks,
             max_opened_blocks=max_opened_blocks(sequence.strategy),
-            num_shared_pages=num_shared_pages,
-            filler=self._filler(sequence.strategy),
+            num_shared_pages=sequence.page_tables.num_shared_pages,
+            filler=filler_of(sequence.strategy),
         )
-
-    def _filler(self, strategy: Strategy) -> int:
-        """See ``HostView``."""
-        return next(token for token in count() if token != self._mask and token not in strategy.ends)
 
     def padding_view(self, row: int) -> HostView:
         """What a launch needs to know of its padding row ``row``."""
         return HostView(self.num_seats + row)
 
 
-def take_snapshot(strategy: Strategy) -> Snapshot:
-    """The state of a sequence before its next step."""
-    prompt_length = len(strategy.prompt)
-    *others, anchor = strategy.branches
-    fills = [fill for branch in others for fill in branch.own_fills]
-    return Snapshot(
-        window_start=num_blocks(strategy, strategy.num_committed),
-        tokens=anchor.tokens,
-        lookaheads=[(fill.position - prompt_length, fill.token) for fill in fills],
-        num_opened_blocks=[len(branch.blocks) - 1 for branch in strategy.branches],  # block 0 is the prompt
-    )
+def filler_of(strategy: Strategy) -> int:
+    """See ``HostView``."""
+    return next(token for token in count() if token != strategy.mask and token not in strategy.ends)

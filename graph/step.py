@@ -14,7 +14,7 @@ from torch import Tensor
 from lopa_ascend.backend.interface import Entries
 from lopa_ascend.graph import policy
 from lopa_ascend.graph.buckets import Bucket
-from lopa_ascend.graph.tensors import StepInputs, unflatten
+from lopa_ascend.graph.tensors import ModelInputs, unflatten
 from lopa_ascend.model.base import ForwardInputs, Model
 from lopa_ascend.parallel.collectives import Group
 from lopa_ascend.score.greedy import GreedyScore
@@ -52,8 +52,8 @@ class DecodeStep:
         Returns:
             A ``StepOutput`` as int32, one tensor after the other; see ``tensors.view_output``.
         """
-        inputs, constants, storage, (k_caches, v_caches) = unflatten(tensors)
-        launch, params, ops = inputs.launch, inputs.params, self.model.ops
+        (launch, params, inputs), constants, storage, (k_caches, v_caches) = unflatten(tensors)
+        ops = self.model.ops
         state = policy.unpack_state(storage.states, launch, self.bucket.max_cells)
         rows = policy.branch_rows(state, launch, params, constants)
         tokens, slot_mapping = policy.rows_of_group(
@@ -66,34 +66,34 @@ class DecodeStep:
         )
         forward = self._forward_inputs(inputs, tokens, slot_mapping, kv_lengths)
         hidden = self.model.forward(forward, k_caches, v_caches)
-        ops.put_rows(storage.hidden, inputs.model.hidden_rows, hidden)
-        scored = self.score(self.model.logits(storage.hidden.index_select(0, inputs.model.predicted_by)))
+        ops.put_rows(storage.hidden, inputs.hidden_rows, hidden)
+        scored = self.score(self.model.logits(storage.hidden.index_select(0, inputs.predicted_by)))
         predicted, bits = self._gather([column.view(self._scored_shape) for column in scored[: self.score.num_columns]])
         after, winner = policy.advance(rows, predicted, launch, params, constants, self._branch_acceptance)
         ops.put_rows(storage.states, launch.seats, policy.pack_state(after, self.bucket.max_cells))
         if self.bucket.full_attention:
             saved = storage.hidden.index_select(0, self._block_ends(inputs, winner))
-            ops.put_rows(storage.hidden, inputs.model.save_rows.view(-1), saved)
+            ops.put_rows(storage.hidden, inputs.save_rows.view(-1), saved)
         return torch.cat([column.reshape(-1) for column in (winner.int(), after.tokens, *bits)])
 
     def _forward_inputs(
-        self, inputs: StepInputs, tokens: Tensor, slot_mapping: Tensor, kv_lengths: Sequence[int]
+        self, inputs: ModelInputs, tokens: Tensor, slot_mapping: Tensor, kv_lengths: Sequence[int]
     ) -> ForwardInputs:
-        page_tables = inputs.model.page_tables
+        page_tables = inputs.page_tables
         entries = Entries(self._lengths, tuple(kv_lengths), page_tables, self._prefix_groups, self._prefixes)
         return ForwardInputs(
             tokens=tokens.reshape(-1),
-            positions=inputs.model.positions,
+            positions=inputs.positions,
             slot_mapping=slot_mapping.view(-1),
             source=None,
             entries=entries,
             rows=None,
         )
 
-    def _block_ends(self, inputs: StepInputs, winner: Tensor) -> Tensor:
+    def _block_ends(self, inputs: ModelInputs, winner: Tensor) -> Tensor:
         """Rows of ``Storage.hidden`` with the hidden states at the ends of blocks in the winner's slot, int [S * W].
         With full attention there is one branch-parallel group, so a branch's slot has the branch's number."""
-        return (inputs.model.block_ends + winner.int()[:, None] * self.bucket.cells).view(-1)
+        return (inputs.block_ends + winner.int()[:, None] * self.bucket.cells).view(-1)
 
     def _gather(self, scored: Sequence[Tensor]) -> tuple[policy.Predicted, list[Tensor]]:
         """The predictions of all branch-parallel groups [S, B, C], and the tensors that they lie in, as int32.

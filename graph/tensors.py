@@ -39,12 +39,8 @@ class ModelInputs(NamedTuple):
     """Page ids of each attention entry."""
 
 
-class StepInputs(NamedTuple):
-    """Everything that the host writes for each step, but for the KV lengths of the attention entries."""
-
-    launch: Launch
-    params: RequestParams
-    model: ModelInputs
+StepInputs = tuple[Launch, RequestParams, ModelInputs]
+"""Everything that the host writes for each step, but for the KV lengths of the attention entries."""
 
 
 class Storage(NamedTuple):
@@ -87,10 +83,10 @@ def view_inputs(memory: Tensor, bucket: Bucket) -> StepInputs:
     """A bucket's inputs, one after the other in the first ``input_size`` elements of ``memory`` int32."""
     params_start = num_elements(Launch, bucket)
     model_start = params_start + num_elements(RequestParams, bucket)
-    return StepInputs(
-        launch=Launch(*views(memory, specs(Launch).values(), bucket)),
-        params=RequestParams(*views(memory[params_start:], specs(RequestParams).values(), bucket)),
-        model=ModelInputs(*views(memory[model_start:], specs(ModelInputs).values(), bucket)),
+    return (
+        Launch(*views(memory, specs(Launch).values(), bucket)),
+        RequestParams(*views(memory[params_start:], specs(RequestParams).values(), bucket)),
+        ModelInputs(*views(memory[model_start:], specs(ModelInputs).values(), bucket)),
     )
 
 
@@ -108,7 +104,8 @@ def view_output(memory: Tensor, bucket: Bucket, num_columns: int) -> StepOutput:
 
 def flatten(inputs: StepInputs, constants: Constants, storage: Storage, caches: Caches) -> list[Tensor]:
     """The arguments of a compiled step in one list. A step is compiled for the shapes of all of them."""
-    return [*inputs.launch, *inputs.params, *inputs.model, *constants, *storage, *caches[0], *caches[1]]
+    launch, params, model = inputs
+    return [*launch, *params, *model, *constants, *storage, *caches[0], *caches[1]]
 
 
 def unflatten(tensors: Sequence[Tensor]) -> tuple[StepInputs, Constants, Storage, Caches]:
@@ -119,8 +116,7 @@ def unflatten(tensors: Sequence[Tensor]) -> tuple[StepInputs, Constants, Storage
     constants, rest = _take(Constants, rest)
     states, hidden, *caches = rest
     num_layers = len(caches) // 2
-    inputs = StepInputs(launch, params, model)
-    return inputs, constants, Storage(states, hidden), (caches[:num_layers], caches[num_layers:])
+    return (launch, params, model), constants, Storage(states, hidden), (caches[:num_layers], caches[num_layers:])
 
 
 def _take(kind: type[_Group], tensors: Sequence[Tensor]) -> tuple[_Group, Sequence[Tensor]]:

@@ -5,53 +5,26 @@ Blocks are numbered from 0 after the prompt.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
+from lopa_ascend.core import Sequence
 from lopa_ascend.decode.strategy import Strategy
-from lopa_ascend.kv.pages import pages_for
-from lopa_ascend.sequence import GraphSequence, Sequence
 
 
-@dataclass(frozen=True)
-class Window:
-    """The blocks and pages of a sequence that its next step must be able to hold."""
-
-    start: int
-    """First block."""
-    end: int
-    """The block after the last one; there is at least one block."""
-    pages: int
-    """Pages that a slot needs up to the end of the last block."""
-
-    @property
-    def blocks(self) -> int:
-        return self.end - self.start
-
-
-def graph_of(sequence: Sequence) -> GraphSequence:
-    """What ``GraphExecutor.start`` gave a sequence."""
-    assert sequence.graph is not None
-    return sequence.graph
-
-
-def next_window(sequence: Sequence) -> Window:
-    """The smallest safe window of the next step.
+def next_window(sequence: Sequence) -> range:
+    """The smallest safe window of the next step: the blocks that it must be able to hold, at least one.
 
     While a step is in flight its plan is known, but not its winner: the branch with most blocks counts, and may open
     another one.
     """
-    strategy, plan = sequence.strategy, sequence.plan
-    assert plan is not None
-    if graph_of(sequence).in_flight is None:
+    strategy, plan = sequence.strategy, sequence.next_pass
+    if sequence.in_flight is None:
         start, num_more = num_blocks(strategy, plan.start), 0
     else:
         start, num_more = num_blocks(strategy, plan.start + plan.num_new), 1
     num_opened = max(num_blocks(strategy, row.end) for row in plan.rows)
-    end = max(min(num_opened + num_more, max_opened_blocks(strategy)), start + 1)
-    return Window(start, end, pages_for(end_of_blocks(sequence, end)))
+    return range(start, max(min(num_opened + num_more, max_opened_blocks(strategy)), start + 1))
 
 
 def end_of_blocks(sequence: Sequence, count: int) -> int:

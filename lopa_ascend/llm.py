@@ -8,7 +8,6 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -51,43 +50,6 @@ def deferred_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if held:
             signal.raise_signal(signal.SIGINT)
-
-
-@dataclass
-class _Running:
-    """A running request."""
-
-    request_id: str
-    output: OutputStream
-    updates: deque[Update] = field(default_factory=deque)
-    """Updates that the reader of the request has not received yet."""
-    finished: bool = False
-    """Whether the reader has received the output."""
-
-    def advance(self) -> Progress:
-        """Takes the oldest unread update; returns the progress after it.
-
-        Raises:
-            GenerationError: the engine could not go on with the request.
-        """
-        update = self.updates.popleft()
-        if update.error is not None:
-            raise GenerationError(update.error)
-        progress = self.output.push(update)
-        self.finished = progress.output is not None
-        return progress
-
-    def drain(self) -> GenerationOutput | None:
-        """Takes all unread updates; returns the output if they finish the request.
-
-        Raises:
-            GenerationError: the engine could not go on with the request.
-        """
-        while self.updates:
-            output = self.advance().output
-            if output is not None:
-                return output
-        return None
 
 
 class LLM:
@@ -133,7 +95,8 @@ class LLM:
             self.tokenizer, self.config.vocab_size, self.config.mask_token_id, self.engine.model_name
         )
         self._ids = itertools.count()
-        self._running: dict[str, _Running] = {}
+        self._updates: dict[str, deque[Update]] = {}
+        """By id of each running request: updates that its reader has not received yet."""
         # Reentrant: a stream may be collected as garbage, and so ended, in the middle of another call.
         self._lock = threading.RLock()
         self._is_stepping = False
@@ -211,42 +174,45 @@ class LLM:
         """
         params = params or self.params()
         token_ids = self.tokenize(prompt)
-        self.check(token_ids, params)
-        running: _Running | None = None
+        request_id: str | None = None
         try:
             with self._lock, deferred_interrupts():
-                running = self._begin(token_ids, params, trace)
-            while not running.finished:
-                while not running.updates:
+                request_id, output = self._begin(token_ids, params, trace)
+            finished = False
+            while not finished:
+                while not self._updates[request_id]:
                     with self._lock, deferred_interrupts():
                         self._step()
-                yield running.advance()
+                progress = _push(output, self._updates[request_id].popleft())
+                finished = progress.output is not None
+                yield progress
         finally:
-            if running is not None:
+            if request_id is not None:
                 with self._lock, deferred_interrupts():
-                    self._end(running)
+                    self._end(request_id)
 
-    def _begin(self, prompt: Sequence[int], params: DecodingParams, trace: bool) -> _Running:
+    def _begin(self, prompt: Sequence[int], params: DecodingParams, trace: bool) -> tuple[str, OutputStream]:
+        """Hands a request to the engine; ``_end`` must follow."""
         params = self.prompts.for_engine(params)
-        running = _Running(f"request-{next(self._ids)}", OutputStream(prompt, params, self.tokenizer))
-        self.engine.add(running.request_id, prompt, params, trace=trace)
-        self._running[running.request_id] = running
-        return running
+        request_id, output = f"request-{next(self._ids)}", OutputStream(prompt, params, self.tokenizer)
+        self.engine.add(request_id, prompt, params, trace=trace)
+        self._updates[request_id] = deque()
+        return request_id, output
 
-    def _end(self, running: _Running) -> None:
-        del self._running[running.request_id]
+    def _end(self, request_id: str) -> None:
+        del self._updates[request_id]
         if self._is_stepping:
-            self._ended.append(running.request_id)
+            self._ended.append(request_id)
         else:
-            self.engine.abort(running.request_id)
+            self.engine.abort(request_id)
 
     def _step(self) -> None:
         """Makes a step, and hands its updates to the readers of the requests."""
         self._is_stepping = True
         try:
             for update in self.engine.step():
-                if (running := self._running.get(update.request_id)) is not None:
-                    running.updates.append(update)
+                if (updates := self._updates.get(update.request_id)) is not None:
+                    updates.append(update)
         finally:
             self._is_stepping = False
             while self._ended:
@@ -309,9 +275,7 @@ class LLM:
     ) -> list[GenerationOutput]:
         """As ``generate``, for prompts that are token ids."""
         params = params or self.params()
-        for prompt in prompts:
-            self.check(prompt, params)
-        unfinished: dict[int, _Running] = {}
+        unfinished: dict[int, tuple[str, OutputStream]] = {}
         outputs: dict[int, GenerationOutput] = {}
         with self._lock:
             try:
@@ -326,20 +290,35 @@ class LLM:
                         bar.update(len(outputs) - bar.n)
             finally:
                 with deferred_interrupts():
-                    for request in unfinished.values():
-                        self._end(request)
+                    for request_id, _ in unfinished.values():
+                        self._end(request_id)
         return [outputs[index] for index in range(len(prompts))]
 
-    def _step_and_drain(self, unfinished: dict[int, _Running]) -> dict[int, GenerationOutput]:
+    def _step_and_drain(self, unfinished: dict[int, tuple[str, OutputStream]]) -> dict[int, GenerationOutput]:
         """Makes a step; takes the requests that it has finished out of ``unfinished``, and returns their outputs."""
         self._step()
         outputs: dict[int, GenerationOutput] = {}
-        for index, request in list(unfinished.items()):
-            output = request.drain()
+        for index, (request_id, stream) in list(unfinished.items()):
+            updates = self._updates[request_id]
+            output = None
+            while updates and output is None:
+                output = _push(stream, updates.popleft()).output
             if output is not None:
                 outputs[index] = output
-                self._end(unfinished.pop(index))
+                del unfinished[index]
+                self._end(request_id)
         return outputs
+
+
+def _push(output: OutputStream, update: Update) -> Progress:
+    """The progress of a request after an update.
+
+    Raises:
+        GenerationError: the engine could not go on with the request.
+    """
+    if update.error is not None:
+        raise GenerationError(update.error)
+    return output.push(update)
 
 
 def _prompts(value: object) -> list[str | Sequence[int]]:

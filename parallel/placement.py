@@ -10,10 +10,48 @@ with full attention, where keys and values differ between branches, does it rece
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lopa_ascend.kv.pages import slots_for
-from lopa_ascend.types import Demand, RowPlan, SequencePlan, Share
+from lopa_ascend.types import RowPlan, SequencePlan
+
+Indices = NDArray[np.int64]
+NOTHING: Indices = np.empty(0, dtype=np.int64)
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """What one branch-parallel group computes of a sequence's forward pass, and where that lies in the batch."""
+
+    plan: SequencePlan
+    rows: tuple[RowPlan, ...]
+    """The group's rows. The last one computes all its positions; the others reuse its results before their
+    ``compute_from``. Rows that another group predicts have no ``masked`` positions here."""
+    slots: tuple[int, ...]
+    """The slot of each row."""
+    branches: tuple[int, ...]
+    """Index of each row in ``plan.rows``."""
+    num_slots: int
+    """Slots that the sequence has in this group, with or without a row in this pass."""
+
+    # ---- in the batch: written by ``runner/layout`` -----------------------------------------------------------------
+
+    num_computed: int = 0
+    """Tokens of the batch that belong to this sequence."""
+    row_tokens: list[Indices] = field(default_factory=list)
+    """For each row: index in the batch of the token at each of its positions."""
+    predicting: Indices = field(default_factory=lambda: NOTHING)
+    """Index in the batch of each token whose hidden state predicts masked positions, ascending, without repetition;
+    ``layout.BEFORE_WINDOW`` comes first if it is needed."""
+    positions: Indices = field(default_factory=lambda: NOTHING)
+    """The position that each of ``predicting`` predicts."""
+    predicted_rows: Indices = field(default_factory=lambda: NOTHING)
+    """For each of ``predicting`` a row that it predicts the position for."""
+    order: Indices = field(default_factory=lambda: NOTHING)
+    """For every masked position of every row, by branch: the index in ``predicting``."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +93,20 @@ class Placement:
         slots = tuple(self.home(branch)[1] for branch in branches)
         return Share(plan, tuple(rows), slots, tuple(branches), num_slots)
 
-    def demand(self, plan: SequencePlan) -> Demand:
-        """What the forward pass needs, the same on every rank."""
+    def slot_ends(self, plan: SequencePlan) -> tuple[int, ...]:
+        """For each slot how many positions it must have room for, the same on every rank; 0 if no row is there."""
         slot_ends = [0] * slots_for(plan.max_rows, self.size)
         for branch, row in enumerate(plan.rows):
             _, slot = self.home(branch)
             slot_ends[slot] = max(slot_ends[slot], row.end)
         if plan.fills_all_slots:
             slot_ends = [plan.rows[0].end] * len(slot_ends)
+        return tuple(slot_ends)
+
+    def num_computed(self, plan: SequencePlan) -> int:
+        """Tokens that the busiest group computes, the same on every rank."""
         groups_with_branches = range(min(self.size, len(plan.rows)))
-        num_computed = max(self._num_computed(plan, group) for group in groups_with_branches)
-        return Demand(num_computed, plan.start + plan.num_new, tuple(slot_ends), plan.winner_commits)
+        return max(self._num_computed(plan, group) for group in groups_with_branches)
 
     def _branches_of(self, plan: SequencePlan, group: int) -> range:
         """The branches that a group computes."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import platform
 import random
 import secrets
+import subprocess
 import time
 import zlib
 from collections.abc import Sequence as List
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -19,8 +22,11 @@ from lopa_ascend.backend.memory import free_memory, is_out_of_memory
 from lopa_ascend.config import DecodingParams, EngineConfig, ModelConfig, ParameterError
 from lopa_ascend.config.decoding import banned_ids
 from lopa_ascend.config.kinds import format_size
+from lopa_ascend.core import Request, Result, Sequence, Step
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.bad_words import BadWords
+from lopa_ascend.engine.commands import Abort, Generate
+from lopa_ascend.engine.leader import Kind, Leader, end_processes
 from lopa_ascend.engine.prepare import Prepared, choose_num_pages, model_name, prepare, request_limits
 from lopa_ascend.engine.scheduler import Scheduler
 from lopa_ascend.graph.setup import build_executor
@@ -32,18 +38,7 @@ from lopa_ascend.parallel.collectives import RankError
 from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.runner.eager import EagerExecutor
 from lopa_ascend.runner.runner import Runner
-from lopa_ascend.sequence import Request, Sequence
-from lopa_ascend.types import (
-    Alternatives,
-    EngineStats,
-    RankReport,
-    Scoring,
-    SequenceResult,
-    StepPlan,
-    StepResult,
-    Update,
-    winner_rank,
-)
+from lopa_ascend.types import Alternatives, EngineStats, RankReport, Scoring, StepRecord, Update, winner_rank
 
 SEED_BITS = 53
 """Bits of a seed that is drawn: few enough that every JSON client can send the seed back unchanged."""
@@ -99,7 +94,8 @@ class Engine:
         self.scheduler = Scheduler(self.limits, pool.allocator, start, prefix_cache)
         self._step_seconds = 0.0
         self._failure: str | None = None
-        """Why the engine cannot go on."""
+        """Why this rank cannot go on."""
+        self._leader: Leader | None = None
         self._digests = {"who takes part": 0, "the page tables": 0, "what was decided": 0}
         """Of all that was planned and decided since the start; equal on all ranks."""
         # Without the settings that may differ between machines.
@@ -200,6 +196,10 @@ class Engine:
             ValueError: the id is in use.
             RuntimeError: the engine has ended.
         """
+        with self._call():
+            self._add(request_id, prompt, params, trace)
+
+    def _add(self, request_id: str, prompt: List[int], params: DecodingParams, trace: bool) -> None:
         self._check()
         if request_id in self.scheduler.running or request_id in self.scheduler.waiting:
             raise ValueError(f"request id {request_id!r} is in use")
@@ -209,13 +209,19 @@ class Engine:
         if params.is_random and params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(SEED_BITS))
         self.scheduler.add(Request(request_id, tuple(prompt), params, trace))
+        if self._leader is not None:
+            self._leader.outbox.append(Generate(request_id, list(prompt), params, trace))
 
     def abort(self, request_id: str) -> bool:
         """Ends a request now and frees its pages; it gets no further update. False if there is no such request."""
-        sequence = self.scheduler.running.get(request_id)
-        if sequence is not None:
-            self.runner.release(sequence)
-        return self.scheduler.remove(request_id)
+        with self._call():
+            sequence = self.scheduler.running.get(request_id)
+            if sequence is not None:
+                self.runner.release(sequence)
+            found = self.scheduler.remove(request_id)
+            if found and self._leader is not None:
+                self._leader.outbox.append(Abort(request_id))
+        return found
 
     def has_work(self) -> bool:
         """Whether requests run or wait."""
@@ -225,45 +231,74 @@ class Engine:
         """Admits what may run, makes one forward pass, and says what it did to every request that took part.
 
         Raises:
+            RankError: the ranks cannot go on.
             RuntimeError: the engine has ended, by an error in an earlier step.
         """
-        self._check()
-        self._failure = BROKEN_OFF  # stands until the step is complete
-        updates = self._make_step()
-        self._failure = None
+        with self._call():
+            self._check()
+            self._failure = BROKEN_OFF  # stands until the step is complete
+            try:
+                if self._leader is not None:
+                    self._leader.send(Kind.STEP)
+                updates = self._make_step()
+            except RankError as error:
+                self._failure = str(error)
+                raise
+            self._failure = None
         return updates
 
     def _make_step(self) -> list[Update]:
-        plan = self.scheduler.plan()
-        return [] if plan is None else self._run(plan)
+        step = self.scheduler.plan()
+        return [] if step is None else self._run(step)
+
+    def lead(self, followers: List[subprocess.Popen[bytes]] = ()) -> None:
+        """Makes this engine the one that the others follow: it tells them what it is asked.
+
+        Args:
+            followers: the processes of the other ranks that ``close`` must end; empty if another process started them.
+        """
+        self._leader = Leader(self.mesh.world, lambda: self.failure, followers)
+        atexit.register(self.close)  # the others must not take the end of a script for a failure
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine cannot go on."""
+        if self._leader is None:
+            return self._failure
+        return self.mesh.failure or self._failure or self._leader.failure
+
+    def _call(self) -> AbstractContextManager[object]:
+        """Encloses what the other ranks must not be sent a sign of life in."""
+        return nullcontext() if self._leader is None else self._leader.lock
 
     def _check(self) -> None:
-        """Raises RuntimeError if the engine has ended."""
-        if self._failure is not None:
-            raise RuntimeError(f"this engine has ended: {self._failure}")
+        """Raises RankError or RuntimeError if the engine has ended."""
+        if self.failure is not None:
+            kind = RuntimeError if self._leader is None else RankError
+            raise kind(f"this engine has ended: {self.failure}")
 
-    def _run(self, plan: StepPlan) -> list[Update]:
+    def _run(self, step: Step) -> list[Update]:
         """Makes a planned step. An engine of one rank survives a step without memory: only the requests in it end."""
         start = time.perf_counter()
         try:
-            result = self.runner.step(plan, self.scheduler.running)
+            results = self.runner.step(step, self.scheduler.running.values())
         except (RuntimeError, MemoryError) as error:
             if self.mesh.world.size > 1:
                 self._raise_if_a_rank_failed(error)
             elif is_out_of_memory(error):
-                return self._end_without_memory(plan)
+                return self._end_without_memory(step)
             raise
         self._step_seconds = time.perf_counter() - start
         if self.mesh.size > 1:
-            self._compare_decisions(plan, result)
-        return [self._update(sequence) for sequence in result.sequences]
+            self._compare_decisions(step, results)
+        return [self._update(sequence, record) for sequence, record in results]
 
-    def _end_without_memory(self, plan: StepPlan) -> list[Update]:
+    def _end_without_memory(self, step: Step) -> list[Update]:
         """Ends the requests of a step for which there was no memory."""
-        request_ids = [step.request_id for step in plan.sequences]
-        if plan.copies and self.scheduler.prefix_cache is not None:
+        request_ids = [sequence.request_id for sequence in step.sequences]
+        if step.copies and self.scheduler.prefix_cache is not None:
             self.scheduler.prefix_cache.clear()  # a copy of a page, to the cache or from it, may be missing
-        if plan.copies or self.runner.graphs is not None:  # the result of a graph that ran ahead may be lost
+        if step.copies or self.runner.graphs is not None:  # the result of a graph that ran ahead may be lost
             request_ids = list(self.scheduler.running)
         for request_id in request_ids:
             self.abort(request_id)
@@ -277,20 +312,20 @@ class Engine:
             if reason is not None:
                 raise RankError(f"a step failed: {reason}") from error
 
-    def _compare_decisions(self, plan: StepPlan, result: StepResult) -> None:
+    def _compare_decisions(self, step: Step, results: List[Result]) -> None:
         """Adds a step to the digests, and at intervals compares them between the ranks.
 
         Raises:
             RankError: the ranks differ; the message says which rank, and in what.
         """
         added = {
-            "who takes part": [sequence.request_id for sequence in plan.sequences],
-            "the page tables": [sequence.page_tables for sequence in plan.sequences],
-            "what was decided": [_decisions(sequence) for sequence in result.sequences],
+            "who takes part": [sequence.request_id for sequence in step.sequences],
+            "the page tables": [sequence.page_tables.by_slot for sequence in step.sequences],
+            "what was decided": [_decisions(*result) for result in results],
         }
         for name, new in added.items():
             self._digests[name] = zlib.crc32(repr(new).encode(), self._digests[name])
-        num_steps = plan.index + 1
+        num_steps = step.index + 1
         if num_steps % AGREEMENT_INTERVAL == 0:
             self.mesh.check_agreement(num_steps, self._digests)
 
@@ -318,18 +353,26 @@ class Engine:
         )
 
     def close(self, failure: str | None = None) -> None:
-        """Leaves the other ranks, after which the engine cannot be used any more. One rank alone has nothing to leave.
+        """Leaves the other ranks, which rank 0 ends, after which the engine cannot be used any more. One rank alone has
+        nothing to leave.
 
         Args:
             failure: why this rank cannot go on; the other ranks end because of it.
         """
+        followers: List[subprocess.Popen[bytes]] = ()
+        if self._leader is not None:
+            if self._leader.has_ended:
+                return
+            atexit.unregister(self.close)
+            self._leader.end()
+            followers = self._leader.followers
         self.mesh.close(failure)
+        end_processes(followers)
 
     # ---- updates ---------------------------------------------------------------------------------------------------
 
-    def _update(self, result: SequenceResult) -> Update:
+    def _update(self, sequence: Sequence, record: StepRecord | None) -> Update:
         """What a step did to one request. A request that is done, or has failed, leaves the engine."""
-        sequence, record = self.scheduler.running[result.request_id], result.record
         if record is not None:
             sequence.model_tokens += record.model_tokens
             sequence.canvas_positions += record.canvas_positions(len(sequence.request.prompt))
@@ -339,13 +382,13 @@ class Engine:
         new = range(sequence.num_reported, len(final))
         sequence.num_reported = len(final)
         finish_reason, stop_token_id = None, None
-        if result.error is not None:
+        if sequence.error is not None:
             finish_reason = "error"
-        elif sequence.demand is None:
+        elif sequence.plan is None:
             stop_token_id = strategy.end_reached()
             finish_reason = "length" if stop_token_id is None else "stop"
         return Update(
-            request_id=result.request_id,
+            request_id=sequence.request_id,
             token_ids=tuple(final[new.start :]),
             max_probs=tuple(strategy.answer.probs[new.start : new.stop]),
             num_forwards=strategy.num_forwards,
@@ -355,7 +398,7 @@ class Engine:
             cached_tokens=sequence.num_cached,
             finish_reason=finish_reason,
             stop_token_id=stop_token_id,
-            error=result.error,
+            error=sequence.error,
             seed=params.seed if params.is_random else None,
             record=record if sequence.request.trace else None,
             alternatives=_alternatives(sequence, new),
@@ -371,11 +414,10 @@ def _alternatives(sequence: Sequence, places: range) -> tuple[Alternatives, ...]
     return tuple(sequence.strategy.alternatives.get(first + place, ()) for place in places)
 
 
-def _decisions(result: SequenceResult) -> object:
+def _decisions(sequence: Sequence, record: StepRecord | None) -> object:
     """What must be equal on all ranks of what a step did to a sequence."""
-    record = result.record
     if record is None:
-        return result.error
+        return sequence.error
     # Not the probabilities: between machines of different kinds their last bits may differ without effect.
     fills = [(fill.position, fill.token) for fill in record.fills]
     return record.winner, record.span, record.committed, fills

@@ -23,8 +23,7 @@ logger = logging.getLogger(__name__)
 
 def run(config: EngineConfig) -> int:
     """Joins the other ranks and follows rank 0 until it ends the engine; returns the exit status."""
-    from lopa_ascend.engine.engine import Engine  # these import torch, which takes seconds
-    from lopa_ascend.engine.ranks import follow, make_engine
+    from lopa_ascend.engine.ranks import follow, make_engine  # these import torch, which takes seconds
     from lopa_ascend.parallel.collectives import RankError
     from lopa_ascend.parallel.mesh import Mesh
 
@@ -32,7 +31,7 @@ def run(config: EngineConfig) -> int:
     # torchrun sends SIGTERM to every rank. Rank 0 lets its requests end first, and then ends this rank.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        engine = make_engine(Engine, config, mesh)
+        engine = make_engine(config, mesh)
     except BaseException:
         if mesh.start_refused:  # rank 0 says why
             return 1

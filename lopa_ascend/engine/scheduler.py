@@ -13,15 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lopa_ascend.config import Limits
-from lopa_ascend.engine.turns import MAX_PREFILL_TOKENS, Prompt, Turns
+from lopa_ascend.core import Request, Sequence, Step
+from lopa_ascend.engine.turns import MAX_PREFILL_TOKENS, Turns
 from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, PageTables, worst_case
 from lopa_ascend.kv.prefix_cache import PrefixCache, PrefixEntry, PrefixKey
-from lopa_ascend.sequence import Request, Sequence
-from lopa_ascend.types import PageCopy, SequenceStep, StepPlan, StepRecord
+from lopa_ascend.types import PageCopy, StepRecord
 
 Begin = Callable[[Request, PageTables, PrefixEntry | None], Sequence]
-"""``begin(request, page_tables, entry)`` makes the sequence of an admitted request, with its first ``plan`` and
-``demand``. ``entry`` is set if the prompt is cached: then the pages already hold its keys and values."""
+"""``begin(request, page_tables, entry)`` makes the sequence of an admitted request, with its first ``plan``. ``entry``
+is set if the prompt is cached: then the pages already hold its keys and values."""
 
 
 class Scheduler:
@@ -121,40 +121,35 @@ class Scheduler:
 
     # ---- steps -----------------------------------------------------------------------------------------------------
 
-    def plan(self) -> StepPlan | None:
+    def plan(self) -> Step | None:
         """Admits what may run and plans the next step, with room in the pages for what it writes; None if nothing
         runs."""
         self._admit()
         prefill, chosen = self._choose()
         if not chosen:
             return None
-        steps = []
         for sequence in chosen:
-            assert sequence.demand is not None
-            sequence.page_tables.make_room(sequence.demand)
+            sequence.make_room()
             sequence.last_step = self.num_steps
-            tables = tuple(map(tuple, sequence.page_tables.by_slot))
-            steps.append(SequenceStep(sequence.request_id, tables, sequence.page_tables.num_shared_pages))
-        plan = StepPlan(self.num_steps, prefill, tuple(steps), tuple(self._copies))
+        step = Step(self.num_steps, prefill, tuple(chosen), tuple(self._copies))
         self._copies.clear()
         self.num_steps += 1
         if prefill:
             self.num_prefill_steps += 1
-        return plan
+        return step
 
     def _choose(self) -> tuple[bool, list[Sequence]]:
         """Whether the next step is a prefill step, and the sequences that take part. A decoding step has as many as
         ``max_num_batched_tokens`` allows, but at least one, whose branches together may exceed it."""
-        prefills = [sequence for sequence in self.running.values() if sequence.in_prefill]
+        prompts = {name: sequence.num_computed for name, sequence in self.running.items() if sequence.in_prefill}
         decodes = [sequence for sequence in self.running.values() if not sequence.in_prefill]
-        prompts = [Prompt(sequence.request_id, _num_computed(sequence)) for sequence in prefills]
         chosen_ids = self._turns.choose(prompts, bool(decodes))
         if chosen_ids:
             return True, [self.running[request_id] for request_id in chosen_ids]
         chosen: list[Sequence] = []
         num_computed = 0
         for sequence in sorted(decodes, key=lambda sequence: sequence.last_step):
-            num_computed += _num_computed(sequence)
+            num_computed += sequence.num_computed
             if chosen and num_computed > self.limits.max_num_batched_tokens:
                 break
             chosen.append(sequence)
@@ -170,7 +165,7 @@ class Scheduler:
         """
         if record is not None and _commits_prompt(record, len(sequence.request.prompt)):
             self._remember(sequence)
-        if sequence.demand is None:
+        if sequence.plan is None:
             self.remove(sequence.request_id)
         else:
             sequence.page_tables.share_committed(sequence.num_committed)
@@ -183,16 +178,10 @@ class Scheduler:
         pages = self.prefix_cache.take_pages(key, table)
         if pages is None:
             return
-        num_partial = len(key.tokens) % PAGE_SIZE
+        num_partial = len(key[0]) % PAGE_SIZE
         if num_partial:
             self._copies.append(PageCopy(table[len(pages) - 1], pages[-1], num_partial))
         self.prefix_cache.insert(key, pages, sequence.last_hidden)
-
-
-def _num_computed(sequence: Sequence) -> int:
-    """Tokens that the next step computes for a sequence."""
-    assert sequence.demand is not None
-    return sequence.demand.num_computed
 
 
 def _commits_prompt(record: StepRecord, prompt_length: int) -> bool:
@@ -205,4 +194,4 @@ def prefix_key(request: Request) -> PrefixKey:
     params = request.params
     full = params.window_attention == "full"
     first_block = min(params.block_size, params.max_new_tokens) if full else 0
-    return PrefixKey(request.prompt, params.window_attention, first_block)
+    return request.prompt, params.window_attention, first_block

@@ -14,8 +14,7 @@ The rules count tokens and steps, not seconds, so every rank takes the same deci
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
 
 MAX_PREFILL_TOKENS = 1024
 """Most tokens of a prefill step, unless a single prompt has more. With fewer, running requests would wait less for the
@@ -24,15 +23,6 @@ TOKENS_PER_DECODING_STEP = 128
 """Tokens of prompts that are computed for each decoding step while requests decode."""
 MAX_OVERTAKEN = 8
 """Prefill steps in which shorter prompts that came later may go before a prompt."""
-
-
-class Prompt(NamedTuple):
-    """A running request whose prompt is not computed yet."""
-
-    request_id: str
-    num_tokens: int
-    """Tokens that the prefill step computes for the request: its prompt, and its first block or its
-    whole canvas."""
 
 
 class Turns:
@@ -52,62 +42,61 @@ class Turns:
         self._overtaken: Mapping[str, int] = {}
         """By request id: prefill steps in which a later prompt went first."""
 
-    def choose(self, prompts: Iterable[Prompt], decoding: bool) -> list[str]:
+    def choose(self, waiting: Mapping[str, int], decoding: bool) -> list[str]:
         """Notes that a step is made, and chooses its prompts.
 
         Args:
-            prompts: what waits to be computed, in the order of arrival.
+            waiting: by request id, in the order of arrival: the tokens that the prefill step computes for a request
+                whose prompt is not computed yet. These are its prompt, and its first block or its whole canvas.
             decoding: whether any request decodes.
 
         Returns:
             Ids of the requests whose prompts the step computes; none if it is a decoding step.
         """
-        waiting = list(prompts)
         if not decoding:
             self.owed = 0
         chosen = self._chosen(waiting, decoding)
         self._prefilled_last = bool(chosen)
         if chosen:
-            self.owed += sum(prompt.num_tokens for prompt in chosen)
+            self.owed += sum(waiting[prompt] for prompt in chosen)
             self._count_overtaken(waiting, chosen)
         else:
             self.owed = max(0, self.owed - TOKENS_PER_DECODING_STEP)
-        return [prompt.request_id for prompt in chosen]
+        return chosen
 
-    def _chosen(self, waiting: list[Prompt], decoding: bool) -> list[Prompt]:
+    def _chosen(self, waiting: Mapping[str, int], decoding: bool) -> list[str]:
         """The prompts that this step computes; none if it is a decoding step."""
         if not waiting or (decoding and self._prefilled_last):
             return []
         # Overdue prompts in the order of their arrival; then the others, the shortest first.
-        in_order = sorted(waiting, key=lambda prompt: 0 if self._is_overdue(prompt) else prompt.num_tokens)
+        in_order = sorted(waiting, key=lambda prompt: 0 if self._is_overdue(prompt) else waiting[prompt])
         if not self.owed:
-            return _fitting(in_order, self.max_tokens) or in_order[:1]
+            return _fitting(in_order, waiting, self.max_tokens) or in_order[:1]
         # Decoding steps are still owed: short prompts may go between them, unless they would overtake an overdue one.
         if self._is_overdue(in_order[0]):
             return []
-        return _fitting(in_order, min(self.max_tokens, TOKENS_PER_DECODING_STEP))
+        return _fitting(in_order, waiting, min(self.max_tokens, TOKENS_PER_DECODING_STEP))
 
-    def _is_overdue(self, prompt: Prompt) -> bool:
+    def _is_overdue(self, prompt: str) -> bool:
         """Whether no other prompt may go before this one any more."""
-        return self._overtaken.get(prompt.request_id, 0) >= MAX_OVERTAKEN
+        return self._overtaken.get(prompt, 0) >= MAX_OVERTAKEN
 
-    def _count_overtaken(self, waiting: list[Prompt], chosen: list[Prompt]) -> None:
+    def _count_overtaken(self, waiting: Mapping[str, int], chosen: list[str]) -> None:
         """Counts the step for the prompts that were not chosen although a later one was."""
-        chosen_ids = {prompt.request_id for prompt in chosen}
-        last_chosen = max(index for index, prompt in enumerate(waiting) if prompt.request_id in chosen_ids)
+        last_chosen = max(index for index, prompt in enumerate(waiting) if prompt in chosen)
         overtaken: dict[str, int] = {}
         for index, prompt in enumerate(waiting):
-            if prompt.request_id not in chosen_ids:
-                times = self._overtaken.get(prompt.request_id, 0)
-                overtaken[prompt.request_id] = times + 1 if index < last_chosen else times
+            if prompt not in chosen:
+                times = self._overtaken.get(prompt, 0)
+                overtaken[prompt] = times + 1 if index < last_chosen else times
         self._overtaken = overtaken
 
 
-def _fitting(prompts: list[Prompt], budget: int) -> list[Prompt]:
+def _fitting(prompts: list[str], num_tokens: Mapping[str, int], budget: int) -> list[str]:
     """The first prompts whose tokens together are within the budget."""
-    chosen: list[Prompt] = []
+    chosen: list[str] = []
     for prompt in prompts:
-        budget -= prompt.num_tokens
+        budget -= num_tokens[prompt]
         if budget < 0:
             break
         chosen.append(prompt)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from lopa_ascend.types import Demand
-
 PAGE_SIZE = 128
 
 
@@ -143,14 +141,19 @@ class PageTables:
             table.extend(self.allocator.share(page) for page in pages)
         self.num_shared_pages = len(pages)
 
-    def make_room(self, demand: Demand) -> None:
+    def make_room(self, committed: int, slot_ends: Sequence[int], *, winner_commits: bool) -> None:
         """Allocates the pages that a step writes: each slot must hold what the step commits, and the slot's longest
-        row. A slot without a row shares those pages of slot 0 that committed positions fill."""
-        committed = demand.committed_end
-        self.grow(0, max(committed, demand.slot_ends[0]))
-        if not demand.winner_commits:  # all branches write the same, so full pages are shared before they are written
+        row. A slot without a row shares those pages of slot 0 that committed positions fill.
+
+        Args:
+            committed: positions before this one are committed after the step.
+            slot_ends: for each slot the end of its longest row; 0 if it has none.
+            winner_commits: see ``SequencePlan.winner_commits``.
+        """
+        self.grow(0, max(committed, slot_ends[0]))
+        if not winner_commits:  # all branches write the same, so full pages are shared before they are written
             self.share_committed(committed)
-        for slot, end in enumerate(demand.slot_ends):
+        for slot, end in enumerate(slot_ends):
             table = self.by_slot[slot]
             if not end:
                 for page in self.by_slot[0][len(table) : committed // PAGE_SIZE]:

@@ -14,17 +14,9 @@ from typing import Any
 
 from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator
 
-
-@dataclass(frozen=True, slots=True)
-class PrefixKey:
-    """What the keys and values of a prompt depend on."""
-
-    tokens: tuple[int, ...]
-    """Token ids of the prompt."""
-    window_attention: str
-    """See ``DecodingParams.window_attention``."""
-    first_block: int
-    """Length of the first block with full attention, otherwise 0."""
+PrefixKey = tuple[tuple[int, ...], str, int]
+"""What the keys and values of a prompt depend on: its token ids, ``DecodingParams.window_attention``, and with full
+attention the length of the first block, otherwise 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +31,11 @@ class PrefixEntry:
 
     @property
     def full_pages(self) -> tuple[int, ...]:
-        return self.pages[: len(self.key.tokens) // PAGE_SIZE]
+        return self.pages[: len(self.key[0]) // PAGE_SIZE]
 
     @property
     def partial_page(self) -> int | None:
-        return self.pages[-1] if len(self.key.tokens) % PAGE_SIZE else None
+        return self.pages[-1] if len(self.key[0]) % PAGE_SIZE else None
 
 
 class PrefixCache:
@@ -80,7 +72,7 @@ class PrefixCache:
         """
         if key in self._entries:
             return None
-        full, partial = divmod(len(key.tokens), PAGE_SIZE)
+        full, partial = divmod(len(key[0]), PAGE_SIZE)
         can_allocate = self._allocator.num_free or self._allocator.num_evictable
         if partial and not can_allocate:
             return None  # to drop all entries would free no page either

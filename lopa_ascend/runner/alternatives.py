@@ -15,13 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lopa_ascend.core import Sequence
 from lopa_ascend.model.base import Model
 from lopa_ascend.parallel.collectives import Group
-from lopa_ascend.parallel.placement import Placement
+from lopa_ascend.parallel.placement import Placement, Share
 from lopa_ascend.runner.scoring import Job
 from lopa_ascend.score.most_probable import most_probable
-from lopa_ascend.sequence import Sequence
-from lopa_ascend.types import SequencePlan, StepRecord
+from lopa_ascend.types import StepRecord
 
 ROWS_AT_A_TIME = 64
 """Positions whose lists are made at a time: with a large vocabulary the logits of all would take gigabytes."""
@@ -36,13 +36,13 @@ class AlternativesRecorder:
     bp: Group
     """The ranks that hold the same part of the model and evaluate other branches."""
 
-    def record(self, sequence: Sequence, plan: SequencePlan, record: StepRecord, job: Job | None) -> None:
+    def record(self, sequence: Sequence, share: Share, record: StepRecord, job: Job) -> None:
         """Records the lists of one forward pass in ``Strategy.alternatives``, on every rank.
 
         Args:
-            plan: what was computed.
+            share: what this rank's group computed.
             record: what the pass did; the sequence's next branches have begun.
-            job: what this rank's group predicted, branch by branch.
+            job: what this rank's group predicted.
         """
         wanted = {record.winner: {fill.position for fill in record.fills} | sequence.strategy.recorded_positions()}
         won = record.branches[record.winner]
@@ -51,26 +51,23 @@ class AlternativesRecorder:
             wanted.setdefault(branch, set()).add(fill.position)
         for branch, positions in wanted.items():
             if positions:
-                self._record_branch(sequence, plan, branch, sorted(positions), job)
+                self._record_branch(sequence, share, branch, sorted(positions), job)
 
-    def _record_branch(
-        self, sequence: Sequence, plan: SequencePlan, branch: int, positions: list[int], job: Job | None
-    ) -> None:
+    def _record_branch(self, sequence: Sequence, share: Share, branch: int, positions: list[int], job: Job) -> None:
         """Records the lists of some positions, as one branch predicted them.
 
         Args:
-            branch: index in ``plan.rows``.
+            branch: index in ``share.plan.rows``.
             positions: masked positions of that row, ascending.
         """
-        count = sequence.request.params.top_logprobs
+        count, plan = sequence.request.params.top_logprobs, share.plan
         group, _ = self.placement.home(branch)
         message = torch.zeros(len(positions), 2 * count, device=self.model.head.device)
         if self.bp.rank == group:
-            assert job is not None
             earlier_rows = plan.rows[group : branch : self.placement.size]  # of the same group
             num_before = sum(len(row.masked) for row in earlier_rows)
-            index = num_before + np.searchsorted(plan.rows[branch].masked, positions)
-            message = self._lists(job, index, count)
+            places = num_before + np.searchsorted(plan.rows[branch].masked, positions)
+            message = self._lists(job, share.order[places], count)
         message = self.bp.broadcast(message, group, "top_logprobs")
         ids, probs = message.cpu().split(count, dim=1)
         found = {}

@@ -5,24 +5,23 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from lopa_ascend.runner.layout import Part
+from lopa_ascend.core import Sequence
+from lopa_ascend.parallel.placement import Share
 from lopa_ascend.score.shards import Bans
-from lopa_ascend.sequence import Sequence
 
 
-def bans_for(sequence: Sequence, part: Part, device: torch.device) -> Bans | None:
+def bans_for(sequence: Sequence, share: Share, device: torch.device) -> Bans | None:
     """What may not be chosen at the positions that a sequence predicts; None if nothing is banned there."""
-    predictions = part.predictions
-    if sequence.bad_words is None or not len(predictions.positions):
+    if sequence.bad_words is None or not len(share.positions):
         return None
     prompt_length = len(sequence.request.prompt)
-    places = (predictions.positions - prompt_length).tolist()
+    places = (share.positions - prompt_length).tolist()
     first = min(places)
     banned_by_row = [
         sequence.bad_words.banned_tokens(_answer(sequence, row.start - prompt_length, row.tokens), first)
-        for row in part.share.rows
+        for row in share.rows
     ]
-    banned = [banned_by_row[row][place - first] for place, row in zip(places, predictions.rows, strict=True)]
+    banned = [banned_by_row[row][place - first] for place, row in zip(places, share.predicted_rows, strict=True)]
     indices = {ids: index for index, ids in enumerate(dict.fromkeys(filter(None, banned)))}
     lists = tuple(torch.tensor(ids, device=device) for ids in indices)
     return Bans(lists, np.array([indices.get(ids, -1) for ids in banned]))

@@ -7,160 +7,89 @@ of its share's last row before that. Keys and values go to every slot that needs
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from lopa_ascend.backend.interface import Entries
-from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
-from lopa_ascend.types import RowPlan, SequenceStep, Share
-
-Indices = NDArray[np.int64]
+from lopa_ascend.backend.interface import Entries, Ops
+from lopa_ascend.kv.pages import PAGE_SIZE, PageTables, pages_for
+from lopa_ascend.model.base import ForwardInputs
+from lopa_ascend.parallel.placement import Indices, Share
+from lopa_ascend.types import RowPlan
 
 BEFORE_WINDOW = -1
 """Stands for the position before the window in place of a token: the batch does not compute that position."""
+PREDICTED_BY = -1
+"""The hidden state at position q + PREDICTED_BY predicts position q."""
+
+Span = tuple[int, int, int, int]
+"""One attention entry: (keys that its queries see, end, length, row of the share). The queries are at the positions
+[end - length, end) of the row, and see every key before their number."""
 
 
-@dataclass(frozen=True)
-class PredictionRows:
-    """Which hidden states predict the masked positions of one sequence. The state at position q - 1 predicts q."""
+def build_batch(items: Sequence[tuple[Share, PageTables]], ops: Ops) -> ForwardInputs:
+    """The batch of some sequences, each of which has at least one row. Notes in the shares where they lie in it.
 
-    tokens: Indices
-    """Index in the batch of each token whose hidden state is needed, ascending, without repetition;
-    ``BEFORE_WINDOW`` comes first if it is needed."""
-    positions: Indices
-    """The position that each of ``tokens`` predicts."""
-    rows: Indices
-    """For each of ``tokens`` a row of the share that it predicts the position for."""
-    inverse: Indices
-    """For every masked position of every row, in their order: the index in ``tokens``."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """One sequence in the batch."""
-
-    share: Share
-    row_tokens: tuple[Indices, ...]
-    """For each row of the share: index in the batch of the token at each of its positions."""
-    num_computed: int
-    """Tokens of the batch that belong to this sequence."""
-    predictions: PredictionRows
-
-    @property
-    def last_committing(self) -> Indices:
-        """Index in the batch of the last committing position: one for each row where keys and values differ by branch,
-        otherwise one for the sequence; none if nothing commits."""
-        plan = self.share.plan
-        if not plan.num_new:
-            return np.empty(0, dtype=np.int64)
-        rows = self.row_tokens if plan.winner_commits else self.row_tokens[-1:]
-        return np.array([tokens[plan.num_new - 1] for tokens in rows], dtype=np.int64)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The batch of one step: T tokens, W written cache positions."""
-
-    tokens: Indices
-    """Token ids [T]."""
-    positions: Indices
-    """Positions in their sequences [T]."""
-    slot_mapping: Indices
-    """Flat cache positions that are written [W]."""
-    source: Indices
-    """For each written position the index in the batch of the token whose keys and values go there [W]."""
-    entries: Entries
-    parts: tuple[Part, ...]
-    """The sequences, in the order of their tokens."""
-
-
-@dataclass(frozen=True)
-class _Span:
-    """One attention entry: queries at the positions [begin, end) of a row, which see every key before ``num_keys``."""
-
-    begin: int
-    end: int
-    num_keys: int
-    row: int
-
-
-@dataclass
-class _EntryColumns:
-    """The fields of ``Entries``, entry by entry."""
-
-    lengths: list[int] = field(default_factory=list)
-    kv_lengths: list[int] = field(default_factory=list)
-    page_tables: list[tuple[int, ...]] = field(default_factory=list)
-    prefix_groups: list[int] = field(default_factory=list)
-
-
-def build_layout(items: Sequence[tuple[Share, SequenceStep]]) -> Layout:
-    """The batch of some sequences, each of which has at least one row."""
+    The hidden states that are returned are, of all sequences, first those that predict and then the last committing
+    ones.
+    """
     tokens: list[Indices] = []
     positions: list[Indices] = []
     written: list[Indices] = []
     sources: list[Indices] = []
-    parts: list[Part] = []
-    columns = _EntryColumns()
+    lengths: list[int] = []
+    kv_lengths: list[int] = []
+    page_tables: list[Sequence[int]] = []
+    prefix_groups: list[int] = []
     prefixes: list[int] = []
     num_computed = 0
-    for index, (share, step) in enumerate(items):
+    for index, (share, pages) in enumerate(items):
         spans = _spans(share)
-        part = _part(share, spans, num_computed)
-        num_computed += part.num_computed
-        for span in spans:
-            row = share.rows[span.row]
-            tokens.append(np.array(row.tokens[span.begin - row.start : span.end - row.start], dtype=np.int64))
-            positions.append(np.arange(span.begin, span.end))
-            _add_entry(columns, span, step.page_tables[share.slots[span.row]], index, share.plan.prefix_length)
-        prefixes += [share.plan.start, share.plan.prefix_length]  # of its two prefix groups: see _add_entry
-        positions_written, source = _writes(share, step, part.row_tokens)
+        _place(share, spans, num_computed)
+        num_computed += share.num_computed
+        prefix_length = share.plan.prefix_length
+        for num_keys, end, length, number in spans:
+            row, begin = share.rows[number], end - length
+            tokens.append(np.array(row.tokens[begin - row.start : end - row.start], dtype=np.int64))
+            positions.append(np.arange(begin, end))
+            lengths.append(length)
+            kv_lengths.append(num_keys)
+            page_tables.append(pages.by_slot[share.slots[number]])
+            # Group 2 * i is for queries of sequence i inside its prefix, if this step computes them, and 2 * i + 1 for
+            # those after it. So the first block reads a prompt of the same step exactly as it reads a cached prompt.
+            prefix_groups.append(2 * index + (begin >= prefix_length))
+        prefixes += [share.plan.start, prefix_length]
+        positions_written, source = _writes(share, pages)
         written.append(positions_written)
         sources.append(source)
-        parts.append(part)
+    wanted = [share.predicting[share.predicting != BEFORE_WINDOW] for share, _ in items]
+    wanted += [last_committing(share) for share, _ in items]
     entries = Entries(
-        lengths=tuple(columns.lengths),
-        kv_lengths=tuple(columns.kv_lengths),
-        page_tables=_page_tables(columns.page_tables, columns.kv_lengths),
-        prefix_groups=tuple(columns.prefix_groups),
+        lengths=tuple(lengths),
+        kv_lengths=tuple(kv_lengths),
+        page_tables=_page_tables(page_tables, kv_lengths),
+        prefix_groups=tuple(prefix_groups),
         prefixes=tuple(prefixes),
+    ).divided(ops.max_queries)
+
+    def on_device(column: list[Indices]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(column)).to(ops.device)
+
+    return ForwardInputs(
+        tokens=on_device(tokens),
+        positions=on_device(positions),
+        slot_mapping=on_device(written),
+        source=on_device(sources),
+        entries=replace(entries, page_tables=entries.page_tables.to(ops.device)),
+        rows=on_device(wanted),
     )
-    return Layout(
-        tokens=np.concatenate(tokens),
-        positions=np.concatenate(positions),
-        slot_mapping=np.concatenate(written),
-        source=np.concatenate(sources),
-        entries=entries,
-        parts=tuple(parts),
-    )
 
 
-def _add_entry(
-    columns: _EntryColumns, span: _Span, page_table: tuple[int, ...], sequence: int, prefix_length: int
-) -> None:
-    """Appends one entry.
-
-    Each sequence of the batch has two prefix groups: sequence i has group 2 * i for queries inside its prefix, if this
-    step computes them, and group 2 * i + 1 for queries after the prefix. So the first block reads a prompt that is
-    computed in the same step exactly as it reads a cached prompt.
-
-    Args:
-        sequence: the index i of the sequence in the batch.
-    """
-    follows_prefix = span.begin >= prefix_length
-    columns.lengths.append(span.end - span.begin)
-    columns.kv_lengths.append(span.num_keys)
-    columns.page_tables.append(page_table)
-    columns.prefix_groups.append(2 * sequence + 1 if follows_prefix else 2 * sequence)
-
-
-def _spans(share: Share) -> list[_Span]:
+def _spans(share: Share) -> list[Span]:
     """The attention entries of a share; entries of equal shape are neighbours."""
     prefix_length = share.plan.prefix_length
-    spans: list[_Span] = []
+    spans: list[Span] = []
     for index, row in enumerate(share.rows):
         begin = row.start
         for end in row.entry_ends:
@@ -168,46 +97,61 @@ def _spans(share: Share) -> list[_Span]:
                 # An entry that spans prompt and first block is cut where the prefix ends.
                 cuts = [begin, prefix_length, end] if begin < prefix_length < end else [begin, end]
                 num_keys = max(end, row.stale_end)
-                spans += [_Span(first, last, num_keys, index) for first, last in zip(cuts, cuts[1:], strict=False)]
+                spans += [(num_keys, last, last - first, index) for first, last in zip(cuts, cuts[1:], strict=False)]
             begin = end
-    return sorted(spans, key=lambda span: (span.num_keys, span.end, span.end - span.begin, span.row))
+    return sorted(spans)
 
 
-def _part(share: Share, spans: Sequence[_Span], first_token: int) -> Part:
-    """One sequence in the batch: the tokens of ``spans``, one after the other, from index ``first_token`` on."""
+def _place(share: Share, spans: Sequence[Span], first_token: int) -> None:
+    """Notes where a sequence lies in the batch: the tokens of ``spans``, one after the other, from index
+    ``first_token`` on."""
     row_tokens = [np.full(len(row.tokens), BEFORE_WINDOW, dtype=np.int64) for row in share.rows]
     next_token = first_token
-    for span in spans:
-        length, offset = span.end - span.begin, span.begin - share.plan.start
-        row_tokens[span.row][offset : offset + length] = np.arange(next_token, next_token + length)
+    for _, end, length, index in spans:
+        offset = end - length - share.plan.start
+        row_tokens[index][offset : offset + length] = np.arange(next_token, next_token + length)
         next_token += length
     for row, tokens in zip(share.rows, row_tokens, strict=True):
         num_taken_over = row.compute_from - row.start
         tokens[:num_taken_over] = row_tokens[-1][:num_taken_over]
-    return Part(share, tuple(row_tokens), next_token - first_token, _prediction_rows(share, row_tokens))
+    share.row_tokens, share.num_computed = row_tokens, next_token - first_token
+    _place_predictions(share)
 
 
-def _prediction_rows(share: Share, row_tokens: Sequence[Indices]) -> PredictionRows:
-    """The tokens whose hidden states predict the masked positions of all rows. A token that several rows share is
+def _place_predictions(share: Share) -> None:
+    """Notes the tokens whose hidden states predict the masked positions of all rows. A token that several rows share is
     listed once, with the first of these rows."""
     masked_by_row = [np.array(row.masked, dtype=np.int64) for row in share.rows]
     predicting_by_row = [
         _predicting_tokens(row, tokens, masked)
-        for row, tokens, masked in zip(share.rows, row_tokens, masked_by_row, strict=True)
+        for row, tokens, masked in zip(share.rows, share.row_tokens, masked_by_row, strict=True)
     ]
-    positions = np.concatenate(masked_by_row)
-    rows = np.repeat(np.arange(len(masked_by_row)), [len(masked) for masked in masked_by_row])
-    tokens, first_use, inverse = np.unique(np.concatenate(predicting_by_row), return_index=True, return_inverse=True)
-    return PredictionRows(tokens, positions[first_use], rows[first_use], inverse)
+    num_masked = [len(masked) for masked in masked_by_row]
+    rows = np.repeat(np.arange(len(masked_by_row)), num_masked)
+    share.predicting, first_use, inverse = np.unique(
+        np.concatenate(predicting_by_row), return_index=True, return_inverse=True
+    )
+    share.positions, share.predicted_rows = np.concatenate(masked_by_row)[first_use], rows[first_use]
+    by_row = np.split(inverse, np.cumsum(num_masked)[:-1])
+    by_branch = sorted(range(len(by_row)), key=share.branches.__getitem__)
+    share.order = np.concatenate([by_row[row] for row in by_branch])
 
 
 def _predicting_tokens(row: RowPlan, tokens: Indices, positions: Indices) -> Indices:
-    """The token at position q - 1 for each q of ``positions``."""
-    offsets = positions - row.start - 1
+    """The tokens whose hidden states predict some positions of a row."""
+    offsets = positions - row.start + PREDICTED_BY
     return np.where(offsets < 0, BEFORE_WINDOW, tokens[np.maximum(offsets, 0)])
 
 
-def _writes(share: Share, step: SequenceStep, row_tokens: Sequence[Indices]) -> tuple[Indices, Indices]:
+def last_committing(share: Share) -> Indices:
+    """Index in the batch of the last committing position: one for each row where keys and values differ by branch,
+    otherwise one for the sequence; none if nothing commits."""
+    plan = share.plan
+    rows = share.row_tokens if plan.winner_commits else share.row_tokens[-1:]
+    return np.array([tokens[plan.num_new - 1] for tokens in rows if plan.num_new], dtype=np.int64)
+
+
+def _writes(share: Share, pages: PageTables) -> tuple[Indices, Indices]:
     """Where the step writes keys and values.
 
     The slot of a row takes all positions of that row. A slot without a row takes what is the same for all slots: the
@@ -217,7 +161,7 @@ def _writes(share: Share, step: SequenceStep, row_tokens: Sequence[Indices]) -> 
     Returns:
         The flat cache positions; and for each of them the index in the batch of the token that is written there.
     """
-    plan = share.plan
+    plan, row_tokens = share.plan, share.row_tokens
     if plan.fills_all_slots:
         num_common = len(row_tokens[-1])
     elif plan.winner_commits:
@@ -230,10 +174,10 @@ def _writes(share: Share, step: SequenceStep, row_tokens: Sequence[Indices]) -> 
     for slot in range(share.num_slots):
         tokens = tokens_of_slot.get(slot, common)
         # Slot 0 writes the pages that all slots share.
-        begin = plan.start if slot == 0 else max(plan.start, step.num_shared_pages * PAGE_SIZE)
+        begin = plan.start if slot == 0 else max(plan.start, pages.num_shared_pages * PAGE_SIZE)
         end = plan.start + len(tokens)
         if begin < end:
-            written.append(slot_mapping(step.page_tables[slot], begin, end))
+            written.append(slot_mapping(pages.by_slot[slot], begin, end))
             source.append(tokens[begin - plan.start :])
     return np.concatenate(written), np.concatenate(source)
 

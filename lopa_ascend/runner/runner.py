@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as List
+from collections.abc import Collection
 
 import torch
 
 from lopa_ascend.config import Limits
 from lopa_ascend.config.parameters import AUTO_REQUESTS
+from lopa_ascend.core import Result, Sequence, Step
 from lopa_ascend.graph.executor import GraphExecutor
 from lopa_ascend.probe import Probe
-from lopa_ascend.runner.eager import EagerExecutor, planned
-from lopa_ascend.sequence import Sequence
-from lopa_ascend.types import Demand, GraphStats, SequenceResult, SequenceStep, StepPlan, StepResult
+from lopa_ascend.runner.eager import EagerExecutor
+from lopa_ascend.types import GraphStats
 
 
 class Runner:
@@ -54,7 +53,7 @@ class Runner:
         if self.graphs is not None:
             self.graphs.start(sequence)
         sequence.plan = sequence.strategy.plan()
-        sequence.demand = self._demand(sequence)
+        self._ask(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Gives up what a sequence holds on the device. It is done, or was ended from outside."""
@@ -62,47 +61,44 @@ class Runner:
             self.graphs.release(sequence)
 
     @torch.inference_mode()
-    def step(self, plan: StepPlan, sequences: Mapping[str, Sequence]) -> StepResult:
-        """Makes the plan's copies and one forward pass of its sequences, and updates the sequences in place.
+    def step(self, step: Step, running: Collection[Sequence]) -> list[Result]:
+        """Makes the step's copies and one forward pass of its sequences, and updates the sequences in place.
 
-        A graph that is launched ahead reports its sequences in the next step. So a sequence may be in the plan and not
-        in the result, and the other way round.
+        A graph that is launched ahead reports its sequences in the next step. So a sequence may be in the step and not
+        in the results, and the other way round.
 
         Args:
-            sequences: all running sequences by request id.
+            running: all running sequences.
         """
-        for copy in plan.copies:
+        for copy in step.copies:
             self.pool.copy_page(copy)
-        for sequence in sequences.values():
-            sequence.strategy.is_crowded = len(sequences) > AUTO_REQUESTS
+        for sequence in running:
+            sequence.strategy.is_crowded = len(running) > AUTO_REQUESTS
         if self.graphs is None:
-            results = self._run_eagerly(plan.sequences, sequences)
+            results = self.eager.run(step.sequences)
         else:
-            launched, eager = self.graphs.launch(plan, sequences)
-            results = self._run_eagerly(eager, sequences) if eager else []
-            results += self.graphs.collect(launched, sequences)
-        for result in results:
-            sequence = sequences[result.request_id]
-            sequence.demand = self._demand(sequence)
-            if sequence.demand is None:
+            launched, eager = self.graphs.launch(step)
+            results = self.eager.run(eager) if eager else []
+            results += self.graphs.collect(launched)
+        for sequence, _ in results:
+            if sequence.plan is None:
                 self.release(sequence)
-        return StepResult(tuple(results))
+            else:
+                self._ask(sequence)
+        return results
 
-    def _run_eagerly(self, steps: List[SequenceStep], sequences: Mapping[str, Sequence]) -> list[SequenceResult]:
-        return self.eager.run([sequences[step.request_id] for step in steps], steps)
-
-    def _demand(self, sequence: Sequence) -> Demand | None:
-        """What the sequence's next step needs; None when the sequence is done or has failed."""
-        if sequence.plan is None:
-            return None
+    def _ask(self, sequence: Sequence) -> None:
+        """Notes what the next step of a sequence needs."""
         self._drop_excess_branches(sequence)
-        demand = self.eager.placement.demand(sequence.plan)
-        return demand if self.graphs is None else self.graphs.demand(sequence, demand)
+        placement, plan = self.eager.placement, sequence.next_pass
+        sequence.num_computed, sequence.slot_ends = placement.num_computed(plan), placement.slot_ends(plan)
+        if self.graphs is not None:
+            self.graphs.ask(sequence)
 
     def _drop_excess_branches(self, sequence: Sequence) -> None:
         """Drops lookahead branches that do not fit into one step, see ``Limits.max_branches``; the best ones stay. A
         graph computes all of a sequence's branches: what it can compute is decided by its bucket."""
-        plan = planned(sequence)
+        plan = sequence.next_pass
         max_branches = self._limits.max_branches(max(len(row.tokens) for row in plan.rows))
         if len(plan.rows) > max_branches and (self.graphs is None or not self.graphs.decodes(sequence)):
             sequence.plan = sequence.strategy.keep(plan, max_branches - 1)

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.model.base import Model
+from lopa_ascend.parallel.placement import Indices
 from lopa_ascend.probe import Probe
 from lopa_ascend.score.adjust import Adjustment
 from lopa_ascend.score.merge import merge_scores
-from lopa_ascend.score.prediction import NO_PREDICTIONS, Predictions
+from lopa_ascend.score.prediction import NUM_COLUMNS, encode
 from lopa_ascend.score.shards import MAX_OFFERED, Bans, shard_scores
 from lopa_ascend.types import Scoring
 
@@ -23,12 +23,10 @@ HEAD_ROWS = 512
 """Rows of logits that are computed at a time: enough to use each of the head's weights many times. With 128 the head
 and the scores of 380 positions and 32,000 token ids took 1.1 to 1.2 times as long."""
 
-Indices = NDArray[np.int64]
 
-
-@dataclass(frozen=True)
+@dataclass
 class Job:
-    """What one sequence wants predicted, at n positions."""
+    """What the hidden states of one sequence predict, at n positions."""
 
     hidden: Tensor
     """The hidden states that predict the positions [n, hidden]."""
@@ -40,17 +38,21 @@ class Job:
     adjustment: Adjustment | None = None
     """What is done to the logits first."""
     bans: Bans | None = None
+    committing: Tensor | None = None
+    """Final hidden state of the last committing position: [rows of the share, hidden] where keys and values differ by
+    branch, otherwise [1, hidden]; no rows if nothing commits."""
+    predictions: Tensor | None = None
+    """What the scorer gave: encoded predictions int32 [n, 3]; see ``prediction.encode``."""
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether the job cannot share a batch."""
+        return self.adjustment is not None or self.bans is not None
 
-@dataclass
-class _Batch:
-    """Neighbouring jobs that are scored alike."""
-
-    scoring: Scoring
-    round: int
-    """0 for all greedy requests, so that they share a batch."""
-    jobs: list[Job]
-    """A job with an adjustment or bans is alone in its batch."""
+    def is_like(self, other: Job) -> bool:
+        """Whether both may be scored in one batch. Greedy requests share a batch whatever their passes' numbers are."""
+        same_noise = not self.scoring.temperature or self.round == other.round
+        return not (self.is_alone or other.is_alone) and self.scoring == other.scoring and same_noise
 
 
 class Scorer:
@@ -59,24 +61,26 @@ class Scorer:
     def __init__(self, model: Model, ops: Ops) -> None:
         self.model, self.ops = model, ops
 
-    def score(self, jobs: List[Job], probe: Probe) -> list[Predictions]:
-        """The predictions of each job."""
-        out: list[Predictions] = []
+    def score(self, jobs: List[Job], probe: Probe) -> list[Tensor]:
+        """The encoded predictions of each job."""
+        out: list[Tensor] = []
         for batch in _batches(jobs):
-            lengths = [len(job.hidden) for job in batch.jobs]
-            rows = torch.cat([job.hidden for job in batch.jobs])
-            where = np.concatenate([job.positions for job in batch.jobs])
-            with probe("score", (len(rows), batch.scoring)):
-                scored = self._score_rows(rows, where, batch)
-            ends = np.cumsum(lengths)
-            out += [scored.take(slice(end - length, end)) for length, end in zip(lengths, ends, strict=True)]
+            rows = torch.cat([job.hidden for job in batch])
+            where = np.concatenate([job.positions for job in batch])
+            with probe("score", (len(rows), batch[0].scoring)):
+                scored = self._score_rows(rows, where, batch[0])
+            out += scored.split([len(job.hidden) for job in batch])
         return out
 
-    def _score_rows(self, rows: Tensor, positions: Indices, batch: _Batch) -> Predictions:
-        """The predictions of hidden states [n, hidden] for the positions [n]."""
-        num_rows, scoring, round_ = len(rows), batch.scoring, batch.round
+    def _score_rows(self, rows: Tensor, positions: Indices, job: Job) -> Tensor:
+        """The encoded predictions of hidden states [n, hidden] for the positions [n].
+
+        Args:
+            job: the first of the batch, like which the others are scored.
+        """
+        num_rows, scoring, round_ = len(rows), job.scoring, job.round
         if not num_rows:
-            return NO_PREDICTIONS
+            return torch.empty(0, NUM_COLUMNS, dtype=torch.int32, device=self.ops.device)
         where = torch.from_numpy(positions).to(self.ops.device)
         score_rows = self.ops.score_rows or HEAD_ROWS
         if num_rows % score_rows == 1:  # torch sums a single row in several threads, so in another order
@@ -88,7 +92,7 @@ class Scorer:
         for chunk, chunk_positions in zip(rows.split(HEAD_ROWS), where.split(HEAD_ROWS), strict=True):
             logits = self.model.logits(chunk).split(score_rows)
             for piece, at in zip(logits, chunk_positions.split(score_rows), strict=True):
-                shard = self._shard_scores(piece, at, batch, first_row)
+                shard = self._shard_scores(piece, at, job, first_row)
                 first_row += len(piece)
                 if is_split:
                     pieces.append((shard,))
@@ -97,36 +101,31 @@ class Scorer:
         columns = [torch.cat(column) for column in zip(*pieces, strict=True)]
         if is_split:
             columns = list(merge_scores(tp.all_gather(columns[0], "vocabulary"), scoring, where, round_))
-        tokens, probs, confidences = (column[:num_rows].cpu().numpy() for column in columns)
-        return Predictions(tokens.astype(np.int32), probs, confidences)
+        return encode(*(column[:num_rows] for column in columns))
 
-    def _shard_scores(self, logits: Tensor, positions: Tensor, batch: _Batch, first_row: int) -> Tensor:
+    def _shard_scores(self, logits: Tensor, positions: Tensor, job: Job, first_row: int) -> Tensor:
         """The statistics of this rank's shard for some rows of a batch; see ``shards.shard_scores``.
 
         Args:
             logits: of these rows [R, local_vocab_size].
             positions: which they predict, int64 [R].
+            job: the first of the batch, and the only one if it has an adjustment or bans.
             first_row: index of the first of them in the batch.
         """
         first_token_id = self.model.first_token_id
-        job = batch.jobs[0]  # the only one if it has an adjustment or bans
         if job.adjustment is not None:
             logits = job.adjustment.apply(logits, first_token_id)
         bans = None if job.bans is None else job.bans.within(first_row, len(logits))
         limit = MAX_OFFERED if self.model.tp.size > 1 else None
-        return shard_scores(logits, batch.scoring, positions, batch.round, first_token_id, limit, bans)
+        return shard_scores(logits, job.scoring, positions, job.round, first_token_id, limit, bans)
 
 
-def _batches(jobs: List[Job]) -> list[_Batch]:
-    batches: list[_Batch] = []
-    last_is_alone = True
+def _batches(jobs: List[Job]) -> list[list[Job]]:
+    """Neighbouring jobs that are scored alike."""
+    batches: list[list[Job]] = []
     for job in jobs:
-        round_ = job.round if job.scoring.temperature else 0
-        is_alone = job.adjustment is not None or job.bans is not None
-        joins = not is_alone and not last_is_alone and (batches[-1].scoring, batches[-1].round) == (job.scoring, round_)
-        if joins:
-            batches[-1].jobs.append(job)
+        if batches and batches[-1][0].is_like(job):
+            batches[-1].append(job)
         else:
-            batches.append(_Batch(job.scoring, round_, [job]))
-        last_is_alone = is_alone
+            batches.append([job])
     return batches

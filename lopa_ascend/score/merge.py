@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,30 +14,6 @@ from lopa_ascend.types import Scoring
 
 Stats = dict[str, Tensor]
 """The statistics of the shards by name, [shards, R] each; ``shards.columns`` explains the names."""
-
-
-class Softmax(NamedTuple):
-    """What the softmax of R rows of logits needs to turn any one of their logits into a probability."""
-
-    high: Tensor
-    """The largest logit of each row [R, 1]."""
-    total: Tensor
-    """The sum of exp((logit - high) / temperature) over the vocabulary [R, 1]."""
-    temperature: float
-
-    @classmethod
-    def of_shards(cls, stats: Stats, temperature: float) -> Softmax:
-        high = stats["high"].amax(0)
-        weights = scaled(stats["high"], high, temperature).exp()
-        return cls(high[:, None], _sum_over_shards(weights * stats["total"])[:, None], temperature)
-
-    def scaled(self, logits: Tensor) -> Tensor:
-        """(logit - high) / temperature of logits [R, n]."""
-        return scaled(logits, self.high, self.temperature)
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """The probabilities of logits [R, n]."""
-        return self.scaled(logits).exp() / self.total
 
 
 def merge_scores(stats: Tensor, scoring: Scoring, positions: Tensor, round_: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,19 +39,24 @@ def merge_scores(stats: Tensor, scoring: Scoring, positions: Tensor, round_: int
         for name, column in kept.items():  # the kept tokens count as one more shard
             by_name[name] = torch.cat([by_name[name], column.t()])
     logits, ids = logits.flatten(1), ids.flatten(1).long()
-    softmax = Softmax.of_shards(by_name, scoring.temperature)
+    high, total = _softmax(by_name, scoring.temperature)
     keys = logits
     if scoring.temperature:
-        keys = softmax.scaled(logits) + gumbel_noise(scoring.seed, positions, round_, ids)
+        keys = scaled(logits, high[:, None], scoring.temperature) + gumbel_noise(scoring.seed, positions, round_, ids)
     chosen = first_argmax(keys)
-    probs = softmax.probabilities(logits.gather(-1, chosen))[:, 0]
-    confidences = _confidences(chosen, probs, logits, by_name, softmax, scoring)
+    probs = scaled(logits.gather(-1, chosen)[:, 0], high, scoring.temperature).exp() / total
+    confidences = _confidences(chosen, probs, logits, by_name, scoring)
     return ids.gather(-1, chosen)[:, 0], probs, confidences
 
 
-def _confidences(
-    chosen: Tensor, probs: Tensor, logits: Tensor, stats: Stats, softmax: Softmax, scoring: Scoring
-) -> Tensor:
+def _softmax(stats: Stats, temperature: float) -> tuple[Tensor, Tensor]:
+    """The largest logit of each row [R], and the sum of exp((logit - largest) / temperature) over its logits [R]."""
+    high = stats["high"].amax(0)
+    weights = scaled(stats["high"], high, temperature).exp()
+    return high, _sum_over_shards(weights * stats["total"])
+
+
+def _confidences(chosen: Tensor, probs: Tensor, logits: Tensor, stats: Stats, scoring: Scoring) -> Tensor:
     """The confidences [R]: "margin" is the chosen token's probability minus the largest other one, "neg_entropy" the
     sum of p log p.
 
@@ -87,11 +67,11 @@ def _confidences(
     """
     if scoring.confidence == "max_prob":
         return probs
+    high, total = _softmax(stats, scoring.temperature)
     if scoring.confidence == "margin":
         others = logits.scatter(-1, chosen, -math.inf)
         other = torch.maximum(stats["other"].amax(0), others.amax(-1))
-        return probs - softmax.probabilities(other[:, None])[:, 0]
-    high, total = softmax.high[:, 0], softmax.total[:, 0]
+        return probs - scaled(other, high, scoring.temperature).exp() / total
     # A shard's "dot" measures logits from the shard's largest one; with ``shift`` from the largest of all shards.
     shift = scaled(stats["high"], high, scoring.temperature)
     dot = _sum_over_shards(shift.exp() * (stats["dot"] + stats["total"] * shift))

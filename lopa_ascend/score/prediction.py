@@ -11,7 +11,6 @@ A float travels as its bits. A prediction is valid if its confidence is finite.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,45 +25,25 @@ NUM_COLUMNS = 3
 """Integers of an encoded prediction."""
 
 
-class Predictions(NamedTuple):
-    """What the model predicts for some positions, on the host; arrays of one shape."""
-
-    tokens: NDArray[np.int32]
-    """Token ids."""
-    max_probs: NDArray[np.float32]
-    """Probabilities of these tokens."""
-    confidences: NDArray[np.float32]
-
-    @classmethod
-    def decode(cls, encoded: NDArray[np.int32]) -> Predictions:
-        """The predictions of int32 [..., 3], as ``encode`` gave them."""
-        tokens, *bits = np.moveaxis(encoded, -1, 0)
-        max_probs, confidences = (np.ascontiguousarray(column).view(np.float32) for column in bits)
-        return cls(tokens, max_probs, confidences)
-
-    def encode(self) -> NDArray[np.int32]:
-        """int32 [..., 3]."""
-        return np.stack([self.tokens, self.max_probs.view(np.int32), self.confidences.view(np.int32)], axis=-1)
-
-    def take(self, index: NDArray[np.int64] | slice) -> Predictions:
-        """The predictions at some places of the last dimension."""
-        return Predictions(self.tokens[..., index], self.max_probs[..., index], self.confidences[..., index])
-
-    @property
-    def valid(self) -> bool:
-        """Whether all predictions are valid."""
-        return bool(np.isfinite(self.confidences).all())
-
-    def row_result(self) -> RowResult:
-        """The predictions as Python numbers; their arrays must be one-dimensional."""
-        return RowResult(
-            tokens=tuple(self.tokens.tolist()),
-            max_probs=tuple(self.max_probs.tolist()),
-            confidences=tuple(self.confidences.tolist()),
-        )
+def encode(tokens: Tensor, max_probs: Tensor, confidences: Tensor) -> Tensor:
+    """Token ids, probabilities and confidences [n] as int32 [n, 3]."""
+    return torch.stack(float_bits([tokens.int(), max_probs, confidences]), dim=-1)
 
 
-NO_PREDICTIONS = Predictions(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.float32))
+def decode(encoded: NDArray[np.int32]) -> RowResult | None:
+    """The predictions of int32 [n, 3], as ``encode`` gave them; see ``row_result``."""
+    tokens, *bits = encoded.T
+    max_probs, confidences = (np.ascontiguousarray(column).view(np.float32) for column in bits)
+    return row_result(tokens, max_probs, confidences)
+
+
+def row_result(
+    tokens: NDArray[np.int32], max_probs: NDArray[np.float32], confidences: NDArray[np.float32]
+) -> RowResult | None:
+    """Predictions [n] as Python numbers; None if one of them is not valid."""
+    if not np.isfinite(confidences).all():
+        return None
+    return RowResult(tuple(tokens.tolist()), tuple(max_probs.tolist()), tuple(confidences.tolist()))
 
 
 def float_bits(columns: Sequence[Tensor]) -> list[Tensor]:

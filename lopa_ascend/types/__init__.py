@@ -4,23 +4,12 @@ from lopa_ascend.types.decode import BranchRecord, Fill, RowPlan, RowResult, Seq
 from lopa_ascend.types.model import SERVED, ModelProperties
 from lopa_ascend.types.output import Alternatives, GenerationOutput, Progress, Update
 from lopa_ascend.types.stats import EngineStats, GraphStats, RankReport, Traffic
-from lopa_ascend.types.step import (
-    Demand,
-    KVShape,
-    PageCopy,
-    Scoring,
-    SequenceResult,
-    SequenceStep,
-    Share,
-    StepPlan,
-    StepResult,
-)
+from lopa_ascend.types.step import KVShape, PageCopy, Scoring
 
 __all__ = [
     "SERVED",
     "Alternatives",
     "BranchRecord",
-    "Demand",
     "EngineStats",
     "Fill",
     "GenerationOutput",
@@ -34,12 +23,7 @@ __all__ = [
     "RowResult",
     "Scoring",
     "SequencePlan",
-    "SequenceResult",
-    "SequenceStep",
-    "Share",
-    "StepPlan",
     "StepRecord",
-    "StepResult",
     "Traffic",
     "Update",
     "winner_rank",

@@ -1,11 +1,9 @@
-"""What the scheduler, the runner and the executors say to one another about one step of the engine."""
+"""What a step of the engine needs beside the sequences: how they are scored, and where keys and values lie."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-
-from lopa_ascend.types.decode import RowPlan, SequencePlan, StepRecord
 
 
 class KVShape(NamedTuple):
@@ -47,47 +45,6 @@ class Scoring:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What one branch-parallel group computes of a sequence's forward pass."""
-
-    plan: SequencePlan
-    rows: tuple[RowPlan, ...]
-    """The group's rows. The last one computes all its positions; the others reuse its results before their
-    ``compute_from``. Rows that another group predicts have no ``masked`` positions here."""
-    slots: tuple[int, ...]
-    """The slot of each row."""
-    branches: tuple[int, ...]
-    """Index of each row in ``plan.rows``."""
-    num_slots: int
-    """Slots that the sequence has in this group, with or without a row in this pass."""
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """What the next step of a sequence may need at most, so that the scheduler can plan it; the same on every rank."""
-
-    num_computed: int
-    """Tokens that the busiest branch-parallel group computes; with padding in a compiled step."""
-    committed_end: int
-    """Positions before this one are committed after the step."""
-    slot_ends: tuple[int, ...]
-    """For each slot how many positions it must have room for; 0 if no row can be there."""
-    winner_commits: bool
-    """See ``SequencePlan.winner_commits``."""
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceStep:
-    """One sequence in a step, and where its keys and values lie."""
-
-    request_id: str
-    page_tables: tuple[tuple[int, ...], ...]
-    """For each slot the ids of its pages, in the order of positions."""
-    num_shared_pages: int
-    """The first ``num_shared_pages`` pages are the same in all slots."""
-
-
-@dataclass(frozen=True, slots=True)
 class PageCopy:
     """Keys and values to copy from one page to another, from the page's first position on."""
 
@@ -96,35 +53,3 @@ class PageCopy:
     target: int
     """Page id."""
     num_positions: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """What the scheduler decides about one step. Tokens, masks and block states are kept by the sequences."""
-
-    index: int
-    """Number of the step, from 0."""
-    prefill: bool
-    """Every sequence of the step computes its prompt for the first time, with its first block or its whole canvas;
-    otherwise none does."""
-    sequences: tuple[SequenceStep, ...]
-    copies: tuple[PageCopy, ...] = ()
-    """Copies to make before the step, in this order: a page may be the source of one and the target of a later one."""
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceResult:
-    """What a step did to one sequence."""
-
-    request_id: str
-    record: StepRecord | None
-    """The forward pass; None if it failed."""
-    error: str | None = None
-    """Why the sequence cannot go on."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """The results of one step. A step that is launched ahead of the host reports its sequences in the step after it."""
-
-    sequences: tuple[SequenceResult, ...]

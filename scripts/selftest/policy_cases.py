@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,10 +14,12 @@ from torch import Tensor
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.config.parameters import BRANCH_ACCEPTANCES
+from lopa_ascend.decode import begin
+from lopa_ascend.decode.blocks import Block, Branch
+from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.inputs import (
     HostView,
-    Snapshot,
     empty_params,
     empty_states,
     packed_state,
@@ -26,6 +29,7 @@ from lopa_ascend.graph.inputs import (
 from lopa_ascend.graph.policy import Constants, Predicted, advance, branch_rows, pack_state, rows_of_group, unpack_state
 from lopa_ascend.graph.tensors import input_size, make_constants, view_inputs
 from lopa_ascend.kv.pages import PAGE_SIZE
+from lopa_ascend.types import Fill
 from scripts.selftest.captures import Captures
 from scripts.selftest.cases import BLOCK, CAPTURED, Case
 from scripts.selftest.step_cases import MASK
@@ -97,7 +101,7 @@ def random_inputs() -> list[Tensor]:
     for row, seat in enumerate(torch.randperm(BUCKET.sequences)[:NUM_SEQUENCES].tolist()):
         request = random_request()
         write_params(params, seat, request, [EOS])
-        states[seat] = packed_state(MASK, FILLER, request, random_snapshot(request), BUCKET)
+        states[seat] = packed_state(random_strategy(request), 0, FILLER, BUCKET)
         blocks = request.max_new_tokens // BLOCK
         views[row] = HostView(seat, PROMPT, BLOCK, request.max_new_tokens, 0, 0, BUCKET.blocks, blocks)
     memory = torch.zeros(input_size(BUCKET), dtype=torch.int32)
@@ -121,13 +125,18 @@ def random_request() -> DecodingParams:
     )
 
 
-def random_snapshot(request: DecodingParams) -> Snapshot:
+def random_strategy(request: DecodingParams) -> Strategy:
     """A sequence with half of its positions filled, and a lookahead branch for a mask each."""
     tokens = random_tokens(NUM_OPENED * BLOCK)
     masked = torch.randperm(len(tokens))[: len(tokens) // 2]
     tokens[masked] = MASK
-    fills = list(zip(masked.tolist(), random_tokens(request.lookaheads).tolist(), strict=False))
-    return Snapshot(0, tokens.tolist(), fills, [NUM_OPENED] * (len(fills) + 1))
+    strategy = begin([0] * PROMPT, request, MASK, frozenset({EOS}), PROMPT)
+    blocks = (strategy.anchor.blocks[0], *(Block(0, 0, 0) for _ in range(NUM_OPENED)))
+    anchor = Branch(tuple(tokens.tolist()), blocks)
+    guesses = zip(masked.tolist(), random_tokens(request.lookaheads).tolist(), strict=False)
+    fills = [Fill(PROMPT + offset, token, 0.0, 0.0) for offset, token in guesses]
+    strategy.branches = [*(replace(anchor, own_fills=(fill,)) for fill in fills), anchor]
+    return strategy
 
 
 def random_tokens(*shape: int) -> Tensor:

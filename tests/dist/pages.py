@@ -21,21 +21,21 @@ import torch
 
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.engine.engine import Engine
-from lopa_ascend.kv.pages import PAGE_SIZE
+from lopa_ascend.kv.pages import PAGE_SIZE, PageTables
 from lopa_ascend.kv.pool import KVPool
+from lopa_ascend.parallel.placement import Share
 from lopa_ascend.runner import layout
 from lopa_ascend.runner.eager import EagerExecutor
 from lopa_ascend.runner.layout import slot_mapping
-from lopa_ascend.types import SequenceStep, Share
 
 
-def leave_out_writes(patch: pytest.MonkeyPatch, kept: Callable[[Share, SequenceStep], set[int]]) -> None:
+def leave_out_writes(patch: pytest.MonkeyPatch, kept: Callable[[Share, PageTables], set[int]]) -> None:
     """Only the slots in ``kept`` are written to."""
     whole = layout._writes
 
-    def writes(share, pages, row_tokens):
-        slots, source = whole(share, pages, row_tokens)
-        live = [page for slot in kept(share, pages) for page in pages.page_tables[slot]]
+    def writes(share, pages):
+        slots, source = whole(share, pages)
+        live = [page for slot in kept(share, pages) for page in pages.by_slot[slot]]
         where = np.isin(slots // PAGE_SIZE, live)
         return slots[where], source[where]
 
@@ -58,7 +58,7 @@ def without_sending(patch: pytest.MonkeyPatch) -> None:
     """The winner's keys and values stay where they are."""
 
     def broadcast(self, table, begin, end, group, hidden):
-        return torch.zeros(self.model.config.hidden_size) if self.bp.rank != group else hidden[0].clone()
+        return torch.zeros(self.model.config.hidden_size) if self.bp.rank != group else hidden.clone()
 
     patch.setattr(EagerExecutor, "_broadcast", broadcast)
 

@@ -21,7 +21,7 @@ LLM = """
 import sys
 from lopa_ascend import LLM
 with LLM(tensor_parallel_size=2, max_model_len=128) as llm:
-    print(*(process.pid for process in llm.engine._followers), flush=True)
+    print(*(process.pid for process in llm.engine._leader.followers), flush=True)
     sys.stdin.read()
 """
 pytestmark = pytest.mark.multirank

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,8 @@ from typing import Any
 import httpx
 import pytest
 
-from lopa_ascend.engine.ranks import LeadingEngine
+from lopa_ascend.engine.engine import Engine
+from lopa_ascend.engine.leader import Leader
 from lopa_ascend.parallel.collectives import RankError
 from lopa_ascend.parallel.watch import BEAT_INTERVAL
 from tests.dist import ranks
@@ -208,9 +208,10 @@ from lopa_ascend.engine.engine import Engine
 llm, step = LLM(tensor_parallel_size=2, kv_cache_memory=KV_MEMORY), Engine.step
 
 def slow_step(engine):
-    signal.setitimer(signal.ITIMER_REAL, 0.8)
-    time.sleep(1.2)
-    return step(engine)
+    with engine._leader.lock:
+        signal.setitimer(signal.ITIMER_REAL, 0.8)
+        time.sleep(1.2)
+        return step(engine)
 
 Engine.step = slow_step
 signal.signal(signal.SIGALRM, lambda *_: llm.close())
@@ -239,7 +240,7 @@ print(json.dumps([errors, followers()]))
 REFUSED_BY_A_FOLLOWER = """
 from lopa_ascend.engine.commands import Generate
 llm = LLM(tensor_parallel_size=2, kv_cache_memory=KV_MEMORY)
-llm.engine._outbox.append(Generate("no prompt", [], DecodingParams(), False))
+llm.engine._leader.outbox.append(Generate("no prompt", [], DecodingParams(), False))
 try:
     generate(llm, 8)
 except RankError as error:
@@ -294,13 +295,14 @@ def test_an_engine_whose_message_to_the_others_failed_goes_on_saying_why(monkeyp
     def fail(*_: object) -> None:
         raise RankError("rank 1 has ended")
 
-    monkeypatch.setattr("lopa_ascend.engine.ranks._send_message", fail)
-    engine: Any = object.__new__(LeadingEngine)
-    engine.mesh, engine._lock = SimpleNamespace(failure=None, world=None), threading.RLock()
-    engine._failure, engine._outbox = None, []
+    monkeypatch.setattr("lopa_ascend.engine.leader.send_message", fail)
+    engine: Any = object.__new__(Engine)
+    engine.mesh, engine._failure = SimpleNamespace(failure=None, world=None), None
+    engine._leader = Leader(engine.mesh.world, lambda: None)
     for message in ("^rank 1 has ended", "^this engine has ended: rank 1 has ended"):
         with pytest.raises(RankError, match=message):
             engine.step()
+    engine._leader.end()
 
 
 def test_a_follower_that_cannot_go_on_says_why() -> None:

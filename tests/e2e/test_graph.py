@@ -257,9 +257,8 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(path: str, mo
                 ended[update.request_id] = update
         steps += 1
         if steps == 3:
-            graph, seats = served.scheduler.running["bad"].graph, served.runner.graphs.seats
-            assert graph is not None
-            seats.storage.hidden[seats.hidden_row(graph, graph.window_start)] = torch.nan
+            bad, seats = served.scheduler.running["bad"], served.runner.graphs.seats
+            seats.storage.hidden[seats.hidden_row(bad, bad.window_start)] = torch.nan
     assert "not finite" in str(ended["bad"].error)
     assert ended["good"].error is None
     assert tokens == list(alone.token_ids)
@@ -278,7 +277,7 @@ def test_a_device_that_decides_otherwise_is_noticed(path: str, falsified: str, m
         output = original(*message)
         if launches != 3:
             return output
-        bad = next(row for row, item in enumerate(seen[-1].items) if item.step.request_id == "bad")
+        bad = next(row for row, sequence in enumerate(seen[-1].sequences) if sequence.request_id == "bad")
         if falsified == "winner":
             return output._replace(winners=changed(output.winners, bad))
         filled = (output.tokens[bad] != VOCAB_SIZE - 1).nonzero()[0]  # a token, not a mask
@@ -295,11 +294,11 @@ def test_a_device_that_decides_otherwise_is_noticed(path: str, falsified: str, m
     assert graphs is not None
     collect = type(graphs).collect
 
-    def collect_and_note(self, steps, sequences):
+    def collect_and_note(self, steps):
         results = []
         for step in steps:
             seen.append(step)
-            results += collect(self, [step], sequences)
+            results += collect(self, [step])
         return results
 
     original = view_output

@@ -204,8 +204,7 @@ def lowered_policy(bucket: Bucket = BUCKET, branch_acceptance: str = "published"
     ids, probs = (torch.zeros(shape, dtype=dtype, device="npu") for dtype in (torch.int32, torch.float32))
 
     def run(tensors: list[Tensor], ids: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
-        inputs, constants, storage, _ = unflatten(tensors)
-        launch, params = inputs.launch, inputs.params
+        (launch, params, _), constants, storage, _ = unflatten(tensors)
         state = policy.unpack_state(storage.states, launch, bucket.max_cells)
         rows = policy.branch_rows(state, launch, params, constants)
         written = policy.rows_of_group(rows, launch, constants, 1, 0, full_attention=False)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from lopa_ascend.backend.cpu import CpuOps
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.blocks import BlockState
@@ -18,13 +19,13 @@ from lopa_ascend.decode.branch_scores import SCALE
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.graph import inputs, policy, tensors
 from lopa_ascend.graph.buckets import Bucket
-from lopa_ascend.graph.inputs import HostView, Snapshot
-from lopa_ascend.graph.policy import Predicted, RequestParams, Rows, State
-from lopa_ascend.graph.tensors import StepInputs
-from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
+from lopa_ascend.graph.inputs import HostView
+from lopa_ascend.graph.policy import Launch, Predicted, RequestParams, Rows, State
+from lopa_ascend.graph.tensors import ModelInputs
+from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, PageTables, pages_for
 from lopa_ascend.parallel.placement import Placement
-from lopa_ascend.runner.layout import build_layout
-from lopa_ascend.types import RowResult, SequencePlan, SequenceStep, StepRecord
+from lopa_ascend.runner.layout import build_batch
+from lopa_ascend.types import RowResult, SequencePlan, StepRecord
 
 MASK, EOS, VOCAB, FILLER = 50, (7, 9), 40, 41
 LENGTH, CAPACITY = 6, 26  # the longest block, and as many blocks as a window can have here
@@ -56,6 +57,14 @@ class Seen(NamedTuple):
     settled: int
     opened: int
     caps: int
+
+
+class Given(NamedTuple):
+    """What the host writes for a step."""
+
+    launch: Launch
+    params: RequestParams
+    model: ModelInputs
 
 
 class Sequence:
@@ -108,11 +117,7 @@ class Sequence:
 
     def packed(self, shape: Bucket) -> torch.Tensor:
         """Takes the sequence over from its strategy."""
-        *others, anchor = self.strategy.branches
-        fills = [(branch.lookahead.position - len(self.strategy.prompt), branch.lookahead.token) for branch in others]
-        num_opened = [len(branch.blocks) - 1 for branch in self.strategy.branches]
-        snapshot = Snapshot(self.first[0], anchor.tokens, fills, num_opened)
-        return inputs.packed_state(MASK, FILLER, self.params, snapshot, shape)
+        return inputs.packed_state(self.strategy, self.first[0], FILLER, shape)
 
 
 class Batch:
@@ -144,7 +149,7 @@ class Batch:
         self.held = CAPACITY
         self.present = {row for row, plan in enumerate(self.plans) if plan is not None}
 
-    def launch(self) -> tuple[list[HostView], torch.Tensor, StepInputs]:
+    def launch(self) -> tuple[list[HostView], torch.Tensor, Given]:
         """The next launch, with random page tables and a window of some blocks too many."""
         views = [HostView(SEATS + row) for row in range(len(self.seats))]
         blocks = -(-self.bucket.branches // LENGTH)
@@ -170,7 +175,7 @@ class Batch:
             pages[row, -(-(1 + self.sequences[row].params.lookaheads) // self.size) :] = -1
         self.first_padding_position = pages.numel() * PAGE_SIZE
         memory = torch.empty(tensors.input_size(self.bucket), dtype=torch.int32)
-        given = tensors.view_inputs(memory, self.bucket)
+        given = Given(*tensors.view_inputs(memory, self.bucket))
         self.block_ends = inputs.write_inputs(
             given, self.bucket, views, pages, self.params, self.first_padding_position
         )
@@ -235,7 +240,7 @@ class Batch:
         """Where the hidden state before a block is kept."""
         return self.seats[row] * (1 + CAPACITY) + block % (1 + CAPACITY)
 
-    def compare_rows(self, row: int, given: StepInputs, rows: Rows) -> None:
+    def compare_rows(self, row: int, given: Given, rows: Rows) -> None:
         seq, plan, (S, _, _, _, R, *_) = self.sequences[row], self.plans[row], self.bucket
         assert plan is not None
         cells, first = given.launch.cells[row].tolist(), seq.first[-1]
@@ -265,7 +270,7 @@ class Batch:
             assert activated[: len(blocks)].tolist() == [block.activated for block in blocks]
 
     def compare_writes(
-        self, views: list[HostView], pages: torch.Tensor, given: StepInputs, rows: Rows, present: set[int]
+        self, views: list[HostView], pages: torch.Tensor, given: Given, rows: Rows, present: set[int]
     ) -> None:
         positions = given.model.positions.view(self.bucket.sequences, self.bucket.slots, -1)
         for group in range(self.size):
@@ -304,7 +309,7 @@ class Batch:
                 assert all(where // PAGE_SIZE in of_others - of_branches for where in others)
                 assert {where: found[where] for where in found if where not in others} == expected
 
-    def compare_state(self, row: int, given: StepInputs, state: State) -> None:
+    def compare_state(self, row: int, given: Given, state: State) -> None:
         seq = self.sequences[row]
         branches = seq.strategy.branches
         cells = given.launch.cells[row].tolist()
@@ -326,6 +331,8 @@ def expected_writes(plan: SequencePlan, pages: torch.Tensor, shared: int, size: 
     share = Placement(size, group).share(plan)
     if not share.rows:
         return {}
-    layout = build_layout([(share, SequenceStep("", tuple(map(tuple, pages.tolist())), shared))])
-    positions, tokens = layout.positions[layout.source], layout.tokens[layout.source]
-    return dict(zip(layout.slot_mapping.tolist(), zip(positions.tolist(), tokens.tolist(), strict=True), strict=True))
+    tables = PageTables(PageAllocator(0), 0)
+    tables.by_slot, tables.num_shared_pages = pages.tolist(), shared
+    batch = build_batch([(share, tables)], CpuOps())
+    positions, tokens = batch.positions[batch.source], batch.tokens[batch.source]
+    return dict(zip(batch.slot_mapping.tolist(), zip(positions.tolist(), tokens.tolist(), strict=True), strict=True))

@@ -9,14 +9,14 @@ import torch
 
 from lopa_ascend import DecodingParams
 from lopa_ascend.backend.cpu import CpuOps
+from lopa_ascend.core import Request, Sequence
 from lopa_ascend.decode import begin
 from lopa_ascend.kv.pages import PageTables, pages_for
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.model.dream import Dream, tied_head
 from lopa_ascend.parallel.collectives import Group
 from lopa_ascend.runner.eager import EagerExecutor
-from lopa_ascend.sequence import Request, Sequence
-from lopa_ascend.types import RowPlan, Scoring, SequencePlan, SequenceStep
+from lopa_ascend.types import RowPlan, Scoring, SequencePlan
 from tests import reference
 from tests.dream_checkpoint import load
 from tests.tiny import write_dream
@@ -43,8 +43,8 @@ def forward(model: Dream, plan: SequencePlan) -> None:
     params, mask = DecodingParams(decoding="d2f"), model.config.mask_token_id
     strategy, scoring = begin([1], params, mask, frozenset()), Scoring("max_prob", mask, model.config.vocab_size)
     sequence = Sequence(Request("one", (1,), params), strategy, scoring, PageTables(pool.allocator, 1))
-    pages = SequenceStep("one", (tuple(range(pages_for(end))),), 0)
-    executor.forward([sequence], [executor.placement.share(plan)], [pages])
+    sequence.page_tables.grow(0, end)
+    executor.forward([sequence], [executor.placement.share(plan)])
 
 
 def random_config(rng: random.Random) -> dict:

@@ -23,7 +23,7 @@ from lopa_ascend.graph.buckets import Bucket
 from lopa_ascend.graph.inputs import HostView
 from lopa_ascend.graph.policy import Predicted
 from tests.tiers import examples
-from tests.torch.policy_driver import LENGTH, MASK, Batch, constants_of
+from tests.torch.policy_driver import LENGTH, MASK, Batch, Given, constants_of
 
 EXAMPLES = int(os.environ.get("LOPA_POLICY_EXAMPLES", examples(200)))
 
@@ -178,7 +178,7 @@ def kernels(sequences: int, branch_acceptance: str) -> Counter[str]:
     bucket = Bucket(sequences, 4, 2, 8, 8, 32, 6)
     params = inputs.empty_params(sequences, MASK, bucket)
     memory = torch.empty(tensors.input_size(bucket), dtype=torch.int32)
-    given = tensors.view_inputs(memory, bucket)
+    given = Given(*tensors.view_inputs(memory, bucket))
     pages = torch.zeros(sequences, 8, 2, dtype=torch.int32)
     views = [HostView(seat) for seat in range(sequences)]
     inputs.write_inputs(given, bucket, views, pages, params, first_padding_position=0)

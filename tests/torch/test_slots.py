@@ -11,14 +11,16 @@ import torch
 
 from lopa_ascend import DecodingParams
 from lopa_ascend.backend.cpu import CpuOps
+from lopa_ascend.core import Request, Sequence
 from lopa_ascend.decode import begin
 from lopa_ascend.kv.pages import PAGE_SIZE, PageTables, pages_for
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.model.dream import Dream
-from lopa_ascend.runner.eager import EagerExecutor, ForwardResult
+from lopa_ascend.parallel.placement import Share
+from lopa_ascend.runner.eager import EagerExecutor
 from lopa_ascend.runner.layout import slot_mapping
-from lopa_ascend.sequence import Request, Sequence
-from lopa_ascend.types import RowPlan, RowResult, Scoring, SequencePlan, SequenceStep
+from lopa_ascend.runner.scoring import Job
+from lopa_ascend.types import RowPlan, RowResult, Scoring, SequencePlan
 from tests.dream_checkpoint import load
 from tests.tiers import slow_but
 from tests.tiny import write_dream
@@ -41,24 +43,25 @@ class Run:
         scoring = Scoring("max_prob", mask, self.config.vocab_size)
         self.sequence = Sequence(request, self.strategy, scoring, self.page_tables)
 
-    def forward(self, plan: SequencePlan) -> tuple[ForwardResult, list[RowResult]]:
+    def forward(self, plan: SequencePlan) -> tuple[Share, Job, list[RowResult]]:
         share = self.executor.placement.share(plan)
-        forward = self.executor.forward([self.sequence], [share], [self.pages])[0]
-        results = self.executor.exchange([plan], [forward.predictions])[0]
+        job = self.executor.forward([self.sequence], [share])[0]
+        results = self.executor.exchange([plan], [job])[0]
         assert results is not None
-        return forward, results
+        return share, job, results
 
     def make_room(self, plan: SequencePlan) -> None:
-        self.page_tables.make_room(self.executor.placement.demand(plan))
-        self.pages = SequenceStep("one", tuple(map(tuple, self.page_tables.by_slot)), self.page_tables.num_shared_pages)
+        self.sequence.plan = plan
+        self.sequence.slot_ends = self.executor.placement.slot_ends(plan)
+        self.sequence.make_room()
 
     def steps(self):
         self.sequence.plan = self.strategy.plan()
         while (plan := self.sequence.plan) is not None:
             self.make_room(plan)
-            (result,) = self.executor.run([self.sequence], [self.pages])
+            ((_, record),) = self.executor.run([self.sequence])
             self.page_tables.share_committed(self.strategy.num_committed)
-            yield plan, result.record
+            yield plan, record
 
     def committed(self, slot: int) -> torch.Tensor:
         """[2, layers, committed, kv_heads, head_dim] of a slot."""
@@ -138,14 +141,14 @@ def test_a_branch_is_bit_equal_whatever_shares_its_batch(attention: str, tmp_pat
     plan = run.strategy.plan()
     while plan is not None:
         run.make_room(plan)
-        _, results = run.forward(plan)
+        *_, results = run.forward(plan)
         anchor = len(plan.rows) - 1
-        _, again = run.forward(replace(plan, rows=(plan.rows[anchor],)))
+        *_, again = run.forward(replace(plan, rows=(plan.rows[anchor],)))
         assert again[0] == results[anchor]
         compared += len(plan.rows) > 1
-        forward, results = run.forward(plan)
+        share, job, results = run.forward(plan)
         record = run.strategy.absorb(plan, results, 0, 0)
-        run.executor.commit(run.sequence, run.executor.placement.share(plan), run.pages, record.winner, forward)
+        run.executor.commit(run.sequence, share, record.winner, job)
         run.page_tables.share_committed(run.strategy.num_committed)
         plan = run.strategy.plan()
     assert compared > 5

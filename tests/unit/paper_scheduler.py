@@ -9,12 +9,12 @@ from typing import Any
 from hypothesis import strategies as st
 
 from lopa_ascend.config import DecodingParams, Limits
+from lopa_ascend.core import Request, Sequence, Step
 from lopa_ascend.decode import begin
 from lopa_ascend.engine.scheduler import Scheduler, prefix_key
 from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, PageTables
 from lopa_ascend.kv.prefix_cache import PrefixCache, PrefixEntry
-from lopa_ascend.sequence import Request, Sequence
-from lopa_ascend.types import Demand, Scoring, SequenceStep, StepPlan, StepRecord
+from lopa_ascend.types import Scoring, SequencePlan, StepRecord
 
 
 def limits(**changes: int) -> Limits:
@@ -86,7 +86,8 @@ class Paper:
     seed: int
     pages: dict[int, list[object]] = field(default_factory=dict)
     running: dict[str, Arrival] = field(default_factory=dict)
-    plans: list[StepPlan] = field(default_factory=list)
+    plans: list[Step] = field(default_factory=list)
+    planned: list[object] = field(default_factory=list)  # what each plan said when it was made
     scheduler: Scheduler = field(init=False)
 
     def write(self, table: tuple[int, ...] | list[int], begin: int, end: int, whose: object) -> None:
@@ -104,11 +105,19 @@ class Paper:
         num_cached = 0 if entry is None else len(request.prompt)
         strategy = begin(request.prompt, request.params, 999, frozenset(), num_cached)
         sequence = Sequence(request, strategy, Scoring("max_prob", 999, 999), page_tables, num_cached)
-        sequence.demand = self.demand(request.request_id, num_cached)
+        self.ask(sequence, num_cached)
         return sequence
 
-    def demand(self, name: str, start: int) -> Demand:
+    def ask(self, sequence: Sequence, start: int) -> None:
         """Anything that a strategy could ask for next: more rows, longer windows, some of it committed."""
+        name = sequence.request_id
+        num_computed, committed, slot_ends = self.demand(name, start)
+        full = self.running[name].full and not self.running[name].canvas
+        sequence.plan = SequencePlan(0, committed, (), 1, winner_commits=full, prefix_length=0)
+        sequence.num_computed, sequence.slot_ends = num_computed, slot_ends
+
+    def demand(self, name: str, start: int) -> tuple[int, int, tuple[int, ...]]:
+        """Tokens to compute, the end of what is committed, and how many positions each slot must have room for."""
         arrival, rng = self.running[name], random.Random(f"{self.seed} {name} {len(self.plans)}")
         limit = arrival.prompt + arrival.new
         if arrival.canvas:  # all of it, or a later part that reads what the passes before have left
@@ -116,14 +125,14 @@ class Paper:
             first, end = (first, end) if start and arrival.num_rows == 1 else (0, limit)
             rows = rng.randint(1, arrival.num_rows) if start else 1
             slot_ends = (*[end] * rows, *[0] * (arrival.num_rows - rows))
-            return Demand(rows * (end - first), 0, slot_ends, winner_commits=False)
+            return rows * (end - first), 0, slot_ends
         if start < arrival.prompt:
             committed, rows = arrival.prompt, 1
         else:
             committed, rows = min(limit, start + rng.choice([0, 1, 32, 90])), rng.randint(1, arrival.slots)
         ends = [rng.randint(committed, limit) for _ in range(rows)] + [0] * (arrival.slots - rows)
         tokens = sum(end - start for end in ends if end)
-        return Demand(tokens, committed, tuple(ends), winner_commits=arrival.full)
+        return tokens, committed, tuple(ends)
 
     def step(self) -> None:
         scheduler = self.scheduler
@@ -135,15 +144,16 @@ class Paper:
             target = self.pages.setdefault(copy.target, [None] * PAGE_SIZE)
             target[: copy.num_positions] = self.pages[copy.source][: copy.num_positions]
         self.plans.append(plan)
+        tables = [(s.request_id, [[*table] for table in s.page_tables.by_slot]) for s in plan.sequences]
+        self.planned.append((plan.index, plan.prefill, tables, plan.copies))
         decoding = any(not s.in_prefill for s in scheduler.running.values())
         assert not (plan.prefill and decoding and len(self.plans) > 1 and self.plans[-2].prefill)
-        sequences = [scheduler.running[s.request_id] for s in plan.sequences]
-        assert {s.in_prefill for s in sequences} == {plan.prefill}
-        tokens = sum(s.demand.num_computed for s in sequences if s.demand is not None)
+        assert {s.in_prefill for s in plan.sequences} == {plan.prefill}
+        tokens = sum(s.num_computed for s in plan.sequences)
         assert tokens <= scheduler.limits.max_num_batched_tokens or len(plan.sequences) == 1
         self.check_owners()
-        for sequence, pages in zip(sequences, plan.sequences, strict=True):
-            self.run(sequence, pages)
+        for sequence in plan.sequences:
+            self.run(sequence)
 
     def check_owners(self) -> None:
         """No private page is in two tables, and all that is not free is held by somebody."""
@@ -162,33 +172,31 @@ class Paper:
         assert all(s.num_reserved >= 0 for s in scheduler.running.values())
         assert sum(s.num_reserved for s in scheduler.running.values()) <= scheduler.allocator.num_free + cached
 
-    def run(self, sequence: Sequence, pages: SequenceStep) -> None:
+    def run(self, sequence: Sequence) -> None:
         """Writes what the rows compute, hands the winner's on, and checks that every slot holds what is committed."""
-        name, demand, start = sequence.request_id, sequence.demand, sequence.num_committed
-        assert demand is not None
-        arrival = self.running[name]
+        name, start, committed = sequence.request_id, sequence.num_committed, sequence.committed_end
+        arrival, pages, winner_commits = self.running[name], sequence.page_tables, sequence.next_pass.winner_commits
         if arrival.canvas:
-            self.run_canvas(sequence, pages)
+            self.run_canvas(sequence)
             return
         own = [("prompt", prefix_key(sequence.request)) if start < arrival.prompt else name, name]
-        common = start if demand.winner_commits else demand.committed_end
-        for slot, end in enumerate(demand.slot_ends):
+        common = start if winner_commits else committed
+        for slot, end in enumerate(sequence.slot_ends):
             first = start if slot == 0 else max(start, pages.num_shared_pages * PAGE_SIZE)
-            self.write(pages.page_tables[slot], first, max(first, common), own[0])
-            self.write(pages.page_tables[slot], max(first, common), max(first, common, end), (name, slot))
-        for slot, end in enumerate(demand.slot_ends):
-            self.check(pages.page_tables[slot], start, common, own[0])
-            self.check(pages.page_tables[slot], common, end, (name, slot))
-        if demand.winner_commits:
-            end = demand.committed_end
-            self.write(pages.page_tables[0], start, end, own[0])
-            for table in pages.page_tables[1:]:
+            self.write(pages.by_slot[slot], first, max(first, common), own[0])
+            self.write(pages.by_slot[slot], max(first, common), max(first, common, end), (name, slot))
+        for slot, end in enumerate(sequence.slot_ends):
+            self.check(pages.by_slot[slot], start, common, own[0])
+            self.check(pages.by_slot[slot], common, end, (name, slot))
+        if winner_commits:
+            end = committed
+            self.write(pages.by_slot[0], start, end, own[0])
+            for table in pages.by_slot[1:]:
                 first = max(start, end // PAGE_SIZE * PAGE_SIZE)
                 self.write(table, first, max(first, end), own[0])
-        committed = demand.committed_end
         done = committed >= arrival.prompt + arrival.new
         sequence.strategy.num_committed = committed
-        sequence.demand = None if done else self.demand(name, committed)
+        self.end_or_ask(sequence, done, committed)
         self.scheduler.advance(sequence, record(start, committed))
         for own_table in [] if done else sequence.page_tables.by_slot:
             self.check(own_table, 0, arrival.prompt, ("prompt", prefix_key(sequence.request)))
@@ -196,24 +204,28 @@ class Paper:
         if done:
             del self.running[name]
 
-    def run_canvas(self, sequence: Sequence, pages: SequenceStep) -> None:
+    def end_or_ask(self, sequence: Sequence, done: bool, start: int) -> None:
+        sequence.plan = None
+        if not done:
+            self.ask(sequence, start)
+
+    def run_canvas(self, sequence: Sequence) -> None:
         """Writes what a pass on a whole canvas computes, and checks that the rest is as earlier passes have left it."""
-        name, demand, strategy = sequence.request_id, sequence.demand, sequence.strategy
-        assert demand is not None
-        row_ends = [end for end in demand.slot_ends if end]
-        start = row_ends[0] - demand.num_computed // len(row_ends)
+        name, strategy, pages = sequence.request_id, sequence.strategy, sequence.page_tables
+        row_ends = [end for end in sequence.slot_ends if end]
+        start = row_ends[0] - sequence.num_computed // len(row_ends)
         for slot, end in enumerate(row_ends):
-            table = pages.page_tables[slot]
+            table = pages.by_slot[slot]
             if start:
                 self.check(table, 0, start, (name, slot))
             if end < sequence.request.limit:
                 self.check(table, end, sequence.request.limit, (name, slot))
             self.write(table, start, end, (name, slot))
         for slot, end in enumerate(row_ends):
-            self.check(pages.page_tables[slot], start, end, (name, slot))
+            self.check(pages.by_slot[slot], start, end, (name, slot))
         strategy.num_forwards += 1
         done = strategy.num_forwards > self.seed % 7
-        sequence.demand = None if done else self.demand(name, strategy.num_forwards)
+        self.end_or_ask(sequence, done, strategy.num_forwards)
         self.scheduler.advance(sequence, record(start, start))
         if done:
             del self.running[name]

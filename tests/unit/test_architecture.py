@@ -33,7 +33,7 @@ def test_layers_are_as_designed():
         {"engine"},
         {"runner"},
         {"graph"},
-        {"model", "score", "sequence"},
+        {"model", "score", "core"},
         {"parallel"},
         {"backend", "checkpoint", "text", "decode"},
         {"config"},
@@ -51,7 +51,7 @@ def test_policy_contract_names_every_pure_module():
         "kv.prefix_cache",
         "engine.scheduler",
         "engine.turns",
-        "sequence",
+        "core",
         "text",
     )
     assert [f"lopa_ascend.{name}" for name in names] == PURE

@@ -93,7 +93,7 @@ def test_branches_of_fast_dllm_read_what_the_first_pass_of_a_block_leaves_in_eve
         assert plan is not None
         rows.append(len(plan.rows))
         filling.append(plan.fills_all_slots)
-        slots.append(Placement().demand(plan).slot_ends)
+        slots.append(Placement().slot_ends(plan))
         results = [RowResult((5,) * len(r.masked), (prob,) * len(r.masked), (prob,) * len(r.masked)) for r in plan.rows]
         strategy.absorb(plan, results, 0, 0)
     # Positions 3 to 6: the first by the block's first pass, then one, then a branch's own and one.

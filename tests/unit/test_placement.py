@@ -8,8 +8,8 @@ import pytest
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode import begin
-from lopa_ascend.parallel.placement import Placement
-from lopa_ascend.types import RowResult, SequencePlan, Share
+from lopa_ascend.parallel.placement import Placement, Share
+from lopa_ascend.types import RowResult, SequencePlan
 
 
 def plans(seed: int, window: str) -> list[SequencePlan]:
@@ -87,12 +87,12 @@ def test_every_branch_is_computed_once_and_every_group_has_what_commits(window: 
 
 def check_demand(plan: SequencePlan, shares: list[Share], placements: list[Placement]) -> None:
     """Checks that all groups ask for the same pages, and only for those that rows fill."""
-    (demand,) = {placement.demand(plan) for placement in placements}
+    (num_computed,) = {placement.num_computed(plan) for placement in placements}
+    (slot_ends,) = {placement.slot_ends(plan) for placement in placements}
     computed = [sum(row.end - row.compute_from for row in share.rows) for share in shares]
-    assert demand.num_computed == max(computed)
-    assert demand.committed_end == plan.start + plan.num_new
+    assert num_computed == max(computed)
     own = [(slot, row.end) for share in shares for slot, row in zip(share.slots, share.rows, strict=True) if row.masked]
-    assert demand.slot_ends == tuple(
+    assert slot_ends == tuple(
         max((end for filled, end in own if filled == slot), default=0) for slot in range(shares[0].num_slots)
     )
 
@@ -116,7 +116,7 @@ def test_a_row_that_fills_all_slots_needs_pages_in_all_of_them() -> None:
     plan = begin(list(range(10)), params, 99, frozenset()).plan()
     assert plan is not None
     assert plan.fills_all_slots
-    assert Placement(2).demand(plan).slot_ends == (34, 34)
+    assert Placement(2).slot_ends(plan) == (34, 34)
 
 
 def test_a_group_without_a_branch_computes_only_what_commits() -> None:

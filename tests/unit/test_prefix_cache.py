@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from lopa_ascend.config import DecodingParams
+from lopa_ascend.core import Request
 from lopa_ascend.engine.scheduler import prefix_key
 from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator
 from lopa_ascend.kv.prefix_cache import PrefixCache, PrefixEntry, PrefixKey
-from lopa_ascend.sequence import Request
 
 PROMPT = tuple(range(3 * PAGE_SIZE + 40))
 
 
 def key(tokens: tuple[int, ...]) -> PrefixKey:
-    return PrefixKey(tokens, "block_causal", 0)
+    return tokens, "block_causal", 0
 
 
 def cache_of(*prompts: tuple[int, ...]) -> PrefixCache:
@@ -62,4 +62,4 @@ def test_keys_and_values_depend_on_the_first_block_if_the_prompt_sees_it(
     window_attention: str, block_size: int, first_block: int
 ) -> None:
     params = DecodingParams(window_attention=window_attention, block_size=block_size, max_new_tokens=50)
-    assert prefix_key(Request("a", (1, 2), params)) == PrefixKey((1, 2), window_attention, first_block)
+    assert prefix_key(Request("a", (1, 2), params)) == ((1, 2), window_attention, first_block)

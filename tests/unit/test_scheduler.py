@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.kv.pages import PageAllocator, worst_case
-from lopa_ascend.kv.prefix_cache import PrefixCache, PrefixKey
+from lopa_ascend.kv.prefix_cache import PrefixCache
 from tests.tiers import examples
 from tests.unit.paper_scheduler import Arrival, Paper, arrivals, limits, paper
 
@@ -38,7 +38,7 @@ def test_pages_in_are_pages_out_and_everybody_finishes(
 def test_the_same_arrivals_give_the_same_plans(arriving: list[Arrival], seed: int) -> None:
     first, second = paper(seed), paper(seed)
     assert first.drive(arriving) == second.drive(arriving)
-    assert first.plans == second.plans
+    assert first.planned == second.planned
 
 
 def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_pages() -> None:
@@ -79,7 +79,7 @@ def test_a_whole_prompt_is_reused_and_a_beginning_is_not() -> None:
 
 def test_a_decoding_step_has_as_many_sequences_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     demand = Paper.demand
-    monkeypatch.setattr(Paper, "demand", lambda *args: replace(demand(*args), num_computed=100))
+    monkeypatch.setattr(Paper, "demand", lambda *args: (100, *demand(*args)[1:]))
     run = paper(0, max_num_batched_tokens=300)
     run.drive([Arrival(0, 1, n, 300, 1, False, None) for n in range(5)])
     assert max(len(plan.sequences) for plan in run.plans if not plan.prefill) == 3
@@ -108,7 +108,7 @@ def test_a_cached_prompt_is_reused_only_if_its_own_pages_can_stay() -> None:
 def test_the_oldest_entry_goes_first() -> None:
     allocator = PageAllocator(4)
     cache = PrefixCache(allocator)
-    keys = [PrefixKey((n,) * 128, "block_causal", 0) for n in range(4)]
+    keys = [((n,) * 128, "block_causal", 0) for n in range(4)]
     for key in keys:
         table = [allocator.allocate()]
         pages = cache.take_pages(key, table)

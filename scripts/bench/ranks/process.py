@@ -26,7 +26,7 @@ from tqdm import tqdm
 from lopa_ascend import LLM
 from lopa_ascend.config import DecodingParams, EngineConfig
 from lopa_ascend.engine.engine import Engine
-from lopa_ascend.engine.ranks import LeadingEngine, follow
+from lopa_ascend.engine.ranks import follow
 from lopa_ascend.parallel.launch import Rendezvous, exit_rank, free_port
 from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.probe import PartTimes
@@ -170,7 +170,8 @@ def traffic(job: TrafficJob) -> list[Step]:
         recorder = Recorder(engine)
         follow(engine)
     else:
-        engine = LeadingEngine(job.config, mesh)
+        engine = Engine(job.config, mesh)
+        engine.lead()
         recorder = Recorder(engine)
         for index, (prompt, params) in enumerate(job.requests):
             engine.add(str(index), prompt, params)

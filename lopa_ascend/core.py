@@ -1,7 +1,6 @@
-"""One request inside the engine: what was asked, how far it is decoded, and where its keys and values lie.
+"""The way of a request through the engine: a ``Request`` waits, a ``Sequence`` runs, a ``Step`` computes several.
 
-A ``Request`` waits; the scheduler turns it into a ``Sequence`` when it may run. Everything that the engine knows about
-a running request is in its sequence.
+Everything that the engine knows about a running request is in its sequence, which all rooms read and update in place.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.bad_words import BadWords
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.kv.pages import PAGE_SIZE, PageTables, worst_case
-from lopa_ascend.types import Demand, Scoring, SequencePlan
+from lopa_ascend.types import PageCopy, Scoring, SequencePlan, StepRecord
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,22 +41,6 @@ class Request:
         return len(self.prompt) if self.params.is_pipelined else 0
 
 
-@dataclass
-class GraphSequence:
-    """A sequence's seat and last launch in the graph executor. Block numbers count generated blocks from 0."""
-
-    eager_reason: str | None
-    """The field of the request that no graph supports; None if graphs can decode the sequence."""
-    seat: int | None = None
-    """Index of the sequence's state and parameters in ``graph.seats``; None while it has none."""
-    window_start: int = 0
-    """First block of the last launched window."""
-    window_blocks: int = 0
-    """Blocks of the bucket in which that window was launched."""
-    in_flight: int | None = None
-    """Number of the launch whose result has not been read yet; None if there is none."""
-
-
 @dataclass(eq=False)
 class Sequence:
     """A request that runs."""
@@ -74,11 +57,13 @@ class Sequence:
     bad_words: BadWords | None = None
     """What the answer may not contain; None if the request bans nothing."""
     plan: SequencePlan | None = None
-    """The next forward pass; None when the sequence is done."""
-    demand: Demand | None = None
-    """What the next step needs; None when the sequence is done or has failed."""
-    graph: GraphSequence | None = None
-    """None in eager mode."""
+    """The next forward pass; None when the sequence is done or has failed."""
+    error: str | None = None
+    """Why the sequence has failed."""
+    num_computed: int = 0
+    """Tokens that the busiest branch-parallel group computes in the next step; with padding in a compiled step."""
+    slot_ends: tuple[int, ...] = ()
+    """For each slot how many positions it must have room for in the next step; 0 if no row can be there."""
     last_step: int = -1
     """Index of the last step that the sequence took part in."""
     num_reported: int = 0
@@ -87,6 +72,19 @@ class Sequence:
     """Tokens that this rank computed."""
     canvas_positions: int = 0
     """Positions of the answer in the rows of all branches and forward passes, on all ranks."""
+
+    # ---- in compiled steps; blocks are generated ones, from 0 on ----------------------------------------------------
+
+    eager_reason: str | None = None
+    """The field of the request that no graph supports; None if graphs can decode the sequence."""
+    seat: int | None = None
+    """Index of the sequence's state and parameters in ``graph.seats``; None while it has none."""
+    window_start: int = 0
+    """First block of the last launched window."""
+    window_blocks: int = 0
+    """Blocks of the bucket in which that window was launched."""
+    in_flight: int | None = None
+    """Number of the launch whose result has not been read yet; None if there is none."""
 
     @property
     def request_id(self) -> str:
@@ -109,3 +107,41 @@ class Sequence:
         # Pages that all slots share are shared for good, also those of positions that later passes compute again.
         committed = max(self.num_committed, self.request.num_shared_positions, pages.num_shared_pages * PAGE_SIZE)
         return worst_case(self.request.limit, len(pages.by_slot), committed) - pages.num_pages
+
+    @property
+    def committed_end(self) -> int:
+        """Positions before this one are committed after the next step."""
+        return self.next_pass.start + self.next_pass.num_new
+
+    @property
+    def next_pass(self) -> SequencePlan:
+        """``plan`` of a sequence that is not done."""
+        assert self.plan is not None
+        return self.plan
+
+    def fail(self, error: str) -> None:
+        """Notes that the sequence cannot go on."""
+        self.plan, self.error = None, error
+
+    def make_room(self) -> None:
+        """Allocates the pages that the next step writes."""
+        self.page_tables.make_room(self.committed_end, self.slot_ends, winner_commits=self.next_pass.winner_commits)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the scheduler decides about one step: its sequences, whose plans and page tables say the rest."""
+
+    index: int
+    """Number of the step, from 0."""
+    prefill: bool
+    """Every sequence of the step computes its prompt for the first time, with its first block or its whole canvas;
+    otherwise none does."""
+    sequences: tuple[Sequence, ...]
+    copies: tuple[PageCopy, ...] = ()
+    """Copies to make before the step, in this order: a page may be the source of one and the target of a later one."""
+
+
+Result = tuple[Sequence, StepRecord | None]
+"""What a step did to one sequence: its forward pass; None if that failed. A step that is launched ahead of the host
+reports its sequences in the step after it."""
