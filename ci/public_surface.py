@@ -29,10 +29,10 @@ from lopa_ascend.config.help import HelpFormatter
 from lopa_ascend.serve.app import create_app
 from lopa_ascend.serve.cli import build_parser
 from lopa_ascend.serve.config import ServeConfig
-from lopa_ascend.serve.engine.client import ClientSettings, EngineClient
-from lopa_ascend.serve.engine.launcher import EngineProcess
-from lopa_ascend.serve.engine.messages import Ready
 from lopa_ascend.serve.flags import FLAGS
+from lopa_ascend.serve.link.client import ClientSettings, EngineClient
+from lopa_ascend.serve.link.messages import Ready
+from lopa_ascend.serve.link.spawn import EngineProcess
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.types import (
     BranchRecord,

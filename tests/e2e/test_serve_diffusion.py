@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lopa_ascend import LLM, DecodingParams
-from lopa_ascend.serve.api.diffusion import DiffusionDone, DiffusionStart, DiffusionStep
+from lopa_ascend.serve.diffusion import DiffusionDone, DiffusionStart, DiffusionStep
 from tests.e2e.conftest import ROOT, ServerProcess
 from tests.e2e.serving import events
 

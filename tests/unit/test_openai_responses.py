@@ -11,11 +11,10 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.serve.api.body import parse_response
-from lopa_ascend.serve.api.errors import ApiError
-from lopa_ascend.serve.api.openai_responses import ResponseEncoder, ResponseObject, ResponseWriter
-from lopa_ascend.serve.api.openai_responses_body import UNSUPPORTED_RESPONSE
-from lopa_ascend.serve.engine.generation import Choice
+from lopa_ascend.serve.http.api_error import ApiError
+from lopa_ascend.serve.http.body import read_body
+from lopa_ascend.serve.link.generation import AskedChoice
+from lopa_ascend.serve.openai.responses import ResponseEncoder, ResponseObject, ResponseRequest, ResponseWriter
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -31,7 +30,7 @@ SENT_BACK: dict[str, Any] = {
 
 
 def parsed(**fields: Any) -> Any:
-    return parse_response(json.dumps({"input": "x", **fields}).encode())
+    return read_body(ResponseRequest, json.dumps({"input": "x", **fields}).encode())
 
 
 # ---- bodies ----------------------------------------------------------------------------------------------------------
@@ -101,7 +100,7 @@ def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], param:
 
 
 def test_neutral_values_are_taken():
-    for name, values in UNSUPPORTED_RESPONSE.items():
+    for name, values in ResponseRequest.harmless.items():
         for value in (None, *values):
             parsed(**{name: value})
         with pytest.raises(ApiError) as refused:
@@ -126,7 +125,7 @@ PARAMS = DecodingParams(max_new_tokens=9, temperature=1.0, top_p=0.5)
 
 
 def writer(**fields: Any) -> ResponseWriter:
-    return ResponseWriter("m", parsed(**fields), Choice([1, 2, 3], PARAMS))
+    return ResponseWriter("m", parsed(**fields), AskedChoice([1, 2, 3], PARAMS))
 
 
 def output_of(text: str, reason: str) -> GenerationOutput:

@@ -22,7 +22,7 @@ from lopa_ascend.parallel.launch import (
     rank_in_environment,
     share_cores,
 )
-from lopa_ascend.serve.engine.messages import Failed, FromEngine, Ready, Start, ToEngine
+from lopa_ascend.serve.link.messages import Failed, FromEngine, Ready, Start, ToEngine
 
 LAST_MESSAGE_TIMEOUT = 1.0
 """Seconds to wait for the engine's last message after its process has ended."""
@@ -75,7 +75,7 @@ class EngineProcess:
 
     async def _start_processes(self, config: EngineConfig, endpoint: str) -> None:
         """Starts the engine process, and the other ranks unless torchrun has started them."""
-        command = (sys.executable, "-m", "lopa_ascend.serve.engine.engine_process", endpoint)
+        command = (sys.executable, "-m", "lopa_ascend.serve.link.process", endpoint)
         if config.world_size == 1 or rank_in_environment() is not None:
             starts = {0: RankProcess(command, dict(os.environ))}
         else:

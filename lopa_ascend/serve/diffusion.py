@@ -1,21 +1,29 @@
-"""The events of a diffusion stream, from which a client can rebuild the canvas after every forward pass.
+"""Streams of forward passes: /v1/diffusion/completions and /v1/diffusion/chat/completions.
 
-docs/serving.md describes the protocol. The canvas holds the answer: position 0 is the one after the prompt.
+From the events a client can rebuild the canvas after every forward pass. docs/serving.md describes the protocol. The
+canvas holds the answer: position 0 is the one after the prompt.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
-from lopa_ascend.serve.api.answers import LopaStats, Usage
-from lopa_ascend.serve.api.completions import CompletionWriter
-from lopa_ascend.serve.api.encoding import Encoder
-from lopa_ascend.serve.api.schema import Json
-from lopa_ascend.serve.engine.generation import Choice
+from lopa_ascend.serve.http.body import HarmlessValues
+from lopa_ascend.serve.http.encoding import Encoder, Json
+from lopa_ascend.serve.link.generation import AskedChoice
+from lopa_ascend.serve.openai.answer import CompletionWriter, LopaStats, Usage
+from lopa_ascend.serve.openai.chat import ChatRequest
+from lopa_ascend.serve.openai.completions import CompletionRequest, prompt_schema
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.types import BranchRecord, Fill, GenerationOutput, Progress, StepRecord, Update, winner_rank
+
+EVENTS = (
+    "JSON: a diffusion.start (schema DiffusionStart), a diffusion.step for each forward pass (DiffusionStep), then "
+    "diffusion.done (DiffusionDone); the last event is [DONE]. If the request fails, an event with an error comes "
+    "instead of diffusion.done."
+)
 
 # ---- events, as /openapi.json documents them -------------------------------------------------------------------------
 
@@ -105,7 +113,7 @@ class StepEncoder(Encoder):
         tokenizer: for the text of filled tokens; None: events have token ids only.
     """
 
-    def __init__(self, writer: CompletionWriter, choice: Choice, tokenizer: Tokenizer | None):
+    def __init__(self, writer: CompletionWriter, choice: AskedChoice, tokenizer: Tokenizer | None):
         self._writer, self._choice, self._tokenizer = writer, choice, tokenizer
         self._num_prompt = len(choice.prompt_token_ids)
         self._sent: set[int] = set()
@@ -125,10 +133,6 @@ class StepEncoder(Encoder):
         if progress.output is not None:
             events.append(self._done(progress.output, progress.text))
         return events
-
-    def closing(self) -> list[Json]:
-        """No events after the last update."""
-        return []
 
     def _step(self, record: StepRecord) -> Json:
         winner = record.branches[record.winner]
@@ -183,3 +187,45 @@ class StepEncoder(Encoder):
             "prob": prob,
             "confidence": confidence,
         }
+
+
+# ---- requests --------------------------------------------------------------------------------------------------------
+
+HARMLESS_DIFFUSION: HarmlessValues = {
+    "stream": (True,),
+    "n": (1,),
+    "best_of": (1,),
+    "stream_options": (),
+    "logprobs": (False,),
+    "top_logprobs": (),
+    "echo": (False,),
+}
+"""A diffusion stream is always one streamed answer, and its events carry everything that these fields ask for."""
+
+
+class DiffusionCompletionRequest(CompletionRequest):
+    """One prompt, whose answer is always streamed."""
+
+    harmless = {**CompletionRequest.harmless, **HARMLESS_DIFFUSION}
+    always_streams = True
+    writer_type = StepWriter
+
+    @field_validator("prompt")
+    @classmethod
+    def _one_prompt(cls, prompts: list[str | list[int]]) -> list[str | list[int]]:
+        if len(prompts) != 1:
+            raise ValueError(f"must be one prompt, not {len(prompts)}")
+        return prompts
+
+    @classmethod
+    def complete_schema(cls, schema: Json) -> None:
+        super(CompletionRequest, cls).complete_schema(schema)
+        schema["properties"]["prompt"] = prompt_schema(1)
+
+
+class DiffusionChatRequest(ChatRequest):
+    """One conversation, whose answer is always streamed."""
+
+    harmless = {**ChatRequest.harmless, **HARMLESS_DIFFUSION}
+    always_streams = True
+    writer_type = StepWriter

@@ -14,10 +14,10 @@ from http import HTTPStatus
 from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.commands import Abort, Generate
-from lopa_ascend.serve.api.errors import ApiError, unavailable
-from lopa_ascend.serve.engine.generation import Choice, Generation
-from lopa_ascend.serve.engine.launcher import EngineProcess
-from lopa_ascend.serve.engine.messages import Ready, Stepped
+from lopa_ascend.serve.http.api_error import ApiError, unavailable
+from lopa_ascend.serve.link.generation import AskedChoice, Generation
+from lopa_ascend.serve.link.messages import Ready, Stepped
+from lopa_ascend.serve.link.spawn import EngineProcess
 from lopa_ascend.text.output import OutputStream
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.tokenizer_files import load_tokenizer
@@ -151,7 +151,7 @@ class EngineClient:
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
-    def submit(self, request_id: str, choices: Sequence[Choice], *, trace: bool = False) -> Generation:
+    def submit(self, request_id: str, choices: Sequence[AskedChoice], *, trace: bool = False) -> Generation:
         """Hands choices to the engine; ``release`` must follow.
 
         Args:

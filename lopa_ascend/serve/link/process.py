@@ -1,4 +1,4 @@
-"""The engine process, which the HTTP process starts: `python -m lopa_ascend.serve.engine.engine_process ENDPOINT`.
+"""The engine process, which the HTTP process starts: `python -m lopa_ascend.serve.link.process ENDPOINT`.
 
 It makes steps while it has work, and handles messages between steps. It ends when its stdin is closed, which happens
 whenever and however the HTTP process ends. It ignores SIGINT and SIGTERM, which are for the HTTP process.
@@ -18,7 +18,7 @@ import zmq
 from lopa_ascend.config import ParameterError
 from lopa_ascend.engine.commands import Abort, Generate
 from lopa_ascend.parallel.launch import exit_rank, exit_when_stdin_closes
-from lopa_ascend.serve.engine.messages import (
+from lopa_ascend.serve.link.messages import (
     Failed,
     FromEngine,
     Ready,

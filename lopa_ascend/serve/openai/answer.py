@@ -1,80 +1,105 @@
-"""Writes outputs as the JSON of a response: whole, or as the chunks of a stream."""
+"""Writes the answers of completions and chat completions: whole, or as the chunks of a stream.
+
+Classes of pydantic document the answers in /openapi.json.
+"""
 
 from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from lopa_ascend.serve.api.encoding import Encoder
-from lopa_ascend.serve.api.logprobs import TokenProb, TokenProbs, chat_logprobs, completion_logprobs
-from lopa_ascend.serve.api.protocol import StreamOptions
-from lopa_ascend.serve.api.schema import Json
-from lopa_ascend.serve.engine.generation import Choice
+from pydantic import BaseModel, Field
+
+from lopa_ascend.serve.http.encoding import Encoder, Json
+from lopa_ascend.serve.link.generation import AskedChoice
+from lopa_ascend.serve.openai.logprobs import TokenProb, TokenProbs
+from lopa_ascend.serve.openai.request import StreamOptions
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
+EVENTS = "With stream: true. Each event holds one chunk as JSON; the last event is [DONE]."
 
-@dataclass(frozen=True)
-class Format:
-    """How a route writes its responses; this class itself: completions."""
+# ---- as /openapi.json documents them ---------------------------------------------------------------------------------
 
-    id_prefix: str
-    """Beginning of a response's id."""
-    whole: str
-    """``object`` of a whole response."""
-    chunk: str
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int = Field(description="Prompt tokens that came from the prefix cache.")
+
+
+class Usage(BaseModel):
+    """Token counts of all choices together."""
+
+    prompt_tokens: int = Field(description="Each prompt counts once, whatever n is.")
+    completion_tokens: int = Field(description="Tokens of the answer, with those of a stop string that ended it.")
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class LopaStats(BaseModel):
+    """How the choices were decoded."""
+
+    num_forwards: int = Field(description="Forward passes of all choices.")
+    tokens_per_forward: float = Field(description="Visible tokens of all choices divided by their forward passes.")
+
+
+class AnyChoice(BaseModel):
+    """What choices of both routes have."""
+
+    index: int
+    finish_reason: str | None = Field(description='"stop", "length" or "abort" (see /abort_request).')
+    stop_reason: int | str | None = Field(
+        description="The stop string, or the id of stop_token_ids, that ended the text; null at an EOS."
+    )
+    seed: int | None = Field(None, description="Seed of the sampling, for repeating it; null without sampling.")
+    token_ids: list[int] | None = Field(None, description="With return_token_ids, or if the model has no tokenizer.")
+
+
+class AnyCompletion(BaseModel):
+    """What answers of both routes have."""
+
+    id: str
+    created: int
+    model: str
+    usage: Usage
+    lopa: LopaStats
+
+
+# ---- writing them ----------------------------------------------------------------------------------------------------
+
+
+class Form(ABC):
+    """What differs between the answers of the two routes."""
+
+    id_prefix: ClassVar[str]
+    whole: ClassVar[str]
+    """``object`` of a whole answer."""
+    chunk: ClassVar[str]
     """``object`` of a chunk."""
+    opening: ClassVar[Json | None] = None
+    """The content of a choice's first chunk, before any text; None: there is none."""
+    end: ClassVar[Json]
+    """The content of a choice's last chunk, which has the finish reason."""
 
+    @abstractmethod
     def message(self, text: str) -> Json:
-        """The text in a choice of a whole response."""
-        return {"text": text}
+        """The text in a choice of a whole answer."""
 
+    @abstractmethod
     def delta(self, text: str) -> Json:
         """The text in a choice of a chunk."""
-        return {"text": text}
 
-    def opening(self) -> Json | None:
-        """The first chunk of a choice, before any text; None: there is none."""
-        return None
-
-    def end(self) -> Json:
-        """The last chunk of a choice, which has the finish reason."""
-        return {"text": ""}
-
+    @abstractmethod
     def logprobs(self, tokens: Sequence[TokenProb], with_top: bool) -> Json:
         """Log probabilities of tokens; ``with_top``: with the list of the most probable tokens."""
-        return completion_logprobs(tokens, with_top)
-
-
-class ChatFormat(Format):
-    """How chat completions are written."""
-
-    def message(self, text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
-
-    def delta(self, text: str) -> Json:
-        return {"delta": {"content": text}}
-
-    def opening(self) -> Json | None:
-        return {"delta": {"role": "assistant", "content": ""}}
-
-    def end(self) -> Json:
-        return {"delta": {}}
-
-    def logprobs(self, tokens: Sequence[TokenProb], with_top: bool) -> Json:
-        return chat_logprobs(tokens, with_top)
-
-
-COMPLETION = Format("cmpl", "text_completion", "text_completion")
-CHAT = ChatFormat("chatcmpl", "chat.completion", "chat.completion.chunk")
 
 
 @dataclass(frozen=True)
 class Details:
-    """What a request asks its response to hold."""
+    """What a request asks its answer to hold."""
 
     n: int = 1
     """Number of answers to each prompt."""
@@ -99,7 +124,12 @@ class CompletionWriter:
     """
 
     def __init__(
-        self, form: Format, model: str, choices: Sequence[Choice], details: Details, tokenizer: Tokenizer | None = None
+        self,
+        form: Form,
+        model: str,
+        choices: Sequence[AskedChoice],
+        details: Details,
+        tokenizer: Tokenizer | None = None,
     ):
         self.form, self.choices, self.details, self.tokenizer = form, choices, details, tokenizer
         self.id = f"{form.id_prefix}-{uuid.uuid4().hex}"
@@ -219,7 +249,7 @@ class ChunkEncoder(Encoder):
             delta, logprobs = self._writer.form.delta(text), self._writer.logprobs(tokens)
             chunks.append(self._chunk(index, delta, logprobs=logprobs, token_ids=token_ids))
         if progress.output is not None:
-            chunks.append(self._chunk(index, self._writer.form.end(), output=progress.output))
+            chunks.append(self._chunk(index, self._writer.form.end, output=progress.output))
         return [*self._openings(index), *chunks] if chunks else []
 
     def _openings(self, index: int) -> list[Json]:
@@ -230,7 +260,7 @@ class ChunkEncoder(Encoder):
         """
         new = range(self._num_begun, index + 1)
         self._num_begun = max(self._num_begun, index + 1)
-        content = self._writer.form.opening()
+        content = self._writer.form.opening
         return [] if content is None else [self._chunk(choice, content) for choice in new]
 
     def closing(self) -> list[Json]:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from http import HTTPStatus
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.serve.api.errors import ApiError
+from lopa_ascend.serve.http.api_error import ApiError
 from lopa_ascend.types import Progress, Update
 
 
 @dataclass(frozen=True)
-class Choice:
+class AskedChoice:
     """One answer that an HTTP request asks for. A request has ``n`` choices for each of its prompts."""
 
     prompt_token_ids: list[int]
@@ -38,7 +38,7 @@ class Generation:
     """
 
     def __init__(
-        self, request_id: str, choices: Sequence[Choice], trace: bool, take_out: Callable[[Generation], object]
+        self, request_id: str, choices: Sequence[AskedChoice], trace: bool, take_out: Callable[[Generation], object]
     ):
         self.request_id, self.choices, self.trace = request_id, choices, trace
         self.ended = False

@@ -7,14 +7,15 @@ library's would keep the event loop, and so all other streams, waiting ten times
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 
-from lopa_ascend.serve.api.errors import ApiError
-from lopa_ascend.serve.api.schema import Json
-from lopa_ascend.types import Progress, Update
+from lopa_ascend.serve.http.api_error import ApiError
+from lopa_ascend.types import GenerationOutput, Progress, Update
+
+Json = dict[str, Any]
 
 ENDS_OF_LINES = {character.encode(): rf"\u{ord(character):04x}".encode() for character in "\u0085\u2028\u2029"}
 """Characters that JSON allows in strings, but that many clients take for ends of lines, and their escapes."""
@@ -68,9 +69,9 @@ class Encoder(ABC):
     def events(self, index: int, update: Update, progress: Progress) -> list[Json]:
         """Events for one update of the choice ``index``."""
 
-    @abstractmethod
     def closing(self) -> list[Json]:
         """Events after the last update."""
+        return []
 
     def failure(self, error: ApiError) -> list[Json]:
         """Events in place of the remaining ones, if the request fails after the stream has begun."""
@@ -79,3 +80,17 @@ class Encoder(ABC):
     def frame(self, event: Json) -> bytes:
         """An event as it is sent."""
         return b"data: " + as_line(event) + b"\n\n"
+
+
+class Writer(Protocol):
+    """Writes the answer to one request."""
+
+    id: str
+    """Id of the answer."""
+
+    def whole(self, outputs: Sequence[GenerationOutput]) -> Json:
+        """The answer, from the output of each choice, if it is not streamed. A value may be an iterator, which is
+        sent as a list."""
+
+    def encoder(self) -> Encoder:
+        """Makes the events of the answer if it is streamed."""
