@@ -33,7 +33,6 @@ class ChoiceTimeline:
     """The times of one choice. A time is None until it is reached."""
 
     prompt_tokens: int
-    """Length of the prompt."""
     arrived: float
     """When the HTTP request arrived."""
     begun: float | None = None
@@ -47,8 +46,13 @@ class ChoiceTimeline:
     ended: float | None = None
     gaps: list[float] = field(default_factory=list)
     """Seconds between consecutive updates that made tokens visible."""
-    last: Update | None = None
-    """The latest update."""
+    num_forwards: int = 0
+    cached_tokens: int = 0
+    """Tokens of the prompt that came from the prefix cache."""
+    canvas_positions: int = 0
+    """Positions of the answer in the rows of all branches and forward passes."""
+    seed: int | None = None
+    """Seed of the sampling; None without sampling, or if nothing was computed."""
     num_text_tokens: int = 0
     """Visible tokens."""
     finish_reason: str | None = None
@@ -64,7 +68,8 @@ class ChoiceTimeline:
         """
         if self.prefilled is None and update.num_forwards:  # 0: it was ended while it waited
             self.begun, self.prefilled = max(self.arrived, now - step_seconds), now
-        self.last = update
+        self.num_forwards, self.cached_tokens = update.num_forwards, update.cached_tokens
+        self.canvas_positions, self.seed = update.canvas_positions, update.seed
         visible = len(progress.token_ids)
         if visible > self.num_text_tokens:
             if self.first_token is None:
@@ -76,29 +81,27 @@ class ChoiceTimeline:
         if progress.output is not None:
             self.finish_reason, self.ended = progress.output.finish_reason, now
 
-    @property
-    def num_forwards(self) -> int:
-        """Forward passes."""
-        return self.last.num_forwards if self.last else 0
-
-    @property
-    def seed(self) -> int | None:
-        """Seed of the sampling; None without sampling, or if nothing was computed."""
-        return self.last.seed if self.last else None
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens of the prompt that came from the prefix cache."""
-        return self.last.cached_tokens if self.last else 0
-
-    @property
-    def canvas_positions(self) -> int:
-        """Positions of the answer in the rows of all branches and forward passes."""
-        return self.last.canvas_positions if self.last else 0
+    def durations(self) -> dict[str, float]:
+        """The times of a finished choice, by names in ``TIMES``."""
+        assert self.begun is not None
+        assert self.prefilled is not None
+        assert self.ended is not None
+        times = {
+            "e2e_request_latency": self.ended - self.arrived,
+            "request_queue_time": self.begun - self.arrived,
+            "request_prefill_time": self.prefilled - self.begun,
+            "request_decode_time": self.ended - self.prefilled,
+            "request_inference_time": self.ended - self.begun,
+        }
+        if self.first_token is not None:
+            times["time_to_first_token"] = self.first_token - self.arrived
+        if self.num_text_tokens > 1:
+            times["request_time_per_output_token"] = (self.ended - self.prefilled) / (self.num_text_tokens - 1)
+        return times
 
 
 class Timeline:
-    """The times of one HTTP request, for metrics and the log, in seconds of ``time.monotonic``.
+    """The times of one HTTP request, in seconds of ``time.monotonic``.
 
     Args:
         prompt_tokens: length of the prompt of each choice.
@@ -116,14 +119,15 @@ class Timeline:
             now: the end of the request.
             reason_if_unfinished: finish reason of choices that never finished.
         """
-        tokens, forwards = self._sum("num_text_tokens"), self._sum("num_forwards")
+        tokens = sum(choice.num_text_tokens for choice in self.choices)
+        forwards = sum(choice.num_forwards for choice in self.choices)
         first = min((c.first_token for c in self.choices if c.first_token is not None), default=None)
         reasons = sorted({choice.finish_reason or reason_if_unfinished for choice in self.choices})
         seeds = [choice.seed for choice in self.choices if choice.seed is not None]
         return {
             "choices": len(self.choices),
-            "prompt_tokens": self._sum("prompt_tokens"),
-            "cached_tokens": self._sum("cached_tokens"),
+            "prompt_tokens": sum(choice.prompt_tokens for choice in self.choices),
+            "cached_tokens": sum(choice.cached_tokens for choice in self.choices),
             "completion_tokens": tokens,
             "forwards": forwards,
             "tpf": round(tokens / forwards, 3) if forwards else 0.0,
@@ -132,9 +136,6 @@ class Timeline:
             "finish_reason": ",".join(reasons),
             **({"seeds": seeds} if seeds else {}),
         }
-
-    def _sum(self, name: str) -> int:
-        return sum(getattr(choice, name) for choice in self.choices)
 
 
 class Metrics:
@@ -217,7 +218,7 @@ class Metrics:
         self._answer_sizes.observe(choice.num_text_tokens)
         if choice.num_forwards:
             self._tpf.observe(choice.num_text_tokens / choice.num_forwards)
-        for name, seconds in _durations(choice).items():
+        for name, seconds in choice.durations().items():
             self._times[name].observe(seconds)
         for gap in choice.gaps:
             self._times["inter_token_latency"].observe(gap)
@@ -245,26 +246,6 @@ TIMES = {
 """Histograms of seconds, without the prefix "vllm:" and the suffix "_seconds"."""
 
 
-def _durations(choice: ChoiceTimeline) -> dict[str, float]:
-    """The times of a finished choice, by names in ``TIMES``."""
-    assert choice.begun is not None
-    assert choice.prefilled is not None
-    assert choice.ended is not None
-    end = choice.ended
-    times = {
-        "e2e_request_latency": end - choice.arrived,
-        "request_queue_time": choice.begun - choice.arrived,
-        "request_prefill_time": choice.prefilled - choice.begun,
-        "request_decode_time": end - choice.prefilled,
-        "request_inference_time": end - choice.begun,
-    }
-    if choice.first_token is not None:
-        times["time_to_first_token"] = choice.first_token - choice.arrived
-    if choice.num_text_tokens > 1:
-        times["request_time_per_output_token"] = (end - choice.prefilled) / (choice.num_text_tokens - 1)
-    return times
-
-
 class _EngineState(Collector):
     """Metrics that are read from the engine's latest stats at the moment of the request for /metrics."""
 
@@ -274,71 +255,61 @@ class _EngineState(Collector):
     def collect(self) -> Iterable[Metric]:
         client, stats = self._client, self._client.stats
         usage = stats.pages_in_use / stats.num_pages if stats.num_pages else 0.0
-        yield self._gauge("vllm:num_requests_running", "Choices that the engine has begun.", client.num_running)
-        yield self._gauge(
-            "vllm:num_requests_waiting", "Choices that wait until the engine has room.", client.num_waiting
+        yield from self._gauges(
+            ("vllm:num_requests_running", "Choices that the engine has begun.", client.num_running),
+            ("vllm:num_requests_waiting", "Choices that wait until the engine has room.", client.num_waiting),
+            ("vllm:kv_cache_usage_perc", "Fraction of the KV pages that requests hold, 0 to 1.", usage),
+            ("lopa:pages_in_use", "KV pages that requests hold.", stats.pages_in_use),
+            ("lopa:pages_cached", "KV pages that only the prefix cache holds.", stats.pages_cached),
         )
-        yield self._gauge("vllm:kv_cache_usage_perc", "Fraction of the KV pages that requests hold, 0 to 1.", usage)
-        yield self._gauge("lopa:pages_in_use", "KV pages that requests hold.", stats.pages_in_use)
-        yield self._gauge("lopa:pages_cached", "KV pages that only the prefix cache holds.", stats.pages_cached)
-        yield self._total("vllm:num_preemptions", "Always 0: a running request is never preempted.", 0)
-        yield self._total(
-            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries
+        yield from self._totals(
+            ("vllm:num_preemptions", "Always 0: a running request is never preempted.", 0),
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
+            ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
+            ("lopa:gathered_bytes", "Bytes of keys and values that attention copied.", stats.gathered_bytes),
+            ("lopa:copied_positions", "Positions whose keys and values were copied.", stats.copied_positions),
+            ("lopa:branch_rows", "Branches evaluated, on all ranks.", stats.num_rows),
+            ("lopa:idle_rows", "Rows left empty on all ranks.", stats.idle_rows),
+            ("lopa:steps", "Steps of the engine.", stats.num_steps),
         )
-        yield self._total("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits)
-        yield self._total(
-            "lopa:gathered_bytes", "Bytes of keys and values that attention copied.", stats.gathered_bytes
-        )
-        yield self._total(
-            "lopa:copied_positions", "Positions whose keys and values were copied.", stats.copied_positions
-        )
-        yield self._total("lopa:branch_rows", "Branches evaluated, on all ranks.", stats.num_rows)
-        yield self._total("lopa:idle_rows", "Rows left empty on all ranks.", stats.idle_rows)
-        yield self._total("lopa:steps", "Steps of the engine.", stats.num_steps)
-        yield self._by_purpose(
-            "lopa:collective_calls", "Collectives of rank 0, by purpose.", [t.calls for t in stats.traffic]
-        )
-        bytes_sent = [t.num_bytes for t in stats.traffic]
-        yield self._by_purpose(
-            "lopa:collective_bytes", "Bytes that rank 0 contributed to collectives, by purpose.", bytes_sent
-        )
+        calls = {traffic.purpose: traffic.calls for traffic in stats.traffic}
+        sent = {traffic.purpose: traffic.num_bytes for traffic in stats.traffic}
+        yield self._family("lopa:collective_calls", "Collectives of rank 0, by purpose.", "purpose", calls)
+        text = "Bytes that rank 0 contributed to collectives, by purpose."
+        yield self._family("lopa:collective_bytes", text, "purpose", sent)
         if stats.graphs is not None:
             yield from self._graphs(stats.graphs)
 
     def _graphs(self, stats: GraphStats) -> Iterable[Metric]:
-        yield self._gauge("lopa:graphs", "Compiled buckets.", stats.num_buckets)
+        yield from self._gauges(("lopa:graphs", "Compiled buckets.", stats.num_buckets))
         late = "Compilations asked for after the start, which are refused; other than 0: an error in the engine."
-        yield self._total("lopa:late_compilations", late, stats.num_late)
-        yield self._total("lopa:graph_steps", "Launches of compiled steps.", stats.num_steps)
-        yield self._total("lopa:graph_tokens", "Positions that compiled steps computed.", stats.tokens)
-        yield self._total(
-            "lopa:graph_padded_tokens",
-            "Positions that compiled steps computed and no branch needed.",
-            stats.padded_tokens,
+        padded = "Positions that compiled steps computed and no branch needed."
+        yield from self._totals(
+            ("lopa:late_compilations", late, stats.num_late),
+            ("lopa:graph_steps", "Launches of compiled steps.", stats.num_steps),
+            ("lopa:graph_tokens", "Positions that compiled steps computed.", stats.tokens),
+            ("lopa:graph_padded_tokens", padded, stats.padded_tokens),
+            ("lopa:graph_wasted_steps", "Compiled steps of choices that had already ended.", stats.wasted_steps),
         )
-        wasted = "Compiled steps of choices that had already ended."
-        yield self._total("lopa:graph_wasted_steps", wasted, stats.wasted_steps)
         text = (
             "Eager steps of choices on a server with graphs, by reason: a decoding parameter, or graph_window_blocks."
         )
-        yield self._labelled("lopa:eager_steps", text, "reason", stats.eager_steps)
+        yield self._family("lopa:eager_steps", text, "reason", stats.eager_steps)
 
-    def _by_purpose(self, name: str, text: str, values: Sequence[float]) -> Metric:
-        purposes = (traffic.purpose for traffic in self._client.stats.traffic)
-        return self._labelled(name, text, "purpose", dict(zip(purposes, values, strict=True)))
-
-    def _labelled(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    def _family(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
         family = CounterMetricFamily(name, text, labels=(*LABELS, label))
         for key, value in values.items():
             family.add_metric((*self._labels, key), value)
         return family
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=LABELS)
-        family.add_metric(self._labels, value)
-        return family
+    def _gauges(self, *values: tuple[str, str, float]) -> Iterable[Metric]:
+        for name, text, value in values:
+            family = GaugeMetricFamily(name, text, labels=LABELS)
+            family.add_metric(self._labels, value)
+            yield family
 
-    def _total(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=LABELS)
-        family.add_metric(self._labels, value)
-        return family
+    def _totals(self, *values: tuple[str, str, float]) -> Iterable[Metric]:
+        for name, text, value in values:
+            family = CounterMetricFamily(name, text, labels=LABELS)
+            family.add_metric(self._labels, value)
+            yield family

@@ -23,7 +23,7 @@ from lopa_ascend.serve.app import create_app
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.greeting import make_greeting
 from lopa_ascend.serve.http.connections import Connection, RareWarnings, connection_limit
-from lopa_ascend.serve.link.client import ClientSettings, EngineClient
+from lopa_ascend.serve.link.client import EngineClient
 from lopa_ascend.serve.link.spawn import EngineFailed
 from lopa_ascend.serve.openai.request import check_defaults
 from lopa_ascend.text.template import check_template
@@ -141,16 +141,16 @@ def serve(config: ServeConfig) -> int:
     try:
         listener = bind(config.host, config.port)  # before the model is loaded, so that a port in use shows at once
         _check_tls(config)
-        settings = _client_settings(config)
+        template = _chat_template(config)
     except (ValueError, OSError) as error:
         return _refused(error)
-    return asyncio.run(_serve(config, settings, listener))
+    return asyncio.run(_serve(config, template, listener))
 
 
-async def _serve(config: ServeConfig, settings: ClientSettings, listener: socket.socket) -> int:
+async def _serve(config: ServeConfig, template: str | None, listener: socket.socket) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL)
     interrupts = Interrupts()
-    starting = asyncio.create_task(_start(config, settings, listener))
+    starting = asyncio.create_task(_start(config, template, listener))
     interrupted = asyncio.create_task(interrupts.first.wait())
     await asyncio.wait({starting, interrupted}, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
@@ -172,12 +172,12 @@ async def _serve(config: ServeConfig, settings: ClientSettings, listener: socket
         await client.close()
 
 
-async def _start(config: ServeConfig, settings: ClientSettings, listener: socket.socket) -> tuple[EngineClient, str]:
+async def _start(config: ServeConfig, template: str | None, listener: socket.socket) -> tuple[EngineClient, str]:
     """The client of a new engine, and the greeting. From then on the server listens.
 
     Raises as ``EngineClient.start``, ``check_defaults`` and ``listen`` do.
     """
-    client = await EngineClient.start(config.engine, settings)
+    client = await EngineClient.start(config, template)
     try:
         check_defaults(config.decoding, client.prompts, client.ready.limits)
         greeting = await asyncio.to_thread(make_greeting, client, config, listener)
@@ -244,22 +244,17 @@ def _check_tls(config: ServeConfig) -> None:
             raise OSError(f"--ssl-ca-certs {config.ssl_ca_certs}: {error}") from error
 
 
-def _client_settings(config: ServeConfig) -> ClientSettings:
-    template = None
-    if config.chat_template is not None:
-        try:
-            template = read_text(Path(config.chat_template), ValueError)
-        except ValueError as error:
-            raise ValueError(f"--chat-template {error}") from error
-        check_template(template, f"--chat-template {config.chat_template}")
-    else:
-        load_template(config.engine.model or DEMO_MODEL)  # refused here, a broken one costs no loading
-    return ClientSettings(
-        max_num_queued_reqs=config.max_num_queued_reqs,
-        request_timeout=config.request_timeout,
-        watchdog_timeout=config.watchdog_timeout,
-        chat_template=template,
-    )
+def _chat_template(config: ServeConfig) -> str | None:
+    """The text of --chat-template; None: the model's own. A broken template is refused before the model is loaded."""
+    if config.chat_template is None:
+        load_template(config.engine.model or DEMO_MODEL)
+        return None
+    try:
+        template = read_text(Path(config.chat_template), ValueError)
+    except ValueError as error:
+        raise ValueError(f"--chat-template {error}") from error
+    check_template(template, f"--chat-template {config.chat_template}")
+    return template
 
 
 def _uvicorn(config: ServeConfig, app: FastAPI) -> uvicorn.Config:

@@ -23,7 +23,7 @@ from lopa_ascend.serve.endpoint import Endpoint
 from lopa_ascend.serve.http.api_error import ApiError
 from lopa_ascend.serve.http.body import Intake, read_body
 from lopa_ascend.serve.info import see_a_step
-from lopa_ascend.serve.link.client import ClientSettings, EngineClient
+from lopa_ascend.serve.link.client import EngineClient
 from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.link.messages import Ready, Stepped
 from lopa_ascend.serve.link.spawn import EngineProcess
@@ -55,7 +55,7 @@ async def connected() -> AsyncIterator[tuple[EngineClient, zmq.asyncio.Socket]]:
     engines.bind(endpoint)
     ours.connect(endpoint)
     ready = Ready(LIMITS, model_name="m", dtype="float32", device="cpu", kv_cache_memory=0, seed=0, ranks=())
-    client = EngineClient(EngineProcess(ours), ready, Prompts(tiny_tokenizer(), 320, 319, "m"), ClientSettings())
+    client = EngineClient(EngineProcess(ours), ready, Prompts(tiny_tokenizer(), 320, 319, "m"), ServeConfig())
     try:
         yield client, engines
     finally:

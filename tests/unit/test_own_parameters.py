@@ -93,7 +93,7 @@ def test_what_is_no_decoding_is_refused_where_it_is_added() -> None:
 def test_a_server_takes_them_beside_its_defaults() -> None:
     request = parsed(decoding="sloped")
     assert asked_parameters(request)[0] == {"decoding": "sloped"}
-    (choice,) = PLANNER.completion(request)
+    (choice,) = request.plan(PLANNER)
     assert choice.params.own == (("slope", 0.5), ("shape", "line"))
     defaults = {"confidence": "margin", "tau_conf": 0.5, "branch_acceptance": "exact"}
     assert fitting_defaults(defaults, {"decoding": "sloped", "slope": 0.1}) == {"tau_conf": 0.5}

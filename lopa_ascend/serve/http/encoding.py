@@ -20,6 +20,9 @@ Json = dict[str, Any]
 ENDS_OF_LINES = {character.encode(): rf"\u{ord(character):04x}".encode() for character in "\u0085\u2028\u2029"}
 """Characters that JSON allows in strings, but that many clients take for ends of lines, and their escapes."""
 
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""Neither caches nor nginx, which keeps the beginning of an answer by default, may hold a stream back."""
+
 encode = msgspec.json.Encoder().encode
 """The JSON of a value, in UTF-8. Numbers that are not finite become null."""
 
