@@ -49,3 +49,7 @@ class Stepped(msgspec.Struct, tag=True, frozen=True):
 
 ToEngine = Start | Generate | Abort
 FromEngine = Ready | Failed | Stepped
+
+encode_message = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode

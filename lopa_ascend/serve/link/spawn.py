@@ -8,7 +8,6 @@ import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
 
-import msgspec
 import zmq
 import zmq.asyncio
 
@@ -22,7 +21,15 @@ from lopa_ascend.parallel.launch import (
     rank_in_environment,
     share_cores,
 )
-from lopa_ascend.serve.link.messages import Failed, FromEngine, Ready, Start, ToEngine
+from lopa_ascend.serve.link.messages import (
+    Failed,
+    FromEngine,
+    Ready,
+    Start,
+    ToEngine,
+    decode_from_engine,
+    encode_message,
+)
 
 LAST_MESSAGE_TIMEOUT = 1.0
 """Seconds to wait for the engine's last message after its process has ended."""
@@ -42,7 +49,6 @@ class EngineProcess:
         self._processes: list[Process] = []
         """By rank."""
         self._socket = socket
-        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(FromEngine)
 
     @classmethod
     async def start(cls, config: EngineConfig) -> tuple[EngineProcess, Ready]:
@@ -110,12 +116,11 @@ class EngineProcess:
 
     def send(self, message: ToEngine) -> None:
         """Sends a message without waiting: the socket has no high-water mark, so the message is queued at once."""
-        self._socket.send(self._encoder.encode(message))
+        self._socket.send(encode_message(message))
 
     async def receive(self) -> FromEngine:
         """Waits for the engine's next message."""
-        message: FromEngine = self._decoder.decode(await self._socket.recv())
-        return message
+        return decode_from_engine(await self._socket.recv())
 
     async def wait(self) -> None:
         """Waits until one of the processes has ended."""
