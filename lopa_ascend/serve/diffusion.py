@@ -6,17 +6,15 @@ canvas holds the answer: position 0 is the one after the prompt.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
 from lopa_ascend.serve.http.body import HarmlessValues
-from lopa_ascend.serve.http.encoding import Encoder, Json
-from lopa_ascend.serve.link.generation import AskedChoice
+from lopa_ascend.serve.http.encoding import Json
 from lopa_ascend.serve.openai.answer import CompletionWriter, LopaStats, Usage
 from lopa_ascend.serve.openai.chat import ChatRequest
 from lopa_ascend.serve.openai.completions import CompletionRequest, prompt_schema
-from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.types import BranchRecord, Fill, GenerationOutput, Progress, StepRecord, Update, winner_rank
 
 EVENTS = (
@@ -97,36 +95,19 @@ class DiffusionDone(BaseModel):
 
 
 class StepWriter(CompletionWriter):
-    """Writes a response that shows every forward pass."""
+    """Writes the answer to a request with one choice as a stream that shows every forward pass."""
 
-    def encoder(self) -> Encoder:
-        """Makes the events of the only choice."""
-        return StepEncoder(self, self.choices[0], self.tokenizer)
-
-
-class StepEncoder(Encoder):
-    """Makes the events of one diffusion stream.
-
-    Args:
-        writer: makes the parts of the response.
-        choice: the only choice of the request.
-        tokenizer: for the text of filled tokens; None: events have token ids only.
-    """
-
-    def __init__(self, writer: CompletionWriter, choice: AskedChoice, tokenizer: Tokenizer | None):
-        self._writer, self._choice, self._tokenizer = writer, choice, tokenizer
-        self._num_prompt = len(choice.prompt_token_ids)
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
         self._sent: set[int] = set()
         """Positions of the canvas whose tokens were sent."""
 
     def opening(self) -> list[Json]:
-        """The diffusion.start."""
-        params = self._choice.params
-        start = {"prompt_tokens": self._num_prompt, "max_new_tokens": params.max_new_tokens}
-        return [{"object": "diffusion.start", **self._writer.head, **start, "block_size": params.block_size}]
+        params = self.choices[0].params
+        start = {"prompt_tokens": self.prompt_tokens, "max_new_tokens": params.max_new_tokens}
+        return [{"object": "diffusion.start", **self.head, **start, "block_size": params.block_size}]
 
     def events(self, index: int, update: Update, progress: Progress) -> list[Json]:
-        """A diffusion.step for a forward pass, and diffusion.done at the end."""
         events = []
         if update.record is not None:
             events.append({**self._step(update.record), "text": progress.text})
@@ -137,15 +118,15 @@ class StepEncoder(Encoder):
     def _step(self, record: StepRecord) -> Json:
         winner = record.branches[record.winner]
         fills = [*winner.own_fills, *record.fills]
-        self._sent.update(fill.position - self._num_prompt for fill in fills)
+        self._sent.update(fill.position - self.prompt_tokens for fill in fills)
         *lookaheads, anchor = record.branches
         return {
             "object": "diffusion.step",
-            "id": self._writer.id,
+            "id": self.id,
             "index": record.index,
-            "canvas_length": winner.end - self._num_prompt,
+            "canvas_length": winner.end - self.prompt_tokens,
             "fills": [self._fill(fill) for fill in fills],
-            "committed": max(0, record.cache_length + record.committed - self._num_prompt),
+            "committed": max(0, record.cache_length + record.committed - self.prompt_tokens),
             "winner": winner_rank(record),
             "branches": [self._branch(rank, branch) for rank, branch in enumerate((anchor, *lookaheads))],
         }
@@ -159,14 +140,14 @@ class StepEncoder(Encoder):
         ]
         return {
             "object": "diffusion.done",
-            **self._writer.head,
+            **self.head,
             "fills": fills,
             "token_ids": list(output.token_ids),
             "text": text,
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
             "seed": output.seed,
-            **self._writer.totals([output]),
+            **self.totals([output]),
         }
 
     def _branch(self, rank: int, branch: BranchRecord) -> Json:
@@ -176,10 +157,10 @@ class StepEncoder(Encoder):
         return {**state, "lookahead": lookahead, "further": further}
 
     def _fill(self, fill: Fill) -> Json:
-        return self._filled(fill.position - self._num_prompt, fill.token, fill.max_prob, fill.confidence)
+        return self._filled(fill.position - self.prompt_tokens, fill.token, fill.max_prob, fill.confidence)
 
     def _filled(self, position: int, token_id: int, prob: float, confidence: float | None = None) -> Json:
-        token = None if self._tokenizer is None else self._tokenizer.piece(token_id).decode(errors="replace")
+        token = None if self.tokenizer is None else self.tokenizer.piece(token_id).decode(errors="replace")
         return {
             "position": position,
             "token_id": token_id,

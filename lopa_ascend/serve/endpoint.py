@@ -17,7 +17,7 @@ from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.http.access import log_line, request_id
 from lopa_ascend.serve.http.api_error import ApiError
 from lopa_ascend.serve.http.body import Intake, read_body
-from lopa_ascend.serve.http.encoding import STREAM_HEADERS, Encoder, Writer, pieces
+from lopa_ascend.serve.http.encoding import STREAM_HEADERS, Writer, pieces
 from lopa_ascend.serve.link.client import EngineClient
 from lopa_ascend.serve.link.generation import AskedChoice, Generation
 from lopa_ascend.serve.metrics import Metrics, Timeline
@@ -185,23 +185,23 @@ class StreamedAnswer(GeneratedAnswer):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _frames(self) -> AsyncIterator[bytes]:
-        encoder = self._writer.encoder()
-        for event in encoder.opening():
-            yield encoder.frame(event)
+        writer = self._writer
+        for event in writer.opening():
+            yield writer.frame(event)
         try:
             async for index, update, progress in self._updates():
-                make = partial(_frames_of, encoder, index, update, progress)
+                make = partial(_frames_of, writer, index, update, progress)
                 is_large = len(update.token_ids) >= LARGE_UPDATE
                 for frame in await asyncio.to_thread(make) if is_large else make():
                     yield frame
-            for event in encoder.closing():
-                yield encoder.frame(event)
+            for event in writer.closing():
+                yield writer.frame(event)
         except ApiError as error:
-            for event in encoder.failure(error):
-                yield encoder.frame(event)
-        if encoder.end:
-            yield encoder.end
+            for event in writer.failure(error):
+                yield writer.frame(event)
+        if writer.end:
+            yield writer.end
 
 
-def _frames_of(encoder: Encoder, index: int, update: Update, progress: Progress) -> list[bytes]:
-    return [encoder.frame(event) for event in encoder.events(index, update, progress)]
+def _frames_of(writer: Writer, index: int, update: Update, progress: Progress) -> list[bytes]:
+    return [writer.frame(event) for event in writer.events(index, update, progress)]

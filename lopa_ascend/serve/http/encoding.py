@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -58,11 +58,19 @@ def _list(items: Iterator[Any]) -> Iterator[bytes]:
     yield b"]" if before == b"," else b"[]"
 
 
-class Encoder(ABC):
-    """Makes the events of one stream. Its form is that of completions, unless a subclass has another."""
+class Writer(ABC):
+    """Writes the answer to one request, whole or as the events of a stream. The form of its events is that of
+    completions, unless a subclass has another."""
 
+    id: str
+    """Id of the answer."""
     end: ClassVar[bytes] = b"data: [DONE]\n\n"
     """The end of the stream, after the events of an answer and after those of a failure."""
+
+    @abstractmethod
+    def whole(self, outputs: Sequence[GenerationOutput]) -> Json:
+        """The answer, from the output of each choice, if it is not streamed. A value may be an iterator, which is
+        sent as a list."""
 
     @abstractmethod
     def opening(self) -> list[Json]:
@@ -70,7 +78,7 @@ class Encoder(ABC):
 
     @abstractmethod
     def events(self, index: int, update: Update, progress: Progress) -> list[Json]:
-        """Events for one update of the choice ``index``."""
+        """Events for one update of the choice ``index``; none if nothing new is final."""
 
     def closing(self) -> list[Json]:
         """Events after the last update."""
@@ -83,17 +91,3 @@ class Encoder(ABC):
     def frame(self, event: Json) -> bytes:
         """An event as it is sent."""
         return b"data: " + as_line(event) + b"\n\n"
-
-
-class Writer(Protocol):
-    """Writes the answer to one request."""
-
-    id: str
-    """Id of the answer."""
-
-    def whole(self, outputs: Sequence[GenerationOutput]) -> Json:
-        """The answer, from the output of each choice, if it is not streamed. A value may be an iterator, which is
-        sent as a list."""
-
-    def encoder(self) -> Encoder:
-        """Makes the events of the answer if it is streamed."""

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field
 
-from lopa_ascend.serve.http.encoding import Encoder, Json
+from lopa_ascend.serve.http.encoding import Json, Writer
 from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.logprobs import TokenProb, TokenProbs
-from lopa_ascend.serve.openai.request import StreamOptions
+from lopa_ascend.serve.openai.request import GenerationRequest, StreamOptions
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
@@ -109,17 +109,26 @@ class Details:
     """None: no log probabilities; 0: those of the tokens; more: also lists of so many most probable tokens."""
     echoed: Sequence[str] = ()
     """Texts of the prompts, which the answers begin with; empty without echo."""
-    stream_options: StreamOptions | None = None
+    include_usage: bool = False
+    """The stream ends with a chunk that has the usage."""
+    continuous_usage: bool = False
+    """Every chunk has the usage up to it."""
+
+    @classmethod
+    def of(cls, request: GenerationRequest, **fields: Any) -> Details:
+        options = request.stream_options or StreamOptions()
+        usage, continuous = bool(options.include_usage), bool(options.continuous_usage_stats)
+        return cls(n=request.n or 1, include_usage=usage, continuous_usage=continuous, **fields)
 
 
-class CompletionWriter:
-    """Writes one response, or the parts of it.
+class CompletionWriter(Writer):
+    """Writes one answer: whole, or in chunks that each have what is new since the chunk before.
 
     Args:
         form: completions or chat completions.
         model: name of the served model.
         choices: the choices of the request, ``details.n`` for each prompt.
-        details: what the response holds.
+        details: what the answer holds.
         tokenizer: for log probabilities; None: tokens are shown by their ids.
     """
 
@@ -133,31 +142,83 @@ class CompletionWriter:
     ):
         self.form, self.choices, self.details, self.tokenizer = form, choices, details, tokenizer
         self.id = f"{form.id_prefix}-{uuid.uuid4().hex}"
-        # The same in every part.
         self.head = {"id": self.id, "created": int(time.time()), "model": model}
+        """The same in every part."""
         # Each prompt counts once, however many answers it gets.
         self.prompt_tokens = sum(len(choice.prompt_token_ids) for choice in choices[:: details.n])
+        self._latest = [Progress((), "") for _ in choices]
+        self._probs = [self._token_probs() for _ in choices]
+        self._num_begun = 0
+        """Choices that have had their first chunk: always those with the lowest indices."""
 
-    def encoder(self) -> Encoder:
-        """Makes the chunks of the response if it is streamed."""
-        return ChunkEncoder(self, len(self.choices), self.details.stream_options)
+    def whole(self, outputs: Sequence[GenerationOutput]) -> Json:
+        # "choices" is an iterator: choices with log probabilities are large, so each is made when it is encoded.
+        choices = (self._whole_choice(index, output) for index, output in enumerate(outputs))
+        return {**self.head, "object": self.form.whole, "choices": choices, **self.totals(outputs)}
 
-    def prefix(self, index: int) -> str:
-        """The beginning of a choice's text: its prompt with echo, else nothing."""
-        return self.details.echoed[index // self.details.n] if self.details.echoed else ""
+    def opening(self) -> list[Json]:
+        """Prompts that are echoed."""
+        prefixes = [self._prefix(index) for index in range(len(self.choices))]
+        return [self._chunk(index, self.form.delta(prefix)) for index, prefix in enumerate(prefixes) if prefix]
 
-    def token_probs(self) -> TokenProbs:
-        """What makes the log probabilities of the tokens of one choice."""
-        params = self.choices[0].params
-        is_truncated = params.top_p is not None or params.top_k is not None or params.min_p > 0
-        return TokenProbs(self.tokenizer, is_truncated=is_truncated)
+    def events(self, index: int, update: Update, progress: Progress) -> list[Json]:
+        before, self._latest[index] = self._latest[index], progress
+        text, known = progress.text[len(before.text) :], len(before.token_ids)
+        token_ids = progress.token_ids[known:]
+        tokens = self._probs[index].push(token_ids, progress.max_probs[known:], progress.alternatives[known:])
+        chunks = []
+        shows_tokens = self.details.with_ids or self.details.logprobs is not None
+        if text or (token_ids and shows_tokens):
+            delta, logprobs = self.form.delta(text), self._logprobs(tokens)
+            chunks.append(self._chunk(index, delta, logprobs=logprobs, token_ids=token_ids))
+        if progress.output is not None:
+            chunks.append(self._chunk(index, self.form.end, output=progress.output))
+        return [*self._openings(index), *chunks] if chunks else []
 
-    def logprobs(self, tokens: Sequence[TokenProb]) -> Json | None:
-        """The log probabilities of tokens, if the request asks for them."""
-        asked = self.details.logprobs
-        return None if asked is None else self.form.logprobs(tokens, with_top=asked > 0)
+    def closing(self) -> list[Json]:
+        if not self.details.include_usage:
+            return []
+        outputs = [progress.output for progress in self._latest if progress.output is not None]
+        return [{**self.head, "object": self.form.chunk, "choices": [], **self.totals(outputs)}]
 
-    def choice(
+    def totals(self, outputs: Sequence[GenerationOutput]) -> Json:
+        """The usage with details, and the numbers of forward passes."""
+        tokens = sum(len(output.token_ids) for output in outputs)
+        forwards = sum(output.num_forwards for output in outputs)
+        cached = sum(output.cached_tokens for output in outputs[:: self.details.n])
+        usage = {**self._usage(tokens), "prompt_tokens_details": {"cached_tokens": cached}}
+        lopa = {"num_forwards": forwards, "tokens_per_forward": tokens / forwards if forwards else 0.0}
+        return {"usage": usage, "lopa": lopa}
+
+    def _usage(self, completion_tokens: int) -> Json:
+        total = self.prompt_tokens + completion_tokens
+        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+
+    def _whole_choice(self, index: int, output: GenerationOutput) -> Json:
+        tokens = self._token_probs().push(output.token_ids, output.max_probs, output.alternatives)
+        content = self.form.message(self._prefix(index) + (output.text or ""))
+        return self._choice(index, content, logprobs=self._logprobs(tokens), token_ids=output.token_ids, output=output)
+
+    def _openings(self, index: int) -> list[Json]:
+        """The first chunks of all choices up to ``index`` that have not begun.
+
+        They come directly before a text, because clients take the time of the first chunk as that of the first token,
+        and in the order of the choices, because OpenAI's client appends each new choice to a list.
+        """
+        new = range(self._num_begun, index + 1)
+        self._num_begun = max(self._num_begun, index + 1)
+        content = self.form.opening
+        return [] if content is None else [self._chunk(choice, content) for choice in new]
+
+    def _chunk(self, index: int, content: Json, **parts: Any) -> Json:
+        chunk = {**self.head, "object": self.form.chunk, "choices": [self._choice(index, content, **parts)]}
+        if self.details.continuous_usage:
+            chunk["usage"] = self._usage(sum(len(progress.token_ids) for progress in self._latest))
+        elif self.details.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _choice(
         self,
         index: int,
         content: Json,
@@ -166,7 +227,7 @@ class CompletionWriter:
         token_ids: Sequence[int] | None = None,
         output: GenerationOutput | None = None,
     ) -> Json:
-        """One choice of a response or of a chunk.
+        """One choice of an answer or of a chunk.
 
         Args:
             index: number of the choice.
@@ -186,97 +247,15 @@ class CompletionWriter:
         with_ids = self.details.with_ids and token_ids is not None
         return {**choice, "token_ids": list(token_ids or ())} if with_ids else choice
 
-    def usage(self, completion_tokens: int) -> Json:
-        """The usage without details."""
-        total = self.prompt_tokens + completion_tokens
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+    def _prefix(self, index: int) -> str:
+        """The beginning of a choice's text: its prompt with echo, else nothing."""
+        return self.details.echoed[index // self.details.n] if self.details.echoed else ""
 
-    def totals(self, outputs: Sequence[GenerationOutput]) -> Json:
-        """The usage with details, and the numbers of forward passes."""
-        tokens = sum(len(output.token_ids) for output in outputs)
-        forwards = sum(output.num_forwards for output in outputs)
-        cached = sum(output.cached_tokens for output in outputs[:: self.details.n])
-        usage = {**self.usage(tokens), "prompt_tokens_details": {"cached_tokens": cached}}
-        lopa = {"num_forwards": forwards, "tokens_per_forward": tokens / forwards if forwards else 0.0}
-        return {"usage": usage, "lopa": lopa}
+    def _token_probs(self) -> TokenProbs:
+        params = self.choices[0].params
+        is_truncated = params.top_p is not None or params.top_k is not None or params.min_p > 0
+        return TokenProbs(self.tokenizer, is_truncated=is_truncated)
 
-    def whole(self, outputs: Sequence[GenerationOutput]) -> Json:
-        """The response to a request that does not stream. "choices" is an iterator: choices with log probabilities are
-        large, so each is made when it is encoded."""
-        choices = (self._whole_choice(index, output) for index, output in enumerate(outputs))
-        return {**self.head, "object": self.form.whole, "choices": choices, **self.totals(outputs)}
-
-    def _whole_choice(self, index: int, output: GenerationOutput) -> Json:
-        tokens = self.token_probs().push(output.token_ids, output.max_probs, output.alternatives)
-        content = self.form.message(self.prefix(index) + (output.text or ""))
-        logprobs = self.logprobs(tokens)
-        return self.choice(index, content, logprobs=logprobs, token_ids=output.token_ids, output=output)
-
-
-class ChunkEncoder(Encoder):
-    """Makes the chunks of one streamed response, each with what is new since the chunk before.
-
-    Args:
-        writer: makes the parts of the response.
-        num_choices: number of its choices.
-        options: the request's ``stream_options``.
-    """
-
-    def __init__(self, writer: CompletionWriter, num_choices: int, options: StreamOptions | None):
-        self._include_usage = bool(options and options.include_usage)
-        self._continuous = bool(options and options.continuous_usage_stats)
-        self._writer = writer
-        self._latest = [Progress((), "") for _ in range(num_choices)]
-        self._num_begun = 0
-        """Choices that have had their first chunk: always those with the lowest indices."""
-        self._probs = [writer.token_probs() for _ in range(num_choices)]
-
-    def opening(self) -> list[Json]:
-        """The chunks before the first update: prompts that are echoed."""
-        prefixes = [self._writer.prefix(index) for index in range(len(self._latest))]
-        delta = self._writer.form.delta
-        return [self._chunk(index, delta(prefix)) for index, prefix in enumerate(prefixes) if prefix]
-
-    def events(self, index: int, update: Update, progress: Progress) -> list[Json]:
-        """The chunks for one update of the choice ``index``; none if nothing new is final."""
-        before, self._latest[index] = self._latest[index], progress
-        text, known = progress.text[len(before.text) :], len(before.token_ids)
-        token_ids = progress.token_ids[known:]
-        tokens = self._probs[index].push(token_ids, progress.max_probs[known:], progress.alternatives[known:])
-        details, chunks = self._writer.details, []
-        shows_tokens = details.with_ids or details.logprobs is not None
-        if text or (token_ids and shows_tokens):
-            delta, logprobs = self._writer.form.delta(text), self._writer.logprobs(tokens)
-            chunks.append(self._chunk(index, delta, logprobs=logprobs, token_ids=token_ids))
-        if progress.output is not None:
-            chunks.append(self._chunk(index, self._writer.form.end, output=progress.output))
-        return [*self._openings(index), *chunks] if chunks else []
-
-    def _openings(self, index: int) -> list[Json]:
-        """The first chunks of all choices up to ``index`` that have not begun.
-
-        They come directly before a text, because clients take the time of the first chunk as that of the first token,
-        and in the order of the choices, because OpenAI's client appends each new choice to a list.
-        """
-        new = range(self._num_begun, index + 1)
-        self._num_begun = max(self._num_begun, index + 1)
-        content = self._writer.form.opening
-        return [] if content is None else [self._chunk(choice, content) for choice in new]
-
-    def closing(self) -> list[Json]:
-        """The chunks after the last update."""
-        if not self._include_usage:
-            return []
-        outputs = [progress.output for progress in self._latest if progress.output is not None]
-        return [{**self._head(), "choices": [], **self._writer.totals(outputs)}]
-
-    def _head(self) -> Json:
-        return {**self._writer.head, "object": self._writer.form.chunk}
-
-    def _chunk(self, index: int, content: Json, **parts: Any) -> Json:
-        chunk = {**self._head(), "choices": [self._writer.choice(index, content, **parts)]}
-        if self._continuous:
-            chunk["usage"] = self._writer.usage(sum(len(progress.token_ids) for progress in self._latest))
-        elif self._include_usage:
-            chunk["usage"] = None
-        return chunk
+    def _logprobs(self, tokens: Sequence[TokenProb]) -> Json | None:
+        asked = self.details.logprobs
+        return None if asked is None else self.form.logprobs(tokens, with_top=asked > 0)

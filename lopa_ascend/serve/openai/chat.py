@@ -134,12 +134,8 @@ class ChatRequest(GenerationRequest):
         return planner.conversation(self, messages, "messages", with_logprobs=bool(self.logprobs))
 
     def writer(self, planner: Planner, model: str, choices: list[AskedChoice]) -> CompletionWriter:
-        details = Details(
-            n=self.n or 1,
-            with_ids=bool(self.return_token_ids),
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            stream_options=self.stream_options,
-        )
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        details = Details.of(self, with_ids=bool(self.return_token_ids), logprobs=logprobs)
         return self.writer_type(CHAT, model, choices, details, planner.prompts.tokenizer)
 
 

@@ -98,13 +98,8 @@ class CompletionRequest(GenerationRequest):
                 prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=False)
                 for prompt in self.prompt
             ]
-        details = Details(
-            n=self.n or 1,
-            with_ids=bool(self.return_token_ids) or tokenizer is None,
-            logprobs=self.logprobs,
-            echoed=echoed,
-            stream_options=self.stream_options,
-        )
+        with_ids = bool(self.return_token_ids) or tokenizer is None
+        details = Details.of(self, with_ids=with_ids, logprobs=self.logprobs, echoed=echoed)
         return self.writer_type(COMPLETION, model, choices, details, tokenizer)
 
 

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainVal
 from lopa_ascend.config.files import shown
 from lopa_ascend.serve.http.api_error import ApiError
 from lopa_ascend.serve.http.body import WITHOUT_EFFECT, Body
-from lopa_ascend.serve.http.encoding import Encoder, Json, as_line
+from lopa_ascend.serve.http.encoding import Json, Writer, as_line
 from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.answer import LopaStats
 from lopa_ascend.serve.openai.chat import Message
@@ -308,13 +308,13 @@ class ResponseObject(BaseModel):
 # ---- writing it ------------------------------------------------------------------------------------------------------
 
 
-def text_part(text: str) -> Json:
+def _text_part(text: str) -> Json:
     """The content of the message."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-class ResponseWriter:
-    """Writes one response.
+class ResponseWriter(Writer):
+    """Writes one response. The last event of its stream holds the response as it would be without a stream.
 
     Args:
         model: name of the served model.
@@ -322,9 +322,14 @@ class ResponseWriter:
         choice: how it is decoded.
     """
 
+    end: ClassVar[bytes] = b""
+
     def __init__(self, model: str, request: ResponseRequest, choice: AskedChoice):
+        self._text = ""
+        """What was sent of the text."""
+        self._num_events = 0
         self.id = f"resp_{uuid.uuid4().hex}"
-        self.item_id = f"msg_{uuid.uuid4().hex}"
+        self._item_id = f"msg_{uuid.uuid4().hex}"
         self._num_prompt = len(choice.prompt_token_ids)
         params = choice.params
         reasoning = request.reasoning or Reasoning()
@@ -354,75 +359,24 @@ class ResponseWriter:
         }
 
     def whole(self, outputs: Sequence[GenerationOutput]) -> Json:
-        """The response, if it is not streamed."""
         (output,) = outputs
-        return self.finished(output, output.text or "")
-
-    def encoder(self) -> Encoder:
-        """Makes the events of the response, if it is streamed."""
-        return ResponseEncoder(self)
-
-    def message(self, status: str, content: Sequence[Json]) -> Json:
-        """The message, when the response has this status."""
-        head = {"id": self.item_id, "type": "message", "role": "assistant"}
-        own_status = status if status in ITEM_STATUSES else "incomplete"
-        return {**head, "status": own_status, "content": list(content)}
-
-    def unfinished(self, status: str, output: Sequence[Json] = (), error: Json | None = None) -> Json:
-        """The response while it is in progress, or when it has failed."""
-        state = {"status": status, "output": list(output), "error": error, "completed_at": None}
-        nothing = dict.fromkeys(("incomplete_details", "usage", "lopa", "stop_reason", "seed"))
-        return {**self._head, **state, **nothing}
-
-    def finished(self, output: GenerationOutput, text: str) -> Json:
-        """The response at its end."""
-        status = STATUS[output.finish_reason]
-        tokens = len(output.token_ids)
-        return {
-            **self.unfinished(status, [self.message(status, [text_part(text)])]),
-            "completed_at": int(time.time()) if status == "completed" else None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "usage": {
-                "input_tokens": self._num_prompt,
-                "input_tokens_details": {"cached_tokens": output.cached_tokens, "cache_write_tokens": 0},
-                "output_tokens": tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": self._num_prompt + tokens,
-            },
-            "lopa": {"num_forwards": output.num_forwards, "tokens_per_forward": output.tokens_per_forward},
-            "stop_reason": output.stop_reason,
-            "seed": output.seed,
-        }
-
-
-class ResponseEncoder(Encoder):
-    """Makes the events of one streamed response. Its last event holds the response as it would be without a stream."""
-
-    end: ClassVar[bytes] = b""
-
-    def __init__(self, writer: ResponseWriter):
-        self._writer = writer
-        self._text = ""
-        """What was sent of the text."""
-        self._num_events = 0
+        return self._finished(output, output.text or "")
 
     def opening(self) -> list[Json]:
-        """The response and its message begin."""
         return [
-            self._event("response.created", response=self._writer.unfinished("in_progress")),
-            self._event("response.in_progress", response=self._writer.unfinished("in_progress")),
-            self._of_item("response.output_item.added", item=self._writer.message("in_progress", [])),
-            self._of_part("response.content_part.added", part=text_part("")),
+            self._event("response.created", response=self._unfinished("in_progress")),
+            self._event("response.in_progress", response=self._unfinished("in_progress")),
+            self._of_item("response.output_item.added", item=self._message("in_progress", [])),
+            self._of_part("response.content_part.added", part=_text_part("")),
         ]
 
     def events(self, index: int, update: Update, progress: Progress) -> list[Json]:
-        """The text that is new, and what follows the last of it."""
         events, new = [], progress.text[len(self._text) :]
         self._text = progress.text
         if new:
             events.append(self._of_part("response.output_text.delta", delta=new, logprobs=[]))
         if progress.output is not None:
-            response = self._writer.finished(progress.output, self._text)
+            response = self._finished(progress.output, self._text)
             events += self._closed(response)
         return events
 
@@ -430,15 +384,14 @@ class ResponseEncoder(Encoder):
         """An error event with our own code, and the failed response, whose codes are OpenAI's."""
         detail = error.body()["error"]
         names = ("code", "message", "param")
-        message = self._writer.message("failed", [text_part(self._text)])
+        message = self._message("failed", [_text_part(self._text)])
         failed = {"code": "server_error", "message": detail["message"]}
         return [
             self._event("error", **{name: detail[name] for name in names}),
-            self._event("response.failed", response=self._writer.unfinished("failed", [message], failed)),
+            self._event("response.failed", response=self._unfinished("failed", [message], failed)),
         ]
 
     def frame(self, event: Json) -> bytes:
-        """An event as it is sent: named by its type."""
         kind: str = event["type"]
         return b"event: " + kind.encode() + b"\ndata: " + as_line(event) + b"\n\n"
 
@@ -456,7 +409,7 @@ class ResponseEncoder(Encoder):
 
     def _of_part(self, kind: str, **values: Any) -> Json:
         """An event about the only part of the only message."""
-        return self._of_item(kind, item_id=self._writer.item_id, content_index=0, **values)
+        return self._of_item(kind, item_id=self._item_id, content_index=0, **values)
 
     def _of_item(self, kind: str, **values: Any) -> Json:
         """An event about the only message."""
@@ -465,3 +418,35 @@ class ResponseEncoder(Encoder):
     def _event(self, kind: str, **values: Any) -> Json:
         self._num_events += 1
         return {"type": kind, "sequence_number": self._num_events - 1, **values}
+
+    def _message(self, status: str, content: Sequence[Json]) -> Json:
+        """The message, when the response has this status."""
+        head = {"id": self._item_id, "type": "message", "role": "assistant"}
+        own_status = status if status in ITEM_STATUSES else "incomplete"
+        return {**head, "status": own_status, "content": list(content)}
+
+    def _unfinished(self, status: str, output: Sequence[Json] = (), error: Json | None = None) -> Json:
+        """The response while it is in progress, or when it has failed."""
+        state = {"status": status, "output": list(output), "error": error, "completed_at": None}
+        nothing = dict.fromkeys(("incomplete_details", "usage", "lopa", "stop_reason", "seed"))
+        return {**self._head, **state, **nothing}
+
+    def _finished(self, output: GenerationOutput, text: str) -> Json:
+        """The response at its end."""
+        status = STATUS[output.finish_reason]
+        tokens = len(output.token_ids)
+        return {
+            **self._unfinished(status, [self._message(status, [_text_part(text)])]),
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "usage": {
+                "input_tokens": self._num_prompt,
+                "input_tokens_details": {"cached_tokens": output.cached_tokens, "cache_write_tokens": 0},
+                "output_tokens": tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": self._num_prompt + tokens,
+            },
+            "lopa": {"num_forwards": output.num_forwards, "tokens_per_forward": output.tokens_per_forward},
+            "stop_reason": output.stop_reason,
+            "seed": output.seed,
+        }
