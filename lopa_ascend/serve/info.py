@@ -238,13 +238,6 @@ async def _finish(generation: Generation) -> None:
 
 
 def effective_config(config: ServeConfig, ready: Ready, model: str) -> ServerInfo:
-    """The effective configuration.
-
-    Args:
-        config: how the server was started.
-        ready: what the engine reported when its model was loaded.
-        model: name of the served model.
-    """
     settings = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     engine, decoding = settings.pop("engine"), settings.pop("decoding")
     params = DecodingParams(**decoding)
@@ -313,13 +306,7 @@ LINKS = {
 
 
 def home_page(model: str, problem: str | None, root: str) -> str:
-    """The page as HTML.
-
-    Args:
-        model: name of the served model.
-        problem: why the server cannot serve; None: it can.
-        root: path under which a proxy shows this server.
-    """
+    """The page as HTML. ``root`` is the path under which a proxy shows this server."""
     root = escape(root)
     status = "Ready." if problem is None else f"Not ready: {escape(problem)}."
     links = "\n".join(f'<li><a href="{root}{path}">{path}</a>: {text}</li>' for path, text in LINKS.items())

@@ -66,7 +66,7 @@ class Server(uvicorn.Server):
         client: the engine.
         interrupts: the signals.
         shutdown_timeout: seconds that running requests may go on after a signal.
-        greeting: text that is printed once requests are accepted.
+        greeting: printed once requests are accepted.
     """
 
     def __init__(
@@ -133,11 +133,8 @@ class Server(uvicorn.Server):
 
 
 def serve(config: ServeConfig) -> int:
-    """Serves until SIGINT or SIGTERM, or until the engine dies.
-
-    Returns:
-        Exit status of the process: 1 if the server cannot start or its engine died, else 0.
-    """
+    """Serves until SIGINT or SIGTERM, or until the engine dies. Returns the exit status: 1 if the server could not start
+    or its engine died."""
     try:
         listener = bind(config.host, config.port)  # before the model is loaded, so that a port in use shows at once
         _check_tls(config)
@@ -189,15 +186,12 @@ async def _start(config: ServeConfig, template: str | None, listener: socket.soc
 
 
 def _refused(error: Exception) -> int:
-    """Reports why the server cannot start, and returns the exit status."""
     sys.stderr.write(f"error: {error}\n")
     return 1
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket with this address.
-
-    Another process can bind it too until ``listen``.
+    """A socket with this address, which another process can bind too until ``listen``.
 
     Raises:
         OSError: the address cannot be used; the message names the flags.

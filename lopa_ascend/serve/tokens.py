@@ -119,12 +119,6 @@ def add_tokenizer(app: FastAPI, endpoint: Endpoint, prompts: Prompts, limits: Li
 
 
 def _tokenized(prompts: Prompts, request: TokenizeRequest, max_model_len: int) -> Tokens:
-    """The token ids of a prompt or of a conversation.
-
-    Raises:
-        ParameterError: there is no tokenizer, the request has neither or both of prompt and messages, or the template
-            refuses the messages.
-    """
     tokenizer = _tokenizer(prompts, "prompt" if request.prompt is not None else "messages")
     if (request.prompt is None) == (request.messages is None):
         both = request.prompt is not None
@@ -134,16 +128,11 @@ def _tokenized(prompts: Prompts, request: TokenizeRequest, max_model_len: int) -
         ids = prompts.encode_text(request.prompt)
     else:
         ids = prompts.encode_messages([message.as_template_input() for message in request.messages or ()])
-    strings = [_text(tokenizer, token) for token in ids] if request.return_token_strs else None
+    strings = [tokenizer.piece(token).decode(errors="replace") for token in ids] if request.return_token_strs else None
     return Tokens(count=len(ids), max_model_len=max_model_len, tokens=ids, token_strs=strings)
 
 
 def _detokenized(prompts: Prompts, request: DetokenizeRequest, limits: Limits) -> Text:
-    """The text of token ids.
-
-    Raises:
-        ParameterError: there is no tokenizer, no such token id, or there are too many.
-    """
     tokenizer = _tokenizer(prompts, "tokens")
     if (count := len(request.tokens)) > (most := max(MAX_TOKENS, limits.max_model_len)):
         raise ParameterError("tokens", f"has {count} token ids; this server takes at most {most}")
@@ -158,10 +147,6 @@ def _tokenizer(prompts: Prompts, param: str) -> Tokenizer:
     if prompts.tokenizer is None:
         raise ParameterError(param, "needs a tokenizer, and the model has no tokenizer files")
     return prompts.tokenizer
-
-
-def _text(tokenizer: Tokenizer, token: int) -> str:
-    return tokenizer.piece(token).decode(errors="replace")
 
 
 def _json(answer: BaseModel) -> Response:

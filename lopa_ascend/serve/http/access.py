@@ -42,7 +42,6 @@ def request_id(scope: Scope) -> str:
 
 
 def log_line(**values: Any) -> None:
-    """Writes one line to the log of requests."""
     request_logger.info(json.dumps(values))
 
 
@@ -57,11 +56,11 @@ def set_up_request_log() -> None:
 
 
 class Access:
-    """ASGI middleware that gives every request an id, checks its key and answers unexpected exceptions.
+    """ASGI middleware that gives every request an id, checks its key and host, and answers unexpected exceptions.
 
     Args:
         app: the application behind it.
-        api_key: key that requests must carry; None: no key is needed.
+        api_key: None: no key is needed.
         hosts: names in the header Host that are answered, without ports; None: any.
     """
 

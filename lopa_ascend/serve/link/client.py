@@ -89,7 +89,7 @@ class EngineClient:
 
     @classmethod
     async def start(cls, config: ServeConfig, chat_template: str | None) -> EngineClient:
-        """Starts the engine process, waits until its model is loaded, and begins to receive its messages.
+        """Starts the engine process, and waits until its model is loaded.
 
         Args:
             config: how the server was started.
@@ -187,11 +187,7 @@ class EngineClient:
             self._idle.set()
 
     def abort(self, request_id: str) -> bool:
-        """Ends the unfinished choices of a request, whose finish reason becomes "abort".
-
-        Returns:
-            Whether the request had unfinished choices.
-        """
+        """Ends the unfinished choices of a request with the finish reason "abort". Returns whether it had any."""
         generation = self._generations.get(request_id)
         if generation is None:
             return False

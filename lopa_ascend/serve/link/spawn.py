@@ -54,9 +54,6 @@ class EngineProcess:
     async def start(cls, config: EngineConfig) -> tuple[EngineProcess, Ready]:
         """Starts the engine and waits until it has loaded the model.
 
-        Returns:
-            The engine, and the message that it is ready.
-
         Raises:
             EngineFailed: the engine refuses the configuration, a process ended while the engine loaded, or the path of
                 the temporary directory is too long for a socket.
@@ -71,7 +68,10 @@ class EngineProcess:
                 socket.setsockopt(option, 0)
             engine = cls(socket)
             try:
-                _bind(socket, endpoint)
+                try:
+                    socket.bind(endpoint)
+                except zmq.ZMQError as error:  # the path is longer than that of a socket may be
+                    raise EngineFailed(str(error)) from error
                 await engine._start_processes(config, endpoint)
                 engine.send(Start(config))
                 return engine, await engine._await_ready()
@@ -93,11 +93,6 @@ class EngineProcess:
             self._processes.append(process)
 
     async def _await_ready(self) -> Ready:
-        """Waits until the model is loaded.
-
-        Raises:
-            EngineFailed: it cannot be loaded.
-        """
         receive = asyncio.create_task(self.receive())
         death = asyncio.create_task(self.wait())
         try:
@@ -115,11 +110,10 @@ class EngineProcess:
         return message
 
     def send(self, message: ToEngine) -> None:
-        """Sends a message without waiting: the socket has no high-water mark, so the message is queued at once."""
+        """Queues a message; the socket has no high-water mark."""
         self._socket.send(encode_message(message))
 
     async def receive(self) -> FromEngine:
-        """Waits for the engine's next message."""
         return decode_from_engine(await self._socket.recv())
 
     async def wait(self) -> None:
@@ -137,7 +131,6 @@ class EngineProcess:
         return explain_exit({rank: process.returncode for rank, process in enumerate(self._processes)})
 
     def kill(self) -> None:
-        """Ends the processes at once, without waiting for them."""
         kill_running(self._processes)
 
     async def close(self) -> None:
@@ -146,15 +139,3 @@ class EngineProcess:
         for process in self._processes:
             await process.wait()
         self._socket.close()
-
-
-def _bind(socket: zmq.asyncio.Socket, endpoint: str) -> None:
-    """Listens at an address.
-
-    Raises:
-        EngineFailed: the address cannot be used, for example because its path is longer than a socket's may be.
-    """
-    try:
-        socket.bind(endpoint)
-    except zmq.ZMQError as error:
-        raise EngineFailed(str(error)) from error

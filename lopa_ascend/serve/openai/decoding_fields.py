@@ -59,8 +59,7 @@ def with_decoding_parameters(model: type[M]) -> type[M]:
     """A class decorator that adds a field for every decoding parameter and for each of its aliases, but none for
     parameters with ``own_field``. Decodings of installed packages can have parameters of their own among them.
 
-    ``DecodingParams`` declares the fields, so type checkers do not see them on the model. Read them with ``getattr``,
-    by the names in ``DecodingParams.all_parameters``.
+    Read the fields with ``getattr``: type checkers do not see them.
     """
     fields: dict[str, Any] = {}
     for name, parameter in DecodingParams.all_parameters().items():

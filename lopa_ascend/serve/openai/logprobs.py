@@ -42,7 +42,7 @@ class TokenProb:
 
 
 class TokenProbs:
-    """Makes the ``TokenProb`` of each token of one choice, in order; counts the characters of the text so far.
+    """Makes the ``TokenProb`` of each token of one choice, in order.
 
     Args:
         tokenizer: None: tokens are shown by their ids.
