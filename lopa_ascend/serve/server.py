@@ -133,8 +133,8 @@ class Server(uvicorn.Server):
 
 
 def serve(config: ServeConfig) -> int:
-    """Serves until SIGINT or SIGTERM, or until the engine dies. Returns the exit status: 1 if the server could not start
-    or its engine died."""
+    """Serves until SIGINT or SIGTERM, or until the engine dies. Returns the exit status: 1 if it could not start or its
+    engine died."""
     try:
         listener = bind(config.host, config.port)  # before the model is loaded, so that a port in use shows at once
         _check_tls(config)
