@@ -60,7 +60,7 @@ def test_events_are_the_trace_of_the_python_api(server: ServerProcess, model_dir
 def documented_client() -> Callable[..., Iterator[list[int | None]]]:
     """The example client of docs/serving.md."""
     page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def watch(" in block)
     names: dict[str, Any] = {"__name__": "example"}
     exec(code, names)
     return names["watch"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from lopa_ascend.config import EngineConfig, Limits
@@ -51,5 +53,5 @@ ToEngine = Start | Generate | Abort
 FromEngine = Ready | Failed | Stepped
 
 encode_message = msgspec.msgpack.Encoder().encode
-decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
-decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine: Callable[[bytes], FromEngine] = msgspec.msgpack.Decoder(FromEngine).decode

@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 from lopa_ascend.serve.http.encoding import Json, Writer
 from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.logprobs import TokenProb, TokenProbs
-from lopa_ascend.serve.openai.request import GenerationRequest, StreamOptions
+from lopa_ascend.serve.openai.request import GenerationRequest
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
@@ -116,8 +116,9 @@ class Details:
 
     @classmethod
     def of(cls, request: GenerationRequest, **fields: Any) -> Details:
-        options = request.stream_options or StreamOptions()
-        usage, continuous = bool(options.include_usage), bool(options.continuous_usage_stats)
+        options = request.stream_options
+        usage = bool(options and options.include_usage)
+        continuous = bool(options and options.continuous_usage_stats)
         return cls(n=request.n or 1, include_usage=usage, continuous_usage=continuous, **fields)
 
 
