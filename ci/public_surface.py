@@ -29,10 +29,10 @@ from lopa_ascend.config.settings import HelpFormatter
 from lopa_ascend.serve.app import create_app
 from lopa_ascend.serve.cli import build_parser
 from lopa_ascend.serve.config import ServeConfig
-from lopa_ascend.serve.engine.client import ClientSettings, EngineClient
-from lopa_ascend.serve.engine.launcher import EngineProcess
-from lopa_ascend.serve.engine.messages import Ready
 from lopa_ascend.serve.flags import FLAGS
+from lopa_ascend.serve.link.client import EngineClient
+from lopa_ascend.serve.link.messages import Ready
+from lopa_ascend.serve.link.spawn import EngineProcess
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.types import (
     BranchRecord,
@@ -144,7 +144,7 @@ async def _http() -> dict[str, Any]:
     )
     ready = Ready(limits, model_name="m", dtype="float32", device="cpu", kv_cache_memory=0, seed=0, ranks=())
     engine = EngineProcess(zmq.asyncio.Context.instance().socket(zmq.PAIR))
-    client = EngineClient(engine, ready, Prompts(None, 100, 99, "m"), ClientSettings())
+    client = EngineClient(engine, ready, Prompts(None, 100, 99, "m"), ServeConfig())
     try:
         app = create_app(client, ServeConfig())
         _report_a_step(client)

@@ -12,7 +12,7 @@ from lopa_ascend.config.kinds import format_size
 from lopa_ascend.demo import DEMO_MODEL, HELD_OUT
 from lopa_ascend.kv.pages import slots_for
 from lopa_ascend.serve.config import ServeConfig
-from lopa_ascend.serve.engine.client import EngineClient
+from lopa_ascend.serve.link.client import EngineClient
 from lopa_ascend.types import RankReport
 
 MAIN_PARAMETERS = (

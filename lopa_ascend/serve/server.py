@@ -19,13 +19,13 @@ from fastapi import FastAPI
 
 from lopa_ascend.config.files import read_text
 from lopa_ascend.demo import DEMO_MODEL
-from lopa_ascend.serve.api.plan import check_defaults
 from lopa_ascend.serve.app import create_app
 from lopa_ascend.serve.config import ServeConfig
-from lopa_ascend.serve.connections import Connection, RareWarnings, connection_limit
-from lopa_ascend.serve.engine.client import ClientSettings, EngineClient
-from lopa_ascend.serve.engine.launcher import EngineFailed
 from lopa_ascend.serve.greeting import make_greeting
+from lopa_ascend.serve.http.connections import Connection, RareWarnings, connection_limit
+from lopa_ascend.serve.link.client import EngineClient
+from lopa_ascend.serve.link.spawn import EngineFailed
+from lopa_ascend.serve.openai.request import check_defaults
 from lopa_ascend.text.template import check_template
 from lopa_ascend.text.tokenizer_files import load_template
 
@@ -66,7 +66,7 @@ class Server(uvicorn.Server):
         client: the engine.
         interrupts: the signals.
         shutdown_timeout: seconds that running requests may go on after a signal.
-        greeting: text that is printed once requests are accepted.
+        greeting: printed once requests are accepted.
     """
 
     def __init__(
@@ -133,24 +133,21 @@ class Server(uvicorn.Server):
 
 
 def serve(config: ServeConfig) -> int:
-    """Serves until SIGINT or SIGTERM, or until the engine dies.
-
-    Returns:
-        Exit status of the process: 1 if the server cannot start or its engine died, else 0.
-    """
+    """Serves until SIGINT or SIGTERM, or until the engine dies. Returns the exit status: 1 if it could not start or its
+    engine died."""
     try:
         listener = bind(config.host, config.port)  # before the model is loaded, so that a port in use shows at once
         _check_tls(config)
-        settings = _client_settings(config)
+        template = _chat_template(config)
     except (ValueError, OSError) as error:
         return _refused(error)
-    return asyncio.run(_serve(config, settings, listener))
+    return asyncio.run(_serve(config, template, listener))
 
 
-async def _serve(config: ServeConfig, settings: ClientSettings, listener: socket.socket) -> int:
+async def _serve(config: ServeConfig, template: str | None, listener: socket.socket) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL)
     interrupts = Interrupts()
-    starting = asyncio.create_task(_start(config, settings, listener))
+    starting = asyncio.create_task(_start(config, template, listener))
     interrupted = asyncio.create_task(interrupts.first.wait())
     await asyncio.wait({starting, interrupted}, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
@@ -172,12 +169,12 @@ async def _serve(config: ServeConfig, settings: ClientSettings, listener: socket
         await client.close()
 
 
-async def _start(config: ServeConfig, settings: ClientSettings, listener: socket.socket) -> tuple[EngineClient, str]:
+async def _start(config: ServeConfig, template: str | None, listener: socket.socket) -> tuple[EngineClient, str]:
     """The client of a new engine, and the greeting. From then on the server listens.
 
     Raises as ``EngineClient.start``, ``check_defaults`` and ``listen`` do.
     """
-    client = await EngineClient.start(config.engine, settings)
+    client = await EngineClient.start(config, template)
     try:
         check_defaults(config.decoding, client.prompts, client.ready.limits)
         greeting = await asyncio.to_thread(make_greeting, client, config, listener)
@@ -189,15 +186,12 @@ async def _start(config: ServeConfig, settings: ClientSettings, listener: socket
 
 
 def _refused(error: Exception) -> int:
-    """Reports why the server cannot start, and returns the exit status."""
     sys.stderr.write(f"error: {error}\n")
     return 1
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket with this address.
-
-    Another process can bind it too until ``listen``.
+    """A socket with this address, which another process can bind too until ``listen``.
 
     Raises:
         OSError: the address cannot be used; the message names the flags.
@@ -244,22 +238,17 @@ def _check_tls(config: ServeConfig) -> None:
             raise OSError(f"--ssl-ca-certs {config.ssl_ca_certs}: {error}") from error
 
 
-def _client_settings(config: ServeConfig) -> ClientSettings:
-    template = None
-    if config.chat_template is not None:
-        try:
-            template = read_text(Path(config.chat_template), ValueError)
-        except ValueError as error:
-            raise ValueError(f"--chat-template {error}") from error
-        check_template(template, f"--chat-template {config.chat_template}")
-    else:
-        load_template(config.engine.model or DEMO_MODEL)  # refused here, a broken one costs no loading
-    return ClientSettings(
-        max_num_queued_reqs=config.max_num_queued_reqs,
-        request_timeout=config.request_timeout,
-        watchdog_timeout=config.watchdog_timeout,
-        chat_template=template,
-    )
+def _chat_template(config: ServeConfig) -> str | None:
+    """The text of --chat-template; None: the model's own. A broken template is refused before the model is loaded."""
+    if config.chat_template is None:
+        load_template(config.engine.model or DEMO_MODEL)
+        return None
+    try:
+        template = read_text(Path(config.chat_template), ValueError)
+    except ValueError as error:
+        raise ValueError(f"--chat-template {error}") from error
+    check_template(template, f"--chat-template {config.chat_template}")
+    return template
 
 
 def _uvicorn(config: ServeConfig, app: FastAPI) -> uvicorn.Config:

@@ -6,7 +6,7 @@ from typing import Any
 import openai
 
 from lopa_ascend import LLM, DecodingParams
-from lopa_ascend.serve.api.answers import ChatCompletion
+from lopa_ascend.serve.openai.chat import ChatCompletion
 from tests.e2e.conftest import ServerProcess
 from tests.e2e.serving import streamed, text_of, whole
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lopa_ascend import LLM, DecodingParams
-from lopa_ascend.serve.api.diffusion import DiffusionDone, DiffusionStart, DiffusionStep
+from lopa_ascend.serve.diffusion import DiffusionDone, DiffusionStart, DiffusionStep
 from tests.e2e.conftest import ROOT, ServerProcess
 from tests.e2e.serving import events
 
@@ -60,7 +60,7 @@ def test_events_are_the_trace_of_the_python_api(server: ServerProcess, model_dir
 def documented_client() -> Callable[..., Iterator[list[int | None]]]:
     """The example client of docs/serving.md."""
     page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def watch(" in block)
     names: dict[str, Any] = {"__name__": "example"}
     exec(code, names)
     return names["watch"]

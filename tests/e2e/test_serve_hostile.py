@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lopa_ascend.serve import connections
+from lopa_ascend.serve.http import connections
 from tests.e2e.conftest import ServerProcess, running
 from tests.e2e.serving import refused
 

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.judges.report import Report
 
 ROOT = Path(__file__).resolve().parents[2]
-ENGINE = "lopa_ascend.serve.engine.engine_process"
+ENGINE = "lopa_ascend.serve.link.process"
 """The module that the engine process runs."""
 PAGE = os.sysconf("SC_PAGE_SIZE")
 """Bytes of a page of memory."""

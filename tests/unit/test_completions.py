@@ -14,11 +14,12 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.serve.api.completions import CHAT, COMPLETION, ChunkEncoder, CompletionWriter, Details, Format
-from lopa_ascend.serve.api.endpoint import PIECE, encoded
-from lopa_ascend.serve.api.logprobs import LOWEST, TokenProbs
-from lopa_ascend.serve.api.protocol import StreamOptions
-from lopa_ascend.serve.engine.generation import Choice
+from lopa_ascend.serve.endpoint import PIECE, encoded
+from lopa_ascend.serve.link.generation import AskedChoice
+from lopa_ascend.serve.openai.answer import CompletionWriter, Details, Form
+from lopa_ascend.serve.openai.chat import CHAT
+from lopa_ascend.serve.openai.completions import COMPLETION
+from lopa_ascend.serve.openai.logprobs import LOWEST, TokenProbs
 from lopa_ascend.text.output import OutputStream
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.text.tokenizer_files import load_tokenizer
@@ -101,7 +102,7 @@ def cases(draw: st.DrawFn) -> tuple[list[int], str, list[int], list[str], int, s
 @pytest.mark.parametrize("form", [COMPLETION, CHAT])
 @pytest.mark.parametrize("logprobs", [None, 0, 1])
 @given(case=cases(), pick=st.integers(0, 100))
-def test_chunks_join_to_the_whole(form: Format, logprobs: int | None, tokenizer: Tokenizer, case: Any, pick: int):
+def test_chunks_join_to_the_whole(form: Form, logprobs: int | None, tokenizer: Tokenizer, case: Any, pick: int):
     ids, text, cuts, stop, min_new_tokens, echoed = case
     ids = ids[: pick % 31] + tokenizer.encode(text) + ids[pick % 31 :]
     if not ids:
@@ -110,13 +111,14 @@ def test_chunks_join_to_the_whole(form: Format, logprobs: int | None, tokenizer:
     inside = plain[pick % (len(plain) + 1) :][:3]
     stops = tuple({*stop, inside} - {""})
     params = DecodingParams(stop=stops, min_new_tokens=min(min_new_tokens, len(ids)), max_new_tokens=len(ids))
-    details = Details(with_ids=True, logprobs=logprobs, echoed=[echoed] if form is COMPLETION else ())
-    response = CompletionWriter(form, "m", [Choice([1, 2], params)], details, tokenizer)
-    encoder = ChunkEncoder(response, 1, StreamOptions.model_validate({"include_usage": True}))
-    chunks = encoder.opening()
+    details = Details(
+        with_ids=True, logprobs=logprobs, echoed=[echoed] if form is COMPLETION else (), include_usage=True
+    )
+    response = CompletionWriter(form, "m", [AskedChoice([1, 2], params)], details, tokenizer)
+    chunks = response.opening()
     steps = run(ids, cuts, params, tokenizer)
     for update, progress in steps:
-        chunks += encoder.events(0, update, progress)
+        chunks += response.events(0, update, progress)
     output, alone = steps[-1][1].output, run(ids, [], params, tokenizer)[-1][1].output
     assert output is not None
     assert alone is not None
@@ -125,21 +127,21 @@ def test_chunks_join_to_the_whole(form: Format, logprobs: int | None, tokenizer:
     expected = (choice["finish_reason"], choice["stop_reason"])
     assert joined(chunks) == (text_of(choice), choice["token_ids"], listed(choice["logprobs"]), expected)
     assert len(listed(choice["logprobs"])) == (0 if logprobs is None else len(output.token_ids))
-    (last,) = encoder.closing()
+    (last,) = response.closing()
     assert last["usage"] == response.whole([output])["usage"]
 
 
 def test_the_role_of_a_chat_comes_with_the_first_text(tokenizer: Tokenizer):
     """Clients take the time of the first chunk as that of the first token."""
     params = DecodingParams(max_new_tokens=3)
-    encoder = CompletionWriter(CHAT, "m", [Choice([1, 2], params)] * 2, Details(n=2), tokenizer).encoder()
-    chunks = encoder.opening()
+    writer = CompletionWriter(CHAT, "m", [AskedChoice([1, 2], params)] * 2, Details(n=2), tokenizer)
+    chunks = writer.opening()
     assert chunks == []
     nothing = Update("r", (), (), 1, 1, 9, None, 0)
-    assert encoder.events(0, nothing, Progress((), "")) == []
+    assert writer.events(0, nothing, Progress((), "")) == []
     for index in (1, 0):
         for update, progress in run([65, 66, 67], [1, 2], params, tokenizer):
-            chunks += encoder.events(index, update, progress)
+            chunks += writer.events(index, update, progress)
     roles = [chunk["choices"][0]["index"] for chunk in chunks if "role" in chunk["choices"][0]["delta"]]
     assert roles == [0, 1]
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -150,11 +152,11 @@ def test_the_role_of_a_chat_comes_with_the_first_text(tokenizer: Tokenizer):
 @pytest.mark.parametrize("order", [(1, 0, 2), (0, 2, 1), (2, 1, 0)])
 def test_openais_client_reads_choices_that_come_in_any_order(order: tuple[int, ...], tokenizer: Tokenizer):
     params = DecodingParams(max_new_tokens=3)
-    encoder = CompletionWriter(CHAT, "m", [Choice([1, 2], params)] * 3, Details(n=3), tokenizer).encoder()
+    writer = CompletionWriter(CHAT, "m", [AskedChoice([1, 2], params)] * 3, Details(n=3), tokenizer)
     state = ChatCompletionStreamState()
     for index in order:
         for update, progress in run([65 + index, 66, 67], [1, 2], params, tokenizer):
-            for chunk in encoder.events(index, update, progress):
+            for chunk in writer.events(index, update, progress):
                 list(state.handle_chunk(ChatCompletionChunk.model_validate(chunk)))
     texts = [choice.message.content for choice in state.current_completion_snapshot.choices]
     assert texts == [tokenizer.decode([65 + index, 66, 67]) for index in range(3)]
@@ -183,7 +185,7 @@ def test_probabilities_without_a_tokenizer_or_of_zero():
 
 @pytest.mark.parametrize("top_p", [None, 0.5])
 def test_the_list_of_probable_tokens_is_of_one_distribution(top_p: float | None):
-    choice = Choice([1, 2], DecodingParams(temperature=1.0, top_p=top_p, top_logprobs=2))
+    choice = AskedChoice([1, 2], DecodingParams(temperature=1.0, top_p=top_p, top_logprobs=2))
     ranked = (((8, 0.5), (7, 0.3)), ((8, 0.5), (6, 0.3)))
     output = GenerationOutput((1, 2), (7, 7), None, "length", None, 1, 2, 2, (0.9, 0.9), alternatives=ranked)
     listed = 0.9 if top_p is None else 0.3
@@ -206,7 +208,7 @@ def test_the_list_of_probable_tokens_is_of_one_distribution(top_p: float | None)
 def test_usage_counts_a_prompt_once(tokenizer: Tokenizer):
     params = DecodingParams(max_new_tokens=3)
     outputs = [run([65, 66, 67], [1], params, tokenizer)[-1][1].output for _ in range(4)]
-    choices = [Choice([1] * size, params) for size in (5, 5, 7, 7)]
+    choices = [AskedChoice([1] * size, params) for size in (5, 5, 7, 7)]
     whole = CompletionWriter(COMPLETION, "m", choices, Details(n=2, echoed=["A", "B"])).whole([o for o in outputs if o])
     assert (whole["usage"]["prompt_tokens"], whole["usage"]["completion_tokens"]) == (12, 12)
     assert whole["lopa"] == {"num_forwards": 8, "tokens_per_forward": 1.5}
@@ -215,7 +217,7 @@ def test_usage_counts_a_prompt_once(tokenizer: Tokenizer):
 
 def test_a_long_answer_is_encoded_beside_the_event_loop():
     """Other requests are answered while one with many choices becomes JSON."""
-    choices = [Choice([1, 2], DecodingParams())] * 16
+    choices = [AskedChoice([1, 2], DecodingParams())] * 16
     response = CompletionWriter(COMPLETION, "m", choices, Details(n=16, logprobs=1))
     output = GenerationOutput((1, 2), (7,) * 800, "é" * 800, "length", None, 1, 800, 800, (0.5,) * 800)
 

@@ -10,8 +10,8 @@ import uvicorn
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, StreamingResponse
 
-from lopa_ascend.serve import connections
-from lopa_ascend.serve.connections import Connection, RareWarnings
+from lopa_ascend.serve.http import connections
+from lopa_ascend.serve.http.connections import Connection, RareWarnings
 
 TIMEOUT = 0.3
 LARGE = 32 * 2**20
@@ -224,7 +224,7 @@ def test_the_rest_of_a_body_is_no_request():
 
 def test_the_same_warning_is_logged_once_a_minute(monkeypatch: pytest.MonkeyPatch):
     now = [0.0]
-    monkeypatch.setattr("lopa_ascend.serve.connections.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("lopa_ascend.serve.http.connections.time.monotonic", lambda: now[0])
     rare = RareWarnings()
 
     def is_logged(text: str, level: int = logging.WARNING) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lopa_ascend.serve.api.encoding import as_line, encode, pieces
+from lopa_ascend.serve.http.encoding import as_line, encode, pieces
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("\u0085\u2028\u2029\r\n\v\f\x1c\x1d\x1e\\u"))
 VALUES = st.recursive(

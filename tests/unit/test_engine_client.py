@@ -1,6 +1,7 @@
 """The client of the engine, with a socket in place of the engine process."""
 
 import asyncio
+import itertools
 import json
 import weakref
 from collections.abc import AsyncIterator, MutableMapping
@@ -16,22 +17,24 @@ from starlette.requests import ClientDisconnect, Request
 
 from lopa_ascend.config import DecodingParams, Limits, decoding
 from lopa_ascend.config.combinations import check_combinations
-from lopa_ascend.serve.api.body import parse_completion
-from lopa_ascend.serve.api.endpoint import COMPLETIONS, Endpoint
-from lopa_ascend.serve.api.errors import ApiError
-from lopa_ascend.serve.api.intake import Intake
-from lopa_ascend.serve.api.plan import Planner
-from lopa_ascend.serve.api.protocol import CompletionRequest
+from lopa_ascend.serve import endpoint as answering
 from lopa_ascend.serve.config import ServeConfig
-from lopa_ascend.serve.engine.client import ClientSettings, EngineClient
-from lopa_ascend.serve.engine.generation import Choice
-from lopa_ascend.serve.engine.launcher import EngineProcess
-from lopa_ascend.serve.engine.messages import Ready, Stepped
-from lopa_ascend.serve.observe.metrics import Metrics
+from lopa_ascend.serve.endpoint import Endpoint
+from lopa_ascend.serve.http.api_error import ApiError
+from lopa_ascend.serve.http.body import Intake, read_body
+from lopa_ascend.serve.info import see_a_step
+from lopa_ascend.serve.link.client import EngineClient
+from lopa_ascend.serve.link.generation import AskedChoice
+from lopa_ascend.serve.link.messages import Ready, Stepped
+from lopa_ascend.serve.link.spawn import EngineProcess
+from lopa_ascend.serve.metrics import Metrics
+from lopa_ascend.serve.openai.completions import CompletionRequest
+from lopa_ascend.serve.openai.request import Planner
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.types import Update
 from tests.tiny import tiny_tokenizer
 
+NUMBERS = itertools.count()
 LIMITS = Limits(
     vocab_size=320,
     mask_token_id=319,
@@ -48,10 +51,11 @@ async def connected() -> AsyncIterator[tuple[EngineClient, zmq.asyncio.Socket]]:
     """A client, and the socket of its engine."""
     context = zmq.asyncio.Context.instance()
     ours, engines = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-    engines.bind("inproc://engine")
-    ours.connect("inproc://engine")
+    endpoint = f"inproc://engine-{next(NUMBERS)}"  # zmq frees that of an earlier test in its own time
+    engines.bind(endpoint)
+    ours.connect(endpoint)
     ready = Ready(LIMITS, model_name="m", dtype="float32", device="cpu", kv_cache_memory=0, seed=0, ranks=())
-    client = EngineClient(EngineProcess(ours), ready, Prompts(tiny_tokenizer(), 320, 319, "m"), ClientSettings())
+    client = EngineClient(EngineProcess(ours), ready, Prompts(tiny_tokenizer(), 320, 319, "m"), ServeConfig())
     try:
         yield client, engines
     finally:
@@ -59,7 +63,7 @@ async def connected() -> AsyncIterator[tuple[EngineClient, zmq.asyncio.Socket]]:
         engines.close()
 
 
-async def sent_by(choices: list[Choice]) -> list[Any]:
+async def sent_by(choices: list[AskedChoice]) -> list[Any]:
     """What the engine receives when a request with these choices is submitted."""
     async with connected() as (client, engines):
         client.submit("r", choices)
@@ -68,7 +72,7 @@ async def sent_by(choices: list[Choice]) -> list[Any]:
 
 def test_the_engine_gets_no_stop_strings():
     params = DecodingParams(stop=("one", "two"), max_new_tokens=7)
-    for message in asyncio.run(sent_by([Choice([1, 2], params)] * 2)):
+    for message in asyncio.run(sent_by([AskedChoice([1, 2], params)] * 2)):
         assert (message["params"]["stop"], message["params"]["max_new_tokens"]) == ([], 7)
 
 
@@ -83,7 +87,7 @@ def test_choices_are_planned_and_submitted_without_checking_the_parameters_of_ea
     monkeypatch.setattr(decoding, "check_combinations", check)
     planner = Planner(Prompts(tiny_tokenizer(), 320, 319, "m"), LIMITS, {})
     asked = {"prompt": "a", "n": 4, "seed": 2**63 - 2, "temperature": 1, "stop": "b"}
-    choices = planner.completion(parse_completion(json.dumps(asked).encode()))
+    choices = read_body(CompletionRequest, json.dumps(asked).encode()).plan(planner)
     messages = asyncio.run(sent_by(choices))
     assert len(checks) == 1
     seeds = [2**63 - 2, 2**63 - 1, 0, 1]
@@ -109,10 +113,7 @@ async def health_generate(num_steps: int, *updates: Update) -> tuple[tuple[int, 
         Status and code of the refusal if there is one; the types of the messages that the engine gets.
     """
     async with connected() as (client, engines):
-        intake = Intake(10**6)
-        planner = Planner(client.prompts, LIMITS, {})
-        endpoint = Endpoint(client, planner, intake, Metrics(client, "m"), "m", ServeConfig())
-        receiving, seeing = asyncio.create_task(client._receive()), asyncio.create_task(endpoint.see_a_step(0.3))
+        receiving, seeing = asyncio.create_task(client._receive()), asyncio.create_task(see_a_step(client, 0.3))
         messages = [msgspec.msgpack.decode(await engines.recv())]
         sent = [replace(update, request_id=update.request_id or messages[0]["request_id"]) for update in updates]
         await engines.send(msgspec.msgpack.encode(Stepped(sent, replace(client.stats, num_steps=num_steps))))
@@ -120,7 +121,6 @@ async def health_generate(num_steps: int, *updates: Update) -> tuple[tuple[int, 
         receiving.cancel()
         while await engines.poll(0):
             messages.append(msgspec.msgpack.decode(await engines.recv()))
-        await intake.close()
         assert client.num_running + client.num_waiting == 0
         assert not client.observers
         types = [message["type"] for message in messages]
@@ -156,15 +156,17 @@ async def send_nothing(message: MutableMapping[str, Any]) -> None:
     raise AssertionError(message)
 
 
-def test_a_request_that_waits_keeps_no_fields_without_effect():
+def test_a_request_that_waits_keeps_no_fields_without_effect(monkeypatch: pytest.MonkeyPatch):
     """Thousands may wait, each with a body of megabytes."""
     parsed: list[weakref.ref[CompletionRequest]] = []
 
-    def parse(raw: bytes) -> CompletionRequest:
-        asked = parse_completion(raw)
+    def read(model: type[CompletionRequest], raw: bytes) -> CompletionRequest:
+        asked = read_body(model, raw)
         assert asked.user == "u" * 1000
         parsed.append(weakref.ref(asked))
         return asked
+
+    monkeypatch.setattr(answering, "read_body", read)
 
     async def run() -> None:
         messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -176,7 +178,7 @@ def test_a_request_that_waits_keeps_no_fields_without_effect():
             intake = Intake(10**6)
             planner = Planner(client.prompts, LIMITS, {})
             endpoint = Endpoint(client, planner, intake, Metrics(client, "m"), "m", ServeConfig())
-            response = await endpoint.answer(request, replace(COMPLETIONS, parse=parse))
+            response = await endpoint.answer(request, CompletionRequest)
             await engines.recv()
             for _ in range(500):  # the thread that parsed the body lets go of it in its own time
                 if parsed[0]() is None:

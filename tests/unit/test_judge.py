@@ -9,8 +9,9 @@ import httpx
 import pytest
 from hypothesis import given
 
-from lopa_ascend.serve.api.body import parse_completion
-from lopa_ascend.serve.api.errors import ApiError
+from lopa_ascend.serve.http.api_error import ApiError
+from lopa_ascend.serve.http.body import read_body
+from lopa_ascend.serve.openai.completions import CompletionRequest
 from tests.judges import faults, fuzz, soak
 from tests.judges.attack import CLOSED, CUT_OFF, FULL, KINDS, LEFT, Attack, head, outcome_of, play
 from tests.judges.client import COMPLETIONS, Answer, Ask, ask, chat
@@ -183,4 +184,4 @@ def test_fuzz_finds_and_shrinks_a_wrong_answer(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("field", UNSUPPORTED)
 def test_features_that_attacks_call_unsupported_are_refused(field: str):
     with pytest.raises(ApiError):
-        parse_completion(json.dumps({"prompt": "hi", field: UNSUPPORTED[field]}).encode())
+        read_body(CompletionRequest, json.dumps({"prompt": "hi", field: UNSUPPORTED[field]}).encode())

@@ -11,11 +11,10 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.serve.api.body import parse_response
-from lopa_ascend.serve.api.errors import ApiError
-from lopa_ascend.serve.api.openai_responses import ResponseEncoder, ResponseObject, ResponseWriter
-from lopa_ascend.serve.api.openai_responses_body import UNSUPPORTED_RESPONSE
-from lopa_ascend.serve.engine.generation import Choice
+from lopa_ascend.serve.http.api_error import ApiError
+from lopa_ascend.serve.http.body import read_body
+from lopa_ascend.serve.link.generation import AskedChoice
+from lopa_ascend.serve.openai.responses import ResponseObject, ResponseRequest, ResponseWriter
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -31,7 +30,7 @@ SENT_BACK: dict[str, Any] = {
 
 
 def parsed(**fields: Any) -> Any:
-    return parse_response(json.dumps({"input": "x", **fields}).encode())
+    return read_body(ResponseRequest, json.dumps({"input": "x", **fields}).encode())
 
 
 # ---- bodies ----------------------------------------------------------------------------------------------------------
@@ -101,7 +100,7 @@ def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], param:
 
 
 def test_neutral_values_are_taken():
-    for name, values in UNSUPPORTED_RESPONSE.items():
+    for name, values in ResponseRequest.harmless.items():
         for value in (None, *values):
             parsed(**{name: value})
         with pytest.raises(ApiError) as refused:
@@ -126,7 +125,7 @@ PARAMS = DecodingParams(max_new_tokens=9, temperature=1.0, top_p=0.5)
 
 
 def writer(**fields: Any) -> ResponseWriter:
-    return ResponseWriter("m", parsed(**fields), Choice([1, 2, 3], PARAMS))
+    return ResponseWriter("m", parsed(**fields), AskedChoice([1, 2, 3], PARAMS))
 
 
 def output_of(text: str, reason: str) -> GenerationOutput:
@@ -194,7 +193,7 @@ def checked(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for number, event in enumerate(events):
         assert event["sequence_number"] == number
         assert EVENT.validate_python(event, strict=True).type == event["type"]
-        name, data, *end = ResponseEncoder(writer()).frame(event).decode().split("\n")
+        name, data, *end = writer().frame(event).decode().split("\n")
         assert (name, json.loads(data.removeprefix("data: ")), end) == (f"event: {event['type']}", event, ["", ""])
     return events
 
@@ -206,12 +205,12 @@ def checked(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 )
 def test_events_build_the_whole_response(text: str, cuts: list[int], reason: str):
     asked = writer()
-    encoder, update = asked.encoder(), Update("r", (), (), 1, 1, 9, 0, 0)
-    events = encoder.opening()
+    update = Update("r", (), (), 1, 1, 9, 0, 0)
+    events = asked.opening()
     for cut in sorted(cuts):
-        events += encoder.events(0, update, Progress((), text[:cut]))
+        events += asked.events(0, update, Progress((), text[:cut]))
     output = output_of(text, reason)
-    events += encoder.events(0, update, Progress((4, 5), text, output=output)) + encoder.closing()
+    events += asked.events(0, update, Progress((4, 5), text, output=output)) + asked.closing()
     deltas = [event["delta"] for event in checked(events) if event["type"] == "response.output_text.delta"]
     assert "".join(deltas) == text
     assert "" not in deltas
@@ -229,10 +228,10 @@ def test_events_build_the_whole_response(text: str, cuts: list[int], reason: str
 
 
 def test_a_failure_is_an_error_and_a_failed_response():
-    encoder = writer().encoder()
-    events = encoder.opening() + encoder.events(0, Update("r", (4,), (1.0,), 1, 1, 9, 0, 0), Progress((4,), "be"))
+    asked = writer()
+    events = asked.opening() + asked.events(0, Update("r", (4,), (1.0,), 1, 1, 9, 0, 0), Progress((4,), "be"))
     late = ApiError(HTTPStatus.GATEWAY_TIMEOUT, "too late", code="timeout")
-    error, failed = checked(events + encoder.failure(late))[-2:]
+    error, failed = checked(events + asked.failure(late))[-2:]
     assert (error["type"], error["code"], error["message"]) == ("error", "timeout", "too late")
     assert failed["type"] == "response.failed"
     assert failed["response"]["status"] == "failed"
@@ -240,4 +239,4 @@ def test_a_failure_is_an_error_and_a_failed_response():
     (message,) = failed["response"]["output"]
     assert (message["status"], message["content"][0]["text"]) == ("incomplete", "be")
     assert failed["response"].keys() == ResponseObject.model_fields.keys()
-    assert encoder.end == b""
+    assert asked.end == b""

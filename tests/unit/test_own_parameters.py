@@ -16,7 +16,7 @@ from lopa_ascend.decode import begin
 from lopa_ascend.decode.d2f import D2F
 from lopa_ascend.decode.lopa import Lopa
 from lopa_ascend.engine.commands import Generate
-from lopa_ascend.serve.api.plan import asked_parameters
+from lopa_ascend.serve.openai.request import asked_parameters
 from tests.unit.test_protocol import PLANNER, parsed
 
 
@@ -92,8 +92,8 @@ def test_what_is_no_decoding_is_refused_where_it_is_added() -> None:
 
 def test_a_server_takes_them_beside_its_defaults() -> None:
     request = parsed(decoding="sloped")
-    assert asked_parameters(request).values == {"decoding": "sloped"}
-    (choice,) = PLANNER.completion(request)
+    assert asked_parameters(request)[0] == {"decoding": "sloped"}
+    (choice,) = request.plan(PLANNER)
     assert choice.params.own == (("slope", 0.5), ("shape", "line"))
     defaults = {"confidence": "margin", "tau_conf": 0.5, "branch_acceptance": "exact"}
     assert fitting_defaults(defaults, {"decoding": "sloped", "slope": 0.1}) == {"tau_conf": 0.5}

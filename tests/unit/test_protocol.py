@@ -4,6 +4,7 @@ import dataclasses
 import json
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,24 +13,16 @@ from pydantic.json_schema import models_json_schema
 
 from lopa_ascend.config import ContextLengthError, DecodingParams, Limits, ParameterError
 from lopa_ascend.config.kinds import MAX_TOKEN_IDS
-from lopa_ascend.serve.api.body import (
-    parse_abort,
-    parse_chat,
-    parse_completion,
-    parse_diffusion_completion,
-    parse_response,
-    parse_tokenize,
-)
-from lopa_ascend.serve.api.errors import MAX_TEXT, ApiError
-from lopa_ascend.serve.api.plan import Planner
-from lopa_ascend.serve.api.protocol import (
-    UNSUPPORTED_CHAT,
-    UNSUPPORTED_COMPLETION,
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    IgnoredFields,
-)
+from lopa_ascend.serve.diffusion import DiffusionCompletionRequest
+from lopa_ascend.serve.http.api_error import MAX_TEXT, ApiError
+from lopa_ascend.serve.http.body import read_body
+from lopa_ascend.serve.info import AbortRequest
+from lopa_ascend.serve.link.generation import AskedChoice
+from lopa_ascend.serve.openai.chat import ChatRequest
+from lopa_ascend.serve.openai.completions import CompletionRequest
+from lopa_ascend.serve.openai.request import GenerationRequest, IgnoredFields, Planner
+from lopa_ascend.serve.openai.responses import ResponseRequest
+from lopa_ascend.serve.tokens import TokenizeRequest
 from lopa_ascend.text.prompt import Prompts
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer
 
@@ -58,12 +51,20 @@ NEEDED: dict[str, dict[str, Any]] = {
 }
 
 
+parse_completion = partial(read_body, CompletionRequest)
+parse_chat = partial(read_body, ChatRequest)
+
+
+def plan(planner: Planner, request: GenerationRequest) -> list[AskedChoice]:
+    return request.plan(planner)
+
+
 def parsed(**fields: Any) -> CompletionRequest:
     return parse_completion(json.dumps({"prompt": [1, 2, 3], **fields}).encode())
 
 
 def params(**fields: Any) -> DecodingParams:
-    return PLANNER.completion(parsed(**fields))[0].params
+    return plan(PLANNER, parsed(**fields))[0].params
 
 
 def test_every_decoding_parameter_is_a_field():
@@ -100,11 +101,11 @@ def test_integers_may_be_written_with_a_fraction_of_zero():
         parsed(max_tokens=5.5)
 
 
-@pytest.mark.parametrize("name", sorted(UNSUPPORTED_COMPLETION.keys() | UNSUPPORTED_CHAT.keys()))
+@pytest.mark.parametrize("name", sorted(CompletionRequest.harmless.keys() | ChatRequest.harmless.keys()))
 def test_unsupported_fields_are_refused_by_name(name: str):
     for parse, fields, table in (
-        (parse_completion, {"prompt": "x"}, UNSUPPORTED_COMPLETION),
-        (parse_chat, {"messages": [{"role": "user", "content": "x"}]}, UNSUPPORTED_CHAT),
+        (parse_completion, {"prompt": "x"}, CompletionRequest.harmless),
+        (parse_chat, {"messages": [{"role": "user", "content": "x"}]}, ChatRequest.harmless),
     ):
         if name not in table:
             continue
@@ -193,7 +194,7 @@ def test_unknown_fields_are_named_even_if_they_look_like_types(name: str):
         parsed(**{name: 1})
     assert (refused.value.param, refused.value.code) == (name, "unknown_parameter")
     with pytest.raises(ApiError) as refused:
-        parse_response(json.dumps({"input": [{"role": "user", "content": "x", name: 1}]}).encode())
+        read_body(ResponseRequest, json.dumps({"input": [{"role": "user", "content": "x", name: 1}]}).encode())
     assert refused.value.param == f"input[0].{name}"
 
 
@@ -201,43 +202,43 @@ def test_defaults_step_back_where_a_request_excludes_them():
     assert (params().top_p, params().tau_conf, params().temperature) == (0.9, 0.5, 1.0)
     assert params(top_p=1).top_p is None
     assert params().max_new_tokens == 256
-    assert PLANNER.completion(parsed(prompt=[1] * 400))[0].params.max_new_tokens == 100
+    assert plan(PLANNER, parsed(prompt=[1] * 400))[0].params.max_new_tokens == 100
 
 
 def test_defaults_that_do_not_go_with_the_decoding_of_a_request_are_left_out():
     defaults = {"window_attention": "block_causal", "num_branches": 2, "acceptance": "factor", "block_size": 16}
     planner = dataclasses.replace(PLANNER, decoding=defaults)
-    vanilla = planner.completion(parsed(decoding="vanilla"))[0].params
+    vanilla = plan(planner, parsed(decoding="vanilla"))[0].params
     assert (vanilla.window_attention, vanilla.lookaheads, vanilla.acceptance) == ("full", 0, "threshold")
-    assert planner.completion(parsed(decoding="parallel"))[0].params.acceptance == "factor"
+    assert plan(planner, parsed(decoding="parallel"))[0].params.acceptance == "factor"
     with pytest.raises(ParameterError, match="window_attention.*vanilla"):
-        planner.completion(parsed(decoding="vanilla", window_attention="block_causal"))
+        plan(planner, parsed(decoding="vanilla", window_attention="block_causal"))
 
 
 def test_naming_the_default_decoding_changes_nothing():
     planner = dataclasses.replace(PLANNER, decoding={"num_branches": 7})
-    assert planner.completion(parsed(decoding="lopa")) == planner.completion(parsed())
-    assert planner.completion(parsed(decoding="d2f"))[0].params.lookaheads == 0
+    assert plan(planner, parsed(decoding="lopa")) == plan(planner, parsed())
+    assert plan(planner, parsed(decoding="d2f"))[0].params.lookaheads == 0
 
 
 def test_defaults_that_cannot_sample_step_back_for_a_request_that_samples():
     drafts = {"branch_acceptance": "exact", "lookahead_depth": 4}
     planner = dataclasses.replace(PLANNER, decoding=drafts)
-    (sampled,) = planner.completion(parsed(temperature=0.7))
+    (sampled,) = plan(planner, parsed(temperature=0.7))
     assert (sampled.params.branch_acceptance, sampled.params.lookahead_depth) == ("verified", 4)
     for fields in ({}, {"temperature": 0}, {"temperature": 0.001}):
-        assert planner.completion(parsed(**fields))[0].params.branch_acceptance == "exact"
+        assert plan(planner, parsed(**fields))[0].params.branch_acceptance == "exact"
     with pytest.raises(ParameterError, match="exact.*temperature 0"):
-        planner.completion(parsed(temperature=0.7, branch_acceptance="exact"))
+        plan(planner, parsed(temperature=0.7, branch_acceptance="exact"))
 
 
 def test_seeds_differ_by_answer_from_one_start():
     prompts = [[1], [2]]
     assert params(seed=-1).seed is None
-    assert [c.params.seed for c in PLANNER.completion(parsed(prompt=prompts, n=3, seed=40))] == [40, 41, 42] * 2
-    assert {c.params.seed for c in PLANNER.completion(parsed(prompt=prompts, n=3))} == {None}
+    assert [c.params.seed for c in plan(PLANNER, parsed(prompt=prompts, n=3, seed=40))] == [40, 41, 42] * 2
+    assert {c.params.seed for c in plan(PLANNER, parsed(prompt=prompts, n=3))} == {None}
     last = 2**63 - 1
-    assert [c.params.seed for c in PLANNER.completion(parsed(n=2, seed=last))] == [last, 0]
+    assert [c.params.seed for c in plan(PLANNER, parsed(n=2, seed=last))] == [last, 0]
 
 
 def test_errors_use_the_name_that_was_sent():
@@ -258,12 +259,12 @@ def test_what_is_too_long_for_the_model_has_an_error_of_its_own():
 
 
 def test_diffusion_and_tokenize_bodies():
-    assert parse_diffusion_completion(b'{"prompt": "x", "stream": true, "n": 1}').prompt == ["x"]
+    assert read_body(DiffusionCompletionRequest, b'{"prompt": "x", "stream": true, "n": 1}').prompt == ["x"]
     with pytest.raises(ApiError, match="one prompt"):
-        parse_diffusion_completion(b'{"prompt": ["x", "y"]}')
-    assert parse_tokenize(b'{"prompt": "x", "add_special_tokens": true}').prompt == "x"
+        read_body(DiffusionCompletionRequest, b'{"prompt": ["x", "y"]}')
+    assert read_body(TokenizeRequest, b'{"prompt": "x", "add_special_tokens": true}').prompt == "x"
     with pytest.raises(ApiError, match="did you mean 'request_id'"):
-        parse_abort(b'{"requestid": "x"}')
+        read_body(AbortRequest, b'{"requestid": "x"}')
 
 
 @pytest.mark.parametrize(
@@ -293,7 +294,7 @@ def test_names_of_megabytes_are_refused_at_once_and_shortened():
 def test_stop_strings_are_limited_in_number_and_length():
     planner = replace(PLANNER, prompts=Prompts(tiny_tokenizer(), 100, 99, "m"))
     most = ["a" * 4033, *map(chr, range(0x100, 0x100 + 63))]
-    (choice,) = planner.completion(parsed(stop=most))
+    (choice,) = plan(planner, parsed(stop=most))
     assert choice.params.stop == tuple(most)
     for stop in (["a"] * 65, "a" * 4097, ["a" * 4096, "b"]):
         with pytest.raises(ApiError, match="at most 64 non-empty strings of 4096 characters together") as wrong:
@@ -305,16 +306,16 @@ def test_log_probabilities_are_limited_in_number():
     """Each takes memory while its answer is made, and n choices have n times as many."""
     planner = replace(PLANNER, limits=replace(LIMITS, max_model_len=10_000, num_pages=1000, vocab_size=VOCAB_SIZE))
     most = {"max_tokens": 8192, "n": 128}
-    assert len(planner.completion(parsed(logprobs=0, **most))) == 128
-    assert len(planner.completion(parsed(n=128, max_tokens=9000))) == 128
+    assert len(plan(planner, parsed(logprobs=0, **most))) == 128
+    assert len(plan(planner, parsed(n=128, max_tokens=9000))) == 128
     with pytest.raises(ParameterError, match="2097152 log probabilities") as wrong:
-        planner.completion(parsed(logprobs=1, **most))
+        plan(planner, parsed(logprobs=1, **most))
     assert wrong.value.param == "logprobs"
     planner = replace(planner, prompts=Prompts(tiny_tokenizer(), VOCAB_SIZE, VOCAB_SIZE - 1, "m"))
     fields = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "max_tokens": 2048, "n": 128}
-    assert len(planner.chat(parse_chat(json.dumps({**fields, "top_logprobs": 3}).encode()))) == 128
+    assert len(plan(planner, parse_chat(json.dumps({**fields, "top_logprobs": 3}).encode()))) == 128
     with pytest.raises(ParameterError, match="at most 1048576") as wrong:
-        planner.chat(parse_chat(json.dumps({**fields, "top_logprobs": 4}).encode()))
+        plan(planner, parse_chat(json.dumps({**fields, "top_logprobs": 4}).encode()))
     assert wrong.value.param == "top_logprobs"
 
 
@@ -335,7 +336,7 @@ def test_token_ids_count_once_and_for_each_choice():
         with pytest.raises(ParameterError, match="a request with 128 choices may have 512") as wrong:
             params(bad_words=words, n=128)
         assert wrong.value.param == "bad_words"
-    first, second = PLANNER.completion(parsed(stop_token_ids=many, n=2, seed=1, temperature=1.0))
+    first, second = plan(PLANNER, parsed(stop_token_ids=many, n=2, seed=1, temperature=1.0))
     assert first.params.stop_token_ids is second.params.stop_token_ids
 
 
@@ -391,5 +392,5 @@ def test_what_was_removed_says_what_to_use_instead():
 
 
 def test_prompts_of_different_lengths_get_the_room_that_each_leaves():
-    first, second = PLANNER.completion(parsed(prompt=[[1] * 400, [1] * 450]))
+    first, second = plan(PLANNER, parsed(prompt=[[1] * 400, [1] * 450]))
     assert (first.params.max_new_tokens, second.params.max_new_tokens) == (100, 50)

@@ -13,16 +13,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.serve.api import intake
-from lopa_ascend.serve.api.access import Access
-from lopa_ascend.serve.api.errors import ApiError
-from lopa_ascend.serve.api.intake import Intake
-from lopa_ascend.serve.app import _allow_origins, hosts_of
 from lopa_ascend.serve.cli import parse_args
 from lopa_ascend.serve.config import ServeConfig
-from lopa_ascend.serve.engine.generation import MAX_UNREAD, Choice, Generation
 from lopa_ascend.serve.greeting import _blocks_line, _graphs_line
-from lopa_ascend.serve.observe.timeline import Timeline
+from lopa_ascend.serve.http import body
+from lopa_ascend.serve.http.access import Access, allow_origins, hosts_of
+from lopa_ascend.serve.http.api_error import ApiError
+from lopa_ascend.serve.http.body import Intake
+from lopa_ascend.serve.link.generation import MAX_UNREAD, AskedChoice, Generation
+from lopa_ascend.serve.metrics import Timeline
 from lopa_ascend.serve.server import bind, listen
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
@@ -79,12 +78,12 @@ def test_body_sizes():
 
 
 def test_clients_that_stop_sending(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(intake, "BODY_TIMEOUT", 0.05)
+    monkeypatch.setattr(body, "BODY_TIMEOUT", 0.05)
     assert status([b"{"], hang=True) == (408, {"Connection": "close"})
 
 
 def test_a_body_that_trickles_in_is_given_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(intake, "BODY_TIMEOUT", 0.2)
+    monkeypatch.setattr(body, "BODY_TIMEOUT", 0.2)
 
     async def receive() -> dict[str, Any]:
         await asyncio.sleep(0.02)
@@ -234,7 +233,7 @@ def test_a_request_that_is_aborted_while_it_waits_has_not_begun():
 @pytest.mark.parametrize("trace", [False, True])
 def test_a_slow_reader_of_a_trace_ends_its_stream_and_other_updates_are_merged(trace: bool):
     taken_out: list[Generation] = []
-    generation = Generation("r", [Choice([1], DecodingParams())], trace, taken_out.append)
+    generation = Generation("r", [AskedChoice([1], DecodingParams())], trace, taken_out.append)
 
     async def read() -> list[object]:
         for number in range(MAX_UNREAD + 1):
@@ -298,7 +297,7 @@ def test_the_greeting_names_a_default_that_no_graph_can_decode(flags: list[str],
 def test_a_star_lets_web_pages_of_all_origins_read_answers():
     def allowed(origin: str, *allowed_origins: str) -> str | None:
         app = FastAPI()
-        _allow_origins(app, allowed_origins)
+        allow_origins(app, allowed_origins)
         return TestClient(app).get("/", headers={"Origin": origin}).headers.get("access-control-allow-origin")
 
     assert allowed("https://example.org", "*") == allowed("http://localhost:3000", "*") == "*"

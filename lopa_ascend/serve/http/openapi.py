@@ -1,76 +1,35 @@
 """The OpenAPI document, /openapi.json.
 
-The bodies of requests are read and checked by ``body`` rather than by FastAPI, which would answer mistakes with 422. So
-FastAPI does not know their schemas; they are added here, together with the limits of the served model.
+``http.body`` reads and checks the bodies of requests, because FastAPI would answer mistakes with 422. So FastAPI does
+not know their schemas; they are added here, together with the limits of the served model.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from lopa_ascend.config import DecodingParams, Limits
-from lopa_ascend.serve.api.access import OPEN_ROUTES
-from lopa_ascend.serve.api.diffusion import DiffusionDone, DiffusionStart, DiffusionStep
-from lopa_ascend.serve.api.errors import ErrorBody
-from lopa_ascend.serve.api.openai_responses_body import ResponseRequest
-from lopa_ascend.serve.api.protocol import (
-    AbortRequest,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    DiffusionChatRequest,
-    DiffusionCompletionRequest,
-    TokenizeRequest,
-)
-from lopa_ascend.serve.config import ServeConfig
+from lopa_ascend.serve.http.access import OPEN_ROUTES
+from lopa_ascend.serve.http.api_error import ErrorBody
 
 TEXT_WITHOUT_NUL = r"^[^\u0000]*$"
 SCHEMAS = "#/components/schemas/{model}"
-DIFFUSION_SCHEMAS: tuple[type[BaseModel], ...] = (DiffusionStart, DiffusionStep, DiffusionDone)
-"""Events, which no operation names as its body or its answer."""
-BODIES: tuple[type[BaseModel], ...] = (
-    CompletionRequest,
-    ChatRequest,
-    ResponseRequest,
-    DiffusionCompletionRequest,
-    DiffusionChatRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-    AbortRequest,
-)
 READING = (400, 408, 413, 503)
 """Statuses of errors with the body of any request."""
-GENERATING = (*READING, 404, 500, 504)
-"""Statuses of errors of a request for text."""
 
 
-def _events(description: str) -> dict[str, Any]:
+def events(description: str) -> dict[str, Any]:
     """The content of an answer that is a stream of events."""
     data = {"type": "string", "description": description}
     event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
     return {"text/event-stream": {"schema": event}}
-
-
-EVENTS = _events("With stream: true. Each event holds one chunk as JSON; the last event is [DONE].")
-RESPONSE_EVENTS = _events(
-    "With stream: true. Each event is named by its type and holds JSON with a sequence_number: response.created, "
-    "response.in_progress, response.output_item.added, response.content_part.added, a response.output_text.delta for "
-    "every piece of text, response.output_text.done, response.content_part.done, response.output_item.done, and last "
-    "response.completed or response.incomplete with the whole response. If the request fails, an error event and "
-    "response.failed come instead of what is left."
-)
-DIFFUSION_EVENTS = _events(
-    "JSON: a diffusion.start (schema DiffusionStart), a diffusion.step for each forward pass (DiffusionStep), then "
-    "diffusion.done (DiffusionDone); the last event is [DONE]. If the request fails, an event with an error comes "
-    "instead of diffusion.done."
-)
-PLAIN_TEXT = {"text/plain": {"schema": {"type": "string"}}}
 
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -84,35 +43,46 @@ def body_of(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def document(app: FastAPI, limits: Limits, config: ServeConfig) -> None:
+def document(
+    app: FastAPI,
+    bodies: Sequence[type[BaseModel]],
+    parts: Sequence[type[BaseModel]],
+    limits: Limits,
+    *,
+    with_key: bool,
+) -> None:
     """Makes ``app.openapi`` return the complete document.
 
     Args:
         app: the application with all its routes.
+        bodies: what the routes take.
+        parts: schemas of events, which descriptions name.
         limits: what the served model can take.
-        config: how the server was started.
+        with_key: requests need a key.
     """
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            _add_bodies(app.openapi_schema, limits)
-            _finish_operations(app.openapi_schema, with_key=config.api_key is not None)
+            schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            schema["components"]["schemas"] |= _schemas(bodies, limits) | _definitions(parts, "serialization")
+            _finish_operations(schema, with_key)
+            app.openapi_schema = schema
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _add_bodies(schema: dict[str, Any], limits: Limits) -> None:
-    _, bodies = models_json_schema([(model, "validation") for model in BODIES], ref_template=SCHEMAS)
-    _, events = models_json_schema([(model, "serialization") for model in DIFFUSION_SCHEMAS], ref_template=SCHEMAS)
-    # Copies: pydantic returns parts of the models' own definitions, which are changed below.
-    schema["components"]["schemas"].update(copy.deepcopy({**events["$defs"], **bodies["$defs"]}))
-    for model in BODIES:
-        body = schema["components"]["schemas"][model.__name__]
-        _limit_values(body["properties"], limits)
-    for name in bodies["$defs"]:
-        _refuse_nul(schema["components"]["schemas"][name])
+def _schemas(bodies: Sequence[type[BaseModel]], limits: Limits) -> dict[str, Any]:
+    definitions = _definitions(bodies, "validation")
+    for model in bodies:
+        _limit_values(definitions[model.__name__]["properties"], limits)
+    _refuse_nul(definitions)
+    return definitions
+
+
+def _definitions(models: Sequence[type[BaseModel]], mode: JsonSchemaMode) -> dict[str, Any]:
+    _, schemas = models_json_schema([(model, mode) for model in models], ref_template=SCHEMAS)
+    return copy.deepcopy(schemas["$defs"])  # pydantic returns parts of the models' own definitions
 
 
 def _limit_values(properties: dict[str, Any], limits: Limits) -> None:
@@ -138,7 +108,7 @@ def _limit_token_ids(schema: Any, maximum: int) -> None:
 
 
 def _refuse_nul(schema: Any) -> None:
-    """Makes every string of a schema refuse NUL characters, as ``body`` does."""
+    """Makes every string of a schema refuse NUL characters, as ``http.body`` does."""
     if isinstance(schema, dict):
         if schema.get("type") == "string" and not schema.keys() & {"enum", "const"}:
             schema["pattern"] = TEXT_WITHOUT_NUL

@@ -1,4 +1,4 @@
-"""Log probabilities of tokens, in the forms of OpenAI's completions and chat completions.
+"""Log probabilities of tokens.
 
 The log probability of a token, and the list of the most probable tokens, are those of the forward pass which filled its
 position. Where top_k, top_p or min_p limit the choice, the first is that of the distribution from which the token was
@@ -42,7 +42,7 @@ class TokenProb:
 
 
 class TokenProbs:
-    """Makes the ``TokenProb`` of each token of one choice, in order; counts the characters of the text so far.
+    """Makes the ``TokenProb`` of each token of one choice, in order.
 
     Args:
         tokenizer: None: tokens are shown by their ids.
@@ -83,30 +83,3 @@ class TokenProbs:
 
 def _logprob(prob: float) -> float:
     return max(math.log(prob), LOWEST) if prob > 0 else LOWEST
-
-
-def completion_logprobs(tokens: Sequence[TokenProb], with_top: bool) -> dict[str, Any]:
-    """``logprobs`` of a choice of completions; ``with_top``: with the list of the most probable tokens."""
-    return {
-        "tokens": [item.token for item in tokens],
-        "token_logprobs": [item.logprob for item in tokens],
-        "top_logprobs": [_by_text(item) for item in tokens] if with_top else None,
-        "text_offset": [item.offset for item in tokens],
-    }
-
-
-def chat_logprobs(tokens: Sequence[TokenProb], with_top: bool) -> dict[str, Any]:
-    """``logprobs`` of a choice of chat completions; ``with_top``: with the list of the most probable tokens."""
-    content = []
-    for item in tokens:
-        top = [other.chat() for other in item.top] if with_top else []
-        content.append({**item.chat(), "top_logprobs": top})
-    return {"content": content, "refusal": None}
-
-
-def _by_text(item: TokenProb) -> dict[str, float]:
-    """The most probable tokens and the token itself, as completions list them: by text, which two tokens may share."""
-    out: dict[str, float] = {}
-    for top in item.top:
-        out.setdefault(top.token, top.logprob)
-    return {**out, item.token: item.logprob_in_top}

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from http import HTTPStatus
 
 from lopa_ascend.config import DecodingParams
-from lopa_ascend.serve.api.errors import ApiError
+from lopa_ascend.serve.http.api_error import ApiError
 from lopa_ascend.types import Progress, Update
 
 
 @dataclass(frozen=True)
-class Choice:
+class AskedChoice:
     """One answer that an HTTP request asks for. A request has ``n`` choices for each of its prompts."""
 
     prompt_token_ids: list[int]
@@ -27,18 +27,17 @@ SLOW_READER = f"the stream was ended: its reader left {MAX_UNREAD} events unread
 
 
 class Generation:
-    """The running choices of one HTTP request. Updates that a slow reader has not read yet are merged or,
-    with ``trace``, kept up to a limit, beyond which the generation fails.
+    """The running choices of one HTTP request. Updates that a slow reader has not read yet are merged.
 
     Args:
         request_id: id of the request.
         choices: what it asks for.
-        trace: each forward pass stays an update of its own, and is not merged with others.
+        trace: each forward pass stays an update of its own; a reader that leaves too many unread ends the generation.
         take_out: called when the generation fails; takes its choices out of the engine.
     """
 
     def __init__(
-        self, request_id: str, choices: Sequence[Choice], trace: bool, take_out: Callable[[Generation], object]
+        self, request_id: str, choices: Sequence[AskedChoice], trace: bool, take_out: Callable[[Generation], object]
     ):
         self.request_id, self.choices, self.trace = request_id, choices, trace
         self.ended = False
@@ -57,16 +56,14 @@ class Generation:
         return [f"{self.request_id}-{index}" for index in range(len(self.choices))]
 
     async def updates(self) -> AsyncIterator[tuple[int, Update, Progress]]:
-        """Reads the progress of all choices until each has its ``Progress.output``. The finish reason of choices that
-        ``EngineClient.abort`` ended is "abort".
+        """Reads the progress of all choices until each has its ``Progress.output``.
 
         Yields:
             The index of a choice, what a step did to the choice, and what of its text is final now.
 
         Raises:
-            ApiError: 500 "engine_error", the request failed in the engine; 503 "engine_dead" or "service_unavailable",
-                the engine died or the server stops; 504 "timeout", the request took longer than the server allows.
-            Exception: the exception that was given to ``fail``.
+            Exception: what was given to ``fail``. An ApiError is "engine_error" (500), "engine_dead" or
+                "service_unavailable" (503), or "timeout" (504).
         """
         remaining = len(self.choices)
         while remaining:
@@ -74,11 +71,10 @@ class Generation:
             self._news.clear()
             while self._unread:
                 key = next(iter(self._unread))
-                index, _ = key
                 update, progress = self._unread.pop(key)
                 if progress.output is not None:
                     remaining -= 1
-                yield index, update, progress
+                yield key[0], update, progress
             if self._error is not None and remaining:
                 raise self._error
 

@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 
-from lopa_ascend.config import EngineConfig, ParameterError
+from lopa_ascend.config import ParameterError
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.commands import Abort, Generate
-from lopa_ascend.serve.api.errors import ApiError, unavailable
-from lopa_ascend.serve.engine.generation import Choice, Generation
-from lopa_ascend.serve.engine.launcher import EngineProcess
-from lopa_ascend.serve.engine.messages import Ready, Stepped
+from lopa_ascend.serve.config import ServeConfig
+from lopa_ascend.serve.http.api_error import ApiError, unavailable
+from lopa_ascend.serve.link.generation import AskedChoice, Generation
+from lopa_ascend.serve.link.messages import Ready, Stepped
+from lopa_ascend.serve.link.spawn import EngineProcess
 from lopa_ascend.text.output import OutputStream
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.tokenizer_files import load_tokenizer
@@ -29,35 +30,16 @@ Observer = Callable[[Sequence[Update], EngineStats], None]
 """Called with the updates and the stats of each message from the engine."""
 
 
-@dataclass(frozen=True)
-class ClientSettings:
-    """What the client needs of ``ServeConfig``."""
-
-    max_num_queued_reqs: int = 1024
-    """Choices that may wait."""
-    request_timeout: float | None = None
-    """Most seconds of a request; None: no limit."""
-    watchdog_timeout: float = 60.0
-    """Most seconds of silence of a healthy engine."""
-    chat_template: str | None = None
-    """Text of the chat template; None: the model's own."""
-
-
 @dataclass
-class _Running:
+class _Unfinished:
     """A choice that the engine has not finished."""
 
     generation: Generation
     index: int
-    """Index of the choice in its generation."""
+    """Of the choice in its generation."""
     output: OutputStream
     last: Update | None = None
     """The latest update of the choice; None while it waits."""
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the engine has made a step for it."""
-        return self.last is not None
 
     def aborted(self) -> Update:
         """An update that ends the choice with the finish reason "abort" and has no new tokens."""
@@ -75,11 +57,11 @@ class EngineClient:
         engine: the engine process.
         ready: what the engine reported when its model was loaded.
         prompts: turns texts and conversations into token ids; may be used in threads.
-        settings: limits and timeouts.
+        config: how the server was started.
     """
 
-    def __init__(self, engine: EngineProcess, ready: Ready, prompts: Prompts, settings: ClientSettings):
-        self.ready, self.prompts, self.settings = ready, prompts, settings
+    def __init__(self, engine: EngineProcess, ready: Ready, prompts: Prompts, config: ServeConfig):
+        self.ready, self.prompts, self.config = ready, prompts, config
         self.stats = EngineStats(0, 0, 0, 0, ready.limits.num_pages)
         """The latest stats of the engine."""
         self.observers: list[Observer] = []
@@ -87,9 +69,10 @@ class EngineClient:
         self.engine_died = asyncio.Event()
         """Set once the engine has ended without having been told to."""
         self._engine = engine
-        self._choices: dict[str, _Running] = {}
+        self._choices: dict[str, _Unfinished] = {}
         """By the engine's request ids."""
-        self._num_running = 0
+        self.num_running = 0
+        """Choices that the engine has begun."""
         self._generations: dict[str, Generation] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         """Timeouts of requests, by request id."""
@@ -105,16 +88,20 @@ class EngineClient:
         self._watcher: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, config: EngineConfig, settings: ClientSettings) -> EngineClient:
-        """Starts the engine process, waits until its model is loaded, and begins to receive its messages.
+    async def start(cls, config: ServeConfig, chat_template: str | None) -> EngineClient:
+        """Starts the engine process, and waits until its model is loaded.
+
+        Args:
+            config: how the server was started.
+            chat_template: text of the chat template; None: the model's own.
 
         Raises:
             EngineFailed: the engine cannot serve this model, or ended while it loaded.
             ValueError, OSError: the tokenizer cannot be read, or no process can be started.
         """
-        engine, ready = await EngineProcess.start(config)
+        engine, ready = await EngineProcess.start(config.engine)
         try:
-            client = cls(engine, ready, await asyncio.to_thread(_prompts, config, settings, ready), settings)
+            client = cls(engine, ready, await asyncio.to_thread(_prompts, config, chat_template, ready), config)
         except BaseException:
             await engine.close()
             raise
@@ -124,19 +111,14 @@ class EngineClient:
     # ---- state -----------------------------------------------------------------------------------------------------
 
     @property
-    def num_running(self) -> int:
-        """Choices that the engine has begun."""
-        return self._num_running
-
-    @property
     def num_waiting(self) -> int:
         """Choices that wait until the engine has room for them."""
-        return len(self._choices) - self._num_running
+        return len(self._choices) - self.num_running
 
     @property
     def capacity(self) -> int:
         """Choices that may run and wait together. A request with more could never be accepted."""
-        return self.ready.limits.max_num_seqs + self.settings.max_num_queued_reqs
+        return self.ready.limits.max_num_seqs + self.config.max_num_queued_reqs
 
     def health(self) -> str | None:
         """None while the engine makes progress, else why the server cannot serve."""
@@ -144,14 +126,14 @@ class EngineClient:
             return self._death
         if self._stopping:
             return "the server is shutting down"
-        silence, limit = self._loop.time() - self._last_message, self.settings.watchdog_timeout
+        silence, limit = self._loop.time() - self._last_message, self.config.watchdog_timeout
         if silence > limit:
             return f"the engine has been silent for {silence:.0f} s (watchdog timeout: {limit:g} s)"
         return None
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
-    def submit(self, request_id: str, choices: Sequence[Choice], *, trace: bool = False) -> Generation:
+    def submit(self, request_id: str, choices: Sequence[AskedChoice], *, trace: bool = False) -> Generation:
         """Hands choices to the engine; ``release`` must follow.
 
         Args:
@@ -171,7 +153,7 @@ class EngineClient:
             raise ParameterError("n" if one_prompt else "prompt", message)
         if (problem := self.health()) is not None:
             raise unavailable(problem, "service_unavailable" if self._death is None else "engine_dead")
-        room = max(0, self.ready.limits.max_num_seqs - self.num_running) + self.settings.max_num_queued_reqs
+        room = max(0, self.ready.limits.max_num_seqs - self.num_running) + self.config.max_num_queued_reqs
         if self.num_waiting + len(choices) > room:
             message = (
                 f"the queue has room for {max(0, room - self.num_waiting)} choices; this request has {len(choices)}"
@@ -187,10 +169,10 @@ class EngineClient:
         for index, choice_id in enumerate(generation.choice_ids):
             choice = generation.choices[index]
             output = OutputStream(choice.prompt_token_ids, choice.params, self.prompts.tokenizer)
-            self._choices[choice_id] = _Running(generation, index, output)
+            self._choices[choice_id] = _Unfinished(generation, index, output)
             params = choice.params.with_valid(stop=())  # the engine knows no text
             self._engine.send(Generate(choice_id, choice.prompt_token_ids, params, generation.trace))
-        if (limit := self.settings.request_timeout) is not None:
+        if (limit := self.config.request_timeout) is not None:
             late = ApiError(HTTPStatus.GATEWAY_TIMEOUT, f"the request took longer than {limit:g} s", code="timeout")
             self._timers[generation.request_id] = self._loop.call_later(limit, generation.fail, late)
 
@@ -205,11 +187,7 @@ class EngineClient:
             self._idle.set()
 
     def abort(self, request_id: str) -> bool:
-        """Ends the unfinished choices of a request, whose finish reason becomes "abort".
-
-        Returns:
-            Whether the request had unfinished choices.
-        """
+        """Ends the unfinished choices of a request with the finish reason "abort". Returns whether it had any."""
         generation = self._generations.get(request_id)
         if generation is None:
             return False
@@ -219,21 +197,18 @@ class EngineClient:
             generation.post(choice.index, update, choice.output.push(update))
         return bool(ended)
 
-    def _end(self, generation: Generation) -> list[_Running]:
+    def _end(self, generation: Generation) -> list[_Unfinished]:
         """Takes the unfinished choices of a generation out of the engine, and returns them."""
         unfinished = [choice_id for choice_id in generation.choice_ids if choice_id in self._choices]
-        for choice_id in unfinished:
-            self._abort_in_engine(choice_id)
+        if self._death is None:
+            for choice_id in unfinished:
+                self._engine.send(Abort(choice_id))
         return [self._forget(choice_id) for choice_id in unfinished]
 
-    def _abort_in_engine(self, choice_id: str) -> None:
-        if self._death is None:
-            self._engine.send(Abort(choice_id))
-
-    def _forget(self, choice_id: str) -> _Running:
+    def _forget(self, choice_id: str) -> _Unfinished:
         choice = self._choices.pop(choice_id)
-        if choice.has_begun:
-            self._num_running -= 1
+        if choice.last is not None:
+            self.num_running -= 1
         return choice
 
     # ---- the engine ------------------------------------------------------------------------------------------------
@@ -272,8 +247,8 @@ class EngineClient:
         choice = self._choices.get(update.request_id)
         if choice is None:  # it was aborted while the update was on its way
             return
-        if not choice.has_begun:
-            self._num_running += 1
+        if choice.last is None:
+            self.num_running += 1
         choice.last = update
         if update.finish_reason == "error":
             self._forget(update.request_id)
@@ -284,7 +259,7 @@ class EngineClient:
         if progress.output is not None:
             self._forget(update.request_id)
             if update.finish_reason is None:  # a stop string ended it; the engine does not know stop strings
-                self._abort_in_engine(update.request_id)
+                self._engine.send(Abort(update.request_id))
         choice.generation.post(choice.index, update, progress)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
@@ -314,9 +289,9 @@ class EngineClient:
         await self._engine.close()
 
 
-def _prompts(config: EngineConfig, settings: ClientSettings, ready: Ready) -> Prompts:
+def _prompts(config: ServeConfig, chat_template: str | None, ready: Ready) -> Prompts:
     limits = ready.limits
-    tokenizer = load_tokenizer(config.model or DEMO_MODEL, limits.vocab_size, settings.chat_template)
-    if settings.chat_template is not None and tokenizer is None:
+    tokenizer = load_tokenizer(config.engine.model or DEMO_MODEL, limits.vocab_size, chat_template)
+    if chat_template is not None and tokenizer is None:
         raise ParameterError("chat_template", f"{ready.model_name} has no tokenizer files")
     return Prompts(tokenizer, limits.vocab_size, limits.mask_token_id, ready.model_name, limits.max_model_len)

@@ -1,14 +1,13 @@
-"""JSON Schema for request bodies: the decoding parameters as fields, their ranges, and fields that have no effect.
+"""The decoding parameters as fields of requests, with their JSON Schema.
 
-Schemas are for readers and tools. The values are checked by ``DecodingParams`` and the engine's limits; a test compares
-both. Descriptions alone say which values go together: tools would expand such rules into every combination, and JSON
-Schema cannot limit a sum, such as that of prompt and answer.
+Schemas are for readers and tools. ``DecodingParams`` and the engine's limits check the values; a test compares both.
+Descriptions alone say which values go together: tools would expand such rules into every combination, and JSON Schema
+cannot limit a sum, such as that of prompt and answer.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, Field, create_model
@@ -29,14 +28,9 @@ from lopa_ascend.config.kinds import (
     Words,
 )
 from lopa_ascend.config.settings import Parameter
+from lopa_ascend.serve.http.encoding import Json
 
-Json = dict[str, Any]
-NeutralValues = Mapping[str, tuple[Any, ...]]
-"""Fields of other servers' APIs, each with the values besides null that change nothing."""
-
-B = TypeVar("B", bound=BaseModel)
-
-# ---- decoding parameters ---------------------------------------------------------------------------------------------
+M = TypeVar("M", bound=BaseModel)
 
 JSON_TYPES: dict[type[Kind], Any] = {
     Boolean: bool,
@@ -61,12 +55,11 @@ def _json_type(kind: Kind) -> Any:
     return Annotated[decoded, AfterValidator(kind.checked)] if kind.many else decoded
 
 
-def with_decoding_parameters(model: type[B]) -> type[B]:
+def with_decoding_parameters(model: type[M]) -> type[M]:
     """A class decorator that adds a field for every decoding parameter and for each of its aliases, but none for
     parameters with ``own_field``. Decodings of installed packages can have parameters of their own among them.
 
-    ``DecodingParams`` declares the fields, so type checkers do not see them on the model. Read them with ``getattr``,
-    by the names in ``DecodingParams.all_parameters``.
+    Read the fields with ``getattr``: type checkers do not see them.
     """
     fields: dict[str, Any] = {}
     for name, parameter in DecodingParams.all_parameters().items():
@@ -113,35 +106,3 @@ def _description(parameter: Parameter) -> str:
         text += f" Off: {' or '.join(map(str, parameter.off))}."
     default = parameter.default_text or json.dumps(parameter.default)
     return f"{text} Default, unless the server has another: {default}."
-
-
-# ---- other fields ----------------------------------------------------------------------------------------------------
-
-NOT_SUPPORTED = "Not supported: taken only with a value that changes nothing."
-NULL: Json = {"type": "null"}
-PROMPT_OR_MESSAGES: Json = {
-    "anyOf": [
-        {"properties": {"prompt": {"type": "string"}, "messages": NULL}, "required": ["prompt"]},
-        {"properties": {"messages": {"type": "array"}, "prompt": NULL}, "required": ["messages"]},
-    ]
-}
-"""Exactly one of the two fields is given."""
-
-
-def documenting(unsupported: NeutralValues, rule: Json | None = None, **replaced: Json) -> Callable[[Json], None]:
-    """A function for ``json_schema_extra`` that completes the schema of a model.
-
-    Args:
-        unsupported: fields that the model does not have, which are documented as not supported.
-        rule: a rule on several fields.
-        replaced: schemas of fields, in place of those that pydantic makes.
-    """
-
-    def complete(schema: Json) -> None:
-        for name, values in unsupported.items():
-            schema["properties"][name] = {"enum": [None, *values], "description": NOT_SUPPORTED}
-        schema["properties"] |= replaced
-        if rule is not None:
-            schema["allOf"] = [rule]
-
-    return complete

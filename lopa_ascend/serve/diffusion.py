@@ -1,21 +1,27 @@
-"""The events of a diffusion stream, from which a client can rebuild the canvas after every forward pass.
+"""Streams of forward passes: /v1/diffusion/completions and /v1/diffusion/chat/completions.
 
-docs/serving.md describes the protocol. The canvas holds the answer: position 0 is the one after the prompt.
+From the events a client can rebuild the canvas after every forward pass. docs/serving.md describes the protocol. The
+canvas holds the answer: position 0 is the one after the prompt.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
-from lopa_ascend.serve.api.answers import LopaStats, Usage
-from lopa_ascend.serve.api.completions import CompletionWriter
-from lopa_ascend.serve.api.encoding import Encoder
-from lopa_ascend.serve.api.schema import Json
-from lopa_ascend.serve.engine.generation import Choice
-from lopa_ascend.text.tokenizer import Tokenizer
+from lopa_ascend.serve.http.body import HarmlessValues
+from lopa_ascend.serve.http.encoding import Json
+from lopa_ascend.serve.openai.answer import CompletionWriter, LopaStats, Usage
+from lopa_ascend.serve.openai.chat import ChatRequest
+from lopa_ascend.serve.openai.completions import CompletionRequest, prompt_schema
 from lopa_ascend.types import BranchRecord, Fill, GenerationOutput, Progress, StepRecord, Update, winner_rank
+
+EVENTS = (
+    "JSON: a diffusion.start (schema DiffusionStart), a diffusion.step for each forward pass (DiffusionStep), then "
+    "diffusion.done (DiffusionDone); the last event is [DONE]. If the request fails, an event with an error comes "
+    "instead of diffusion.done."
+)
 
 # ---- events, as /openapi.json documents them -------------------------------------------------------------------------
 
@@ -89,36 +95,19 @@ class DiffusionDone(BaseModel):
 
 
 class StepWriter(CompletionWriter):
-    """Writes a response that shows every forward pass."""
+    """Writes the answer to a request with one choice as a stream that shows every forward pass."""
 
-    def encoder(self) -> Encoder:
-        """Makes the events of the only choice."""
-        return StepEncoder(self, self.choices[0], self.tokenizer)
-
-
-class StepEncoder(Encoder):
-    """Makes the events of one diffusion stream.
-
-    Args:
-        writer: makes the parts of the response.
-        choice: the only choice of the request.
-        tokenizer: for the text of filled tokens; None: events have token ids only.
-    """
-
-    def __init__(self, writer: CompletionWriter, choice: Choice, tokenizer: Tokenizer | None):
-        self._writer, self._choice, self._tokenizer = writer, choice, tokenizer
-        self._num_prompt = len(choice.prompt_token_ids)
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
         self._sent: set[int] = set()
         """Positions of the canvas whose tokens were sent."""
 
     def opening(self) -> list[Json]:
-        """The diffusion.start."""
-        params = self._choice.params
-        start = {"prompt_tokens": self._num_prompt, "max_new_tokens": params.max_new_tokens}
-        return [{"object": "diffusion.start", **self._writer.head, **start, "block_size": params.block_size}]
+        params = self.choices[0].params
+        start = {"prompt_tokens": self.prompt_tokens, "max_new_tokens": params.max_new_tokens}
+        return [{"object": "diffusion.start", **self.head, **start, "block_size": params.block_size}]
 
     def events(self, index: int, update: Update, progress: Progress) -> list[Json]:
-        """A diffusion.step for a forward pass, and diffusion.done at the end."""
         events = []
         if update.record is not None:
             events.append({**self._step(update.record), "text": progress.text})
@@ -126,22 +115,18 @@ class StepEncoder(Encoder):
             events.append(self._done(progress.output, progress.text))
         return events
 
-    def closing(self) -> list[Json]:
-        """No events after the last update."""
-        return []
-
     def _step(self, record: StepRecord) -> Json:
         winner = record.branches[record.winner]
         fills = [*winner.own_fills, *record.fills]
-        self._sent.update(fill.position - self._num_prompt for fill in fills)
+        self._sent.update(fill.position - self.prompt_tokens for fill in fills)
         *lookaheads, anchor = record.branches
         return {
             "object": "diffusion.step",
-            "id": self._writer.id,
+            "id": self.id,
             "index": record.index,
-            "canvas_length": winner.end - self._num_prompt,
+            "canvas_length": winner.end - self.prompt_tokens,
             "fills": [self._fill(fill) for fill in fills],
-            "committed": max(0, record.cache_length + record.committed - self._num_prompt),
+            "committed": max(0, record.cache_length + record.committed - self.prompt_tokens),
             "winner": winner_rank(record),
             "branches": [self._branch(rank, branch) for rank, branch in enumerate((anchor, *lookaheads))],
         }
@@ -155,14 +140,14 @@ class StepEncoder(Encoder):
         ]
         return {
             "object": "diffusion.done",
-            **self._writer.head,
+            **self.head,
             "fills": fills,
             "token_ids": list(output.token_ids),
             "text": text,
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
             "seed": output.seed,
-            **self._writer.totals([output]),
+            **self.totals([output]),
         }
 
     def _branch(self, rank: int, branch: BranchRecord) -> Json:
@@ -172,10 +157,10 @@ class StepEncoder(Encoder):
         return {**state, "lookahead": lookahead, "further": further}
 
     def _fill(self, fill: Fill) -> Json:
-        return self._filled(fill.position - self._num_prompt, fill.token, fill.max_prob, fill.confidence)
+        return self._filled(fill.position - self.prompt_tokens, fill.token, fill.max_prob, fill.confidence)
 
     def _filled(self, position: int, token_id: int, prob: float, confidence: float | None = None) -> Json:
-        token = None if self._tokenizer is None else self._tokenizer.piece(token_id).decode(errors="replace")
+        token = None if self.tokenizer is None else self.tokenizer.piece(token_id).decode(errors="replace")
         return {
             "position": position,
             "token_id": token_id,
@@ -183,3 +168,45 @@ class StepEncoder(Encoder):
             "prob": prob,
             "confidence": confidence,
         }
+
+
+# ---- requests --------------------------------------------------------------------------------------------------------
+
+HARMLESS_DIFFUSION: HarmlessValues = {
+    "stream": (True,),
+    "n": (1,),
+    "best_of": (1,),
+    "stream_options": (),
+    "logprobs": (False,),
+    "top_logprobs": (),
+    "echo": (False,),
+}
+"""A diffusion stream is always one streamed answer, and its events carry everything that these fields ask for."""
+
+
+class DiffusionCompletionRequest(CompletionRequest):
+    """One prompt, whose answer is always streamed."""
+
+    harmless = {**CompletionRequest.harmless, **HARMLESS_DIFFUSION}
+    always_streams = True
+    writer_type = StepWriter
+
+    @field_validator("prompt")
+    @classmethod
+    def _one_prompt(cls, prompts: list[str | list[int]]) -> list[str | list[int]]:
+        if len(prompts) != 1:
+            raise ValueError(f"must be one prompt, not {len(prompts)}")
+        return prompts
+
+    @classmethod
+    def complete_schema(cls, schema: Json) -> None:
+        super(CompletionRequest, cls).complete_schema(schema)
+        schema["properties"]["prompt"] = prompt_schema(1)
+
+
+class DiffusionChatRequest(ChatRequest):
+    """One conversation, whose answer is always streamed."""
+
+    harmless = {**ChatRequest.harmless, **HARMLESS_DIFFUSION}
+    always_streams = True
+    writer_type = StepWriter

@@ -11,8 +11,8 @@ from http import HTTPStatus
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from lopa_ascend.serve.api.encoding import encode
-from lopa_ascend.serve.api.errors import ApiError
+from lopa_ascend.serve.http.api_error import ApiError
+from lopa_ascend.serve.http.encoding import encode
 
 HEAD_TIMEOUT = 10.0
 """Most seconds in which a client must send the head of a request, or what is left of a body after its answer."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from lopa_ascend.config import EngineConfig, Limits
@@ -49,3 +51,7 @@ class Stepped(msgspec.Struct, tag=True, frozen=True):
 
 ToEngine = Start | Generate | Abort
 FromEngine = Ready | Failed | Stepped
+
+encode_message = msgspec.msgpack.Encoder().encode
+decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine: Callable[[bytes], FromEngine] = msgspec.msgpack.Decoder(FromEngine).decode

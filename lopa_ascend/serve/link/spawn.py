@@ -8,7 +8,6 @@ import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
 
-import msgspec
 import zmq
 import zmq.asyncio
 
@@ -22,7 +21,15 @@ from lopa_ascend.parallel.launch import (
     rank_in_environment,
     share_cores,
 )
-from lopa_ascend.serve.engine.messages import Failed, FromEngine, Ready, Start, ToEngine
+from lopa_ascend.serve.link.messages import (
+    Failed,
+    FromEngine,
+    Ready,
+    Start,
+    ToEngine,
+    decode_from_engine,
+    encode_message,
+)
 
 LAST_MESSAGE_TIMEOUT = 1.0
 """Seconds to wait for the engine's last message after its process has ended."""
@@ -42,14 +49,10 @@ class EngineProcess:
         self._processes: list[Process] = []
         """By rank."""
         self._socket = socket
-        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(FromEngine)
 
     @classmethod
     async def start(cls, config: EngineConfig) -> tuple[EngineProcess, Ready]:
         """Starts the engine and waits until it has loaded the model.
-
-        Returns:
-            The engine, and the message that it is ready.
 
         Raises:
             EngineFailed: the engine refuses the configuration, a process ended while the engine loaded, or the path of
@@ -65,7 +68,10 @@ class EngineProcess:
                 socket.setsockopt(option, 0)
             engine = cls(socket)
             try:
-                _bind(socket, endpoint)
+                try:
+                    socket.bind(endpoint)
+                except zmq.ZMQError as error:  # the path is longer than that of a socket may be
+                    raise EngineFailed(str(error)) from error
                 await engine._start_processes(config, endpoint)
                 engine.send(Start(config))
                 return engine, await engine._await_ready()
@@ -75,7 +81,7 @@ class EngineProcess:
 
     async def _start_processes(self, config: EngineConfig, endpoint: str) -> None:
         """Starts the engine process, and the other ranks unless torchrun has started them."""
-        command = (sys.executable, "-m", "lopa_ascend.serve.engine.engine_process", endpoint)
+        command = (sys.executable, "-m", "lopa_ascend.serve.link.process", endpoint)
         if config.world_size == 1 or rank_in_environment() is not None:
             starts = {0: RankProcess(command, dict(os.environ))}
         else:
@@ -87,11 +93,6 @@ class EngineProcess:
             self._processes.append(process)
 
     async def _await_ready(self) -> Ready:
-        """Waits until the model is loaded.
-
-        Raises:
-            EngineFailed: it cannot be loaded.
-        """
         receive = asyncio.create_task(self.receive())
         death = asyncio.create_task(self.wait())
         try:
@@ -109,13 +110,11 @@ class EngineProcess:
         return message
 
     def send(self, message: ToEngine) -> None:
-        """Sends a message without waiting: the socket has no high-water mark, so the message is queued at once."""
-        self._socket.send(self._encoder.encode(message))
+        """Queues a message; the socket has no high-water mark."""
+        self._socket.send(encode_message(message))
 
     async def receive(self) -> FromEngine:
-        """Waits for the engine's next message."""
-        message: FromEngine = self._decoder.decode(await self._socket.recv())
-        return message
+        return decode_from_engine(await self._socket.recv())
 
     async def wait(self) -> None:
         """Waits until one of the processes has ended."""
@@ -132,7 +131,6 @@ class EngineProcess:
         return explain_exit({rank: process.returncode for rank, process in enumerate(self._processes)})
 
     def kill(self) -> None:
-        """Ends the processes at once, without waiting for them."""
         kill_running(self._processes)
 
     async def close(self) -> None:
@@ -141,15 +139,3 @@ class EngineProcess:
         for process in self._processes:
             await process.wait()
         self._socket.close()
-
-
-def _bind(socket: zmq.asyncio.Socket, endpoint: str) -> None:
-    """Listens at an address.
-
-    Raises:
-        EngineFailed: the address cannot be used, for example because its path is longer than a socket's may be.
-    """
-    try:
-        socket.bind(endpoint)
-    except zmq.ZMQError as error:
-        raise EngineFailed(str(error)) from error

@@ -1,7 +1,4 @@
-"""Middleware for every request: its id, the check of the API key, and an answer for unexpected exceptions.
-
-Also the log of requests, which has one JSON object per line on stderr.
-"""
+"""Who may call the server: keys, names of hosts, origins of web pages. Also the ids of requests, and their log."""
 
 from __future__ import annotations
 
@@ -10,14 +7,19 @@ import json
 import logging
 import re
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from http import HTTPStatus
+from ipaddress import IPv6Address, ip_address
 from typing import Any
+from urllib.parse import urlsplit
 
+from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lopa_ascend.serve.api.errors import CLOSE, ApiError
+from lopa_ascend.serve.config import ServeConfig
+from lopa_ascend.serve.http.api_error import CLOSE, ApiError
 
 logger = logging.getLogger("uvicorn.error")
 request_logger = logging.getLogger("lopa_ascend.requests")
@@ -28,6 +30,10 @@ SHORT_BODY = 2**16
 """Bytes of a body that may still come after an answer."""
 PORT = re.compile(r":\d*$")
 VALID_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+"""Names of this machine that a request for it may have in its header Host."""
+LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
+"""Origins of web pages that come from this machine."""
 
 
 def request_id(scope: Scope) -> str:
@@ -36,7 +42,6 @@ def request_id(scope: Scope) -> str:
 
 
 def log_line(**values: Any) -> None:
-    """Writes one line to the log of requests."""
     request_logger.info(json.dumps(values))
 
 
@@ -51,11 +56,11 @@ def set_up_request_log() -> None:
 
 
 class Access:
-    """ASGI middleware that gives every request an id, checks its key and answers unexpected exceptions.
+    """ASGI middleware that gives every request an id, checks its key and host, and answers unexpected exceptions.
 
     Args:
         app: the application behind it.
-        api_key: key that requests must carry; None: no key is needed.
+        api_key: None: no key is needed.
         hosts: names in the header Host that are answered, without ports; None: any.
     """
 
@@ -126,3 +131,44 @@ def _closing(headers: Headers) -> Mapping[str, str]:
     length = headers.get("content-length", "0")
     is_short = "transfer-encoding" not in headers and length.isdecimal() and int(length) <= SHORT_BODY
     return {} if is_short else CLOSE
+
+
+def hosts_of(config: ServeConfig, address: str) -> frozenset[str] | None:
+    """The names that the header Host of a request may have, in lower case; None for any.
+
+    They are checked only where nothing else keeps strangers out: on a server that listens on this machine alone and has
+    no key.
+
+    Args:
+        config: how the server was started.
+        address: the numeric IP address at which the server listens. ``config.host`` may be a name, or a short form such
+            as 127.1.
+    """
+    if config.api_key is not None or not _is_loopback(address) or "*" in config.allowed_origins:
+        return None
+    of_origins = {host for origin in config.allowed_origins if (host := urlsplit(origin).hostname)}
+    named = {address, config.host.lower(), *of_origins}
+    in_urls = {f"[{name}]" for name in named if ":" in name}
+    return frozenset({*LOCAL_HOSTS, *named, *in_urls})
+
+
+def _is_loopback(address: str) -> bool:
+    """Whether only this machine can reach a numeric IP address."""
+    parsed = ip_address(address)
+    mapped = parsed.ipv4_mapped if isinstance(parsed, IPv6Address) else None
+    return (mapped or parsed).is_loopback
+
+
+def allow_origins(app: FastAPI, origins: Sequence[str]) -> None:
+    """Lets browsers give answers to web pages from these origins; without any, to pages from this machine.
+
+    Added last, so it is the outermost middleware: a browser's preflight request carries no API key.
+    """
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_origin_regex=None if origins else LOCAL_ORIGIN,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["X-Request-Id"],
+    )

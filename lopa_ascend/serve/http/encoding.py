@@ -7,17 +7,21 @@ library's would keep the event loop, and so all other streams, waiting ten times
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import msgspec
 
-from lopa_ascend.serve.api.errors import ApiError
-from lopa_ascend.serve.api.schema import Json
-from lopa_ascend.types import Progress, Update
+from lopa_ascend.serve.http.api_error import ApiError
+from lopa_ascend.types import GenerationOutput, Progress, Update
+
+Json = dict[str, Any]
 
 ENDS_OF_LINES = {character.encode(): rf"\u{ord(character):04x}".encode() for character in "\u0085\u2028\u2029"}
 """Characters that JSON allows in strings, but that many clients take for ends of lines, and their escapes."""
+
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""Neither caches nor nginx, which keeps the beginning of an answer by default, may hold a stream back."""
 
 encode = msgspec.json.Encoder().encode
 """The JSON of a value, in UTF-8. Numbers that are not finite become null."""
@@ -54,11 +58,19 @@ def _list(items: Iterator[Any]) -> Iterator[bytes]:
     yield b"]" if before == b"," else b"[]"
 
 
-class Encoder(ABC):
-    """Makes the events of one stream. Its form is that of completions, unless a subclass has another."""
+class Writer(ABC):
+    """Writes the answer to one request, whole or as the events of a stream. The form of its events is that of
+    completions, unless a subclass has another."""
 
+    id: str
+    """Id of the answer."""
     end: ClassVar[bytes] = b"data: [DONE]\n\n"
     """The end of the stream, after the events of an answer and after those of a failure."""
+
+    @abstractmethod
+    def whole(self, outputs: Sequence[GenerationOutput]) -> Json:
+        """The answer, from the output of each choice, if it is not streamed. A value may be an iterator, which is
+        sent as a list."""
 
     @abstractmethod
     def opening(self) -> list[Json]:
@@ -66,11 +78,11 @@ class Encoder(ABC):
 
     @abstractmethod
     def events(self, index: int, update: Update, progress: Progress) -> list[Json]:
-        """Events for one update of the choice ``index``."""
+        """Events for one update of the choice ``index``; none if nothing new is final."""
 
-    @abstractmethod
     def closing(self) -> list[Json]:
         """Events after the last update."""
+        return []
 
     def failure(self, error: ApiError) -> list[Json]:
         """Events in place of the remaining ones, if the request fails after the stream has begun."""

@@ -1,0 +1,207 @@
+"""Answers requests for text: from the body of an HTTP request to the last byte of its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from http import HTTPStatus
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from lopa_ascend.config.files import shown
+from lopa_ascend.serve.config import ServeConfig
+from lopa_ascend.serve.http.access import log_line, request_id
+from lopa_ascend.serve.http.api_error import ApiError
+from lopa_ascend.serve.http.body import Intake, read_body
+from lopa_ascend.serve.http.encoding import STREAM_HEADERS, Writer, pieces
+from lopa_ascend.serve.link.client import EngineClient
+from lopa_ascend.serve.link.generation import AskedChoice, Generation
+from lopa_ascend.serve.metrics import Metrics, Timeline
+from lopa_ascend.serve.openai.request import GenerationRequest, Planner
+from lopa_ascend.types import GenerationOutput, Progress, Update
+
+PIECE = 64 * 2**10
+"""Bytes of a whole answer that are sent at once."""
+LARGE_UPDATE = 64
+"""New tokens from which on the events of an update are made in a thread: with log probabilities they are megabytes."""
+
+
+class Endpoint:
+    """Answers the requests of all routes that generate text.
+
+    Args:
+        client: the engine.
+        planner: plans the choices of each request.
+        intake: reads the bodies of requests, and has threads plan them.
+        metrics: counts every request that reached the engine, at its end.
+        model: name of the served model.
+        config: how the server was started.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        planner: Planner,
+        intake: Intake,
+        metrics: Metrics,
+        model: str,
+        config: ServeConfig,
+    ):
+        self.client, self.metrics, self.model = client, metrics, model
+        self._planner, self._intake, self._log_texts = planner, intake, config.enable_log_requests
+
+    def check_model(self, model: str | None) -> None:
+        """Accepts the name of the served model, "default" and None.
+
+        Raises:
+            ApiError: 404, there is no such model.
+        """
+        if model not in (None, "default", self.model):
+            message = f"the model {shown(model)} does not exist; this server has {self.model!r}"
+            raise ApiError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
+
+    async def answer(self, request: Request, route: type[GenerationRequest]) -> Response:
+        """The answer to a request, which generates when it is sent.
+
+        Raises:
+            ApiError, ParameterError: the request cannot be answered.
+            ClientDisconnect: the client closed the connection.
+        """
+        arrived = time.monotonic()
+        asked, choices, writer = await self._intake.take(request, partial(self._plan, route))
+        if self._log_texts:
+            log_line(event="received", id=writer.id, body=asked.model_dump(exclude_none=True))
+        generation = self.client.submit(writer.id, choices, trace=route.always_streams)
+        # The answer does not keep ``asked``: ignored fields can be megabytes.
+        kind = StreamedAnswer if route.always_streams or asked.stream else WholeAnswer
+        return kind(self, generation, writer, arrived)
+
+    def _plan(self, route: type[GenerationRequest], raw: bytes) -> tuple[GenerationRequest, list[AskedChoice], Writer]:
+        """The request in a body, its choices, and what writes its answer. Raises as ``answer`` does."""
+        asked = read_body(route, raw)
+        self.check_model(asked.model)
+        choices = asked.plan(self._planner)
+        return asked, choices, asked.writer(self._planner, self.model, choices)
+
+
+class GeneratedAnswer(Response):
+    """The answer to a request, with its running generation. However it ends, the generation ends with it.
+
+    Args:
+        endpoint: has the engine.
+        generation: the choices of the request.
+        writer: writes the answer.
+        arrived: when the request arrived, in seconds of ``time.monotonic``.
+    """
+
+    def __init__(self, endpoint: Endpoint, generation: Generation, writer: Writer, arrived: float):
+        super().__init__()
+        del self.headers["content-length"]
+        self._endpoint, self._generation, self._writer = endpoint, generation, writer
+        self._timeline = Timeline([len(choice.prompt_token_ids) for choice in generation.choices], arrived)
+        self._reason_if_unfinished = "abort"
+        """Finish reason of choices that never finish."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watcher = asyncio.create_task(self._fail_at_disconnect(receive))
+        try:
+            await self._send(send)
+        finally:
+            watcher.cancel()
+            self._endpoint.client.release(self._generation)
+            self._endpoint.metrics.observe_end(self._timeline, self._reason_if_unfinished)
+            numbers = self._timeline.summary(time.monotonic(), self._reason_if_unfinished)
+            log_line(event="finished", id=self._generation.request_id, request_id=request_id(scope), **numbers)
+
+    async def _fail_at_disconnect(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._generation.fail(ClientDisconnect())
+
+    async def _send(self, send: Send) -> None:
+        raise NotImplementedError
+
+    async def _begin(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+
+    async def _updates(self) -> AsyncIterator[tuple[int, Update, Progress]]:
+        """As ``Generation.updates``; also notes the times."""
+        try:
+            async for index, update, progress in self._generation.updates():
+                now, seconds = time.monotonic(), self._endpoint.client.stats.step_seconds
+                self._timeline.choices[index].advance(now, seconds, update, progress)
+                yield index, update, progress
+        except ApiError as error:
+            if error.code in ("engine_error", "engine_dead"):
+                self._reason_if_unfinished = "error"
+            raise
+
+
+class WholeAnswer(GeneratedAnswer):
+    """The answer to a request that does not stream, sent in pieces.
+
+    A piece waits while the client leaves earlier ones unread, and the generation is released when the last piece is on
+    its way. So a server that shuts down waits for clients that read slowly.
+    """
+
+    media_type = "application/json"
+
+    async def _send(self, send: Send) -> None:
+        outputs: dict[int, GenerationOutput] = {}
+        async for index, _, progress in self._updates():
+            if progress.output is not None:
+                outputs[index] = progress.output
+        # In a thread: answers of many choices, with log probabilities, are megabytes.
+        parts = await asyncio.to_thread(encoded, self._writer, [outputs[index] for index in range(len(outputs))])
+        self.headers["Content-Length"] = str(sum(map(len, parts)))
+        await self._begin(send)
+        for number, part in enumerate(parts, 1):
+            await send({"type": "http.response.body", "body": part, "more_body": number < len(parts)})
+
+
+def encoded(writer: Writer, outputs: Sequence[GenerationOutput]) -> list[bytes]:
+    """A whole answer as JSON, in parts of ``PIECE`` bytes."""
+    whole = b"".join(pieces(writer.whole(outputs)))
+    return [whole[start : start + PIECE] for start in range(0, len(whole), PIECE)]
+
+
+class StreamedAnswer(GeneratedAnswer):
+    """The answer to a streaming request: server-sent events, of which one can be an error."""
+
+    media_type = "text/event-stream"
+
+    async def _send(self, send: Send) -> None:
+        self.headers.update(STREAM_HEADERS)
+        await self._begin(send)
+        try:
+            async for frame in self._frames():
+                await send({"type": "http.response.body", "body": frame, "more_body": True})
+        except ClientDisconnect:
+            return
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _frames(self) -> AsyncIterator[bytes]:
+        writer = self._writer
+        for event in writer.opening():
+            yield writer.frame(event)
+        try:
+            async for index, update, progress in self._updates():
+                make = partial(_frames_of, writer, index, update, progress)
+                is_large = len(update.token_ids) >= LARGE_UPDATE
+                for frame in await asyncio.to_thread(make) if is_large else make():
+                    yield frame
+            for event in writer.closing():
+                yield writer.frame(event)
+        except ApiError as error:
+            for event in writer.failure(error):
+                yield writer.frame(event)
+        if writer.end:
+            yield writer.end
+
+
+def _frames_of(writer: Writer, index: int, update: Update, progress: Progress) -> list[bytes]:
+    return [writer.frame(event) for event in writer.events(index, update, progress)]

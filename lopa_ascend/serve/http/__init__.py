@@ -1,0 +1,1 @@
+"""What every route of the HTTP API needs: access, bodies, errors, encoding, connections and the OpenAPI document."""

@@ -1,1 +1,0 @@
-"""Measurements for operators: Prometheus metrics, and the times of each request."""

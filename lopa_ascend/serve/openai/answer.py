@@ -1,0 +1,262 @@
+"""Writes the answers of completions and chat completions: whole, or as the chunks of a stream.
+
+Classes of pydantic document the answers in /openapi.json.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, Field
+
+from lopa_ascend.serve.http.encoding import Json, Writer
+from lopa_ascend.serve.link.generation import AskedChoice
+from lopa_ascend.serve.openai.logprobs import TokenProb, TokenProbs
+from lopa_ascend.serve.openai.request import GenerationRequest
+from lopa_ascend.text.tokenizer import Tokenizer
+from lopa_ascend.types import GenerationOutput, Progress, Update
+
+EVENTS = "With stream: true. Each event holds one chunk as JSON; the last event is [DONE]."
+
+# ---- as /openapi.json documents them ---------------------------------------------------------------------------------
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int = Field(description="Prompt tokens that came from the prefix cache.")
+
+
+class Usage(BaseModel):
+    """Token counts of all choices together."""
+
+    prompt_tokens: int = Field(description="Each prompt counts once, whatever n is.")
+    completion_tokens: int = Field(description="Tokens of the answer, with those of a stop string that ended it.")
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class LopaStats(BaseModel):
+    """How the choices were decoded."""
+
+    num_forwards: int = Field(description="Forward passes of all choices.")
+    tokens_per_forward: float = Field(description="Visible tokens of all choices divided by their forward passes.")
+
+
+class AnyChoice(BaseModel):
+    """What choices of both routes have."""
+
+    index: int
+    finish_reason: str | None = Field(description='"stop", "length" or "abort" (see /abort_request).')
+    stop_reason: int | str | None = Field(
+        description="The stop string, or the id of stop_token_ids, that ended the text; null at an EOS."
+    )
+    seed: int | None = Field(None, description="Seed of the sampling, for repeating it; null without sampling.")
+    token_ids: list[int] | None = Field(None, description="With return_token_ids, or if the model has no tokenizer.")
+
+
+class AnyCompletion(BaseModel):
+    """What answers of both routes have."""
+
+    id: str
+    created: int
+    model: str
+    usage: Usage
+    lopa: LopaStats
+
+
+# ---- writing them ----------------------------------------------------------------------------------------------------
+
+
+class Form(ABC):
+    """What differs between the answers of the two routes."""
+
+    id_prefix: ClassVar[str]
+    whole: ClassVar[str]
+    """``object`` of a whole answer."""
+    chunk: ClassVar[str]
+    """``object`` of a chunk."""
+    opening: ClassVar[Json | None] = None
+    """The content of a choice's first chunk, before any text; None: there is none."""
+    end: ClassVar[Json]
+    """The content of a choice's last chunk, which has the finish reason."""
+
+    @abstractmethod
+    def message(self, text: str) -> Json:
+        """The text in a choice of a whole answer."""
+
+    @abstractmethod
+    def delta(self, text: str) -> Json:
+        """The text in a choice of a chunk."""
+
+    @abstractmethod
+    def logprobs(self, tokens: Sequence[TokenProb], with_top: bool) -> Json:
+        """Log probabilities of tokens; ``with_top``: with the list of the most probable tokens."""
+
+
+@dataclass(frozen=True)
+class Details:
+    """What a request asks its answer to hold."""
+
+    n: int = 1
+    """Number of answers to each prompt."""
+    with_ids: bool = False
+    """Token ids beside the text."""
+    logprobs: int | None = None
+    """None: no log probabilities; 0: those of the tokens; more: also lists of so many most probable tokens."""
+    echoed: Sequence[str] = ()
+    """Texts of the prompts, which the answers begin with; empty without echo."""
+    include_usage: bool = False
+    """The stream ends with a chunk that has the usage."""
+    continuous_usage: bool = False
+    """Every chunk has the usage up to it."""
+
+    @classmethod
+    def of(cls, request: GenerationRequest, **fields: Any) -> Details:
+        options = request.stream_options
+        usage = bool(options and options.include_usage)
+        continuous = bool(options and options.continuous_usage_stats)
+        return cls(n=request.n or 1, include_usage=usage, continuous_usage=continuous, **fields)
+
+
+class CompletionWriter(Writer):
+    """Writes one answer: whole, or in chunks that each have what is new since the chunk before.
+
+    Args:
+        form: completions or chat completions.
+        model: name of the served model.
+        choices: the choices of the request, ``details.n`` for each prompt.
+        details: what the answer holds.
+        tokenizer: for log probabilities; None: tokens are shown by their ids.
+    """
+
+    def __init__(
+        self,
+        form: Form,
+        model: str,
+        choices: Sequence[AskedChoice],
+        details: Details,
+        tokenizer: Tokenizer | None = None,
+    ):
+        self.form, self.choices, self.details, self.tokenizer = form, choices, details, tokenizer
+        self.id = f"{form.id_prefix}-{uuid.uuid4().hex}"
+        self.head = {"id": self.id, "created": int(time.time()), "model": model}
+        """The same in every part."""
+        # Each prompt counts once, however many answers it gets.
+        self.prompt_tokens = sum(len(choice.prompt_token_ids) for choice in choices[:: details.n])
+        self._latest = [Progress((), "") for _ in choices]
+        self._probs = [self._token_probs() for _ in choices]
+        self._num_begun = 0
+        """Choices that have had their first chunk: always those with the lowest indices."""
+
+    def whole(self, outputs: Sequence[GenerationOutput]) -> Json:
+        # "choices" is an iterator: choices with log probabilities are large, so each is made when it is encoded.
+        choices = (self._whole_choice(index, output) for index, output in enumerate(outputs))
+        return {**self.head, "object": self.form.whole, "choices": choices, **self.totals(outputs)}
+
+    def opening(self) -> list[Json]:
+        """Prompts that are echoed."""
+        prefixes = [self._prefix(index) for index in range(len(self.choices))]
+        return [self._chunk(index, self.form.delta(prefix)) for index, prefix in enumerate(prefixes) if prefix]
+
+    def events(self, index: int, update: Update, progress: Progress) -> list[Json]:
+        before, self._latest[index] = self._latest[index], progress
+        text, known = progress.text[len(before.text) :], len(before.token_ids)
+        token_ids = progress.token_ids[known:]
+        tokens = self._probs[index].push(token_ids, progress.max_probs[known:], progress.alternatives[known:])
+        chunks = []
+        shows_tokens = self.details.with_ids or self.details.logprobs is not None
+        if text or (token_ids and shows_tokens):
+            delta, logprobs = self.form.delta(text), self._logprobs(tokens)
+            chunks.append(self._chunk(index, delta, logprobs=logprobs, token_ids=token_ids))
+        if progress.output is not None:
+            chunks.append(self._chunk(index, self.form.end, output=progress.output))
+        return [*self._openings(index), *chunks] if chunks else []
+
+    def closing(self) -> list[Json]:
+        if not self.details.include_usage:
+            return []
+        outputs = [progress.output for progress in self._latest if progress.output is not None]
+        return [{**self.head, "object": self.form.chunk, "choices": [], **self.totals(outputs)}]
+
+    def totals(self, outputs: Sequence[GenerationOutput]) -> Json:
+        """The usage with details, and the numbers of forward passes."""
+        tokens = sum(len(output.token_ids) for output in outputs)
+        forwards = sum(output.num_forwards for output in outputs)
+        cached = sum(output.cached_tokens for output in outputs[:: self.details.n])
+        usage = {**self._usage(tokens), "prompt_tokens_details": {"cached_tokens": cached}}
+        lopa = {"num_forwards": forwards, "tokens_per_forward": tokens / forwards if forwards else 0.0}
+        return {"usage": usage, "lopa": lopa}
+
+    def _usage(self, completion_tokens: int) -> Json:
+        total = self.prompt_tokens + completion_tokens
+        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+
+    def _whole_choice(self, index: int, output: GenerationOutput) -> Json:
+        tokens = self._token_probs().push(output.token_ids, output.max_probs, output.alternatives)
+        content = self.form.message(self._prefix(index) + (output.text or ""))
+        return self._choice(index, content, logprobs=self._logprobs(tokens), token_ids=output.token_ids, output=output)
+
+    def _openings(self, index: int) -> list[Json]:
+        """The first chunks of all choices up to ``index`` that have not begun.
+
+        They come directly before a text, because clients take the time of the first chunk as that of the first token,
+        and in the order of the choices, because OpenAI's client appends each new choice to a list.
+        """
+        new = range(self._num_begun, index + 1)
+        self._num_begun = max(self._num_begun, index + 1)
+        content = self.form.opening
+        return [] if content is None else [self._chunk(choice, content) for choice in new]
+
+    def _chunk(self, index: int, content: Json, **parts: Any) -> Json:
+        chunk = {**self.head, "object": self.form.chunk, "choices": [self._choice(index, content, **parts)]}
+        if self.details.continuous_usage:
+            chunk["usage"] = self._usage(sum(len(progress.token_ids) for progress in self._latest))
+        elif self.details.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _choice(
+        self,
+        index: int,
+        content: Json,
+        *,
+        logprobs: Json | None = None,
+        token_ids: Sequence[int] | None = None,
+        output: GenerationOutput | None = None,
+    ) -> Json:
+        """One choice of an answer or of a chunk.
+
+        Args:
+            index: number of the choice.
+            content: its text, as ``form`` writes it.
+            logprobs: the log probabilities of its tokens.
+            token_ids: its tokens, if this part may show them.
+            output: set in the last part, which says how the choice ended.
+        """
+        choice = {
+            "index": index,
+            **content,
+            "logprobs": logprobs,
+            "finish_reason": output.finish_reason if output else None,
+            "stop_reason": output.stop_reason if output else None,
+            "seed": output.seed if output else None,
+        }
+        with_ids = self.details.with_ids and token_ids is not None
+        return {**choice, "token_ids": list(token_ids or ())} if with_ids else choice
+
+    def _prefix(self, index: int) -> str:
+        """The beginning of a choice's text: its prompt with echo, else nothing."""
+        return self.details.echoed[index // self.details.n] if self.details.echoed else ""
+
+    def _token_probs(self) -> TokenProbs:
+        params = self.choices[0].params
+        is_truncated = params.top_p is not None or params.top_k is not None or params.min_p > 0
+        return TokenProbs(self.tokenizer, is_truncated=is_truncated)
+
+    def _logprobs(self, tokens: Sequence[TokenProb]) -> Json | None:
+        asked = self.details.logprobs
+        return None if asked is None else self.form.logprobs(tokens, with_top=asked > 0)

@@ -1,0 +1,160 @@
+"""/v1/completions: texts that continue prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema
+
+from lopa_ascend.config import ParameterError
+from lopa_ascend.serve.http.encoding import Json
+from lopa_ascend.serve.link.generation import AskedChoice
+from lopa_ascend.serve.openai.answer import AnyChoice, AnyCompletion, CompletionWriter, Details, Form
+from lopa_ascend.serve.openai.logprobs import TokenProb
+from lopa_ascend.serve.openai.request import HARMLESS, LOGPROB, GenerationRequest, Planner
+
+MAX_CHOICES = 1024
+"""Most choices of one request, which has prompts times n of them."""
+
+# ---- the request -----------------------------------------------------------------------------------------------------
+
+
+def _is_token_ids(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+def _prompts(value: object) -> list[str | list[int]]:
+    """The prompts of a request, which may be one prompt or several, as text or as token ids."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if _is_token_ids(value):
+            return [value]
+        if len(value) > MAX_CHOICES:
+            raise ValueError(f"must be at most {MAX_CHOICES} prompts, got {len(value)}")
+        if all(isinstance(item, str) for item in value) or all(_is_token_ids(item) for item in value):
+            return value
+    raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists")
+
+
+def prompt_schema(max_prompts: int) -> Json:
+    token_ids = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+    kinds = ({"type": "string", "minLength": 1}, token_ids)
+    several = [{"type": "array", "items": kind, "minItems": 1, "maxItems": max_prompts} for kind in kinds]
+    return {"anyOf": [*kinds, *several]}
+
+
+BEST_OF: Json = {
+    "type": ["integer", "null"],
+    "minimum": 1,
+    "description": "Not supported: taken only as 1, or with the value of n, where every answer is returned.",
+}
+
+
+class CompletionRequest(GenerationRequest):
+    harmless = {**HARMLESS, "suffix": ("",), "best_of": (1,)}
+    writer_type: ClassVar[type[CompletionWriter]] = CompletionWriter
+
+    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(prompt_schema(MAX_CHOICES))]
+    echo: bool | None = Field(
+        None, description="The text begins with the prompt. Not together with logprobs. Default: false."
+    )
+    logprobs: int | None = Field(
+        None,
+        json_schema_extra={"anyOf": [{"type": "integer", "minimum": 0, "maximum": 20}, {"enum": [None, False]}]},
+        description=f"0 to 20: adds the log probability of each token, which is {LOGPROB}, and lists of so many most "
+        "probable tokens. Prompts have no log probabilities.",
+    )
+
+    @classmethod
+    def tidy(cls, values: dict[str, Any]) -> None:
+        best_of = values.get("best_of")
+        if type(best_of) is int and best_of == values.get("n"):  # LangChain: the best n of n answers are all of them
+            del values["best_of"]
+        if values.get("logprobs") is False:
+            del values["logprobs"]  # clients of the chat API switch them off like this
+
+    @classmethod
+    def complete_schema(cls, schema: Json) -> None:
+        super().complete_schema(schema)
+        schema["properties"]["best_of"] = BEST_OF
+
+    def plan(self, planner: Planner) -> list[AskedChoice]:
+        if len(self.prompt) * (self.n or 1) > MAX_CHOICES:
+            raise ParameterError("prompt", f"prompts times n must be at most {MAX_CHOICES}")
+        if self.echo and self.logprobs is not None:
+            raise ParameterError("echo", "cannot be combined with logprobs: prompts have no log probabilities")
+        if self.echo and planner.prompts.tokenizer is None:
+            raise ParameterError("echo", "needs a tokenizer, and the model has no tokenizer files")
+        prompts = [planner.encode(prompt) for prompt in self.prompt]
+        with_logprobs = self.logprobs is not None
+        return planner.choices(self, prompts, "prompt", top_logprobs=self.logprobs, with_logprobs=with_logprobs)
+
+    def writer(self, planner: Planner, model: str, choices: list[AskedChoice]) -> CompletionWriter:
+        tokenizer, echoed = planner.prompts.tokenizer, list[str]()
+        if self.echo and tokenizer is not None:
+            echoed = [
+                prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=False)
+                for prompt in self.prompt
+            ]
+        with_ids = bool(self.return_token_ids) or tokenizer is None
+        details = Details.of(self, with_ids=with_ids, logprobs=self.logprobs, echoed=echoed)
+        return self.writer_type(COMPLETION, model, choices, details, tokenizer)
+
+
+# ---- the answer ------------------------------------------------------------------------------------------------------
+
+
+class CompletionLogprobs(BaseModel):
+    """Lists with one item for each token."""
+
+    tokens: list[str] = Field(description="Text of the token alone.")
+    token_logprobs: list[float] = Field(description="Log probability of the token.")
+    top_logprobs: list[dict[str, float]] | None = Field(
+        description="By position the most probable tokens, and the token itself."
+    )
+    text_offset: list[int] = Field(description="Where the token begins in the choice's text, in characters.")
+
+
+class CompletionChoice(AnyChoice):
+    text: str
+    logprobs: CompletionLogprobs | None = None
+
+
+class Completion(AnyCompletion):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+class CompletionForm(Form):
+    """How completions are written."""
+
+    id_prefix = "cmpl"
+    whole = chunk = "text_completion"
+    end = {"text": ""}
+
+    def message(self, text: str) -> Json:
+        return {"text": text}
+
+    def delta(self, text: str) -> Json:
+        return {"text": text}
+
+    def logprobs(self, tokens: Sequence[TokenProb], with_top: bool) -> Json:
+        return {
+            "tokens": [item.token for item in tokens],
+            "token_logprobs": [item.logprob for item in tokens],
+            "top_logprobs": [_by_text(item) for item in tokens] if with_top else None,
+            "text_offset": [item.offset for item in tokens],
+        }
+
+
+COMPLETION = CompletionForm()
+
+
+def _by_text(item: TokenProb) -> dict[str, float]:
+    """The most probable tokens and the token itself, by text, which two tokens may share."""
+    out: dict[str, float] = {}
+    for top in item.top:
+        out.setdefault(top.token, top.logprob)
+    return {**out, item.token: item.logprob_in_top}

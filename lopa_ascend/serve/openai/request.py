@@ -1,0 +1,286 @@
+"""What all requests for text have in common: their fields, and the way to the choices that the engine gets."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+from unicodedata import normalize
+
+from pydantic import Field
+
+from lopa_ascend.config import (
+    ContextLengthError,
+    DecodingParams,
+    Limits,
+    ParameterError,
+    context_length,
+    fitting_defaults,
+)
+from lopa_ascend.config.files import shown
+from lopa_ascend.config.kinds import MAX_TOKEN_IDS
+from lopa_ascend.serve.http.body import WITHOUT_EFFECT, Body, HarmlessValues
+from lopa_ascend.serve.http.encoding import Writer
+from lopa_ascend.serve.link.generation import AskedChoice
+from lopa_ascend.serve.openai.decoding_fields import with_decoding_parameters
+from lopa_ascend.text.prompt import Prompts
+
+MAX_MESSAGES = 2**14
+"""Most messages of a conversation."""
+MAX_N = 128
+"""Most answers to one prompt; OpenAI's limit."""
+MAX_LOGPROBS = 2**20
+"""Most log probabilities in an answer: each takes some 200 bytes while the answer is made."""
+ID_PARAMETERS = ("eos_token_id", "stop_token_ids", "logit_bias")
+"""Parameters that name token ids one by one. Those of ``bad_words`` make words."""
+HARMLESS: HarmlessValues = {
+    "length_penalty": (1,),
+    "prompt_logprobs": (0,),
+    "use_beam_search": (False,),
+    "priority": (0,),
+    "include_stop_str_in_output": (False,),
+    "include_reasoning": (True, False),
+    "spaces_between_special_tokens": (True, False),
+    "detokenize": (True,),
+    "add_special_tokens": (True, False),  # byte-level BPE adds none
+    "skip_special_tokens": (True,),
+    "response_format": ({"type": "text"},),
+}
+"""Fields of OpenAI's and vLLM's APIs."""
+LOGPROB = (
+    "the logarithm of the probability that the model gave the token in the forward pass that filled its position, or, "
+    "with top_k, top_p or min_p, of the probability with which the token was drawn"
+)
+
+
+# ---- fields ----------------------------------------------------------------------------------------------------------
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = Field(None, description="The stream ends with a chunk without choices that has usage.")
+    continuous_usage_stats: bool | None = Field(None, description="Every chunk has the usage up to it.")
+    include_obfuscation: bool | None = Field(None, description=WITHOUT_EFFECT)
+
+
+class IgnoredFields(Body):
+    """Fields that clients of other servers send, and that change nothing here."""
+
+    user: str | None = Field(None, description=WITHOUT_EFFECT)
+    metadata: dict[str, Any] | None = Field(None, description=WITHOUT_EFFECT)
+    store: bool | None = Field(None, description=WITHOUT_EFFECT)
+    service_tier: str | None = Field(None, description=WITHOUT_EFFECT)
+    reasoning_effort: str | None = Field(None, description=WITHOUT_EFFECT)
+    verbosity: str | None = Field(None, description=WITHOUT_EFFECT)
+    cache_salt: str | None = Field(None, description=f"{WITHOUT_EFFECT} All requests share one prefix cache.")
+    request_id: str | None = Field(None, description=f"{WITHOUT_EFFECT} Send the header X-Request-Id.")
+    safety_identifier: str | None = Field(None, description=WITHOUT_EFFECT)
+    prompt_cache_key: str | None = Field(None, description=WITHOUT_EFFECT)
+    prompt_cache_retention: str | None = Field(None, description=WITHOUT_EFFECT)
+    prompt_cache_options: dict[str, Any] | None = Field(None, description=WITHOUT_EFFECT)
+
+
+@with_decoding_parameters
+class GenerationRequest(IgnoredFields):
+    """A request for text. Each route has a subclass, which says how its requests are planned and answered."""
+
+    harmless = HARMLESS
+    always_streams: ClassVar[bool] = False
+    """The answer is a stream of forward passes."""
+
+    model: str | None = Field(None, description="Name of the served model; may be left out.")
+    n: int | None = Field(None, ge=1, le=MAX_N, description="Number of answers to each prompt. Default: 1.")
+    stream: bool | None = Field(None, description="Answer with server-sent events. Default: false.")
+    stream_options: StreamOptions | None = Field(None, description="Needs stream: true.")
+    return_token_ids: bool | None = Field(None, description="Adds token_ids to every choice. Default: false.")
+
+    @abstractmethod
+    def plan(self, planner: Planner) -> list[AskedChoice]:
+        """The choices that the request asks for, ``n`` for each prompt.
+
+        Raises:
+            ParameterError: a field is wrong, or does not fit the model.
+        """
+
+    @abstractmethod
+    def writer(self, planner: Planner, model: str, choices: list[AskedChoice]) -> Writer:
+        """Writes the answer. ``model`` is the name of the served model."""
+
+
+def drop_tools_without_choice(values: dict[str, Any]) -> None:
+    """Removes the list of tools if no tool may be called: then the list changes nothing."""
+    if values.get("tool_choice") == "none" and isinstance(values.get("tools"), list):
+        del values["tools"]
+
+
+# ---- planning --------------------------------------------------------------------------------------------------------
+
+
+def check_defaults(decoding: Mapping[str, Any], prompts: Prompts, limits: Limits) -> None:
+    """Checks a server's default decoding parameters against its model: with a wrong one every request would fail.
+
+    Raises:
+        ValueError: a default names token ids that the model does not have, or needs a tokenizer.
+    """
+    params = DecodingParams(**decoding)
+    try:
+        limits.check_token_ids(prompts.for_engine(params))
+    except ParameterError as error:
+        raise ValueError(f"the default of {error}") from error
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Makes the choices of a request, as far as the engine can run them."""
+
+    prompts: Prompts
+    limits: Limits
+    decoding: Mapping[str, Any]
+    """The server's defaults, by name of the decoding parameter."""
+
+    def conversation(
+        self, request: GenerationRequest, messages: list[dict[str, str]], field: str, *, with_logprobs: bool = False
+    ) -> list[AskedChoice]:
+        """The choices for a conversation, which came in the field ``field``."""
+        try:
+            prompt = self.prompts.encode_chat(messages)
+        except ParameterError as error:
+            raise _renamed(error, {"prompt": field, "messages": field}) from None
+        return self.choices(request, [prompt], field, with_logprobs=with_logprobs)
+
+    def choices(
+        self,
+        request: GenerationRequest,
+        prompts: list[list[int]],
+        prompt_field: str,
+        *,
+        top_logprobs: int | None = None,
+        with_logprobs: bool = False,
+    ) -> list[AskedChoice]:
+        """The choices for several prompts.
+
+        Args:
+            request: has the decoding parameters.
+            prompts: the token ids.
+            prompt_field: the field in which the prompts came.
+            top_logprobs: the parameter, if the request sets it by its field ``logprobs``.
+            with_logprobs: the answer has log probabilities.
+        """
+        if request.stream_options is not None and not request.stream:
+            raise ParameterError("stream_options", "needs stream: true")
+        asked, sent_as = asked_parameters(request)
+        if top_logprobs is not None:
+            asked["top_logprobs"], sent_as["top_logprobs"] = top_logprobs, "logprobs"
+        choices, params_by_length = [], dict[int, DecodingParams]()
+        try:
+            _check_sizes(asked, len(prompts) * (request.n or 1))
+            for prompt in prompts:
+                params = params_by_length.get(len(prompt))
+                if params is None:
+                    params = self.prompts.for_engine(self._params(asked, len(prompt)))
+                    self.limits.check(len(prompt), params)
+                    params_by_length[len(prompt)] = params
+                choices += [AskedChoice(prompt, _with_own_seed(params, index)) for index in range(request.n or 1)]
+            if with_logprobs:
+                _check_logprobs(choices)
+        except ParameterError as error:
+            raise _renamed(error, {"prompt": prompt_field, **sent_as}) from None
+        return choices
+
+    def _params(self, asked: Mapping[str, Any], prompt_tokens: int) -> DecodingParams:
+        """The request's own parameters, and the defaults for all others unless a default contradicts the request."""
+        defaults = fitting_defaults({"max_new_tokens": DecodingParams.max_new_tokens, **self.decoding}, asked)
+        # If a prompt leaves no room at all, Limits.check refuses the request.
+        room = self.limits.max_model_len - prompt_tokens
+        defaults["max_new_tokens"] = max(1, min(defaults["max_new_tokens"], room))
+        if "min_new_tokens" in defaults:
+            longest = asked.get("max_new_tokens", defaults["max_new_tokens"])
+            defaults["min_new_tokens"] = max(0, min(defaults["min_new_tokens"], longest))
+        return DecodingParams.of(**{**defaults, **asked})
+
+    def encode(self, prompt: str | list[int]) -> list[int]:
+        """The token ids of a prompt, which is refused at once if it is too long: there may be a thousand of them."""
+        ids = prompt
+        if isinstance(prompt, str) or len(prompt) < self.limits.max_model_len:
+            ids = self.prompts.encode(prompt)
+        if len(ids) >= self.limits.max_model_len:
+            message = f"has {len(ids)} tokens; {context_length(self.limits.max_model_len)}"
+            raise ContextLengthError("prompt", message)
+        assert isinstance(ids, list)
+        return ids
+
+
+def asked_parameters(request: GenerationRequest) -> tuple[dict[str, Any], dict[str, str]]:
+    """The decoding parameters that a request sets itself, under their own names or by aliases.
+
+    Returns:
+        The values by name, None for what the request switches off; by name, the field in which each was sent.
+
+    Raises:
+        ParameterError: the request sets a parameter to two different values.
+    """
+    values: dict[str, Any] = {}
+    sent_as: dict[str, str] = {}
+    for name, parameter in DecodingParams.all_parameters().items():
+        for field in (name, *parameter.aliases):
+            value = getattr(request, field, None)  # not every route has a field for every parameter
+            if value is None:
+                continue
+            if name not in values:
+                values[name] = value
+                sent_as[name] = field
+            elif values[name] != value:
+                message = f"is {shown(value)}, but {sent_as[name]}, which means the same, is {shown(values[name])}"
+                raise ParameterError(field, message)
+        if values.get(name) in parameter.off:
+            values[name] = None
+    return values, sent_as
+
+
+def _check_sizes(asked: Mapping[str, Any], num_choices: int) -> None:
+    """Refuses lists that are too long for all choices together, as every choice has its own copy in the engine.
+
+    Args:
+        asked: the parameters that the request sets, with each token id once.
+        num_choices: of the request.
+
+    Raises:
+        ParameterError: there are too many token ids.
+    """
+    counts = {name: len(asked.get(name) or ()) for name in ID_PARAMETERS}
+    counts["bad_words"] = _num_ids(asked.get("bad_words") or ())
+    for name, count in counts.items():
+        if count * num_choices > MAX_TOKEN_IDS:
+            most = MAX_TOKEN_IDS // num_choices
+            message = f"has {count} token ids; a request with {num_choices} choices may have {most}"
+            raise ParameterError(name, message)
+
+
+def _num_ids(words: Sequence[str | Sequence[int]]) -> int:
+    """Most token ids that ``bad_words`` can become: a text has one for each byte in NFC at most, alone and after a
+    space."""
+    total = 0
+    for word in words:
+        total += 2 * (len(normalize("NFC", word).encode()) + 1) if isinstance(word, str) else len(word)
+    return total
+
+
+def _check_logprobs(choices: Sequence[AskedChoice]) -> None:
+    """Raises ParameterError if the choices of a request can have too many log probabilities together."""
+    total = sum(choice.params.max_new_tokens * (1 + choice.params.top_logprobs) for choice in choices)
+    if total > MAX_LOGPROBS:
+        message = (
+            f"makes up to {total} log probabilities: number of choices times max_tokens times (1 + top_logprobs); "
+            f"this server gives at most {MAX_LOGPROBS} in one answer"
+        )
+        raise ParameterError("top_logprobs", message)
+
+
+def _with_own_seed(params: DecodingParams, index: int) -> DecodingParams:
+    """The parameters of the answer number ``index`` to a prompt, which has the seed ``seed + index``."""
+    return params if params.seed is None else params.with_valid(seed=(params.seed + index) % 2**63)
+
+
+def _renamed(error: ParameterError, names: Mapping[str, str]) -> ParameterError:
+    """The same error, with the name under which the request sent the field."""
+    return type(error)(names.get(error.param, error.param), str(error).removeprefix(f"{error.param}: "))

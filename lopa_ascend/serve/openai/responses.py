@@ -1,0 +1,452 @@
+"""/v1/responses, OpenAI's Responses API: a response object, or the events of a stream that build it up.
+
+Nothing is kept between requests, there are no tools, and all input and output is text: fields that ask for more are
+refused. The output of a response is one message with one part, its text.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainValidator, WithJsonSchema
+
+from lopa_ascend.config.files import shown
+from lopa_ascend.serve.http.api_error import ApiError
+from lopa_ascend.serve.http.body import WITHOUT_EFFECT, Body
+from lopa_ascend.serve.http.encoding import Json, Writer, as_line
+from lopa_ascend.serve.link.generation import AskedChoice
+from lopa_ascend.serve.openai.answer import LopaStats
+from lopa_ascend.serve.openai.chat import Message
+from lopa_ascend.serve.openai.request import (
+    HARMLESS,
+    MAX_MESSAGES,
+    GenerationRequest,
+    Planner,
+    drop_tools_without_choice,
+)
+from lopa_ascend.types import GenerationOutput, Progress, Update
+
+EVENTS = (
+    "With stream: true. Each event is named by its type and holds JSON with a sequence_number: response.created, "
+    "response.in_progress, response.output_item.added, response.content_part.added, a response.output_text.delta for "
+    "every piece of text, response.output_text.done, response.content_part.done, response.output_item.done, and last "
+    "response.completed or response.incomplete with the whole response. If the request fails, an error event and "
+    "response.failed come instead of what is left."
+)
+STATUS = {"stop": "completed", "length": "incomplete", "abort": "cancelled"}
+"""The status of a response, by its finish reason."""
+ITEM_STATUSES = ("in_progress", "completed")
+"""Statuses of a response that its message has too; otherwise the message is incomplete."""
+
+# ---- input -----------------------------------------------------------------------------------------------------------
+
+RESPONSE_PART_FIELDS = {
+    "input_text": frozenset(("type", "text")),
+    "output_text": frozenset(("type", "text", "annotations", "logprobs")),
+}
+"""The parts of a message's content by type, each with its fields. An earlier answer's other fields have no effect."""
+
+
+def _response_text(content: object) -> str:
+    """The text of a message, which may be given in parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise ValueError("must be a string or a list of text parts")
+    return "\n".join(_text_of_part(part) for part in content)
+
+
+def _text_of_part(part: object) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or not isinstance(kind, str) or kind not in RESPONSE_PART_FIELDS:
+        raise ValueError('every part must be {"type": "input_text", "text": ...} or have the type "output_text"')
+    if unknown := part.keys() - RESPONSE_PART_FIELDS[kind]:
+        raise ValueError(f"a part of the type {kind} has no field {shown(min(unknown))}")
+    if not isinstance(part.get("text"), str):
+        raise ValueError("the text of a part must be a string")
+    for name in part.keys() - {"type", "text"}:
+        if not isinstance(part[name], list | None):
+            raise ValueError(f"the {name} of a part must be a list or null")
+    return str(part["text"])
+
+
+def _part_schema(kind: str) -> Json:
+    others = dict.fromkeys(sorted(RESPONSE_PART_FIELDS[kind] - {"type", "text"}), {"type": ["array", "null"]})
+    fields = {"type": {"const": kind}, "text": {"type": "string"}, **others}
+    return {"type": "object", "properties": fields, "required": ["type", "text"], "additionalProperties": False}
+
+
+_PARTS = {"type": "array", "items": {"anyOf": [_part_schema(kind) for kind in RESPONSE_PART_FIELDS]}, "minItems": 1}
+_CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, _PARTS]}
+
+
+class InputMessage(Body):
+    """A message of the conversation: one of the client's, or an item of an earlier response's output."""
+
+    type: Literal["message"] | None = None
+    role: Literal["system", "developer", "user", "assistant"] = Field(description="developer means the same as system.")
+    content: Annotated[str, PlainValidator(_response_text), WithJsonSchema(_CONTENT_SCHEMA)] = Field(
+        description="Parts are joined by line breaks."
+    )
+    id: str | None = Field(None, description=WITHOUT_EFFECT)
+    status: Literal["in_progress", "completed", "incomplete"] | None = Field(None, description=WITHOUT_EFFECT)
+    phase: Literal["commentary", "final_answer"] | None = Field(None, description=WITHOUT_EFFECT)
+
+    def as_template_input(self) -> dict[str, str]:
+        """The message as the chat template takes it."""
+        return Message(role=self.role, content=self.content).as_template_input()
+
+
+def _check_item(item: object) -> object:
+    """Refuses items that are no messages, before their fields would be called unknown."""
+    kind = item.get("type") if isinstance(item, dict) else None
+    if kind not in (None, "message"):
+        raise ValueError(f'items must be messages (type "message"); {shown(kind)} is not supported')
+    return item
+
+
+def _check_input(value: object) -> object:
+    if not isinstance(value, str) and not (isinstance(value, list) and value):
+        raise ValueError("must be a string or a list of messages")
+    return value
+
+
+Item = Annotated[InputMessage, BeforeValidator(_check_item)]
+Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+# ---- fields that allow little ----------------------------------------------------------------------------------------
+
+
+def _check_format(value: object) -> object:
+    if isinstance(value, dict) and value.get("type") != "text":
+        raise ValueError('only {"type": "text"} is supported')
+    return value
+
+
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+class TextOptions(Body):
+    format: Annotated[TextFormat | None, BeforeValidator(_check_format)] = None
+    verbosity: str | None = Field(None, description=WITHOUT_EFFECT)
+
+
+class Reasoning(Body):
+    effort: str | None = Field(default=None, description=WITHOUT_EFFECT)
+    summary: str | None = Field(
+        default=None, description=f"{WITHOUT_EFFECT} There is no reasoning apart from the answer."
+    )
+    generate_summary: str | None = Field(default=None, description=WITHOUT_EFFECT)
+
+
+# ---- the request -----------------------------------------------------------------------------------------------------
+
+NOT_KEPT = "this server keeps no responses; send the whole conversation in input"
+MAX_PAIRS, MAX_NAME, MAX_VALUE = 16, 64, 512
+"""Most pairs in ``metadata``, and most characters of their names and values; OpenAI's limits."""
+
+
+def _check_metadata(metadata: dict[str, str] | None) -> dict[str, str] | None:
+    """Bounds what the server keeps and repeats."""
+    pairs = (metadata or {}).items()
+    if len(pairs) > MAX_PAIRS or any(len(name) > MAX_NAME or len(value) > MAX_VALUE for name, value in pairs):
+        sizes = f"names of at most {MAX_NAME} and values of at most {MAX_VALUE} characters"
+        raise ValueError(f"must have at most {MAX_PAIRS} pairs, {sizes}")
+    return metadata
+
+
+def _check_not_kept(value: object) -> None:
+    if value is not None:
+        raise ValueError(f"must be null: {NOT_KEPT}")
+
+
+class ResponseRequest(GenerationRequest):
+    """A conversation, whose next message is the answer."""
+
+    harmless = {
+        **{name: values for name, values in HARMLESS.items() if name != "response_format"},
+        "tools": ([],),
+        "max_tool_calls": (),
+        "include": ([], ["reasoning.encrypted_content"]),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+        "background": (False,),
+        "conversation": (),
+        "prompt": (),
+        "context_management": ([],),
+        "n": (1,),
+        "stream_options": ({}, {"include_obfuscation": False}, {"include_obfuscation": True}),
+        "return_token_ids": (False,),
+        "moderation": (),
+        "background_options": (),
+    }
+
+    input: Annotated[str | Items, BeforeValidator(_check_input)] = Field(
+        description="What the user says, or the messages of a conversation."
+    )
+    instructions: str | None = Field(None, description="A system message before the input.")
+    metadata: Annotated[dict[str, str] | None, AfterValidator(_check_metadata)] = Field(
+        None, description="The answer repeats it."
+    )
+    user: str | None = Field(None, max_length=MAX_VALUE, description="The answer repeats it.")
+    store: bool | None = Field(
+        None, description="Taken, and without effect: nothing is kept, and the answer says store: false."
+    )
+    previous_response_id: Annotated[None, PlainValidator(_check_not_kept), WithJsonSchema({"type": "null"})] = Field(
+        None, description=f"Only null: {NOT_KEPT}."
+    )
+    tool_choice: Literal["none", "auto"] | None = Field(None, description="Without effect: there are no tools.")
+    parallel_tool_calls: bool | None = Field(None, description="Without effect: there are no tools.")
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+
+    def as_template_input(self) -> list[dict[str, str]]:
+        """The conversation as the chat template takes it."""
+        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        if isinstance(self.input, str):
+            return [*system, {"role": "user", "content": self.input}]
+        return system + [message.as_template_input() for message in self.input]
+
+    @classmethod
+    def tidy(cls, values: dict[str, Any]) -> None:
+        drop_tools_without_choice(values)
+
+    def plan(self, planner: Planner) -> list[AskedChoice]:
+        return planner.conversation(self, self.as_template_input(), "input")
+
+    def writer(self, planner: Planner, model: str, choices: list[AskedChoice]) -> ResponseWriter:
+        (choice,) = choices
+        return ResponseWriter(model, self, choice)
+
+
+# ---- the answer, as /openapi.json documents it -----------------------------------------------------------------------
+
+
+class OutputText(BaseModel):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any] = Field(description="Always empty.")
+    logprobs: list[Any] = Field(description="Always empty.")
+
+
+class OutputMessage(BaseModel):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    content: list[OutputText]
+
+
+class InputTokensDetails(BaseModel):
+    cached_tokens: int = Field(description="Input tokens that came from the prefix cache.")
+    cache_write_tokens: int = Field(description="Always 0: writing to the prefix cache is not counted.")
+
+
+class OutputTokensDetails(BaseModel):
+    reasoning_tokens: int = Field(description="Always 0.")
+
+
+class ResponseUsage(BaseModel):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int = Field(description="Tokens of the answer, with those of a stop string that ended it.")
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(BaseModel):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseFailure(BaseModel):
+    code: Literal["server_error"]
+    message: str
+
+
+class ResponseObject(BaseModel):
+    """A response. Fields of OpenAI's that this server has no value for are null or as OpenAI has them by default."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None = Field(description="Set if the status is completed.")
+    model: str
+    status: Literal["in_progress", "completed", "incomplete", "cancelled", "failed"] = Field(
+        description="incomplete: max_output_tokens ended the text; cancelled: /abort_request did."
+    )
+    incomplete_details: IncompleteDetails | None
+    error: ResponseFailure | None = Field(description="Set in response.failed.")
+    output: list[OutputMessage] = Field(description="One message; none in response.created.")
+    usage: ResponseUsage | None = Field(description="Null while the response is in progress, and if it failed.")
+    lopa: LopaStats | None = Field(description="Null where usage is.")
+    stop_reason: int | str | None = Field(
+        description="The stop string, or the id of stop_token_ids, that ended the text; null at an EOS."
+    )
+    seed: int | None = Field(description="Seed of the sampling, for repeating it; null without sampling.")
+    instructions: str | None
+    metadata: dict[str, str]
+    user: str | None
+    temperature: float = Field(description="In effect, as are top_p and max_output_tokens.")
+    top_p: float
+    max_output_tokens: int
+    store: Literal[False] = Field(description="Nothing is kept.")
+    previous_response_id: None
+    background: Literal[False]
+    tools: list[Any] = Field(description="Always empty.")
+    tool_choice: Literal["none", "auto"]
+    parallel_tool_calls: bool = Field(description="As in the request, as are reasoning and text; without effect.")
+    reasoning: dict[str, str | None]
+    text: dict[str, Any]
+    top_logprobs: Literal[0]
+    truncation: Literal["disabled"]
+
+
+# ---- writing it ------------------------------------------------------------------------------------------------------
+
+
+def _text_part(text: str) -> Json:
+    """The content of the message."""
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+class ResponseWriter(Writer):
+    """Writes one response. The last event of its stream holds the response as it would be without a stream.
+
+    Args:
+        model: name of the served model.
+        request: what was asked.
+        choice: how it is decoded.
+    """
+
+    end: ClassVar[bytes] = b""
+
+    def __init__(self, model: str, request: ResponseRequest, choice: AskedChoice):
+        self._text = ""
+        """What was sent of the text."""
+        self._num_events = 0
+        self.id = f"resp_{uuid.uuid4().hex}"
+        self._item_id = f"msg_{uuid.uuid4().hex}"
+        self._num_prompt = len(choice.prompt_token_ids)
+        params = choice.params
+        reasoning = request.reasoning or Reasoning()
+        verbosity = request.text.verbosity if request.text else None
+        # The same whatever becomes of the response.
+        self._head = {
+            "id": self.id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+            "instructions": request.instructions,
+            "metadata": request.metadata or {},
+            "user": request.user,
+            "temperature": params.temperature,
+            "top_p": 1.0 if params.top_p is None else params.top_p,
+            "max_output_tokens": params.max_new_tokens,
+            "store": False,
+            "previous_response_id": None,
+            "background": False,
+            "tools": [],
+            "tool_choice": request.tool_choice or "auto",
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
+            "text": {"format": {"type": "text"}, **({"verbosity": verbosity} if verbosity else {})},
+            "top_logprobs": 0,
+            "truncation": "disabled",
+        }
+
+    def whole(self, outputs: Sequence[GenerationOutput]) -> Json:
+        (output,) = outputs
+        return self._finished(output, output.text or "")
+
+    def opening(self) -> list[Json]:
+        return [
+            self._event("response.created", response=self._unfinished("in_progress")),
+            self._event("response.in_progress", response=self._unfinished("in_progress")),
+            self._of_item("response.output_item.added", item=self._message("in_progress", [])),
+            self._of_part("response.content_part.added", part=_text_part("")),
+        ]
+
+    def events(self, index: int, update: Update, progress: Progress) -> list[Json]:
+        events, new = [], progress.text[len(self._text) :]
+        self._text = progress.text
+        if new:
+            events.append(self._of_part("response.output_text.delta", delta=new, logprobs=[]))
+        if progress.output is not None:
+            response = self._finished(progress.output, self._text)
+            events += self._closed(response)
+        return events
+
+    def failure(self, error: ApiError) -> list[Json]:
+        """An error event with our own code, and the failed response, whose codes are OpenAI's."""
+        detail = error.body()["error"]
+        names = ("code", "message", "param")
+        message = self._message("failed", [_text_part(self._text)])
+        failed = {"code": "server_error", "message": detail["message"]}
+        return [
+            self._event("error", **{name: detail[name] for name in names}),
+            self._event("response.failed", response=self._unfinished("failed", [message], failed)),
+        ]
+
+    def frame(self, event: Json) -> bytes:
+        kind: str = event["type"]
+        return b"event: " + kind.encode() + b"\ndata: " + as_line(event) + b"\n\n"
+
+    def _closed(self, response: Json) -> list[Json]:
+        """The closing events: the finished text, its content part, its message, and at last the whole response."""
+        (message,) = response["output"]
+        (part,) = message["content"]
+        last = "response.completed" if response["status"] == "completed" else "response.incomplete"
+        return [
+            self._of_part("response.output_text.done", text=part["text"], logprobs=[]),
+            self._of_part("response.content_part.done", part=part),
+            self._of_item("response.output_item.done", item=message),
+            self._event(last, response=response),
+        ]
+
+    def _of_part(self, kind: str, **values: Any) -> Json:
+        """An event about the only part of the only message."""
+        return self._of_item(kind, item_id=self._item_id, content_index=0, **values)
+
+    def _of_item(self, kind: str, **values: Any) -> Json:
+        """An event about the only message."""
+        return self._event(kind, output_index=0, **values)
+
+    def _event(self, kind: str, **values: Any) -> Json:
+        self._num_events += 1
+        return {"type": kind, "sequence_number": self._num_events - 1, **values}
+
+    def _message(self, status: str, content: Sequence[Json]) -> Json:
+        """The message, when the response has this status."""
+        head = {"id": self._item_id, "type": "message", "role": "assistant"}
+        own_status = status if status in ITEM_STATUSES else "incomplete"
+        return {**head, "status": own_status, "content": list(content)}
+
+    def _unfinished(self, status: str, output: Sequence[Json] = (), error: Json | None = None) -> Json:
+        """The response while it is in progress, or when it has failed."""
+        state = {"status": status, "output": list(output), "error": error, "completed_at": None}
+        nothing = dict.fromkeys(("incomplete_details", "usage", "lopa", "stop_reason", "seed"))
+        return {**self._head, **state, **nothing}
+
+    def _finished(self, output: GenerationOutput, text: str) -> Json:
+        """The response at its end."""
+        status = STATUS[output.finish_reason]
+        tokens = len(output.token_ids)
+        return {
+            **self._unfinished(status, [self._message(status, [_text_part(text)])]),
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "usage": {
+                "input_tokens": self._num_prompt,
+                "input_tokens_details": {"cached_tokens": output.cached_tokens, "cache_write_tokens": 0},
+                "output_tokens": tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": self._num_prompt + tokens,
+            },
+            "lopa": {"num_forwards": output.num_forwards, "tokens_per_forward": output.tokens_per_forward},
+            "stop_reason": output.stop_reason,
+            "seed": output.seed,
+        }
