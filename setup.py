@@ -5,16 +5,6 @@ import sys
 
 from setuptools import Extension, find_packages, setup
 
-# These lie beside lopa_ascend/ and import from inside it. A build takes them from here and never needs the links
-# lopa_ascend/graph and lopa_ascend/parallel, which are for running, testing and type-checking a checkout.
-OUTSIDE = {
-    "lopa_ascend.graph": "graph",
-    "lopa_ascend.graph.fusion": "graph/fusion",
-    "lopa_ascend.graph.policy": "graph/policy",
-    "lopa_ascend.parallel": "parallel",
-}
-inside = find_packages(include=["lopa_ascend", "lopa_ascend.*"])
-
 # A library of C functions, not a module of Python, which lopa_ascend/backend/cpu/native/kernels.py loads. It is linked
 # without an OpenMP library, to use the one that torch has loaded. Without a compiler the project is installed without
 # the kernels.
@@ -32,8 +22,7 @@ has_kernels = sys.platform == "linux" and platform.machine() == "x86_64"
 
 setup(
     ext_modules=[KERNELS] if has_kernels else [],
-    packages=sorted({*inside, *OUTSIDE}),
-    package_dir=OUTSIDE,
+    packages=find_packages(include=["lopa_ascend", "lopa_ascend.*"]),
     include_package_data=False,  # exactly what the next line says, whatever an sdist's file list holds
     package_data={"lopa_ascend": ["py.typed", "demo/*.jsonl", "demo/model/*", "config/presets.json"]},
 )

@@ -70,13 +70,13 @@ TARGETS = {
         ("lopa_ascend/kv/pages.py", "lopa_ascend/kv/prefix_cache.py"),
         ("tests/unit/test_pages.py", "tests/unit/test_prefix_cache.py", "tests/unit/test_scheduler.py"),
     ),
-    "placement": Target(("parallel/placement.py",), ("tests/unit/test_placement.py",)),
+    "placement": Target(("lopa_ascend/parallel/placement.py",), ("tests/unit/test_placement.py",)),
     "policy": Target(
-        ("graph/policy/rows.py", "graph/policy/advance.py"),
+        ("lopa_ascend/graph/policy/rows.py", "lopa_ascend/graph/policy/advance.py"),
         ("tests/unit/test_policy.py", "tests/torch/test_policy_tensors.py"),
     ),
     "graphs": Target(
-        ("graph/executor.py", "graph/window.py", "graph/seats.py"),
+        ("lopa_ascend/graph/executor.py", "lopa_ascend/graph/window.py", "lopa_ascend/graph/seats.py"),
         ("tests/e2e/test_graph.py", "tests/e2e/test_graph_windows.py"),
     ),
 }

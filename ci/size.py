@@ -51,6 +51,8 @@ def _git(*arguments: str) -> bytes:
 def room_of(name: str) -> str:
     """The room of a file: a folder of lopa_ascend/, scripts/ or tests/, or another folder of the top."""
     folders = PurePosixPath(name).parts[:-1]
+    if folders[:1] in (("graph",), ("parallel",)):  # where these packages were at first
+        folders = ("lopa_ascend", *folders)
     depth = 2 if folders[:1] in (("lopa_ascend",), ("scripts",), ("tests",)) else 1
     return "/".join(folders[:depth]) or "top folder"
 

@@ -42,7 +42,7 @@ def sources_digest() -> str:
     digest = hashlib.sha256()
     digest.update(f"{PRESETS.name}\n".encode() + PRESETS.read_bytes())
     for folder in folders:
-        for parent, _, names in sorted(os.walk(folder, followlinks=True)):  # graph/ and parallel/ are links
+        for parent, _, names in sorted(os.walk(folder)):
             for name in sorted(name for name in names if name.endswith((".py", ".cpp", ".h"))):
                 path = Path(parent, name)
                 digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
