@@ -26,7 +26,7 @@ from lopa_ascend.checkpoint.streams import (
     stacked,
     stored_int8,
 )
-from lopa_ascend.checkpoint.table import HEAD, SCALE, Architecture, Row, Shard, Spec, Table, Tensors, TensorSlices
+from lopa_ascend.checkpoint.table import HEAD, SCALE, Architecture, Row, Shard, Table, Tensors, TensorSlices, TensorSpec
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.config.engine import WEIGHT_DTYPES
 from lopa_ascend.progress import progress
@@ -40,7 +40,7 @@ __all__ = [
     "CheckpointError",
     "Row",
     "Shard",
-    "Spec",
+    "TensorSpec",
     "Table",
     "Tensors",
     "load",

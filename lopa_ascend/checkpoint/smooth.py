@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from lopa_ascend.checkpoint.table import Spec, Tensors
+from lopa_ascend.checkpoint.table import Tensors, TensorSpec
 
 STRENGTH = 0.5
 """How much of an outlier moves into the weights: the exponent that SmoothQuant calls alpha."""
@@ -23,13 +23,13 @@ MAX_EXPONENT = 16
 """Factors are between 2**-MAX_EXPONENT and 2**MAX_EXPONENT."""
 
 
-def smoothed_weights(tensors: Tensors, modules: Collection[str]) -> dict[str, Spec]:
+def smoothed_weights(tensors: Tensors, modules: Collection[str]) -> dict[str, TensorSpec]:
     """By name, those weights of the int8 linear layers ``modules`` whose input can be smoothed."""
     return {spec.name: spec for spec in tensors.linears.values() if spec.row.source and spec.module in modules}
 
 
 def choose_factors(
-    stream: Iterable[tuple[str, Tensor]], activations: Mapping[str, Tensor], weights: Mapping[str, Spec]
+    stream: Iterable[tuple[str, Tensor]], activations: Mapping[str, Tensor], weights: Mapping[str, TensorSpec]
 ) -> dict[str, Tensor]:
     """The factors of all input channels that are smoothed.
 
@@ -74,7 +74,7 @@ def powers_of_two(activations: Tensor, weights: Tensor) -> Tensor:
 
 
 def smoothed(
-    stream: Iterable[tuple[str, Tensor]], factors: Mapping[str, Tensor], weights: Mapping[str, Spec]
+    stream: Iterable[tuple[str, Tensor]], factors: Mapping[str, Tensor], weights: Mapping[str, TensorSpec]
 ) -> Iterator[tuple[str, Tensor]]:
     """Whole tensors with the factors of `choose_factors` folded into them."""
     for name, tensor in stream:

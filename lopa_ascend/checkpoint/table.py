@@ -58,14 +58,14 @@ class Table:
     def tensors(self, config: ModelConfig) -> Tensors:
         """The tensors of a model of this architecture."""
         sizes = sizes_of(config)
-        specs: dict[str, Spec] = {}
+        specs: dict[str, TensorSpec] = {}
         copies: dict[str, str] = {}
         for row, prefix, our_prefix in self._rows(config.num_layers):
             if row.tied_to is not None and config.tie_word_embeddings:
                 copies[row.name] = row.tied_to
             elif row.flag is None or getattr(config, row.flag):
                 shape = tuple(sizes[size] for size in row.shape)
-                specs[prefix + row.name] = Spec(prefix + row.name, our_prefix + row.ours, shape, row, prefix)
+                specs[prefix + row.name] = TensorSpec(prefix + row.name, our_prefix + row.ours, shape, row, prefix)
         head = next(row.name for row in (*self.before, *self.after) if row.linear == HEAD)
         return Tensors(specs, copies, head.removesuffix(".weight"))
 
@@ -90,7 +90,7 @@ def sizes_of(config: ModelConfig) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
+class TensorSpec:
     """A tensor of one model."""
 
     name: str
@@ -118,7 +118,7 @@ class Spec:
         assert self.row.source is not None
         return self.prefix + self.row.source
 
-    def scale(self) -> Spec:
+    def scale(self) -> TensorSpec:
         """The scales [out] of this weight if it is int8. They are divided as the weight's rows are."""
         row = replace(
             self.row,
@@ -134,7 +134,7 @@ class Spec:
 class Tensors:
     """The tensors that the checkpoint of a model must hold."""
 
-    specs: Mapping[str, Spec]
+    specs: Mapping[str, TensorSpec]
     """By name in the checkpoint, in the order in which they are loaded."""
     copies: Mapping[str, str]
     """Tied tensors: name -> name of the tensor with the same values. A checkpoint may leave them out."""
@@ -142,7 +142,7 @@ class Tensors:
     """The module of the LM head, tied or not."""
 
     @property
-    def linears(self) -> dict[str, Spec]:
+    def linears(self) -> dict[str, TensorSpec]:
         """The weights of linear layers by module, the head's among them."""
         return {spec.module: spec for spec in self.specs.values() if spec.row.linear is not None}
 
@@ -152,7 +152,7 @@ class Tensors:
 
     def with_scales(self, modules: Collection[str]) -> Tensors:
         """These tensors and, behind each weight of an int8 linear layer, its scales."""
-        specs: dict[str, Spec] = {}
+        specs: dict[str, TensorSpec] = {}
         for name, spec in self.specs.items():
             specs[name] = spec
             if spec.row.linear is not None and spec.module in modules:

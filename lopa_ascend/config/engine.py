@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lopa_ascend.config.decoding import GraphParams
-from lopa_ascend.config.kinds import INT64_MAX, Boolean, Bytes, Choice, Choices, Integer, Number, Text
-from lopa_ascend.config.settings import DERIVED, Group, ParameterError, check_settings, declare, settings
+from lopa_ascend.config.kinds import INT64_MAX, AnyText, Boolean, Bytes, Choice, Choices, Integer, Number
+from lopa_ascend.config.settings import DERIVED, ParameterError, Section, check_settings, declare, settings
 
 GRAPH_MODES_BY_DEVICE = {"cpu": ("eager", "inductor"), "npu": ("npugraph_ex", "ge", "eager")}
 """How each kind of device can run decoding steps; the first mode is its default."""
@@ -38,33 +38,33 @@ class EngineConfig:
 
     model: str | None = declare(
         None,
-        Text(),
+        AnyText(),
         "Hugging Face directory of a Dream or of a registered model",
-        group=Group.MODEL,
+        group=Section.MODEL,
         metavar="DIR",
         default_text="the bundled model",
     )
     lora: str | None = declare(
         None,
-        Text(),
+        AnyText(),
         "directory of a PEFT LoRA adapter, which is merged into the weights at start",
-        group=Group.MODEL,
+        group=Section.MODEL,
         flag="lora_path",
         metavar="DIR",
     )
-    device: str = declare("cpu", Choice(tuple(GRAPH_MODES_BY_DEVICE)), "what the model runs on", group=Group.MODEL)
+    device: str = declare("cpu", Choice(tuple(GRAPH_MODES_BY_DEVICE)), "what the model runs on", group=Section.MODEL)
     dtype: str = declare(
         "auto",
         Choice(WEIGHT_DTYPES),
         "number format of the weights; auto: the one that config.json names",
-        group=Group.MODEL,
+        group=Section.MODEL,
     )
     quantization: str | None = declare(
         None,
         Choice(QUANTIZATIONS),
         "w8a8: linear layers of int8 weights (a scale for each output) and int8 activations (a scale for each "
         "token); not with `graph_mode` inductor",
-        group=Group.MODEL,
+        group=Section.MODEL,
         default_text="as the checkpoint is stored",
     )
     quantization_exclude: tuple[str, ...] = declare(
@@ -72,21 +72,21 @@ class EngineConfig:
         Choices(INT8_LAYERS),
         "linear layers that `quantization` leaves in the number format of the model, e.g. down_proj, where "
         "outliers are",
-        group=Group.MODEL,
+        group=Section.MODEL,
         default_text="none",
     )
     max_model_len: int | None = declare(
         None,
         Integer(1, INT64_MAX),
         "most tokens of prompt and answer together",
-        group=Group.MODEL,
+        group=Section.MODEL,
         default_text=f"the model's max_position_embeddings, but at most {DEFAULT_MODEL_LEN}",
     )
     kv_cache_memory: int | None = declare(
         None,
         Bytes(1),
         "size of the KV pages, in bytes or e.g. 512MiB",
-        group=Group.ENGINE,
+        group=Section.ENGINE,
         default_text="what the other limits can use; at most 4GiB and half of the free memory, or on an NPU "
         "four fifths of the memory that is free beside the weights and the scores of the largest graph",
     )
@@ -94,65 +94,65 @@ class EngineConfig:
         32,
         Integer(1),
         "answers that are generated at the same time; a request has n for each prompt",
-        group=Group.ENGINE,
+        group=Section.ENGINE,
     )
     max_num_batched_tokens: int | None = declare(
         None,
         Integer(1, INT64_MAX),
         "most tokens computed in one step; of a request whose branches alone have more, only some branches are",
-        group=Group.ENGINE,
+        group=Section.ENGINE,
         default_text="`max_model_len`, but at least 4096",
     )
     max_num_branches: int = declare(
-        15, Integer(0, 255), "most lookahead branches that a request may ask for", group=Group.ENGINE
+        15, Integer(0, 255), "most lookahead branches that a request may ask for", group=Section.ENGINE
     )
     enable_prefix_caching: bool = declare(
         True,
         Boolean(),
         "keep the KV pages of whole prompts for requests with an equal prompt; changes no token",
-        group=Group.ENGINE,
+        group=Section.ENGINE,
     )
     seed: int | None = declare(
         None,
         Integer(0, INT64_MAX),
         "sampled requests that bring no seed of their own get one drawn from this one: the same requests in the "
         "same order get the same answers",
-        group=Group.MODEL,
+        group=Section.MODEL,
         default_text="a new one at every start",
     )
     threads: int | None = declare(
-        None, Integer(1, 1024), "CPU threads of the engine", group=Group.MODEL, default_text="torch's choice"
+        None, Integer(1, 1024), "CPU threads of the engine", group=Section.MODEL, default_text="torch's choice"
     )
-    tensor_parallel_size: int = declare(1, Integer(1, 4096), "ranks that split each forward pass", group=Group.RANKS)
+    tensor_parallel_size: int = declare(1, Integer(1, 4096), "ranks that split each forward pass", group=Section.RANKS)
     branch_parallel_size: int = declare(
         1,
         Integer(1, 4096),
         "groups of `tensor_parallel_size` ranks, each of which computes some of the branches",
-        group=Group.RANKS,
+        group=Section.RANKS,
     )
     distributed_timeout_seconds: float = declare(
         60.0,
         Number(2, 86400, unit="seconds"),
         "how long a rank may hang before the other ranks end",
-        group=Group.RANKS,
+        group=Section.RANKS,
         metavar="SECONDS",
     )
     graph_mode: str = declare(
         DERIVED,
         Choice(GRAPH_MODES),
         "how decoding steps run: eager, or compiled (on an NPU by npugraph_ex or ge, on a CPU by inductor)",
-        group=Group.GRAPHS,
+        group=Section.GRAPHS,
         default_text="npugraph_ex on an NPU, eager on a CPU",
     )
     graph_window_blocks: int = declare(
-        8, Integer(2, 4096), "blocks of the largest window that a graph is compiled for", group=Group.GRAPHS
+        8, Integer(2, 4096), "blocks of the largest window that a graph is compiled for", group=Section.GRAPHS
     )
     graph_cache: str | None = declare(
         None,
-        Text(),
+        AnyText(),
         "directory where compiled graphs are kept for the next start. The code in it runs then, so nobody else may "
         "be able to write to it",
-        group=Group.GRAPHS,
+        group=Section.GRAPHS,
         metavar="DIR",
         default_text="they are not kept",
     )
@@ -161,7 +161,7 @@ class EngineConfig:
         Choice(ATTENTION_LAYOUTS),
         "tensor layout of attention on an NPU; TND16 is TND with at most 16 queries an entry; "
         "`python -m scripts.selftest` says which one works and is faster; changes no token",
-        group=Group.GRAPHS,
+        group=Section.GRAPHS,
     )
 
     graph_params: GraphParams = GraphParams()

@@ -87,7 +87,7 @@ class Kind(ABC):
 
 
 @dataclass(frozen=True)
-class Text(Kind):
+class AnyText(Kind):
     """Any text in UTF-8. What reads the setting refuses a text that it cannot use, such as a path without a file."""
 
     metavar: ClassVar[str] = "TEXT"

@@ -18,7 +18,7 @@ from lopa_ascend.config.kinds import (
     TokenNumbers,
     Words,
 )
-from lopa_ascend.config.settings import DERIVED, GraphSupport, Group, parameter
+from lopa_ascend.config.settings import DERIVED, GraphSupport, Section, parameter
 
 AUTO_BRANCHES = 3
 """Lookahead branches that ``num_branches`` "auto" gives a pass, if it gives any."""
@@ -195,7 +195,7 @@ class ResearchParams:
         "d2f",
         Choice(BASES),
         'the decoding that "lopa" extends: it decodes the anchor branch, and "lopa" adds lookahead branches',
-        group=Group.RESEARCH,
+        group=Section.RESEARCH,
         graphs=GraphSupport.DEFAULT,
     )
     confidence: str = parameter(
@@ -203,7 +203,7 @@ class ResearchParams:
         Choice(CONFIDENCES),
         "what positions are ranked and branches are scored by: the probability of the predicted token, its margin "
         "over the second most probable token, or the negative entropy of the prediction",
-        group=Group.RESEARCH,
+        group=Section.RESEARCH,
         graphs=GraphSupport.COMPILED,
     )
     acceptance: str = parameter(
@@ -211,17 +211,20 @@ class ResearchParams:
         Choice(ACCEPTANCES),
         'which positions of a block are filled together: "threshold": all above `tau_conf`; "factor": the most '
         "probable ones, as many as `acceptance_factor` allows, whatever `tau_conf` is",
-        group=Group.RESEARCH,
+        group=Section.RESEARCH,
         graphs=GraphSupport.DEFAULT,
     )
     acceptance_factor: float = parameter(
-        1.0, Number(0, 1000), 'bound of `acceptance` "factor"; higher is faster and less accurate', group=Group.RESEARCH
+        1.0,
+        Number(0, 1000),
+        'bound of `acceptance` "factor"; higher is faster and less accurate',
+        group=Section.RESEARCH,
     )
     steps: int | None = parameter(
         None,
         Integer(1, MAX_STEPS),
         'steps of `decoding` "vanilla", each of which fills its share of the canvas',
-        group=Group.RESEARCH,
+        group=Section.RESEARCH,
         default_text="as many as the canvas has positions",
     )
     alg: str = parameter(
@@ -229,7 +232,7 @@ class ResearchParams:
         Choice(tuple(ALGS)),
         'which positions a step of `decoding` "vanilla" fills: "origin": random ones; the others: the best by the '
         "probability of the predicted token, by its margin over the second, or by the negative entropy",
-        group=Group.RESEARCH,
+        group=Section.RESEARCH,
     )
     alg_temp: float = parameter(
         0.0, Number(0, 1000), "above 0: `alg` draws positions in proportion to exp(confidence / alg_temp)", group=None
@@ -239,7 +242,7 @@ class ResearchParams:
         Choice(BLOCK_CACHES),
         'keys and values that `decoding` "fast_dllm" reuses while it fills a block: "prefix": of all positions '
         'before the block; "dual": of those after it too',
-        group=Group.RESEARCH,
+        group=Section.RESEARCH,
     )
     branch_acceptance: str = parameter(
         "published",
@@ -247,7 +250,7 @@ class ResearchParams:
         'which branch wins: "published": the one with the highest score; "verified": the one that fills most '
         'positions, among the anchor and the branches whose lookahead token "d2f" would fill now; "exact": the one '
         'that "d2f" would have after this pass, so that the answer is that of "d2f"',
-        group=Group.RESEARCH,
+        group=Section.RESEARCH,
         graphs=GraphSupport.COMPILED,
     )
     lookahead_depth: int = parameter(
@@ -255,7 +258,7 @@ class ResearchParams:
         Integer(1, 16),
         "most tokens that a lookahead branch has in addition to the anchor's; above 1 one pass may replace several "
         'passes of "d2f"; needs `branch_acceptance` "verified" or "exact"',
-        group=Group.RESEARCH,
+        group=Section.RESEARCH,
         graphs=GraphSupport.DEFAULT,
     )
     branch_score: str = parameter(
@@ -263,7 +266,7 @@ class ResearchParams:
         Choice(BRANCH_SCORES),
         'score of a branch from the confidences of its masked positions: "mean" of all; "tail": mean of the '
         'lowest; "window": lowest mean over consecutive positions',
-        group=Group.RESEARCH,
+        group=Section.RESEARCH,
         graphs=GraphSupport.DEFAULT,
     )
     tail_fraction: float = parameter(
@@ -287,7 +290,7 @@ class ResearchParams:
         Choice(WINDOW_ATTENTIONS),
         'what a block of the window attends to: "block_causal": all positions up to its own end; "full": all '
         "positions up to the end of the window",
-        group=Group.RESEARCH,
+        group=Section.RESEARCH,
         default_text='"block_causal" with "lopa" and "d2f", otherwise "full"',
         graphs=GraphSupport.COMPILED,
     )
@@ -295,7 +298,7 @@ class ResearchParams:
         None,
         Integer(1, INT32_MAX),
         "most blocks in the window, from the first unfinished block on",
-        group=Group.RESEARCH,
+        group=Section.RESEARCH,
         default_text="no limit",
     )
     finish_at_eos: bool = parameter(

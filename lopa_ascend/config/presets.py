@@ -45,7 +45,7 @@ class PromptFormat:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
+class PresetRanks:
     """What a published row ran on. A preset says it, and does not set it."""
 
     hardware: str
@@ -68,7 +68,7 @@ class Preset:
     """Decoding parameters by name."""
     certainty: Mapping[str, str]
     """Where each decoding parameter comes from."""
-    launch: Launch
+    launch: PresetRanks
     tasks: Mapping[str, int]
     """Task of lm-eval or evalplus -> examples in the prompt."""
     prompts: tuple[PromptFormat, ...]
@@ -102,7 +102,7 @@ def presets() -> Mapping[str, Preset]:
             title=fields["title"],
             decoding={parameter: value for parameter, (value, _) in decoding.items()},
             certainty={parameter: certainty for parameter, (_, certainty) in decoding.items()},
-            launch=Launch(**fields["launch"]),
+            launch=PresetRanks(**fields["launch"]),
             tasks=fields["tasks"],
             prompts=tuple(formats[prompt] for prompt in fields["prompts"]),
             postprocessing=content["postprocessing"][fields["postprocessing"]],

@@ -47,7 +47,7 @@ def context_length(max_model_len: int) -> str:
     return f"this model's maximum context length is {max_model_len} tokens (max_model_len)"
 
 
-class Group(Enum):
+class Section(Enum):
     """A group of flags in --help: its title and what it is for."""
 
     MODEL = ("model", "Which model is served, and where its forward passes run.")
@@ -93,7 +93,7 @@ class Setting:
     help: str
     """One line, without a full stop. Another setting is named in backquotes."""
     _: KW_ONLY
-    group: Group | None
+    group: Section | None
     """Where --help lists the flag; None: the setting has no flag."""
     flag: str | None = None
     """Name of the flag, with underscores; None: the name of the field."""
@@ -110,7 +110,7 @@ class Parameter(Setting):
     """The declaration of one decoding parameter: a setting that every request may have a value of its own for."""
 
     _: KW_ONLY
-    group: Group | None = Group.DECODING
+    group: Section | None = Section.DECODING
     aliases: tuple[str, ...] = ()
     """Other names in a request, those of OpenAI's and vLLM's clients."""
     off: tuple[float, ...] = ()

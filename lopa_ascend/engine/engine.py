@@ -26,7 +26,7 @@ from lopa_ascend.core import Request, Result, Sequence, Step
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.bad_words import BadWords
 from lopa_ascend.engine.commands import Abort, Generate
-from lopa_ascend.engine.leader import Kind, Leader, end_processes
+from lopa_ascend.engine.leader import Leader, Order, end_processes
 from lopa_ascend.engine.prepare import Prepared, choose_num_pages, model_name, prepare, request_limits
 from lopa_ascend.engine.scheduler import Scheduler
 from lopa_ascend.graph.setup import build_executor
@@ -239,7 +239,7 @@ class Engine:
             self._failure = BROKEN_OFF  # stands until the step is complete
             try:
                 if self._leader is not None:
-                    self._leader.send(Kind.STEP)
+                    self._leader.send(Order.STEP)
                 updates = self._make_step()
             except RankError as error:
                 self._failure = str(error)

@@ -24,7 +24,7 @@ HEARTBEAT = 1.0
 """Seconds between two messages of rank 0 while there is nothing to do."""
 
 
-class Kind(IntEnum):
+class Order(IntEnum):
     """What the other ranks do once they have applied the message's commands."""
 
     STEP = 0
@@ -35,25 +35,25 @@ class Kind(IntEnum):
     """End."""
 
 
-def send_message(world: Group, kind: Kind, commands: Sequence[Command]) -> None:
+def send_message(world: Group, kind: Order, commands: Sequence[Command]) -> None:
     """Broadcasts a message: an int64 header, and if there are commands, these as msgpack.
 
-    The header is (bytes of the commands) * len(Kind) + kind.
+    The header is (bytes of the commands) * len(Order) + kind.
     """
     body = msgspec.msgpack.encode(commands) if commands else b""
-    world.broadcast(torch.tensor([len(body) * len(Kind) + kind]), 0, "control")
+    world.broadcast(torch.tensor([len(body) * len(Order) + kind]), 0, "control")
     if body:
         world.broadcast(torch.frombuffer(bytearray(body), dtype=torch.uint8), 0, "control")
 
 
-def receive_message(world: Group) -> tuple[Kind, list[Command]]:
+def receive_message(world: Group) -> tuple[Order, list[Command]]:
     """Takes part in the broadcast of ``send_message``; returns what rank 0 has sent."""
     header = int(world.broadcast(torch.zeros(1, dtype=torch.int64), 0, "control"))
-    num_bytes, kind = divmod(header, len(Kind))
+    num_bytes, kind = divmod(header, len(Order))
     if not num_bytes:
-        return Kind(kind), []
+        return Order(kind), []
     body = world.broadcast(torch.empty(num_bytes, dtype=torch.uint8), 0, "control")
-    return Kind(kind), msgspec.msgpack.decode(body.numpy().tobytes(), type=list[Command])
+    return Order(kind), msgspec.msgpack.decode(body.numpy().tobytes(), type=list[Command])
 
 
 class Leader:
@@ -92,7 +92,7 @@ class Leader:
         """Whether ``end`` was called."""
         return self._closed.is_set()
 
-    def send(self, kind: Kind) -> None:
+    def send(self, kind: Order) -> None:
         """Sends what is in the outbox."""
         commands, self.outbox = self.outbox, []
         send_message(self._world, kind, commands)
@@ -105,7 +105,7 @@ class Leader:
         try:
             with self.lock:  # another thread may be making a step, in which the other ranks expect no message
                 if self._engine_failure() is None:
-                    self.send(Kind.END)
+                    self.send(Order.END)
                     self.failure = "it was closed"
         except RankError:
             pass  # the other ranks have ended already
@@ -118,7 +118,7 @@ class Leader:
                 continue
             try:
                 if time.monotonic() - self._last_message >= HEARTBEAT and self._engine_failure() is None:
-                    self.send(Kind.WAIT)
+                    self.send(Order.WAIT)
             except RankError as error:
                 self.failure = str(error)
             finally:

@@ -9,7 +9,7 @@ from types import TracebackType
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.engine.commands import Generate
 from lopa_ascend.engine.engine import Engine
-from lopa_ascend.engine.leader import Kind, end_processes, receive_message
+from lopa_ascend.engine.leader import Order, end_processes, receive_message
 from lopa_ascend.parallel.collectives import RankError
 from lopa_ascend.parallel.launch import (
     LOCALHOST,
@@ -36,9 +36,9 @@ def follow(engine: Engine) -> None:
                 engine.add(command.request_id, command.prompt_token_ids, command.params, trace=command.trace)
             else:
                 engine.abort(command.request_id)
-        if kind is Kind.END:
+        if kind is Order.END:
             return
-        if kind is Kind.STEP:
+        if kind is Order.STEP:
             engine.step()
 
 

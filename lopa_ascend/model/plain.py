@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lopa_ascend.checkpoint import DTYPES, Row, Spec, Tensors
+from lopa_ascend.checkpoint import DTYPES, Row, Tensors, TensorSpec
 from lopa_ascend.config import ModelConfig
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -68,7 +68,7 @@ def build_module(build: Build, config: ModelConfig) -> nn.Module:
 def tensors_of(module: nn.Module) -> Tensors:
     """The tensors that the checkpoint of a plain model must hold: its parameters and persistent buffers. A parameter
     that is in several places has the name of the first one, and the others may be missing."""
-    specs: dict[str, Spec] = {}
+    specs: dict[str, TensorSpec] = {}
     linears = {f"{name}.weight" for name, part in module.named_modules() if isinstance(part, nn.Linear)}
     copies: dict[str, str] = {}
     names: dict[int, str] = {}
@@ -76,7 +76,7 @@ def tensors_of(module: nn.Module) -> Tensors:
         first = names.setdefault(id(tensor), name)
         if first == name:
             linear = "" if name in linears else None
-            specs[name] = Spec(name, name, tuple(tensor.shape), Row(name, name, linear=linear))
+            specs[name] = TensorSpec(name, name, tuple(tensor.shape), Row(name, name, linear=linear))
         else:
             copies[name] = first
     return Tensors(specs, copies)

@@ -26,7 +26,7 @@ from lopa_ascend.config import (
     recommended_decoding,
 )
 from lopa_ascend.config.files import shown
-from lopa_ascend.config.kinds import Boolean, Strings, Text, Words
+from lopa_ascend.config.kinds import AnyText, Boolean, Strings, Words
 from lopa_ascend.config.presets import LIST, find_preset, presets_text
 from lopa_ascend.config.removed import instead_of
 from lopa_ascend.config.settings import HelpFormatter
@@ -270,6 +270,6 @@ def _one_from_yaml(flag: Flag, value: object) -> Any:
         return kind.checked(value)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"must be one value, got {shown(value)}")
-    if isinstance(kind, Text | Strings | Words) and not isinstance(value, str):
+    if isinstance(kind, AnyText | Strings | Words) and not isinstance(value, str):
         raise ValueError("must be a text; put it in quotes, because YAML reads it as a number")  # 0123 would be "83"
     return flag.parse(str(value))

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from lopa_ascend.config import EngineConfig
-from lopa_ascend.config.kinds import Boolean, Bytes, Integer, Number, Strings, Text
-from lopa_ascend.config.settings import Group, declare, settings
+from lopa_ascend.config.kinds import AnyText, Boolean, Bytes, Integer, Number, Strings
+from lopa_ascend.config.settings import Section, declare, settings
 
 DAY = 86400
 """Seconds."""
@@ -35,7 +35,7 @@ class Origins(Strings):
 
 
 @dataclass(frozen=True)
-class UrlPath(Text):
+class UrlPath(AnyText):
     """A path as it stands in a URL, without a slash at its end; or nothing."""
 
     metavar: ClassVar[str] = "PATH"
@@ -54,17 +54,17 @@ class ServeConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     served_model_name: str | None = declare(
         None,
-        Text(),
+        AnyText(),
         "name of the model in the API",
-        group=Group.MODEL,
+        group=Section.MODEL,
         metavar="NAME",
         default_text='"demo", or the name of the directory `model`',
     )
     chat_template: str | None = declare(
         None,
-        Text(),
+        AnyText(),
         "Jinja template that makes a prompt of a conversation",
-        group=Group.MODEL,
+        group=Section.MODEL,
         metavar="FILE",
         default_text="the model's own",
     )
@@ -72,23 +72,23 @@ class ServeConfig:
         1024,
         Integer(0, 2**31 - 1),
         "answers that may wait (a request has n for each prompt); further requests get a 503 with Retry-After",
-        group=Group.ENGINE,
+        group=Section.ENGINE,
     )
     preset: str | None = declare(
         None,
-        Text(),
+        AnyText(),
         "defaults for requests from a published evaluation, e.g. S13 of the LoPA paper, which the flags below "
         "override; list: print all presets. It chooses neither a model nor ranks",
-        group=Group.DECODING,
+        group=Section.DECODING,
         metavar="NAME",
     )
-    host: str = declare("127.0.0.1", Text(), "address to listen on", group=Group.SERVER, metavar="ADDRESS")
-    port: int = declare(8000, Integer(0, 65535), "port to listen on; 0: a free one", group=Group.SERVER)
+    host: str = declare("127.0.0.1", AnyText(), "address to listen on", group=Section.SERVER, metavar="ADDRESS")
+    port: int = declare(8000, Integer(0, 65535), "port to listen on; 0: a free one", group=Section.SERVER)
     api_key: str | None = declare(
         None,
-        Text(),
+        AnyText(),
         "key that clients must send; better given in the environment variable LOPA_API_KEY, which ps does not show",
-        group=Group.SERVER,
+        group=Section.SERVER,
         metavar="KEY",
         secret=True,
     )
@@ -96,20 +96,20 @@ class ServeConfig:
         (),
         Origins(),
         "origins whose web pages may call this server, e.g. https://example.org; *: all",
-        group=Group.SERVER,
+        group=Section.SERVER,
         default_text="pages from this machine (localhost, any port)",
     )
     root_path: str = declare(
-        "", UrlPath(), "path under which a proxy shows this server, e.g. /models", group=Group.SERVER
+        "", UrlPath(), "path under which a proxy shows this server, e.g. /models", group=Section.SERVER
     )
     max_body_size: int = declare(
-        2**20, Bytes(0), "largest body of a request, in bytes or e.g. 512KiB", group=Group.SERVER
+        2**20, Bytes(0), "largest body of a request, in bytes or e.g. 512KiB", group=Section.SERVER
     )
     request_timeout: float | None = declare(
         None,
         Number(0.001, DAY, unit="seconds"),
         "longest time that a request may take; then the client gets a 504",
-        group=Group.SERVER,
+        group=Section.SERVER,
         metavar="SECONDS",
         default_text="no limit",
     )
@@ -117,31 +117,31 @@ class ServeConfig:
         60.0,
         Number(2, DAY, unit="seconds"),
         "longest silence of the engine, e.g. during one step; then /health answers 503",
-        group=Group.SERVER,
+        group=Section.SERVER,
         metavar="SECONDS",
     )
     shutdown_timeout: float = declare(
         0.0,
         Number(0, DAY, unit="seconds"),
         "how long running requests may go on after Ctrl-C or SIGTERM before they are ended",
-        group=Group.SERVER,
+        group=Section.SERVER,
         metavar="SECONDS",
     )
     enable_log_requests: bool = declare(
-        False, Boolean(), "write the prompts and parameters of requests to the log", group=Group.SERVER
+        False, Boolean(), "write the prompts and parameters of requests to the log", group=Section.SERVER
     )
-    ssl_certfile: str | None = declare(None, Text(), "certificate in PEM format", group=Group.TLS, metavar="FILE")
+    ssl_certfile: str | None = declare(None, AnyText(), "certificate in PEM format", group=Section.TLS, metavar="FILE")
     ssl_keyfile: str | None = declare(
-        None, Text(), "private key of the certificate in PEM format", group=Group.TLS, metavar="FILE"
+        None, AnyText(), "private key of the certificate in PEM format", group=Section.TLS, metavar="FILE"
     )
     ssl_keyfile_password: str | None = declare(
-        None, Text(), "password of the private key", group=Group.TLS, metavar="PASSWORD", secret=True
+        None, AnyText(), "password of the private key", group=Section.TLS, metavar="PASSWORD", secret=True
     )
     ssl_ca_certs: str | None = declare(
         None,
-        Text(),
+        AnyText(),
         "certificates of the authorities that clients' own certificates are checked against",
-        group=Group.TLS,
+        group=Section.TLS,
         metavar="FILE",
     )
     decoding: Mapping[str, Any] = field(default_factory=dict)

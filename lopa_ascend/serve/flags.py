@@ -11,7 +11,7 @@ from typing import Any
 from lopa_ascend.config import DecodingParams, EngineConfig
 from lopa_ascend.config.kinds import Boolean, Bytes, Choice, exact_size
 from lopa_ascend.config.removed import instead_of
-from lopa_ascend.config.settings import Group, Setting, settings
+from lopa_ascend.config.settings import Section, Setting, settings
 from lopa_ascend.serve.config import ServeConfig
 
 
@@ -105,7 +105,7 @@ def add_flags(
         flags: by name.
         shown: names of the flags that --help shows; None: it shows all.
     """
-    for group in Group:
+    for group in Section:
         members = [flag for flag in flags.values() if flag.setting.group is group]
         if not members:
             continue
