@@ -224,7 +224,10 @@ keep_serving() {
         while kill -0 "$pid" 2>/dev/null; do # a signal has interrupted the wait
             wait "$pid" && status=0 || status=$?
         done
-        [[ -z $stopped ]] || exit "$status"
+        if [[ -n $stopped ]]; then # the server may have ended before the interrupted wait could see its status
+            wait "$pid" && status=0 || status=$?
+            exit "$status"
+        fi
         ((status && left-- > 0)) || exit "$status"
         echo "${0##*/}: the server on port ${flag[port]} has ended with status $status; starting it again" >&2
         pid=

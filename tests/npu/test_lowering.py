@@ -94,7 +94,8 @@ def test_a_whole_decode_step_copies_no_cache_and_no_weight() -> None:
     more = step.num_kernels - lowered_model(variant, 1).num_kernels - lowered_policy().num_kernels
     # Hidden states gathered and kept, states kept, what is told put together.
     assert more <= 12, step.kernels
-    assert COPIES & set(step.by_type) == {"TensorMove", "Transpose"}
+    # What branches have in common is broadcast where a branch is taken out of each sequence: some integers.
+    assert COPIES & set(step.by_type) == {"TensorMove", "Transpose", "BroadcastTo"}
     assert step.by_type["TensorMove"] == 1  # of the kept states, which are small
     assert step.by_type["Transpose"] == 1  # of the products by which branches are compared, B x B integers a sequence
 

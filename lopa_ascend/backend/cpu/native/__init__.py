@@ -6,6 +6,8 @@ Installing the project compiles them where there is a C++ compiler (``setup.py``
 
 from __future__ import annotations
 
+import torch
+
 from lopa_ascend.backend.cpu.native.kernels import find_kernels
 from lopa_ascend.backend.cpu.native.ops import NativeOps
 from lopa_ascend.backend.cpu.ops import CpuOps
@@ -14,7 +16,11 @@ from lopa_ascend.backend.cpu.ops import CpuOps
 def load_cpu_ops(*, packs_weights: bool = False) -> CpuOps:
     """The fastest ops that this processor and this installation have."""
     kernels = find_kernels()
-    return CpuOps(packs_weights=packs_weights) if kernels is None else NativeOps(kernels, packs_weights=packs_weights)
+    if kernels is None:
+        return CpuOps(packs_weights=packs_weights)
+    # With AMX torch multiplies faster; the two were not compared there.
+    has_amx = torch.cpu._is_amx_tile_supported()
+    return NativeOps(kernels, packs_weights=packs_weights, has_attention=not has_amx)
 
 
 __all__ = ["NativeOps", "find_kernels", "load_cpu_ops"]

@@ -43,13 +43,13 @@ class NativeOps(CpuOps):
     Args:
         kernels: of this processor.
         packs_weights: see ``CpuOps``.
+        has_attention: attention by the kernels too.
     """
 
-    def __init__(self, kernels: Kernels, *, packs_weights: bool = False):
+    def __init__(self, kernels: Kernels, *, packs_weights: bool = False, has_attention: bool = True):
         super().__init__(packs_weights=packs_weights)
         self._kernels = kernels
-        # With AMX torch multiplies faster; the two were not compared there.
-        self._has_attention = not torch.cpu._is_amx_tile_supported()
+        self._has_attention = has_attention
 
     def attention(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries) -> Tensor:
         tokens, heads, dim = q.shape
