@@ -17,7 +17,8 @@ from tests.judges.report import Options, Report
 @pytest.mark.parametrize(
     ("judge", "amount"),
     [
-        pytest.param(faults.judge, {"hostile": 0, "good": 12}, id="faults"),  # one of each kind
+        # One of each kind, some of which wait for time limits; test_serve_hostile.py has the costly ones.
+        pytest.param(faults.judge, {"hostile": 0, "good": 12}, id="faults", marks=pytest.mark.slow),
         pytest.param(faults.judge, {"hostile": 400, "good": 24}, id="more-faults", marks=pytest.mark.slow),
         pytest.param(fuzz.judge, {"fuzz_seconds": 120.0}, id="fuzz", marks=pytest.mark.slow),
         pytest.param(starve.judge, {}, id="starve", marks=pytest.mark.slow),
