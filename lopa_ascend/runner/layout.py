@@ -16,11 +16,11 @@ from lopa_ascend.backend.interface import Entries, Ops
 from lopa_ascend.kv.pages import PAGE_SIZE, PageTables, pages_for
 from lopa_ascend.model.base import ForwardInputs
 from lopa_ascend.parallel.placement import Indices, Share
-from lopa_ascend.types import RowPlan
+from lopa_ascend.types import SERVED, RowPlan
 
 BEFORE_WINDOW = -1
 """Stands for the position before the window in place of a token: the batch does not compute that position."""
-PREDICTED_BY = -1
+PREDICTED_BY = -SERVED.logit_shift
 """The hidden state at position q + PREDICTED_BY predicts position q."""
 
 Span = tuple[int, int, int, int]
@@ -152,7 +152,8 @@ def last_committing(share: Share) -> Indices:
 
 
 def _writes(share: Share, pages: PageTables) -> tuple[Indices, Indices]:
-    """Where the step writes keys and values.
+    """Where the step writes keys and values. This is the single-phase KV update: what a step commits goes to all slots
+    in the step itself.
 
     The slot of a row takes all positions of that row. A slot without a row takes what is the same for all slots: the
     committing positions or, with ``fills_all_slots``, all positions of the only row. With full attention it takes

@@ -108,4 +108,6 @@ def test_plans_are_consistent(setup: dict, seed: int) -> None:
             assert row.tokens[:shared] == anchor.tokens[:shared]
             assert plan.num_new <= shared or params.window_attention == "full" or row is anchor
             assert not any(MASK == t for t in row.tokens[: plan.num_new])
-        strategy.absorb(plan, answer(plan, seed, strategy.num_forwards), 0, 0)
+        branches = strategy.branches
+        record = strategy.absorb(plan, answer(plan, seed, strategy.num_forwards), 0, 0)
+        assert strategy.anchor == strategy.advance(branches[record.winner], record.fills)
