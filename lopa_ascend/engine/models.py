@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,7 +17,6 @@ from lopa_ascend.model.base import Model, SplitModel
 from lopa_ascend.model.plain import Build, build_module, tensors_of
 from lopa_ascend.model.registry import FUSED, check_model_type, find_fused, find_plain
 from lopa_ascend.parallel.collectives import Group
-from lopa_ascend.types import SERVED
 
 logger = logging.getLogger(__name__)
 
@@ -106,9 +105,6 @@ class SplitSource(ModelSource):
     """A model of an architecture in fused ops."""
 
     def __init__(self, path: Path, config: EngineConfig, architecture: type[SplitModel]):
-        for name, value in asdict(architecture.properties).items():
-            if value != getattr(SERVED, name):
-                raise ParameterError("model", f"{path} has {name} {value!r}, expected {getattr(SERVED, name)!r}")
         self._class, self._options = architecture, config
         self._checkpoint = found = checkpoint.open_checkpoint(path, architecture.architecture)
         self.config = found.config

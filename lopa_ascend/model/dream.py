@@ -21,7 +21,7 @@ from lopa_ascend.checkpoint import HEAD, Architecture, Row, Table
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.model.base import Caches, ForwardInputs
 from lopa_ascend.parallel.collectives import ALONE, Group
-from lopa_ascend.types import ModelProperties, Traffic
+from lopa_ascend.types import DREAM, Traffic
 
 _EMBEDDING, _UP = "model.embed_tokens.weight", "mlp.up_proj.weight"
 _ATTN_NORM, _MLP_NORM = "input_layernorm.weight", "post_attention_layernorm.weight"
@@ -58,9 +58,7 @@ class Dream:
     """One rank's part of a Dream; see ``model.base.SplitModel``."""
 
     architecture: ClassVar = Architecture("Dream", TENSORS.tensors)
-    properties: ClassVar = ModelProperties(
-        logit_shift=1, prompt_attention="full", block_grid="prompt_end", commit="next_pass"
-    )
+    properties: ClassVar = DREAM
 
     def __init__(
         self,

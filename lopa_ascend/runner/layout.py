@@ -16,11 +16,11 @@ from lopa_ascend.backend.interface import Entries, Ops
 from lopa_ascend.kv.pages import PAGE_SIZE, PageTables, pages_for
 from lopa_ascend.model.base import ForwardInputs
 from lopa_ascend.parallel.placement import Indices, Share
-from lopa_ascend.types import SERVED, RowPlan
+from lopa_ascend.types import DREAM, RowPlan
 
 BEFORE_WINDOW = -1
 """Stands for the position before the window in place of a token: the batch does not compute that position."""
-PREDICTED_BY = -SERVED.logit_shift
+PREDICTED_BY = -DREAM.logit_shift
 """The hidden state at position q + PREDICTED_BY predicts position q."""
 
 Span = tuple[int, int, int, int]

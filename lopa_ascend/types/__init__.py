@@ -1,13 +1,13 @@
 """The nouns that every room shares: plain data, without torch and without imports of ours."""
 
 from lopa_ascend.types.decode import BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord, winner_rank
-from lopa_ascend.types.model import SERVED, ModelProperties
+from lopa_ascend.types.model import DREAM, ModelProperties
 from lopa_ascend.types.output import Alternatives, GenerationOutput, Progress, Update
 from lopa_ascend.types.stats import EngineStats, GraphStats, RankReport, Traffic
 from lopa_ascend.types.step import KVShape, PageCopy, Scoring
 
 __all__ = [
-    "SERVED",
+    "DREAM",
     "Alternatives",
     "BranchRecord",
     "EngineStats",

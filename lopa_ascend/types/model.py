@@ -12,16 +12,15 @@ class ModelProperties:
 
     logit_shift: Literal[0, 1]
     """The logits at position q - logit_shift predict the token at q."""
-    prompt_attention: Literal["full", "block_causal", "causal"]
-    """What a position of the prompt sees: all of the prompt; the blocks up to its own, on a grid from position 0; the
-    positions up to its own."""
-    block_grid: Literal["prompt_end", "zero"]
-    """Where the first block begins: behind the prompt; at position 0, so that the first block to decode may begin with
-    the last tokens of the prompt."""
-    commit: Literal["next_pass", "own_pass"]
-    """What stores the keys and values of a block that is full: the next pass, beside its other work; a pass that does
-    nothing else."""
+    attention: Literal["full", "block_causal"]
+    """What a position saw in training. "full": all positions; blocks are counted from the prompt's end. "block_causal":
+    the blocks up to its own, on a grid from position 0, the prompt included. There the keys and values of final blocks
+    depend on nothing behind them, and the first block to decode may begin with the last tokens of the prompt."""
+
+    @property
+    def is_block_causal(self) -> bool:
+        return self.attention == "block_causal"
 
 
-SERVED = ModelProperties(logit_shift=1, prompt_attention="full", block_grid="prompt_end", commit="next_pass")
-"""What the engine can serve."""
+DREAM = ModelProperties(logit_shift=1, attention="full")
+"""The properties of Dream, and of a model in plain torch, which states none."""

@@ -16,7 +16,6 @@ from torch import Tensor
 from lopa_ascend import LLM, DecodingParams, checkpoint
 from lopa_ascend.checkpoint import HEAD, Architecture, CheckpointError, Row, Shard, Table, open_adapter, open_checkpoint
 from lopa_ascend.checkpoint.write import write_int8
-from lopa_ascend.config import ParameterError
 from lopa_ascend.config.engine import INT8_LAYERS
 from lopa_ascend.model import registry
 from lopa_ascend.model.dream import TENSORS, Dream
@@ -122,14 +121,6 @@ def test_an_adapter_changes_all_linear_layers_but_the_head(paths: tuple[Path, Pa
     deltas = open_adapter(adapter, expected).deltas
     assert len(deltas) == 2 * 7
     assert load(paths[1], lora=str(adapter)).keys() == load(paths[1]).keys()
-
-
-def test_properties_that_the_engine_does_not_serve_are_refused(
-    paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Renamed, "properties", replace(Dream.properties, logit_shift=0))
-    with pytest.raises(ParameterError, match="model: .* has logit_shift 0, expected 1"):
-        LLM(paths[1])
 
 
 def test_what_is_missing_is_named(paths: tuple[Path, Path]) -> None:

@@ -15,7 +15,7 @@ from lopa_ascend.graph.fusion.bind import bind_attend, bind_rows
 from lopa_ascend.graph.fusion.trace import Trace
 from lopa_ascend.model.base import Caches, ForwardInputs
 from lopa_ascend.parallel.collectives import ALONE
-from lopa_ascend.types import SERVED, Traffic
+from lopa_ascend.types import DREAM, Traffic
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class FusedModel:
         report: what was fused.
     """
 
-    properties: ClassVar = SERVED  # a model in plain torch states none
+    properties: ClassVar = DREAM
 
     def __init__(
         self, config: ModelConfig, graph: GraphModule, head: tuple[Tensor, Tensor | None], ops: Ops, report: Report
