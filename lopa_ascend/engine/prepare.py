@@ -21,6 +21,7 @@ from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.score.shards import MAX_OFFERED
 from lopa_ascend.text.special_ids import check_special_ids, end_token_ids
 from lopa_ascend.text.tokenizer_files import load_vocabulary
+from lopa_ascend.types import ModelProperties
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +148,9 @@ def choose_num_pages(config: EngineConfig, prepared: Prepared, model: Model, pag
     return max(1, min(useful, affordable))
 
 
-def request_limits(config: EngineConfig, prepared: Prepared, model: ModelConfig, num_pages: int) -> Limits:
+def request_limits(
+    config: EngineConfig, prepared: Prepared, properties: ModelProperties, model: ModelConfig, num_pages: int
+) -> Limits:
     """What a request may ask of the engine."""
     return Limits(
         vocab_size=model.vocab_size,
@@ -162,4 +165,5 @@ def request_limits(config: EngineConfig, prepared: Prepared, model: ModelConfig,
         graph_mode=config.graph_mode,
         num_token_ids=prepared.num_token_ids,
         eos_token_ids=model.eos_token_ids,
+        properties=properties,
     )

@@ -333,6 +333,6 @@ def expected_writes(plan: SequencePlan, pages: torch.Tensor, shared: int, size: 
         return {}
     tables = PageTables(PageAllocator(0), 0)
     tables.by_slot, tables.num_shared_pages = pages.tolist(), shared
-    batch = build_batch([(share, tables)], CpuOps())
+    batch = build_batch([(share, tables)], CpuOps(), 1)
     positions, tokens = batch.positions[batch.source], batch.tokens[batch.source]
     return dict(zip(batch.slot_mapping.tolist(), zip(positions.tolist(), tokens.tolist(), strict=True), strict=True))
