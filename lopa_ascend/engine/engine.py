@@ -85,7 +85,7 @@ class Engine:
         self._linear = prepared.ops.settle(matrices)
         pool, page_bytes = self._make_pool(model, prepared)
         self.kv_cache_memory = pool.num_pages * page_bytes
-        self.limits = request_limits(config, prepared, model.properties, self.model_config, pool.num_pages)
+        self.limits = request_limits(config, prepared, self.model_config, pool.num_pages)
         self.runner = self._make_runner(model, pool, prepared)
         prefix_cache = PrefixCache(pool.allocator) if config.enable_prefix_caching else None
         # Not a method: the scheduler must not refer to the engine, so that an engine that is not used any more frees

@@ -21,7 +21,6 @@ from lopa_ascend.parallel.mesh import Mesh
 from lopa_ascend.score.shards import MAX_OFFERED
 from lopa_ascend.text.special_ids import check_special_ids, end_token_ids
 from lopa_ascend.text.tokenizer_files import load_vocabulary
-from lopa_ascend.types import ModelProperties
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +88,8 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
     graph_plan = None
     if config.graph_mode != "eager":
         identity = model_source.identity, max_model_len, num_token_ids, mesh.tp.rank, mesh.bp.rank
-        graph_plan = plan_graphs(config, identity, max_model_len, max_num_batched_tokens)
+        logit_shift = model_source.properties.logit_shift
+        graph_plan = plan_graphs(config, identity, logit_shift, max_model_len, max_num_batched_tokens)
     return Prepared(model_source, ops, num_token_ids, eos_token_ids, max_model_len, max_num_batched_tokens, graph_plan)
 
 
@@ -148,9 +148,7 @@ def choose_num_pages(config: EngineConfig, prepared: Prepared, model: Model, pag
     return max(1, min(useful, affordable))
 
 
-def request_limits(
-    config: EngineConfig, prepared: Prepared, properties: ModelProperties, model: ModelConfig, num_pages: int
-) -> Limits:
+def request_limits(config: EngineConfig, prepared: Prepared, model: ModelConfig, num_pages: int) -> Limits:
     """What a request may ask of the engine."""
     return Limits(
         vocab_size=model.vocab_size,
@@ -165,5 +163,5 @@ def request_limits(
         graph_mode=config.graph_mode,
         num_token_ids=prepared.num_token_ids,
         eos_token_ids=model.eos_token_ids,
-        properties=properties,
+        properties=prepared.model_source.properties,
     )
