@@ -1,7 +1,8 @@
-"""Dream, a Qwen2-like decoder, written in fused ops. Dream-7B and DiffuCoder-7B have this architecture.
+"""A decoder like Qwen2 or Qwen3 in fused ops: the forward pass that the architectures of this package share.
 
-TENSORS lists the weights. Any of the four linear layers of a layer may be int8; it then has a ``weight_scale`` of each
-output beside its ``weight``, and its activations are quantised when it runs.
+An architecture lists its weights; which of them there are decides what a layer computes: biases, or norms of queries
+and keys. Any of the four linear layers of a layer may be int8; it then has a ``weight_scale`` of each output beside its
+``weight``, and its activations are quantised when it runs.
 
 Under tensor parallelism a rank holds its heads of qkv, the matching columns of o, its part of the MLP, and its part of
 the LM head, padded to the same size on every rank. The ranks sum twice a layer, after o and after down. Each holds the
@@ -17,48 +18,21 @@ import torch
 from torch import Tensor
 
 from lopa_ascend.backend.interface import Ops
-from lopa_ascend.checkpoint import HEAD, Architecture, Row, Table
+from lopa_ascend.checkpoint import Architecture
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.model.base import Caches, ForwardInputs
 from lopa_ascend.parallel.collectives import ALONE, Group
-from lopa_ascend.types import DREAM, Traffic
-
-_EMBEDDING, _UP = "model.embed_tokens.weight", "mlp.up_proj.weight"
-_ATTN_NORM, _MLP_NORM = "input_layernorm.weight", "post_attention_layernorm.weight"
-TENSORS = Table(
-    before=(Row(_EMBEDDING, "embed.weight", ("vocab", "hidden")),),
-    layers="model.layers",
-    layer=(
-        Row(_ATTN_NORM, "attn_norm.weight", ("hidden",)),
-        Row("self_attn.q_proj.weight", "qkv.weight", ("heads", "hidden"), "heads", "qkv_proj", _ATTN_NORM),
-        Row("self_attn.k_proj.weight", "qkv.weight", ("kv_heads", "hidden"), "kv_heads", "qkv_proj", _ATTN_NORM),
-        Row("self_attn.v_proj.weight", "qkv.weight", ("kv_heads", "hidden"), "kv_heads", "qkv_proj", _ATTN_NORM),
-        Row("self_attn.q_proj.bias", "qkv.bias", ("heads",), "heads", flag="attention_bias"),
-        Row("self_attn.k_proj.bias", "qkv.bias", ("kv_heads",), "kv_heads", flag="attention_bias"),
-        Row("self_attn.v_proj.bias", "qkv.bias", ("kv_heads",), "kv_heads", flag="attention_bias"),
-        # No source: its input is left as it is: an average of values, in which outliers are rare.
-        Row("self_attn.o_proj.weight", "o.weight", ("hidden", "heads"), "heads", "o_proj"),
-        Row(_MLP_NORM, "mlp_norm.weight", ("hidden",)),
-        Row("mlp.gate_proj.weight", "gate_up.weight", ("inner", "hidden"), "inner", "gate_up_proj", _MLP_NORM),
-        Row(_UP, "gate_up.weight", ("inner", "hidden"), "inner", "gate_up_proj", _MLP_NORM),
-        Row("mlp.down_proj.weight", "down.weight", ("hidden", "inner"), "inner", "down_proj", _UP),
-    ),
-    after=(
-        Row("model.norm.weight", "norm.weight", ("hidden",)),
-        Row("lm_head.weight", "head.weight", ("vocab", "hidden"), "vocab", HEAD, tied_to=_EMBEDDING),
-    ),
-)
-"""The tensors of a checkpoint, and how this class has them."""
+from lopa_ascend.types import ModelProperties, Traffic
 
 Rows = Tensor | tuple[Tensor, Tensor]
 """Activations [T, in], or their int8 codes [T, in] and scales, float32 [T]."""
 
 
-class Dream:
-    """One rank's part of a Dream; see ``model.base.SplitModel``."""
+class Decoder:
+    """One rank's part of a model; see ``model.base.SplitModel``. An architecture derives from it, and names itself."""
 
-    architecture: ClassVar = Architecture("Dream", TENSORS.tensors)
-    properties: ClassVar = DREAM
+    architecture: ClassVar[Architecture]
+    properties: ClassVar[ModelProperties]
 
     def __init__(
         self,
@@ -77,24 +51,30 @@ class Dream:
         own: dict[str, Tensor] = {}
         for name in list(weights):
             weight = weights.pop(name)
+            if name.endswith(".o.bias") and tp.rank:
+                weight.zero_()  # the ranks sum what they compute: one of them adds the bias
             own[name] = ops.packed(ops.stored(weight)) if name in linears else weight
         embed = own["embed.weight"]
         self.weights: Mapping[str, Tensor] = own
+        self._norms_heads = "layers.0.q_norm.weight" in own
         is_tied = config.tie_word_embeddings
         self.head = ops.packed(ops.stored(tied_head(embed, tp, shard))) if is_tied else own["head.weight"]
         self._rope_tables = self._make_rope_tables(num_positions or config.max_position_embeddings, embed)
 
     def _make_rope_tables(self, num_positions: int, embed: Tensor) -> Tensor:
-        """Cosines and sines [2, positions, heads + 2 * kv_heads, ...] of ``Ops.rope``, on the embedding's device.
+        """Cosines and sines of ``Ops.rope`` on the embedding's device, [2, positions, heads + 2 * kv_heads, ...], or
+        [2, positions, 1, ...] if queries and keys are normed.
 
-        v is rotated by an angle of 0: one kernel for q, k and v costs less than one for q and one for k. The tables
-        have a row for each head, so that a step takes its rows with one kernel.
+        Otherwise v is rotated by an angle of 0: one kernel for q, k and v costs less than one for q and one for k. The
+        tables have a row for each head, so that a step takes its rows with one kernel.
         """
         head_dim, device = self.config.head_dim, embed.device
         positions = torch.arange(num_positions, dtype=torch.float32, device=device)
         even_dims = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
         angles = torch.outer(positions, self.config.rope_theta ** -(even_dims / head_dim))
         tables = torch.stack(self.ops.rope_tables(angles.cos(), angles.sin(), embed.dtype))
+        if self._norms_heads:
+            return tables
         head = torch.arange(self.num_heads + 2 * self.num_kv_heads, device=device)
         is_value_head = head >= self.num_heads + self.num_kv_heads
         no_angle = torch.tensor([1.0, 0.0], dtype=embed.dtype, device=device)  # cos, sin
@@ -126,9 +106,14 @@ class Dream:
 
     def _attention_inputs(self, x: Rows, layer: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [T, heads, head_dim] of a layer, with their positions in them."""
-        qkv = self._linear(x, layer + "qkv").view(-1, self.num_heads + 2 * self.num_kv_heads, self.config.head_dim)
-        q, k, v = self.ops.rope(qkv, cos, sin).split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
-        return q, k, v
+        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        qkv = self._linear(x, layer + "qkv").view(-1, sum(heads), self.config.head_dim)
+        if not self._norms_heads:
+            q, k, v = self.ops.rope(qkv, cos, sin).split(heads, 1)
+            return q, k, v
+        q, k, v = qkv.split(heads, 1)
+        q_weight, k_weight = (self.weights[f"{layer}{name}_norm.weight"] for name in "qk")
+        return *self.ops.norm_rope(q, k, q_weight, k_weight, self.config.rms_norm_eps, cos, sin), v
 
     def _norm(self, x: Tensor, norm: str, reader: str) -> Rows:
         """A norm of x, as the linear layer ``reader`` takes it."""
