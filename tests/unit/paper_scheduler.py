@@ -102,7 +102,7 @@ class Paper:
             assert self.pages[table[number]][first:last] == [(whose, number)] * (last - first)
 
     def begin(self, request: Request, page_tables: PageTables, entry: PrefixEntry | None) -> Sequence:
-        num_cached = 0 if entry is None else len(request.prompt)
+        num_cached = 0 if entry is None else entry.num_positions
         strategy = begin(request.prompt, request.params, 999, frozenset(), num_cached)
         sequence = Sequence(request, strategy, Scoring("max_prob", 999, 999), page_tables, num_cached)
         self.ask(sequence, num_cached)
