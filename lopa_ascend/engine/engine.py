@@ -209,7 +209,8 @@ class Engine:
             params = self.runner.graphs.with_fixed_branches(params, params.eos_ids_or(self.model_config.eos_token_ids))
         if params.is_random and params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(SEED_BITS))
-        self.scheduler.add(Request(request_id, tuple(prompt), params, trace))
+        properties = self.runner.model.properties
+        self.scheduler.add(Request(request_id, tuple(prompt), params, trace, properties))
         if self._leader is not None:
             self._leader.outbox.append(Generate(request_id, list(prompt), params, trace))
 
@@ -442,11 +443,11 @@ def start_sequence(
     """
     eos = request.params.eos_ids_or(model.eos_token_ids)
     num_cached = 0 if entry is None else entry.num_positions
-    words = banned_ids(request.params)
+    words, properties = banned_ids(request.params), request.properties
     assert len(words) == len(request.params.bad_words), "the engine knows no text"
     sequence = Sequence(
         request=request,
-        strategy=begin(request.prompt, request.params, model.mask_token_id, frozenset(eos), num_cached),
+        strategy=begin(request.prompt, request.params, model.mask_token_id, frozenset(eos), num_cached, properties),
         scoring=_scoring(request, model.mask_token_id, num_token_ids, eos),
         page_tables=page_tables,
         bad_words=BadWords(words, model.mask_token_id) if words else None,

@@ -103,7 +103,7 @@ class Paper:
 
     def begin(self, request: Request, page_tables: PageTables, entry: PrefixEntry | None) -> Sequence:
         num_cached = 0 if entry is None else entry.num_positions
-        strategy = begin(request.prompt, request.params, 999, frozenset(), num_cached)
+        strategy = begin(request.prompt, request.params, 999, frozenset(), num_cached, request.properties)
         sequence = Sequence(request, strategy, Scoring("max_prob", 999, 999), page_tables, num_cached)
         self.ask(sequence, num_cached)
         return sequence
