@@ -47,6 +47,15 @@ class Request:
         branch has keys and values of its own for the prompt too."""
         return self.origin if self.params.is_pipelined else 0
 
+    @property
+    def num_reusable(self) -> int:
+        """Positions of the prompt whose keys and values may come from the prefix cache. If the first block to decode
+        begins behind the prompt, the prompt's last block predicts its first position, so that block is computed."""
+        in_last_block = (
+            self.properties.is_block_causal and self.properties.logit_shift and self.origin == len(self.prompt)
+        )
+        return self.origin - self.params.block_size if in_last_block else self.origin
+
 
 @dataclass(eq=False)
 class Sequence:

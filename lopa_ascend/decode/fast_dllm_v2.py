@@ -32,7 +32,7 @@ class FastDllmV2(D2F):
         num_known = max(1, len(self.prompt) - block.start)
         if block.filled <= num_known or begin in masked:  # a pass over the whole block comes first
             return plan
-        tokens = self.anchor.tokens[begin - self.anchor.first : end - self.anchor.first]
+        tokens = (*self.prompt, *self.anchor.tokens)[begin:end]
         in_sub_block = tuple(position for position in masked if position < end)
         row = RowPlan(begin, tokens, begin, (end,), in_sub_block, stale_end=block.end)
         return replace(plan, start=begin, rows=(row,))

@@ -32,7 +32,7 @@ from lopa_ascend.engine.scheduler import Scheduler
 from lopa_ascend.graph.setup import build_executor
 from lopa_ascend.kv.pages import PageTables
 from lopa_ascend.kv.pool import KVPool
-from lopa_ascend.kv.prefix_cache import PrefixCache, PrefixEntry
+from lopa_ascend.kv.prefix_cache import BlockPrefixCache, PrefixCache, PrefixEntry
 from lopa_ascend.model.base import Model
 from lopa_ascend.parallel.collectives import RankError
 from lopa_ascend.parallel.mesh import Mesh
@@ -87,7 +87,8 @@ class Engine:
         self.kv_cache_memory = pool.num_pages * page_bytes
         self.limits = request_limits(config, prepared, self.model_config, pool.num_pages)
         self.runner = self._make_runner(model, pool, prepared)
-        prefix_cache = PrefixCache(pool.allocator) if config.enable_prefix_caching else None
+        cache = BlockPrefixCache if model.properties.is_block_causal else PrefixCache
+        prefix_cache = cache(pool.allocator) if config.enable_prefix_caching else None
         # Not a method: the scheduler must not refer to the engine, so that an engine that is not used any more frees
         # its pages at once.
         start = partial(start_sequence, self.runner, self.model_config, prepared.num_token_ids)
@@ -441,7 +442,7 @@ def start_sequence(
         num_token_ids: token ids from this one on do not exist in the tokenizer.
     """
     eos = request.params.eos_ids_or(model.eos_token_ids)
-    num_cached = 0 if entry is None else len(request.prompt)
+    num_cached = 0 if entry is None else entry.num_positions
     words, properties = banned_ids(request.params), request.properties
     assert len(words) == len(request.params.bad_words), "the engine knows no text"
     sequence = Sequence(
