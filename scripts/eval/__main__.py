@@ -12,6 +12,7 @@ SUBCOMMANDS = {
     "tasks": "scores of a model on published tasks, through lm-eval",
     "paper-tables": "a table of the LoPA paper, with our numbers beside the published ones",
     "quantize": "writes a checkpoint in W8A8",
+    "make-checkpoint": "writes a random checkpoint of a family, to try it without its weights",
 }
 """What each one does; the module of the same name has a function ``main``, which takes the arguments."""
 
