@@ -12,7 +12,7 @@ from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.bad_words import BadWords
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.kv.pages import PAGE_SIZE, PageTables, worst_case
-from lopa_ascend.types import PageCopy, Scoring, SequencePlan, StepRecord
+from lopa_ascend.types import DREAM, ModelProperties, PageCopy, Scoring, SequencePlan, StepRecord
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,17 +28,33 @@ class Request:
     params: DecodingParams
     trace: bool = False
     """Updates carry a record of each forward pass."""
+    properties: ModelProperties = DREAM
+    """The model's."""
+
+    @property
+    def origin(self) -> int:
+        """See ``ModelProperties.origin``."""
+        return self.properties.origin(len(self.prompt), self.params.block_size)
 
     @property
     def limit(self) -> int:
         """The most positions that the sequence can have: prompt and canvas."""
-        return len(self.prompt) + self.params.max_new_tokens
+        return self.properties.limit(len(self.prompt), self.params.max_new_tokens, self.params.block_size)
 
     @property
     def num_shared_positions(self) -> int:
         """Positions of the prompt that all slots share: one row computes and commits them. On a whole canvas each
         branch has keys and values of its own for the prompt too."""
-        return len(self.prompt) if self.params.is_pipelined else 0
+        return self.origin if self.params.is_pipelined else 0
+
+    @property
+    def num_reusable(self) -> int:
+        """Positions of the prompt whose keys and values may come from the prefix cache. If the first block to decode
+        begins behind the prompt, the prompt's last block predicts its first position, so that block is computed."""
+        in_last_block = (
+            self.properties.is_block_causal and self.properties.logit_shift and self.origin == len(self.prompt)
+        )
+        return self.origin - self.params.block_size if in_last_block else self.origin
 
 
 @dataclass(eq=False)
@@ -51,7 +67,7 @@ class Sequence:
     scoring: Scoring
     page_tables: PageTables
     num_cached: int = 0
-    """Positions of the prompt whose keys and values came from the prefix cache: all or none."""
+    """Positions of the prompt whose keys and values came from the prefix cache."""
     last_hidden: Tensor | None = None
     """Normed hidden state [hidden] of the last committed position, which predicts the first position of the window."""
     bad_words: BadWords | None = None

@@ -26,7 +26,7 @@ class NearFirst(Lopa):
             here = [fill for fill in predicted if block.start <= fill.position < block.end]
             accepted = [fill for fill in here if fill.max_prob > self._threshold(fill.position - here[0].position)]
             if here and not accepted and block.activated:
-                accepted = [most_confident(here)]
+                accepted = most_confident(here)
                 fallbacks += 1
             chosen += accepted
         return chosen, fallbacks

@@ -90,8 +90,10 @@ class Rule:
         return tuple(name for name in DECODINGS if self._needed({"decoding": name, "base": "d2f"}) in self.choices)
 
 
-BY_BLOCKS = ("d2f", "parallel", "fast_dllm")
+BY_BLOCKS = ("d2f", "parallel", "fast_dllm", "fast_dllm_v2")
 """Decodings that fill blocks by an acceptance rule."""
+COMMITTING = ("d2f", "fast_dllm_v2")
+"""Decodings that commit keys and values behind a window of blocks."""
 RULES = (
     Rule("num_branches", LIKE, ("lopa",), free=(0,)),
     Rule("base", "decoding", ("lopa",)),
@@ -100,9 +102,14 @@ RULES = (
     Rule("branch_acceptance", "temperature", (0,), free=("verified",)),  # a draw depends on the number of its pass
     Rule("lookahead_depth", "branch_acceptance", tuple(name for name in BRANCH_ACCEPTANCES if name != "published")),
     Rule("max_active_blocks", FILLER, ("d2f",)),
-    Rule("window_attention", FILLER, ("d2f",), free=("full",)),  # all others see the whole canvas
+    Rule("window_attention", FILLER, COMMITTING, free=("full",)),  # all others see the whole canvas
+    Rule("denoising_steps", FILLER, ("d2f",)),
+    Rule("denoising_steps", "branch_acceptance", ("published",)),  # a pass that a branch saves would be counted
+    Rule("sub_block_size", FILLER, ("fast_dllm_v2",)),
+    Rule("sub_block_cache", "decoding", ("fast_dllm_v2",)),
     Rule("acceptance", FILLER, BY_BLOCKS),
     Rule("confidence", FILLER, BY_BLOCKS),
+    Rule("acceptance", FILLER, ("d2f",), free=("factor",)),  # "sequential" needs a number of positions to fill
     Rule("block_cache", FILLER, ("fast_dllm",)),
     Rule("steps", FILLER, ("vanilla",)),
     Rule("alg", FILLER, ("vanilla",)),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lopa_ascend.config.combinations import check_combinations, filled_by
+from lopa_ascend.config.combinations import COMMITTING, check_combinations, filled_by
 from lopa_ascend.config.decodings import PIPELINED, all_own_parameters, built_in_like, checked_own, needed_confidence
 from lopa_ascend.config.files import ConfigError, read_json_object, shown
 from lopa_ascend.config.kinds import AUTO
@@ -72,7 +72,7 @@ class DecodingParams(ResearchParams, UsualParams):
     def is_pipelined(self) -> bool:
         """Whether a window of blocks moves over the canvas and commits keys and values behind it. If not, the whole
         canvas is there from the beginning, and keys and values are computed again."""
-        return filled_by(self.decoding, self.base) == "d2f"
+        return filled_by(self.decoding, self.base) in COMMITTING
 
     @property
     def eager_parameter(self) -> str | None:

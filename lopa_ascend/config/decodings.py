@@ -15,7 +15,7 @@ from typing import Any
 from lopa_ascend.config.kinds import Choice
 from lopa_ascend.config.settings import ParameterError, check_settings, settings
 
-DECODINGS = ("lopa", "d2f", "parallel", "vanilla", "fast_dllm")
+DECODINGS = ("lopa", "d2f", "parallel", "vanilla", "fast_dllm", "fast_dllm_v2")
 """The built-in ones."""
 PIPELINED = ("lopa", "d2f")
 """The built-in ones that compiled steps decode: their window of blocks moves over the canvas."""

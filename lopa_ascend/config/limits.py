@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import chain
 
+from lopa_ascend.config.combinations import filled_by, listed
 from lopa_ascend.config.decoding import DecodingParams, banned_ids
+from lopa_ascend.config.decodings import known_decodings
 from lopa_ascend.config.engine import check_window_attention
+from lopa_ascend.config.parameters import BASES
 from lopa_ascend.config.settings import ContextLengthError, ParameterError, context_length
 from lopa_ascend.kv.pages import slots_for, worst_case
+from lopa_ascend.types import DREAM, ModelProperties
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,8 @@ class Limits:
     """Token ids from this one on do not exist in the tokenizer and are never generated; None: all exist."""
     eos_token_ids: tuple[int, ...] = ()
     """The model's own, for requests that set none."""
+    properties: ModelProperties = DREAM
+    """The model's."""
 
     def num_slots(self, params: DecodingParams) -> int:
         """Slots that a request has in each group of ranks."""
@@ -69,6 +75,7 @@ class Limits:
         Raises:
             ParameterError: the request does not fit; ``param`` names the field, and the message has the numbers.
         """
+        self._check_decoding(params)
         self._check_length(prompt_tokens, params)
         if params.lookaheads > self.max_num_branches:
             message = f"{params.lookaheads} exceeds this server's max_num_branches {self.max_num_branches}"
@@ -82,11 +89,39 @@ class Limits:
         self._check_branches(prompt_tokens, params)
         self.check_token_ids(params)
 
+    def room(self, prompt_tokens: int, block_size: int) -> int:
+        """The most tokens that can follow a prompt."""
+        return self.properties.room(self.max_model_len, prompt_tokens, block_size)
+
+    def _check_decoding(self, params: DecodingParams) -> None:
+        """Refuses a decoding that the model was not trained for."""
+        properties = self.properties
+        what = "which attends to all positions"
+        if properties.is_block_causal:
+            what = f"which is block-causal and predicts {'the next' if properties.logit_shift else 'each'} position"
+            if params.window_attention != "block_causal" and params.is_pipelined:
+                message = f'"{params.window_attention}" does not go with this model, {what}; use "block_causal"'
+                raise ParameterError("window_attention", message)
+        if self._decodes(filled_by(params.decoding, params.base)):
+            return
+        if params.decoding == "lopa":
+            name, value, choices = "base", params.base, tuple(base for base in BASES if self._decodes(base))
+        else:
+            name, value = "decoding", params.decoding
+            choices = tuple(other for other in known_decodings() if self._decodes(filled_by(other, "d2f")))
+        raise ParameterError(name, f'"{value}" does not go with this model, {what}; use {listed(choices)}')
+
+    def _decodes(self, filler: str) -> bool:
+        """Whether the model can fill positions by the rules of a built-in decoding."""
+        if not self.properties.is_block_causal:
+            return filler != "fast_dllm_v2"
+        return filler == "d2f" or (filler == "fast_dllm_v2" and self.properties.logit_shift == 1)
+
     def _check_length(self, prompt_tokens: int, params: DecodingParams) -> None:
         """Refuses a request whose prompt and answer together are longer than ``max_model_len``."""
         if prompt_tokens < 1:
             raise ParameterError("prompt", "must not be empty")
-        room = self.max_model_len - prompt_tokens
+        room = self.room(prompt_tokens, params.block_size)
         if room < 1:
             raise ContextLengthError("prompt", f"has {prompt_tokens} tokens; {context_length(self.max_model_len)}")
         if params.max_new_tokens > room:
@@ -100,7 +135,7 @@ class Limits:
         """Refuses a request whose first step would compute more tokens than ``max_num_batched_tokens``: the prompt, and
         the first block or the whole canvas."""
         if params.is_pipelined:
-            name, what, num_opened = "block_size", "first block", min(params.block_size, params.max_new_tokens)
+            name, what, num_opened = "block_size", "first block", self._first_window(params)
         else:
             decoding = f'decoding "{params.decoding}"' if params.base == "d2f" else f'base "{params.base}"'
             name, what, num_opened = "max_new_tokens", f"canvas that {decoding} computes whole", params.max_new_tokens
@@ -111,12 +146,16 @@ class Limits:
             )
             raise ParameterError("prompt" if num_opened < self.max_num_batched_tokens else name, message)
 
+    def _first_window(self, params: DecodingParams) -> int:
+        """The most generated positions of the first block."""
+        return self.properties.limit(0, min(params.block_size, params.max_new_tokens), params.block_size)
+
     def _check_branches(self, prompt_tokens: int, params: DecodingParams) -> None:
         """Refuses branches that one step cannot compute together even while windows are smallest. As windows grow, a
         step has as many of the branches as ``max_branches`` allows."""
         if params.is_auto:
             return
-        sizes, window = f"block_size {params.block_size}", min(params.block_size, params.max_new_tokens)
+        sizes, window = f"block_size {params.block_size}", self._first_window(params)
         if params.base == "parallel":
             sizes = f"a prompt of {prompt_tokens} tokens and max_new_tokens {params.max_new_tokens}"
             window = prompt_tokens + params.max_new_tokens
@@ -130,8 +169,10 @@ class Limits:
 
     def _check_pages(self, prompt_tokens: int, params: DecodingParams) -> None:
         """Refuses a request that can need more KV pages than the engine has."""
-        num_shared_positions = prompt_tokens if params.is_pipelined else 0
-        pages = worst_case(prompt_tokens + params.max_new_tokens, self.num_slots(params), num_shared_positions)
+        size, longest = params.block_size, params.max_new_tokens
+        num_shared_positions = self.properties.origin(prompt_tokens, size) if params.is_pipelined else 0
+        limit = self.properties.limit(prompt_tokens, longest, size)
+        pages = worst_case(limit, self.num_slots(params), num_shared_positions)
         if pages > self.num_pages:
             message = (
                 f"{1 + params.lookaheads} branches of {prompt_tokens} + {params.max_new_tokens} positions can need "

@@ -27,11 +27,11 @@ AUTO_REQUESTS = 2
 die, three drafts make two requests 1.2 times as fast, and three requests slower."""
 MIN_TEMPERATURE = 0.01
 """Lower temperatures count as 0: logits divided by them leave the range of float32."""
-ACCEPTANCES = ("threshold", "factor")
+ACCEPTANCES = ("threshold", "factor", "sequential")
 CONFIDENCES = ("max_prob", "margin", "neg_entropy")
 ALGS = {"origin": "max_prob", "maskgit_plus": "max_prob", "topk_margin": "margin", "entropy": "neg_entropy"}
 """Dream's names for the ways to choose positions, and the confidence of each."""
-BASES = ("d2f", "parallel", "fast_dllm")
+BASES = ("d2f", "parallel", "fast_dllm", "fast_dllm_v2")
 BLOCK_CACHES = ("prefix", "dual")
 BRANCH_ACCEPTANCES = ("published", "verified", "exact")
 BRANCH_SCORES = ("mean", "tail", "window")
@@ -50,7 +50,7 @@ class UsualParams:
         '"lopa": an anchor branch and lookahead branches; "d2f": the anchor branch alone; "parallel": block after '
         'block of a canvas that is computed whole in every forward pass; "vanilla": Dream\'s own, a fixed '
         'number of steps over the whole canvas; "fast_dllm": as "parallel", with keys and values that are computed '
-        "once a block",
+        'once a block; "fast_dllm_v2": block after block, by sub-blocks, for models of that family',
         graphs=GraphSupport.PIPELINED,
     )
     num_branches: int | str = parameter(
@@ -210,7 +210,8 @@ class ResearchParams:
         "threshold",
         Choice(ACCEPTANCES),
         'which positions of a block are filled together: "threshold": all above `tau_conf`; "factor": the most '
-        "probable ones, as many as `acceptance_factor` allows, whatever `tau_conf` is",
+        'probable ones, as many as `acceptance_factor` allows, whatever `tau_conf` is; "sequential": the first '
+        "ones, as many as a pass must fill",
         group=Section.RESEARCH,
         graphs=GraphSupport.DEFAULT,
     )
@@ -218,6 +219,27 @@ class ResearchParams:
         1.0,
         Number(0, 1000),
         'bound of `acceptance` "factor"; higher is faster and less accurate',
+        group=Section.RESEARCH,
+    )
+    denoising_steps: int | None = parameter(
+        None,
+        Integer(1, 4096),
+        "passes in which a block is filled at the latest: each fills at least its share of the block",
+        group=Section.RESEARCH,
+        default_text="as many as the block has positions",
+        graphs=GraphSupport.DEFAULT,
+    )
+    sub_block_size: int = parameter(
+        8,
+        Integer(1, 4096),
+        'positions that "fast_dllm_v2" fills before it goes on to the right',
+        group=Section.RESEARCH,
+    )
+    sub_block_cache: bool = parameter(
+        False,
+        Boolean(),
+        'compute the current sub-block of "fast_dllm_v2" alone, beside stale keys and values of its block; this '
+        "changes answers",
         group=Section.RESEARCH,
     )
     steps: int | None = parameter(

@@ -13,10 +13,12 @@ from lopa_ascend.config import DecodingParams, add_decoding, find_decoding
 from lopa_ascend.decode.canvas import Parallel
 from lopa_ascend.decode.d2f import D2F
 from lopa_ascend.decode.fast_dllm import FastDllm
-from lopa_ascend.decode.lopa import Lopa, LopaFastDllm, LopaParallel
+from lopa_ascend.decode.fast_dllm_v2 import FastDllmV2
+from lopa_ascend.decode.lopa import Lopa, LopaFastDllm, LopaFastDllmV2, LopaParallel
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.decode.vanilla import Vanilla
 from lopa_ascend.decode.verified import ExactLopa, VerifiedLopa
+from lopa_ascend.types import DREAM, ModelProperties
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "lopa": Lopa,
@@ -24,16 +26,26 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "parallel": Parallel,
     "vanilla": Vanilla,
     "fast_dllm": FastDllm,
+    "fast_dllm_v2": FastDllmV2,
 }
 """By ``DecodingParams.decoding``."""
 BRANCH_ACCEPTANCES: dict[str, type[Lopa]] = {"published": Lopa, "verified": VerifiedLopa, "exact": ExactLopa}
 """What decodes as "lopa" over "d2f", by ``DecodingParams.branch_acceptance``."""
-LOPA_OVER: dict[str, type[Strategy]] = {"parallel": LopaParallel, "fast_dllm": LopaFastDllm}
+LOPA_OVER: dict[str, type[Strategy]] = {
+    "parallel": LopaParallel,
+    "fast_dllm": LopaFastDllm,
+    "fast_dllm_v2": LopaFastDllmV2,
+}
 """What decodes as "lopa" over other decodings, by ``DecodingParams.base``."""
 
 
 def begin(
-    prompt: Sequence[int], params: DecodingParams, mask: int, eos: frozenset[int], num_committed: int = 0
+    prompt: Sequence[int],
+    params: DecodingParams,
+    mask: int,
+    eos: frozenset[int],
+    num_committed: int = 0,
+    properties: ModelProperties = DREAM,
 ) -> Strategy:
     """The strategy that ``params`` names, at the start of a sequence; for the arguments see ``Strategy``."""
     strategy: type[Strategy] | None
@@ -44,7 +56,7 @@ def begin(
     else:
         strategy = LOPA_OVER[params.base]
     assert strategy is not None, "DecodingParams checks the name"
-    return strategy(prompt, params, mask, eos, num_committed)
+    return strategy(prompt, params, mask, eos, num_committed, properties)
 
 
 def register_decoding(name: str, strategy: type[Strategy]) -> None:

@@ -9,6 +9,7 @@ With c_1 >= c_2 >= ... the probabilities of the ranked predictions:
 - "threshold", of D2F (arXiv 2508.09192) and Fast-dLLM (arXiv 2505.22618): c_n > tau_conf.
 - "factor", of Fast-dLLM: (n + 1) (1 - c_n) < acceptance_factor. The more positions are filled together, the surer
   each must be.
+- "sequential", of SDAR (arXiv 2510.06303): none, so that a block fills its first masks, as many as it must.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def factor(params: DecodingParams) -> Rule:
 RULES: dict[str, Callable[[DecodingParams], Rule]] = {
     "threshold": threshold,
     "factor": factor,
+    "sequential": lambda params: lambda predictions: [],
 }
 
 
@@ -57,10 +59,11 @@ def acceptance_rule(params: DecodingParams) -> Rule:
     return RULES[params.acceptance](params)
 
 
-def most_confident(predictions: Sequence[Fill]) -> Fill:
-    """The prediction with the highest confidence, the earliest among equals: what is filled where no rule accepts any
-    and something must be filled."""
-    return min(predictions, key=lambda fill: (-fill.confidence, fill.position))
+def most_confident(predictions: Sequence[Fill], count: int = 1) -> list[Fill]:
+    """The ``count`` predictions with the highest confidence, the earliest among equals, in the order of positions: what
+    is filled if a rule accepts too few."""
+    ranked = sorted(predictions, key=lambda fill: (-fill.confidence, fill.position))
+    return sorted(ranked[:count], key=lambda fill: fill.position)
 
 
 def by_probability(predictions: Sequence[Fill]) -> list[Fill]:

@@ -32,6 +32,8 @@ class Block:
     state: BlockState = BlockState.ACTIVE
     activated: bool = False
     """Fully activated: the block must fill at least one position in every step. Once set it stays set."""
+    passes: int = 0
+    """Forward passes that computed the block since it was fully activated."""
 
     @property
     def length(self) -> int:
@@ -49,7 +51,7 @@ def threshold_count(fraction: float, length: int) -> int:
     >>> [threshold_count(0.95, n) for n in (1, 16, 32)]
     [1, 16, 31]
     """
-    return next(n for n in range(length + 1) if n / length >= fraction)
+    return next(n for n in range(length + 1) if not length or n / length >= fraction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,9 @@ class Branch:
     tokens: tuple[int, ...]
     """Token ids of all generated positions so far, masks included."""
     blocks: tuple[Block, ...]
-    """The first block is the prompt."""
+    """The first block is the prompt, or on a grid from position 0 the whole blocks of the prompt."""
+    first: int
+    """The first generated position: the prompt's length. On a grid the second block may begin before it."""
     eos: bool = False
     """An EOS, or another token that ends the answer, has been filled, so no further block is opened."""
     own_fills: tuple[Fill, ...] = ()
@@ -73,11 +77,6 @@ class Branch:
     def lookahead(self) -> Fill | None:
         """The first of ``own_fills``; None for the anchor."""
         return self.own_fills[0] if self.own_fills else None
-
-    @property
-    def first(self) -> int:
-        """The first generated position: the prompt's length."""
-        return self.blocks[0].end
 
     @property
     def end(self) -> int:
@@ -98,7 +97,8 @@ class Branch:
     def masked_in(self, block: Block, mask: int) -> list[int]:
         """Absolute positions of one of the generated blocks that hold the mask, ascending."""
         first, tokens = self.first, self.tokens
-        return [position for position in range(block.start, block.end) if tokens[position - first] == mask]
+        begin = max(block.start, first)
+        return [position for position in range(begin, block.end) if tokens[position - first] == mask]
 
     def fill(self, fills: Sequence[Fill], ends: Set[int]) -> Branch:
         """With tokens in some of the masked positions.
@@ -140,12 +140,14 @@ class Branch:
         return replace(self, probs=tuple(probs), own_fills=fills, confirmed_by=indices)
 
     def open_block(self, length: int, mask: int) -> Branch:
-        """With another block of ``length`` masks."""
+        """With another block of ``length`` positions. All are masks, but for those of the prompt."""
+        start, end = self.end, self.end + length
+        num_masks = end - max(start, self.first)
         return replace(
             self,
-            tokens=(*self.tokens, *[mask] * length),
-            probs=(*self.probs, *[0.0] * length),
-            blocks=(*self.blocks, Block(self.end, self.end + length, length)),
+            tokens=(*self.tokens, *[mask] * num_masks),
+            probs=(*self.probs, *[0.0] * num_masks),
+            blocks=(*self.blocks, Block(start, end, num_masks)),
         )
 
     def activate(self, tau_act: float) -> Branch:
@@ -157,8 +159,8 @@ class Branch:
         return replace(self, blocks=tuple(blocks))
 
     def settle(self) -> Branch:
-        """With the states of the blocks after a forward pass: TO_CACHE becomes IN_CACHE, and an active block without
-        masks becomes TO_CACHE unless an earlier block is still active."""
+        """With the states of the blocks after a forward pass, which counts for those that are fully activated: TO_CACHE
+        becomes IN_CACHE, and an active block without masks becomes TO_CACHE unless an earlier block is still active."""
         blocks = []
         earlier_is_active = False
         for block in self.blocks:
@@ -168,7 +170,9 @@ class Branch:
             elif state is BlockState.ACTIVE:
                 earlier_is_active |= block.masks > 0
                 state = BlockState.ACTIVE if earlier_is_active else BlockState.TO_CACHE
-            blocks.append(block if state is block.state else replace(block, state=state))
+            passes = block.passes + (block.activated and block.masks > 0)
+            is_same = state is block.state and passes == block.passes
+            blocks.append(block if is_same else replace(block, state=state, passes=passes))
         return replace(self, blocks=tuple(blocks))
 
 

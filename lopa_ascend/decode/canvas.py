@@ -13,7 +13,7 @@ from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.acceptance import most_confident
 from lopa_ascend.decode.blocks import Block, Branch
 from lopa_ascend.decode.strategy import Strategy
-from lopa_ascend.types import Fill, RowPlan, SequencePlan
+from lopa_ascend.types import DREAM, Fill, ModelProperties, RowPlan, SequencePlan
 
 
 class Canvas(Strategy):
@@ -26,9 +26,10 @@ class Canvas(Strategy):
         mask: int,
         eos: frozenset[int],
         num_committed: int = 0,
+        properties: ModelProperties = DREAM,
     ) -> None:
         assert not num_committed, "the keys and values of the prompt depend on the canvas"
-        super().__init__(prompt, params, mask, eos)
+        super().__init__(prompt, params, mask, eos, num_committed, properties)
         canvas = self.anchor
         while canvas.end < self.limit:
             canvas = canvas.open_block(min(params.block_size, self.limit - canvas.end), mask)
@@ -82,7 +83,7 @@ class Parallel(Canvas):
         accepted = self.accept(predicted)
         if accepted or not predicted:
             return accepted, 0
-        return [most_confident(predicted)], 1
+        return most_confident(predicted), 1
 
 
 def first_masked(branch: Branch) -> Block:

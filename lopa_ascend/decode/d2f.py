@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lopa_ascend.decode.acceptance import most_confident
-from lopa_ascend.decode.blocks import BlockState, Branch, threshold_count
+from lopa_ascend.decode.blocks import Block, BlockState, Branch, threshold_count
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.types import Fill, RowPlan, SequencePlan
 
@@ -28,7 +30,7 @@ class D2F(Strategy):
             rows=rows,
             max_rows=self.max_rows,
             winner_commits=full,
-            prefix_length=max(self.num_committed, len(self.prompt)),
+            prefix_length=max(self.num_committed, self.origin),
         )
 
     def settle(self, branch: Branch) -> Branch:
@@ -61,15 +63,22 @@ class D2F(Strategy):
             if branch.lookahead is not None:
                 position = min(fill.position for fill in branch.own_fills)
                 compute_from = next(block.start for block in window if position < block.end)
-            entry_ends = tuple(block.end for block in window)
+            entry_ends = self._entry_ends(window)
         return RowPlan(self.num_committed, tokens, compute_from, entry_ends, tuple(branch.masked_positions(self.mask)))
+
+    def _entry_ends(self, window: Sequence[Block]) -> tuple[int, ...]:
+        """The ends of the blocks whose positions see one another: on a grid those of the prompt too."""
+        if not self.properties.is_block_causal:
+            return tuple(block.end for block in window)
+        size = self.params.block_size
+        return tuple(range(self.num_committed + size, window[-1].end + 1, size))
 
     # ---- after a forward pass --------------------------------------------------------------------------------------
 
     def choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
-        """The fill rule (SPEC section 3): each block fills the positions that the acceptance rule accepts. A fully
-        activated block that has no such position fills its most confident one instead, the earliest among equals: a
-        fallback.
+        """The fill rule (SPEC section 3): each block fills the positions that the acceptance rule accepts. If these are
+        fewer than a fully activated block must fill, it fills its most confident ones instead, the earliest among
+        equals; with ``acceptance`` "sequential" its first ones. What no rule accepted is a fallback.
 
         Returns:
             The fills, and how many of them are fallbacks.
@@ -79,8 +88,19 @@ class D2F(Strategy):
         for block in branch.active_blocks():
             in_block = [fill for fill in predicted if block.start <= fill.position < block.end]
             accepted = self.accept(in_block)
-            if not accepted and in_block and block.activated:
-                accepted = [most_confident(in_block)]
-                fallbacks += 1
+            wanted = min(self._num_wanted_in(block), len(in_block)) if block.activated else 0
+            if len(accepted) < wanted:
+                fallbacks += wanted - len(accepted)
+                in_order = self.params.acceptance == "sequential"
+                accepted = in_block[:wanted] if in_order else most_confident(in_block, wanted)
             chosen += accepted
         return chosen, fallbacks
+
+    def _num_wanted_in(self, block: Block) -> int:
+        """Positions that a fully activated block must fill in its next pass: 1, or with ``denoising_steps`` its share
+        of the block's length, in the first passes one more until these have the remainder."""
+        steps = self.params.denoising_steps
+        if steps is None:
+            return 1
+        share, remainder = divmod(self.params.block_size, steps)
+        return share + (block.passes < remainder)

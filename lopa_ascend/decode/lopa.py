@@ -12,6 +12,7 @@ from lopa_ascend.decode.branch_scores import branch_scores
 from lopa_ascend.decode.canvas import Parallel
 from lopa_ascend.decode.d2f import D2F
 from lopa_ascend.decode.fast_dllm import FastDllm
+from lopa_ascend.decode.fast_dllm_v2 import FastDllmV2
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.types import Fill, RowResult, SequencePlan
 
@@ -78,6 +79,14 @@ class LopaFastDllm(Lookaheads, FastDllm):
         if len(open_positions) == 1:
             open_positions = []
         return super().spawn(anchor, open_positions)
+
+
+class LopaFastDllmV2(Lookaheads, FastDllmV2):
+    """One sequence under LoPA over Fast-dLLM v2.
+
+    Lookahead branches fill positions of the anchor's sub-block. One that fills the last mask of its sub-block predicts,
+    and is scored by, the next one; if it was the last mask of a block, by the first position of the next block.
+    """
 
 
 class LopaParallel(Lookaheads, Parallel):

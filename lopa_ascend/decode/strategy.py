@@ -15,7 +15,17 @@ from typing import Any, ClassVar
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.acceptance import acceptance_rule
 from lopa_ascend.decode.blocks import Block, BlockState, Branch
-from lopa_ascend.types import Alternatives, BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord
+from lopa_ascend.types import (
+    DREAM,
+    Alternatives,
+    BranchRecord,
+    Fill,
+    ModelProperties,
+    RowPlan,
+    RowResult,
+    SequencePlan,
+    StepRecord,
+)
 
 
 class Strategy(ABC):
@@ -32,7 +42,8 @@ class Strategy(ABC):
         branches: of the next pass, in evaluation order: lookahead branches by rank, the anchor last.
         num_committed: positions whose keys and values are final.
         num_forwards: forward passes so far.
-        limit: the most positions that the sequence can have.
+        origin, limit: where the first block to decode begins, and the most positions that the sequence can have; see
+            ``ModelProperties``.
         ends: token ids that end the answer.
         is_stuck: the last pass filled nothing that a rule had accepted.
         is_crowded: so many requests run that drafts do not pay; the engine sets it before each pass.
@@ -44,6 +55,7 @@ class Strategy(ABC):
         mask: token id of the mask.
         eos: EOS ids, which end the answer unless ``params.ignore_eos``.
         num_committed: positions of the prompt whose keys and values are in the cache already.
+        properties: of the model.
     """
 
     like: ClassVar[str]
@@ -58,14 +70,17 @@ class Strategy(ABC):
         mask: int,
         eos: frozenset[int],
         num_committed: int = 0,
+        properties: ModelProperties = DREAM,
     ) -> None:
         self.params = params
+        self.properties = properties
         self.prompt = tuple(prompt)
         self.mask = mask
         self.ends = params.ends(eos)
         self._cuts = self.ends | {mask} if params.finish_at_eos else frozenset({mask})
         """The final tokens end before the first of these token ids."""
-        self.limit = len(prompt) + params.max_new_tokens
+        self.origin = properties.origin(len(prompt), params.block_size)
+        self.limit = properties.limit(len(prompt), params.max_new_tokens, params.block_size)
         self._rule = acceptance_rule(params)
         self.own = None if self.parameters is None else self.parameters(**dict(params.own))
         self.num_committed = num_committed
@@ -73,8 +88,8 @@ class Strategy(ABC):
         self.is_stuck = False
         self.is_crowded = False
         self.alternatives: dict[int, Alternatives] = {}
-        state = BlockState.IN_CACHE if num_committed == len(prompt) else BlockState.TO_CACHE
-        first = Branch((), (Block(0, len(prompt), 0, state, activated=True),))
+        state = BlockState.IN_CACHE if num_committed == self.origin else BlockState.TO_CACHE
+        first = Branch((), (Block(0, self.origin, 0, state, activated=True),), len(prompt))
         self.branches: Sequence[Branch] = (self.open(first),)
 
     @classmethod  # noqa: B027  most decodings have nothing to refuse
@@ -92,8 +107,8 @@ class Strategy(ABC):
 
     @property
     def in_prefill(self) -> bool:
-        """Whether the next pass computes the prompt."""
-        return self.num_committed < len(self.prompt)
+        """Whether the next pass computes the prompt, or its whole blocks."""
+        return self.num_committed < self.origin
 
     @property
     def anchor(self) -> Branch:
@@ -246,13 +261,13 @@ class Strategy(ABC):
 
         They never change.
         """
-        tokens = list(self.answer.tokens)
+        tokens = list(self.answer.tokens[: self.params.max_new_tokens])
         end = next((i for i, token in enumerate(tokens) if token in self._cuts), len(tokens))
         return tokens[:end]
 
     def end_reached(self) -> int | None:
         """The token id that ends the answer, if no position before it is masked."""
-        for token in self.answer.tokens:
+        for token in self.answer.tokens[: self.params.max_new_tokens]:
             if token in self.ends:
                 return token
             if token == self.mask:
@@ -264,5 +279,5 @@ class Strategy(ABC):
         have, are filled."""
         if self.end_reached() is not None:
             return True
-        tokens = self.answer.tokens
+        tokens = self.answer.tokens[: self.params.max_new_tokens]
         return len(tokens) == self.params.max_new_tokens and self.mask not in tokens

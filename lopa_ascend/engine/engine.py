@@ -32,7 +32,7 @@ from lopa_ascend.engine.scheduler import Scheduler
 from lopa_ascend.graph.setup import build_executor
 from lopa_ascend.kv.pages import PageTables
 from lopa_ascend.kv.pool import KVPool
-from lopa_ascend.kv.prefix_cache import PrefixCache, PrefixEntry
+from lopa_ascend.kv.prefix_cache import BlockPrefixCache, PrefixCache, PrefixEntry
 from lopa_ascend.model.base import Model
 from lopa_ascend.parallel.collectives import RankError
 from lopa_ascend.parallel.mesh import Mesh
@@ -87,7 +87,8 @@ class Engine:
         self.kv_cache_memory = pool.num_pages * page_bytes
         self.limits = request_limits(config, prepared, self.model_config, pool.num_pages)
         self.runner = self._make_runner(model, pool, prepared)
-        prefix_cache = PrefixCache(pool.allocator) if config.enable_prefix_caching else None
+        cache = BlockPrefixCache if model.properties.is_block_causal else PrefixCache
+        prefix_cache = cache(pool.allocator) if config.enable_prefix_caching else None
         # Not a method: the scheduler must not refer to the engine, so that an engine that is not used any more frees
         # its pages at once.
         start = partial(start_sequence, self.runner, self.model_config, prepared.num_token_ids)
@@ -208,7 +209,8 @@ class Engine:
             params = self.runner.graphs.with_fixed_branches(params, params.eos_ids_or(self.model_config.eos_token_ids))
         if params.is_random and params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(SEED_BITS))
-        self.scheduler.add(Request(request_id, tuple(prompt), params, trace))
+        properties = self.runner.model.properties
+        self.scheduler.add(Request(request_id, tuple(prompt), params, trace, properties))
         if self._leader is not None:
             self._leader.outbox.append(Generate(request_id, list(prompt), params, trace))
 
@@ -440,12 +442,12 @@ def start_sequence(
         num_token_ids: token ids from this one on do not exist in the tokenizer.
     """
     eos = request.params.eos_ids_or(model.eos_token_ids)
-    num_cached = 0 if entry is None else len(request.prompt)
-    words = banned_ids(request.params)
+    num_cached = 0 if entry is None else entry.num_positions
+    words, properties = banned_ids(request.params), request.properties
     assert len(words) == len(request.params.bad_words), "the engine knows no text"
     sequence = Sequence(
         request=request,
-        strategy=begin(request.prompt, request.params, model.mask_token_id, frozenset(eos), num_cached),
+        strategy=begin(request.prompt, request.params, model.mask_token_id, frozenset(eos), num_cached, properties),
         scoring=_scoring(request, model.mask_token_id, num_token_ids, eos),
         page_tables=page_tables,
         bad_words=BadWords(words, model.mask_token_id) if words else None,

@@ -17,6 +17,7 @@ from lopa_ascend.model.base import Model, SplitModel
 from lopa_ascend.model.plain import Build, build_module, tensors_of
 from lopa_ascend.model.registry import FUSED, check_model_type, find_fused, find_plain
 from lopa_ascend.parallel.collectives import Group
+from lopa_ascend.types import DREAM, ModelProperties
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ class ModelSource(ABC):
 
     config: ModelConfig
     """The configuration of the whole model, not of one rank's part."""
+    properties: ModelProperties
 
     @property
     @abstractmethod
@@ -105,7 +107,7 @@ class SplitSource(ModelSource):
     """A model of an architecture in fused ops."""
 
     def __init__(self, path: Path, config: EngineConfig, architecture: type[SplitModel]):
-        self._class, self._options = architecture, config
+        self._class, self._options, self.properties = architecture, config, architecture.properties
         self._checkpoint = found = checkpoint.open_checkpoint(path, architecture.architecture)
         self.config = found.config
         int8 = found.int8.kinds if found.int8 else found.expected.int8_modules(config.int8_layers())
@@ -161,7 +163,7 @@ class PlainSource(ModelSource):
     def __init__(self, path: Path, config: EngineConfig, model_type: str, build: Build, device: torch.device):
         from lopa_ascend.graph.fusion.trace import trace  # imports sympy, which no other kind of model needs
 
-        self._options = config
+        self._options, self.properties = config, DREAM
 
         def expect(found: ModelConfig) -> checkpoint.Tensors:
             # The dtype of the file's weights is not known yet, and names and shapes do not depend on it.

@@ -88,7 +88,8 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
     graph_plan = None
     if config.graph_mode != "eager":
         identity = model_source.identity, max_model_len, num_token_ids, mesh.tp.rank, mesh.bp.rank
-        graph_plan = plan_graphs(config, identity, max_model_len, max_num_batched_tokens)
+        logit_shift = model_source.properties.logit_shift
+        graph_plan = plan_graphs(config, identity, logit_shift, max_model_len, max_num_batched_tokens)
     return Prepared(model_source, ops, num_token_ids, eos_token_ids, max_model_len, max_num_batched_tokens, graph_plan)
 
 
@@ -162,4 +163,5 @@ def request_limits(config: EngineConfig, prepared: Prepared, model: ModelConfig,
         graph_mode=config.graph_mode,
         num_token_ids=prepared.num_token_ids,
         eos_token_ids=model.eos_token_ids,
+        properties=prepared.model_source.properties,
     )

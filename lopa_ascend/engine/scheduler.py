@@ -16,12 +16,13 @@ from lopa_ascend.config import Limits
 from lopa_ascend.core import Request, Sequence, Step
 from lopa_ascend.engine.turns import MAX_PREFILL_TOKENS, Turns
 from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, PageTables, worst_case
-from lopa_ascend.kv.prefix_cache import PrefixCache, PrefixEntry, PrefixKey
+from lopa_ascend.kv.prefix_cache import BlockPrefixCache, PrefixCache, PrefixEntry, PrefixKey
 from lopa_ascend.types import PageCopy, StepRecord
 
 Begin = Callable[[Request, PageTables, PrefixEntry | None], Sequence]
 """``begin(request, page_tables, entry)`` makes the sequence of an admitted request, with its first ``plan``. ``entry``
-is set if the prompt is cached: then the pages already hold its keys and values."""
+says what of the prompt is cached, if any of it is: then the pages already hold the keys and values of these
+positions."""
 
 
 class Scheduler:
@@ -81,14 +82,15 @@ class Scheduler:
             del self.waiting[request.request_id]
 
     def _find_cached(self, request: Request) -> PrefixEntry | None:
-        """The request's prompt in the prefix cache."""
+        """What the prefix cache has of the request's prompt."""
         if self.prefix_cache is None or not request.params.is_pipelined:
             return None
-        return self.prefix_cache.get(prefix_key(request))
+        key = prefix_key(request)
+        return self.prefix_cache.get(key._replace(tokens=key.tokens[: request.num_reusable]))
 
     def _fits(self, request: Request, entry: PrefixEntry | None) -> bool:
-        """Whether the request, on the pages of a cached prompt if there is one, and all running ones can get every page
-        that they may need."""
+        """Whether the request, on the pages of a cached beginning if there is one, and all running ones can get every
+        page that they may need."""
         needed = worst_case(request.limit, self.limits.num_slots(request.params), request.num_shared_positions)
         reserved = sum(sequence.num_reserved for sequence in self.running.values())
         available = self.allocator.num_free + self.allocator.num_evictable - reserved
@@ -99,24 +101,31 @@ class Scheduler:
         return needed <= available
 
     def _start(self, request: Request, entry: PrefixEntry | None) -> Sequence:
-        """The sequence of a request, on the full pages of a cached prompt and a copy of its partial page."""
+        """The sequence of a request, on the cached pages of its prompt, of which a partial one is copied."""
         page_tables = PageTables(self.allocator, self.limits.num_slots(request.params))
         if entry is not None:
             page_tables.adopt(entry.full_pages)
         sequence = self._begin(request, page_tables, entry)
         if entry is not None and entry.partial_page is not None:
-            self._copy_to_slots(entry.partial_page, page_tables, len(request.prompt))
+            self._copy_to_slots(entry, page_tables, request.num_shared_positions)
         if self.prefix_cache is not None and request.params.is_pipelined:
             self.prefix_queries += len(request.prompt)
             self.prefix_hits += sequence.num_cached
         return sequence
 
-    def _copy_to_slots(self, partial_page: int, page_tables: PageTables, prompt_length: int) -> None:
-        """Gives every slot a copy of the cached page that holds the end of the prompt."""
+    def _copy_to_slots(self, entry: PrefixEntry, page_tables: PageTables, num_shared: int) -> None:
+        """Gives the slots a copy of the cached page that holds the last cached positions.
+
+        Args:
+            num_shared: positions of the prompt that all slots share. If they fill the page, slot 0 alone needs it now.
+        """
+        assert entry.partial_page is not None
+        partial_page, num_cached = entry.partial_page, entry.num_positions
         self.allocator.share(partial_page)  # growing a table may drop the entry from the cache
-        for slot, table in enumerate(page_tables.by_slot):
-            page_tables.grow(slot, prompt_length)
-            self._copies.append(PageCopy(partial_page, table[-1], prompt_length % PAGE_SIZE))
+        is_filled = num_shared // PAGE_SIZE > num_cached // PAGE_SIZE
+        for slot, table in enumerate(page_tables.by_slot[:1] if is_filled else page_tables.by_slot):
+            page_tables.grow(slot, num_cached)
+            self._copies.append(PageCopy(partial_page, table[-1], num_cached % PAGE_SIZE))
         self.allocator.release(partial_page)
 
     # ---- steps -----------------------------------------------------------------------------------------------------
@@ -156,16 +165,18 @@ class Scheduler:
         return False, chosen
 
     def advance(self, sequence: Sequence, record: StepRecord | None) -> None:
-        """Follows a step that has updated the sequence: caches the prompt if the step committed it, and frees the pages
-        that the sequence does not need any more, or all of them if it is done.
+        """Follows a step that has updated the sequence: caches what later requests can reuse, and frees the pages that
+        the sequence does not need any more, or all of them if it is done.
 
         Args:
             sequence: one that took part in the step.
             record: what the step did to it; None if the step failed.
         """
-        if record is not None and _commits_prompt(record, len(sequence.request.prompt)):
+        if record is not None and _commits(record, sequence.request.origin):
             self._remember(sequence)
         if sequence.plan is None:
+            if sequence.error is None and isinstance(self.prefix_cache, BlockPrefixCache):
+                self.prefix_cache.keep(_committed_key(sequence), sequence.page_tables.by_slot[0])
             self.remove(sequence.request_id)
         else:
             sequence.page_tables.share_committed(sequence.num_committed)
@@ -178,20 +189,27 @@ class Scheduler:
         pages = self.prefix_cache.take_pages(key, table)
         if pages is None:
             return
-        num_partial = len(key[0]) % PAGE_SIZE
+        num_partial = len(key.tokens) % PAGE_SIZE
         if num_partial:
             self._copies.append(PageCopy(table[len(pages) - 1], pages[-1], num_partial))
         self.prefix_cache.insert(key, pages, sequence.last_hidden)
 
 
-def _commits_prompt(record: StepRecord, prompt_length: int) -> bool:
-    """Whether a pass has left the final keys and values of the prompt."""
-    return record.cache_length < prompt_length <= record.cache_length + record.committed
+def _commits(record: StepRecord, end: int) -> bool:
+    """Whether a pass has left the final keys and values of the positions before ``end``, for the first time."""
+    return record.cache_length < end <= record.cache_length + record.committed
 
 
 def prefix_key(request: Request) -> PrefixKey:
-    """What the keys and values of the request's prompt depend on."""
-    params = request.params
+    """What the keys and values of the request's prompt depend on; in a block-causal model those of its whole blocks."""
+    params, tokens = request.params, request.prompt[: request.origin]
+    if request.properties.is_block_causal:
+        return PrefixKey(params.window_attention, params.block_size, tokens)
     full = params.window_attention == "full"
-    first_block = min(params.block_size, params.max_new_tokens) if full else 0
-    return request.prompt, params.window_attention, first_block
+    return PrefixKey(params.window_attention, min(params.block_size, params.max_new_tokens) if full else 0, tokens)
+
+
+def _committed_key(sequence: Sequence) -> PrefixKey:
+    """What the keys and values of all committed positions depend on, in a block-causal model."""
+    tokens = *sequence.request.prompt, *sequence.strategy.anchor.tokens
+    return prefix_key(sequence.request)._replace(tokens=tokens[: sequence.num_committed])

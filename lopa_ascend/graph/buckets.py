@@ -39,6 +39,8 @@ class Bucket(NamedTuple):
     """All queries of a window see the same keys; otherwise those of each block do."""
     max_queries: int | None = None
     """Queries that an attention entry has at most; None for any number."""
+    logit_shift: int = 1
+    """See ``ModelProperties``."""
 
     @property
     def spans(self) -> int:

@@ -292,8 +292,7 @@ def _agrees(step: InFlightStep, index: int, tokens: Tensor, end: int) -> bool:
     sequence, start = step.sequences[index], step.starts[index]
     begin = end_of_blocks(sequence, start)
     cells = cells_of(sequence, start, step.bucket.block_length, np.arange(begin, end))
-    first = len(sequence.request.prompt)
-    decided = list(sequence.strategy.anchor.tokens[begin - first : end - first])
+    decided = [*sequence.request.prompt, *sequence.strategy.anchor.tokens][begin:end]
     return bool(tokens.numpy()[cells].tolist() == decided)
 
 

@@ -27,15 +27,17 @@ NO_LIMIT = 2**30
 
 
 class HostView(NamedTuple):
-    """What the host knows of a sequence when it launches a step. Blocks are numbered from 0 after the prompt.
+    """What the host knows of a sequence when it launches a step. Blocks are numbered from 0 at the origin.
 
     The window must hold all open blocks; see ``window.next_window``.
     """
 
     seat: int
-    prompt_length: int = 0
+    origin: int = 0
+    """See ``ModelProperties.origin``."""
     block_size: int = 0
-    max_new_tokens: int = 0
+    num_positions: int = 0
+    """Positions from the origin to the end of the canvas."""
     window_start: int = 0
     """First block of the window. The blocks before it were final before the last launch."""
     last_start: int = 0
@@ -76,12 +78,15 @@ def empty_states(num_seats: int, shape: Bucket) -> Tensor:
     return states.view(torch.float32)
 
 
-def write_params(params: RequestParams, seat: int, request: DecodingParams, ends: List[int]) -> None:
+def write_params(
+    params: RequestParams, seat: int, request: DecodingParams, ends: List[int], num_given: int = 0
+) -> None:
     """Writes a request's parameters into a seat.
 
     Args:
         request: graphs support it, see ``support.py``.
         ends: token ids that end the request.
+        num_given: tokens of the prompt in the first block.
     """
     size = request.block_size
     params.ends[seat] = NO_TOKEN
@@ -91,6 +96,7 @@ def write_params(params: RequestParams, seat: int, request: DecodingParams, ends
     params.masks_to_open[seat] = size - threshold_count(request.tau_add, size)
     params.masks_to_activate[seat] = size - threshold_count(request.tau_act, size)
     params.tau_conf[seat] = request.tau_conf
+    params.num_given[seat] = num_given
 
 
 def packed_state(strategy: Strategy, window_start: int, filler: int, shape: Bucket) -> Tensor:
@@ -100,15 +106,16 @@ def packed_state(strategy: Strategy, window_start: int, filler: int, shape: Buck
         window_start: index of the window's first block, which is the number of committed generated blocks.
         filler: see ``HostView``.
     """
-    request, prompt_length = strategy.params, len(strategy.prompt)
+    origin = strategy.origin
     *lookaheads, anchor = strategy.branches
-    size, length = request.block_size, shape.block_length
+    window = (*strategy.prompt[origin:], *anchor.tokens)
+    size, length = strategy.params.block_size, shape.block_length
     offset = torch.arange(length)
     position = (window_start + torch.arange(shape.max_blocks)[:, None]) * size + offset
-    has_position = (offset < size) & (position < request.max_new_tokens)
+    has_position = (offset < size) & (position < strategy.limit - origin)
     tokens = torch.where(has_position, strategy.mask, filler).int()
-    is_given = has_position & (position < len(anchor.tokens))
-    tokens[is_given] = torch.tensor(anchor.tokens, dtype=torch.int32)[position[is_given]]
+    is_known = has_position & (position < len(window))
+    tokens[is_known] = torch.tensor(window, dtype=torch.int32)[position[is_known]]
     *of_lookaheads, of_anchor = (len(branch.blocks) - 1 for branch in strategy.branches)  # block 0 is the prompt
     num_opened_blocks = torch.full((shape.branches,), of_anchor, dtype=torch.int32)
     num_opened_blocks[: len(of_lookaheads)] = torch.tensor(of_lookaheads, dtype=torch.int32)
@@ -116,7 +123,7 @@ def packed_state(strategy: Strategy, window_start: int, filler: int, shape: Buck
     guesses = torch.zeros_like(tokens).flatten()
     fills = [fill for branch in lookaheads for fill in branch.own_fills]
     for branch, fill in enumerate(fills):
-        block, offset_in_block = divmod(fill.position - prompt_length, size)
+        block, offset_in_block = divmod(fill.position - origin, size)
         cell = block * length + offset_in_block
         lookahead_cells[branch] = cell
         guesses[cell - window_start * length] = fill.token
@@ -131,20 +138,20 @@ class _WindowCells:
 
     def __init__(self, views: List[HostView], bucket: Bucket) -> None:
         columns: list[Tensor] = list(torch.tensor(views).t()[..., None, None])  # [S, 1, 1] each
-        (self.seat, self.prompt_length, self.block_size, self.max_new_tokens, self.start, self.last_start,
+        (self.seat, self.origin, self.block_size, self.num_positions, self.start, self.last_start,
          self.last_blocks, self.max_opened_blocks, self.num_shared_pages, self.filler) = columns  # fmt: skip
         self.block = self.start + torch.arange(bucket.blocks)[:, None]  # [S, W, 1]
         self.offset = torch.arange(bucket.block_length)  # [L]
         generated = self.block * self.block_size + self.offset
-        self.has_position = (self.offset < self.block_size) & (generated < self.max_new_tokens)
+        self.has_position = (self.offset < self.block_size) & (generated < self.num_positions)
         # A cell without a position gets one inside the sequence, and is written to a padding position.
-        inside = torch.minimum(generated, self.max_new_tokens - 1)
-        self.position = (self.prompt_length + inside).clamp_min(0)
+        inside = torch.minimum(generated, self.num_positions - 1)
+        self.position = (self.origin + inside).clamp_min(0)
 
     def block_ends(self) -> Tensor:
         """The position after each block [S, W]."""
-        end = torch.minimum((self.block + 1) * self.block_size, self.max_new_tokens)
-        return (self.prompt_length + end).flatten(1)
+        end = torch.minimum((self.block + 1) * self.block_size, self.num_positions)
+        return (self.origin + end).flatten(1)
 
 
 def write_inputs(
@@ -244,14 +251,16 @@ def _hidden_rows(bucket: Bucket, window: _WindowCells, first_own_row: int) -> tu
     block_ends = rows[:, 0].gather(1, last_cell)
     if not bucket.full_attention:
         rows[:, 0] = rows[:, 0].scatter(1, last_cell, save_rows)
-    predicted_by = rows.gather(2, _predicting_cells(bucket, window).expand(S, R, -1))
-    predicted_by[:, :, 0] = before_window[:, None]
+    predicted_by = rows
+    if bucket.logit_shift:
+        predicted_by = rows.gather(2, _cells_before(bucket, window).expand(S, R, -1))
+        predicted_by[:, :, 0] = before_window[:, None]
     return rows, predicted_by, block_ends, save_rows
 
 
-def _predicting_cells(bucket: Bucket, window: _WindowCells) -> Tensor:
-    """The cell whose hidden state predicts each cell, int64 [S, 1, C]: the one before. Before a block's first cell that
-    is the last cell of the previous block that has a position; what the first block gets has no meaning."""
+def _cells_before(bucket: Bucket, window: _WindowCells) -> Tensor:
+    """The cell before each cell, int64 [S, 1, C]. Before a block's first cell that is the last cell of the previous
+    block that has a position; what the first block gets has no meaning."""
     S, W, L = bucket.shape("sequences blocks block_length")
     block, offset = torch.arange(W)[:, None], torch.arange(L)
     before_in_block = block * L + offset - 1

@@ -48,16 +48,16 @@ class Seats:
 
     def take(self, sequence: Sequence) -> None:
         """Gives a sequence a seat, and writes there its parameters and its state before the next step opens blocks."""
-        assert sequence.last_hidden is not None
         strategy, window_start = sequence.strategy, num_blocks(sequence.strategy, sequence.num_committed)
         seat = sequence.seat = self._free.pop()
         self.num_taken += 1
         sequence.window_start, sequence.window_blocks = window_start, self.shape.max_blocks
-        write_params(self.params, seat, strategy.params, sorted(strategy.ends))
+        write_params(self.params, seat, strategy.params, sorted(strategy.ends), len(strategy.prompt) - strategy.origin)
         packed = packed_state(strategy, window_start, filler_of(strategy), self.shape)
         on_host = self.ops.host_memory(len(packed)).view(packed.dtype).copy_(packed)
         self.storage.states[seat].copy_(on_host, non_blocking=True)
-        self.storage.hidden[self.hidden_row(sequence, window_start)].copy_(sequence.last_hidden)
+        if sequence.last_hidden is not None:  # on a grid, the first position may be given
+            self.storage.hidden[self.hidden_row(sequence, window_start)].copy_(sequence.last_hidden)
 
     def release(self, sequence: Sequence) -> None:
         """Frees a sequence's seat, if it has one."""
@@ -72,13 +72,13 @@ class Seats:
 
     def host_view(self, sequence: Sequence, window_start: int) -> HostView:
         """What a launch needs to know of a sequence whose window begins with block ``window_start``."""
-        params = sequence.request.params
+        request = sequence.request
         assert sequence.seat is not None
         return HostView(
             seat=sequence.seat,
-            prompt_length=len(sequence.request.prompt),
-            block_size=params.block_size,
-            max_new_tokens=params.max_new_tokens,
+            origin=request.origin,
+            block_size=request.params.block_size,
+            num_positions=request.limit - request.origin,
             window_start=window_start,
             last_start=sequence.window_start,
             last_blocks=sequence.window_blocks,

@@ -70,11 +70,14 @@ class GraphPlan:
         return num_rows * vocabulary * (dtype.itemsize + num_tensors * torch.float32.itemsize)
 
 
-def plan_graphs(config: EngineConfig, identity: object, max_model_len: int, max_tokens: int) -> GraphPlan:
+def plan_graphs(
+    config: EngineConfig, identity: object, logit_shift: int, max_model_len: int, max_tokens: int
+) -> GraphPlan:
     """Chooses the buckets of an engine and loads its compiler.
 
     Args:
         identity: what graphs depend on besides the configuration; its ``repr`` tells cached graphs apart.
+        logit_shift: see ``ModelProperties``.
         max_tokens: tokens that a rank computes in a step, at most.
 
     Raises:
@@ -95,6 +98,7 @@ def plan_graphs(config: EngineConfig, identity: object, max_model_len: int, max_
         max_blocks=blocks,
         full_attention=params.window_attention == "full",
         max_queries=MAX_QUERIES.get(config.attention_layout),
+        logit_shift=logit_shift,
     )
     if blocks * block_length < shape.branches:
         message = (

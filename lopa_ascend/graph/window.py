@@ -1,6 +1,6 @@
 """The window of a sequence in a compiled step: which generated blocks it must hold, and where positions lie in it.
 
-Blocks are numbered from 0 after the prompt.
+Blocks are numbered from 0 at the sequence's origin, see ``ModelProperties.origin``.
 """
 
 from __future__ import annotations
@@ -30,22 +30,21 @@ def next_window(sequence: Sequence) -> range:
 def end_of_blocks(sequence: Sequence, count: int) -> int:
     """The position after the first ``count`` generated blocks."""
     request = sequence.request
-    return min(len(request.prompt) + count * request.params.block_size, request.limit)
+    return min(request.origin + count * request.params.block_size, request.limit)
 
 
 def cells_of(
     sequence: Sequence, window_start: int, block_length: int, positions: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """The cells of some positions, counted from the start of a window."""
-    generated = positions - len(sequence.request.prompt)
-    block, offset = np.divmod(generated, sequence.request.params.block_size)
+    block, offset = np.divmod(positions - sequence.request.origin, sequence.request.params.block_size)
     cells: NDArray[np.int64] = (block - window_start) * block_length + offset
     return cells
 
 
 def num_blocks(strategy: Strategy, num_positions: int) -> int:
-    """Generated blocks in the first ``num_positions`` positions, which end with a block or inside the prompt."""
-    return -(-max(0, num_positions - len(strategy.prompt)) // strategy.params.block_size)
+    """Generated blocks in the first ``num_positions`` positions, which end with a block or before the origin."""
+    return -(-max(0, num_positions - strategy.origin) // strategy.params.block_size)
 
 
 def max_opened_blocks(strategy: Strategy) -> int:
@@ -53,4 +52,4 @@ def max_opened_blocks(strategy: Strategy) -> int:
     anchor = strategy.branches[-1]
     if anchor.eos:
         return len(anchor.blocks) - 1
-    return -(-strategy.params.max_new_tokens // strategy.params.block_size)
+    return num_blocks(strategy, strategy.limit)

@@ -1,45 +1,62 @@
-"""The prefix cache: keys and values of whole prompts, kept for requests with an equal prompt. No torch.
+"""The prefix cache: keys and values of prompts, kept for later requests. No torch.
 
-A prompt attends to itself in both directions, so its keys and values depend on all of it, and only an equal whole
-prompt has the same ones. With full attention they also depend on the first block, which is all masks: on its length.
-One cache belongs to one engine, and so to one model and adapter.
+One cache belongs to one engine, and so to one model and adapter. What another request can reuse depends on the model:
+
+- "full" attention: a prompt attends to itself in both directions, so its keys and values depend on all of it, and only
+  an equal whole prompt has the same ones (``PrefixCache``).
+- "block_causal": a block sees itself and the blocks before it, so two sequences share what they have in common at their
+  beginning, block by block (``BlockPrefixCache``).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator
+from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, pages_for
 
-PrefixKey = tuple[tuple[int, ...], str, int]
-"""What the keys and values of a prompt depend on: its token ids, ``DecodingParams.window_attention``, and with full
-attention the length of the first block, otherwise 0."""
+
+class PrefixKey(NamedTuple):
+    """What keys and values depend on. Keys in their order: those with a common beginning are neighbours."""
+
+    window_attention: str
+    """``DecodingParams.window_attention``."""
+    block_size: int
+    """Block-causal model: its block size. Otherwise, if the prompt sees the first block: that block's length, since it
+    is all masks; or else 0."""
+    tokens: tuple[int, ...]
+    """Token ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixEntry:
-    """A cached prompt."""
+    """Cached positions: an entry of the cache, or the beginning of one."""
 
     key: PrefixKey
     pages: tuple[int, ...]
-    """Ids of the pages that hold the prompt. The last one, if partial, is a copy that belongs to the cache alone."""
+    """Ids of the pages that hold them."""
     last_hidden: Any
-    """Normed hidden state of the last position, which predicts the first generated one."""
+    """Normed hidden state of the last position, which predicts the next one; None in a block-causal model."""
+
+    @property
+    def num_positions(self) -> int:
+        return len(self.key.tokens)
 
     @property
     def full_pages(self) -> tuple[int, ...]:
-        return self.pages[: len(self.key[0]) // PAGE_SIZE]
+        return self.pages[: self.num_positions // PAGE_SIZE]
 
     @property
     def partial_page(self) -> int | None:
-        return self.pages[-1] if len(self.key[0]) % PAGE_SIZE else None
+        """The page of which these positions fill a part only: whoever goes on from here needs a copy."""
+        return self.pages[-1] if self.num_positions % PAGE_SIZE else None
 
 
 class PrefixCache:
-    """Cached prompts. Whenever the allocator needs a page, the least recently used entry is dropped.
+    """Cached whole prompts. Whenever the allocator needs a page, the least recently used entry is dropped.
 
     Args:
         allocator: of the KV pool's pages; it calls ``drop_oldest`` when no page is free.
@@ -54,25 +71,27 @@ class PrefixCache:
         return len(self._entries)
 
     def __contains__(self, key: PrefixKey) -> bool:
+        """Whether all positions of a key are cached."""
         return key in self._entries
 
     def get(self, key: PrefixKey) -> PrefixEntry | None:
-        """The entry of an equal prompt, which becomes the most recently used one."""
+        """What is cached of a prompt: here all or nothing. It becomes the most recently used entry."""
         entry = self._entries.get(key)
         if entry is not None:
             self._entries.move_to_end(key)
         return entry
 
     def take_pages(self, key: PrefixKey, table: Sequence[int]) -> tuple[int, ...] | None:
-        """Pages for a new entry: the full pages of a prompt, shared, and a free page for a copy of the partial page.
-        None if there is an entry already, or no page for the copy, not even by dropping entries.
+        """Pages for a new entry of positions that stay in use: the full pages, shared, and a free page for a copy of
+        the partial page. None if they are cached already, or there is no page for the copy, not even by dropping
+        entries.
 
         Args:
-            table: page ids of the prompt.
+            table: page ids of the sequence.
         """
-        if key in self._entries:
+        if key in self:
             return None
-        full, partial = divmod(len(key[0]), PAGE_SIZE)
+        full, partial = divmod(len(key.tokens), PAGE_SIZE)
         can_allocate = self._allocator.num_free or self._allocator.num_evictable
         if partial and not can_allocate:
             return None  # to drop all entries would free no page either
@@ -85,7 +104,7 @@ class PrefixCache:
         """Adds an entry.
 
         Args:
-            pages: what ``take_pages`` returned; the cache releases them when it drops the entry.
+            pages: with a reference for the cache, such as ``take_pages`` gives; released when the entry is dropped.
         """
         self._entries[key] = PrefixEntry(key, tuple(pages), last_hidden)
         for page in pages:
@@ -95,13 +114,76 @@ class PrefixCache:
         """Drops the least recently used entry; False if there is none."""
         if not self._entries:
             return False
-        _, entry = self._entries.popitem(last=False)
-        for page in entry.pages:
+        self._drop(next(iter(self._entries)))
+        return True
+
+    def _drop(self, key: PrefixKey) -> None:
+        for page in self._entries.pop(key).pages:
             self._allocator.take_from_cache(page)
             self._allocator.release(page)
-        return True
 
     def clear(self) -> None:
         """Drops all entries."""
         while self.drop_oldest():
             pass
+
+
+class BlockPrefixCache(PrefixCache):
+    """Cached beginnings in whole blocks, for a block-causal model. No entry is the beginning of another one."""
+
+    def __init__(self, allocator: PageAllocator) -> None:
+        super().__init__(allocator)
+        self._sorted: list[PrefixKey] = []
+        """The keys of all entries, ascending. So what has most in common with a key is next to its place."""
+
+    def __contains__(self, key: PrefixKey) -> bool:
+        return any(_num_common(key, other) == len(key.tokens) for other in self._neighbours(key))
+
+    def get(self, key: PrefixKey) -> PrefixEntry | None:
+        """The longest cached beginning of a sequence; None if not even its first block is cached. The entry that holds
+        it becomes the most recently used one.
+
+        Args:
+            key: its tokens fill whole blocks.
+        """
+        longest = max(self._neighbours(key), key=lambda other: _num_common(key, other), default=key)
+        if longest not in self._entries or not (length := _num_common(key, longest)):
+            return None
+        self._entries.move_to_end(longest)
+        pages = self._entries[longest].pages[: pages_for(length)]
+        return PrefixEntry(key._replace(tokens=key.tokens[:length]), pages, None)
+
+    def insert(self, key: PrefixKey, pages: Sequence[int], last_hidden: Any) -> None:
+        """Adds an entry, in place of the one that is its beginning, if there is one."""
+        for other in self._neighbours(key):
+            if _num_common(key, other) == len(other.tokens):
+                self._drop(other)
+        super().insert(key, pages, None)
+        insort(self._sorted, key)
+
+    def keep(self, key: PrefixKey, table: Sequence[int]) -> None:
+        """Adds the positions of a sequence that ends, unless they are cached already. They stay in their pages.
+
+        Args:
+            table: page ids of the sequence.
+        """
+        if key.tokens and key not in self:
+            self.insert(key, [self._allocator.share(page) for page in table[: pages_for(len(key.tokens))]], None)
+
+    def _neighbours(self, key: PrefixKey) -> list[PrefixKey]:
+        """The entries before and after the place of a key."""
+        place = bisect_left(self._sorted, key)
+        return self._sorted[max(place - 1, 0) : place + 1]
+
+    def _drop(self, key: PrefixKey) -> None:
+        super()._drop(key)
+        del self._sorted[bisect_left(self._sorted, key)]
+
+
+def _num_common(key: PrefixKey, other: PrefixKey) -> int:
+    """Positions at the beginning, in whole blocks, that have the same keys and values."""
+    if key[:2] != other[:2]:
+        return 0
+    size, tokens, others = key.block_size, key.tokens, other.tokens
+    end = min(len(tokens), len(others))
+    return next((i for i in range(0, end, size) if tokens[i : i + size] != others[i : i + size]), end)

@@ -134,7 +134,11 @@ class EagerExecutor:
         busy = [index for index, share in enumerate(shares) if share.rows]
         if not busy:
             return jobs
-        inputs = build_batch([(shares[index], sequences[index].page_tables) for index in busy], self.ops)
+        inputs = build_batch(
+            [(shares[index], sequences[index].page_tables) for index in busy],
+            self.ops,
+            self.model.properties.logit_shift,
+        )
         with self.probe("forward", inputs):
             hidden = self.model.forward(inputs, self.pool.k, self.pool.v)
         num_predicting = [int((shares[index].predicting != BEFORE_WINDOW).sum()) for index in busy]

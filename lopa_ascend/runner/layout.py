@@ -16,23 +16,24 @@ from lopa_ascend.backend.interface import Entries, Ops
 from lopa_ascend.kv.pages import PAGE_SIZE, PageTables, pages_for
 from lopa_ascend.model.base import ForwardInputs
 from lopa_ascend.parallel.placement import Indices, Share
-from lopa_ascend.types import DREAM, RowPlan
+from lopa_ascend.types import RowPlan
 
 BEFORE_WINDOW = -1
 """Stands for the position before the window in place of a token: the batch does not compute that position."""
-PREDICTED_BY = -DREAM.logit_shift
-"""The hidden state at position q + PREDICTED_BY predicts position q."""
 
 Span = tuple[int, int, int, int]
 """One attention entry: (keys that its queries see, end, length, row of the share). The queries are at the positions
 [end - length, end) of the row, and see every key before their number."""
 
 
-def build_batch(items: Sequence[tuple[Share, PageTables]], ops: Ops) -> ForwardInputs:
+def build_batch(items: Sequence[tuple[Share, PageTables]], ops: Ops, logit_shift: int) -> ForwardInputs:
     """The batch of some sequences, each of which has at least one row. Notes in the shares where they lie in it.
 
     The hidden states that are returned are, of all sequences, first those that predict and then the last committing
     ones.
+
+    Args:
+        logit_shift: see ``ModelProperties``.
     """
     tokens: list[Indices] = []
     positions: list[Indices] = []
@@ -46,7 +47,7 @@ def build_batch(items: Sequence[tuple[Share, PageTables]], ops: Ops) -> ForwardI
     num_computed = 0
     for index, (share, pages) in enumerate(items):
         spans = _spans(share)
-        _place(share, spans, num_computed)
+        _place(share, spans, num_computed, logit_shift)
         num_computed += share.num_computed
         prefix_length = share.plan.prefix_length
         for num_keys, end, length, number in spans:
@@ -59,7 +60,7 @@ def build_batch(items: Sequence[tuple[Share, PageTables]], ops: Ops) -> ForwardI
             # Group 2 * i is for queries of sequence i inside its prefix, if this step computes them, and 2 * i + 1 for
             # those after it. So the first block reads a prompt of the same step exactly as it reads a cached prompt.
             prefix_groups.append(2 * index + (begin >= prefix_length))
-        prefixes += [share.plan.start, prefix_length]
+        prefixes += [0, prefix_length]
         positions_written, source = _writes(share, pages)
         written.append(positions_written)
         sources.append(source)
@@ -102,7 +103,7 @@ def _spans(share: Share) -> list[Span]:
     return sorted(spans)
 
 
-def _place(share: Share, spans: Sequence[Span], first_token: int) -> None:
+def _place(share: Share, spans: Sequence[Span], first_token: int, logit_shift: int) -> None:
     """Notes where a sequence lies in the batch: the tokens of ``spans``, one after the other, from index
     ``first_token`` on."""
     row_tokens = [np.full(len(row.tokens), BEFORE_WINDOW, dtype=np.int64) for row in share.rows]
@@ -115,15 +116,15 @@ def _place(share: Share, spans: Sequence[Span], first_token: int) -> None:
         num_taken_over = row.compute_from - row.start
         tokens[:num_taken_over] = row_tokens[-1][:num_taken_over]
     share.row_tokens, share.num_computed = row_tokens, next_token - first_token
-    _place_predictions(share)
+    _place_predictions(share, logit_shift)
 
 
-def _place_predictions(share: Share) -> None:
+def _place_predictions(share: Share, logit_shift: int) -> None:
     """Notes the tokens whose hidden states predict the masked positions of all rows. A token that several rows share is
     listed once, with the first of these rows."""
     masked_by_row = [np.array(row.masked, dtype=np.int64) for row in share.rows]
     predicting_by_row = [
-        _predicting_tokens(row, tokens, masked)
+        _tokens_at(row, tokens, masked - logit_shift)
         for row, tokens, masked in zip(share.rows, share.row_tokens, masked_by_row, strict=True)
     ]
     num_masked = [len(masked) for masked in masked_by_row]
@@ -137,9 +138,9 @@ def _place_predictions(share: Share) -> None:
     share.order = np.concatenate([by_row[row] for row in by_branch])
 
 
-def _predicting_tokens(row: RowPlan, tokens: Indices, positions: Indices) -> Indices:
-    """The tokens whose hidden states predict some positions of a row."""
-    offsets = positions - row.start + PREDICTED_BY
+def _tokens_at(row: RowPlan, tokens: Indices, positions: Indices) -> Indices:
+    """The tokens of a row at some positions; the first of these may lie before it."""
+    offsets = positions - row.start
     return np.where(offsets < 0, BEFORE_WINDOW, tokens[np.maximum(offsets, 0)])
 
 

@@ -21,6 +21,20 @@ class ModelProperties:
     def is_block_causal(self) -> bool:
         return self.attention == "block_causal"
 
+    def origin(self, prompt_length: int, block_size: int) -> int:
+        """Where the first block to decode begins. The positions before it are the prompt, or its whole blocks."""
+        return prompt_length // block_size * block_size if self.is_block_causal else prompt_length
+
+    def limit(self, prompt_length: int, max_new_tokens: int, block_size: int) -> int:
+        """Positions of a sequence that is decoded to its end. On a grid the last block is whole: its positions see one
+        another, so the tokens of a shorter block would be others."""
+        length = prompt_length + max_new_tokens
+        return -(-length // block_size) * block_size if self.is_block_causal else length
+
+    def room(self, max_length: int, prompt_length: int, block_size: int) -> int:
+        """The largest ``max_new_tokens`` for which ``limit`` is at most ``max_length``."""
+        return self.origin(max_length, block_size) - prompt_length
+
 
 DREAM = ModelProperties(logit_shift=1, attention="full")
 """The properties of Dream, and of a model in plain torch, which states none."""

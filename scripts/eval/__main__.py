@@ -11,6 +11,7 @@ SUBCOMMANDS = {
     "demo": "exact answers and tokens per forward pass of the bundled model on its problems",
     "tasks": "scores of a model on published tasks, through lm-eval",
     "paper-tables": "a table of the LoPA paper, with our numbers beside the published ones",
+    "golden": "whether tokens and fills are those that published code was recorded with",
     "quantize": "writes a checkpoint in W8A8",
     "make-checkpoint": "writes a random checkpoint of a family, to try it without its weights",
 }

@@ -132,7 +132,7 @@ def random_strategy(request: DecodingParams) -> Strategy:
     tokens[masked] = MASK
     strategy = begin([0] * PROMPT, request, MASK, frozenset({EOS}), PROMPT)
     blocks = (strategy.anchor.blocks[0], *(Block(0, 0, 0) for _ in range(NUM_OPENED)))
-    anchor = Branch(tuple(tokens.tolist()), blocks)
+    anchor = Branch(tuple(tokens.tolist()), blocks, PROMPT)
     guesses = zip(masked.tolist(), random_tokens(request.lookaheads).tolist(), strict=False)
     fills = [Fill(PROMPT + offset, token, 0.0, 0.0) for offset, token in guesses]
     strategy.branches = [*(replace(anchor, own_fills=(fill,)) for fill in fills), anchor]

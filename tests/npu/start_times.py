@@ -28,7 +28,7 @@ SIZE = 4
 def start(cache: str) -> list[float]:
     """CPU seconds of each bucket."""
     config = EngineConfig(device="npu", tensor_parallel_size=SIZE, branch_parallel_size=SIZE, graph_cache=cache)
-    plan = plan_graphs(config, "start times", DEFAULT_MODEL_LEN, max_tokens=DEFAULT_MODEL_LEN)
+    plan = plan_graphs(config, "start times", 1, DEFAULT_MODEL_LEN, max_tokens=DEFAULT_MODEL_LEN)
     seconds = []
     with ranks(SIZE) as group, device.nothing_computed():
         num_pages = config.max_num_seqs * plan.shape.slots * plan.shape.pages + plan.num_padding_pages

@@ -25,7 +25,7 @@ from lopa_ascend.graph.tensors import ModelInputs
 from lopa_ascend.kv.pages import PAGE_SIZE, PageAllocator, PageTables, pages_for
 from lopa_ascend.parallel.placement import Placement
 from lopa_ascend.runner.layout import build_batch
-from lopa_ascend.types import RowResult, SequencePlan, StepRecord
+from lopa_ascend.types import DREAM, ModelProperties, RowResult, SequencePlan, StepRecord
 
 MASK, EOS, VOCAB, FILLER = 50, (7, 9), 40, 41
 LENGTH, CAPACITY = 6, 26  # the longest block, and as many blocks as a window can have here
@@ -70,14 +70,16 @@ class Given(NamedTuple):
 class Sequence:
     """One sequence: its strategy, and what the host keeps of it."""
 
-    def __init__(self, rng: random.Random, request: dict, prompt: int, steps: int):
+    def __init__(self, rng: random.Random, properties: ModelProperties, request: dict, prompt: int, steps: int):
         decoding = "lopa" if request["num_branches"] else "d2f"
         self.params = DecodingParams(decoding=decoding, **request)
         self.usual = answer(rng, CAPACITY * LENGTH).tokens
         """By cell, what many steps predict, so that one confirms what another has guessed."""
         self.size = self.params.block_size
         text = [rng.randrange(VOCAB) for _ in range(prompt)]
-        self.strategy: Strategy = begin(text, self.params, MASK, frozenset(EOS), 0 if steps else prompt)
+        num_committed = 0 if steps else properties.origin(prompt, self.size)
+        self.strategy: Strategy = begin(text, self.params, MASK, frozenset(EOS), num_committed, properties)
+        self.origin, self.length = self.strategy.origin, self.strategy.limit - self.strategy.origin
         for _ in range(steps):
             plan = self.strategy.plan()
             if plan is None:
@@ -97,23 +99,24 @@ class Sequence:
         anchor, opened = self.strategy.anchor, len(self.blocks)
         most_opened = max(len(branch.blocks) - 1 for branch in self.strategy.branches)
         settled = sum(block.state is not BlockState.ACTIVE for block in self.blocks)
-        return Seen(settled, most_opened, opened if anchor.eos else -(-self.params.max_new_tokens // self.size))
+        return Seen(settled, most_opened, opened if anchor.eos else -(-self.length // self.size))
 
     def cell(self, position: int) -> int:
-        at = position - len(self.strategy.prompt)
+        at = position - self.origin
         return at // self.size * LENGTH + at % self.size
 
     def position(self, cell: int) -> int:
         block, offset = divmod(cell, LENGTH)
-        return len(self.strategy.prompt) + block * self.size + offset
+        return self.origin + block * self.size + offset
 
     def cells(self, blocks: range) -> list[int]:
         """Those that hold a position."""
         inside = [(block * LENGTH + i, block * self.size + i) for block in blocks for i in range(self.size)]
-        return [cell for cell, at in inside if at < self.params.max_new_tokens]
+        return [cell for cell, at in inside if at < self.length]
 
     def write_params(self, params: RequestParams, seat: int) -> None:
-        inputs.write_params(params, seat, self.params, sorted(self.strategy.ends))
+        num_given = len(self.strategy.prompt) - self.origin
+        inputs.write_params(params, seat, self.params, sorted(self.strategy.ends), num_given)
 
     def packed(self, shape: Bucket) -> torch.Tensor:
         """Takes the sequence over from its strategy."""
@@ -131,13 +134,15 @@ class Batch:
         late: bool,
         size: int,
         branch_acceptance: str = "published",
+        properties: ModelProperties = DREAM,
     ):
         self.rng, self.late, self.size = random.Random(seed), late, size
         self.branch_acceptance = branch_acceptance
         kind = {"branch_acceptance": branch_acceptance}
-        self.sequences = [Sequence(self.rng, request | kind, *others) for request, *others in specs]
+        self.sequences = [Sequence(self.rng, properties, request | kind, *others) for request, *others in specs]
         slots = -(-max(1 + seq.params.lookaheads for seq in self.sequences) // size)
         self.bucket = Bucket(len(specs), CAPACITY, 1, slots * size, slots, LENGTH, CAPACITY)
+        self.bucket = self.bucket._replace(logit_shift=properties.logit_shift)
         self.seats = self.rng.sample(range(SEATS), len(specs))
         self.params = inputs.empty_params(SEATS + len(specs), MASK, self.bucket)
         self.storage = inputs.empty_states(SEATS + len(specs), self.bucket)
@@ -157,7 +162,7 @@ class Batch:
             seq = self.sequences[row]
             first, seen = seq.seen[-2].settled, seq.seen[-2 if self.late else -1]
             blocks = max(blocks, min(seen.opened + self.late, seen.caps) - first)
-            length, limit = len(seq.strategy.prompt), seq.params.max_new_tokens
+            length, limit = seq.origin, seq.length
             # What a step commits may be shared before it is written: all branches write the same.
             final = length + min((first if self.late else seq.seen[-1].settled) * seq.size, limit)
             shared = self.rng.randint(0, final // PAGE_SIZE)
@@ -165,7 +170,7 @@ class Batch:
             views[row] = HostView(seat, length, seq.size, limit, first, before, self.held, seen.caps, shared, FILLER)
             seq.first.append(first)
         slots = self.bucket.slots
-        most = max(1, *(pages_for(view.prompt_length + view.max_new_tokens) for view in views))
+        most = max(1, *(pages_for(view.origin + view.num_positions) for view in views))
         blocks = min(blocks + self.rng.choice([0, 0, 1, 3]), CAPACITY)
         self.bucket = self.bucket._replace(blocks=blocks, pages=most)
         pages = torch.tensor(self.rng.sample(range(len(views) * slots * most), len(views) * slots * most))
@@ -261,8 +266,9 @@ class Batch:
             slot = b // self.size
             source = given.model.predicted_by.view(S, R, -1)[row, slot, inside].tolist()
             seen = dict(zip(hidden_rows[slot].tolist(), numbers.tolist(), strict=True))
-            assert source[0] == self.hidden_row(row, first) not in given.model.hidden_rows
-            assert [seen[i] for i in source[1:]] == [p - 1 for p in positions[1:]]
+            if shift := self.bucket.logit_shift:
+                assert source[0] == self.hidden_row(row, first) not in given.model.hidden_rows
+            assert [seen[i] for i in source[shift:]] == [p - shift for p in positions[shift:]]
             assert tuple(self.block_ends[row, : opened - first].tolist()) == expected.entry_ends
             masks_before = torch.cat([torch.zeros(1), rows.masks[row, b, :-1]])
             activated = masks_before <= given.params.masks_to_activate[row]
@@ -333,6 +339,6 @@ def expected_writes(plan: SequencePlan, pages: torch.Tensor, shared: int, size: 
         return {}
     tables = PageTables(PageAllocator(0), 0)
     tables.by_slot, tables.num_shared_pages = pages.tolist(), shared
-    batch = build_batch([(share, tables)], CpuOps())
+    batch = build_batch([(share, tables)], CpuOps(), 0)
     positions, tokens = batch.positions[batch.source], batch.tokens[batch.source]
     return dict(zip(batch.slot_mapping.tolist(), zip(positions.tolist(), tokens.tolist(), strict=True), strict=True))

@@ -102,8 +102,8 @@ class Paper:
             assert self.pages[table[number]][first:last] == [(whose, number)] * (last - first)
 
     def begin(self, request: Request, page_tables: PageTables, entry: PrefixEntry | None) -> Sequence:
-        num_cached = 0 if entry is None else len(request.prompt)
-        strategy = begin(request.prompt, request.params, 999, frozenset(), num_cached)
+        num_cached = 0 if entry is None else entry.num_positions
+        strategy = begin(request.prompt, request.params, 999, frozenset(), num_cached, request.properties)
         sequence = Sequence(request, strategy, Scoring("max_prob", 999, 999), page_tables, num_cached)
         self.ask(sequence, num_cached)
         return sequence

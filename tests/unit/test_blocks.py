@@ -121,7 +121,7 @@ def test_max_active_blocks_bounds_the_window(limit: int) -> None:
 
 def test_a_block_finished_by_a_lookahead_alone_waits_a_round() -> None:
     blocks = Block(0, 1, 0, BlockState.IN_CACHE), Block(1, 5, 1, activated=True)
-    anchor = Branch((1, 2, 3, MASK), blocks, probs=(0.5,) * 4)
+    anchor = Branch((1, 2, 3, MASK), blocks, first=1, probs=(0.5,) * 4)
     branch = anchor.settle().as_lookahead([Fill(4, 1, 0.9, 0.9)], frozenset())
     states = [branch.blocks[1].state, branch.as_anchor().settle().blocks[1].state]
     assert states == [BlockState.ACTIVE, BlockState.TO_CACHE]
@@ -130,7 +130,7 @@ def test_a_block_finished_by_a_lookahead_alone_waits_a_round() -> None:
 
 def test_a_finished_block_waits_for_the_one_before() -> None:
     blocks = Block(0, 1, 0, BlockState.IN_CACHE), Block(1, 3, 1), Block(3, 5, 0)
-    branch = Branch((1, MASK, 1, 1), blocks, probs=(0.5,) * 4).settle()
+    branch = Branch((1, MASK, 1, 1), blocks, first=1, probs=(0.5,) * 4).settle()
     assert branch.blocks[2].state is BlockState.ACTIVE
     branch = branch.fill([Fill(2, 1, 0.9, 0.9)], frozenset()).settle()
     assert [block.state for block in branch.blocks[1:]] == [BlockState.TO_CACHE] * 2

@@ -53,16 +53,16 @@ def test_windows_with_fewer_positions_than_branches_are_refused(settings: dict[s
     """Each branch takes a position of its own in the window."""
     config = EngineConfig(graph_mode="inductor", **settings)
     with pytest.raises(ParameterError, match="graph_window_blocks.*fewer positions than the"):
-        plan_graphs(config, "any model", max_model_len, 4096)
+        plan_graphs(config, "any model", 1, max_model_len, 4096)
 
 
 def test_windows_that_are_smaller_than_asked_for_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     wide = GraphParams(num_branches=15, block_size=64)
     config = EngineConfig(graph_mode="inductor", graph_params=wide, graph_window_blocks=8)
     with caplog.at_level("INFO", logger="lopa_ascend.graph.setup"):
-        plan_graphs(config, "any model", 4096, 10**6)
+        plan_graphs(config, "any model", 1, 4096, 10**6)
         assert not caplog.records
-        plan_graphs(config, "any model", 4096, 4096)
+        plan_graphs(config, "any model", 1, 4096, 4096)
     assert "windows of at most 4 blocks, and not of 8" in caplog.text
 
 

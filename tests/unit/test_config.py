@@ -151,7 +151,7 @@ def test_what_does_not_go_with_the_decoding_is_refused_with_both_names(values: d
 
 def test_attention_follows_the_decoding() -> None:
     attentions = {decoding: DecodingParams(decoding=decoding).window_attention for decoding in DECODINGS}
-    assert attentions.pop("lopa") == attentions.pop("d2f") == "block_causal"
+    assert {attentions.pop(name) for name in ("lopa", "d2f", "fast_dllm_v2")} == {"block_causal"}
     assert set(attentions.values()) == {"full"}
     assert DecodingParams(base="parallel").window_attention == "full"
 
@@ -263,7 +263,7 @@ def test_graph_support() -> None:
     processed |= {"bad_words", "top_logprobs"}
     unusual = {"temperature", "acceptance", "branch_score", "creation_weight", "min_new_tokens"}
     assert of[GraphSupport.PIPELINED] == {"decoding"}
-    assert of[GraphSupport.DEFAULT] == processed | unusual | {"base", "lookahead_depth"}
+    assert of[GraphSupport.DEFAULT] == processed | unusual | {"base", "lookahead_depth", "denoising_steps"}
     assert of[GraphSupport.COMPILED] == {"confidence", "window_attention", "branch_acceptance"}
     assert of[GraphSupport.BUCKET] == {"num_branches", "block_size", "eos_token_id", "stop_token_ids"}
 

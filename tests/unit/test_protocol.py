@@ -24,6 +24,7 @@ from lopa_ascend.serve.openai.request import GenerationRequest, IgnoredFields, P
 from lopa_ascend.serve.openai.responses import ResponseRequest
 from lopa_ascend.serve.tokens import TokenizeRequest
 from lopa_ascend.text.prompt import Prompts
+from lopa_ascend.types import ModelProperties
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer
 
 MODELS: Any = [(CompletionRequest, "validation"), (ChatRequest, "validation")]
@@ -38,6 +39,7 @@ LIMITS = Limits(
     max_num_branches=15,
 )
 PLANNER = Planner(Prompts(None, 100, 99, "m"), LIMITS, {"tau_conf": 0.5, "top_p": 0.9, "temperature": 1.0})
+BLOCK_CAUSAL = replace(LIMITS, properties=ModelProperties(logit_shift=1, attention="block_causal"))
 NEEDED: dict[str, dict[str, Any]] = {
     "top_p": {"temperature": 1.0},
     "top_k": {"temperature": 1.0},
@@ -48,6 +50,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "alg": {"decoding": "vanilla"},
     "alg_temp": {"decoding": "vanilla"},
     "block_cache": {"decoding": "fast_dllm"},
+    "sub_block_size": {"decoding": "fast_dllm_v2"},
 }
 
 
@@ -64,7 +67,9 @@ def parsed(**fields: Any) -> CompletionRequest:
 
 
 def params(**fields: Any) -> DecodingParams:
-    return plan(PLANNER, parsed(**fields))[0].params
+    is_block_causal = "fast_dllm_v2" in fields.values()
+    planner = replace(PLANNER, limits=BLOCK_CAUSAL) if is_block_causal else PLANNER
+    return plan(planner, parsed(**fields))[0].params
 
 
 def test_every_decoding_parameter_is_a_field():

@@ -33,7 +33,7 @@ def scores(branches: list[Branch], rows: list[tuple[float, ...]], params: Decodi
 
 
 def test_expected_counts_what_passes_and_the_branchs_own_token() -> None:
-    own, anchor = Branch((), (), own_fills=(Fill(9, 5, 0.5, 0.5),)), Branch((), ())
+    own, anchor = Branch((), (), 0, own_fills=(Fill(9, 5, 0.5, 0.5),)), Branch((), (), 0)
     rows: list[tuple[float, ...]] = [(0.75, 0.25), (0.75, 0.25, 0.125), ()]
     found = scores([own, anchor, own], rows, DecodingParams(decoding="expected_score", tau_conf=0.5))
     assert found == [Fraction(5, 6), Fraction(7, 12), 1]  # of three: 1 + 1 + 0.5; 1 + 0.5 + 0.25; without masks

@@ -46,6 +46,8 @@ class RequestParams(NamedTuple):
     masks_to_activate: Annotated[Tensor, float32("sequences")]
     """A block is fully activated once the block before it has at most so many masks (``tau_act``)."""
     tau_conf: Annotated[Tensor, float32("sequences")]
+    num_given: Annotated[Tensor, int32("sequences")]
+    """Cells of the first block that hold tokens of the prompt, which end no answer."""
 
 
 class Constants(NamedTuple):
@@ -180,7 +182,9 @@ def opens_block(
     most_masks = torch.where(block == num_opened - 1, params.masks_to_open[:, None, None], constants.no_limit)
     most_masks = torch.where(block < first_active, constants.no_masks, most_masks)
     has_too_many_masks = (masks > most_masks).any(-1)
-    has_end = (tokens[..., None] == params.ends[:, None, None]).flatten(2).any(-1)
+    is_end = tokens[..., None] == params.ends[:, None, None]
+    is_generated = launch.cells >= params.num_given[:, None]
+    has_end = (is_end & is_generated[:, None, :, None]).flatten(2).any(-1)
     may_open = num_opened_blocks < launch.max_opened_blocks[:, None]
     return may_open & ~(has_too_many_masks | has_end)
 

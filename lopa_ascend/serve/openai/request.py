@@ -191,7 +191,9 @@ class Planner:
         """The request's own parameters, and the defaults for all others unless a default contradicts the request."""
         defaults = fitting_defaults({"max_new_tokens": DecodingParams.max_new_tokens, **self.decoding}, asked)
         # If a prompt leaves no room at all, Limits.check refuses the request.
-        room = self.limits.max_model_len - prompt_tokens
+        block_size = asked.get("block_size", defaults.get("block_size", DecodingParams.block_size))
+        is_size = type(block_size) is int and block_size > 0  # DecodingParams refuses others
+        room = self.limits.room(prompt_tokens, block_size if is_size else 1)
         defaults["max_new_tokens"] = max(1, min(defaults["max_new_tokens"], room))
         if "min_new_tokens" in defaults:
             longest = asked.get("max_new_tokens", defaults["max_new_tokens"])

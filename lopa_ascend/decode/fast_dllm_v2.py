@@ -1,0 +1,65 @@
+"""Fast-dLLM v2: block after block, each filled by sub-blocks from left to right (arXiv 2509.26328).
+
+The pass that commits a block predicts the first position of the next one, which is filled with any probability: the
+logits of a position predict the next one, so the block's own passes need its first position. As published that pass
+computes the committed block alone. A pass that commits the prompt, whose last tokens begin the first block, goes on
+with that block. So does one whose next block has its first token from a lookahead branch.
+
+With ``sub_block_cache`` a pass computes the current sub-block alone, once its first position is filled. The keys and
+values of the block's other positions are then those of earlier passes, stale by design.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lopa_ascend.decode.acceptance import most_confident
+from lopa_ascend.decode.blocks import Branch
+from lopa_ascend.decode.d2f import D2F
+from lopa_ascend.types import Fill, RowPlan, SequencePlan
+
+
+class FastDllmV2(D2F):
+    """One sequence under Fast-dLLM v2."""
+
+    def plan(self) -> SequencePlan | None:
+        plan = super().plan()
+        if plan is None or not self.params.sub_block_cache:
+            return plan
+        block = self.anchor.blocks[-1]
+        begin, end = self._sub_block(self.anchor)
+        masked = self.anchor.masked_in(block, self.mask)
+        num_known = max(1, len(self.prompt) - block.start)
+        if block.filled <= num_known or begin in masked:  # a pass over the whole block comes first
+            return plan
+        tokens = (*self.prompt, *self.anchor.tokens)[begin:end]
+        in_sub_block = tuple(position for position in masked if position < end)
+        row = RowPlan(begin, tokens, begin, (end,), in_sub_block, stale_end=block.end)
+        return replace(plan, start=begin, rows=(row,))
+
+    def _may_open(self, branch: Branch) -> bool:
+        return not branch.blocks[-1].masks and not branch.eos and branch.end < self.limit
+
+    def _row(self, branch: Branch, full: bool) -> RowPlan:
+        row = super()._row(branch, full)
+        block = branch.blocks[-1]
+        if block.start in row.masked:
+            ends = tuple(end for end in row.entry_ends if end <= block.start)
+            return replace(row, tokens=row.tokens[: block.start - row.start], entry_ends=ends, masked=(block.start,))
+        _, end = self._sub_block(branch)
+        return replace(row, masked=tuple(position for position in row.masked if position < end))
+
+    def _sub_block(self, branch: Branch) -> tuple[int, int]:
+        """[start, end) of the first sub-block that has masks, or of the last one if none has."""
+        block, size = branch.blocks[-1], self.params.sub_block_size
+        first = next(iter(branch.masked_in(block, self.mask)), block.end - 1)
+        begin = block.start + (first - block.start) // size * size
+        return begin, min(begin + size, block.end)
+
+    def choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
+        """The positions of the sub-block that the rule accepts, or the most confident one; and the first position of a
+        block in any case."""
+        accepted = self.accept(predicted)
+        if accepted or not predicted:
+            return accepted, 0
+        return most_confident(predicted), 1
