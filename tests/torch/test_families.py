@@ -30,7 +30,7 @@ from lopa_ascend.model.registry import find_fused
 from lopa_ascend.parallel.collectives import ALONE, Group
 from scripts.eval import make_checkpoint
 
-GOLDEN = Path(__file__).parents[1] / "data" / "golden"
+GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "models"
 MODEL_TYPES = ("sdar", "Fast_dLLM_Qwen", "DreamReasoner")
 INT8_BOUND = 0.06
 """Of the largest logit: what int8 weights and activations may change in these small models."""
