@@ -1,10 +1,10 @@
-"""Writes a checkpoint whose linear layers are int8, in the format compressed-tensors."""
+"""Writes checkpoints; those whose linear layers are int8 in the format compressed-tensors."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,19 +58,50 @@ def write_int8(
     checkpoint = open_to_quantize(path, out, architecture)
     expected = checkpoint.expected
     modules = expected.int8_modules(int8)
-    tensors = _int8_tensors(checkpoint, lora, activations, modules)
+    kept = [expected.head, *(name for name in expected.linears if name not in modules and name != expected.head)]
+    config = read_json_object(path / _CONFIG, CheckpointError)
+    others = [file for file in sorted(path.iterdir()) if file.is_file() and file.name != _CONFIG]
+    write_checkpoint(
+        out,
+        _int8_tensors(checkpoint, lora, activations, modules),
+        {_CONFIG: {**config, CONFIG_FIELD: compressed_tensors_config(kept)}},
+        [file for file in others if not (".safetensors" in file.name or file.suffix in PICKLE_SUFFIXES)],
+        max_file_bytes,
+    )
+    return out
+
+
+def write_checkpoint(
+    out: Path,
+    tensors: Iterator[tuple[str, Tensor]],
+    objects: Mapping[str, object],
+    copied: Iterable[Path],
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Writes the directory of a model.
+
+    Args:
+        out: the directory, which must be missing or empty.
+        tensors: by name. Those of a file are in memory together.
+        objects: content of JSON files, by name. They are written last, in this order, so that a directory that was not
+            finished is no checkpoint.
+        copied: other files that it is to have.
+        max_file_bytes: bytes of tensors in a file, at most, unless a single tensor has more.
+
+    Raises:
+        CheckpointError: ``out`` is not empty.
+        OSError: a file cannot be written, for example because the disk is full.
+
+    After an exception ``out`` is as before.
+    """
+    _check_empty(out)
     out.mkdir(parents=True, exist_ok=True)
     with _emptied_after_failure(out):
-        _write_weights(checkpoint, _parts(tensors, max_file_bytes), out)
-        for file in sorted(path.iterdir()):
-            is_weights = ".safetensors" in file.name or file.suffix in PICKLE_SUFFIXES
-            if file.is_file() and not is_weights and file.name != _CONFIG:
-                shutil.copyfile(file, out / file.name)
-        kept = [expected.head, *(name for name in expected.linears if name not in modules and name != expected.head)]
-        config = read_json_object(path / _CONFIG, CheckpointError)
-        # Last, so that a directory that was not finished is no checkpoint.
-        _write_json(out / _CONFIG, {**config, CONFIG_FIELD: compressed_tensors_config(kept)})
-    return out
+        _write_weights(_parts(tensors, max_file_bytes), out)
+        for file in copied:
+            shutil.copyfile(file, out / file.name)
+        for name, value in objects.items():
+            _write_json(out / name, value)
 
 
 def _int8_tensors(
@@ -100,16 +131,16 @@ def _int8_tensors(
         tensors = smoothed(tensors, choose_factors(float_tensors(), activations, weights), weights)
     for name, tensor in quantized(tensors, modules):
         is_float_layer = name in dtypes and tensor.is_floating_point()
-        yield name, tensor.to(dtypes[name]) if is_float_layer else tensor
+        stored = tensor.to(dtypes[name]) if is_float_layer else tensor
+        check_weights(checkpoint, name, stored)
+        yield name, stored
 
 
-def _write_weights(checkpoint: Checkpoint, parts: Iterator[dict[str, Tensor]], out: Path) -> None:
+def _write_weights(parts: Iterator[dict[str, Tensor]], out: Path) -> None:
     """Writes files of weights and their index."""
     files: dict[str, str] = {}
     for number, part in enumerate(parts, 1):
         file = f"model-{number:05}.safetensors"
-        for name, tensor in part.items():
-            check_weights(checkpoint, name, tensor)
         try:
             save_file(_as_stored(part), str(out / file), metadata={"format": "pt"})
         except SafetensorError as error:
@@ -141,9 +172,13 @@ def open_to_quantize(path: Path, out: Path, architecture: Architecture) -> Check
     checkpoint = open_checkpoint(path, architecture)
     if checkpoint.int8 is not None:
         raise CheckpointError(f"{path}: its weights are int8 already, by {checkpoint.int8.source}")
+    _check_empty(out)
+    return checkpoint
+
+
+def _check_empty(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out}: exists, expected a missing or empty directory")
-    return checkpoint
 
 
 def _parts(tensors: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:

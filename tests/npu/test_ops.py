@@ -98,9 +98,9 @@ def test_queries_and_keys_of_one_projection_are_normed_and_rotated(
     parts = [2 * kv_heads, kv_heads, kv_heads]
     on_npu = NPU.rope_tables(angles.cos().to("npu"), angles.sin().to("npu"), dtype)
     q, k, v = qkv.to("npu").split(parts, 1)
-    rotated = NPU.norm_rope(q, k, *weights.to("npu"), 0.1, *on_npu)
+    rotated = NPU.norm_rope(q, k, weights[0].to("npu"), weights[1].to("npu"), 0.1, *on_npu)
     q, k, _ = qkv.split(parts, 1)
-    expected = CPU.norm_rope(q, k, *weights, 0.1, *CPU.rope_tables(angles.cos(), angles.sin(), dtype))
+    expected = CPU.norm_rope(q, k, weights[0], weights[1], 0.1, *CPU.rope_tables(angles.cos(), angles.sin(), dtype))
     for found, wanted in zip(rotated, expected, strict=True):
         assert_same(found / wanted.abs().max(), wanted / wanted.abs().max())
     assert torch.equal(v.cpu(), qkv[:, 3 * kv_heads :])

@@ -1,47 +1,303 @@
-"""The families in fused ops against golden forward passes of their published code, and against transformers."""
+"""The families in fused ops: golden forward passes of their published code, transformers on random configurations, and
+what follows from the tables of their tensors."""
 
 from __future__ import annotations
 
 import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Barrier
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 from lopa_ascend import checkpoint
 from lopa_ascend.backend.cpu import CpuOps
 from lopa_ascend.backend.interface import Entries
-from lopa_ascend.kv.pages import PAGE_SIZE
-from lopa_ascend.model.base import ForwardInputs
+from lopa_ascend.checkpoint import CheckpointError, Shard
+from lopa_ascend.checkpoint.write import write_checkpoint, write_int8
+from lopa_ascend.config import ModelConfig
+from lopa_ascend.config.engine import INT8_LAYERS
+from lopa_ascend.config.families import FAMILIES
+from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
+from lopa_ascend.model.base import ForwardInputs, SplitModel
 from lopa_ascend.model.registry import find_fused
+from lopa_ascend.parallel.collectives import ALONE, Group
+from scripts.eval import make_checkpoint
 
-GOLDEN = Path(__file__).parents[1] / "data" / "golden"
+GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "models"
+MODEL_TYPES = ("sdar", "Fast_dLLM_Qwen", "DreamReasoner")
+INT8_BOUND = 0.06
+"""Of the largest logit: what int8 weights and activations may change in these small models."""
+pytest.importorskip("transformers.models.qwen3")
 
 
-def block_causal(length: int, block: int) -> Entries:
-    lengths = tuple(min(block, length - begin) for begin in range(0, length, block))
-    kv_lengths = tuple(min(begin + block, length) for begin in range(0, length, block))
-    n = len(lengths)
-    return Entries(lengths, kv_lengths, torch.zeros(n, 1, dtype=torch.int32), (0,) * n, (0,))
+@dataclass(frozen=True)
+class Threads(Group):
+    """One of several ranks, each a thread."""
+
+    barrier: Barrier = field(default_factory=lambda: Barrier(1))
+    parts: list[Tensor] = field(default_factory=list)
+
+    def all_reduce(self, x: Tensor, purpose: str) -> Tensor:
+        self.parts[self.rank] = x
+        self.barrier.wait(60)
+        total = torch.stack(self.parts).sum(0)
+        self.barrier.wait(60)
+        return total
 
 
-def run(path: Path, tokens):
-    name = checkpoint.model_type(path)
-    cls = find_fused(name)
+def model_of(path: Path, tp: Group = ALONE, **options: Any) -> SplitModel:
+    cls = find_fused(checkpoint.model_type(path))
     found = checkpoint.open_checkpoint(path, cls.architecture)
-    config, weights = checkpoint.load(found)
-    model = cls(config, weights, CpuOps())
-    t = len(tokens)
-    at = torch.arange(t)
-    caches = torch.zeros(2, config.num_layers, 1, PAGE_SIZE, config.num_kv_heads, config.head_dim)
-    inputs = ForwardInputs(torch.tensor(tokens), at, at, None, block_causal(t, config.block_size), None)
+    return cls(*checkpoint.load(found, shard=Shard(tp.rank, tp.size), **options), CpuOps(), tp)
+
+
+def logits_of(model: SplitModel, tokens: list[int]) -> Tensor:
+    """A block-causal forward pass over a whole text: [tokens, this rank's part of the vocabulary]."""
+    c, length, at = model.config, len(tokens), torch.arange(len(tokens))
+    assert c.block_size is not None
+    begins = range(0, length, c.block_size)
+    ends = tuple(min(begin + c.block_size, length) for begin in begins)
+    tables = torch.arange(pages_for(length), dtype=torch.int32).expand(len(ends), -1)
+    entries = Entries(tuple(map(int.__sub__, ends, begins)), ends, tables, (0,) * len(ends), (0,))
+    shape = (2, c.num_layers, tables.shape[1], PAGE_SIZE, c.local_kv_heads(model.tp.size), c.head_dim)
+    caches = torch.full(shape, torch.nan)
+    inputs = ForwardInputs(torch.tensor(tokens), at, at, None, entries, None)
     return model.logits(model.forward(inputs, *map(list, caches)))
 
 
+def logits_on_two_ranks(path: Path, tokens: list[int], **options: Any) -> Tensor:
+    barrier, parts = Barrier(2), [torch.empty(0)] * 2
+
+    def run(rank: int) -> Tensor:
+        return logits_of(model_of(path, Threads(rank, 2, barrier=barrier, parts=parts), **options), tokens)
+
+    with ThreadPoolExecutor(2) as ranks:
+        return torch.cat(list(ranks.map(run, range(2))), 1)
+
+
+def assert_near(found: Tensor, expected: Tensor, bound: float) -> None:
+    assert float((found - expected).abs().max() / expected.abs().max()) < bound
+
+
+# ---- the published code ----------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("model", ["sdar/model_a", "sdar/model_b", "fastdllm2/model_a", "fastdllm2/model_b"])
-def test_golden(model):
+def test_golden_forward_passes(model: str) -> None:
     golden = json.loads((GOLDEN / model / "forward.json").read_text())
-    logits = run(GOLDEN / model, golden["input_ids"])
+    logits = logits_of(model_of(GOLDEN / model), golden["input_ids"])
     for row, expected in golden["logits"].items():
         torch.testing.assert_close(logits[int(row)], torch.tensor(expected), rtol=2e-5, atol=2e-5)
     assert logits.argmax(-1).tolist() == golden["argmax"]
+    on_ranks = logits_on_two_ranks(GOLDEN / model, golden["input_ids"])
+    assert on_ranks.argmax(-1).tolist() == golden["argmax"]
+    assert_near(on_ranks, logits, 1e-5)
+
+
+# ---- transformers ----------------------------------------------------------------------------------------------------
+
+
+def write_random(path: Path, name: str, seed: int, scale: float = 0.3) -> Path:
+    """A random checkpoint of a family with random sizes. Its weights, biases and norms are far from their neutral
+    values."""
+    rng, family = random.Random(seed), FAMILIES[name]
+    kv_heads, vocab = rng.choice([1, 2]), rng.randrange(60, 130)
+    config: dict[str, Any] = {
+        "model_type": family.model_type,
+        "vocab_size": vocab,
+        "hidden_size": 16 * rng.choice([2, 3]),
+        "intermediate_size": rng.choice([24, 80]),
+        "num_hidden_layers": rng.choice([1, 3]),
+        "num_attention_heads": 2 * kv_heads * rng.choice([1, 2]),
+        "num_key_value_heads": kv_heads,
+        "head_dim": rng.choice([8, 24]),
+        "max_position_embeddings": 512,
+        "rope_theta": rng.choice([1e4, 1e6]),
+        "rms_norm_eps": rng.choice([1e-6, 1e-3]),
+        "tie_word_embeddings": rng.random() < 0.5,
+        "attention_bias": name == "Fast_dLLM_Qwen" or rng.random() < 0.5,
+        "mask_token_id": vocab - 1,
+        str(family.block_field): rng.choice([1, 4, 7, 32]),
+        "torch_dtype": "float32",
+    }
+    architecture = find_fused(name).architecture
+    expected = architecture.tensors(ModelConfig.from_json(config, {}, "config.json", name, architecture.family))
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {key: torch.randn(spec.shape, generator=generator) * scale for key, spec in expected.specs.items()}
+    moved = ((key, x + 1 if "norm" in key else x) for key, x in tensors.items())
+    write_checkpoint(path, moved, {"config.json": config}, [], max_file_bytes=20_000)
+    return path
+
+
+def reference(path: Path, tokens: list[int]) -> Tensor:
+    """What transformers' Qwen2 or Qwen3 computes with a dense mask of blocks."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    values = json.loads((path / "config.json").read_text())
+    is_qwen2 = values.pop("model_type") == "Fast_dLLM_Qwen"
+    block = values.pop("bd_size", None) or values.pop("block_size")
+    model: Any = Qwen2ForCausalLM(Qwen2Config(**values)) if is_qwen2 else Qwen3ForCausalLM(Qwen3Config(**values))
+    model.load_state_dict(read(path), strict=not values["tie_word_embeddings"])
+    number = torch.arange(len(tokens)) // block
+    hidden = (number[:, None] < number)[None, None]
+    bias = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        logits: Tensor = model.eval()(torch.tensor([tokens]), attention_mask=bias).logits[0]
+    return logits
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """All tensors of a directory."""
+    from safetensors.torch import load_file
+
+    return {name: x for file in path.glob("*.safetensors") for name, x in load_file(str(file)).items()}
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("name", MODEL_TYPES)
+def test_random_models_compute_what_transformers_does(tmp_path: Path, name: str, seed: int) -> None:
+    path = write_random(tmp_path / "model", name, seed)
+    rng = random.Random(seed)
+    tokens = [rng.randrange(60) for _ in range(rng.choice([5, 70, 150]))]
+    expected = reference(path, tokens)
+    assert_near(logits_of(model_of(path), tokens), expected, 1e-5)
+    assert_near(logits_on_two_ranks(path, tokens), expected, 1e-5)
+
+
+# ---- what the tables give --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODEL_TYPES)
+def test_int8_at_start_is_int8_on_disk(tmp_path: Path, name: str) -> None:
+    path, tokens = write_random(tmp_path / "float", name, 1, scale=0.1), list(range(40))
+    written = write_int8(path, tmp_path / "int8", find_fused(name).architecture, int8=INT8_LAYERS)
+    at_start, on_disk = model_of(path, int8=INT8_LAYERS), model_of(written)
+    assert at_start.weights.keys() == on_disk.weights.keys()
+    assert "layers.0.o.weight_scale" in on_disk.weights
+    assert all(torch.equal(x, on_disk.weights[key]) for key, x in at_start.weights.items())
+    logits = logits_of(on_disk, tokens)
+    assert_near(logits, logits_of(model_of(path), tokens), INT8_BOUND)
+    # Each rank quantises its own inputs of o and down.
+    assert_near(logits_on_two_ranks(written, tokens), logits, INT8_BOUND)
+
+
+def write_adapter(path: Path, model: Path, **settings: Any) -> dict[str, Tensor]:
+    """A random adapter of all linear layers but the head, and the weights with it."""
+    path.mkdir()
+    values = {"peft_type": "LORA", "r": 2, "lora_alpha": 0.3, "target_modules": "all-linear", **settings}
+    (path / "adapter_config.json").write_text(json.dumps(values))
+    generator = torch.Generator().manual_seed(0)
+    weights, factors = read(model), {}
+    for key, weight in weights.items():
+        if key.endswith("_proj.weight"):
+            module = f"base_model.model.{key.removesuffix('.weight')}"
+            a = factors[f"{module}.lora_A.weight"] = torch.randn(2, weight.shape[1], generator=generator)
+            b = factors[f"{module}.lora_B.weight"] = torch.randn(weight.shape[0], 2, generator=generator)
+            weights[key] = weight + 0.15 * b @ a
+    save_file(factors, str(path / "adapter_model.safetensors"))
+    return weights
+
+
+@pytest.mark.parametrize("name", MODEL_TYPES)
+def test_an_adapter_is_merged(tmp_path: Path, name: str) -> None:
+    path, tokens = write_random(tmp_path / "model", name, 2), list(range(20))
+    weights = write_adapter(tmp_path / "adapter", path)
+    merged = tmp_path / "merged"
+    write_checkpoint(merged, iter(weights.items()), {"config.json": json.loads((path / "config.json").read_text())}, [])
+    adapted = logits_of(model_of(path, lora=tmp_path / "adapter"), tokens)
+    assert_near(adapted, reference(merged, tokens), 1e-5)
+    assert_near(logits_on_two_ranks(path, tokens, lora=tmp_path / "adapter"), adapted, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "family"),
+    [
+        ("Fast_dLLM_Qwen", "Dream-org/Dream-v0-Instruct-7B", "Dream"),
+        ("sdar", "/models/Dream-org/DreamReasoner-8B/", "DreamReasoner"),
+        ("DreamReasoner", "JetLM/SDAR-8B-Chat-b32", "sdar"),
+        ("sdar", "Efficient-Large-Model/Fast_dLLM_v2_7B", "Fast_dLLM_Qwen"),
+    ],
+)
+def test_an_adapter_of_another_family_is_refused(tmp_path: Path, name: str, base: str, family: str) -> None:
+    """Its shapes fit, so nothing else would tell."""
+    path = write_random(tmp_path / "model", name, 3)
+    write_adapter(tmp_path / "adapter", path, base_model_name_or_path=base)
+    words = rf"adapter_config.json: base_model_name_or_path: is '{base}', a {family} model, expected a {name} model"
+    with pytest.raises(CheckpointError, match=words):
+        model_of(path, lora=tmp_path / "adapter")
+    architecture = find_fused(name).architecture
+    with pytest.raises(CheckpointError, match=words):
+        write_int8(path, tmp_path / "int8", architecture, int8=INT8_LAYERS, lora=tmp_path / "adapter")
+
+
+def test_an_adapter_of_the_same_family_or_of_an_unknown_model_is_taken(tmp_path: Path) -> None:
+    path = write_random(tmp_path / "model", "sdar", 3)
+    for number, base in enumerate(("Gen-Verse/TraDo-8B-Instruct", "/home/me/mine", None)):
+        write_adapter(tmp_path / str(number), path, base_model_name_or_path=base)
+        model_of(path, lora=tmp_path / str(number))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "words"),
+    [
+        ("sdar", {"model_type": "Fast_dLLM_Qwen", "bd_size": 4, "block_size": None}, "_norm.weight: is not part"),
+        ("Fast_dLLM_Qwen", {"model_type": "sdar", "bd_size": None}, "q_norm.weight: is missing"),
+        ("DreamReasoner", {"block_size": None}, "_norm.weight: is not part of a Dream model"),
+        ("Fast_dLLM_Qwen", {"model_type": "Dream", "bd_size": None, "block_size": 4}, "q_norm.*for DreamReasoner"),
+        ("sdar", {"model_type": "sdar_moe"}, "model_type is 'sdar_moe', expected one of Dream"),
+        ("sdar", {"model_type": "DreamReasoner"}, "config.json: model_type is 'DreamReasoner', expected 'Dream'"),
+    ],
+)
+def test_a_model_is_not_taken_for_one_of_another_family(
+    tmp_path: Path, name: str, fields: dict[str, Any], words: str
+) -> None:
+    path = write_random(tmp_path / "model", name, 4)
+    values = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(values | fields))
+    with pytest.raises(ValueError, match=words):
+        model_of(path)
+
+
+# ---- random checkpoints of published sizes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", make_checkpoint.SIZES)
+def test_a_tiny_random_checkpoint_is_loaded(tmp_path: Path, family: str) -> None:
+    for folder, seed in (("one", "5"), ("same", "5"), ("other", "6")):
+        make_checkpoint.main([str(tmp_path / folder), "--family", family, "--seed", seed, "--dtype", "float32"])
+    one, same, other = (model_of(tmp_path / folder) for folder in ("one", "same", "other"))
+    assert all(torch.equal(x, same.weights[name]) for name, x in one.weights.items())
+    assert not torch.equal(one.head, other.head)
+    assert {"vocab.json", "tokenizer_config.json"} <= {file.name for file in (tmp_path / "one").iterdir()}
+    if one.config.block_size is not None:
+        assert 1 < logits_of(one, list(range(40))).std() < 10
+
+
+@pytest.mark.parametrize(
+    ("family", "size"), [(f, size) for f, sizes in make_checkpoint.SIZES.items() for size in sizes]
+)
+def test_published_sizes(family: str, size: str) -> None:
+    """The number of parameters is what the name says."""
+    config, generation = make_checkpoint.files_of(family, size, "bfloat16")
+    architecture = find_fused(config["model_type"]).architecture
+    model = ModelConfig.from_json(config, generation, "config.json", architecture.name, architecture.family)
+    count = sum(torch.Size(spec.shape).numel() for spec in architecture.tensors(model).specs.values())
+    billions = 0.0 if size == "tiny" else float(size.removesuffix("B"))
+    assert billions <= count / 1e9 < billions + 1
+
+
+def test_a_size_of_another_family_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        make_checkpoint.main([str(tmp_path / "out"), "--family", "dream", "--size", "8B"])
+    assert "--size: '8B' is no size of dream; choose tiny, 7B" in capsys.readouterr().err
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(SystemExit, match="full: exists, expected a missing or empty directory"):
+        make_checkpoint.main([str(tmp_path / "full")])

@@ -18,7 +18,7 @@ from lopa_ascend.config import (
     ParameterError,
     fitting_defaults,
 )
-from lopa_ascend.config.families import FAMILIES
+from lopa_ascend.config.families import FAMILIES, architecture_name
 from lopa_ascend.config.kinds import Choice, exact_size, format_size, parse_size
 from lopa_ascend.config.settings import settings
 
@@ -349,3 +349,69 @@ def test_null_is_the_default_and_generation_config_goes_first() -> None:
         parse(GOOD, {"eos_token_id": 99})
     with pytest.raises(ConfigError, match="rope_parameters"):
         parse({**GOOD, "rope_parameters": 3}, {})
+
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "Dream": GOOD,
+    "DreamReasoner": {**GOOD, "block_size": 32},
+    "Fast_dLLM_Qwen": {**GOOD, "model_type": "Fast_dLLM_Qwen", "bd_size": 16},
+    "sdar": {**GOOD, "model_type": "sdar", "block_size": 8},
+}
+
+
+def parse_family(name: str, changes: dict[str, Any]) -> ModelConfig:
+    values = {key: value for key, value in (FIELDS[name] | changes).items() if value is not ...}
+    return ModelConfig.from_json(values, {}, "config.json", name, FAMILIES[name])
+
+
+def test_families_have_blocks_and_what_their_config_leaves_out() -> None:
+    assert {name: parse_family(name, {}).block_size for name in FIELDS} == {
+        "Dream": None, "DreamReasoner": 32, "Fast_dLLM_Qwen": 16, "sdar": 8,
+    }  # fmt: skip
+    bare = {"mask_token_id": ..., "block_size": ..., "bd_size": ..., "vocab_size": 151936}
+    for name, block, mask, bias in (("Fast_dLLM_Qwen", 32, 151665, True), ("sdar", 4, 151669, False)):
+        config = parse_family(name, bare)
+        assert (config.block_size, config.mask_token_id, config.attention_bias) == (block, mask, bias)
+    assert architecture_name(FIELDS["Dream"]) == architecture_name({**FIELDS["Dream"], "block_size": None}) == "Dream"
+    assert all(architecture_name(FIELDS[name]) == name for name in FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        *((name, {FAMILIES[name].block_field: 0}, r"\w+_size is 0, expected a positive") for name in list(FIELDS)[1:]),
+        ("sdar", {"block_size": "4"}, "block_size is '4'"),
+        ("sdar", {"block_size": 2**11}, "block_size is 2048, expected at most 1024"),
+        ("DreamReasoner", {"block_size": ...}, "block_size is None"),
+        ("sdar", {"mask_token_id": ...}, "mask_token_id is 151669, expected a token id below vocab_size 64"),
+        ("Dream", {"bd_size": 32}, "'bd_size' is 32.*'Dream'"),
+        ("Fast_dLLM_Qwen", {"block_size": 4}, "'block_size' is 4.*'Fast_dLLM_Qwen'"),
+        *(
+            (name, {field: value}, f"'?{field}'? is ")
+            for name in FIELDS
+            for field, value in {
+                "use_sliding_window": True,
+                "rope_scaling": {"type": "yarn"},
+                "final_logit_softcapping": 30.0,
+                "num_experts": 128,
+                "residual_multiplier": 0.5,
+                "qk_layernorm": True,
+            }.items()
+        ),
+    ],
+)
+def test_what_a_family_does_not_have_is_refused_by_name(name: str, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=f"config.json: {words}"):
+        parse_family(name, changes)
+
+
+def test_fields_for_training_and_fields_that_are_off_are_taken() -> None:
+    harmless = {
+        "attn_implementation": "flash_attention_2", "fuse_cross_entropy": True, "debug": True, "ep_size": 8,
+        "micro_forward": True, "skip_checkpoint": True, "use_deepep": True, "attention_dropout": 0.1,
+        "max_window_layers": 28, "sliding_window": 4096, "transformers_version": "4.53", "auto_map": {"a": "b"},
+        "initializer_range": 0.02, "layer_types": ["full_attention"] * 2, "num_experts": 0, "logit_scale": None,
+        "mask_token": "<|MASK|>", "architectures": ["Any"], "pretraining_tp": 1, "golden_init": {"emb": 1},
+    }  # fmt: skip
+    for name in FIELDS:
+        assert parse_family(name, harmless) == parse_family(name, {})
