@@ -162,7 +162,7 @@ def test_a_request_that_waits_keeps_no_fields_without_effect(monkeypatch: pytest
 
     def read(model: type[CompletionRequest], raw: bytes) -> CompletionRequest:
         asked = read_body(model, raw)
-        assert asked.user == "u" * 1000
+        assert asked.model_dump()["user"] == "u" * 1000
         parsed.append(weakref.ref(asked))
         return asked
 

@@ -11,8 +11,9 @@ from lopa_ascend.config import ParameterError
 from lopa_ascend.serve.http.encoding import Json
 from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.answer import AnyChoice, AnyCompletion, CompletionWriter, Details, Form
+from lopa_ascend.serve.openai.fields import HARMLESS
 from lopa_ascend.serve.openai.logprobs import TokenProb
-from lopa_ascend.serve.openai.request import HARMLESS, LOGPROB, GenerationRequest, Planner
+from lopa_ascend.serve.openai.request import LOGPROB, GenerationRequest, Planner
 
 MAX_CHOICES = 1024
 """Most choices of one request, which has prompts times n of them."""
