@@ -113,6 +113,13 @@ class ServeConfig:
         metavar="SECONDS",
         default_text="no limit",
     )
+    keep_alive_interval: float = declare(
+        15.0,
+        Number(0, DAY, unit="seconds"),
+        "after so long without an event a stream has a comment, so that proxies keep it open; 0: never",
+        group=Section.SERVER,
+        metavar="SECONDS",
+    )
     watchdog_timeout: float = declare(
         60.0,
         Number(2, DAY, unit="seconds"),

@@ -15,6 +15,7 @@ from starlette.responses import PlainTextResponse
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.serve.cli import parse_args
 from lopa_ascend.serve.config import ServeConfig
+from lopa_ascend.serve.endpoint import KEEP_ALIVE, Frames
 from lopa_ascend.serve.greeting import _blocks_line, _graphs_line
 from lopa_ascend.serve.http import body
 from lopa_ascend.serve.http.access import Access, allow_origins, hosts_of
@@ -292,6 +293,32 @@ def test_the_greeting_names_a_default_that_no_graph_can_decode(flags: list[str],
     assert bool(line) == bool(reason)
     eager = parse_args(["--graph-mode", "eager", *flags])
     assert _graphs_line(eager.engine, DecodingParams(**eager.decoding)) == ""
+
+
+def test_comments_wait_for_a_client_that_reads_slowly_and_can_be_switched_off():
+    sent: list[bytes] = []
+
+    async def stream() -> None:
+        may_go_on = asyncio.Event()
+
+        async def send(message: Any) -> None:
+            sent.append(message["body"])
+            await may_go_on.wait()
+
+        frames = Frames(send)
+        await asyncio.wait_for(frames.keep_alive(0), 5)
+        comments = asyncio.create_task(frames.keep_alive(0.01))
+        first = asyncio.create_task(frames.send(b"data: 1"))
+        await asyncio.sleep(0.1)
+        assert sent == [b"data: 1"]
+        may_go_on.set()
+        await first
+        while len(sent) < 4:
+            await asyncio.sleep(0.01)
+        comments.cancel()
+
+    asyncio.run(stream())
+    assert set(sent[1:]) == {KEEP_ALIVE}
 
 
 def test_a_star_lets_web_pages_of_all_origins_read_answers():
