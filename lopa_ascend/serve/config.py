@@ -68,6 +68,12 @@ class ServeConfig:
         metavar="FILE",
         default_text="the model's own",
     )
+    split_special_tokens: bool = declare(
+        False,
+        Boolean(),
+        "special tokens in the texts of messages are plain text, so that nobody can write other roles' turns",
+        group=Section.MODEL,
+    )
     max_num_queued_reqs: int = declare(
         1024,
         Integer(0, 2**31 - 1),
