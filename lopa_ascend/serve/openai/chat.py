@@ -133,7 +133,7 @@ class ChatRequest(GenerationRequest):
 
 
 class TopLogprob(BaseModel):
-    token: str
+    token: str = Field(description=r"Its text, or of a part of a character its bytes, such as \xf0\x9f.")
     logprob: float
     bytes: list[int] | None
 
