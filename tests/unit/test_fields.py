@@ -211,7 +211,7 @@ REFUSED: dict[str, tuple[type[Body], dict[str, Any], str, str]] = {
         ChatRequest,
         {"messages": [{"role": "user", "content": [IMAGE]}]},
         "messages[0].content[0].type",
-        "'text' or 'input_text' or 'output_text', got 'image_url'. Instead send text alone",
+        "'text' or 'input_text' or 'output_text', got 'image_url'. Instead, send text alone",
     ),
     "calls": (
         ChatRequest,
@@ -223,7 +223,7 @@ REFUSED: dict[str, tuple[type[Body], dict[str, Any], str, str]] = {
         ChatRequest,
         {"messages": [{"role": "tool", "content": "7", "tool_call_id": "c"}]},
         "messages[0].role",
-        "'assistant', got 'tool'. Instead put the result of a tool into a message",
+        "'assistant', got 'tool'. Instead, put the result of a tool into a message",
     ),
     "reference": (
         ResponseRequest,
@@ -258,4 +258,4 @@ def test_every_field_that_is_refused_says_what_to_do():
                 continue  # there is nothing else to do
             with pytest.raises(ApiError) as refused:
                 read_body(model, with_field(body, (), **{name: "something"}))
-            assert ". Instead " in refused.value.message, name
+            assert ". Instead, " in refused.value.message, name

@@ -204,11 +204,11 @@ def test_defaults_that_cannot_sample_step_back_for_a_request_that_samples():
 
 def test_seeds_differ_by_answer_from_one_start():
     prompts = [[1], [2]]
-    assert params(seed=-1).seed is None
+    assert [params(seed=seed).seed for seed in (-1, 0, -(2**63), None)] == [-1, 0, -(2**63), None]
     assert [c.params.seed for c in plan(PLANNER, parsed(prompt=prompts, n=3, seed=40))] == [40, 41, 42] * 2
     assert {c.params.seed for c in plan(PLANNER, parsed(prompt=prompts, n=3))} == {None}
     last = 2**63 - 1
-    assert [c.params.seed for c in plan(PLANNER, parsed(n=2, seed=last))] == [last, 0]
+    assert [c.params.seed for c in plan(PLANNER, parsed(n=2, seed=last))] == [last, -last - 1]
 
 
 def test_errors_use_the_name_that_was_sent():

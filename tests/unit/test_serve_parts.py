@@ -130,8 +130,25 @@ def test_keys_and_ids():
     for path in ("/health", "/ready", "/version"):
         assert asyncio.run(answer(app, scope(path)))[0] == 200
         assert asyncio.run(answer(app, scope(path, root_path="/api")))[0] == 200
+    for path in ("//health", "/health/", "//health//"):
+        assert asyncio.run(answer(app, scope(path)))[0] == 200
     assert asyncio.run(answer(app, scope("/health/../v1/models")))[0] == 401
+    assert asyncio.run(answer(app, scope("//v1//models/")))[0] == 401
     assert asyncio.run(answer(Access(PlainTextResponse("fine"), None), scope()))[0] == 200
+
+
+@pytest.mark.parametrize("root", ["", "/api"])
+def test_slashes_too_many_change_no_route(root: str):
+    async def show(scope: Any, receive: Any, send: Any) -> None:
+        await PlainTextResponse(scope["path"])(scope, receive, send)
+
+    def seen(path: str) -> bytes:
+        return asyncio.run(answer(Access(show, None), scope(path, root_path=root)))[2]
+
+    for path in ("/v1/completions", "/v1/completions/", "//v1///completions//"):
+        assert seen(path) == f"{root}/v1/completions".encode()
+    for path in ("/", "//", ""):
+        assert seen(path) == f"{root}/".encode()
 
 
 def test_a_refusal_ends_the_connection_unless_the_body_is_short():

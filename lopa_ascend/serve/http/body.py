@@ -34,18 +34,18 @@ MAX_SHOWN = 100
 WITHOUT_EFFECT = "Taken, and without effect."
 NOT_SUPPORTED = "Not supported: taken only with a value that changes nothing."
 EMPTY: tuple[Any, ...] = ("", [], {})
-"""Values with which, as with null, an unknown field asks for nothing. Clients write out every field that they know."""
+"""Values with which, as with null, a field that this server does not act on asks for nothing."""
 
 HarmlessValues = Mapping[str, tuple[Any, ...]]
-"""Fields that this server does not act on, each with the values besides null that change nothing."""
+"""Fields that this server does not act on, each with the values besides null and ``EMPTY`` that change nothing."""
 
 R = TypeVar("R")
 B = TypeVar("B", bound="Body")
 
 
 class Body(BaseModel):
-    """The body of a request, or an object inside it. A field that is null counts as absent, and so does an unknown one
-    that is empty; other unknown fields are refused."""
+    """The body of a request, or an object inside it. A field that is null counts as absent, and so does one that is
+    empty if this server does not act on it. Other unknown fields are refused."""
 
     # Values are not converted: "5" is not a number.
     model_config = ConfigDict(
@@ -61,8 +61,7 @@ class Body(BaseModel):
     def _drop_harmless(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        known = cls.model_fields.keys() | cls.harmless.keys()
-        values = {name: value for name, value in _set_fields(values) if name in known or value not in EMPTY}
+        values = {name: value for name, value in _set_fields(values) if name in cls.model_fields or value not in EMPTY}
         cls.tidy(values)
         for name, allowed in cls.harmless.items():
             value = values.pop(name, None)
@@ -81,12 +80,12 @@ class Body(BaseModel):
         """Adds what pydantic does not know to the JSON Schema."""
         schema["additionalProperties"] = {"enum": [None, *EMPTY]}
         for name, values in cls.harmless.items():
-            schema["properties"][name] = {"enum": [None, *values], "description": NOT_SUPPORTED}
+            schema["properties"][name] = {"enum": [None, *EMPTY, *values], "description": NOT_SUPPORTED}
 
 
 def unsupported(name: str, message: str, instead: str | None = None) -> PydanticCustomError:
     """The refusal of an object's field ``name``, for validators: what is wrong, and what to do instead."""
-    hint = f". Instead {instead}" if instead else ""
+    hint = f". Instead, {instead}" if instead else ""
     return PydanticCustomError("unsupported", "{name} {message}", {"name": name, "message": message + hint})
 
 
@@ -283,7 +282,7 @@ def _hint(name: str, model: type[Body]) -> str:
     if removed := instead_of(name):
         return removed
     if name in model.instead:
-        return f". Instead {model.instead[name]}"
+        return f". Instead, {model.instead[name]}"
     # A comparison with megabytes takes seconds.
     close = difflib.get_close_matches(name, model.model_fields, n=1) if len(name) <= MAX_SHOWN else []
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -59,7 +59,7 @@ Parts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES, f
 class Message(Body):
     """A message of a conversation, as a client writes it or sends an earlier answer back."""
 
-    harmless = {"refusal": ("",), "audio": (), "function_call": (), "tool_calls": ([],), "tool_call_id": ("",)}
+    harmless = {"refusal": (), "audio": (), "function_call": (), "tool_calls": (), "tool_call_id": ()}
     instead = INSTEAD
 
     type: Literal["message"] | None = None
@@ -93,7 +93,7 @@ class ChatRequest(GenerationRequest):
         "echo": (False,),
         "tool_choice": ("none",),
         "parallel_tool_calls": (True, False),
-        "functions": ([],),
+        "functions": (),
         "function_call": ("none",),
         "modalities": (["text"],),
         "audio": (),

@@ -54,7 +54,7 @@ BEST_OF: Json = {
 
 
 class CompletionRequest(GenerationRequest):
-    harmless = {**HARMLESS, "suffix": ("",), "best_of": (1,)}
+    harmless = {**HARMLESS, "suffix": (), "best_of": (1,)}
     writer_type: ClassVar[type[CompletionWriter]] = CompletionWriter
 
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(prompt_schema(MAX_CHOICES))]

@@ -104,11 +104,11 @@ HARMLESS: HarmlessValues = {
 }
 """Fields of OpenAI's and vLLM's APIs that are taken with values that ask for nothing."""
 HARMLESS_TEMPLATE: HarmlessValues = {
-    "tools": ([],),
+    "tools": (),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "chat_template": (),
-    "chat_template_kwargs": ({}, {"enable_thinking": False}),
+    "chat_template_kwargs": ({"enable_thinking": False},),
 }
 """Fields about the chat template, taken likewise."""
 

@@ -19,7 +19,7 @@ from lopa_ascend.config import (
     fitting_defaults,
 )
 from lopa_ascend.config.files import shown
-from lopa_ascend.config.kinds import MAX_TOKEN_IDS
+from lopa_ascend.config.kinds import INT64_MIN, MAX_TOKEN_IDS
 from lopa_ascend.serve.http.body import Body
 from lopa_ascend.serve.http.encoding import Writer
 from lopa_ascend.serve.link.generation import AskedChoice
@@ -249,8 +249,10 @@ def _check_logprobs(choices: Sequence[AskedChoice]) -> None:
 
 
 def _with_own_seed(params: DecodingParams, index: int) -> DecodingParams:
-    """The parameters of the answer number ``index`` to a prompt, which has the seed ``seed + index``."""
-    return params if params.seed is None else params.with_valid(seed=(params.seed + index) % 2**63)
+    """The parameters of the answer number ``index`` to a prompt, which has the seed ``seed + index`` in 64 bits."""
+    if params.seed is None:
+        return params
+    return params.with_valid(seed=(params.seed + index - INT64_MIN) % 2**64 + INT64_MIN)
 
 
 def _renamed(error: ParameterError, names: Mapping[str, str]) -> ParameterError:

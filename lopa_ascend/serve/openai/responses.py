@@ -82,18 +82,17 @@ Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_
 # ---- fields that allow little ----------------------------------------------------------------------------------------
 
 
-def _check_format(value: object) -> object:
-    if isinstance(value, dict) and value.get("type") != "text":
-        raise ValueError('only {"type": "text"} is supported')
-    return value
-
-
 class TextFormat(Body):
     type: Literal["text"]
 
+    @classmethod
+    def tidy(cls, values: dict[str, Any]) -> None:
+        if (kind := values.get("type", "text")) != "text":
+            raise unsupported("type", f"must be 'text', got {shown(kind)}", INSTEAD["response_format"])
+
 
 class TextOptions(Body):
-    format: Annotated[TextFormat | None, BeforeValidator(_check_format)] = None
+    format: TextFormat | None = None
     verbosity: str | None = Field(None, description=WITHOUT_EFFECT)
 
 
@@ -134,7 +133,7 @@ class ResponseRequest(GenerationRequest):
 
     harmless = {
         **{name: values for name, values in HARMLESS.items() if name != "response_format"},
-        "tools": ([],),
+        "tools": (),
         "max_tool_calls": (),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
@@ -142,9 +141,9 @@ class ResponseRequest(GenerationRequest):
         "conversation": (),
         "previous_response_id": (),
         "prompt": (),
-        "context_management": ([],),
+        "context_management": (),
         "n": (1,),
-        "stream_options": ({}, {"include_obfuscation": False}, {"include_obfuscation": True}),
+        "stream_options": ({"include_obfuscation": False}, {"include_obfuscation": True}),
         "return_token_ids": (False,),
         "moderation": (),
         "background_options": (),
