@@ -12,6 +12,7 @@ from lopa_ascend.config.files import shown
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
+INT64_MIN = -(2**63)
 AUTO = "auto"
 MAX_TOKEN_IDS = 2**16
 """Most token ids in a list, and in the lists of all choices of a request together."""
@@ -192,6 +193,8 @@ class Integer(Kind):
         return ValueError(f"must be an integer {limit}, got {shown(value)}")
 
     def allowed(self) -> str:
+        if self.low == INT64_MIN:
+            return "signed, 64 bits"
         return f"{self.low} or more" if self.largest >= INT32_MAX else f"{self.low} to {self.high}"
 
 

@@ -8,6 +8,7 @@ from lopa_ascend.config.decodings import DecodingName
 from lopa_ascend.config.kinds import (
     INT32_MAX,
     INT64_MAX,
+    INT64_MIN,
     Boolean,
     Choice,
     Integer,
@@ -121,10 +122,9 @@ class UsualParams:
     )
     seed: int | None = parameter(
         None,
-        Integer(0, INT64_MAX),
+        Integer(INT64_MIN, INT64_MAX),
         "seed of this request's sampling; the same request with the same seed gets the same answer",
         group=None,  # the flag --seed is the engine's, from which requests draw theirs
-        off=(-1,),
         default_text="a new one for each answer, which the answer names",
     )
     presence_penalty: float = parameter(

@@ -68,6 +68,12 @@ class ServeConfig:
         metavar="FILE",
         default_text="the model's own",
     )
+    split_special_tokens: bool = declare(
+        False,
+        Boolean(),
+        "special tokens in the texts of messages are plain text, so that nobody can write other roles' turns",
+        group=Section.MODEL,
+    )
     max_num_queued_reqs: int = declare(
         1024,
         Integer(0, 2**31 - 1),
@@ -112,6 +118,13 @@ class ServeConfig:
         group=Section.SERVER,
         metavar="SECONDS",
         default_text="no limit",
+    )
+    keep_alive_interval: float = declare(
+        15.0,
+        Number(0, DAY, unit="seconds"),
+        "after so long without an event a stream has a comment, so that proxies keep it open; 0: never",
+        group=Section.SERVER,
+        metavar="SECONDS",
     )
     watchdog_timeout: float = declare(
         60.0,

@@ -26,6 +26,8 @@ from lopa_ascend.types import GenerationOutput, Progress, Update
 
 PIECE = 64 * 2**10
 """Bytes of a whole answer that are sent at once."""
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which clients of server-sent events skip."""
 LARGE_UPDATE = 64
 """New tokens from which on the events of an update are made in a thread: with log probabilities they are megabytes."""
 
@@ -52,6 +54,7 @@ class Endpoint:
         config: ServeConfig,
     ):
         self.client, self.metrics, self.model = client, metrics, model
+        self.keep_alive_interval = config.keep_alive_interval
         self._planner, self._intake, self._log_texts = planner, intake, config.enable_log_requests
 
     def check_model(self, model: str | None) -> None:
@@ -170,19 +173,24 @@ def encoded(writer: Writer, outputs: Sequence[GenerationOutput]) -> list[bytes]:
 
 
 class StreamedAnswer(GeneratedAnswer):
-    """The answer to a streaming request: server-sent events, of which one can be an error."""
+    """The answer to a streaming request: server-sent events, of which one can be an error. Proxies end streams in which
+    nothing comes for long, so a comment comes after ``keep_alive_interval`` seconds without a frame."""
 
     media_type = "text/event-stream"
 
     async def _send(self, send: Send) -> None:
         self.headers.update(STREAM_HEADERS)
         await self._begin(send)
+        frames = Frames(send)
+        comments = asyncio.create_task(frames.keep_alive(self._endpoint.keep_alive_interval))
         try:
             async for frame in self._frames():
-                await send({"type": "http.response.body", "body": frame, "more_body": True})
+                await frames.send(frame)
         except ClientDisconnect:
             return
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            comments.cancel()
+        await frames.send(b"", is_last=True)
 
     async def _frames(self) -> AsyncIterator[bytes]:
         writer = self._writer
@@ -201,6 +209,32 @@ class StreamedAnswer(GeneratedAnswer):
                 yield writer.frame(event)
         if writer.end:
             yield writer.end
+
+
+class Frames:
+    """What is sent of a stream, one frame after the other.
+
+    Args:
+        send: sends a message of ASGI; waits while the client leaves much unread.
+    """
+
+    def __init__(self, send: Send):
+        self._send = send
+        self._sending = asyncio.Lock()
+        self._last_sent = time.monotonic()
+
+    async def send(self, frame: bytes, is_last: bool = False) -> None:
+        async with self._sending:
+            await self._send({"type": "http.response.body", "body": frame, "more_body": not is_last})
+        self._last_sent = time.monotonic()
+
+    async def keep_alive(self, interval: float) -> None:
+        """Sends a comment whenever nothing was sent for ``interval`` seconds, until it is cancelled; 0: never."""
+        while interval:
+            if (remaining := self._last_sent + interval - time.monotonic()) > 0:
+                await asyncio.sleep(remaining)
+            else:
+                await self.send(KEEP_ALIVE)
 
 
 def _frames_of(writer: Writer, index: int, update: Update, progress: Progress) -> list[bytes]:

@@ -15,7 +15,8 @@ from lopa_ascend.serve.http.api_error import ApiError
 from lopa_ascend.serve.http.body import Body, Intake, read_body
 from lopa_ascend.serve.http.encoding import Json
 from lopa_ascend.serve.http.openapi import READING, body_of, errors
-from lopa_ascend.serve.openai.chat import HARMLESS_TEMPLATE, Message
+from lopa_ascend.serve.openai.chat import Message
+from lopa_ascend.serve.openai.fields import HARMLESS_TEMPLATE, INSTEAD
 from lopa_ascend.serve.openai.request import MAX_MESSAGES
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.tokenizer import Tokenizer
@@ -29,6 +30,7 @@ class TokenizeRequest(Body):
     """Either a prompt or a conversation."""
 
     harmless = HARMLESS_TEMPLATE
+    instead = INSTEAD
 
     model: str | None = Field(None, description="Name of the served model; may be left out.")
     prompt: str | None = Field(None, description="A text. Special tokens in it are recognised.")

@@ -20,6 +20,7 @@ class Prompts:
         model_name: for messages.
         max_model_len: most tokens of a prompt. Texts and conversations that cannot have so few are refused before
             they are tokenized; None: no text is.
+        split_special_tokens: special tokens in the texts of messages are plain text. The mask always is.
     """
 
     def __init__(
@@ -29,12 +30,17 @@ class Prompts:
         mask_token_id: int,
         model_name: str,
         max_model_len: int | None = None,
+        *,
+        split_special_tokens: bool = False,
     ):
         self.tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._mask_token_id = mask_token_id
         self._model_name = model_name
+        special = tokenizer.special_ids if tokenizer is not None and split_special_tokens else ()
+        self._plain = {mask_token_id, *special}
+        """Tokens that no text of a message becomes."""
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """The token ids of a prompt.
@@ -84,16 +90,16 @@ class Prompts:
         return self.encode(self.encode_messages(messages))
 
     def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """As ``encode_chat``, but the text may hold the mask."""
+        """As ``encode_chat``, but a template may write the mask."""
         if self.tokenizer is None:
             raise ParameterError("messages", f"{self._model_name} has no tokenizer files, so no chat template")
         if self._max_model_len is not None and len(messages) > self._max_model_len:
             limit = context_length(self._max_model_len)
             raise ContextLengthError("messages", f"has {len(messages)} messages, each of a token at least; {limit}")
         try:
-            text = self.tokenizer.render([dict(message) for message in messages])
-            self._check_characters("messages", text, self.tokenizer)
-            return self.tokenizer.encode(text)
+            pieces = self.tokenizer.render_apart([dict(message) for message in messages], self._plain)
+            self._check_characters("messages", "".join(pieces), self.tokenizer)
+            return self.tokenizer.encode(*pieces)
         except ParameterError:
             raise
         except ValueError as error:

@@ -6,7 +6,7 @@ transformers, which takes seconds to import.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -40,6 +40,15 @@ class TokenizerError(ValueError):
     """Tokenizer files that cannot be used; the message names the file and what was expected."""
 
 
+def _strings(value: Any) -> Iterator[str]:
+    """All strings in a value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _strings(item)
+
+
 class Tokenizer:
     """A byte-level BPE tokenizer; ``load_tokenizer`` makes one from a model's files.
 
@@ -64,20 +73,28 @@ class Tokenizer:
         self._pieces: dict[int, bytes] = {}
         """What ``piece`` has returned, by token id."""
 
-    def encode(self, text: str) -> list[int]:
-        """The token ids of a text. Special tokens in the text are recognised; none is added.
+    def encode(self, *texts: str) -> list[int]:
+        """The token ids of a text, or of several, one after the other. Special tokens in a text are recognised; none is
+        added.
 
         Raises:
-            ValueError: the text holds lone surrogates.
+            ValueError: a text holds lone surrogates.
         """
-        text.encode()
-        # A batch of one, because that releases the GIL: megabytes of text take seconds.
-        return list(self._backend.encode_batch([text], add_special_tokens=False)[0].ids)
+        for text in texts:
+            text.encode()
+        # A batch, because that releases the GIL: megabytes of text take seconds.
+        encodings = self._backend.encode_batch(texts, add_special_tokens=False)
+        return [token for encoding in encodings for token in encoding.ids]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids. Bytes that are not UTF-8 become U+FFFD; ids that do not exist become nothing."""
         shown = [token for token in ids if not (skip_special_tokens and self.is_special(token))]
         return b"".join(map(self.piece, shown)).decode(errors="replace")
+
+    @property
+    def special_ids(self) -> list[int]:
+        """The ids of all special tokens."""
+        return [token for token, added in self._added.items() if added.special]
 
     def is_special(self, token: int) -> bool:
         """Whether a token id is that of a special token."""
@@ -130,6 +147,33 @@ class Tokenizer:
             raise ValueError(f"the chat template {error}") from None
         except Exception as error:  # a template is a program of the checkpoint's author, which may raise anything
             raise ValueError(f"the chat template refuses the messages: {error}") from error
+
+    def render_apart(self, messages: list[dict[str, Any]], plain: Iterable[int]) -> list[str]:
+        """As ``render``, in pieces that ``encode`` takes: the tokens ``plain`` come from the template alone, because in
+        the messages each of their texts is cut in two."""
+        together = "\0".join(_strings(messages))
+        used = {*together, *(self.chat_template or "")}
+        cut = next(character for character in map(chr, range(0x10FFFF, 0xFFFF, -1)) if character not in used)
+        named = [self._added[token] for token in plain if token in self._added]
+        tokens = [token for token in named if token.normalized or token.content in together]
+        return self.render([self._with_cuts(message, tokens, cut) for message in messages]).split(cut)
+
+    def _with_cuts(self, value: Any, tokens: Sequence[AddedToken], cut: str) -> Any:
+        """A value, in whose strings a character is put into every text of a token, after the first character."""
+        if isinstance(value, dict):
+            return {name: self._with_cuts(item, tokens, cut) for name, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._with_cuts(item, tokens, cut) for item in value]
+        if not isinstance(value, str):
+            return value
+        for token in tokens:
+            text = token.content
+            if token.normalized and self._backend.normalizer is not None:  # other texts can become the token, too
+                text, normalized = map(self._backend.normalizer.normalize_str, (text, value))
+                value = normalized if text in normalized else value
+            while len(text) > 1 and text in value:
+                value = value.replace(text, f"{text[0]}{cut}{text[1:]}")
+        return value
 
     @cached_property
     def _template(self) -> ChatTemplate | None:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.serve.openai.chat import ChatCompletion
@@ -58,3 +59,12 @@ def test_shape_and_messages_sent_back(server: ServerProcess):
     chunks = server.openai.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=4, stream=True)
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
     assert isinstance(text_of(chat.choices[0]), str)
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/responses", "/v1/diffusion/chat/completions"])
+def test_a_conversation_about_the_mask_goes_on(server: ServerProcess, route: str):
+    asks = {"role": "user", "content": "What does <|mask|> mean?"}
+    history = [asks, {"role": "assistant", "content": "<|mask|> is the mask.", "parsed": None}, asks]
+    field = "input" if route == "/v1/responses" else "messages"
+    answer = server.http.post(route, json={field: history, "max_completion_tokens": 8})
+    assert answer.status_code == 200, answer.text

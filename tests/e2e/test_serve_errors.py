@@ -35,7 +35,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"top_p": 1.5}, "top_p"),
     ({"top_k": -2}, "top_k"),
     ({"temperature": 1, "top_p": -0.5}, "top_p"),
-    ({"seed": -2}, "seed"),
+    ({"seed": -(2**63) - 1}, "seed"),
     ({"tau_conf": 2}, "tau_conf"),
     ({"decoding": "d2f", "num_branches": 3}, "num_branches"),
     ({"decoding": "magic"}, "decoding"),
@@ -92,7 +92,7 @@ CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
 DIFFUSION_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"stream": False}, "stream"),
     ({"n": 2}, "n"),
-    ({"stream_options": {}}, "stream_options"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"logprobs": 1}, "logprobs"),
     ({"echo": True}, "echo"),
     ({"prompt": ["a", "b"]}, "prompt"),
@@ -104,7 +104,7 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
     ([{"role": "tool", "content": "x"}], "messages[0].role"),
     ([{"role": "user"}], "messages[0].content"),
     ([{"role": "user", "content": None}], "messages[0].content"),
-    ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content"),
+    ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content[0].type"),
     ([{"role": "user", "content": "x"}, {"role": "user", "content": "x", "tool_calls": [1]}], "messages[1].tool_calls"),
     ([{"role": "user", "content": "x" * 20000}], "messages"),
 ]

@@ -190,3 +190,17 @@ def test_texts_are_logged_when_asked_for(model_dir: Path):
     received, finished = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
     assert received["body"]["prompt"] == ["a secret text"]
     assert received["id"] == finished["id"]
+
+
+def test_every_route_takes_slashes_too_many(server: ServerProcess):
+    for path, operations in server.http.get("/openapi.json").json()["paths"].items():
+        for method in operations.keys() & {"get", "post"}:
+            body: dict[str, Any] | None = {} if method == "post" else None
+            answers = [
+                server.http.request(method, f"{server.url}{written}".replace("{model}", "tiny"), json=body)
+                for written in (path, f"{path.rstrip('/')}/", f"/{path}", path.replace("/", "//"))
+            ]
+            assert len({answer.status_code for answer in answers}) == 1, path
+            assert answers[0].status_code in (200, 400, 404)
+            if method == "post":
+                assert len({answer.text for answer in answers}) == 1, path

@@ -1,11 +1,14 @@
 """How fine streams are, and that they say the same as answers in one piece."""
 
 import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import ServerProcess
+from tests.e2e.conftest import ServerProcess, running
 
 FIELDS: dict[str, Any] = {"max_tokens": 64, "ignore_eos": True}
 ASKED: dict[str, dict[str, Any]] = {
@@ -44,3 +47,52 @@ def test_smaller_blocks_give_finer_pieces_of_the_same_text_as_a_whole_answer(ser
     assert "".join(fine) == whole(server, route, block_size=8)
     assert "".join(coarse) == whole(server, route, block_size=32) == whole(server, route)
     assert "".join(coarse) != "".join(fine), "the test needs a prompt whose text depends on the block size"
+
+
+# ---- comments --------------------------------------------------------------------------------------------------------
+
+DIFFUSION = {f"/v1/diffusion/{route}": ASKED[f"/v1/{route}"] for route in ("completions", "chat/completions")}
+COMMENT = ": keep-alive"
+
+
+@pytest.fixture(scope="module")
+def impatient(model_dir: Path) -> Iterator[ServerProcess]:
+    """A server that runs one request at a time, and whose streams are never silent for long."""
+    with running("--model", str(model_dir), "--keep-alive-interval", "0.02", "--max-num-seqs", "1") as server:
+        yield server
+
+
+def lines_of(server: ServerProcess, route: str, **fields: Any) -> list[str]:
+    body = {**(ASKED | DIFFUSION)[route], **FIELDS, "stream": True, **fields}
+    return server.http.post(route, json=body).text.split("\n")
+
+
+@pytest.mark.parametrize("route", [*ASKED, *DIFFUSION])
+def test_a_stream_that_waits_has_comments_which_change_no_event(
+    server: ServerProcess, impatient: ServerProcess, route: str
+):
+    slow = {"prompt": "x", "max_tokens": 64, "ignore_eos": True, "decoding": "vanilla", "stream": True}
+    with impatient.http.stream("POST", "/v1/completions", json=slow) as before:
+        assert before.status_code == 200
+        lines = lines_of(impatient, route)  # it waits in the queue
+    first_text = next(number for number, line in enumerate(lines) if re.search('"(text|delta|content)":"[^"]', line))
+    assert COMMENT in lines[:first_text]
+    assert all(lines[number + 1] == "" for number, line in enumerate(lines) if line == COMMENT)
+    data = [line for line in lines if line.startswith(("data: {", "event:"))]
+    silent = lines_of(server, route)
+    assert COMMENT not in silent  # after 15 s
+    assert len(data) == len([line for line in silent if line.startswith(("data: {", "event:"))])
+
+
+def test_clients_read_streams_with_comments(impatient: ServerProcess):
+    fields = {"decoding": "vanilla", "steps": 32}
+    chunks = list(
+        impatient.openai.chat.completions.create(
+            model="default", messages=[{"role": "user", "content": "hi"}], max_tokens=32, stream=True, extra_body=fields
+        )
+    )
+    assert chunks[-1].choices[0].finish_reason
+    with impatient.openai.responses.stream(
+        model="default", input="hi", max_output_tokens=32, extra_body=fields
+    ) as stream:
+        assert list(stream)[-1].type in ("response.completed", "response.incomplete")

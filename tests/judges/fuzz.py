@@ -104,7 +104,7 @@ COMMON: dict[str, st.SearchStrategy[Any]] = {
     "top_p": NUMBERS,
     "top_k": NUMBERS,
     "min_tokens": st.integers(0, 4),
-    "seed": st.integers(0, 2**63),
+    "seed": st.integers(-(2**63) - 1, 2**63),
     "stop": TEXTS | _repeated(TEXTS) | _lists(TEXTS),
     "stop_token_ids": _lists(TOKENS) | st.integers(0, 3).map(lambda k: list(range(10**k * 50))),
     "eos_token_id": TOKENS | _lists(TOKENS),

@@ -92,7 +92,7 @@ def test_noise_depends_on_seed_position_round_and_token_alone() -> None:
     some = torch.tensor([[49, 0, 7], [3, 3, 31], [8, 1, 48]])
     assert torch.equal(gumbel_noise(1, positions, 3, some), noise.gather(-1, some))
     for other in (
-        gumbel_noise(2, positions, 3, ids),
+        *(gumbel_noise(seed, positions, 3, ids) for seed in (2, 0, -1, -2, 2**63 - 1, -(2**63))),
         gumbel_noise(1, positions + 1, 3, ids),
         gumbel_noise(1, positions, 4, ids),
     ):

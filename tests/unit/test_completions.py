@@ -19,7 +19,7 @@ from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.answer import CompletionWriter, Details, Form
 from lopa_ascend.serve.openai.chat import CHAT
 from lopa_ascend.serve.openai.completions import COMPLETION
-from lopa_ascend.serve.openai.logprobs import LOWEST, TokenProbs
+from lopa_ascend.serve.openai.logprobs import LOWEST, TokenProbs, escaped
 from lopa_ascend.text.output import OutputStream
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.text.tokenizer_files import load_tokenizer
@@ -203,6 +203,36 @@ def test_the_list_of_probable_tokens_is_of_one_distribution(top_p: float | None)
         {"token_id:8": math.log(0.5), "token_id:6": math.log(0.3), "token_id:7": math.log(0.9)},
     ]
     assert completion["top_logprobs"] == expected
+
+
+def test_every_token_has_a_name_of_its_own(tokenizer: Tokenizer):
+    """Also those that are a part of a character, or no text at all."""
+    ids = range(VOCAB_SIZE + 3)
+    choice = AskedChoice([1, 2], DecodingParams(top_logprobs=20))
+    ranked = tuple((token, 1 / (2 + token)) for token in ids)
+    output = GenerationOutput((1, 2), (7,), None, "length", None, 1, 2, 2, (1 / 9,), alternatives=(ranked,))
+    chat, completion = (
+        next(CompletionWriter(form, "m", [choice], Details(logprobs=9), tokenizer).whole([output])["choices"])[
+            "logprobs"
+        ]
+        for form in (CHAT, COMPLETION)
+    )
+    assert list(completion["top_logprobs"][0].values()) == [math.log(prob) for _, prob in ranked]
+    top = chat["content"][0]["top_logprobs"]
+    assert len({item["token"] for item in top}) == len(ids)
+    names = dict(zip(ids, completion["top_logprobs"][0], strict=True))
+    first, last = tokenizer.encode("\U0001f642")[0], VOCAB_SIZE + 2
+    assert (names[first], top[first]["token"]) == (r"bytes:\xf0\x9f", r"\xf0\x9f")
+    assert (names[last], top[last]["bytes"]) == (f"token_id:{last}", [])
+    assert [bytes(item["bytes"]) for item in top] == [tokenizer.piece(token) for token in ids]
+
+
+@pytest.mark.parametrize(
+    ("piece", "name"), [(b" \xf0\x9f", r" \xf0\x9f"), (b"\\xf0\xf0", r"\x5cxf0\xf0"), (b"\xff", r"\xff")]
+)
+def test_bytes_are_written_so_that_they_can_be_read_back(piece: bytes, name: str):
+    assert escaped(piece) == name
+    assert name.encode().decode("unicode_escape").encode("latin-1") == piece
 
 
 def test_usage_counts_a_prompt_once(tokenizer: Tokenizer):

@@ -90,7 +90,7 @@ def test_choices_are_planned_and_submitted_without_checking_the_parameters_of_ea
     choices = read_body(CompletionRequest, json.dumps(asked).encode()).plan(planner)
     messages = asyncio.run(sent_by(choices))
     assert len(checks) == 1
-    seeds = [2**63 - 2, 2**63 - 1, 0, 1]
+    seeds = [2**63 - 2, 2**63 - 1, -(2**63), -(2**63) + 1]
     assert [choice.params for choice in choices] == [replace(choices[0].params, seed=seed) for seed in seeds]
     expected = [replace(choice.params, stop=()) for choice in choices]
     assert [msgspec.convert(message["params"], DecodingParams) for message in messages] == expected
@@ -162,7 +162,7 @@ def test_a_request_that_waits_keeps_no_fields_without_effect(monkeypatch: pytest
 
     def read(model: type[CompletionRequest], raw: bytes) -> CompletionRequest:
         asked = read_body(model, raw)
-        assert asked.user == "u" * 1000
+        assert asked.model_dump()["user"] == "u" * 1000
         parsed.append(weakref.ref(asked))
         return asked
 

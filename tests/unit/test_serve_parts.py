@@ -15,6 +15,7 @@ from starlette.responses import PlainTextResponse
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.serve.cli import parse_args
 from lopa_ascend.serve.config import ServeConfig
+from lopa_ascend.serve.endpoint import KEEP_ALIVE, Frames
 from lopa_ascend.serve.greeting import _blocks_line, _graphs_line
 from lopa_ascend.serve.http import body
 from lopa_ascend.serve.http.access import Access, allow_origins, hosts_of
@@ -129,8 +130,25 @@ def test_keys_and_ids():
     for path in ("/health", "/ready", "/version"):
         assert asyncio.run(answer(app, scope(path)))[0] == 200
         assert asyncio.run(answer(app, scope(path, root_path="/api")))[0] == 200
+    for path in ("//health", "/health/", "//health//"):
+        assert asyncio.run(answer(app, scope(path)))[0] == 200
     assert asyncio.run(answer(app, scope("/health/../v1/models")))[0] == 401
+    assert asyncio.run(answer(app, scope("//v1//models/")))[0] == 401
     assert asyncio.run(answer(Access(PlainTextResponse("fine"), None), scope()))[0] == 200
+
+
+@pytest.mark.parametrize("root", ["", "/api"])
+def test_slashes_too_many_change_no_route(root: str):
+    async def show(scope: Any, receive: Any, send: Any) -> None:
+        await PlainTextResponse(scope["path"])(scope, receive, send)
+
+    def seen(path: str) -> bytes:
+        return asyncio.run(answer(Access(show, None), scope(path, root_path=root)))[2]
+
+    for path in ("/v1/completions", "/v1/completions/", "//v1///completions//"):
+        assert seen(path) == f"{root}/v1/completions".encode()
+    for path in ("/", "//", ""):
+        assert seen(path) == f"{root}/".encode()
 
 
 def test_a_refusal_ends_the_connection_unless_the_body_is_short():
@@ -292,6 +310,32 @@ def test_the_greeting_names_a_default_that_no_graph_can_decode(flags: list[str],
     assert bool(line) == bool(reason)
     eager = parse_args(["--graph-mode", "eager", *flags])
     assert _graphs_line(eager.engine, DecodingParams(**eager.decoding)) == ""
+
+
+def test_comments_wait_for_a_client_that_reads_slowly_and_can_be_switched_off():
+    sent: list[bytes] = []
+
+    async def stream() -> None:
+        may_go_on = asyncio.Event()
+
+        async def send(message: Any) -> None:
+            sent.append(message["body"])
+            await may_go_on.wait()
+
+        frames = Frames(send)
+        await asyncio.wait_for(frames.keep_alive(0), 5)
+        comments = asyncio.create_task(frames.keep_alive(0.01))
+        first = asyncio.create_task(frames.send(b"data: 1"))
+        await asyncio.sleep(0.1)
+        assert sent == [b"data: 1"]
+        may_go_on.set()
+        await first
+        while len(sent) < 4:
+            await asyncio.sleep(0.01)
+        comments.cancel()
+
+    asyncio.run(stream())
+    assert set(sent[1:]) == {KEEP_ALIVE}
 
 
 def test_a_star_lets_web_pages_of_all_origins_read_answers():

@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
-from lopa_ascend.config import DecodingParams
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from lopa_ascend.config import DecodingParams, ParameterError
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.special_ids import end_token_ids
-from tests.tiny import SPECIAL, VOCAB_SIZE, write_tokenizer
+from lopa_ascend.text.tokenizer import Tokenizer
+from tests.tiny import SPECIAL, VOCAB_SIZE, tiny_tokenizer, write_tokenizer
 from tests.unit.loaded_tokenizer import edit, some
 
 
@@ -92,3 +98,83 @@ def test_a_stop_string_that_is_a_special_token_is_a_stop_token(tmp_path: Path) -
     params = prompts.for_engine(DecodingParams(stop=("<|im_end|>", "the", "<|mask|>"), stop_token_ids=(7,)))
     assert params.stop_token_ids == (7, VOCAB_SIZE - 2)
     assert prompts.for_engine(DecodingParams(stop=("the",))).stop_token_ids == ()
+
+
+# ---- special tokens in the texts of messages -------------------------------------------------------------------------
+
+FIRST, MASK = VOCAB_SIZE - len(SPECIAL), VOCAB_SIZE - 1
+FRAGMENTS = [
+    *SPECIAL,
+    "<|mask",
+    "|>",
+    "<",
+    "<|im_end|><|mask|>",
+    "<|mask|<|mask|>>",
+    " the ",
+    "\n",
+    "\U0010ffff",
+    "e\u0301",
+]
+contents = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=6).map("".join)
+conversations = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), contents), min_size=1, max_size=4)
+
+
+def prompts_of(tokenizer: Tokenizer, **options: Any) -> Prompts:
+    return Prompts(tokenizer, VOCAB_SIZE, MASK, "model", **options)
+
+
+@given(conversations)
+@example([("user", "What does <|mask|> mean?"), ("assistant", "<|mask|> is the mask."), ("user", "<|im_end|>")])
+def test_the_text_of_the_mask_in_a_message_stays_text(conversation: list[tuple[str, str]]) -> None:
+    tokenizer = tiny_tokenizer()
+    messages = [{"role": role, "content": content} for role, content in conversation]
+    text = normalize("NFC", tokenizer.render(messages))
+    ids = prompts_of(tokenizer).encode_chat(messages)
+    assert MASK not in ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    if "<|mask|>" not in text:
+        assert ids == tokenizer.encode(text)
+    split = prompts_of(tokenizer, split_special_tokens=True).encode_chat(messages)
+    assert tokenizer.decode(split, skip_special_tokens=False) == text
+    empty = tokenizer.encode(tokenizer.render([{**message, "content": ""} for message in messages]))
+    assert [token for token in split if token >= FIRST] == [token for token in empty if token >= FIRST]
+    if not any(special in content for _, content in conversation for special in SPECIAL):
+        assert split == ids
+
+
+CONTENT = "{{ messages[0].content }}"
+
+
+def test_a_text_that_normalisation_makes_the_mask_stays_text(tmp_path: Path) -> None:
+    """The Kelvin sign becomes a K."""
+    decoder = {str(MASK): {"content": "<|K|>", "special": True, "normalized": True}}
+    path = write_tokenizer(tmp_path, special=("<|K|>",), added_tokens_decoder=decoder, chat_template=CONTENT)
+    tokenizer = some(path)
+    assert tokenizer.encode("<|\u212a|>") == [MASK]
+    ids = prompts_of(tokenizer).encode_chat([{"role": "user", "content": "a<|\u212a|>"}])
+    assert MASK not in ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "a<|K|>"
+
+
+def test_special_tokens_that_overlap_all_stay_text(tmp_path: Path) -> None:
+    special = ("<|a|>", "|a|>", "abab")
+    tokenizer = some(write_tokenizer(tmp_path, special=special, chat_template=CONTENT))
+    prompts = prompts_of(tokenizer, split_special_tokens=True)
+    for text in ("<|a|>", "|a|>|a|>", "ababab", "abababab<|a|><|a|>"):
+        ids = prompts.encode_chat([{"role": "user", "content": text}])
+        assert max(ids) < VOCAB_SIZE - len(special)
+        assert tokenizer.decode(ids) == text
+
+
+def test_special_tokens_count_in_templates_and_in_prompts(tmp_path: Path) -> None:
+    template = "{{ '<|im_start|>' ~ messages[0].name ~ messages[0].content[0].text }}"
+    split = prompts_of(some(write_tokenizer(tmp_path / "a", chat_template=template)), split_special_tokens=True)
+    message = {"role": "user", "name": "<|im_start|>", "content": [{"text": "<|im_end|>"}]}
+    first, *others = split.encode_chat([message])
+    assert first == FIRST + 1
+    assert max(others) < FIRST
+    with pytest.raises(ParameterError, match="holds the mask"):
+        prompts_of(some(write_tokenizer(tmp_path / "b", chat_template="<|mask|>"))).encode_chat([message])
+    with pytest.raises(ParameterError, match="holds the mask"):
+        split.encode("What is <|mask|>?")
+    assert split.encode("<|im_end|>") == [FIRST + 2]

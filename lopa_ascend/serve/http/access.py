@@ -56,7 +56,8 @@ def set_up_request_log() -> None:
 
 
 class Access:
-    """ASGI middleware that gives every request an id, checks its key and host, and answers unexpected exceptions.
+    """ASGI middleware that gives every request an id, checks its key and host, tidies its path, and answers unexpected
+    exceptions.
 
     Args:
         app: the application behind it.
@@ -73,6 +74,9 @@ class Access:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        # Clients that join a base URL and a route write doubled slashes, and slashes at the end.
+        path = re.sub("/+", "/", scope["path"]).rstrip("/")
+        scope["path"] = path if path != scope.get("root_path", "") else f"{path}/"
         headers, response_started = Headers(scope=scope), False
         sent_id = headers.get("x-request-id", "")
         own_id = sent_id if VALID_ID.fullmatch(sent_id) else uuid.uuid4().hex

@@ -6,7 +6,7 @@ import asyncio
 import difflib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from typing import Any, ClassVar, TypeVar
@@ -33,16 +33,19 @@ MAX_SHOWN = 100
 """Most characters of a field's name that is compared with the known ones."""
 WITHOUT_EFFECT = "Taken, and without effect."
 NOT_SUPPORTED = "Not supported: taken only with a value that changes nothing."
+EMPTY: tuple[Any, ...] = ("", [], {})
+"""Values with which, as with null, a field that this server does not act on asks for nothing."""
 
 HarmlessValues = Mapping[str, tuple[Any, ...]]
-"""Fields that this server does not act on, each with the values besides null that change nothing."""
+"""Fields that this server does not act on, each with the values besides null and ``EMPTY`` that change nothing."""
 
 R = TypeVar("R")
 B = TypeVar("B", bound="Body")
 
 
 class Body(BaseModel):
-    """The body of a request, or an object inside it. Unknown fields are refused."""
+    """The body of a request, or an object inside it. A field that is null counts as absent, and so does one that is
+    empty if this server does not act on it. Other unknown fields are refused."""
 
     # Values are not converted: "5" is not a number.
     model_config = ConfigDict(
@@ -50,20 +53,22 @@ class Body(BaseModel):
     )
     harmless: ClassVar[HarmlessValues] = {}
     """These fields are dropped if they change nothing, and refused otherwise."""
+    instead: ClassVar[Mapping[str, str]] = {}
+    """By name of a field that is refused: what to do instead."""
 
     @model_validator(mode="before")
     @classmethod
     def _drop_harmless(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        values = dict(values)
+        values = {name: value for name, value in _set_fields(values) if name in cls.model_fields or value not in EMPTY}
         cls.tidy(values)
-        for name in cls.harmless.keys() & values.keys():
-            value = values.pop(name)
-            if value is not None and not any(_are_equal_in_json(value, item) for item in cls.harmless[name]):
-                allowed = " or ".join(json.dumps(item) for item in cls.harmless[name] or (None,))
-                details = {"name": name, "message": f"is not supported here; leave it out or send {allowed}"}
-                raise PydanticCustomError("unsupported", "{name} {message}", details)
+        for name, allowed in cls.harmless.items():
+            value = values.pop(name, None)
+            asked = dict(_set_fields(value)) if isinstance(value, dict) else value
+            if value is not None and not any(_are_equal_in_json(asked, item) for item in allowed):
+                choices = " or ".join(json.dumps(item) for item in allowed or (None,))
+                raise unsupported(name, f"is not supported here; leave it out or send {choices}", cls.instead.get(name))
         return values
 
     @classmethod
@@ -73,8 +78,19 @@ class Body(BaseModel):
     @classmethod
     def complete_schema(cls, schema: Json) -> None:
         """Adds what pydantic does not know to the JSON Schema."""
+        schema["additionalProperties"] = {"enum": [None, *EMPTY]}
         for name, values in cls.harmless.items():
-            schema["properties"][name] = {"enum": [None, *values], "description": NOT_SUPPORTED}
+            schema["properties"][name] = {"enum": [None, *EMPTY, *values], "description": NOT_SUPPORTED}
+
+
+def unsupported(name: str, message: str, instead: str | None = None) -> PydanticCustomError:
+    """The refusal of an object's field ``name``, for validators: what is wrong, and what to do instead."""
+    hint = f". Instead, {instead}" if instead else ""
+    return PydanticCustomError("unsupported", "{name} {message}", {"name": name, "message": message + hint})
+
+
+def _set_fields(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    return ((name, value) for name, value in values.items() if value is not None)
 
 
 def _are_equal_in_json(a: object, b: object) -> bool:
@@ -149,15 +165,13 @@ class Intake:
 
 
 def read_body(model: type[B], raw: bytes) -> B:
-    """The fields of a body, at every depth by the rules that the models declare. A field of the body that is null
-    counts as absent, as in OpenAI's API.
+    """The fields of a body, at every depth by the rules that the models declare.
 
     Raises:
         ApiError: 400, and which field is wrong.
     """
-    values = {name: value for name, value in _decoded(raw).items() if value is not None}
     try:
-        return model.model_validate(values)
+        return model.model_validate(_decoded(raw))
     except ValidationError as error:
         raise _explain(_closest(error.errors(include_url=False)), model) from None
 
@@ -239,7 +253,7 @@ def _closest(errors: list[ErrorDetails]) -> ErrorDetails:
     return max(of_first_field, key=lambda error: len(error["loc"]))
 
 
-def _explain(error: ErrorDetails, model: type[BaseModel]) -> ApiError:
+def _explain(error: ErrorDetails, model: type[Body]) -> ApiError:
     """pydantic's error in our words, with the name of the field as clients know it."""
     # In a field of several types the location also names the type, e.g. ("content", "str"); but it begins with a field,
     # and ends with an unknown one.
@@ -256,15 +270,19 @@ def _explain(error: ErrorDetails, model: type[BaseModel]) -> ApiError:
         return _bad(f"unknown field {param!r}{hint}", param, code="unknown_parameter")
     if error["type"] == "missing":
         return _bad(f"{param} is missing", param, code="missing_parameter")
+    if error["type"] == "model_type":
+        return _bad(f"{param} must be an object, got {shown(error['input'])}", param)
     message = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     got = "" if ", got " in message else f", got {shown(error['input'])}"  # our own kinds say it themselves
     return _bad(f"{param}: {message}{got}", param)
 
 
-def _hint(name: str, model: type[BaseModel]) -> str:
+def _hint(name: str, model: type[Body]) -> str:
     """What may be meant by an unknown field."""
     if removed := instead_of(name):
         return removed
+    if name in model.instead:
+        return f". Instead, {model.instead[name]}"
     # A comparison with megabytes takes seconds.
     close = difflib.get_close_matches(name, model.model_fields, n=1) if len(name) <= MAX_SHOWN else []
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -294,4 +294,11 @@ def _prompts(config: ServeConfig, chat_template: str | None, ready: Ready) -> Pr
     tokenizer = load_tokenizer(config.engine.model or DEMO_MODEL, limits.vocab_size, chat_template)
     if chat_template is not None and tokenizer is None:
         raise ParameterError("chat_template", f"{ready.model_name} has no tokenizer files")
-    return Prompts(tokenizer, limits.vocab_size, limits.mask_token_id, ready.model_name, limits.max_model_len)
+    return Prompts(
+        tokenizer,
+        limits.vocab_size,
+        limits.mask_token_id,
+        ready.model_name,
+        limits.max_model_len,
+        split_special_tokens=config.split_special_tokens,
+    )

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, PlainValidator, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, Field
 
 from lopa_ascend.config import ParameterError
-from lopa_ascend.serve.http.body import Body, HarmlessValues
+from lopa_ascend.config.files import shown
+from lopa_ascend.serve.http.body import Body, unsupported
 from lopa_ascend.serve.http.encoding import Json
 from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.answer import AnyChoice, AnyCompletion, CompletionWriter, Details, Form
+from lopa_ascend.serve.openai.fields import HARMLESS, HARMLESS_TEMPLATE, INSTEAD, MESSAGE, PART, ignoring
 from lopa_ascend.serve.openai.logprobs import TokenProb
 from lopa_ascend.serve.openai.request import (
-    HARMLESS,
     LOGPROB,
     MAX_MESSAGES,
     GenerationRequest,
@@ -24,76 +25,65 @@ from lopa_ascend.serve.openai.request import (
 
 # ---- messages --------------------------------------------------------------------------------------------------------
 
-CHAT_PART_FIELDS = frozenset(("type", "text", "cache_control", "prompt_cache_breakpoint"))
-"""Fields of a text part. The last two are about caches of other servers, and without effect."""
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of the parts of a message."""
+ROLES = ("system", "developer", "user", "assistant")
 
 
-def _chat_text(content: object) -> str:
-    """The text of a message, which may be given in parts."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
+@ignoring(PART)
+class TextPart(Body):
+    """A part of a message. Both APIs take the types of both."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+    @classmethod
+    def tidy(cls, values: dict[str, Any]) -> None:
+        kind = values.get("type")
+        if kind is not None and kind not in TEXT_PARTS:
+            raise unsupported(
+                "type", f"must be {' or '.join(map(repr, TEXT_PARTS))}, got {shown(kind)}", "send text alone"
+            )
+
+
+def _check_content(content: object) -> object:
+    if not isinstance(content, str) and not (isinstance(content, list) and content):
         raise ValueError("must be a string or a list of text parts")
-    for part in content:
-        if not _is_text_part(part):
-            raise ValueError('every part must be {"type": "text", "text": ...}; other parts are not supported')
-        if not isinstance(part["text"], str):
-            raise ValueError("the text of a part must be a string")
-    return "\n".join(part["text"] for part in content)
+    return content
 
 
-def _is_text_part(part: object) -> bool:
-    """Whether a part of a message's content is a text, with no other fields than a text may have."""
-    if not isinstance(part, dict) or not {"type", "text"} <= part.keys() <= CHAT_PART_FIELDS:
-        return False
-    return bool(part["type"] == "text")
+Parts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-_TEXT_PART = {
-    "type": "object",
-    "properties": {name: {} for name in sorted(CHAT_PART_FIELDS)}
-    | {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-    "additionalProperties": False,
-}
-_CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART, "minItems": 1}]}
-
-
+@ignoring(MESSAGE)
 class Message(Body):
-    # Clients send answers back as messages of the next request, with these fields set to null or empty.
-    harmless = {
-        "refusal": (),
-        "reasoning": ("",),
-        "reasoning_content": ("",),
-        "annotations": ([],),
-        "audio": (),
-        "function_call": (),
-        "tool_calls": ([],),
-        "tool_call_id": (),
-    }
+    """A message of a conversation, as a client writes it or sends an earlier answer back."""
 
+    harmless = {"refusal": (), "audio": (), "function_call": (), "tool_calls": (), "tool_call_id": ()}
+    instead = INSTEAD
+
+    type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"] = Field(description="developer means the same as system.")
-    content: Annotated[str, PlainValidator(_chat_text), WithJsonSchema(_CONTENT_SCHEMA)] = Field(
+    content: Annotated[str | Parts, BeforeValidator(_check_content)] = Field(
         description="Parts are joined by line breaks."
     )
     name: str | None = Field(default=None, description="Who speaks: given to the chat template, which may ignore it.")
 
+    @classmethod
+    def tidy(cls, values: dict[str, Any]) -> None:
+        if values.get("role") in ("tool", "function"):
+            message = f"must be {' or '.join(map(repr, ROLES))}, got {shown(values['role'])}"
+            raise unsupported("role", message, "put the result of a tool into a message of the user")
+
     def as_template_input(self) -> dict[str, str]:
         """The message as the chat template takes it."""
-        message = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        parts = self.content
+        content = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
         return message if self.name is None else {**message, "name": self.name}
 
 
 # ---- the request -----------------------------------------------------------------------------------------------------
-
-HARMLESS_TEMPLATE: HarmlessValues = {
-    "tools": ([],),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "chat_template": (),
-    "chat_template_kwargs": ({}, {"enable_thinking": False}),
-}
-"""Fields about the chat template."""
 
 
 class ChatRequest(GenerationRequest):
@@ -103,7 +93,7 @@ class ChatRequest(GenerationRequest):
         "echo": (False,),
         "tool_choice": ("none",),
         "parallel_tool_calls": (True, False),
-        "functions": ([],),
+        "functions": (),
         "function_call": ("none",),
         "modalities": (["text"],),
         "audio": (),
@@ -143,7 +133,7 @@ class ChatRequest(GenerationRequest):
 
 
 class TopLogprob(BaseModel):
-    token: str
+    token: str = Field(description=r"Its text, or of a part of a character its bytes, such as \xf0\x9f.")
     logprob: float
     bytes: list[int] | None
 

@@ -11,8 +11,9 @@ from lopa_ascend.config import ParameterError
 from lopa_ascend.serve.http.encoding import Json
 from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.answer import AnyChoice, AnyCompletion, CompletionWriter, Details, Form
+from lopa_ascend.serve.openai.fields import HARMLESS
 from lopa_ascend.serve.openai.logprobs import TokenProb
-from lopa_ascend.serve.openai.request import HARMLESS, LOGPROB, GenerationRequest, Planner
+from lopa_ascend.serve.openai.request import LOGPROB, GenerationRequest, Planner
 
 MAX_CHOICES = 1024
 """Most choices of one request, which has prompts times n of them."""
@@ -53,7 +54,7 @@ BEST_OF: Json = {
 
 
 class CompletionRequest(GenerationRequest):
-    harmless = {**HARMLESS, "suffix": ("",), "best_of": (1,)}
+    harmless = {**HARMLESS, "suffix": (), "best_of": (1,)}
     writer_type: ClassVar[type[CompletionWriter]] = CompletionWriter
 
     prompt: Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(prompt_schema(MAX_CHOICES))]
@@ -109,7 +110,10 @@ class CompletionRequest(GenerationRequest):
 class CompletionLogprobs(BaseModel):
     """Lists with one item for each token."""
 
-    tokens: list[str] = Field(description="Text of the token alone.")
+    tokens: list[str] = Field(
+        description=r"Text of the token alone. A part of a character is written by its bytes, such as bytes:\xf0\x9f, "
+        "a token without text as token_id: and its id."
+    )
     token_logprobs: list[float] = Field(description="Log probability of the token.")
     top_logprobs: list[dict[str, float]] | None = Field(
         description="By position the most probable tokens, and the token itself."
@@ -142,9 +146,9 @@ class CompletionForm(Form):
 
     def logprobs(self, tokens: Sequence[TokenProb], with_top: bool) -> Json:
         return {
-            "tokens": [item.token for item in tokens],
+            "tokens": [_name(item) for item in tokens],
             "token_logprobs": [item.logprob for item in tokens],
-            "top_logprobs": [_by_text(item) for item in tokens] if with_top else None,
+            "top_logprobs": [_by_name(item) for item in tokens] if with_top else None,
             "text_offset": [item.offset for item in tokens],
         }
 
@@ -152,9 +156,10 @@ class CompletionForm(Form):
 COMPLETION = CompletionForm()
 
 
-def _by_text(item: TokenProb) -> dict[str, float]:
-    """The most probable tokens and the token itself, by text, which two tokens may share."""
-    out: dict[str, float] = {}
-    for top in item.top:
-        out.setdefault(top.token, top.logprob)
-    return {**out, item.token: item.logprob_in_top}
+def _name(item: TokenProb) -> str:
+    return f"bytes:{item.token}" if item.is_part else item.token
+
+
+def _by_name(item: TokenProb) -> dict[str, float]:
+    """The most probable tokens and the token itself."""
+    return {_name(top): top.logprob for top in item.top} | {_name(item): item.logprob_in_top}

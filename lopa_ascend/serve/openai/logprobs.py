@@ -25,7 +25,8 @@ class TokenProb:
     """One visible token."""
 
     token: str
-    """Text of the token alone; without a tokenizer its id."""
+    """Text of the token alone, which names it; for a part of a character, its bytes as ``escaped`` writes them; for a
+    token without text, "token_id:" and its id."""
     data: bytes | None
     """UTF-8 bytes of the token; None without a tokenizer."""
     logprob: float
@@ -35,6 +36,11 @@ class TokenProb:
     """The most probable tokens of the position, best first."""
     logprob_in_top: float = LOWEST
     """Log probability of the token in ``top``; ``logprob`` if the token is not listed."""
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the token's bytes are no text: a character's other bytes are in other tokens."""
+        return self.data is not None and as_text(self.data) is None
 
     def chat(self) -> dict[str, Any]:
         """The token in the form of chat completions."""
@@ -75,10 +81,22 @@ class TokenProbs:
 
     def _token(self, token: int, prob: float, offset: int) -> TokenProb:
         logprob = _logprob(prob)
-        if self._tokenizer is None:
-            return TokenProb(f"token_id:{token}", None, logprob, offset)
-        piece = self._tokenizer.piece(token)
-        return TokenProb(piece.decode(errors="replace"), piece, logprob, offset)
+        piece = None if self._tokenizer is None else self._tokenizer.piece(token)
+        text = as_text(piece) if piece else f"token_id:{token}"
+        return TokenProb(escaped(piece or b"") if text is None else text, piece, logprob, offset)
+
+
+def as_text(piece: bytes) -> str | None:
+    """The text of a token's bytes; None if they are not UTF-8."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def escaped(piece: bytes) -> str:
+    r"""Bytes as OpenAI writes those of a part of a character: printable ASCII as it is, others as ``\xf0``."""
+    return "".join(chr(byte) if 0x20 <= byte < 0x7F and byte != ord("\\") else f"\\x{byte:02x}" for byte in piece)
 
 
 def _logprob(prob: float) -> float:

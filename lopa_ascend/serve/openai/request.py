@@ -19,11 +19,12 @@ from lopa_ascend.config import (
     fitting_defaults,
 )
 from lopa_ascend.config.files import shown
-from lopa_ascend.config.kinds import MAX_TOKEN_IDS
-from lopa_ascend.serve.http.body import WITHOUT_EFFECT, Body, HarmlessValues
+from lopa_ascend.config.kinds import INT64_MIN, MAX_TOKEN_IDS
+from lopa_ascend.serve.http.body import Body
 from lopa_ascend.serve.http.encoding import Writer
 from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.decoding_fields import with_decoding_parameters
+from lopa_ascend.serve.openai.fields import HARMLESS, INSTEAD, REQUEST, STREAM_OPTIONS, ignoring
 from lopa_ascend.text.prompt import Prompts
 
 MAX_MESSAGES = 2**14
@@ -34,20 +35,6 @@ MAX_LOGPROBS = 2**20
 """Most log probabilities in an answer: each takes some 200 bytes while the answer is made."""
 ID_PARAMETERS = ("eos_token_id", "stop_token_ids", "logit_bias")
 """Parameters that name token ids one by one. Those of ``bad_words`` make words."""
-HARMLESS: HarmlessValues = {
-    "length_penalty": (1,),
-    "prompt_logprobs": (0,),
-    "use_beam_search": (False,),
-    "priority": (0,),
-    "include_stop_str_in_output": (False,),
-    "include_reasoning": (True, False),
-    "spaces_between_special_tokens": (True, False),
-    "detokenize": (True,),
-    "add_special_tokens": (True, False),  # byte-level BPE adds none
-    "skip_special_tokens": (True,),
-    "response_format": ({"type": "text"},),
-}
-"""Fields of OpenAI's and vLLM's APIs."""
 LOGPROB = (
     "the logarithm of the probability that the model gave the token in the forward pass that filled its position, or, "
     "with top_k, top_p or min_p, of the probability with which the token was drawn"
@@ -57,34 +44,19 @@ LOGPROB = (
 # ---- fields ----------------------------------------------------------------------------------------------------------
 
 
+@ignoring(STREAM_OPTIONS)
 class StreamOptions(Body):
     include_usage: bool | None = Field(None, description="The stream ends with a chunk without choices that has usage.")
     continuous_usage_stats: bool | None = Field(None, description="Every chunk has the usage up to it.")
-    include_obfuscation: bool | None = Field(None, description=WITHOUT_EFFECT)
 
 
-class IgnoredFields(Body):
-    """Fields that clients of other servers send, and that change nothing here."""
-
-    user: str | None = Field(None, description=WITHOUT_EFFECT)
-    metadata: dict[str, Any] | None = Field(None, description=WITHOUT_EFFECT)
-    store: bool | None = Field(None, description=WITHOUT_EFFECT)
-    service_tier: str | None = Field(None, description=WITHOUT_EFFECT)
-    reasoning_effort: str | None = Field(None, description=WITHOUT_EFFECT)
-    verbosity: str | None = Field(None, description=WITHOUT_EFFECT)
-    cache_salt: str | None = Field(None, description=f"{WITHOUT_EFFECT} All requests share one prefix cache.")
-    request_id: str | None = Field(None, description=f"{WITHOUT_EFFECT} Send the header X-Request-Id.")
-    safety_identifier: str | None = Field(None, description=WITHOUT_EFFECT)
-    prompt_cache_key: str | None = Field(None, description=WITHOUT_EFFECT)
-    prompt_cache_retention: str | None = Field(None, description=WITHOUT_EFFECT)
-    prompt_cache_options: dict[str, Any] | None = Field(None, description=WITHOUT_EFFECT)
-
-
+@ignoring(REQUEST)
 @with_decoding_parameters
-class GenerationRequest(IgnoredFields):
+class GenerationRequest(Body):
     """A request for text. Each route has a subclass, which says how its requests are planned and answered."""
 
     harmless = HARMLESS
+    instead = INSTEAD
     always_streams: ClassVar[bool] = False
     """The answer is a stream of forward passes."""
 
@@ -279,8 +251,10 @@ def _check_logprobs(choices: Sequence[AskedChoice]) -> None:
 
 
 def _with_own_seed(params: DecodingParams, index: int) -> DecodingParams:
-    """The parameters of the answer number ``index`` to a prompt, which has the seed ``seed + index``."""
-    return params if params.seed is None else params.with_valid(seed=(params.seed + index) % 2**63)
+    """The parameters of the answer number ``index`` to a prompt, which has the seed ``seed + index`` in 64 bits."""
+    if params.seed is None:
+        return params
+    return params.with_valid(seed=(params.seed + index - INT64_MIN) % 2**64 + INT64_MIN)
 
 
 def _renamed(error: ParameterError, names: Mapping[str, str]) -> ParameterError:

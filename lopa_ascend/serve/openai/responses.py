@@ -11,17 +11,18 @@ import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+from pydantic_core import PydanticOmit
 
 from lopa_ascend.config.files import shown
 from lopa_ascend.serve.http.api_error import ApiError
-from lopa_ascend.serve.http.body import WITHOUT_EFFECT, Body
+from lopa_ascend.serve.http.body import WITHOUT_EFFECT, Body, unsupported
 from lopa_ascend.serve.http.encoding import Json, Writer, as_line
 from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.answer import LopaStats
 from lopa_ascend.serve.openai.chat import Message
+from lopa_ascend.serve.openai.fields import HARMLESS, INSTEAD, REASONING_ITEM, ignoring
 from lopa_ascend.serve.openai.request import (
-    HARMLESS,
     MAX_MESSAGES,
     GenerationRequest,
     Planner,
@@ -43,68 +44,29 @@ ITEM_STATUSES = ("in_progress", "completed")
 
 # ---- input -----------------------------------------------------------------------------------------------------------
 
-RESPONSE_PART_FIELDS = {
-    "input_text": frozenset(("type", "text")),
-    "output_text": frozenset(("type", "text", "annotations", "logprobs")),
+ITEM_INSTEAD = {
+    "item_reference": "send the message itself: this server keeps no responses (Vercel's AI SDK sends messages with "
+    "store: false)",
 }
-"""The parts of a message's content by type, each with its fields. An earlier answer's other fields have no effect."""
+"""By type of an item: what to do instead."""
 
 
-def _response_text(content: object) -> str:
-    """The text of a message, which may be given in parts."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        raise ValueError("must be a string or a list of text parts")
-    return "\n".join(_text_of_part(part) for part in content)
+@ignoring(REASONING_ITEM)
+class ReasoningItem(Body):
+    """What a model thought before an earlier answer, which is left out: the template gets what was said."""
 
-
-def _text_of_part(part: object) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(part, dict) or not isinstance(kind, str) or kind not in RESPONSE_PART_FIELDS:
-        raise ValueError('every part must be {"type": "input_text", "text": ...} or have the type "output_text"')
-    if unknown := part.keys() - RESPONSE_PART_FIELDS[kind]:
-        raise ValueError(f"a part of the type {kind} has no field {shown(min(unknown))}")
-    if not isinstance(part.get("text"), str):
-        raise ValueError("the text of a part must be a string")
-    for name in part.keys() - {"type", "text"}:
-        if not isinstance(part[name], list | None):
-            raise ValueError(f"the {name} of a part must be a list or null")
-    return str(part["text"])
-
-
-def _part_schema(kind: str) -> Json:
-    others = dict.fromkeys(sorted(RESPONSE_PART_FIELDS[kind] - {"type", "text"}), {"type": ["array", "null"]})
-    fields = {"type": {"const": kind}, "text": {"type": "string"}, **others}
-    return {"type": "object", "properties": fields, "required": ["type", "text"], "additionalProperties": False}
-
-
-_PARTS = {"type": "array", "items": {"anyOf": [_part_schema(kind) for kind in RESPONSE_PART_FIELDS]}, "minItems": 1}
-_CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, _PARTS]}
-
-
-class InputMessage(Body):
-    """A message of the conversation: one of the client's, or an item of an earlier response's output."""
-
-    type: Literal["message"] | None = None
-    role: Literal["system", "developer", "user", "assistant"] = Field(description="developer means the same as system.")
-    content: Annotated[str, PlainValidator(_response_text), WithJsonSchema(_CONTENT_SCHEMA)] = Field(
-        description="Parts are joined by line breaks."
-    )
-    id: str | None = Field(None, description=WITHOUT_EFFECT)
-    status: Literal["in_progress", "completed", "incomplete"] | None = Field(None, description=WITHOUT_EFFECT)
-    phase: Literal["commentary", "final_answer"] | None = Field(None, description=WITHOUT_EFFECT)
-
-    def as_template_input(self) -> dict[str, str]:
-        """The message as the chat template takes it."""
-        return Message(role=self.role, content=self.content).as_template_input()
+    type: Literal["reasoning"]
 
 
 def _check_item(item: object) -> object:
-    """Refuses items that are no messages, before their fields would be called unknown."""
+    """Refuses items that are no messages, before their fields would be called unknown, and leaves reasoning out."""
     kind = item.get("type") if isinstance(item, dict) else None
+    if kind == "reasoning":
+        ReasoningItem.model_validate(item)
+        raise PydanticOmit
     if kind not in (None, "message"):
-        raise ValueError(f'items must be messages (type "message"); {shown(kind)} is not supported')
+        instead = ITEM_INSTEAD.get(str(kind), INSTEAD["tool_calls"] if "call" in str(kind)[:100] else None)
+        raise unsupported("type", f'must be "message", got {shown(kind)}', instead)
     return item
 
 
@@ -114,24 +76,23 @@ def _check_input(value: object) -> object:
     return value
 
 
-Item = Annotated[InputMessage, BeforeValidator(_check_item)]
+Item = Annotated[Message, BeforeValidator(_check_item, json_schema_input_type=Message | ReasoningItem)]
 Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 # ---- fields that allow little ----------------------------------------------------------------------------------------
 
 
-def _check_format(value: object) -> object:
-    if isinstance(value, dict) and value.get("type") != "text":
-        raise ValueError('only {"type": "text"} is supported')
-    return value
-
-
 class TextFormat(Body):
     type: Literal["text"]
 
+    @classmethod
+    def tidy(cls, values: dict[str, Any]) -> None:
+        if (kind := values.get("type", "text")) != "text":
+            raise unsupported("type", f"must be 'text', got {shown(kind)}", INSTEAD["response_format"])
+
 
 class TextOptions(Body):
-    format: Annotated[TextFormat | None, BeforeValidator(_check_format)] = None
+    format: TextFormat | None = None
     verbosity: str | None = Field(None, description=WITHOUT_EFFECT)
 
 
@@ -145,7 +106,15 @@ class Reasoning(Body):
 
 # ---- the request -----------------------------------------------------------------------------------------------------
 
-NOT_KEPT = "this server keeps no responses; send the whole conversation in input"
+Include = Literal[
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 MAX_PAIRS, MAX_NAME, MAX_VALUE = 16, 64, 512
 """Most pairs in ``metadata``, and most characters of their names and values; OpenAI's limits."""
 
@@ -159,27 +128,22 @@ def _check_metadata(metadata: dict[str, str] | None) -> dict[str, str] | None:
     return metadata
 
 
-def _check_not_kept(value: object) -> None:
-    if value is not None:
-        raise ValueError(f"must be null: {NOT_KEPT}")
-
-
 class ResponseRequest(GenerationRequest):
     """A conversation, whose next message is the answer."""
 
     harmless = {
         **{name: values for name, values in HARMLESS.items() if name != "response_format"},
-        "tools": ([],),
+        "tools": (),
         "max_tool_calls": (),
-        "include": ([], ["reasoning.encrypted_content"]),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
         "background": (False,),
         "conversation": (),
+        "previous_response_id": (),
         "prompt": (),
-        "context_management": ([],),
+        "context_management": (),
         "n": (1,),
-        "stream_options": ({}, {"include_obfuscation": False}, {"include_obfuscation": True}),
+        "stream_options": ({"include_obfuscation": False}, {"include_obfuscation": True}),
         "return_token_ids": (False,),
         "moderation": (),
         "background_options": (),
@@ -189,15 +153,13 @@ class ResponseRequest(GenerationRequest):
         description="What the user says, or the messages of a conversation."
     )
     instructions: str | None = Field(None, description="A system message before the input.")
+    include: list[Include] | None = Field(None, description="Without effect: there are neither tools nor reasoning.")
     metadata: Annotated[dict[str, str] | None, AfterValidator(_check_metadata)] = Field(
         None, description="The answer repeats it."
     )
     user: str | None = Field(None, max_length=MAX_VALUE, description="The answer repeats it.")
     store: bool | None = Field(
         None, description="Taken, and without effect: nothing is kept, and the answer says store: false."
-    )
-    previous_response_id: Annotated[None, PlainValidator(_check_not_kept), WithJsonSchema({"type": "null"})] = Field(
-        None, description=f"Only null: {NOT_KEPT}."
     )
     tool_choice: Literal["none", "auto"] | None = Field(None, description="Without effect: there are no tools.")
     parallel_tool_calls: bool | None = Field(None, description="Without effect: there are no tools.")

@@ -1,0 +1,170 @@
+"""Fields of other servers and of clients that have no meaning here: which are taken, why, and what to do instead of the
+others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from pydantic import BaseModel, Field, create_model
+
+from lopa_ascend.serve.http.body import WITHOUT_EFFECT, HarmlessValues
+
+M = TypeVar("M", bound=BaseModel)
+
+REQUEST = "(the request)"
+STREAM_OPTIONS = "stream_options"
+MESSAGE = "messages[], input[]"
+PART = "messages[].content[], input[].content[]"
+REASONING_ITEM = 'input[] of the type "reasoning"'
+
+Objects = list[dict[str, Any]]
+
+_EARLIER_REASONING = "The template gets what was said, and not the reasoning before it."
+_OWN_CACHE = "The cache of prefixes needs no hints, and changes no answer."
+_LABEL = "A label for the client's own records."
+
+
+class Ignored(NamedTuple):
+    """A field that cannot change an answer."""
+
+    field: str
+    where: str
+    """The path of the objects that may have it."""
+    type: Any
+    """What it holds. Values of another type are refused."""
+    why: str
+    """Why it changes nothing."""
+
+
+IGNORED = (
+    Ignored("user", REQUEST, str, "Says for whom the client asks."),
+    Ignored("safety_identifier", REQUEST, str, "Says for whom the client asks."),
+    Ignored("metadata", REQUEST, dict[str, Any], _LABEL),
+    Ignored("store", REQUEST, bool, "Nothing is kept."),
+    Ignored("service_tier", REQUEST, str, "There is one."),
+    Ignored("reasoning_effort", REQUEST, str, "There is no reasoning apart from the answer."),
+    Ignored("verbosity", REQUEST, str, "A hint to models that were trained for it."),
+    Ignored("cache_salt", REQUEST, str, "All requests share one prefix cache, which changes no answer."),
+    Ignored("request_id", REQUEST, str, "Send the header X-Request-Id."),
+    Ignored("prompt_cache_key", REQUEST, str, _OWN_CACHE),
+    Ignored("prompt_cache_retention", REQUEST, str, _OWN_CACHE),
+    Ignored("prompt_cache_options", REQUEST, dict[str, Any], _OWN_CACHE),
+    Ignored("include_obfuscation", STREAM_OPTIONS, bool, "Streams are not padded."),
+    Ignored("id", MESSAGE, str, _LABEL),
+    Ignored("status", MESSAGE, Literal["in_progress", "completed", "incomplete"], "How an earlier answer ended."),
+    Ignored("phase", MESSAGE, Literal["commentary", "final_answer"], "What an earlier answer was part of."),
+    Ignored("parsed", MESSAGE, Any, "The text, as the client has parsed it."),
+    Ignored("annotations", MESSAGE, Objects, "Links that go with the text."),
+    Ignored("reasoning", MESSAGE, str, _EARLIER_REASONING),
+    Ignored("reasoning_content", MESSAGE, str, _EARLIER_REASONING),
+    Ignored("reasoning_details", MESSAGE, Objects, _EARLIER_REASONING),
+    Ignored("thinking_blocks", MESSAGE, Objects, _EARLIER_REASONING),
+    Ignored("provider_specific_fields", MESSAGE, dict[str, Any], "litellm's copy of an earlier answer's other fields."),
+    Ignored("cache_control", MESSAGE, dict[str, Any], _OWN_CACHE),
+    Ignored("id", PART, str, _LABEL),
+    Ignored("name", PART, str, _LABEL),
+    Ignored("index", PART, int | str, "The place of an earlier answer's part in its stream."),
+    Ignored("extras", PART, dict[str, Any], "LangChain's copy of an earlier answer's other fields."),
+    Ignored("parsed", PART, Any, "The text, as the client has parsed it."),
+    Ignored("annotations", PART, Objects, "Links that go with the text."),
+    Ignored("logprobs", PART, Objects, "How probable an earlier answer was."),
+    Ignored("cache_control", PART, dict[str, Any], _OWN_CACHE),
+    Ignored("prompt_cache_breakpoint", PART, dict[str, Any], _OWN_CACHE),
+    Ignored("id", REASONING_ITEM, str, _LABEL),
+    Ignored("status", REASONING_ITEM, str, "How an earlier answer ended."),
+    Ignored("summary", REASONING_ITEM, Objects, _EARLIER_REASONING),
+    Ignored("content", REASONING_ITEM, Objects, _EARLIER_REASONING),
+    Ignored("encrypted_content", REASONING_ITEM, str, _EARLIER_REASONING),
+)
+"""What is taken wherever it stands, with any value of its type. The API's description shows the table."""
+
+
+def ignoring(where: str) -> Callable[[type[M]], type[M]]:
+    """A class decorator that adds the ignored fields of the objects at a path."""
+    rows = [row for row in IGNORED if row.where == where]
+    fields: dict[str, Any] = {
+        row.field: (row.type | None, Field(None, description=f"{WITHOUT_EFFECT} {row.why}")) for row in rows
+    }
+    return lambda model: create_model(model.__name__, __base__=model, __module__=model.__module__, **fields)
+
+
+HARMLESS: HarmlessValues = {
+    "length_penalty": (1,),
+    "prompt_logprobs": (0,),
+    "use_beam_search": (False,),
+    "priority": (0,),
+    "include_stop_str_in_output": (False,),
+    "include_reasoning": (True, False),
+    "spaces_between_special_tokens": (True, False),
+    "detokenize": (True,),
+    "add_special_tokens": (True, False),  # byte-level BPE adds none
+    "skip_special_tokens": (True,),
+    "response_format": ({"type": "text"},),
+}
+"""Fields of OpenAI's and vLLM's APIs that are taken with values that ask for nothing."""
+HARMLESS_TEMPLATE: HarmlessValues = {
+    "tools": (),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({"enable_thinking": False},),
+}
+"""Fields about the chat template, taken likewise."""
+
+_IDS = "send return_token_ids: true, which adds the ids of all tokens"
+_FORM = "say in a message which form the answer must have, and check its text"
+_RENDERED = "render the conversation yourself, and send the text to /v1/completions"
+_TEXT = "send text alone"
+_TOOLS = "describe the tools in a message, and look for calls in the text of the answer"
+_TEMPLATE = "start the server with --chat-template"
+_WAIT = "send stream: true, and read until the end"
+_CONVERSATION = "send the whole conversation in input: this server keeps no responses"
+
+INSTEAD: Mapping[str, str] = {
+    "length_penalty": "set min_tokens",
+    "prompt_logprobs": "measure likelihoods with python -m scripts.eval",
+    "use_beam_search": "set num_branches",
+    "best_of": "set n, and choose among the answers by their logprobs",
+    "include_stop_str_in_output": "read stop_reason, which names the stop string",
+    "detokenize": _IDS,
+    "skip_special_tokens": _IDS,
+    "response_format": _FORM,
+    "guided_json": _FORM,
+    "guided_regex": _FORM,
+    "guided_choice": _FORM,
+    "guided_grammar": _FORM,
+    "structured_outputs": _FORM,
+    "tools": _TOOLS,
+    "tool_choice": _TOOLS,
+    "functions": _TOOLS,
+    "function_call": _TOOLS,
+    "tool_calls": "put the call and its result into the content of messages",
+    "tool_call_id": "put the call and its result into the content of messages",
+    "max_tool_calls": _TOOLS,
+    "web_search_options": "put what was found into a message",
+    "add_generation_prompt": _RENDERED,
+    "continue_final_message": _RENDERED,
+    "chat_template": _TEMPLATE,
+    "chat_template_kwargs": _TEMPLATE,
+    "modalities": _TEXT,
+    "audio": _TEXT,
+    "refusal": "put it into the content",
+    "prediction": "leave it out: it would change no answer",
+    "suffix": "say in the prompt what must follow",
+    "echo": "put the prompt before the text yourself",
+    "moderation": "check the texts yourself",
+    "truncation": "leave out the oldest messages",
+    "context_management": "leave out the oldest messages",
+    "background": _WAIT,
+    "background_options": _WAIT,
+    "conversation": _CONVERSATION,
+    "previous_response_id": _CONVERSATION,
+    "prompt": "put its text into messages or input",
+    "top_logprobs": "take /v1/chat/completions, which has log probabilities",
+    "logprobs": "take /v1/chat/completions, which has log probabilities",
+    "n": "send the request several times",
+    "return_token_ids": "take /v1/chat/completions, which has token ids",
+    "extra_body": "put its fields into the body itself",
+}
+"""By name of a field that is refused: what to do instead."""

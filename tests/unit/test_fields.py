@@ -1,0 +1,261 @@
+"""Fields that clients send and this server has no use for: the same rule in every route and at every depth."""
+
+import json
+from functools import partial
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletionMessage, ParsedChatCompletionMessage
+from openai.types.responses import ParsedResponseOutputMessage, ParsedResponseOutputText, ResponseReasoningItem
+
+from lopa_ascend.serve.diffusion import DiffusionChatRequest, DiffusionCompletionRequest
+from lopa_ascend.serve.http.api_error import ApiError
+from lopa_ascend.serve.http.body import Body, read_body
+from lopa_ascend.serve.info import AbortRequest
+from lopa_ascend.serve.openai.chat import ChatRequest
+from lopa_ascend.serve.openai.completions import CompletionRequest
+from lopa_ascend.serve.openai.fields import IGNORED, MESSAGE, PART, REASONING_ITEM, REQUEST, STREAM_OPTIONS, Ignored
+from lopa_ascend.serve.openai.responses import ResponseRequest
+from lopa_ascend.serve.tokens import DetokenizeRequest, TokenizeRequest
+
+Path = tuple[str | int, ...]
+
+PROMPT = {"prompt": "x", "stream": True, "stream_options": {}}
+HISTORY = [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "assistant", "content": "b"}]
+CHAT = {"messages": HISTORY, "stream": True, "stream_options": {}}
+RESPONSE = {"input": [*HISTORY, {"type": "reasoning", "summary": []}]}
+BODIES: list[tuple[type[Body], dict[str, Any]]] = [
+    (CompletionRequest, PROMPT),
+    (ChatRequest, CHAT),
+    (ResponseRequest, RESPONSE),
+    (DiffusionCompletionRequest, {"prompt": "x"}),
+    (DiffusionChatRequest, {"messages": HISTORY}),
+    (TokenizeRequest, {"messages": HISTORY}),
+    (DetokenizeRequest, {"tokens": [1]}),
+    (AbortRequest, {"request_id": "r"}),
+]
+
+
+def objects(value: Any, path: Path = ()) -> list[Path]:
+    """The paths of all objects in a body."""
+    items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path] * isinstance(value, dict) + [found for key, item in items for found in objects(item, (*path, key))]
+
+
+def with_field(body: dict[str, Any], path: Path, **fields: Any) -> bytes:
+    """The body, with fields in the object at the path."""
+    changed: Any = json.loads(json.dumps(body))
+    target = changed
+    for part in path:
+        target = target[part]
+    target |= fields
+    return json.dumps(changed).encode()
+
+
+def written(path: Path, field: str) -> str:
+    """A path as errors write it."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in (*path, field)).removeprefix(".")
+
+
+PLACES = [(model, body, path) for model, body in BODIES for path in objects(body)]
+
+
+@pytest.mark.parametrize(("model", "body", "path"), PLACES)
+def test_unknown_fields_are_refused_by_their_path_unless_they_are_empty(model: type[Body], body: Any, path: Path):
+    plain = read_body(model, json.dumps(body).encode())
+    empties: list[Any] = [None, "", [], {}]
+    for empty in empties:
+        assert read_body(model, with_field(body, path, sure=empty)) == plain
+    for value in ("x", 0, False, [None], {"a": None}):
+        with pytest.raises(ApiError) as refused:
+            read_body(model, with_field(body, path, sure=value))
+        assert (refused.value.status, refused.value.code) == (400, "unknown_parameter")
+        assert refused.value.param == written(path, "sure")
+
+
+OPTIONAL: dict[str, list[str]] = {
+    "messages": ["name", "type", "tool_calls", "refusal"],
+    "input": ["name", "type", "status", "phase"],
+    "stream_options": ["include_usage"],
+    "content": ["id", "annotations"],
+}
+
+
+@pytest.mark.parametrize(("model", "body", "path"), PLACES)
+def test_a_known_optional_field_that_is_null_counts_as_absent(model: type[Body], body: Any, path: Path):
+    names = [part for part in path if isinstance(part, str)]
+    nulls: dict[str, Any] = dict.fromkeys(OPTIONAL[names[-1]] if names else ["model"])
+    if read_type(body, path) != "reasoning":
+        assert read_body(model, with_field(body, path, **nulls)) == read_body(model, json.dumps(body).encode())
+
+
+def read_type(body: Any, path: Path) -> object:
+    for part in path:
+        body = body[part]
+    return body.get("type")
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+VALUES: dict[Any, Any] = {
+    str: "x",
+    bool: True,
+    dict[str, Any]: {"a": "b"},
+    list[dict[str, Any]]: [{"a": 1}],
+    int | str: 3,
+    Any: {"answer": [7]},
+}
+WHERE: dict[str, list[tuple[type[Body], dict[str, Any], Path]]] = {
+    REQUEST: [(model, body, ()) for model, body in BODIES[:5]],
+    STREAM_OPTIONS: [(CompletionRequest, PROMPT, ("stream_options",)), (ChatRequest, CHAT, ("stream_options",))],
+    MESSAGE: [(ChatRequest, CHAT, ("messages", 1)), (ResponseRequest, RESPONSE, ("input", 1))],
+    PART: [(ChatRequest, CHAT, ("messages", 0, "content", 0)), (ResponseRequest, RESPONSE, ("input", 0, "content", 0))],
+    REASONING_ITEM: [(ResponseRequest, RESPONSE, ("input", 2))],
+}
+
+
+def said(body: Any) -> Any:
+    """What of a body reaches the chat template."""
+    if isinstance(body, ResponseRequest):
+        return body.as_template_input()
+    return [message.as_template_input() for message in getattr(body, "messages", ())]
+
+
+@pytest.mark.parametrize("row", IGNORED, ids=lambda row: f"{row.where}.{row.field}")
+def test_what_the_table_names_is_taken_with_any_value_of_its_type(row: Ignored):
+    value = VALUES[row.type] if row.type in VALUES else row.type.__args__[0]
+    for model, body, path in WHERE[row.where]:
+        assert said(read_body(model, with_field(body, path, **{row.field: value}))) == said(
+            read_body(model, json.dumps(body).encode())
+        )
+        if row.type is not Any:
+            with pytest.raises(ApiError) as refused:
+                read_body(model, with_field(body, path, **{row.field: 1.5}))
+            assert str(refused.value.param).startswith(written(path, row.field))
+
+
+# ---- what clients send back ------------------------------------------------------------------------------------------
+
+ANSWER: dict[str, Any] = {"role": "assistant", "content": "b", "refusal": None}
+OUTPUT = {
+    "id": "msg_1",
+    "type": "message",
+    "role": "assistant",
+    "status": "completed",
+    "content": [{"type": "output_text", "text": "b", "annotations": [], "logprobs": []}],
+}
+SENT_BACK: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "openai, create": ("messages", [ChatCompletionMessage.model_validate(ANSWER).model_dump()]),
+    "openai, parse and stream": ("messages", [ParsedChatCompletionMessage[Any].model_validate(ANSWER).model_dump()]),
+    "openai, parsed": (
+        "messages",
+        [ParsedChatCompletionMessage[Any].model_validate({**ANSWER, "parsed": {"b": 1}}).model_dump()],
+    ),
+    "openai, responses.parse": (
+        "input",
+        [
+            ResponseReasoningItem(id="rs_1", type="reasoning", summary=[]).model_dump(),
+            ParsedResponseOutputMessage[Any](
+                **{**OUTPUT, "content": [ParsedResponseOutputText[Any].model_validate(OUTPUT["content"][0])]}
+            ).model_dump(),
+        ],
+    ),
+    "agents": ("input", [OUTPUT]),
+    "litellm": (
+        "messages",
+        [
+            {
+                **ANSWER,
+                "tool_calls": None,
+                "function_call": None,
+                "provider_specific_fields": {"refusal": None},
+                "reasoning_content": "hm",
+                "thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": "s"}],
+                "annotations": [],
+            }
+        ],
+    ),
+    "langchain": (
+        "messages",
+        [
+            {
+                "role": "assistant",
+                "content": [{"type": "text", "text": "b", "id": "lc_1", "annotations": [], "index": 0}],
+            }
+        ],
+    ),
+    "hints for caches": (
+        "messages",
+        [{"role": "assistant", "content": [{"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}]}],
+    ),
+}
+
+
+@pytest.mark.parametrize(("field", "answer"), SENT_BACK.values(), ids=SENT_BACK)
+def test_an_answer_can_be_sent_back_as_clients_keep_it(field: str, answer: list[dict[str, Any]]):
+    user = {"role": "user", "content": "a"}
+    body = json.dumps({field: [user, *answer, user]}).encode()
+    asked = read_body(ChatRequest if field == "messages" else ResponseRequest, body)
+    assert said(asked) == [user, {"role": "assistant", "content": "b"}, user]
+
+
+# ---- what could change the answer ------------------------------------------------------------------------------------
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
+chat: Any = partial(dict, messages=HISTORY)
+REFUSED: dict[str, tuple[type[Body], dict[str, Any], str, str]] = {
+    "tools": (ChatRequest, chat(tools=[{"type": "function"}]), "tools", "describe the tools in a message"),
+    "JSON": (ChatRequest, chat(response_format={"type": "json_schema"}), "response_format", '{"type": "text"}'),
+    "guided": (CompletionRequest, {"prompt": "x", "guided_json": {"a": 1}}, "guided_json", "say in a message"),
+    "image": (
+        ChatRequest,
+        {"messages": [{"role": "user", "content": [IMAGE]}]},
+        "messages[0].content[0].type",
+        "'text' or 'input_text' or 'output_text', got 'image_url'. Instead, send text alone",
+    ),
+    "calls": (
+        ChatRequest,
+        {"messages": [{**ANSWER, "tool_calls": [{}]}]},
+        "messages[0].tool_calls",
+        "into the content",
+    ),
+    "result": (
+        ChatRequest,
+        {"messages": [{"role": "tool", "content": "7", "tool_call_id": "c"}]},
+        "messages[0].role",
+        "'assistant', got 'tool'. Instead, put the result of a tool into a message",
+    ),
+    "reference": (
+        ResponseRequest,
+        {"input": [*HISTORY, {"type": "item_reference", "id": "msg_1"}]},
+        "input[2].type",
+        "send the message itself",
+    ),
+    "earlier response": (
+        ResponseRequest,
+        {"input": "x", "previous_response_id": "resp_1"},
+        "previous_response_id",
+        "send the whole conversation in input",
+    ),
+    "logprobs of a response": (ResponseRequest, {"input": "x", "logprobs": 1}, "logprobs", "take /v1/chat/completions"),
+    "misspelt": (ChatRequest, chat(temprature=1), "temprature", "did you mean 'temperature'"),
+    "misspelt inside": (ChatRequest, {"messages": [{**ANSWER, "nmae": "n"}]}, "messages[0].nmae", "unknown field"),
+}
+
+
+@pytest.mark.parametrize(("model", "body", "param", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_could_change_the_answer_is_refused_with_what_to_do(model: type[Body], body: Any, param: str, words: str):
+    with pytest.raises(ApiError) as refused:
+        read_body(model, json.dumps(body).encode())
+    assert (refused.value.status, refused.value.param) == (400, param)
+    assert words in refused.value.message
+
+
+def test_every_field_that_is_refused_says_what_to_do():
+    for model, body in BODIES:
+        for name in model.harmless.keys() - {"priority", "stream", "stream_options"}:
+            if model.harmless[name] == (True, False):
+                continue  # there is nothing else to do
+            with pytest.raises(ApiError) as refused:
+                read_body(model, with_field(body, (), **{name: "something"}))
+            assert ". Instead, " in refused.value.message, name
