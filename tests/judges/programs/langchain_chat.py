@@ -61,7 +61,8 @@ def ask_blocks(chat: Any, history: list[Any], question: str) -> str:
 
 
 def ask_completions(history: list[Any], question: str) -> str:
-    return complete(history, question, OpenAI(model=MODEL, base_url=f"{URL}/v1", api_key="none").invoke)
+    llm = OpenAI(model=MODEL, base_url=f"{URL}/v1", api_key="none", temperature=0)  # by default it samples
+    return complete(history, question, llm.invoke)
 
 
 CASES: dict[str, Ask] = {"completions": ask_completions}
