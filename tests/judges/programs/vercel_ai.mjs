@@ -1,5 +1,5 @@
-// Conversations through the Vercel AI SDK: chat completions, responses and completions. Arguments and output are those
-// of conversation.py.
+// Conversations through the Vercel AI SDK: chat completions and responses. Arguments and output are those of
+// conversation.py.
 import { createOpenAI } from '@ai-sdk/openai';
 import { createOpenAICompatible } from '@ai-sdk/openai-compatible';
 import { convertToModelMessages, generateText, readUIMessageStream, streamText, toUIMessageStream } from 'ai';
