@@ -6,7 +6,7 @@
 
   schema     schemathesis finds no fault with the server's own /openapi.json
   accuracy   lm-eval over HTTP finds the accuracy that the engine has without a server
-  clients    LangChain, LlamaIndex, litellm and evalplus work unchanged
+  clients    conversations of other projects' clients are read as they send them back; evalplus works unchanged
   load       guidellm's concurrent clients get all their tokens
   faults     hostile requests are refused, and disturb no other request
   starve     requests that cost much delay no other client
@@ -16,8 +16,8 @@
   soak       minutes of mixed load leave memory, pages and answers as they were
 
 Prints a line for each verdict, "ok" or FAILED with what was found; the exit status is 1 if one is FAILED. schema,
-accuracy, clients, load and fuzz need public tools, and all judges need httpx: pip install -e '.[judge]', or
-./ci/judges.sh, which installs them first.
+accuracy, load and fuzz need public tools, and all judges need httpx: pip install -e '.[judge]', or ./ci/judges.sh,
+which installs them first, and the clients too.
 """
 
 from __future__ import annotations

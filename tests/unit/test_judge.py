@@ -12,7 +12,7 @@ from hypothesis import given
 from lopa_ascend.serve.http.api_error import ApiError
 from lopa_ascend.serve.http.body import read_body
 from lopa_ascend.serve.openai.completions import CompletionRequest
-from tests.judges import faults, fuzz, soak
+from tests.judges import clients, faults, fuzz, soak
 from tests.judges.attack import CLOSED, CUT_OFF, FULL, KINDS, LEFT, Attack, head, outcome_of, play
 from tests.judges.client import COMPLETIONS, Answer, Ask, ask, chat
 from tests.judges.hostile_bodies import UNSUPPORTED
@@ -179,6 +179,22 @@ def test_fuzz_finds_and_shrinks_a_wrong_answer(monkeypatch: pytest.MonkeyPatch):
     assert fault.startswith("500 internal_error for Example(route='/tokenize', fields={'prompt': ")
     assert fault.count(":") < 8
     assert outcomes.statuses["200"] > 0
+
+
+@pytest.mark.parametrize(
+    ("case", "answers", "error", "content"),
+    [
+        ("chat", ["42", "37"], None, True),
+        ("chat", ["42", "5"], None, False),
+        ("chat", ["42"], None, False),
+        ("chat", ["42"], "400: unknown field", False),
+        ("responses, stored", ["42"], "400: this server keeps no responses, set store: false", True),
+        ("responses, stored", ["42"], "400: unknown field", False),
+        ("responses, stored", ["42", "5"], None, False),
+    ],
+)
+def test_what_a_client_must_get(case: str, answers: list[str], error: str | None, content: bool):
+    assert clients.as_expected(case, {"answers": answers, "error": error}, ["42", "37"]) == content
 
 
 @pytest.mark.parametrize("field", UNSUPPORTED)

@@ -1,6 +1,7 @@
 """What pip installs, and on which versions the project was tried."""
 
 import importlib
+import json
 import re
 import sys
 from pathlib import Path
@@ -45,3 +46,15 @@ def test_the_versions_that_are_run_are_those_of_the_page(monkeypatch: pytest.Mon
     (tried,) = re.findall(r"Tried on .*?\(`nox -f ci/versions.py`\): (.*?)\. ", page, re.DOTALL)
     for versions in combinations:
         assert all(version in tried for version in versions), versions
+
+
+def test_the_clients_that_are_tried_are_those_of_the_page():
+    programs = ROOT / "tests" / "judges" / "programs"
+    pinned = dict(
+        re.findall(r"^([\w-]+)(?:\[\w+\])?==(\S+)$", (programs / "requirements.txt").read_text(), re.MULTILINE)
+    )
+    pinned["ai"] = json.loads((programs / "package.json").read_text())["dependencies"]["ai"]
+    page = (ROOT / "docs" / "serving.md").read_text("utf-8")
+    table = page[page.index("## Clients") : page.index("## Routes")]
+    told = re.findall(r"^\| [^|]+ \| ([\d.]+) \|", table, re.MULTILINE)
+    assert set(pinned.values()) < set(told)

@@ -1,22 +1,61 @@
-"""Asks a question through litellm, whole and streamed. Arguments: URL, MODEL, QUESTION."""
+"""Conversations through litellm: chat completions, responses and completions."""
 
-import json
-import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import litellm
 
+from tests.judges.programs.conversation import MODEL, URL, Ask, complete, hold
 
-def main() -> None:
-    url, model, question = sys.argv[1:]
-    messages = [{"role": "user", "content": question}]
-    asked: dict[str, Any] = {"model": f"openai/{model}", "api_base": f"{url}/v1", "api_key": "none", "temperature": 0}
-    streamed = "".join(
-        part.choices[0].delta.content or "" for part in litellm.completion(messages=messages, stream=True, **asked)
-    )
-    whole = litellm.completion(messages=messages, **asked).choices[0].message.content
-    print(json.dumps({"whole": whole, "streamed": streamed}))
+SERVER: dict[str, Any] = {"api_base": f"{URL}/v1", "api_key": "none", "num_retries": 0}
+FORMS: dict[str, Callable[[Any], Any]] = {
+    "object": lambda item: item,
+    "model_dump()": lambda item: item.model_dump(),
+    "model_dump(exclude_none)": lambda item: item.model_dump(exclude_none=True),
+    "model_dump(json)": lambda item: item.model_dump(mode="json"),
+}
 
+
+def create(messages: list[Any], provider: str) -> Any:
+    return litellm.completion(model=f"{provider}/{MODEL}", messages=messages, **SERVER)
+
+
+def stream(messages: list[Any], provider: str) -> Any:
+    chunks = litellm.completion(model=f"{provider}/{MODEL}", messages=messages, stream=True, **SERVER)
+    return litellm.stream_chunk_builder(list(chunks), messages=messages)
+
+
+def ask_chat(
+    call: Callable[..., Any], provider: str, form: Callable[[Any], Any], history: list[Any], question: str
+) -> str:
+    history.append({"role": "user", "content": question})
+    message = call(history, provider).choices[0].message
+    history.append(form(message))
+    return message.content
+
+
+def ask_responses(form: Callable[[Any], Any], history: list[Any], question: str) -> str:
+    history.append({"role": "user", "content": question})
+    output = litellm.responses(model=f"openai/{MODEL}", input=history, **SERVER).output
+    history += map(form, output)
+    return "".join(part.text for item in output for part in item.content)
+
+
+def ask_completions(history: list[Any], question: str) -> str:
+    def call(prompt: str) -> str:
+        got = litellm.text_completion(model=f"text-completion-openai/{MODEL}", prompt=prompt, **SERVER)
+        return got.choices[0].text
+
+    return complete(history, question, call)
+
+
+CASES: dict[str, Ask] = {"completions": ask_completions}
+for form, convert in FORMS.items():
+    CASES[f"responses, {form}"] = partial(ask_responses, convert)
+    for call in create, stream:
+        for provider in "openai", "hosted_vllm":
+            CASES[f"{provider}, {call.__name__}, {form}"] = partial(ask_chat, call, provider, convert)
 
 if __name__ == "__main__":
-    main()
+    hold(CASES)
