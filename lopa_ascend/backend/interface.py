@@ -184,6 +184,21 @@ class Ops(Protocol):
         """
         ...
 
+    def norm_rope(
+        self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Norms every head of queries [T, H, D] and of keys [T, K, D], then rotates it as ``rope`` does.
+
+        Args:
+            q: may be a part of a larger tensor, as k may be.
+            k: see ``q``.
+            q_weight: of the RMSNorm over D of each query head, [D]. A device may round the norm before it rotates.
+            k_weight: the same of each key head.
+            cos: as for ``rope``, [T, 1, ...].
+            sin: the same.
+        """
+        ...
+
     # ---- keys and values -------------------------------------------------------------------------------------------
 
     def kv_write(

@@ -141,7 +141,7 @@ def _rank_tensors(
     whole = {**slices, **{name: (slices[name][0], slice(None)) for name in weights}}
     tensors = sliced(checkpoint.tensors(), whole)
     if lora is not None:
-        tensors = merge_adapter(tensors, open_adapter(lora, checkpoint.expected), whole)
+        tensors = merge_adapter(tensors, open_adapter(lora, checkpoint.expected, checkpoint.config.model_type), whole)
     return sliced(quantized(tensors, modules), {name: (slice(None), slices[name][1]) for name in weights})
 
 

@@ -14,12 +14,14 @@ from lopa_ascend.checkpoint.lora_settings import AdapterSettings
 from lopa_ascend.checkpoint.read import map_tensor
 from lopa_ascend.checkpoint.streams import check_finite
 from lopa_ascend.checkpoint.table import ALL, Tensors, TensorSlices
+from lopa_ascend.config.families import FAMILIES, family_of_checkpoint
 from lopa_ascend.config.files import read_json_object, shown
 
 logger = logging.getLogger(__name__)
 
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
+_BASE = "base_model_name_or_path"
 _PREFIX = "base_model.model."
 """What PEFT puts before the name of a module."""
 
@@ -45,11 +47,17 @@ class Adapter:
     """By name in the checkpoint of the weight that they change."""
 
 
-def open_adapter(path: str | Path, model: Tensors) -> Adapter:
+def open_adapter(path: str | Path, model: Tensors, architecture: str = "") -> Adapter:
     """Checks the directory of a PEFT adapter against the tensors of a model, without reading a weight.
 
+    Args:
+        path: the directory.
+        model: the tensors of the model.
+        architecture: the model's name in ``FAMILIES``, if it has one.
+
     Raises:
-        CheckpointError: the adapter is malformed, uses a feature other than plain LoRA, or does not fit the model.
+        CheckpointError: the adapter is malformed, uses a feature other than plain LoRA, does not fit the model, or was
+            trained on a checkpoint of another family.
     """
     path = Path(path)
     check_directory(path)
@@ -63,8 +71,11 @@ def open_adapter(path: str | Path, model: Tensors) -> Adapter:
         module = name.removesuffix(".weight")
         if settings.is_target(module):
             raise settings.error("target_modules", f"adapts {module}, which is the same tensor as {original} here")
-    if base := settings.values.get("base_model_name_or_path"):
+    if base := settings.values.get(_BASE):
         # Models of equal shapes take each other's adapters, and answer worse.
+        family = family_of_checkpoint(str(base))
+        if architecture in FAMILIES and family not in (None, architecture):
+            raise settings.error(_BASE, f"is {shown(base)}, a {family} model, expected a {architecture} model")
         logger.info("%s: an adapter that was trained on %s", path, shown(base))
     deltas: dict[str, Delta] = {}
     expected: dict[str, tuple[int, int]] = {}

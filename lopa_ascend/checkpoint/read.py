@@ -25,6 +25,7 @@ from lopa_ascend.checkpoint.int8_formats import Int8Description, describe_int8
 from lopa_ascend.checkpoint.int8_members import split_members
 from lopa_ascend.checkpoint.table import Architecture, Tensors
 from lopa_ascend.config import ConfigError, ModelConfig
+from lopa_ascend.config.families import architecture_name
 from lopa_ascend.config.files import read_json_object, shown
 from lopa_ascend.config.int8_files import MODELSLIM, MODELSLIM_WEIGHTS
 from lopa_ascend.config.model import eos_ids
@@ -79,13 +80,13 @@ class Checkpoint:
 
 
 def model_type(path: str | Path) -> object:
-    """What config.json names as the architecture: text, unless the file is wrong; None if it names none.
+    """The architecture that config.json describes: text, unless the file is wrong; None if it names none.
 
     Raises:
         CheckpointError: the directory or the file is missing, or the file is no JSON object.
     """
     check_directory(Path(path))
-    return read_json_object(Path(path) / "config.json", CheckpointError).get("model_type")
+    return architecture_name(read_json_object(Path(path) / "config.json", CheckpointError))
 
 
 def open_checkpoint(path: str | Path, architecture: Architecture) -> Checkpoint:
@@ -107,16 +108,16 @@ def open_checkpoint(path: str | Path, architecture: Architecture) -> Checkpoint:
     generation = read_json_object(path / "generation_config.json", CheckpointError, optional=True)
     try:
         config = ModelConfig.from_json(
-            raw, generation, str(path / "config.json"), architecture.model_type, architecture.is_fused
+            raw, generation, str(path / "config.json"), architecture.name, architecture.family
         )
         doubts = _eos_doubts(path, raw, generation, config)
     except ConfigError as error:
         raise CheckpointError(str(error)) from error
     expected = architecture.tensors(config)
-    int8 = describe_int8(path, raw, expected) if architecture.is_fused else None
+    int8 = None if architecture.family is None else describe_int8(path, raw, expected)
     headers, source = _find_tensors(path, int8)
     members = split_members(int8, expected, headers) if int8 else {}
-    _check_tensors(architecture.model_type, expected, headers, source)
+    _check_tensors(architecture.name, expected, headers, source)
     config = replace(config, dtype=_choose_dtype(path, raw, config, [headers[name] for name in expected.specs]))
     return Checkpoint(
         path,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from lopa_ascend.config import ModelConfig
+from lopa_ascend.config.families import Family
 
 HEAD = "lm_head"
 """`Row.linear` of the LM head."""
@@ -164,11 +165,12 @@ class Tensors:
 class Architecture:
     """What this package must know of an architecture."""
 
-    model_type: str
-    """As config.json names it."""
+    name: str
+    """As ``config.families.architecture_name`` finds it in config.json."""
     tensors: Callable[[ModelConfig], Tensors]
-    is_fused: bool = True
-    """It is written in fused ops: ranks may split it, linear layers may be int8, and config.json is read strictly."""
+    family: Family | None
+    """Of one that is written in fused ops: ranks may split it, linear layers may be int8, and config.json is read
+    strictly. None: it is in plain torch."""
 
 
 @dataclass(frozen=True, slots=True)

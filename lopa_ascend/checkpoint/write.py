@@ -81,7 +81,8 @@ def _int8_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of the checkpoint to write, with the layers ``modules`` as int8. Those that stay float have the
     dtype that they had."""
-    adapter = None if lora is None else open_adapter(lora, checkpoint.expected)
+    architecture = checkpoint.config.model_type
+    adapter = None if lora is None else open_adapter(lora, checkpoint.expected, architecture)
     dtypes: dict[str, torch.dtype] = {}
 
     def float_tensors() -> Iterator[tuple[str, Tensor]]:

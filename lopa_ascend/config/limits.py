@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import chain
 
-from lopa_ascend.config.combinations import COMMITTING, filled_by, listed
+from lopa_ascend.config.combinations import filled_by, listed
 from lopa_ascend.config.decoding import DecodingParams, banned_ids
+from lopa_ascend.config.decodings import known_decodings
 from lopa_ascend.config.engine import check_window_attention
 from lopa_ascend.config.parameters import BASES
 from lopa_ascend.config.settings import ContextLengthError, ParameterError, context_length
@@ -94,20 +95,27 @@ class Limits:
 
     def _check_decoding(self, params: DecodingParams) -> None:
         """Refuses a decoding that the model was not trained for."""
-        filler = filled_by(params.decoding, params.base)
-        name, value = ("base", params.base) if params.decoding == "lopa" else ("decoding", params.decoding)
-        if self.properties.is_block_causal:
-            choices: tuple[str, ...] = COMMITTING if self.properties.logit_shift else ("d2f",)
-            if params.window_attention != "block_causal":
-                name, value, choices = "window_attention", params.window_attention, ("block_causal",)
-            elif filler in choices:
-                return
-            model = f"is block-causal and predicts {'the next' if self.properties.logit_shift else 'each'} position"
-        elif filler == "fast_dllm_v2":
-            model, choices = "attends to all positions", tuple(base for base in BASES if base != filler)
-        else:
+        properties = self.properties
+        what = "which attends to all positions"
+        if properties.is_block_causal:
+            what = f"which is block-causal and predicts {'the next' if properties.logit_shift else 'each'} position"
+            if params.window_attention != "block_causal" and params.is_pipelined:
+                message = f'"{params.window_attention}" does not go with this model, {what}; use "block_causal"'
+                raise ParameterError("window_attention", message)
+        if self._decodes(filled_by(params.decoding, params.base)):
             return
-        raise ParameterError(name, f'"{value}" does not go with this model, which {model}; use {listed(choices)}')
+        if params.decoding == "lopa":
+            name, value, choices = "base", params.base, tuple(base for base in BASES if self._decodes(base))
+        else:
+            name, value = "decoding", params.decoding
+            choices = tuple(other for other in known_decodings() if self._decodes(filled_by(other, "d2f")))
+        raise ParameterError(name, f'"{value}" does not go with this model, {what}; use {listed(choices)}')
+
+    def _decodes(self, filler: str) -> bool:
+        """Whether the model can fill positions by the rules of a built-in decoding."""
+        if not self.properties.is_block_causal:
+            return filler != "fast_dllm_v2"
+        return filler == "d2f" or (filler == "fast_dllm_v2" and self.properties.logit_shift == 1)
 
     def _check_length(self, prompt_tokens: int, params: DecodingParams) -> None:
         """Refuses a request whose prompt and answer together are longer than ``max_model_len``."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lopa_ascend.config.families import Family
 from lopa_ascend.config.files import ConfigError, Fields, shown
 from lopa_ascend.config.variants import refuse_variants
 from lopa_ascend.types import KVShape
@@ -36,11 +37,13 @@ class ModelConfig:
     tie_word_embeddings: bool
     """The output head uses the embedding's weights."""
     attention_bias: bool
-    """The projections to queries, keys and values have a bias."""
+    """The projections to queries, keys and values have a bias, and in SDAR also that of their outputs."""
     mask_token_id: int
     eos_token_ids: tuple[int, ...]
     dtype: str
     """Number format of the weights, e.g. "bfloat16"."""
+    block_size: int | None = None
+    """Positions of the blocks that the model was trained with; None: it was trained without blocks."""
     model_type: str = ""
     """Name of the architecture."""
     is_fused: bool = True
@@ -85,8 +88,8 @@ class ModelConfig:
         config: Mapping[str, Any],
         generation: Mapping[str, Any],
         source: str,
-        model_type: str,
-        is_fused: bool,
+        name: str,
+        family: Family | None,
     ) -> ModelConfig:
         """The configuration that a Hugging Face directory describes.
 
@@ -94,16 +97,16 @@ class ModelConfig:
             config: content of ``config.json``; a field that is null counts as missing.
             generation: content of ``generation_config.json``.
             source: path of ``config.json``, for messages.
-            model_type: the architecture that ``config.json`` must name.
-            is_fused: it is written in fused ops. What these cannot do (other activations, scaled rope, sliding windows)
-                is then refused: an architecture in plain torch reads such fields itself.
+            name: of the architecture.
+            family: of an architecture in fused ops. What these cannot do (other activations, scaled rope, sliding
+                windows) is then refused. None: it is in plain torch, and reads such fields itself.
 
         Raises:
             ConfigError: a field is missing or malformed, or asks for something that this engine cannot do.
         """
         config = {name: value for name, value in config.items() if value is not None}
         fields = Fields(config, source)
-        fields.expect("model_type", (model_type,))
+        fields.expect("model_type", (name if family is None else family.model_type,))
         rope = config.get("rope_parameters", {})
         if not isinstance(rope, dict):
             raise ConfigError(f"{source}: rope_parameters is {shown(rope)}, expected an object")
@@ -111,8 +114,13 @@ class ModelConfig:
         heads, kv_heads, head_dim = _heads(fields, hidden)
         vocab = fields.integer("vocab_size", 2**24)
         num_layers = fields.integer("num_hidden_layers", 1024)
-        if is_fused:
-            refuse_variants(fields, rope, num_layers)
+        block_size = None
+        if family is not None:
+            refuse_variants(fields, rope, num_layers, family)
+            if family.block_field is not None:
+                block_size = fields.integer(family.block_field, 2**10, default=family.block_size)
+            if family.mask_token_id is not None:
+                fields = Fields({"mask_token_id": family.mask_token_id, **config}, source)
         mask, eos = _special_ids(fields, generation, str(Path(source).with_name("generation_config.json")), vocab)
         return cls(
             vocab_size=vocab,
@@ -126,13 +134,14 @@ class ModelConfig:
             rope_theta=_rope_theta(fields, rope),
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6, at_most=1.0),
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-            attention_bias=fields.flag("attention_bias", True),
+            attention_bias=fields.flag("attention_bias", family is None or family.attention_bias),
             mask_token_id=mask,
             eos_token_ids=eos,
             dtype=_dtype(fields),
-            model_type=model_type,
-            is_fused=is_fused,
-            raw={} if is_fused else config,
+            block_size=block_size,
+            model_type=name,
+            is_fused=family is not None,
+            raw=config if family is None else {},
         )
 
 

@@ -169,7 +169,7 @@ class PlainSource(ModelSource):
             # The dtype of the file's weights is not known yet, and names and shapes do not depend on it.
             return tensors_of(build_module(build, replace(found, dtype="float32")))
 
-        self._checkpoint = checkpoint.open_checkpoint(path, checkpoint.Architecture(model_type, expect, is_fused=False))
+        self._checkpoint = checkpoint.open_checkpoint(path, checkpoint.Architecture(model_type, expect, family=None))
         _warn(self._checkpoint)
         self.config = checkpoint.with_dtype(self._checkpoint.config, config.dtype)
         self._module = build_module(build, self.config)

@@ -1,4 +1,4 @@
-"""The architectures that the engine runs, by the ``model_type`` that a checkpoint's config.json names.
+"""The architectures that the engine runs, by what ``config.families.architecture_name`` finds in config.json.
 
 Those of FUSED are written in fused ops, a file of this package each. Others are written in plain torch
 (``model/plain.py``) and are registered: in this process by `register_model`; in every process, so also in those of a
@@ -18,8 +18,13 @@ if TYPE_CHECKING:
 
 GROUP = "lopa_ascend.models"
 """The group of entry points."""
-FUSED = {"Dream": "lopa_ascend.model.dream:Dream"}
-"""By ``model_type``: module and class, a ``model.base.SplitModel``. They import torch, so not before use."""
+FUSED = {
+    "Dream": "lopa_ascend.model.dream:Dream",
+    "DreamReasoner": "lopa_ascend.model.dream_reasoner:DreamReasoner",
+    "Fast_dLLM_Qwen": "lopa_ascend.model.fast_dllm2:FastDllm2",
+    "sdar": "lopa_ascend.model.sdar:Sdar",
+}
+"""By name of the architecture: module and class, a ``model.base.SplitModel``. They import torch, so not before use."""
 _registered: dict[str, Build] = {}
 
 

@@ -34,9 +34,12 @@ PART_OF_OP = {
     "attention": "attention",
     "kv_write": "attention",
 } | dict.fromkeys(
-    ("rms_norm", "add_rms_norm", "rms_norm_quant", "add_rms_norm_quant", "quantize", "rope", "swiglu", "swiglu_quant"),
+    (
+        *("rms_norm", "add_rms_norm", "rms_norm_quant", "add_rms_norm_quant", "quantize"),
+        *("rope", "norm_rope", "swiglu", "swiglu_quant"),
+    ),
     "norms and activations",
-)  # fmt: skip
+)
 """Ops that are timed."""
 COPIED_BYTES = 4 << 20
 """Bytes of the copies that show the peak: about a tensor of a step."""

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lopa_ascend.config import ConfigError, ModelConfig
+from lopa_ascend.config.families import FAMILIES, architecture_name
 from lopa_ascend.config.files import MAX_HEADER, read_json_object
 from lopa_ascend.config.int8_files import MODELSLIM_WEIGHTS, modelslim_descriptions
-from lopa_ascend.model.registry import FUSED, check_model_type
+from lopa_ascend.model.registry import check_model_type
 from scripts.launch.arguments import Launch
 from scripts.launch.findings import Finding, fail, ok
 
@@ -73,10 +74,10 @@ def _check_tensor_parallel_size(launch: Launch) -> Iterator[Finding]:
     file = launch.model / "config.json"
     values = read_json_object(file, ConfigError)
     try:
-        model_type = check_model_type(values.get("model_type"))
+        name = check_model_type(architecture_name(values))
     except ValueError as error:
         raise ConfigError(f"{file}: {error}") from error
-    config = ModelConfig.from_json(values, {}, str(file), model_type, model_type in FUSED)
+    config = ModelConfig.from_json(values, {}, str(file), name, FAMILIES.get(name))
     sizes, heads = config.tensor_parallel_sizes(), f"{config.num_heads} query and {config.num_kv_heads} KV heads"
     if launch.tp in sizes:
         yield ok(f"model: tp {launch.tp} splits {heads}")

@@ -39,6 +39,7 @@ from lopa_ascend.graph.tensors import (
 from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.base import Model
 from lopa_ascend.model.dream import Dream
+from lopa_ascend.model.sdar import Sdar
 from lopa_ascend.parallel.collectives import ALONE, Group
 from lopa_ascend.score.greedy import GreedyScore
 from tests.npu.lab import capture, collectives, device, engine  # noqa: F401
@@ -78,6 +79,8 @@ class Variant:
     """Written in plain torch, and fused."""
     is_int8: bool = False
     """In W8A8."""
+    norms_heads: bool = False
+    """With the norms of SDAR, and without biases."""
 
 
 def variants() -> dict[str, Variant]:
@@ -86,6 +89,7 @@ def variants() -> dict[str, Variant]:
         "bf16_tp4": Variant(UNFILLED, tp_size=4),
         "w8a8": Variant(UNFILLED, is_int8=True),
         "w8a8_tp4": Variant(UNFILLED, tp_size=4, is_int8=True),
+        "sdar": Variant(UNFILLED, norms_heads=True),
         "plain_fused": Variant(UNFILLED, is_plain=True),
         "unfused": Variant(PlainOps()),
     }
@@ -125,6 +129,13 @@ def int8_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def with_norms(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The weights with norms of queries and keys in place of biases."""
+    found = {name: weight for name, weight in weights.items() if not name.endswith(".bias")}
+    ones = torch.ones(config.head_dim, dtype=torch.bfloat16, device="npu")
+    return found | {f"layers.{n}.{x}_norm.weight": ones for n in range(config.num_layers) for x in "qk"}
+
+
 class Sample:
     """A model of ``num_layers`` of Dream-7B with its whole vocabulary, caches and scores."""
 
@@ -138,7 +149,8 @@ class Sample:
             weights = dream_weights(own, torch.bfloat16, filled=False)
             weights["embed.weight"] = weights["embed.weight"].new_empty(config.vocab_size, config.hidden_size)
             weights |= int8_weights(weights) if variant.is_int8 else {}
-            self.model = Dream(config, weights, variant.ops, group)
+            weights = with_norms(weights, config) if variant.norms_heads else weights
+            self.model = (Sdar if variant.norms_heads else Dream)(config, weights, variant.ops, group)
         first = self.model.first_token_id
         ids = range(first, first + self.model.local_vocab_size)
         self.score = GreedyScore(ids, MASK, NUM_TOKENS, group, variant.ops.device)
@@ -246,7 +258,7 @@ def captured_report(variant: Variant) -> dict[str, Any]:
 
 def main() -> None:
     report: dict[str, dict[str, Any]] = {"npugraph_ex": {}}
-    for name in ("bf16", "bf16_tp4", "w8a8", "w8a8_tp4"):
+    for name in ("bf16", "bf16_tp4", "w8a8", "w8a8_tp4", "sdar"):
         found = report["npugraph_ex"][name] = captured_report(variants()[name])
         print(f"{name}, captured by npugraph_ex: {found['tasks_per_layer']} tasks a layer")
         print(f"    {found['tasks_outside']} outside the layers, {found['tasks_model']} in {NUM_LAYERS} layers")

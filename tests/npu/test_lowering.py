@@ -115,7 +115,7 @@ def test_the_report_ends_with_its_figures_in_json(
     report.main()
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     captured = figures.pop("npugraph_ex")
-    counts = {"bf16": 11, "bf16_tp4": 13, "w8a8": 13, "w8a8_tp4": 14}
+    counts = {"bf16": 11, "bf16_tp4": 13, "w8a8": 13, "w8a8_tp4": 14, "sdar": 13}
     assert list(captured) == list(counts)
     for name, per_layer in counts.items():
         found = captured[name]

@@ -89,6 +89,23 @@ def test_rope_with_tables_indexed_by_positions(seed: int, rows: int, heads: int,
     assert_same(NPU.rope(x.to("npu"), cos, sin), expected)
 
 
+@given(seeds, rows, st.integers(1, 4), st.sampled_from([8, 64, 128]), dtypes)
+def test_queries_and_keys_of_one_projection_are_normed_and_rotated(
+    seed: int, rows: int, kv_heads: int, dim: int, dtype: torch.dtype
+) -> None:
+    qkv = randn(seed, rows, 4 * kv_heads, dim, dtype=dtype)
+    weights, angles = randn(seed + 1, 2, dim, dtype=dtype), randn(seed + 2, rows, dim // 2) * 5
+    parts = [2 * kv_heads, kv_heads, kv_heads]
+    on_npu = NPU.rope_tables(angles.cos().to("npu"), angles.sin().to("npu"), dtype)
+    q, k, v = qkv.to("npu").split(parts, 1)
+    rotated = NPU.norm_rope(q, k, *weights.to("npu"), 0.1, *on_npu)
+    q, k, _ = qkv.split(parts, 1)
+    expected = CPU.norm_rope(q, k, *weights, 0.1, *CPU.rope_tables(angles.cos(), angles.sin(), dtype))
+    for found, wanted in zip(rotated, expected, strict=True):
+        assert_same(found / wanted.abs().max(), wanted / wanted.abs().max())
+    assert torch.equal(v.cpu(), qkv[:, 3 * kv_heads :])
+
+
 @given(seeds, st.integers(1, 3), st.integers(1, 4), st.integers(1, 70), st.booleans(), dtypes)
 def test_kv_writes(seed: int, pages: int, kv_heads: int, tokens: int, has_source: bool, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(seed)

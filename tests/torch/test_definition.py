@@ -48,7 +48,7 @@ def assert_near(got: Tensor, expected: Tensor) -> None:
 def test_definitions_have_the_signatures_of_the_ops() -> None:
     functions = {name: function for name, function in vars(definition).items() if inspect.isfunction(function)}
     defined = {name: function for name, function in functions.items() if not name.startswith("_")}
-    assert len(defined) == 13
+    assert len(defined) == 14
     for name, function in defined.items():
         method = inspect.signature(getattr(Ops, name))
         arguments = [argument for argument in method.parameters.values() if argument.name != "self"]
@@ -174,6 +174,21 @@ def test_swiglu(ops: CpuOps, seed: int, rows: int, inner: int, dtype: torch.dtyp
     assert_near(ops.swiglu(gate_up), definition.swiglu(gate_up))
     batch = gate_up[None].expand(2, -1, -1).contiguous()  # of a model in plain torch
     assert_near(ops.swiglu(batch), definition.swiglu(batch))
+
+
+@every_op
+@given(seeds, row_counts, st.integers(1, 5), st.integers(1, 40) | st.sampled_from([16, 48, 64]), dtypes)
+def test_norm_rope(ops: CpuOps, seed: int, rows: int, kv_heads: int, half: int, dtype: torch.dtype) -> None:
+    """Of parts of one projection, whose values stay as they are."""
+    qkv = randn(rows, 4 * kv_heads, 2 * half, seed=seed).to(dtype)
+    before = qkv.clone()
+    q, k, _ = qkv.split([2 * kv_heads, kv_heads, kv_heads], 1)
+    weights, angles = randn(2, 2 * half, seed=seed + 1).to(dtype), randn(rows, 1, half, seed=seed + 2)
+    arguments = (q, k, *weights, 0.1, angles.cos().to(dtype), angles.sin().to(dtype))
+    for found, expected in zip(ops.norm_rope(*arguments), definition.norm_rope(*arguments), strict=True):
+        scale = float(expected.abs().max())
+        assert_near(found / scale, expected / scale)
+    assert torch.equal(qkv, before)
 
 
 @every_op

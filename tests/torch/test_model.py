@@ -13,7 +13,8 @@ from lopa_ascend.core import Request, Sequence
 from lopa_ascend.decode import begin
 from lopa_ascend.kv.pages import PageTables, pages_for
 from lopa_ascend.kv.pool import KVPool
-from lopa_ascend.model.dream import Dream, tied_head
+from lopa_ascend.model.decoder import tied_head
+from lopa_ascend.model.dream import Dream
 from lopa_ascend.parallel.collectives import Group
 from lopa_ascend.runner.eager import EagerExecutor
 from lopa_ascend.types import RowPlan, Scoring, SequencePlan

@@ -112,6 +112,7 @@ def test_element_wise_results_do_not_depend_on_the_other_rows(ops: NativeOps, th
             ops.swiglu(x[part]),
             *ops.swiglu_quant(x[part]),
             ops.rope(heads[part], cos[part], sin[part]),
+            *ops.norm_rope(heads[part, :2], heads[part, 2:], bias[:64], bias[64:128], 1e-6, cos[part], sin[part]),
             ops.quant_linear(codes, scale, matrix, weight_scale, bias, torch.bfloat16),
         ]
 

@@ -246,9 +246,15 @@ def test_element_wise_results_do_not_depend_on_the_other_rows(dtype: torch.dtype
         angles = torch.randn(rows, 1, inner // 2, generator=generator)
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
         weight = torch.randn(2 * inner, generator=generator).to(dtype)
-        whole = ops.swiglu(x), ops.rope(heads, cos, sin), ops.rms_norm(x, weight, 1e-6)
+        norms = weight[:inner], weight[inner:], 1e-6
+        whole = (
+            *(ops.swiglu(x), ops.rope(heads, cos, sin), ops.rms_norm(x, weight, 1e-6)),
+            *ops.norm_rope(heads[:, :1], heads[:, 1:], *norms, cos, sin),
+        )
         for begin in range(0, rows, 13):
             part = slice(begin, begin + 13)
             assert torch.equal(ops.swiglu(x[part]), whole[0][part])
             assert torch.equal(ops.rope(heads[part], cos[part], sin[part]), whole[1][part])
             assert torch.equal(ops.rms_norm(x[part], weight, 1e-6), whole[2][part])
+            alone = ops.norm_rope(heads[part, :1], heads[part, 1:], *norms, cos[part], sin[part])
+            assert torch.equal(torch.cat(alone, 1), torch.cat(whole[3:], 1)[part])

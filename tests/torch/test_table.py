@@ -17,6 +17,7 @@ from lopa_ascend import LLM, DecodingParams, checkpoint
 from lopa_ascend.checkpoint import HEAD, Architecture, CheckpointError, Row, Shard, Table, open_adapter, open_checkpoint
 from lopa_ascend.checkpoint.write import write_int8
 from lopa_ascend.config.engine import INT8_LAYERS
+from lopa_ascend.config.families import FAMILIES
 from lopa_ascend.model import registry
 from lopa_ascend.model.dream import TENSORS, Dream
 from tests import dream_checkpoint
@@ -62,7 +63,7 @@ TABLE = Table(
 
 
 class Renamed(Dream):
-    architecture: ClassVar = Architecture("Renamed", TABLE.tensors)
+    architecture: ClassVar = Architecture("Renamed", TABLE.tensors, replace(FAMILIES["Dream"], model_type="Renamed"))
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from lopa_ascend.config import (
     ParameterError,
     fitting_defaults,
 )
+from lopa_ascend.config.families import FAMILIES
 from lopa_ascend.config.kinds import Choice, exact_size, format_size, parse_size
 from lopa_ascend.config.settings import settings
 
@@ -304,7 +305,7 @@ GOOD = {
 
 
 def parse(config: dict, generation: dict) -> ModelConfig:
-    return ModelConfig.from_json(config, generation, "config.json", "Dream", is_fused=True)
+    return ModelConfig.from_json(config, generation, "config.json", "Dream", FAMILIES["Dream"])
 
 
 def test_fields_come_from_the_file() -> None:

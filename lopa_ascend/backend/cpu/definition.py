@@ -100,6 +100,14 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([left * cos - right * sin, right * cos + left * sin], -1).to(x.dtype)
 
 
+def norm_rope(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``rope`` of the RMSNorm of every head of queries [T, H, D] and keys [T, K, D]. The norm is not rounded before."""
+    normed_q, normed_k = _normed(q, q_weight, eps), _normed(k, k_weight, eps)
+    return rope(normed_q, cos, sin).to(q.dtype), rope(normed_k, cos, sin).to(k.dtype)
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of the two halves of [T, 2 * I] -> [T, I]."""
     gate, up = gate_up.float().chunk(2, -1)

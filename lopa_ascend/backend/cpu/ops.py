@@ -132,6 +132,12 @@ class CpuOps:
         torch.mul(right, cos, out=out[..., half:]).add_(left * sin)
         return out
 
+    def norm_rope(
+        self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        normed_q, normed_k = self.rms_norm(q, q_weight, eps), self.rms_norm(k, k_weight, eps)
+        return self.rope(normed_q, cos, sin), self.rope(normed_k, cos, sin)
+
     def swiglu(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return silu(gate).mul_(up)

@@ -29,6 +29,8 @@ MAX_ENTRIES = 4096
 """Entries that the attention kernel takes at most in the layout TND."""
 FRACTAL_NZ = 29
 """The number of the format in which the int8 product reads its weights fastest: tiles of 16 x 32."""
+JOINT_ROPE_DIMS = (64, 128)
+"""Elements of a head that the kernel takes which rotates queries and keys at once."""
 FUSED_SWIGLU_BYTES = 192 << 10
 """Memory of a vector core, which limits the rows that the kernel of SwiGLU with quantisation takes."""
 FUSED_SWIGLU_MULTIPLE = 64
@@ -122,6 +124,16 @@ class NpuOps:
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         rotated: Tensor = npu.npu_rotary_mul(x[None], cos[None], sin[None])  # [1, T, heads, D] and [1, T, 1, D]
         return rotated.view(x.shape)
+
+    def norm_rope(
+        self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        q, k = self.rms_norm(q.contiguous(), q_weight, eps), self.rms_norm(k.contiguous(), k_weight, eps)
+        if q.shape[-1] not in JOINT_ROPE_DIMS:
+            return self.rope(q, cos, sin), self.rope(k, cos, sin)
+        # It writes into q and k, which the norms have made, though its schema does not say so.
+        rotated: tuple[Tensor, Tensor] = npu.npu_apply_rotary_pos_emb(q, k, cos, sin, layout="TND")
+        return rotated
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         gated: Tensor = npu.npu_swiglu(gate_up)

@@ -84,6 +84,27 @@ def rotary_mul(x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rot
     return (wide * r1.float() + torch.cat((-right, left), -1) * r2.float()).to(x.dtype)
 
 
+@kernel("npu_apply_rotary_pos_emb")
+def apply_rotary_pos_emb(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, layout: str = "BSND", rotary_mode: str = "half"
+) -> tuple[Tensor, Tensor]:
+    """It writes into its arguments and returns them."""
+    name = "npu_apply_rotary_pos_emb"
+    require(layout == "TND" and rotary_mode == "half", f"{name}: the laboratory knows TND and half alone")
+    require(query.dtype in FLOATS and query.dtype == key.dtype == cos.dtype == sin.dtype, f"{name}: one float dtype")
+    require(query.numel() > 0 and key.numel() > 0, f"{name}: no empty tensor")
+    tokens, _, size = query.shape
+    require(size in (64, 128), f"{name}: heads of 64 or 128")
+    require(key.shape[0] == tokens and key.shape[2] == size, f"{name}: as many tokens and elements in key as in query")
+    require(cos.shape == sin.shape == (tokens, 1, size), f"{name}: cos and sin are [T, 1, D]")
+    require(query.is_contiguous() and key.is_contiguous(), f"{name}: contiguous tensors alone, which it writes to")
+    for x in (query, key):
+        wide = x.float()
+        left, right = wide.chunk(2, -1)
+        x.copy_(wide * cos.float() + torch.cat((-right, left), -1) * sin.float())
+    return query, key
+
+
 @kernel("npu_scatter_pa_kv_cache")
 def scatter_pa_kv_cache(  # noqa: PLR0913
     key: Tensor,

@@ -25,6 +25,7 @@ ARGUMENTS = {
     "lopa_norm": "pppllfpi",
     "lopa_norm_quant": "pppllfppi",
     "lopa_rope": "plppllllpi",
+    "lopa_norm_rope": "plppplllfpi",
     "lopa_dequantize": "ppppllpi",
 }
 """The functions and the types of their arguments: pointer, long, float, int. The last one is the number of threads."""
@@ -70,7 +71,7 @@ def find_kernels() -> Kernels | None:
         return None
     try:
         return load_kernels(spec.origin)
-    except OSError as error:  # as when the compiler expected another OpenMP library
+    except (OSError, AttributeError) as error:  # the compiler expected another OpenMP library; an older source
         logger.warning("%s could not be loaded, so torch computes everything: %s", spec.origin, error)
         return None
 
@@ -80,6 +81,7 @@ def load_kernels(library: str) -> Kernels | None:
 
     Raises:
         OSError: the file cannot be loaded.
+        AttributeError: a function is missing.
     """
     # The library is linked without an OpenMP library: it is to use torch's, and its threads.
     openmp = OPENMP.search(MEMORY_MAP.read_text())

@@ -99,6 +99,19 @@ class NativeOps(CpuOps):
         self._kernels.call("lopa_rope", *arguments, work=x.numel())
         return out
 
+    def norm_rope(
+        self, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        dim = q.shape[-1]
+        has_whole_rows = all(x.dtype == cos.dtype and x.stride()[1:] == (dim, 1) for x in (q, k))
+        if not (has_whole_rows and is_whole(cos, dim // 2) and sin.is_contiguous()):
+            return super().norm_rope(q, k, q_weight, k_weight, eps, cos, sin)
+        rotated = q.new_empty(q.shape), k.new_empty(k.shape)
+        for x, weight, out in zip((q, k), (q_weight, k_weight), rotated, strict=True):
+            arguments = x, x.stride(0), weight, cos, sin, *x.shape[:2], dim // 2, eps, out
+            self._kernels.call("lopa_norm_rope", *arguments, work=x.numel())
+        return rotated
+
     def swiglu(self, gate_up: Tensor) -> Tensor:
         size = gate_up.shape[-1] // 2
         if not is_whole(gate_up, size):

@@ -60,12 +60,26 @@ AVX512 float add_and_measure(const bfloat16* x, bfloat16* residual, int64 size, 
 }
 
 // The first `half` elements of a head and the others rotated; cos and sin [half].
-AVX512 void rotate(const bfloat16* x, const bfloat16* cos, const bfloat16* sin, int64 half, bfloat16* out) {
+template <typename Load>
+AVX512 inline void rotate(Load load_at, const bfloat16* cos, const bfloat16* sin, int64 half, bfloat16* out) {
   for (int64 i = 0; i < half; i += LANES) {
-    const __m512 left = load(x + i), right = load(x + half + i), c = load(cos + i), s = load(sin + i);
+    const __m512 left = load_at(i), right = load_at(half + i), c = load(cos + i), s = load(sin + i);
     store(out + i, _mm512_sub_ps(_mm512_mul_ps(left, c), _mm512_mul_ps(right, s)));
     store(out + half + i, _mm512_add_ps(_mm512_mul_ps(right, c), _mm512_mul_ps(left, s)));
   }
+}
+
+AVX512 void rope(const bfloat16* x, const bfloat16* cos, const bfloat16* sin, int64 half, bfloat16* out) {
+  rotate([&](int64 i) AVX512 { return load(x + i); }, cos, sin, half, out);
+}
+
+AVX512 void norm_rope(const bfloat16* x, const bfloat16* weight, const bfloat16* cos, const bfloat16* sin, int64 half,
+                      float eps, bfloat16* out) {
+  const __m512 factor = _mm512_set1_ps(add_and_measure(x, nullptr, 2 * half, eps));
+  const auto normed = [&](int64 i) AVX512 {
+    return _mm512_mul_ps(_mm512_mul_ps(load(x + i), factor), load(weight + i));
+  };
+  rotate(normed, cos, sin, half, out);
 }
 
 AVX512 void swiglu_quant(const bfloat16* gate_up, int64 size, int8* codes, float* scale) {
@@ -137,7 +151,16 @@ void lopa_rope(const bfloat16* x, int64 stride, const bfloat16* cos, const bfloa
                int64 heads, int64 half, bfloat16* out, int threads) {
   FOR_EACH_ROW for (int64 h = 0; h < heads; h++) {
     const int64 angle = (r * angles + (angles == 1 ? 0 : h)) * half;
-    rotate(x + r * stride + 2 * h * half, cos + angle, sin + angle, half, out + 2 * (r * heads + h) * half);
+    rope(x + r * stride + 2 * h * half, cos + angle, sin + angle, half, out + 2 * (r * heads + h) * half);
+  }
+}
+
+// The same, with one angle for all heads of a row, of the norm of every head with weight [2 * half].
+void lopa_norm_rope(const bfloat16* x, int64 stride, const bfloat16* weight, const bfloat16* cos, const bfloat16* sin,
+                    int64 rows, int64 heads, int64 half, float eps, bfloat16* out, int threads) {
+  FOR_EACH_ROW for (int64 h = 0; h < heads; h++) {
+    norm_rope(x + r * stride + 2 * h * half, weight, cos + r * half, sin + r * half, half, eps,
+              out + 2 * (r * heads + h) * half);
   }
 }
 

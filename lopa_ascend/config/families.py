@@ -1,0 +1,66 @@
+"""The families of models that are written in fused ops: what their ``config.json`` leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What the ``config.json`` of a family means. ``model/`` has its tensors, in a file of the same name."""
+
+    model_type: str
+    """As ``config.json`` names it."""
+    checkpoints: tuple[str, ...]
+    """What the names of its published checkpoints begin with."""
+    block_field: str | None = None
+    """The field with the length of the blocks that the model was trained with; None: it was trained without blocks."""
+    block_size: int | None = None
+    """The length of the blocks if that field is missing; None: the field must be there."""
+    mask_token_id: int | None = None
+    """The mask's id if ``config.json`` has none; None: it must have one."""
+    attention_bias: bool = True
+    """Whether there are biases if ``config.json`` does not say it."""
+
+
+FAMILIES = {
+    "Dream": Family(model_type="Dream", checkpoints=("Dream-v0", "Dream-Coder", "DiffuCoder", "DreamOn")),
+    "DreamReasoner": Family(
+        model_type="Dream",
+        checkpoints=("DreamReasoner",),
+        block_field="block_size",
+        mask_token_id=151669,
+        attention_bias=False,
+    ),
+    "Fast_dLLM_Qwen": Family(
+        model_type="Fast_dLLM_Qwen",
+        checkpoints=("Fast_dLLM_v2",),
+        block_field="bd_size",
+        block_size=32,
+        mask_token_id=151665,
+    ),
+    "sdar": Family(
+        model_type="sdar",
+        checkpoints=("SDAR", "TraDo"),
+        block_field="block_size",
+        block_size=4,
+        mask_token_id=151669,
+        attention_bias=False,
+    ),
+}
+"""By name of the architecture (``model/registry.py``, FUSED)."""
+
+
+def architecture_name(config: Mapping[str, Any]) -> object:
+    """The name of the architecture that a ``config.json`` describes: its ``model_type``, unless two architectures have
+    that. DreamReasoner calls itself Dream, and alone of the two says how long its blocks are."""
+    name = config.get("model_type")
+    return "DreamReasoner" if name == "Dream" and config.get("block_size") is not None else name
+
+
+def family_of_checkpoint(name: str) -> str | None:
+    """The family of the checkpoint with a name such as "JetLM/SDAR-8B-Chat"; None if the name does not tell it."""
+    last = name.rstrip("/").rpartition("/")[2]
+    return next((key for key, family in FAMILIES.items() if last.startswith(family.checkpoints)), None)

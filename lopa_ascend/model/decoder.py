@@ -1,0 +1,169 @@
+"""A decoder like Qwen2 or Qwen3 in fused ops: the forward pass that the architectures of this package share.
+
+An architecture lists its weights; which of them there are decides what a layer computes: biases, or norms of queries
+and keys. Any of the four linear layers of a layer may be int8; it then has a ``weight_scale`` of each output beside its
+``weight``, and its activations are quantised when it runs.
+
+Under tensor parallelism a rank holds its heads of qkv, the matching columns of o, its part of the MLP, and its part of
+the LM head, padded to the same size on every rank. The ranks sum twice a layer, after o and after down. Each holds the
+whole embedding, because a sum over the ranks would take longer than the embedding's memory is worth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lopa_ascend.backend.interface import Ops
+from lopa_ascend.checkpoint import Architecture
+from lopa_ascend.config import ModelConfig
+from lopa_ascend.model.base import Caches, ForwardInputs
+from lopa_ascend.parallel.collectives import ALONE, Group
+from lopa_ascend.types import ModelProperties, Traffic
+
+Rows = Tensor | tuple[Tensor, Tensor]
+"""Activations [T, in], or their int8 codes [T, in] and scales, float32 [T]."""
+
+
+class Decoder:
+    """One rank's part of a model; see ``model.base.SplitModel``. An architecture derives from it, and names itself."""
+
+    architecture: ClassVar[Architecture]
+    properties: ClassVar[ModelProperties]
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: MutableMapping[str, Tensor],
+        ops: Ops,
+        tp: Group = ALONE,
+        num_positions: int | None = None,
+    ) -> None:
+        self.config, self.ops, self.tp = config, ops, tp
+        self.num_heads, self.num_kv_heads = config.local_heads(tp.size), config.local_kv_heads(tp.size)
+        shard = config.vocab_shard(tp.size)
+        self.first_token_id = tp.rank * shard
+        self.local_vocab_size = min(shard, config.vocab_size - self.first_token_id)
+        linears = {spec.ours for spec in self.architecture.tensors(config).linears.values()}
+        own: dict[str, Tensor] = {}
+        for name in list(weights):
+            weight = weights.pop(name)
+            if name.endswith(".o.bias") and tp.rank:
+                weight.zero_()  # the ranks sum what they compute: one of them adds the bias
+            own[name] = ops.packed(ops.stored(weight)) if name in linears else weight
+        embed = own["embed.weight"]
+        self.weights: Mapping[str, Tensor] = own
+        self._norms_heads = "layers.0.q_norm.weight" in own
+        is_tied = config.tie_word_embeddings
+        self.head = ops.packed(ops.stored(tied_head(embed, tp, shard))) if is_tied else own["head.weight"]
+        self._rope_tables = self._make_rope_tables(num_positions or config.max_position_embeddings, embed)
+
+    def _make_rope_tables(self, num_positions: int, embed: Tensor) -> Tensor:
+        """Cosines and sines of ``Ops.rope`` on the embedding's device, [2, positions, heads + 2 * kv_heads, ...], or
+        [2, positions, 1, ...] if queries and keys are normed.
+
+        Otherwise v is rotated by an angle of 0: one kernel for q, k and v costs less than one for q and one for k. The
+        tables have a row for each head, so that a step takes its rows with one kernel.
+        """
+        head_dim, device = self.config.head_dim, embed.device
+        positions = torch.arange(num_positions, dtype=torch.float32, device=device)
+        even_dims = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
+        angles = torch.outer(positions, self.config.rope_theta ** -(even_dims / head_dim))
+        tables = torch.stack(self.ops.rope_tables(angles.cos(), angles.sin(), embed.dtype))
+        if self._norms_heads:
+            return tables
+        head = torch.arange(self.num_heads + 2 * self.num_kv_heads, device=device)
+        is_value_head = head >= self.num_heads + self.num_kv_heads
+        no_angle = torch.tensor([1.0, 0.0], dtype=embed.dtype, device=device)  # cos, sin
+        return torch.where(is_value_head[:, None], no_angle.view(2, 1, 1, 1), tables)
+
+    def forward(self, inputs: ForwardInputs, k_caches: Caches, v_caches: Caches) -> Tensor:
+        """See ``Model.forward``."""
+        c, ops = self.config, self.ops
+        cos, sin = self._rope_tables.index_select(1, inputs.positions).unbind()
+        residual = self.weights["embed.weight"].index_select(0, inputs.tokens)
+        x = self._norm(residual, "layers.0.attn_norm", reader="layers.0.qkv")
+        for n in range(c.num_layers):
+            p = f"layers.{n}."
+            q, k, v = self._attention_inputs(x, p, cos, sin)
+            ops.kv_write(k, v, k_caches[n], v_caches[n], inputs.slot_mapping, inputs.source)
+            attended = ops.attention(q, k_caches[n], v_caches[n], inputs.entries)
+            # After the last attention no token depends on another: go on with the wanted rows.
+            if n == c.num_layers - 1 and inputs.rows is not None:
+                if not len(inputs.rows):  # NPU kernels take no empty tensor
+                    return residual[:0]
+                attended, residual = attended[inputs.rows], residual[inputs.rows]
+            out = self.tp.all_reduce(self._linear(attended, p + "o"), "layers")
+            x, residual = self._add_norm(out, residual, p + "mlp_norm", reader=p + "gate_up")
+            gated = self._swiglu(self._linear(x, p + "gate_up"), reader=p + "down")
+            out = self.tp.all_reduce(self._linear(gated, p + "down"), "layers")
+            if n < c.num_layers - 1:
+                x, residual = self._add_norm(out, residual, f"layers.{n + 1}.attn_norm", reader=f"layers.{n + 1}.qkv")
+        return ops.add_rms_norm(out, residual, self.weights["norm.weight"], c.rms_norm_eps)[0]
+
+    def _attention_inputs(self, x: Rows, layer: str, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [T, heads, head_dim] of a layer, with their positions in them."""
+        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        qkv = self._linear(x, layer + "qkv").view(-1, sum(heads), self.config.head_dim)
+        if not self._norms_heads:
+            q, k, v = self.ops.rope(qkv, cos, sin).split(heads, 1)
+            return q, k, v
+        q, k, v = qkv.split(heads, 1)
+        q_weight, k_weight = (self.weights[f"{layer}{name}_norm.weight"] for name in "qk")
+        return *self.ops.norm_rope(q, k, q_weight, k_weight, self.config.rms_norm_eps, cos, sin), v
+
+    def _norm(self, x: Tensor, norm: str, reader: str) -> Rows:
+        """A norm of x, as the linear layer ``reader`` takes it."""
+        weight, eps = self.weights[norm + ".weight"], self.config.rms_norm_eps
+        return self.ops.rms_norm_quant(x, weight, eps) if self._is_int8(reader) else self.ops.rms_norm(x, weight, eps)
+
+    def _add_norm(self, x: Tensor, residual: Tensor, norm: str, reader: str) -> tuple[Rows, Tensor]:
+        """A norm of x + residual, as the linear layer ``reader`` takes it, and x + residual."""
+        weight, eps = self.weights[norm + ".weight"], self.config.rms_norm_eps
+        if not self._is_int8(reader):
+            return self.ops.add_rms_norm(x, residual, weight, eps)
+        codes, scale, total = self.ops.add_rms_norm_quant(x, residual, weight, eps)
+        return (codes, scale), total
+
+    def _swiglu(self, gate_up: Tensor, reader: str) -> Rows:
+        """SwiGLU, as the linear layer ``reader`` takes it."""
+        return self.ops.swiglu_quant(gate_up) if self._is_int8(reader) else self.ops.swiglu(gate_up)
+
+    def _is_int8(self, name: str) -> bool:
+        """Whether a linear layer is int8."""
+        return name + ".weight_scale" in self.weights
+
+    def _linear(self, x: Rows, name: str) -> Tensor:
+        """A linear layer of this rank; if it is int8, with activations that were quantised before or are here."""
+        weight, bias = self.weights[name + ".weight"], self.weights.get(name + ".bias")
+        weight_scale = self.weights.get(name + ".weight_scale")
+        if weight_scale is None:
+            assert isinstance(x, Tensor)
+            return self.ops.linear(x, weight, bias)
+        codes, scale = self.ops.quantize(x) if isinstance(x, Tensor) else x
+        return self.ops.quant_linear(codes, scale, weight, weight_scale, bias, self.head.dtype)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See ``Model.logits``."""
+        return self.ops.linear(hidden, self.head)[:, : self.local_vocab_size]
+
+    def traffic(self, num_computed: int) -> tuple[Traffic, ...]:
+        """See ``Model.traffic``."""
+        if self.tp.size == 1:
+            return ()
+        size = num_computed * self.config.hidden_size * self.head.dtype.itemsize
+        count = 2 * self.config.num_layers
+        return (Traffic("layers", count, count * size),)
+
+
+def tied_head(embed: Tensor, tp: Group, shard: int) -> Tensor:
+    """This rank's rows of an LM head that is the embedding [vocab, hidden]; rows beyond the vocabulary are 0.
+
+    Args:
+        shard: rows on each rank.
+    """
+    own = embed[tp.rank * shard : (tp.rank + 1) * shard]
+    return own if len(own) == shard else torch.cat([own, own.new_zeros(shard - len(own), own.shape[1])])
