@@ -72,7 +72,7 @@ class Preset:
     """Where each decoding parameter comes from."""
     launch: PresetRanks
     tasks: Mapping[str, int]
-    """Task of lm-eval or evalplus -> examples in the prompt; empty for the settings that a model's authors recommend."""
+    """Task of lm-eval or evalplus -> examples in the prompt. Empty for what a model's authors recommend."""
     prompts: tuple[PromptFormat, ...]
     """Formats, one for each model that was evaluated."""
     postprocessing: str

@@ -15,7 +15,7 @@ from lopa_ascend.kv.pages import PAGE_SIZE
 from lopa_ascend.model.base import ForwardInputs
 from lopa_ascend.model.registry import find_fused
 
-GOLDEN = Path(__file__).parents[1] / "data" / "golden"
+GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "models"
 
 
 def block_causal(length: int, block: int) -> Entries:
