@@ -4,7 +4,7 @@ Each setting is declared once, as ``config.settings`` describes.
 """
 
 from lopa_ascend.config.combinations import fitting_defaults
-from lopa_ascend.config.decoding import DecodingParams, GraphParams, recommended_decoding
+from lopa_ascend.config.decoding import DecodingParams, GraphParams, recommendations, recommended_decoding
 from lopa_ascend.config.decodings import DECODINGS, add_decoding, find_decoding
 from lopa_ascend.config.engine import (
     ATTENTION_LAYOUTS,
@@ -45,5 +45,6 @@ __all__ = [
     "find_preset",
     "fitting_defaults",
     "presets",
+    "recommendations",
     "recommended_decoding",
 ]

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lopa_ascend.config.combinations import COMMITTING, check_combinations, filled_by
+from lopa_ascend.config.combinations import COMMITTING, check_combinations, filled_by, fitting_defaults
 from lopa_ascend.config.decodings import PIPELINED, all_own_parameters, built_in_like, checked_own, needed_confidence
-from lopa_ascend.config.files import ConfigError, read_json_object, shown
+from lopa_ascend.config.families import FAMILIES, architecture_name
+from lopa_ascend.config.files import ConfigError, Fields, read_json_object, shown
 from lopa_ascend.config.kinds import AUTO
 from lopa_ascend.config.parameters import ALGS, AUTO_BRANCHES, MIN_TEMPERATURE, ResearchParams, UsualParams
 from lopa_ascend.config.presets import find_preset
@@ -221,27 +222,55 @@ def banned_ids(params: DecodingParams) -> list[tuple[int, ...]]:
     return [word for word in params.bad_words if not isinstance(word, str)]
 
 
-def recommended_decoding(model: str | Path) -> dict[str, Any]:
-    """What a model directory recommends, by name of the parameter; empty if it recommends nothing, or does not exist.
+def recommendations(model: str | Path) -> dict[str, dict[str, Any]]:
+    """Decoding parameters that are recommended for a model directory, by where they come from. Later ones win.
 
-    They stand in ``generation_config.json``, as the sampling parameters of other engines do, under the name
-    ``lopa_ascend``: {"eos_token_id": 7, "lopa_ascend": {"block_size": 8}}.
+    - The authors of a block-causal family recommend a decoding, and ``config.json`` has its block size.
+    - ``generation_config.json`` may recommend parameters as it does the sampling parameters of other engines, under the
+      name ``lopa_ascend``: {"eos_token_id": 7, "lopa_ascend": {"block_size": 8}}.
 
     Args:
-        model: the model directory.
+        model: the model directory. It need not exist.
 
     Raises:
-        ConfigError: the file is broken, a name is unknown, or a value is not allowed; the message names the file.
+        ConfigError: a file is broken, a name is unknown, or a value is not allowed; the message names the file.
     """
+    found: dict[str, dict[str, Any]] = {}
+    file = Path(model) / "config.json"
+    config = {
+        name: value for name, value in read_json_object(file, ConfigError, optional=True).items() if value is not None
+    }
+    name = architecture_name(config)
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    if family is not None and family.block_field is not None:
+        size = Fields(config, str(file)).integer(family.block_field, 2**10, default=family.block_size)
+        found[f"{family.source} and config.json"] = {**family.recommended, "block_size": size}
     file = Path(model) / "generation_config.json"
-    values = read_json_object(file, ConfigError, optional=True).get("lopa_ascend", {})
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file}: lopa_ascend is {shown(values)}, expected an object of decoding parameters")
+    own = read_json_object(file, ConfigError, optional=True).get("lopa_ascend", {})
+    if not isinstance(own, dict):
+        raise ConfigError(f"{file}: lopa_ascend is {shown(own)}, expected an object of decoding parameters")
     names = DecodingParams.names()
-    if unknown := sorted(values.keys() - {*names}):
+    if unknown := sorted(own.keys() - {*names}):
         raise ConfigError(f"{file}: lopa_ascend has {shown(unknown[0])}; choose from {', '.join(names)}")
+    if own:
+        found["generation_config.json"] = own
+    return found
+
+
+def recommended_decoding(model: str | Path) -> dict[str, Any]:
+    """The decoding parameters that are recommended for a model directory, by name; empty if there are none.
+
+    Args:
+        model: as in ``recommendations``.
+
+    Raises:
+        ConfigError: as there.
+    """
+    values: dict[str, Any] = {}
     try:
+        for own in recommendations(model).values():
+            values = {**fitting_defaults(values, own), **own}
         DecodingParams(**values)
     except ParameterError as error:
-        raise ConfigError(f"{file}: lopa_ascend: {error}") from error
+        raise ConfigError(f"{Path(model) / 'generation_config.json'}: lopa_ascend: {error}") from error
     return values

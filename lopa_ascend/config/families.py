@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -23,6 +23,10 @@ class Family:
     """The mask's id if ``config.json`` has none; None: it must have one."""
     attention_bias: bool = True
     """Whether there are biases if ``config.json`` does not say it."""
+    recommended: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Decoding parameters that the authors recommend, with the block size of ``config.json``."""
+    source: str = ""
+    """Where they recommend them."""
 
 
 FAMILIES = {
@@ -33,6 +37,8 @@ FAMILIES = {
         block_field="block_size",
         mask_token_id=151669,
         attention_bias=False,
+        recommended={"decoding": "d2f", "tau_add": 1.0, "tau_conf": 0.9},
+        source="the card of DreamReasoner-8B",
     ),
     "Fast_dLLM_Qwen": Family(
         model_type="Fast_dLLM_Qwen",
@@ -40,6 +46,8 @@ FAMILIES = {
         block_field="bd_size",
         block_size=32,
         mask_token_id=151665,
+        recommended={"decoding": "fast_dllm_v2", "tau_conf": 0.9},
+        source="run_chatbot.py of Fast-dLLM v2",
     ),
     "sdar": Family(
         model_type="sdar",
@@ -48,6 +56,8 @@ FAMILIES = {
         block_size=4,
         mask_token_id=151669,
         attention_bias=False,
+        recommended={"decoding": "d2f", "tau_add": 1.0, "tau_conf": 0.85},
+        source="generate.py of SDAR",
     ),
 }
 """By name of the architecture (``model/registry.py``, FUSED)."""

@@ -1,4 +1,6 @@
-"""Settings of published evaluations by name, such as S13: decoding parameters, prompt format, and the launch they had.
+"""Published settings by name, such as S13: decoding parameters, prompt format, and the launch they had.
+
+They are those of evaluations, and those that the authors of a model recommend.
 
 All of them stand in presets.json, each decoding parameter with where it comes from: "paper", "script" (the published
 code), or "inferred", which nothing published says.
@@ -70,7 +72,7 @@ class Preset:
     """Where each decoding parameter comes from."""
     launch: PresetRanks
     tasks: Mapping[str, int]
-    """Task of lm-eval or evalplus -> examples in the prompt."""
+    """Task of lm-eval or evalplus -> examples in the prompt. Empty for what a model's authors recommend."""
     prompts: tuple[PromptFormat, ...]
     """Formats, one for each model that was evaluated."""
     postprocessing: str
@@ -145,7 +147,7 @@ def _common_text(preset: Preset) -> str:
         preset.title,
         f"  source  {preset.source}",
         f"  ran on  {preset.launch}",
-        f"  tasks   {tasks}; answers are {preset.postprocessing}",
+        f"  tasks   {tasks or 'none in particular'}; answers are {preset.postprocessing}",
     ]
     for prompt in preset.prompts:
         parts = ["BOS" if prompt.add_bos else "no BOS", "chat template" if prompt.chat_template else "no template"]

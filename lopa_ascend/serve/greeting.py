@@ -7,7 +7,7 @@ import shlex
 import socket
 from collections.abc import Sequence
 
-from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError, recommended_decoding
+from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError, recommendations
 from lopa_ascend.config.kinds import format_size
 from lopa_ascend.demo import DEMO_MODEL, HELD_OUT
 from lopa_ascend.kv.pages import slots_for
@@ -35,6 +35,7 @@ def make_greeting(client: EngineClient, config: ServeConfig, listener: socket.so
         f"{_ranks_line(config.engine, params)}"
         f"{_memory_lines(config.engine, ready.ranks)}"
         f"{_decoding_line(params)}"
+        f"{_recommended_lines(config)}"
         f"{_blocks_line(config, params)}"
         f"{_graphs_line(config.engine, params)}"
         f"serving   {url}  (API documentation: {url}/docs)\n\n"
@@ -53,11 +54,21 @@ def _decoding_line(params: DecodingParams) -> str:
     return f"decoding  {' '.join(f'{name}={getattr(params, name)}' for name in names)}\n"
 
 
+def _recommended_lines(config: ServeConfig) -> str:
+    """Which of the decoding parameters are recommended for the model, and by whom."""
+    lines = []
+    for source, values in recommendations(config.engine.model or DEMO_MODEL).items():
+        kept = [name for name, value in values.items() if config.decoding.get(name) == value]
+        if kept:
+            lines.append(f"          {', '.join(kept)}: as {source} recommend{'' if ' and ' in source else 's'}\n")
+    return "".join(lines)
+
+
 def _blocks_line(config: ServeConfig, params: DecodingParams) -> str:
     """A doubt whether the model can decode in blocks; nothing for one that has an adapter or recommends a decoding, as
     the bundled model does."""
     engine = config.engine
-    if not params.is_pipelined or engine.lora is not None or recommended_decoding(engine.model or DEMO_MODEL):
+    if not params.is_pipelined or engine.lora is not None or recommendations(engine.model or DEMO_MODEL):
         return ""
     return (
         "note      no --lora-path: a model that was not trained to decode in blocks answers badly; for a Dream without "

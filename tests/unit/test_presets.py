@@ -21,6 +21,15 @@ TABLE_5 = {
     "diffucoder-mbpp-plus": ("mbpp_plus", 0, 32, 0.3, 0.95, 0.90, 14),
 }
 
+RECOMMENDED = {
+    "sdar-chat": ("d2f", 4, 0.85),
+    "trado": ("d2f", 4, 0.9),
+    "dreamreasoner": ("d2f", 32, 0.9),
+    "fast-dllm-v2-demo": ("fast_dllm_v2", 32, 0.9),
+    "fast-dllm-v2-eval": ("fast_dllm_v2", 32, 1.0),
+}
+"""What the authors of block-causal models recommend: decoding, block_size, tau_conf."""
+
 
 def test_every_row_of_table_6_is_a_preset():
     for number in range(1, 19):
@@ -62,17 +71,27 @@ def test_d2fs_own_evaluation():
     assert find_preset("d2f-gsm8k").tasks == {"gsm8k_cot": 8}
 
 
+@pytest.mark.parametrize("name", RECOMMENDED)
+def test_what_authors_recommend_is_a_preset(name: str):
+    decoding, block_size, tau_conf = RECOMMENDED[name]
+    params = DecodingParams.preset(name)
+    assert (params.decoding, params.block_size, params.tau_conf) == (decoding, block_size, tau_conf)
+    assert (params.num_branches, params.window_attention, params.sub_block_size) == (0, "block_causal", 8)
+    assert params.tau_add == 1 or decoding == "fast_dllm_v2"
+
+
 def test_presets_are_complete():
     content = json.loads(FILE.read_text())
     assert set(content["presets"]) == set(presets())
     assert {own["group"] for own in content["presets"].values()} == set(content["groups"])
     used = {prompt.name for preset in presets().values() for prompt in preset.prompts}
     assert used == set(content["prompts"])
-    for preset in presets().values():
+    for name, preset in presets().items():
         assert preset.decoding.keys() == preset.certainty.keys() <= set(DecodingParams.names())
-        assert {"tau_add", "tau_act", "tau_conf", "block_size", "num_branches", "confidence"} <= preset.decoding.keys()
+        assert {"tau_conf", "block_size", "num_branches", "confidence"} <= preset.decoding.keys()
+        assert {"tau_add", "tau_act"} <= preset.decoding.keys() or name in RECOMMENDED
         assert all(text.startswith(("paper", "script", "inferred")) for text in preset.certainty.values())
-        assert preset.tasks
+        assert preset.tasks or name in RECOMMENDED
         assert preset.source
 
 
@@ -93,7 +112,7 @@ def test_the_branches_of_a_preset_belong_to_its_decoding():
 
 @pytest.mark.parametrize("name", ["S0", "S19", "s13", "", "list"])
 def test_unknown_names_are_refused_with_the_list(name: str):
-    with pytest.raises(ParameterError, match="S1, S2, .*, d2f-humaneval") as refusal:
+    with pytest.raises(ParameterError, match="S1, S2, .*, fast-dllm-v2-eval") as refusal:
         DecodingParams.preset(name)
     assert refusal.value.param == "preset"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lopa_ascend.config import ConfigError, recommended_decoding
+from lopa_ascend.config import ConfigError, recommendations, recommended_decoding
 from lopa_ascend.serve.cli import parse_args
 
 
@@ -34,6 +34,49 @@ def test_flags_win_over_it_and_a_preset_replaces_it(tmp_path: Path) -> None:
 def test_what_does_not_go_with_a_flag_is_left_out(tmp_path: Path) -> None:
     model = ["--model", str(directory(tmp_path, {"block_size": 8, "num_branches": 3}))]
     assert parse_args([*model, "--decoding", "d2f"]).decoding == {"block_size": 8, "decoding": "d2f"}
+
+
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "sdar": (
+        {"model_type": "sdar", "block_size": None},
+        {"decoding": "d2f", "tau_add": 1.0, "tau_conf": 0.85, "block_size": 4},
+    ),
+    "sdar-b16": (
+        {"model_type": "sdar", "block_size": 16},
+        {"decoding": "d2f", "tau_add": 1.0, "tau_conf": 0.85, "block_size": 16},
+    ),
+    "fast_dllm": (
+        {"model_type": "Fast_dLLM_Qwen", "bd_size": 32},
+        {"decoding": "fast_dllm_v2", "tau_conf": 0.9, "block_size": 32},
+    ),
+    "reasoner": (
+        {"model_type": "Dream", "block_size": 32},
+        {"decoding": "d2f", "tau_add": 1.0, "tau_conf": 0.9, "block_size": 32},
+    ),
+    "dream": ({"model_type": "Dream"}, {}),
+    "other": ({"model_type": ["sdar"]}, {}),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_block_causal_models_decode_as_their_authors_recommend(tmp_path: Path, name: str) -> None:
+    config, expected = FAMILIES[name]
+    tmp_path.joinpath("config.json").write_text(json.dumps(config))
+    assert recommended_decoding(tmp_path) == expected
+    assert parse_args(["--model", str(tmp_path)]).decoding == expected
+
+
+def test_the_directory_wins_over_the_family_and_flags_over_both(tmp_path: Path) -> None:
+    tmp_path.joinpath("config.json").write_text('{"model_type": "sdar", "block_size": 8}')
+    directory(tmp_path, {"tau_conf": 0.95, "num_branches": 2, "decoding": "lopa"})
+    merged = {"decoding": "lopa", "num_branches": 2, "tau_add": 1.0, "tau_conf": 0.95, "block_size": 8}
+    assert recommended_decoding(tmp_path) == merged
+    flags = ["--model", str(tmp_path), "--decoding", "d2f", "--block-size", "16"]
+    assert parse_args(flags).decoding == {"decoding": "d2f", "tau_add": 1.0, "tau_conf": 0.95, "block_size": 16}
+    assert list(recommendations(tmp_path)) == ["generate.py of SDAR and config.json", "generation_config.json"]
+    tmp_path.joinpath("config.json").write_text('{"model_type": "sdar", "block_size": "8"}')
+    with pytest.raises(ConfigError, match="config.json: block_size is '8', expected a positive integer"):
+        recommended_decoding(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from lopa_ascend.config import DecodingParams
 from lopa_ascend.serve.cli import parse_args
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.endpoint import KEEP_ALIVE, Frames
-from lopa_ascend.serve.greeting import _blocks_line, _graphs_line
+from lopa_ascend.serve.greeting import _blocks_line, _graphs_line, _recommended_lines
 from lopa_ascend.serve.http import body
 from lopa_ascend.serve.http.access import Access, allow_origins, hosts_of
 from lopa_ascend.serve.http.api_error import ApiError
@@ -286,6 +286,22 @@ def test_the_greeting_doubts_blocks_of_a_model_that_nobody_says_was_trained_for_
     assert line() == ""  # the bundled model recommends how it is decoded
     (tmp_path / "generation_config.json").write_text('{"lopa_ascend": {"block_size": 16}}')
     assert line(*model) == ""
+
+
+def test_the_greeting_says_who_recommends_the_decoding(tmp_path):
+    def lines(*argv: str) -> list[str]:
+        return _recommended_lines(parse_args(["--model", str(tmp_path), *argv])).splitlines()
+
+    assert lines() == []
+    (tmp_path / "config.json").write_text('{"model_type": "sdar"}')
+    (tmp_path / "generation_config.json").write_text('{"lopa_ascend": {"tau_conf": 0.9}}')
+    assert lines() == [
+        "          decoding, tau_add, block_size: as generate.py of SDAR and config.json recommend",
+        "          tau_conf: as generation_config.json recommends",
+    ]
+    assert lines("--block-size", "8", "--tau-conf", "0.8") == [
+        "          decoding, tau_add: as generate.py of SDAR and config.json recommend"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,240 @@
+"""Decodes recorded requests, and compares tokens and fills with what the published code of the model's family did.
+
+    python -m scripts.eval golden tests/data/golden/models/sdar        prints a row for each case
+    python -m scripts.eval golden DIR --json                           prints the last line alone
+
+Each folder of DIR with a trace.json is a case. The file has the family, the model's directory, the prompt, the
+parameters by their published names, the output, and for each forward pass of the published code the tokens that it
+filled. Passes that fill nothing count for nothing: the server computes such a pass together with another one.
+The last line is JSON: {"cases": n, "equal": n, "different": [{"case": name, "first": what differs first}]}.
+A case that cannot be read or run is different. The exit status is 1 if any case is different.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby, zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import msgspec
+
+from lopa_ascend.config import DecodingParams, recommended_decoding
+from lopa_ascend.config.settings import HelpFormatter
+
+if TYPE_CHECKING:
+    from lopa_ascend import LLM
+    from lopa_ascend.types import GenerationOutput
+
+OPTIONS: dict[str, Any] = {"dtype": "float32", "graph_mode": "eager", "threads": 1, "enable_prefix_caching": False}
+"""Options of the engine: what the traces were recorded with."""
+Fills = list[tuple[int, int]]
+"""(position, token id) of each fill of a forward pass, by position."""
+
+
+class Forward(msgspec.Struct):
+    """A recorded forward pass."""
+
+    fills: list[tuple[int, int]]
+
+
+class Trace(msgspec.Struct):
+    """A recorded request. Other fields of the file have no effect."""
+
+    family: str
+    model_dir: str
+    """Relative to the folder of the case."""
+    prompt_ids: list[int]
+    params: dict[str, Any]
+    """By their published names."""
+    output_ids: list[int]
+    trace: list[Forward]
+    mask_token_id: int
+    eos_token_id: int | None = None
+
+
+class SdarParams(msgspec.Struct, forbid_unknown_fields=True):
+    """Of ``block_diffusion_generate`` of SDAR, greedy."""
+
+    remasking_strategy: str
+    block_length: int
+    denoising_steps: int
+    gen_length: int
+    confidence_threshold: float = 0.85
+    stop_at_eos: bool = False
+
+    STRATEGIES: ClassVar = ("low_confidence_static", "low_confidence_dynamic", "sequential")
+
+    def decoding(self, model: Path) -> dict[str, Any]:
+        """The parameters by our names. As published a block with a stop id is filled to its end."""
+        if self.remasking_strategy not in self.STRATEGIES:
+            raise ValueError(
+                f"remasking_strategy: unknown value {self.remasking_strategy!r}, {_one_of(self.STRATEGIES)}"
+            )
+        return {
+            "decoding": "d2f",
+            "block_size": self.block_length,
+            "tau_add": 1.0,
+            "tau_conf": self.confidence_threshold if self.remasking_strategy == "low_confidence_dynamic" else 1.0,
+            "acceptance": "sequential" if self.remasking_strategy == "sequential" else "threshold",
+            "denoising_steps": self.denoising_steps,
+            "finish_at_eos": False,
+        }
+
+
+class FastDllm2Params(msgspec.Struct, forbid_unknown_fields=True):
+    """Of ``generate`` of Fast-dLLM v2, greedy. Its ``max_new_tokens`` counts blocks."""
+
+    max_new_tokens: int
+    threshold: float = 1.0
+    small_block_size: int = 8
+    use_block_cache: bool = False
+    stop_at_eos: bool = False
+
+    def decoding(self, model: Path) -> dict[str, Any]:
+        """The parameters by our names."""
+        return {
+            "decoding": "fast_dllm_v2",
+            "block_size": recommended_decoding(model)["block_size"],
+            "sub_block_size": self.small_block_size,
+            "tau_conf": self.threshold,
+            "sub_block_cache": self.use_block_cache,
+        }
+
+
+FAMILIES = {"sdar": SdarParams, "fastdllm2": FastDllm2Params}
+"""The published parameters of each family that can be compared."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recorded request, in our terms."""
+
+    name: str
+    model: Path
+    prompt: list[int]
+    params: DecodingParams
+    output: list[int]
+    """Token ids of the answer, without the stop id at its end."""
+    passes: list[Fills]
+    """The fills of each forward pass that fills."""
+
+    @classmethod
+    def read(cls, file: Path) -> Self:
+        """A case from its trace.json.
+
+        Raises:
+            ValueError, OSError: the file cannot be read, or asks for something unknown.
+        """
+        trace = msgspec.json.decode(file.read_bytes(), type=Trace)
+        if trace.family not in FAMILIES:
+            raise ValueError(f"family: unknown value {trace.family!r}, {_one_of(FAMILIES)}")
+        published = FAMILIES[trace.family]
+        names = published.__struct_fields__
+        if unknown := sorted(trace.params.keys() - {*names}):
+            raise ValueError(f"params: unknown name {unknown[0]!r}, {_one_of(names)}")
+        model = file.parent / trace.model_dir
+        if not (model / "config.json").is_file():
+            raise ValueError(f"model_dir: {model} has no config.json, expected a model directory")
+        found = msgspec.convert(trace.params, published)
+        decoding = found.decoding(model)
+        output = trace.output_ids
+        if trace.mask_token_id in output:  # after a stop the published code leaves masks
+            output = output[: output.index(trace.mask_token_id)]
+        decoding["max_new_tokens"] = len(output)
+        decoding["ignore_eos"] = not found.stop_at_eos
+        if found.stop_at_eos:
+            if trace.eos_token_id is None:
+                raise ValueError("eos_token_id: is missing, expected an id, because of stop_at_eos")
+            decoding["eos_token_id"] = trace.eos_token_id
+            if decoding.get("finish_at_eos", True) and output[-1:] == [trace.eos_token_id]:
+                output = output[:-1]
+        passes = [sorted(forward.fills) for forward in trace.trace if forward.fills]
+        return cls(file.parent.name, model, trace.prompt_ids, DecodingParams(**decoding), output, passes)
+
+    def run(self, llm: LLM) -> str | None:
+        """What differs first; None if nothing does."""
+        (found,) = llm.generate([self.prompt], self.params, trace=True, quiet=True)
+        return self.difference(found)
+
+    def difference(self, found: GenerationOutput) -> str | None:
+        """The first fills that differ; else the first token."""
+        assert found.trace is not None
+        ours = [sorted((fill.position, fill.token) for fill in record.fills) for record in found.trace if record.fills]
+        for number, (mine, theirs) in enumerate(zip_longest(ours, self.passes)):
+            if mine != theirs:
+                return f"pass {number} that fills: {mine or 'none'}, recorded {theirs or 'none'}"
+        for number, (token, recorded) in enumerate(zip_longest(found.token_ids, self.output)):
+            if token != recorded:
+                return f"output {number}: {token}, recorded {recorded}"
+        return None
+
+
+def _one_of(names: Any) -> str:
+    return f"expected one of {', '.join(names)}"
+
+
+def outcomes(folder: Path) -> Iterator[tuple[str, str | None]]:
+    """(name of a case, what differs first), model by model. Only one model is in memory at a time."""
+    cases: list[Case] = []
+    for file in sorted(folder.glob("*/trace.json")):
+        try:
+            cases.append(Case.read(file))
+        except (ValueError, OSError) as error:
+            yield file.parent.name, f"{file}: {error}"
+    for model, group in groupby(
+        sorted(cases, key=lambda case: str(case.model.resolve())), lambda case: case.model.resolve()
+    ):
+        yield from _outcomes_of(model, list(group))
+
+
+def _outcomes_of(model: Path, cases: list[Case]) -> Iterator[tuple[str, str | None]]:
+    from lopa_ascend import LLM  # imports torch, which takes seconds
+
+    try:
+        llm = LLM(model, **OPTIONS)
+    except (ValueError, OSError) as error:
+        yield from ((case.name, str(error)) for case in cases)
+        return
+    with llm:
+        for case in cases:
+            try:
+                yield case.name, case.run(llm)
+            except ValueError as error:
+                yield case.name, str(error)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.eval golden",
+        description=__doc__,
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="folder with a folder for each case")
+    parser.add_argument("--json", action="store_true", help="print the last line alone")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    different: list[Mapping[str, str]] = []
+    num_cases = 0
+    for name, first in outcomes(args.directory):
+        num_cases += 1
+        if first is not None:
+            different.append({"case": name, "first": first})
+        if not args.json:
+            print(
+                f"{'equal' if first is None else 'different':10s}{name}{'' if first is None else f'  {first}'}",
+                flush=True,
+            )
+    if not num_cases:
+        parser.error(f"argument DIR: {args.directory} has no */trace.json")
+    print(json.dumps({"cases": num_cases, "equal": num_cases - len(different), "different": different}))
+    sys.exit(1 if different else 0)
