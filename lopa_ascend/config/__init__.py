@@ -4,7 +4,7 @@ Each setting is declared once, as ``config.settings`` describes.
 """
 
 from lopa_ascend.config.combinations import fitting_defaults
-from lopa_ascend.config.decoding import DecodingParams, GraphParams, recommended_decoding
+from lopa_ascend.config.decoding import DecodingParams, GraphParams, ignored_sampling, recommended_decoding
 from lopa_ascend.config.decodings import DECODINGS, add_decoding, find_decoding
 from lopa_ascend.config.engine import (
     ATTENTION_LAYOUTS,
@@ -44,6 +44,7 @@ __all__ = [
     "find_decoding",
     "find_preset",
     "fitting_defaults",
+    "ignored_sampling",
     "presets",
     "recommended_decoding",
 ]
