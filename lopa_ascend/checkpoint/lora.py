@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
 _BASE = "base_model_name_or_path"
+_INSTEAD = "save the merged model instead (merge_and_unload of PEFT)"
+_ROWS = 4096
+"""Rows that are compared at a time."""
 _PREFIX = "base_model.model."
 """What PEFT puts before the name of a module."""
 
@@ -45,6 +48,9 @@ class Adapter:
     """Its directory."""
     deltas: Mapping[str, Delta]
     """By name in the checkpoint of the weight that they change."""
+    copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By name in the checkpoint of a tensor that the adapter holds too: the names in the adapter's file. PEFT saves the
+    embedding and the head whenever it cannot exclude that they were changed."""
 
 
 def open_adapter(path: str | Path, model: Tensors, architecture: str = "") -> Adapter:
@@ -86,8 +92,39 @@ def open_adapter(path: str | Path, model: Tensors, architecture: str = "") -> Ad
         expected[a] = rank, num_columns
         expected[b] = num_rows, rank
         deltas[linears[module].name] = Delta(a, b, settings.scaling(module))
-    _check_tensors(path / _WEIGHTS, read_headers(path / _WEIGHTS), expected)
-    return Adapter(path, deltas)
+    headers = read_headers(path / _WEIGHTS)
+    copies = _copies(path / _WEIGHTS, headers, model)
+    names = [name for several in copies.values() for name in several]
+    _check_tensors(path / _WEIGHTS, {n: header for n, header in headers.items() if n not in names}, expected)
+    saved = {_original(name).removesuffix(".weight").removesuffix(".bias") for name in names}
+    settings.check_saved((name.removesuffix(".weight") for name in (*model.specs, *model.copies)), saved)
+    return Adapter(path, deltas, copies)
+
+
+def _original(name: str) -> str:
+    """The model's name of a tensor that an adapter has a copy of."""
+    return name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+
+
+def _copies(file: Path, headers: Mapping[str, Header], model: Tensors) -> dict[str, tuple[str, ...]]:
+    """``Adapter.copies``.
+
+    Raises:
+        CheckpointError: one has another shape than the model's tensor.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for name, header in headers.items():
+        original = model.copies.get(_original(name), _original(name))
+        if not name.startswith(_PREFIX) or original not in model.specs:
+            continue
+        shape = model.specs[original].shape
+        if header.shape != shape:
+            raise CheckpointError(
+                f"{file}: tensor {name}: has shape {list(header.shape)}, and the model's {list(shape)}: the vocabulary "
+                f"was resized when the adapter was trained, which is not supported; {_INSTEAD}"
+            )
+        found[original] = (*found.get(original, ()), name)
+    return found
 
 
 def merge_adapter(
@@ -103,10 +140,13 @@ def merge_adapter(
         slices: the rank's part of W, so of the rows of B and the columns of A.
 
     Raises:
-        CheckpointError: a value of the adapter is not a finite number.
+        CheckpointError: a value of the adapter is not a finite number, or the adapter has a tensor of the model with
+            other values.
     """
     file = adapter.path / _WEIGHTS
     for name, weight in stream:
+        for copy in adapter.copies.get(name, ()):
+            _check_copy(file, copy, weight, slices.get(name, ()))
         delta = adapter.deltas.get(name)
         if delta is not None:
             rows, columns = slices.get(name, (slice(None), slice(None)))
@@ -116,6 +156,17 @@ def merge_adapter(
             check_finite(file, delta.b, b)
             weight = (b.float() @ a.float()).mul_(delta.scaling).add_(weight)
         yield name, weight
+
+
+def _check_copy(file: Path, name: str, weight: torch.Tensor, part: tuple[slice, ...]) -> None:
+    """Compares a tensor of an adapter with that of the model, in the adapter's dtype: it may have been trained on a
+    model that was loaded in another one."""
+    for rows, others in zip(map_tensor(file, name)[part].split(_ROWS), weight.split(_ROWS), strict=True):
+        if not torch.equal(rows, others.to(rows.dtype)):
+            raise CheckpointError(
+                f"{file}: tensor {name}: differs from the model's, so it was trained too (modules_to_save), or belongs "
+                f"to another model; only LoRA of linear layers is supported: {_INSTEAD}"
+            )
 
 
 def _check_tensors(file: Path, headers: dict[str, Header], expected: dict[str, tuple[int, int]]) -> None:

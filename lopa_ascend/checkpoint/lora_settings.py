@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ _SUPPORTED_FIELDS = {
     "exclude_modules",
     "init_lora_weights",
     "lora_alpha",
+    "modules_to_save",
     "peft_type",
     "r",
     "rank_pattern",
@@ -32,6 +33,7 @@ _FIELDS_WITHOUT_EFFECT = {
     "auto_mapping",
     "base_model_name_or_path",
     "corda_config",
+    "ensure_weight_tying",
     "eva_config",
     "inference_mode",
     "loftq_config",
@@ -130,6 +132,12 @@ class AdapterSettings:
         if isinstance(target, str) and target.lower() == "all-linear":
             return module != self._head
         return self._names_module("target_modules", module)
+
+    def check_saved(self, modules: Iterable[str], saved: Collection[str]) -> None:
+        """Raises CheckpointError if ``modules_to_save`` names one of the model's modules that is not in ``saved``."""
+        for module in modules:
+            if module not in saved and self._names_module("modules_to_save", module):
+                raise self.error("modules_to_save", f"names {module}, of which the adapter has no weight")
 
     def _names_module(self, field: str, module: str) -> bool:
         """Whether a field names a module: a string is a regular expression for the whole name of the module; a list

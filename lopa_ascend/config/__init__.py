@@ -4,7 +4,13 @@ Each setting is declared once, as ``config.settings`` describes.
 """
 
 from lopa_ascend.config.combinations import fitting_defaults
-from lopa_ascend.config.decoding import DecodingParams, GraphParams, recommendations, recommended_decoding
+from lopa_ascend.config.decoding import (
+    DecodingParams,
+    GraphParams,
+    ignored_sampling,
+    recommendations,
+    recommended_decoding,
+)
 from lopa_ascend.config.decodings import DECODINGS, add_decoding, find_decoding
 from lopa_ascend.config.engine import (
     ATTENTION_LAYOUTS,
@@ -44,6 +50,7 @@ __all__ = [
     "find_decoding",
     "find_preset",
     "fitting_defaults",
+    "ignored_sampling",
     "presets",
     "recommendations",
     "recommended_decoding",

@@ -274,3 +274,18 @@ def recommended_decoding(model: str | Path) -> dict[str, Any]:
     except ParameterError as error:
         raise ConfigError(f"{Path(model) / 'generation_config.json'}: lopa_ascend: {error}") from error
     return values
+
+
+def ignored_sampling(model: str | Path) -> dict[str, Any]:
+    """The decoding parameters that ``generation_config.json`` has outside of ``lopa_ascend``, where transformers looks
+    for them. They are not used: a model's authors chose them for another way to decode.
+
+    Args:
+        model: the model directory.
+
+    Raises:
+        ConfigError: the file is broken.
+    """
+    values = read_json_object(Path(model) / "generation_config.json", ConfigError, optional=True)
+    names = ("do_sample", *DecodingParams.names())
+    return {name: values[name] for name in names if values.get(name) not in (None, False)}

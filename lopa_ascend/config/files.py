@@ -6,6 +6,7 @@ opened, JSON is nested to a limited depth, and messages show at most the beginni
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import re
@@ -44,18 +45,27 @@ def check_regular(file: Path, error_class: type[ValueError]) -> os.stat_result:
         error_class: it is no regular file.
         OSError: it does not exist, or cannot be looked at.
     """
-    status = file.stat()
+    try:
+        status = file.stat()
+    except ValueError as error:  # a NUL character, which no path has
+        raise error_class(f"{str(file)!r}: {error}") from error
     if not stat.S_ISREG(status.st_mode):
         kind = "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe, socket or device"
         raise error_class(f"{file}: is {kind}, expected a file")
     return status
 
 
-def _read_bytes(file: Path, error_class: type[ValueError], max_bytes: int) -> bytes:
+def read_bytes(file: Path, error_class: type[ValueError], max_bytes: int) -> bytes:
+    """The content of a text file, without the byte order mark that some editors begin it with.
+
+    Raises:
+        error_class: it is no regular file, or too large.
+        OSError: it does not exist, or cannot be read.
+    """
     size = check_regular(file, error_class).st_size
     if size > max_bytes:
         raise error_class(f"{file}: has {size} bytes, expected at most {max_bytes}")
-    return file.read_bytes()
+    return file.read_bytes().removeprefix(codecs.BOM_UTF8)
 
 
 def read_text(file: Path, error_class: type[ValueError], *, max_bytes: int = MAX_FILE) -> str:
@@ -70,7 +80,7 @@ def read_text(file: Path, error_class: type[ValueError], *, max_bytes: int = MAX
         error_class: the file cannot be read, is too large, or is not UTF-8.
     """
     try:
-        return _read_bytes(file, error_class, max_bytes).decode("utf-8")
+        return read_bytes(file, error_class, max_bytes).decode("utf-8")
     except OSError as error:
         raise error_class(f"{file}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
@@ -92,7 +102,7 @@ def read_json_object(
         error_class: the file cannot be read, is too large, is not JSON, or holds something else than an object.
     """
     try:
-        raw = _read_bytes(file, error_class, max_bytes)
+        raw = read_bytes(file, error_class, max_bytes)
     except OSError as error:
         if optional and isinstance(error, FileNotFoundError | NotADirectoryError):
             return {}

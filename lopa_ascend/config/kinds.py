@@ -89,11 +89,14 @@ class Kind(ABC):
 
 @dataclass(frozen=True)
 class AnyText(Kind):
-    """Any text in UTF-8. What reads the setting refuses a text that it cannot use, such as a path without a file."""
+    """Any text in UTF-8 without NUL characters, which no path, name or address has. What reads the setting refuses a
+    text that it cannot use, such as a path without a file."""
 
     metavar: ClassVar[str] = "TEXT"
 
     def checked(self, value: object) -> object:
+        if isinstance(value, str) and "\0" in value:
+            raise ValueError(f"has a NUL character after {value.index(chr(0))} others")
         return _text(value) if isinstance(value, str) else value
 
     def allowed(self) -> str:

@@ -9,6 +9,7 @@ import argparse
 import os
 import string
 import sys
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -25,7 +26,7 @@ from lopa_ascend.config import (
     fitting_defaults,
     recommended_decoding,
 )
-from lopa_ascend.config.files import shown
+from lopa_ascend.config.files import MAX_DEPTH, read_text, shown
 from lopa_ascend.config.kinds import AnyText, Boolean, Strings, Words
 from lopa_ascend.config.presets import LIST, find_preset, presets_text
 from lopa_ascend.config.removed import instead_of
@@ -47,6 +48,10 @@ from lopa_ascend.serve.flags import (
 
 API_KEY = "LOPA_API_KEY"
 """The environment variable that is read where --api-key is not given."""
+MAX_CONFIG = 2**16
+"""Bytes of the largest configuration file; PyYAML reads some hundred kilobytes a second."""
+MAX_VALUES = 2**12
+"""Most values in a configuration file."""
 OTHERS_FLAGS = {
     "model_path": "--model",
     "tp": "--tensor-parallel-size",
@@ -124,8 +129,9 @@ def parse_args(argv: Sequence[str] | None = None) -> ServeConfig:
             parser.exit()
         if API_KEY in os.environ:
             given.setdefault("api_key", _key_from_environment())
-        if "api_key" in given:  # one that was read from a file ends with its newline, which no header can hold
-            given["api_key"] = given["api_key"].strip(string.whitespace)
+        # One that was read from a file may begin with a byte order mark, and ends with a newline: no header has them.
+        if "api_key" in given:
+            given["api_key"] = given["api_key"].removeprefix("\ufeff").strip(string.whitespace)
         return _serve_config(given)
     except ParameterError as error:
         parser.error(f"argument {option(error.param)}{str(error).removeprefix(error.param)}")
@@ -215,14 +221,35 @@ def _check_secrets_and_tls(given: Mapping[str, Any]) -> None:
 # ---- the configuration file ------------------------------------------------------------------------------------------
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a key that is there twice, of which YAML would take the last."""
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is there twice, of which YAML would take the last; and values that are nested too deeply, or
+    too many with those that aliases repeat. PyYAML's errors name the line."""
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self._depth = self._num_values = 0
+        self._sizes: dict[str, int] = {}
+        """By anchor: how many values an alias of it repeats."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        before = self._num_values
+        self._num_values += self._sizes.get(event.anchor, 0) if isinstance(event, yaml.AliasEvent) else 1
+        self._depth += 1
+        if self._num_values > MAX_VALUES or self._depth > MAX_DEPTH:
+            limits = f"at most {MAX_VALUES} values, with those that aliases repeat, and {MAX_DEPTH} levels of them"
+            raise yaml.composer.ComposerError(None, None, f"expected {limits}", event.start_mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if getattr(event, "anchor", None) is not None and not isinstance(event, yaml.AliasEvent):
+            self._sizes[event.anchor] = self._num_values - before
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         # Here the merge key "<<" is not yet replaced by the keys that it brings, which the mapping's own may override.
         node = super().compose_mapping_node(anchor)
         keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        twice = next((key for key in keys if keys.count(key) > 1), None)
+        twice = next((key for key, count in Counter(keys).items() if count > 1), None)
         if twice is not None:
             raise ValueError(f"{twice[1]!r} is there twice")
         return node
@@ -235,8 +262,12 @@ def _read_config(file: Path) -> dict[str, Any]:
         ParameterError: of ``config``: the file cannot be read, or it holds an unknown key or a wrong value.
     """
     try:
-        values = yaml.load(file.read_text(encoding="utf-8"), _UniqueKeys)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: no UTF-8, or no such day
+        text = read_text(file, ValueError, max_bytes=MAX_CONFIG)
+    except ValueError as error:  # it names the file
+        raise ParameterError("config", str(error)) from error
+    try:
+        values = yaml.load(text, _Loader)
+    except (ValueError, yaml.YAMLError) as error:  # ValueError: no such day
         raise ParameterError("config", f"{file}: {error}") from error
     if not isinstance(values, dict | None):
         raise ParameterError("config", f"{file}: expected flags and values, found {type(values).__name__}")

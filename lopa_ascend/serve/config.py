@@ -21,7 +21,8 @@ class Origins(Strings):
 
     metavar: ClassVar[str] = "ORIGIN"
     _PATTERN: ClassVar[re.Pattern[str]] = re.compile(
-        r"\*|null|[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/?#@:\[\]A-Z]+)(:[0-9]{1,5})?"
+        r"\*|null|(?!http://.*:80$|https://.*:443$)"
+        r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/?#@:*\[\]A-Z\x80-\U0010ffff]+)(:[1-9][0-9]{0,4})?"
     )
 
     def checked(self, value: object) -> object:
@@ -29,7 +30,10 @@ class Origins(Strings):
         assert isinstance(origins, tuple)
         for origin in origins:
             if not self._PATTERN.fullmatch(origin):
-                message = "is not * or an origin such as https://example.org:8443, in lower case and without a path"
+                message = (
+                    "is not * or an origin as browsers send it, such as https://example.org:8443: in lower case and "
+                    "ASCII, without a path, a * inside it or the usual port"
+                )
                 raise ValueError(f"{origin!r} {message}")
         return origins
 

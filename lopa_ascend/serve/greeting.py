@@ -7,7 +7,14 @@ import shlex
 import socket
 from collections.abc import Sequence
 
-from lopa_ascend.config import DecodingParams, EngineConfig, ParameterError, recommendations
+from lopa_ascend.config import (
+    DecodingParams,
+    EngineConfig,
+    ParameterError,
+    ignored_sampling,
+    recommendations,
+)
+from lopa_ascend.config.files import shown
 from lopa_ascend.config.kinds import format_size
 from lopa_ascend.demo import DEMO_MODEL, HELD_OUT
 from lopa_ascend.kv.pages import slots_for
@@ -37,6 +44,7 @@ def make_greeting(client: EngineClient, config: ServeConfig, listener: socket.so
         f"{_decoding_line(params)}"
         f"{_recommended_lines(config)}"
         f"{_blocks_line(config, params)}"
+        f"{_sampling_line(config, params)}"
         f"{_graphs_line(config.engine, params)}"
         f"serving   {url}  (API documentation: {url}/docs)\n\n"
         f"curl {url}{route}{key} -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}\n\n"
@@ -73,6 +81,20 @@ def _blocks_line(config: ServeConfig, params: DecodingParams) -> str:
     return (
         "note      no --lora-path: a model that was not trained to decode in blocks answers badly; for a Dream without "
         "the adapter of D2F take --decoding parallel, or --base parallel\n"
+    )
+
+
+def _sampling_line(config: ServeConfig, params: DecodingParams) -> str:
+    """Which defaults of the model's files for sampling the server does not use; nothing if it uses them all."""
+    ignored = ignored_sampling(config.engine.model or DEMO_MODEL)
+    if params.temperature:
+        ignored.pop("do_sample", None)
+    found = [f"{name} {shown(value)}" for name, value in ignored.items() if getattr(params, name, None) != value]
+    if not found:
+        return ""
+    return (
+        f"note      not used: {', '.join(found)} of generation_config.json; give them as flags or in requests, or in "
+        'that file under "lopa_ascend"\n'
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from lopa_ascend.config.files import MAX_VOCABULARY, read_json_object, read_text, shown
+from lopa_ascend.config.files import MAX_VOCABULARY, read_bytes, read_json_object, read_text, shown
 from lopa_ascend.text.template import check_template, read_template
 from lopa_ascend.text.tokenizer import Tokenizer, TokenizerError
 
@@ -104,7 +104,7 @@ def _read_tokenizer_json(file: Path) -> tokenizers.Tokenizer:
     if isinstance(model, dict) and isinstance(model.get("vocab"), dict):
         _check_ids(file, model["vocab"])
     try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
+        backend = tokenizers.Tokenizer.from_buffer(read_bytes(file, TokenizerError, MAX_VOCABULARY))
     # The library raises nothing narrower, and what its Rust code did not foresee is not even an Exception.
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt | SystemExit):

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lopa_ascend.config.files import parse_json_object, shown
+from lopa_ascend.config.files import parse_json_object, read_bytes, shown
 from scripts.eval import latex, sandbox
 from scripts.eval.task_kinds import TASKS, Problem, Task
 
 DATA = Path(__file__).with_name("data")
 """Small files of each task's form, and the examples of tasks that always have the same ones."""
+MAX_TASK_FILE = 2**30
+"""Bytes of the largest file of problems."""
 DEFAULT_TASK = "problems"
 GENERATED_EXAMPLES = ("gsm8k",)
 """Tasks whose examples in this project are generated, and not those with which models are evaluated."""
@@ -44,7 +46,7 @@ def read_problems(path: Path, default_task: str = DEFAULT_TASK) -> TaskFile:
     if default_task not in TASKS:
         raise TaskFileError(f"unknown task {shown(default_task)}; choose one of {', '.join(TASKS)}")
     try:
-        content = path.read_bytes()
+        content = read_bytes(path, TaskFileError, MAX_TASK_FILE)
     except OSError as error:
         raise TaskFileError(f"{path}: cannot be read ({error.strerror})") from error
     problems = []

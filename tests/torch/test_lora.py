@@ -26,7 +26,9 @@ Q_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 Q_B = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
 
 
-def write_with_peft(model: Path, adapter: Path, dtype: torch.dtype, **options: Any) -> dict[str, torch.Tensor]:
+def write_with_peft(
+    model: Path, adapter: Path, dtype: torch.dtype, save_embedding_layers: bool | str = "auto", **options: Any
+) -> dict[str, torch.Tensor]:
     """Writes a random adapter with peft, and returns the weights as peft merges them."""
     from peft import LoraConfig, get_peft_model
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -41,7 +43,7 @@ def write_with_peft(model: Path, adapter: Path, dtype: torch.dtype, **options: A
     torch.manual_seed(7)
     # Without the initialisation B is random too.
     wrapped = get_peft_model(base, LoraConfig(init_lora_weights=False, **options))
-    wrapped.save_pretrained(str(adapter), save_embedding_layers=False)
+    wrapped.save_pretrained(str(adapter), save_embedding_layers=save_embedding_layers)
     merged: dict[str, torch.Tensor] = wrapped.merge_and_unload().state_dict()
     return {name: merged[name] for name in weights}
 
@@ -53,6 +55,13 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "all linear": {"r": 2, "target_modules": "all-linear"},
     "whole names": {"r": 2, "target_modules": ["model.layers.0.self_attn.o_proj", "layers.1.mlp.up_proj"]},
     "head": {"r": 2, "target_modules": ["lm_head", "gate_proj"]},
+    "head alone": {"r": 2, "target_modules": ["lm_head", "gate_proj"], "save_embedding_layers": False},
+    "with embeddings": {"r": 2, "target_modules": ["q_proj"], "save_embedding_layers": True},
+    "saved, not trained": {
+        "r": 2,
+        "target_modules": ["q_proj"],
+        "modules_to_save": ["lm_head", "embed_tokens", "norm"],
+    },
     "excluded": {"r": 2, "target_modules": ["q_proj", "o_proj"], "exclude_modules": ["layers.0.self_attn.q_proj"]},
     "excluded regex": {"r": 2, "target_modules": "all-linear", "exclude_modules": r".*\.0\..*"},
     "some match nothing": {"r": 2, "target_modules": ["q_proj", "c_attn"]},
@@ -121,6 +130,37 @@ def test_load_merges_before_it_casts_and_packs(tmp_path: Path) -> None:
     assert torch.equal(weights["layers.1.qkv.weight"], torch.cat(pieces).bfloat16())
 
 
+HEAD = "base_model.model.lm_head.base_layer.weight"
+SAVED = "base_model.model.model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tie", [False, True])
+def test_copies_of_the_models_tensors_may_have_another_dtype(tmp_path: Path, dtype: torch.dtype, tie: bool) -> None:
+    model = write_dream(tmp_path / "model", tie=tie)
+    options: dict[str, Any] = {"r": 2, "target_modules": ["q_proj"], "save_embedding_layers": True}
+    write_with_peft(model, tmp_path / "adapter", dtype, **options)
+    checkpoint = open_checkpoint(model)
+    adapter = open_adapter(tmp_path / "adapter", checkpoint.expected)
+    assert sum(map(len, adapter.copies.values())) == 2
+    assert len(merge_whole(checkpoint, adapter)) == len(checkpoint.files)
+
+
+@pytest.mark.parametrize("name", [HEAD, SAVED])
+def test_trained_or_resized_copies_are_refused(tmp_path: Path, name: str) -> None:
+    model = write_dream(tmp_path / "model")
+    targets = ["q_proj", "lm_head"] if name == HEAD else ["q_proj"]
+    write_with_peft(model, tmp_path / "adapter", torch.float32, r=2, target_modules=targets, save_embedding_layers=True)
+    trained = load_file(str(tmp_path / "adapter" / WEIGHTS))[name]
+    trained[-1, -1] += 0.01
+    edit_tensors(tmp_path / "adapter", {name: trained})
+    with pytest.raises(CheckpointError, match=f"{name}: differs from the model's, so it was trained too"):
+        load(model, lora=tmp_path / "adapter", dtype="auto", device="cpu")
+    edit_tensors(tmp_path / "adapter", {name: torch.cat([trained, trained[:8]])})
+    with pytest.raises(CheckpointError, match=f"{name}: has shape .*: the vocabulary was resized"):
+        load(model, lora=tmp_path / "adapter", dtype="auto", device="cpu")
+
+
 def write_adapter(path: Path) -> Path:
     """A plain adapter of q_proj in a model of `write_dream`, by hand."""
     path.mkdir()
@@ -162,7 +202,7 @@ FIELDS: dict[str, tuple[Any, str]] = {
     "use_dora": (True, "only plain LoRA"),
     "lora_bias": (True, "only plain LoRA"),
     "fan_in_fan_out": (True, "only plain LoRA"),
-    "modules_to_save": (["lm_head"], "only plain LoRA"),
+    "modules_to_save": (["lm_head"], "names lm_head, of which the adapter has no weight"),
     "megatron_config": ({"x": 1}, "only plain LoRA"),
     "trainable_token_indices": ([0], "only plain LoRA"),
     "target_parameters": (["x"], "only plain LoRA"),

@@ -1,8 +1,10 @@
 """Flags and the configuration file of the server."""
 
+import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -120,6 +122,10 @@ def test_every_setting_has_one_flag():
         ("--allowed-origins https://example.org/", "without a path"),
         ("--allowed-origins example.org", "such as https://example.org"),
         ("--allowed-origins https://Example.org", "in lower case"),
+        ("--allowed-origins https://*.example.org", "a * inside"),
+        ("--allowed-origins http://localhost:*", "a * inside"),
+        ("--allowed-origins https://example.org:443", "the usual port"),
+        ("--allowed-origins https://b\u00fccher.example", "ASCII"),
         ("--root-path /\u00e9", "percent-encoded where not ASCII"),
         ("--root-path models", "is not a path of a URL such as /models/demo"),
         ("--root-path /models/", "is not a path of a URL"),
@@ -191,7 +197,9 @@ def test_config_file_and_command_line(tmp_path: Path):
         ("stop: [1]", "stop: must be a text"),
         ("port: 1\nport: 2", "'port' is there twice"),
         ("served_model_name: 2026-02-30", "day is out of range for month"),
-        ("[" * 3000, "recursion depth"),
+        ("[" * 3000, "64 levels"),
+        ("# x\n" * 20_000, "has 80000 bytes, expected at most 65536"),
+        ('host: "a\\0b"', "a NUL character"),
         ("ignore_eos: 1", "ignore_eos: must be true or false"),
         ("dtype: int8", "dtype: unknown value 'int8'; choose one of auto, float32, bfloat16"),
         ("tau-conf: 0.5\ntau_conf: 0.6", "twice"),
@@ -205,6 +213,35 @@ def test_wrong_config_files_are_refused(capsys: pytest.CaptureFixture[str], tmp_
     assert "--config" in message
     assert "serve.yaml" in message
     assert expected in message
+
+
+def bomb(line: str, last: str) -> str:
+    """A configuration whose lines each repeat the one before nine times: billions of values."""
+    return (
+        "a0: &a0 {x: 1}\n" + "".join(line.format(n=n, names=",".join([f"*a{n - 1}"] * 9)) for n in range(1, 12)) + last
+    )
+
+
+@pytest.mark.parametrize(
+    "line", ["a{n}: &a{n} [{names}]\n", "a{n}: &a{n} {{<<: [{names}]}}\n", "? &a{n} [{names}]\n: 1\n"]
+)
+def test_aliases_repeat_a_limited_number_of_values(capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str):
+    start = time.monotonic()
+    message = refusal(capsys, "--config", write(tmp_path / "serve.yaml", bomb(line, "port: 1\n")))
+    assert time.monotonic() - start < 2
+    assert "expected at most 4096 values, with those that aliases repeat" in message
+    assert re.search(r"line \d+, column", message)
+
+
+def test_a_pipe_is_no_config_file(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    os.mkfifo(tmp_path / "serve.yaml")  # reading it would wait for somebody to write
+    assert "is a pipe" in refusal(capsys, "--config", str(tmp_path / "serve.yaml"))
+
+
+def test_byte_order_marks_of_files_are_no_part_of_their_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert parse_args(["--config", write(tmp_path / "serve.yaml", "\ufeffport: 1\n")]).port == 1
+    monkeypatch.setenv("LOPA_API_KEY", "\ufeffkey\n")  # as $(cat FILE) has it
+    assert parse_args([]).api_key == "key"
 
 
 def test_values_of_a_config_file_are_checked_together(capsys: pytest.CaptureFixture[str], tmp_path: Path):

@@ -42,6 +42,8 @@ def test_a_file_that_may_be_missing(tmp_path: Path):
     assert read_json_object(file, OwnError, optional=True) == {}
     file.write_text('{"a": [1]}')
     assert read_json_object(file, OwnError, optional=True) == read_json_object(file, OwnError) == {"a": [1]}
+    file.write_text('\ufeff{"a": [1]}')
+    assert read_json_object(file, OwnError) == {"a": [1]}
     file.write_text("5")
     with pytest.raises(OwnError, match="found int"):
         read_json_object(file, OwnError, optional=True)
@@ -52,9 +54,17 @@ def test_a_file_that_cannot_be_looked_at_is_refused_even_if_it_may_be_missing(tm
         read_json_object(tmp_path / ("x" * 300), OwnError, optional=True)
 
 
+def test_a_path_that_no_file_can_have(tmp_path: Path):
+    for read in (read_json_object, read_text):
+        with pytest.raises(OwnError, match=r"a\\x00b': embedded null byte"):
+            read(tmp_path / "a\0b", OwnError)
+
+
 def test_text(tmp_path: Path):
     file = tmp_path / "x.txt"
     file.write_text("caf\u00e9", encoding="utf-8")
+    assert read_text(file, OwnError) == "caf\u00e9"
+    file.write_text("\ufeffcaf\u00e9", encoding="utf-8")  # as some editors begin a file
     assert read_text(file, OwnError) == "caf\u00e9"
     file.write_bytes(b"\xff")
     with pytest.raises(OwnError, match=r"x\.txt: is not UTF-8 text \("):

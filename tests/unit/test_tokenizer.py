@@ -211,6 +211,17 @@ def test_a_template_that_fails_on_a_message_refuses_it(expression: str, tmp_path
         tokenizer.render([{"role": "user", "content": "x"}])
 
 
+def test_byte_order_marks_are_part_of_no_file(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path, chat_template="{{ messages[0].content }}")
+    plain = some(path).encode("a cat")
+    (path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    for file in path.iterdir():
+        file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    marked = some(path)
+    assert marked.encode("a cat") == plain
+    assert marked.render([{"role": "user", "content": "x"}]) == "x"
+
+
 def test_no_chat_template(tmp_path: Path) -> None:
     tokenizer = some(write_tokenizer(tmp_path, chat_template=None))
     assert tokenizer.chat_template is None

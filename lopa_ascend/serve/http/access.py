@@ -90,7 +90,9 @@ class Access:
             await send(message)
 
         is_open = scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_ROUTES
-        refusal = None if is_open else self._wrong_host(headers) or self._wrong_key(headers)
+        refusal = None if is_open else self._wrong_host(headers) or self._wrong_key(headers) or _wrong_encoding(headers)
+        if scope["method"] == "HEAD":  # uvicorn drops the body of the answer
+            scope = {**scope, "method": "GET"}
         if refusal is not None:
             await refusal(scope, receive, send_with_id)
             return
@@ -128,6 +130,18 @@ class Access:
         message = "the API key is missing or wrong; send it in the header Authorization: Bearer KEY"
         challenge = {"WWW-Authenticate": "Bearer", **_closing(headers)}
         return ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key", headers=challenge).response()
+
+
+def _wrong_encoding(headers: Headers) -> ASGIApp | None:
+    """The refusal of a request with a compressed body."""
+    encodings = {part.strip().lower() for part in ",".join(headers.getlist("content-encoding")).split(",")}
+    if encodings <= {"", "identity"}:
+        return None
+    message = (
+        f"the body has Content-Encoding {', '.join(sorted(encodings - {''}))[:100]!r}; send it as it is, without one"
+    )
+    hint = {"Accept-Encoding": "identity", **_closing(headers)}
+    return ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_encoding", headers=hint).response()
 
 
 def _closing(headers: Headers) -> Mapping[str, str]:

@@ -21,7 +21,7 @@ from lopa_ascend.serve.http.api_error import ErrorBody
 
 TEXT_WITHOUT_NUL = r"^[^\u0000]*$"
 SCHEMAS = "#/components/schemas/{model}"
-READING = (400, 408, 413, 503)
+READING = (400, 408, 413, 415, 503)
 """Statuses of errors with the body of any request."""
 
 
