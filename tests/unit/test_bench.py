@@ -15,7 +15,8 @@ import pytest
 
 from scripts.bench.__main__ import COMMANDS, main
 from scripts.bench.prompts import questions
-from scripts.bench.serve import Answer, Level, ask, make_bodies, parse_field, serving
+from scripts.bench.processes import cpu_seconds
+from scripts.bench.serve import Answer, Level, ask, make_bodies, one_server, parse_field
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -71,9 +72,10 @@ def test_a_load_has_as_many_requests_as_are_asked_for() -> None:
 
 def test_the_figures_of_a_load() -> None:
     answers = [Answer(10, 2, 1, 0.1, 0.5), Answer(30, 6, 3, 0.2, 1.5)]
-    assert Level(2, answers, seconds=2.0).as_json() == {
+    assert Level(2, answers, seconds=2.0, cpu={"engines": 0.5}).as_json() == {
         "clients": 2, "requests_per_second": 1.0, "tokens_per_second": 20.0, "tpf": 5.0,
         "first_p50_ms": 100.0, "first_p99_ms": 200.0, "answer_p50_ms": 500.0, "answer_p99_ms": 1500.0, "pieces": 2,
+        "cpu_ms": {"engines": 250.0},
     }  # fmt: skip
 
 
@@ -111,6 +113,21 @@ def test_a_server_that_does_not_start_says_why() -> None:
     with (
         mock.patch.object(sys, "executable", "/bin/echo"),
         pytest.raises(RuntimeError, match="did not start:\n-m lopa_ascend.serve .* --no-such-flag"),
-        serving(None, ["--no-such-flag"]),
+        one_server(["--no-such-flag"]),
     ):
         pass
+
+
+BUSY = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+
+
+def test_the_seconds_of_a_server_are_those_of_its_processes_by_what_they_do() -> None:
+    command = [sys.executable, "-c", BUSY, "lopa_ascend.serve.link.process"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as engine:
+        assert engine.stdout.readline()
+        whole, alone = cpu_seconds(os.getpid()), cpu_seconds(engine.pid)
+        engine.communicate(b"\n")
+    assert alone.keys() == {"engines"}
+    assert alone["engines"] >= 0.3
+    assert whole["engines"] >= 0.3
+    assert whole.keys() > alone.keys()

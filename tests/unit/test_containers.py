@@ -24,7 +24,7 @@ from tests.launch_scripts import ROOT, Scripts
 
 FOLDER = ROOT / "scripts/deploy"
 DOCKERFILES = ("cpu", "ascend")
-MANIFESTS = ("leaderworkerset",)
+MANIFESTS = ("leaderworkerset", "rayservice")
 SCHEMAS = ROOT / "tests/data"
 """Has the schemas of the custom resources, as published but for descriptions. Pod templates are checked as pods."""
 YAMLLINT = "{extends: default, rules: {line-length: {max: 120}, document-start: disable}}"
