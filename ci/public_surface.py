@@ -31,7 +31,7 @@ from lopa_ascend.serve.cli import build_parser
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.flags import FLAGS
 from lopa_ascend.serve.link.client import EngineClient
-from lopa_ascend.serve.link.messages import Ready
+from lopa_ascend.serve.link.messages import Ready, Stepped
 from lopa_ascend.serve.link.spawn import EngineProcess
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.types import (
@@ -146,7 +146,7 @@ async def _http() -> dict[str, Any]:
     engine = EngineProcess(zmq.asyncio.Context.instance().socket(zmq.PAIR))
     client = EngineClient(engine, ready, Prompts(None, 100, 99, "m"), ServeConfig())
     try:
-        app = create_app(client, ServeConfig())
+        app = create_app([client])
         _report_a_step(client)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
             document = (await http.get("/openapi.json")).json()
@@ -163,7 +163,7 @@ def _report_a_step(client: EngineClient) -> None:
     client.stats = EngineStats(1, 0, 1, 0, 100, 1, traffic=(Traffic("scores", 1, 8),), graphs=graphs)
     update = Update("r-0", (7,), (0.5,), 1, 1, 9, 1, 0)
     for observer in client.observers:
-        observer([update], client.stats)
+        observer(Stepped([update], client.stats))
 
 
 def _openapi(document: dict[str, Any]) -> dict[str, Any]:

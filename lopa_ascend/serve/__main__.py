@@ -5,16 +5,35 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from importlib.util import find_spec
 from typing import NoReturn
 
 from lopa_ascend.parallel.launch import follower_command, rank_in_environment
 from lopa_ascend.serve.cli import parse_args
+from lopa_ascend.serve.config import ServeConfig
 
 
 def _exit_at_once(*_: object) -> None:
     # During the imports there is nothing to clean up. An exception would be raised inside an import, which may turn it
     # into another exception.
     os._exit(0)
+
+
+def _serve(config: ServeConfig) -> int:
+    """Serves until the end; returns the exit status. FastAPI and Ray take long to import, so that comes here."""
+    if config.replicas is None and config.max_replicas is None:
+        from lopa_ascend.serve.server import serve
+
+        return serve(config)
+    if "RAY_ADDRESS" not in os.environ:
+        # Ray reads this when it is imported. All its processes then listen on the loopback interface alone.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    if find_spec("ray") is None:
+        sys.stderr.write("error: --replicas needs Ray Serve, which is not installed: pip install 'ray[serve]'\n")
+        return 1
+    from lopa_ascend.serve.replicas.command import run
+
+    return run(config)
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
@@ -26,9 +45,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         os.execv(command[0], command)
     signal.signal(signal.SIGINT, _exit_at_once)
     signal.signal(signal.SIGTERM, _exit_at_once)
-    from lopa_ascend.serve.server import serve  # after parse_args, because FastAPI takes long to import
-
-    status = serve(config)
+    status = _serve(config)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # does not wait for threads, which may still tokenize a very long prompt

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from fastapi import FastAPI, Request
 from fastapi_offline import FastAPIOffline
@@ -11,20 +11,18 @@ from starlette.responses import Response, StreamingResponse
 
 import lopa_ascend
 from lopa_ascend.serve import diffusion
-from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.diffusion import DiffusionChatRequest, DiffusionCompletionRequest
-from lopa_ascend.serve.endpoint import Endpoint
+from lopa_ascend.serve.endpoint import Endpoint, ServedModel
 from lopa_ascend.serve.http.access import Access, allow_origins, hosts_of, set_up_request_log
 from lopa_ascend.serve.http.api_error import install_handlers
 from lopa_ascend.serve.http.body import Intake
 from lopa_ascend.serve.http.openapi import READING, body_of, document, errors, events
 from lopa_ascend.serve.info import AbortRequest, add_abort, add_models, add_state
 from lopa_ascend.serve.link.client import EngineClient
-from lopa_ascend.serve.metrics import Metrics
 from lopa_ascend.serve.openai import answer, responses
 from lopa_ascend.serve.openai.chat import ChatCompletion, ChatRequest
 from lopa_ascend.serve.openai.completions import Completion, CompletionRequest
-from lopa_ascend.serve.openai.request import GenerationRequest, Planner
+from lopa_ascend.serve.openai.request import GenerationRequest
 from lopa_ascend.serve.openai.responses import ResponseObject, ResponseRequest
 from lopa_ascend.serve.tokens import DetokenizeRequest, TokenizeRequest, add_tokenizer
 
@@ -44,32 +42,28 @@ EVENTS = (diffusion.DiffusionStart, diffusion.DiffusionStep, diffusion.Diffusion
 """No operation names these as its body or its answer."""
 
 
-def create_app(client: EngineClient, config: ServeConfig, address: str | None = None) -> FastAPI:
-    """The HTTP API of a running engine.
+def create_app(clients: Sequence[EngineClient], address: str | None = None) -> FastAPI:
+    """The HTTP API of running engines.
 
     Args:
-        client: the engine.
-        config: how the server was started.
+        clients: the engine of each model. How the first was started holds for HTTP too.
         address: the numeric IP address at which the server listens; None: ``config.host`` is one.
     """
     # /docs and /redoc load their scripts from this server: there may be no internet.
+    config = clients[0].config
     app = FastAPIOffline(title="LoPA-Dist-Ascend", version=lopa_ascend.__version__, redirect_slashes=False)
     install_handlers(app)
     app.add_middleware(Access, api_key=config.api_key, hosts=hosts_of(config, address or config.host))
     allow_origins(app, config.allowed_origins)
     set_up_request_log()
-    limits, model = client.ready.limits, config.served_model_name or client.ready.model_name
     app.state.intake = intake = Intake(config.max_body_size)
-    metrics = Metrics(client, model)
-    client.observers.append(metrics.observe_step)
-    planner = Planner(client.prompts, limits, config.decoding)
-    endpoint = Endpoint(client, planner, intake, metrics, model, config)
-    add_state(app, client, config, metrics, model)
-    add_models(app, endpoint, limits.max_model_len)
-    add_tokenizer(app, endpoint, client.prompts, limits, intake)
+    endpoint = Endpoint([ServedModel(client) for client in clients], intake, config)
+    add_state(app, endpoint)
+    add_models(app, endpoint)
+    add_tokenizer(app, endpoint, intake)
     _add_generation(app, endpoint)
-    add_abort(app, client, intake)
-    document(app, BODIES, EVENTS, limits, with_key=config.api_key is not None)
+    add_abort(app, clients, intake)
+    document(app, BODIES, EVENTS, endpoint.default.limits, with_key=config.api_key is not None)
     return app
 
 

@@ -67,6 +67,7 @@ examples:
   python -m lopa_ascend.serve --model Dream-v0-Instruct-7B --lora-path D2F_Dream_Instruct_7B_Lora --dtype bfloat16
   python -m lopa_ascend.serve --preset S13 --tau-conf 0.8      the decoding of a row of the LoPA paper, but one value
   python -m lopa_ascend.serve --num-branches 7 --tau-conf 0.8  fewer forward passes, a little less accurate
+  python -m lopa_ascend.serve --replicas 2                     two engines behind one address, on Ray Serve
 """
 
 
@@ -122,13 +123,31 @@ def parse_args(argv: Sequence[str] | None = None) -> ServeConfig:
         if given.get("preset") == LIST:
             sys.stdout.write(presets_text())
             parser.exit()
-        if API_KEY in os.environ:
-            given.setdefault("api_key", _key_from_environment())
-        if "api_key" in given:  # one that was read from a file ends with its newline, which no header can hold
-            given["api_key"] = given["api_key"].strip(string.whitespace)
-        return _serve_config(given)
+        return _serve_config(_with_key(given))
     except ParameterError as error:
         parser.error(f"argument {option(error.param)}{str(error).removeprefix(error.param)}")
+
+
+def config_of(values: Mapping[str, Any], origin: str) -> ServeConfig:
+    """The configuration that flags and values from a YAML file ask for, and LOPA_API_KEY.
+
+    Args:
+        values: by names of flags.
+        origin: where they stand, for messages.
+
+    Raises:
+        ParameterError: a value is not allowed, or two do not go together.
+    """
+    return _serve_config(_with_key(_checked(values, origin)))
+
+
+def _with_key(given: dict[str, Any]) -> dict[str, Any]:
+    """The values with the API key, which may stand in the environment."""
+    if API_KEY in os.environ:
+        given.setdefault("api_key", _key_from_environment())
+    if "api_key" in given:  # one that was read from a file ends with its newline, which no header can hold
+        given["api_key"] = given["api_key"].strip(string.whitespace)
+    return given
 
 
 def _key_from_environment() -> str:
@@ -177,6 +196,7 @@ def _serve_config(given: Mapping[str, Any]) -> ServeConfig:
     if rank_in_environment() is not None:
         Rendezvous.from_environment().check_world_size(engine)
     _check_secrets_and_tls(given)
+    _check_replicas(given)
     return ServeConfig(engine=engine, decoding=decoding, **field_values(given, SERVE_FLAGS))
 
 
@@ -200,6 +220,14 @@ def _check_lookaheads(given: Mapping[str, Any], params: DecodingParams, engine: 
         origin = " by default"
     message = f"is {params.lookaheads}{origin}, which exceeds --max-num-branches {engine.max_num_branches}"
     raise ParameterError("num_branches", message)
+
+
+def _check_replicas(given: Mapping[str, Any]) -> None:
+    if "max_replicas" in given and given["max_replicas"] < given.get("replicas", 1):
+        message = f"is {given['max_replicas']}, which is less than --replicas {given['replicas']}"
+        raise ParameterError("max_replicas", message)
+    if "replicas" in given and rank_in_environment() is not None:
+        raise ParameterError("replicas", "starts its ranks itself; leave torchrun out")
 
 
 def _check_secrets_and_tls(given: Mapping[str, Any]) -> None:
@@ -240,19 +268,24 @@ def _read_config(file: Path) -> dict[str, Any]:
         raise ParameterError("config", f"{file}: {error}") from error
     if not isinstance(values, dict | None):
         raise ParameterError("config", f"{file}: expected flags and values, found {type(values).__name__}")
-    result = {}
-    for key, value in (values or {}).items():
+    return _checked(values or {}, str(file))
+
+
+def _checked(values: Mapping[Any, Any], origin: str) -> dict[str, Any]:
+    """The values from a YAML file, by names of flags. Raises ParameterError of ``config``."""
+    result: dict[str, Any] = {}
+    for key, value in values.items():
         name = str(key).replace("-", "_")
         if name not in FLAGS:
-            raise ParameterError("config", f"{file}: unknown key {str(key)!r}{_meant(name)}")
+            raise ParameterError("config", f"{origin}: unknown key {str(key)!r}{_meant(name)}")
         if name in result:
-            raise ParameterError("config", f"{file}: {str(key)!r} is there twice")
+            raise ParameterError("config", f"{origin}: {str(key)!r} is there twice")
         if value is None:
             continue
         try:
             result[name] = _from_yaml(FLAGS[name], value)
         except ValueError as error:
-            raise ParameterError("config", f"{file}: {key}: {error}") from error
+            raise ParameterError("config", f"{origin}: {key}: {error}") from error
     return result
 
 

@@ -74,6 +74,20 @@ class ServeConfig:
         "answers that may wait (a request has n for each prompt); further requests get a 503 with Retry-After",
         group=Section.ENGINE,
     )
+    replicas: int | None = declare(
+        None,
+        Integer(1, 4096),
+        "engines behind this address, on Ray Serve: on a cluster of this machine, or the one that RAY_ADDRESS names",
+        group=Section.RANKS,
+        default_text="one engine, without Ray",
+    )
+    max_replicas: int | None = declare(
+        None,
+        Integer(1, 4096),
+        "how far `replicas` may grow while answers wait for an engine",
+        group=Section.RANKS,
+        default_text="it does not grow",
+    )
     preset: str | None = declare(
         None,
         AnyText(),

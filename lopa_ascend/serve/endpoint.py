@@ -30,39 +30,48 @@ LARGE_UPDATE = 64
 """New tokens from which on the events of an update are made in a thread: with log probabilities they are megabytes."""
 
 
+class ServedModel:
+    """A model that requests can name.
+
+    Args:
+        client: its engine.
+    """
+
+    def __init__(self, client: EngineClient):
+        self.client, self.name = client, client.config.served_model_name or client.ready.model_name
+        self.limits = client.ready.limits
+        self.planner = Planner(client.prompts, self.limits, client.config.decoding)
+        self.metrics = Metrics(client, self.name)
+        """Counts every request that reached the engine, at its end."""
+        client.observers.append(self.metrics.observe_step)
+
+
 class Endpoint:
     """Answers the requests of all routes that generate text.
 
     Args:
-        client: the engine.
-        planner: plans the choices of each request.
+        models: the models, of which the first is the default.
         intake: reads the bodies of requests, and has threads plan them.
-        metrics: counts every request that reached the engine, at its end.
-        model: name of the served model.
         config: how the server was started.
     """
 
-    def __init__(
-        self,
-        client: EngineClient,
-        planner: Planner,
-        intake: Intake,
-        metrics: Metrics,
-        model: str,
-        config: ServeConfig,
-    ):
-        self.client, self.metrics, self.model = client, metrics, model
-        self._planner, self._intake, self._log_texts = planner, intake, config.enable_log_requests
+    def __init__(self, models: Sequence[ServedModel], intake: Intake, config: ServeConfig):
+        self.models = {model.name: model for model in models}
+        self.default = models[0]
+        self._intake, self._log_texts = intake, config.enable_log_requests
 
-    def check_model(self, model: str | None) -> None:
-        """Accepts the name of the served model, "default" and None.
+    def find(self, model: str | None) -> ServedModel:
+        """The model of this name; the default for "default" and None.
 
         Raises:
             ApiError: 404, there is no such model.
         """
-        if model not in (None, "default", self.model):
-            message = f"the model {shown(model)} does not exist; this server has {self.model!r}"
+        found = self.default if model in (None, "default") else self.models.get(str(model))
+        if found is None:
+            names = ", ".join(map(repr, self.models))
+            message = f"the model {shown(model)} does not exist; this server has {names}"
             raise ApiError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
+        return found
 
     async def answer(self, request: Request, route: type[GenerationRequest]) -> Response:
         """The answer to a request, which generates when it is sent.
@@ -72,36 +81,39 @@ class Endpoint:
             ClientDisconnect: the client closed the connection.
         """
         arrived = time.monotonic()
-        asked, choices, writer = await self._intake.take(request, partial(self._plan, route))
+        asked, served, choices, writer = await self._intake.take(request, partial(self._plan, route))
         if self._log_texts:
             log_line(event="received", id=writer.id, body=asked.model_dump(exclude_none=True))
-        generation = self.client.submit(writer.id, choices, trace=route.always_streams)
+        streams = route.always_streams or bool(asked.stream)
+        generation = served.client.submit(writer.id, choices, trace=route.always_streams, streams=streams)
         # The answer does not keep ``asked``: ignored fields can be megabytes.
-        kind = StreamedAnswer if route.always_streams or asked.stream else WholeAnswer
-        return kind(self, generation, writer, arrived)
+        kind = StreamedAnswer if streams else WholeAnswer
+        return kind(served, generation, writer, arrived)
 
-    def _plan(self, route: type[GenerationRequest], raw: bytes) -> tuple[GenerationRequest, list[AskedChoice], Writer]:
-        """The request in a body, its choices, and what writes its answer. Raises as ``answer`` does."""
+    def _plan(
+        self, route: type[GenerationRequest], raw: bytes
+    ) -> tuple[GenerationRequest, ServedModel, list[AskedChoice], Writer]:
+        """The request in a body, its model, its choices, and what writes its answer. Raises as ``answer`` does."""
         asked = read_body(route, raw)
-        self.check_model(asked.model)
-        choices = asked.plan(self._planner)
-        return asked, choices, asked.writer(self._planner, self.model, choices)
+        served = self.find(asked.model)
+        choices = asked.plan(served.planner)
+        return asked, served, choices, asked.writer(served.planner, served.name, choices)
 
 
 class GeneratedAnswer(Response):
     """The answer to a request, with its running generation. However it ends, the generation ends with it.
 
     Args:
-        endpoint: has the engine.
+        served: the model.
         generation: the choices of the request.
         writer: writes the answer.
         arrived: when the request arrived, in seconds of ``time.monotonic``.
     """
 
-    def __init__(self, endpoint: Endpoint, generation: Generation, writer: Writer, arrived: float):
+    def __init__(self, served: ServedModel, generation: Generation, writer: Writer, arrived: float):
         super().__init__()
         del self.headers["content-length"]
-        self._endpoint, self._generation, self._writer = endpoint, generation, writer
+        self._served, self._generation, self._writer = served, generation, writer
         self._timeline = Timeline([len(choice.prompt_token_ids) for choice in generation.choices], arrived)
         self._reason_if_unfinished = "abort"
         """Finish reason of choices that never finish."""
@@ -112,8 +124,8 @@ class GeneratedAnswer(Response):
             await self._send(send)
         finally:
             watcher.cancel()
-            self._endpoint.client.release(self._generation)
-            self._endpoint.metrics.observe_end(self._timeline, self._reason_if_unfinished)
+            self._served.client.release(self._generation)
+            self._served.metrics.observe_end(self._timeline, self._reason_if_unfinished, self._generation.engines)
             numbers = self._timeline.summary(time.monotonic(), self._reason_if_unfinished)
             log_line(event="finished", id=self._generation.request_id, request_id=request_id(scope), **numbers)
 
@@ -132,7 +144,7 @@ class GeneratedAnswer(Response):
         """As ``Generation.updates``; also notes the times."""
         try:
             async for index, update, progress in self._generation.updates():
-                now, seconds = time.monotonic(), self._endpoint.client.stats.step_seconds
+                now, seconds = time.monotonic(), self._served.client.stats.step_seconds
                 self._timeline.choices[index].advance(now, seconds, update, progress)
                 yield index, update, progress
         except ApiError as error:

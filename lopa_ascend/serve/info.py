@@ -27,9 +27,8 @@ from lopa_ascend.serve.http.body import Body, Intake, read_body
 from lopa_ascend.serve.http.openapi import READING, body_of, errors
 from lopa_ascend.serve.link.client import EngineClient
 from lopa_ascend.serve.link.generation import AskedChoice, Generation
-from lopa_ascend.serve.link.messages import Ready
-from lopa_ascend.serve.metrics import Metrics
-from lopa_ascend.types import EngineStats, Update
+from lopa_ascend.serve.link.messages import Ready, Stepped
+from lopa_ascend.serve.metrics import metrics_text
 
 KV_UPDATE = {"block_causal": "single-phase", "full": "two-phase"}
 """How committed keys and values get into all slots, by window attention. Single-phase: every slot gets them in the step
@@ -91,35 +90,36 @@ class ServerInfo(BaseModel):
 # ---- routes ----------------------------------------------------------------------------------------------------------
 
 
-def add_state(app: FastAPI, client: EngineClient, config: ServeConfig, metrics: Metrics, model: str) -> None:
+def add_state(app: FastAPI, endpoint: Endpoint) -> None:
     """Routes that tell how the server is."""
+    clients = [model.client for model in endpoint.models.values()]
+    default, config = endpoint.default, endpoint.default.client.config
 
     @app.get("/health", responses=errors(503))
     async def health() -> Status:
         """200 while the engine makes progress."""
-        if (found := client.health()) is not None:
-            raise unavailable(found)
+        _check_health(clients)
         return Status()
 
     @app.get("/health_generate", responses=errors(500, 503))
     async def health_generate() -> Status:
         """200 once the engine has made a step: for other requests, or to generate a token."""
-        await see_a_step(client, config.watchdog_timeout)
+        for client in clients:
+            await see_a_step(client, config.watchdog_timeout)
         return Status()
 
     @app.get("/ready", responses=errors(503))
     async def ready() -> Status:
         """200 while a new request would be accepted."""
-        if (found := client.health()) is not None:
-            raise unavailable(found)
-        if client.num_running + client.num_waiting >= client.capacity:
+        _check_health(clients)
+        if any(client.num_running + client.num_waiting >= client.capacity for client in clients):
             raise unavailable("the queue is full", code="queue_full")
         return Status()
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def home(request: Request) -> str:
         """A page for people: which model is served, in which state, and where to go on."""
-        return home_page(model, client.health(), request.scope.get("root_path", ""))
+        return home_page(", ".join(endpoint.models), _problem(clients), request.scope.get("root_path", ""))
 
     @app.get("/version")
     async def version() -> Version:
@@ -129,38 +129,52 @@ def add_state(app: FastAPI, client: EngineClient, config: ServeConfig, metrics: 
     @app.get("/server_info")
     async def server_info() -> ServerInfo:
         """The effective configuration, without secrets."""
-        return effective_config(config, client.ready, model)
+        return effective_config(config, default.client.ready, default.name)
 
     plain_text = {"text/plain": {"schema": {"type": "string"}}}
 
     @app.get("/metrics", response_class=PlainTextResponse, responses={200: {"content": plain_text}})
     async def read_metrics() -> Response:
         """Prometheus metrics."""
-        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        text = metrics_text([model.metrics for model in endpoint.models.values()])
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
-def add_models(app: FastAPI, endpoint: Endpoint, max_model_len: int) -> None:
-    """Routes about the served model."""
-    card = ModelCard(id=endpoint.model, created=int(time.time()), max_model_len=max_model_len)
+def _problem(clients: Sequence[EngineClient]) -> str | None:
+    """Why an engine cannot serve; None if all can."""
+    return next((found for client in clients if (found := client.health()) is not None), None)
+
+
+def _check_health(clients: Sequence[EngineClient]) -> None:
+    if (found := _problem(clients)) is not None:
+        raise unavailable(found)
+
+
+def add_models(app: FastAPI, endpoint: Endpoint) -> None:
+    """Routes about the served models."""
+    now, name = int(time.time()), endpoint.default.name
+    cards = {
+        model.name: ModelCard(id=model.name, created=now, max_model_len=model.limits.max_model_len)
+        for model in endpoint.models.values()
+    }
 
     @app.get("/v1/models")
     async def list_models() -> ModelList:
-        """The served model, as a list of one."""
-        return ModelList(data=[card])
+        """The served models."""
+        return ModelList(data=[*cards.values()])
 
     @app.get("/get_model_info")
     async def model_info() -> ModelInfo:
         """The served model, as SGLang's clients ask for it."""
-        return ModelInfo(model_path=endpoint.model, tokenizer_path=endpoint.model)
+        return ModelInfo(model_path=name, tokenizer_path=name)
 
     @app.get("/v1/models/{model:path}", responses=errors(404))
     async def retrieve_model(model: str) -> ModelCard:
-        """The served model."""
-        endpoint.check_model(model)
-        return card
+        """A served model."""
+        return cards[endpoint.find(model).name]
 
 
-def add_abort(app: FastAPI, client: EngineClient, intake: Intake) -> None:
+def add_abort(app: FastAPI, clients: Sequence[EngineClient], intake: Intake) -> None:
     """The route that ends a request."""
 
     @app.post("/abort_request", responses=errors(*READING, 404), openapi_extra=body_of(AbortRequest))
@@ -170,7 +184,7 @@ def add_abort(app: FastAPI, client: EngineClient, intake: Intake) -> None:
         Its unfinished choices get the finish reason "abort".
         """
         asked = await intake.take(request, lambda raw: read_body(AbortRequest, raw))
-        if not client.abort(asked.request_id):
+        if not any(client.abort(asked.request_id) for client in clients):
             message = f"no request with a response {asked.request_id!r} is running"
             raise ApiError(HTTPStatus.NOT_FOUND, message, param="request_id", code="request_not_found")
         return Aborted(request_id=asked.request_id)
@@ -186,11 +200,14 @@ async def see_a_step(client: EngineClient, timeout: float) -> None:
     Raises:
         ApiError: 500, the token failed in the engine; 503, there was no step in ``timeout`` seconds, or none can come.
     """
-    stepped, num_steps_before = asyncio.Event(), client.stats.num_steps
+    stepped = asyncio.Event()
+    num_steps_before = {"": client.stats.num_steps}
+    num_steps_before |= {engine: stats.num_steps for engine, stats in client.engines.items()}
 
-    def observe(updates: Sequence[Update], stats: EngineStats) -> None:
-        has_failed = any(update.finish_reason == "error" for update in updates)
-        if stats.num_steps > num_steps_before and not has_failed:
+    def observe(message: Stepped) -> None:
+        has_failed = any(update.finish_reason == "error" for update in message.updates)
+        num_steps = message.stats.num_steps
+        if num_steps > num_steps_before.setdefault(message.engine, num_steps) and not has_failed:
             stepped.set()
 
     generation = _one_token(client)

@@ -9,18 +9,19 @@ tokens; the time per token is ``request_time_per_output_token``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from lopa_ascend.serve.link.client import EngineClient
+from lopa_ascend.serve.link.messages import Stepped
 from lopa_ascend.types import EngineStats, GraphStats, Progress, Update
 
 LABELS = ("model_name", "engine")
 ENGINE = "0"
-"""Value of the label "engine": there is one engine."""
+"""Value of the label "engine" of the only engine, and of choices that ended before one of several had them."""
 # Upper bounds of the buckets of histograms.
 SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
@@ -150,9 +151,9 @@ class Metrics:
     """
 
     def __init__(self, client: EngineClient, model_name: str):
-        self._labels = (model_name, ENGINE)
-        self._registry = CollectorRegistry()
-        self._registry.register(_EngineState(client, self._labels))
+        self._model_name = model_name
+        self.registry = CollectorRegistry()
+        self.registry.register(_EngineState(client, model_name))
         self._prompt = self._counter("vllm:prompt_tokens", "Prompt tokens; counted when a request ends.")
         self._generated = self._counter("vllm:generation_tokens", "Visible tokens; counted when a request ends.")
         self._success = self._labelled(
@@ -173,64 +174,95 @@ class Metrics:
         self._times = {name: self._histogram(f"vllm:{name}_seconds", text, SECONDS) for name, text in TIMES.items()}
         self._prompt_sizes = self._histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         self._answer_sizes = self._histogram("vllm:request_generation_tokens", "Visible tokens of a choice.", TOKENS)
-        self._steps_seen = client.stats.num_steps
-        for reason in FINISH_REASONS:  # so that they are shown before the first choice ends
-            self._success.labels(*self._labels, reason)
+        self._steps_seen = {engine: stats.num_steps for engine, stats in client.engines.items()}
+        self._show_zeros()
 
-    def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+    def _show_zeros(self) -> None:
+        """Makes the series of the only engine before anything has happened."""
+        labels = self._labels("")
+        for reason in FINISH_REASONS:
+            self._success.labels(*labels, reason)
+        counters = (self._prompt, self._generated, self._denoising, self._committed, self._canvas)
+        histograms = (self._iteration, self._forward, self._tpf, self._prompt_sizes, self._answer_sizes)
+        for metric in (*counters, *histograms, *self._times.values()):
+            metric.labels(*labels)
 
-    def observe_step(self, updates: Sequence[Update], stats: EngineStats) -> None:
-        """Counts the step that a message from the engine reports."""
-        if stats.num_steps == self._steps_seen:  # a heartbeat
-            return
-        self._steps_seen = stats.num_steps
-        tokens = sum(len(update.token_ids) for update in updates)
-        self._forward.observe(stats.step_seconds)
-        self._iteration.observe(tokens)
-        self._committed.inc(tokens)
-        for update in updates:
+    def _labels(self, engine: str) -> tuple[str, str]:
+        return self._model_name, engine or ENGINE
+
+    def observe_step(self, message: Stepped) -> None:
+        """Counts what a message from the engine reports."""
+        labels, stats = self._labels(message.engine), message.stats
+        tokens = sum(len(update.token_ids) for update in message.updates)
+        if stats.num_steps != self._steps_seen.get(message.engine, 0):  # else a heartbeat, or more of the same step
+            self._steps_seen[message.engine] = stats.num_steps
+            self._forward.labels(*labels).observe(stats.step_seconds)
+            if not message.engine:  # one of several sends the updates of a step in several messages
+                self._iteration.labels(*labels).observe(tokens)
+        self._committed.labels(*labels).inc(tokens)
+        for update in message.updates:
             if update.winner is not None:
-                self._denoising.inc()
-                self._wins.labels(*self._labels, str(update.winner or "anchor")).inc()
+                self._denoising.labels(*labels).inc()
+                self._wins.labels(*labels, str(update.winner or "anchor")).inc()
 
-    def observe_end(self, timeline: Timeline, reason_if_unfinished: str) -> None:
+    def observe_end(self, timeline: Timeline, reason_if_unfinished: str, engines: Sequence[str]) -> None:
         """Counts the choices of a request that has ended.
 
         Args:
             timeline: the request's times.
             reason_if_unfinished: finish reason of choices that never finished.
+            engines: for each choice which of several engines had it.
         """
-        for choice in timeline.choices:
-            self._observe_choice(choice, choice.finish_reason or reason_if_unfinished)
+        for choice, engine in zip(timeline.choices, engines, strict=True):
+            self._observe_choice(choice, choice.finish_reason or reason_if_unfinished, self._labels(engine))
 
-    def _observe_choice(self, choice: ChoiceTimeline, reason: str) -> None:
-        self._success.labels(*self._labels, reason).inc()
+    def _observe_choice(self, choice: ChoiceTimeline, reason: str, labels: tuple[str, str]) -> None:
+        self._success.labels(*labels, reason).inc()
         if choice.begun is None or choice.prefilled is None:
             return
-        self._prompt.inc(choice.prompt_tokens)
-        self._generated.inc(choice.num_text_tokens)
-        self._canvas.inc(choice.canvas_positions)
+        self._prompt.labels(*labels).inc(choice.prompt_tokens)
+        self._generated.labels(*labels).inc(choice.num_text_tokens)
+        self._canvas.labels(*labels).inc(choice.canvas_positions)
         if choice.finish_reason is None:
             return
-        self._prompt_sizes.observe(choice.prompt_tokens)
-        self._answer_sizes.observe(choice.num_text_tokens)
+        self._prompt_sizes.labels(*labels).observe(choice.prompt_tokens)
+        self._answer_sizes.labels(*labels).observe(choice.num_text_tokens)
         if choice.num_forwards:
-            self._tpf.observe(choice.num_text_tokens / choice.num_forwards)
+            self._tpf.labels(*labels).observe(choice.num_text_tokens / choice.num_forwards)
         for name, seconds in choice.durations().items():
-            self._times[name].observe(seconds)
+            self._times[name].labels(*labels).observe(seconds)
         for gap in choice.gaps:
-            self._times["inter_token_latency"].observe(gap)
+            self._times["inter_token_latency"].labels(*labels).observe(gap)
 
     def _counter(self, name: str, text: str) -> Counter:
-        return Counter(name, text, LABELS, registry=self._registry).labels(*self._labels)
+        return Counter(name, text, LABELS, registry=self.registry)
 
     def _labelled(self, name: str, text: str, label: str) -> Counter:
-        return Counter(name, text, (*LABELS, label), registry=self._registry)
+        return Counter(name, text, (*LABELS, label), registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(name, text, LABELS, buckets=buckets, registry=self._registry).labels(*self._labels)
+        return Histogram(name, text, LABELS, buckets=buckets, registry=self.registry)
+
+
+class _Merged(Collector):
+    """The families of several collectors, each of which is there once with the samples of all."""
+
+    def __init__(self, parts: Iterable[Collector]):
+        self._parts = parts
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for part in self._parts:
+            for family in part.collect():
+                merged = families.setdefault(family.name, family)
+                if merged is not family:
+                    merged.samples += family.samples
+        return families.values()
+
+
+def metrics_text(models: Sequence[Metrics]) -> bytes:
+    """The metrics of all models in Prometheus' text format."""
+    return generate_latest(_Merged([model.registry for model in models]))
 
 
 TIMES = {
@@ -247,17 +279,42 @@ TIMES = {
 
 
 class _EngineState(Collector):
-    """Metrics that are read from the engine's latest stats at the moment of the request for /metrics."""
+    """Metrics that are read from the engines' latest stats at the moment of the request for /metrics."""
 
-    def __init__(self, client: EngineClient, labels: tuple[str, str]):
-        self._client, self._labels = client, labels
+    def __init__(self, client: EngineClient, model_name: str):
+        self._client, self._model_name = client, model_name
 
     def collect(self) -> Iterable[Metric]:
-        client, stats = self._client, self._client.stats
+        client, name = self._client, self._model_name
+        if not client.engines.keys() - {""}:
+            only = replace(client.stats, num_running=client.num_running, num_waiting=client.num_waiting)
+            return _OneEngine((name, ENGINE), only).collect()
+        engines = [_OneEngine((name, engine), stats) for engine, stats in client.engines.items()]
+        return [*_Merged(engines).collect(), *self._of_all()]
+
+    def _of_all(self) -> Iterable[Metric]:
+        count = GaugeMetricFamily("lopa:engines", "Engines that take requests.", labels=["model_name"])
+        count.add_metric([self._model_name], len(self._client.engines))
+        yield count
+        text = 'Choices that lost their engine, by outcome: "retried" on another one, or "failed".'
+        lost = CounterMetricFamily("lopa:lost_choices", text, labels=[*LABELS, "outcome"])
+        for (engine, outcome), number in self._client.lost.items():
+            lost.add_metric([self._model_name, engine, outcome], number)
+        yield lost
+
+
+class _OneEngine(Collector):
+    """The metrics of an engine's stats."""
+
+    def __init__(self, labels: tuple[str, str], stats: EngineStats):
+        self._labels, self._stats = labels, stats
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._stats
         usage = stats.pages_in_use / stats.num_pages if stats.num_pages else 0.0
         yield from self._gauges(
-            ("vllm:num_requests_running", "Choices that the engine has begun.", client.num_running),
-            ("vllm:num_requests_waiting", "Choices that wait until the engine has room.", client.num_waiting),
+            ("vllm:num_requests_running", "Choices that the engine has begun.", stats.num_running),
+            ("vllm:num_requests_waiting", "Choices that wait until the engine has room.", stats.num_waiting),
             ("vllm:kv_cache_usage_perc", "Fraction of the KV pages that requests hold, 0 to 1.", usage),
             ("lopa:pages_in_use", "KV pages that requests hold.", stats.pages_in_use),
             ("lopa:pages_cached", "KV pages that only the prefix cache holds.", stats.pages_cached),

@@ -137,8 +137,8 @@ def serve(config: ServeConfig) -> int:
     engine died."""
     try:
         listener = bind(config.host, config.port)  # before the model is loaded, so that a port in use shows at once
-        _check_tls(config)
-        template = _chat_template(config)
+        check_tls(config)
+        template = chat_template(config)
     except (ValueError, OSError) as error:
         return _refused(error)
     return asyncio.run(_serve(config, template, listener))
@@ -160,7 +160,7 @@ async def _serve(config: ServeConfig, template: str | None, listener: socket.soc
     except (EngineFailed, ValueError, OSError) as error:
         return _refused(error)
     try:
-        app = create_app(client, config, listener.getsockname()[0])
+        app = create_app([client], listener.getsockname()[0])
         server = Server(_uvicorn(config, app), client, interrupts, config.shutdown_timeout, greeting)
         await server.serve(sockets=[listener])
         await app.state.intake.close()
@@ -222,7 +222,7 @@ def _address_error(host: str, port: int, error: OSError) -> OSError:
     return OSError(f"--host {host} --port {port}: {error.strerror}")
 
 
-def _check_tls(config: ServeConfig) -> None:
+def check_tls(config: ServeConfig) -> None:
     """Raises OSError or ValueError if the files of the TLS flags cannot be used."""
     if config.ssl_certfile is None:
         return
@@ -238,7 +238,7 @@ def _check_tls(config: ServeConfig) -> None:
             raise OSError(f"--ssl-ca-certs {config.ssl_ca_certs}: {error}") from error
 
 
-def _chat_template(config: ServeConfig) -> str | None:
+def chat_template(config: ServeConfig) -> str | None:
     """The text of --chat-template; None: the model's own. A broken template is refused before the model is loaded."""
     if config.chat_template is None:
         load_template(config.engine.model or DEMO_MODEL)

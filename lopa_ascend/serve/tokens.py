@@ -81,16 +81,16 @@ class TokenizerInfo(BaseModel):
     chat_template: str | None
 
 
-def add_tokenizer(app: FastAPI, endpoint: Endpoint, prompts: Prompts, limits: Limits, intake: Intake) -> None:
+def add_tokenizer(app: FastAPI, endpoint: Endpoint, intake: Intake) -> None:
     def tokens(raw: bytes) -> Response:
         asked = read_body(TokenizeRequest, raw)
-        endpoint.check_model(asked.model)
-        return _json(_tokenized(prompts, asked, limits.max_model_len))
+        model = endpoint.find(asked.model)
+        return _json(_tokenized(model.client.prompts, asked, model.limits.max_model_len))
 
     def text(raw: bytes) -> Response:
         asked = read_body(DetokenizeRequest, raw)
-        endpoint.check_model(asked.model)
-        return _json(_detokenized(prompts, asked, limits))
+        model = endpoint.find(asked.model)
+        return _json(_detokenized(model.client.prompts, asked, model.limits))
 
     @app.post("/tokenize", response_model=Tokens, responses=errors(*STATUSES), openapi_extra=body_of(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
@@ -105,14 +105,14 @@ def add_tokenizer(app: FastAPI, endpoint: Endpoint, prompts: Prompts, limits: Li
     @app.get("/tokenizer_info", responses=errors(404))
     async def tokenizer_info() -> TokenizerInfo:
         """The tokenizer, its special tokens and its chat template."""
-        tokenizer = prompts.tokenizer
+        tokenizer = endpoint.default.client.prompts.tokenizer
         if tokenizer is None:
             raise ApiError(HTTPStatus.NOT_FOUND, "the model has no tokenizer files", code="no_tokenizer")
         named: dict[str, Any] = dict(tokenizer.special)
         return TokenizerInfo(
             tokenizer_class="ByteLevelBPE",
             vocab_size=tokenizer.num_token_ids,
-            model_max_length=limits.max_model_len,
+            model_max_length=endpoint.default.limits.max_model_len,
             chat_template=tokenizer.chat_template,
             **named,
         )

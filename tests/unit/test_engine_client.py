@@ -19,7 +19,7 @@ from lopa_ascend.config import DecodingParams, Limits, decoding
 from lopa_ascend.config.combinations import check_combinations
 from lopa_ascend.serve import endpoint as answering
 from lopa_ascend.serve.config import ServeConfig
-from lopa_ascend.serve.endpoint import Endpoint
+from lopa_ascend.serve.endpoint import Endpoint, ServedModel
 from lopa_ascend.serve.http.api_error import ApiError
 from lopa_ascend.serve.http.body import Intake, read_body
 from lopa_ascend.serve.info import see_a_step
@@ -27,7 +27,6 @@ from lopa_ascend.serve.link.client import EngineClient
 from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.link.messages import Ready, Stepped
 from lopa_ascend.serve.link.spawn import EngineProcess
-from lopa_ascend.serve.metrics import Metrics
 from lopa_ascend.serve.openai.completions import CompletionRequest
 from lopa_ascend.serve.openai.request import Planner
 from lopa_ascend.text.prompt import Prompts
@@ -176,8 +175,7 @@ def test_a_request_that_waits_keeps_no_fields_without_effect(monkeypatch: pytest
         request = Request(scope, messages.get)
         async with connected() as (client, engines):
             intake = Intake(10**6)
-            planner = Planner(client.prompts, LIMITS, {})
-            endpoint = Endpoint(client, planner, intake, Metrics(client, "m"), "m", ServeConfig())
+            endpoint = Endpoint([ServedModel(client)], intake, client.config)
             response = await endpoint.answer(request, CompletionRequest)
             await engines.recv()
             for _ in range(500):  # the thread that parsed the body lets go of it in its own time

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from http import HTTPStatus
+from typing import Protocol
 
 from lopa_ascend.config import ParameterError
 from lopa_ascend.demo import DEMO_MODEL
@@ -17,7 +19,7 @@ from lopa_ascend.engine.commands import Abort, Generate
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.http.api_error import ApiError, unavailable
 from lopa_ascend.serve.link.generation import AskedChoice, Generation
-from lopa_ascend.serve.link.messages import Ready, Stepped
+from lopa_ascend.serve.link.messages import FromEngine, Left, Lost, Ready, Stepped, ToEngine
 from lopa_ascend.serve.link.spawn import EngineProcess
 from lopa_ascend.text.output import OutputStream
 from lopa_ascend.text.prompt import Prompts
@@ -26,8 +28,33 @@ from lopa_ascend.types import EngineStats, Update
 
 logger = logging.getLogger("uvicorn.error")
 
-Observer = Callable[[Sequence[Update], EngineStats], None]
-"""Called with the updates and the stats of each message from the engine."""
+Observer = Callable[[Stepped], None]
+"""Called with each message from the engine."""
+MAX_ATTEMPTS = 3
+"""Engines that a choice may lose before it fails: it may be what ends them."""
+
+
+class EngineLink(Protocol):
+    """The way to one engine, or to several engines that share the choices among them."""
+
+    def send(self, message: ToEngine) -> None:
+        """Queues a message."""
+
+    async def receive(self) -> FromEngine:
+        """The next message."""
+
+    async def wait(self) -> None:
+        """Waits until the engine has ended."""
+
+    @property
+    def ending(self) -> str | None:
+        """How the engine has ended; None while it runs."""
+
+    def kill(self) -> None:
+        """Ends the engine at once."""
+
+    async def close(self) -> None:
+        """Ends the engine and waits until it is gone."""
 
 
 @dataclass
@@ -40,6 +67,9 @@ class _Unfinished:
     output: OutputStream
     last: Update | None = None
     """The latest update of the choice; None while it waits."""
+    is_shown: bool = False
+    """Whether the client has been sent some of it."""
+    attempts: int = 1
 
     def aborted(self) -> Update:
         """An update that ends the choice with the finish reason "abort" and has no new tokens."""
@@ -51,19 +81,23 @@ class _Unfinished:
 
 
 class EngineClient:
-    """The engine process as the HTTP process sees it. Made by ``start``; ``close`` must follow.
+    """The engine as the HTTP process sees it. Made by ``start`` or ``connect``; ``close`` must follow.
 
     Args:
-        engine: the engine process.
+        engine: the way to the engine.
         ready: what the engine reported when its model was loaded.
         prompts: turns texts and conversations into token ids; may be used in threads.
         config: how the server was started.
     """
 
-    def __init__(self, engine: EngineProcess, ready: Ready, prompts: Prompts, config: ServeConfig):
+    def __init__(self, engine: EngineLink, ready: Ready, prompts: Prompts, config: ServeConfig):
         self.ready, self.prompts, self.config = ready, prompts, config
         self.stats = EngineStats(0, 0, 0, 0, ready.limits.num_pages)
-        """The latest stats of the engine."""
+        """The latest stats of the engine; of several, those that came last."""
+        self.engines: dict[str, EngineStats] = {}
+        """The latest stats by name of the engine."""
+        self.lost: Counter[tuple[str, str]] = Counter()
+        """Choices that lost their engine, by its name and by what became of them: "retried" or "failed"."""
         self.observers: list[Observer] = []
         """Called for every message from the engine, which come after each step and about once a second when idle."""
         self.engine_died = asyncio.Event()
@@ -100,6 +134,16 @@ class EngineClient:
             ValueError, OSError: the tokenizer cannot be read, or no process can be started.
         """
         engine, ready = await EngineProcess.start(config.engine)
+        return await cls.connect(engine, ready, config, chat_template)
+
+    @classmethod
+    async def connect(
+        cls, engine: EngineLink, ready: Ready, config: ServeConfig, chat_template: str | None
+    ) -> EngineClient:
+        """The client of an engine that has been started; closes the engine if the tokenizer cannot be read.
+
+        Raises as ``start`` does.
+        """
         try:
             client = cls(engine, ready, await asyncio.to_thread(_prompts, config, chat_template, ready), config)
         except BaseException:
@@ -118,7 +162,12 @@ class EngineClient:
     @property
     def capacity(self) -> int:
         """Choices that may run and wait together. A request with more could never be accepted."""
-        return self.ready.limits.max_num_seqs + self.config.max_num_queued_reqs
+        return self._num_seqs + self.config.max_num_queued_reqs
+
+    @property
+    def _num_seqs(self) -> int:
+        """Choices that all engines can run together."""
+        return self.ready.limits.max_num_seqs * max(1, len(self.engines))
 
     def health(self) -> str | None:
         """None while the engine makes progress, else why the server cannot serve."""
@@ -133,13 +182,16 @@ class EngineClient:
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
-    def submit(self, request_id: str, choices: Sequence[AskedChoice], *, trace: bool = False) -> Generation:
+    def submit(
+        self, request_id: str, choices: Sequence[AskedChoice], *, trace: bool = False, streams: bool = False
+    ) -> Generation:
         """Hands choices to the engine; ``release`` must follow.
 
         Args:
             request_id: a new id.
             choices: the choices, which were checked against ``ready.limits``.
             trace: the updates carry a record of each forward pass.
+            streams: whether the client is sent each update.
 
         Raises:
             ParameterError: there are more than ``capacity``, or ``request_id`` is in use.
@@ -153,13 +205,13 @@ class EngineClient:
             raise ParameterError("n" if one_prompt else "prompt", message)
         if (problem := self.health()) is not None:
             raise unavailable(problem, "service_unavailable" if self._death is None else "engine_dead")
-        room = max(0, self.ready.limits.max_num_seqs - self.num_running) + self.config.max_num_queued_reqs
+        room = max(0, self._num_seqs - self.num_running) + self.config.max_num_queued_reqs
         if self.num_waiting + len(choices) > room:
             message = (
                 f"the queue has room for {max(0, room - self.num_waiting)} choices; this request has {len(choices)}"
             )
             raise unavailable(message, "queue_full")
-        generation = Generation(request_id, choices, trace, self._end)
+        generation = Generation(request_id, choices, trace, self._end, streams)
         self._begin(generation)
         return generation
 
@@ -167,14 +219,21 @@ class EngineClient:
         self._generations[generation.request_id] = generation
         self._idle.clear()
         for index, choice_id in enumerate(generation.choice_ids):
-            choice = generation.choices[index]
-            output = OutputStream(choice.prompt_token_ids, choice.params, self.prompts.tokenizer)
-            self._choices[choice_id] = _Unfinished(generation, index, output)
-            params = choice.params.with_valid(stop=())  # the engine knows no text
-            self._engine.send(Generate(choice_id, choice.prompt_token_ids, params, generation.trace))
+            self._choices[choice_id] = _Unfinished(generation, index, self._output(generation.choices[index]))
+            self._generate(choice_id)
         if (limit := self.config.request_timeout) is not None:
             late = ApiError(HTTPStatus.GATEWAY_TIMEOUT, f"the request took longer than {limit:g} s", code="timeout")
             self._timers[generation.request_id] = self._loop.call_later(limit, generation.fail, late)
+
+    def _output(self, choice: AskedChoice) -> OutputStream:
+        return OutputStream(choice.prompt_token_ids, choice.params, self.prompts.tokenizer)
+
+    def _generate(self, choice_id: str) -> None:
+        """Hands an unfinished choice to the engine."""
+        unfinished = self._choices[choice_id]
+        choice = unfinished.generation.choices[unfinished.index]
+        params = choice.params.with_valid(stop=())  # the engine knows no text
+        self._engine.send(Generate(choice_id, choice.prompt_token_ids, params, unfinished.generation.trace))
 
     def release(self, generation: Generation) -> None:
         """Ends the generation if it is still running, and forgets it."""
@@ -235,21 +294,29 @@ class EngineClient:
     async def _receive(self) -> None:
         while True:
             message = await self._engine.receive()
-            assert isinstance(message, Stepped), message
             self._last_message = self._loop.time()
-            self.stats = message.stats
+            if isinstance(message, Lost):
+                self._lose(message)
+                continue
+            if isinstance(message, Left):
+                self.engines.pop(message.engine, None)
+                continue
+            assert isinstance(message, Stepped), message
+            self.stats = self.engines[message.engine] = message.stats
             for update in message.updates:
-                self._deliver(update)
+                self._deliver(update, message.engine)
             for observer in self.observers:
-                observer(message.updates, message.stats)
+                observer(message)
 
-    def _deliver(self, update: Update) -> None:
+    def _deliver(self, update: Update, engine: str) -> None:
         choice = self._choices.get(update.request_id)
         if choice is None:  # it was aborted while the update was on its way
             return
         if choice.last is None:
             self.num_running += 1
         choice.last = update
+        choice.generation.engines[choice.index] = engine
+        choice.is_shown |= choice.generation.streams and bool(update.token_ids or choice.generation.trace)
         if update.finish_reason == "error":
             self._forget(update.request_id)
             message = f"generation failed: {update.error}"
@@ -261,6 +328,23 @@ class EngineClient:
             if update.finish_reason is None:  # a stop string ended it; the engine does not know stop strings
                 self._engine.send(Abort(update.request_id))
         choice.generation.post(choice.index, update, progress)
+
+    def _lose(self, lost: Lost) -> None:
+        """Begins a choice again that has lost its engine, unless the client has been sent some of it."""
+        choice = self._choices.get(lost.request_id)
+        if choice is None:
+            return
+        is_over = choice.is_shown or choice.attempts == MAX_ATTEMPTS
+        self.lost[lost.engine, "failed" if is_over else "retried"] += 1
+        if is_over:
+            self._forget(lost.request_id)
+            choice.generation.fail(unavailable(lost.message, "engine_dead"))
+            return
+        if choice.last is not None:
+            self.num_running -= 1
+        choice.output, choice.last = self._output(choice.generation.choices[choice.index]), None
+        choice.attempts += 1
+        self._generate(lost.request_id)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 

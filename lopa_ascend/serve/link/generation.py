@@ -34,14 +34,22 @@ class Generation:
         choices: what it asks for.
         trace: each forward pass stays an update of its own; a reader that leaves too many unread ends the generation.
         take_out: called when the generation fails; takes its choices out of the engine.
+        streams: whether the reader passes each update on, so that nothing of it can be taken back.
     """
 
     def __init__(
-        self, request_id: str, choices: Sequence[AskedChoice], trace: bool, take_out: Callable[[Generation], object]
+        self,
+        request_id: str,
+        choices: Sequence[AskedChoice],
+        trace: bool,
+        take_out: Callable[[Generation], object],
+        streams: bool = False,
     ):
-        self.request_id, self.choices, self.trace = request_id, choices, trace
+        self.request_id, self.choices, self.trace, self.streams = request_id, choices, trace, streams
         self.ended = False
         """Nothing will be added to the unread updates."""
+        self.engines = [""] * len(choices)
+        """For each choice which of several engines has it, once an update has come."""
         self._take_out = take_out
         self._unread: dict[tuple[int, int], tuple[Update, Progress]] = {}
         """By index of the choice and, with ``trace``, number of the forward pass."""

@@ -47,10 +47,27 @@ class Stepped(msgspec.Struct, tag=True, frozen=True):
     updates: list[Update]
     """Empty in a heartbeat."""
     stats: EngineStats
+    engine: str = ""
+    """Which of several engines has sent it; empty if there is one."""
+
+
+class Lost(msgspec.Struct, tag=True, frozen=True):
+    """An engine has ended while it generated a request; it is one of several."""
+
+    request_id: str
+    engine: str
+    message: str
+    """What has happened, for the client."""
+
+
+class Left(msgspec.Struct, tag=True, frozen=True):
+    """One of several engines takes no more requests."""
+
+    engine: str
 
 
 ToEngine = Start | Generate | Abort
-FromEngine = Ready | Failed | Stepped
+FromEngine = Ready | Failed | Stepped | Lost | Left
 
 encode_message = msgspec.msgpack.Encoder().encode
 decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
