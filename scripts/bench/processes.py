@@ -31,7 +31,7 @@ def cpu_seconds(root: int) -> dict[str, float]:
             command = (folder / "cmdline").read_text("utf-8", "replace").replace("\0", " ")
         except OSError:  # it has ended
             continue
-        part = next((name for pattern, name in PARTS.items() if re.match(pattern, command)), "rest")
+        part = next((name for pattern, name in PARTS.items() if re.match(pattern, command, re.DOTALL)), "rest")
         parents[int(folder.name)] = int(fields[1])
         used[int(folder.name)] = part, (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     family, found = {root}, {root}

@@ -296,7 +296,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of a server that is started")
     parser.add_argument("--stand-ins", type=number_from(1), metavar="N", help="start N stand-ins for engines")
     parser.add_argument(
-        "--ingresses", type=number_from(1), default=1, metavar="N", help="processes that answer HTTP (default: 1)"
+        "--ingresses",
+        type=number_from(1),
+        metavar="N",
+        help="of the stand-ins: processes that answer HTTP (default: 1)",
     )
     parser.add_argument(
         "--clients",
@@ -332,8 +335,10 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Measures and prints each number of clients."""
     if bool(args.url) + bool(args.flags) + bool(args.stand_ins) > 1:
         parser.error("--url, --stand-ins and flags after -- name different servers; give one of them")
+    if args.ingresses and not args.stand_ins:
+        parser.error("--ingresses goes with --stand-ins alone")
     if args.stand_ins:
-        server = stand_ins(args.stand_ins, args.ingresses)
+        server: AbstractContextManager[Server] = stand_ins(args.stand_ins, args.ingresses or 1)
     else:
         server = nullcontext(Server(args.url)) if args.url else one_server(args.flags)
     bodies = make_bodies(args.requests, args.max_tokens, dict(map(parse_field, args.fields)))

@@ -10,20 +10,21 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import zmq
 import zmq.asyncio
-from lopa_ascend.serve.replicas import app
-from lopa_ascend.serve.replicas import engine as replica
-from lopa_ascend.serve.replicas.placement import Placement
 from ray import serve
 
 from lopa_ascend.config import EngineConfig, Limits
 from lopa_ascend.demo import DEMO_MODEL
-from lopa_ascend.engine.commands import Generate
+from lopa_ascend.engine.commands import Abort, Generate
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.link.messages import FromEngine, Ready, Stepped, ToEngine
 from lopa_ascend.serve.link.spawn import EngineProcess
+from lopa_ascend.serve.replicas import app, engine
+from lopa_ascend.serve.replicas.engine import Replica
+from lopa_ascend.serve.replicas.placement import Placement
 from lopa_ascend.types import EngineStats, Update
 
 STEP, TOKENS = 0.036, 10
@@ -73,7 +74,7 @@ class PacedEngine(EngineProcess):
     def send(self, message: ToEngine) -> None:
         if isinstance(message, Generate):
             self._requests[message.request_id] = _Running(message.params.max_new_tokens)
-        else:
+        elif isinstance(message, Abort):
             self._requests.pop(message.request_id, None)
         self._news.set()
 
@@ -113,15 +114,15 @@ class PacedEngine(EngineProcess):
         await asyncio.Event().wait()
 
 
-class StandIn(replica.Replica):
+class StandIn(Replica):
     """A replica with such an engine."""
 
-    async def __init__(self, config: ServeConfig, placement: Placement):
-        replica.EngineProcess = PacedEngine  # type: ignore[misc]
-        await super().__init__(config, placement)
+    async def __init__(self, config: ServeConfig, placement: Placement):  # type: ignore[misc]  # Serve awaits it
+        with patch.object(engine, "EngineProcess", PacedEngine):
+            await super().__init__(config, placement)
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
     """The application of ``app.build`` with stand-ins for its replicas."""
-    app.Replica = StandIn  # type: ignore[misc]
-    return app.build(args)
+    with patch.object(app, "Replica", StandIn):
+        return app.build(args)

@@ -7,6 +7,7 @@ FROM ${CANN_IMAGE}
 ARG PIP_EXTRA_INDEX_URL
 ARG TORCH=2.10.0
 ARG TORCH_NPU=2.10.0.post4
+ARG RAY=2.60.0
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 
 # hadolint ignore=DL3008
@@ -15,7 +16,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/lopa
-RUN pip install "torch==${TORCH}" "torch_npu==${TORCH_NPU}"
+RUN pip install "torch==${TORCH}" "torch_npu==${TORCH_NPU}" "ray[serve]==${RAY}"
 COPY setup.py pyproject.toml README.md LICENSE ./
 COPY lopa_ascend lopa_ascend
 COPY scripts scripts

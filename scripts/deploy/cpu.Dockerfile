@@ -5,6 +5,7 @@ FROM ${PYTHON_IMAGE}
 
 ARG PIP_EXTRA_INDEX_URL
 ARG TORCH=2.13.0
+ARG RAY=2.60.0
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 
 # g++ compiles the kernels here, and graphs at start with --graph-mode inductor.
@@ -14,7 +15,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/lopa
-RUN pip install "torch==${TORCH}"
+RUN pip install "torch==${TORCH}" "ray[serve]==${RAY}"
 COPY setup.py pyproject.toml README.md LICENSE ./
 COPY lopa_ascend lopa_ascend
 COPY scripts scripts

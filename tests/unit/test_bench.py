@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,8 @@ import httpx
 import pytest
 
 from scripts.bench.__main__ import COMMANDS, main
-from scripts.bench.prompts import questions
 from scripts.bench.processes import cpu_seconds
+from scripts.bench.prompts import questions
 from scripts.bench.serve import Answer, Level, ask, make_bodies, one_server, parse_field
 
 
@@ -49,7 +50,9 @@ def test_no_command_loads_torch_for_its_help() -> None:
         ("decode --params tau=0.9", "tau: unknown option; choose from"),
         ("decode --engine max_model_len=long", "max_model_len: must be"),
         ("serve --requests -1", "--requests: must be a whole number from 1 on, got '-1'"),
-        ("serve --url http://host -- --max-num-seqs 1", "leave --url out"),
+        ("serve --url http://host -- --max-num-seqs 1", "give one of them"),
+        ("serve --url http://host --stand-ins 2", "give one of them"),
+        ("serve --ingresses 2", "--ingresses goes with --stand-ins alone"),
     ],
 )
 def test_senseless_values_are_refused(command: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """Linters and schemas accept what scripts/deploy has, and the launch scripts and the server its commands."""
 
+import importlib
 import itertools
 import json
 import os
@@ -17,7 +18,7 @@ import yaml
 from lopa_ascend.backend.npu.versions import CANN_OF_TORCH_NPU, check_versions
 from lopa_ascend.config import GRAPH_MODES_BY_DEVICE
 from lopa_ascend.demo import DEMO_MODEL
-from lopa_ascend.serve.cli import parse_args
+from lopa_ascend.serve.cli import config_of, parse_args
 from lopa_ascend.serve.config import ServeConfig
 from scripts.launch.npu import CONTROL_DEVICES, DIES
 from tests.launch_scripts import ROOT, Scripts
@@ -116,6 +117,12 @@ def test_the_images_have_versions_that_go_together():
         check_versions(given["TORCH"], given["TORCH_NPU"], mode)
     cann = given["CANN_IMAGE"].partition(":")[2].partition("-")[0]
     assert CANN_OF_TORCH_NPU[given["TORCH_NPU"]] == cann
+    versions = {
+        given["RAY"],
+        build_arguments("cpu")["RAY"],
+        read("rayservice")[-1]["spec"]["rayClusterConfig"]["rayVersion"],
+    }
+    assert len(versions) == 1
 
 
 @pytest.mark.parametrize("name", ["compose", *MANIFESTS])
@@ -151,6 +158,34 @@ def test_the_set_launches_one_server_on_its_nodes(scripts: Scripts):
         engine = server_of(command, scripts).engine
         dies = container["resources"]["limits"]["huawei.com/Ascend910"] * nodes
         assert engine.tensor_parallel_size * engine.branch_parallel_size == dies
+
+
+def test_the_service_has_a_node_for_each_engine(scripts: Scripts):
+    spec = read("rayservice")[-1]["spec"]
+    deployed = yaml.safe_load(spec["serveConfigV2"])
+    (application,), (workers,) = deployed["applications"], spec["rayClusterConfig"]["workerGroupSpecs"]
+    config = config_of({**application["args"], "model": str(DEMO_MODEL)}, "serveConfigV2")
+    (container,) = workers["template"]["spec"]["containers"]
+    engine = config.engine
+    assert engine.tensor_parallel_size * engine.branch_parallel_size == DIES
+    assert container["resources"]["limits"]["huawei.com/Ascend910"] == DIES
+    assert json.loads(json.loads(workers["rayStartParams"]["resources"])) == {"NPU": DIES}
+    assert config.replicas == workers["replicas"]
+    assert container["volumeMounts"][1]["mountPath"] == str(Path(application["args"]["model"]).parent)
+    ((launched, _),) = scripts.dry_run("cluster", "--node-rank=0", "--master-addr=lopa", "--interface=eth0")
+    # Ray and the replica set these for each rank.
+    del launched["ASCEND_RT_VISIBLE_DEVICES"], launched["HCCL_IF_BASE_PORT"]
+    given = {variable["name"]: variable.get("value") for variable in container["env"]}
+    launched.pop("LD_PRELOAD", None)
+    assert given == {**launched, "CPU_AFFINITY_CONF": "0", "LOPA_API_KEY": None}
+
+
+def test_serve_takes_the_configuration_of_the_service():
+    schema = pytest.importorskip("ray.serve.schema", reason="the extra ray is not installed")
+    deployed = schema.ServeDeploySchema.model_validate(yaml.safe_load(read("rayservice")[-1]["spec"]["serveConfigV2"]))
+    (application,) = deployed.applications
+    module, _, name = application.import_path.partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
 
 
 def test_the_compose_file_starts_servers(scripts: Scripts):
