@@ -4,6 +4,8 @@
     bench serve --url http://host:8000                a running server; its prefix cache may know the prompts
     bench serve --clients 1 -- --max-num-seqs 1       flags of the server that is started come after --
     bench serve --fields block_size=16 num_branches=7 fields of the requests
+    bench serve -- --replicas 2                       engines behind Ray Serve
+    bench serve --stand-ins 16 --ingresses 2          16 stand-ins for them, which compute nothing: what the rest can do
 
 For every number of clients the same streamed chat requests are sent; each client sends its next request as soon as it
 has an answer. Prints a row of a Markdown table for each number of clients, or with --json one line for all:
@@ -13,6 +15,7 @@ has an answer. Prints a row of a Markdown table for each number of clients, or w
   first p50, p99         milliseconds until the first text of an answer: median and 99th percentile
   answer p50, p99        milliseconds until the end of an answer
   pieces                 events with text in an answer, on average
+  CPU, ms                of the processes of a server that is started here, and of the clients, for each request
 """
 
 from __future__ import annotations
@@ -23,21 +26,25 @@ import itertools
 import json
 import math
 import os
+import resource
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import yaml
 
 from scripts.arguments import number_from
 from scripts.bench.machine import describe_machine
+from scripts.bench.processes import cpu_seconds
 from scripts.bench.prompts import chat, questions
 
 CLIENTS = (1, 2, 4, 8, 16, 32)
@@ -71,6 +78,8 @@ class Level:
     answers: Sequence[Answer]
     seconds: float
     """Seconds of all requests by the clock."""
+    cpu: Mapping[str, float]
+    """CPU seconds of all requests, by part of the server."""
 
     def as_json(self) -> dict[str, Any]:
         """The figures by name."""
@@ -87,6 +96,7 @@ class Level:
             for share in (0.5, 0.99):
                 found[f"{name}_p{100 * share:.0f}_ms"] = round(1000 * percentile(values, share), 1)
         found["pieces"] = round(statistics.mean(answer.pieces for answer in self.answers), 1)
+        found["cpu_ms"] = {part: round(1000 * used / len(self.answers), 2) for part, used in self.cpu.items()}
         return found
 
 
@@ -100,6 +110,7 @@ HEADINGS = {
     "answer_p50_ms": "answer p50",
     "answer_p99_ms": "answer p99",
     "pieces": "pieces",
+    "cpu_ms": "CPU, ms",
 }
 """Figure -> heading of its column."""
 
@@ -117,11 +128,11 @@ def make_bodies(count: int, max_tokens: int, fields: Mapping[str, Any]) -> list[
     ]
 
 
-async def measure(url: str, bodies: Sequence[Mapping[str, Any]], clients: int) -> Level:
+async def measure(server: Server, bodies: Sequence[Mapping[str, Any]], clients: int) -> Level:
     """Sends requests to a server, after a first one that does not count.
 
     Args:
-        url: the server's.
+        server: which is asked.
         bodies: of the requests.
         clients: requests at the same time.
 
@@ -131,16 +142,17 @@ async def measure(url: str, bodies: Sequence[Mapping[str, Any]], clients: int) -
     answers: list[Answer] = []
     waiting = iter(bodies)
     limits = httpx.Limits(max_connections=clients)
-    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT, limits=limits) as http:
+    async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT, limits=limits) as http:
         await ask(http, bodies[0])
 
         async def client() -> None:
             for body in waiting:
                 answers.append(await ask(http, body))
 
-        start = time.perf_counter()
+        before, start = server.cpu_seconds(), time.perf_counter()
         await asyncio.gather(*(client() for _ in range(clients)))
-        return Level(clients, answers, time.perf_counter() - start)
+        seconds, after = time.perf_counter() - start, server.cpu_seconds()
+        return Level(clients, answers, seconds, {part: used - before.get(part, 0) for part, used in after.items()})
 
 
 async def ask(http: httpx.AsyncClient, body: Mapping[str, Any]) -> Answer:
@@ -185,50 +197,110 @@ def _take(answer: Answer, event: Mapping[str, Any], seconds: float) -> None:
         answer.forwards = (event.get("lopa") or {}).get("num_forwards", 0)
 
 
+@dataclass(frozen=True)
+class Server:
+    """A running server."""
+
+    url: str
+    process: int | None = None
+    """Its id, if the server was started here."""
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """CPU seconds until now, by part of the server, and of the clients, which are this process."""
+        own = resource.getrusage(resource.RUSAGE_SELF)
+        return ({} if self.process is None else cpu_seconds(self.process)) | {"clients": own.ru_utime + own.ru_stime}
+
+
 @contextmanager
-def serving(url: str | None, flags: Sequence[str]) -> Iterator[str]:
-    """The address of a server.
+def serving(command: Sequence[str], environment: Mapping[str, str], url: str | None = None) -> Iterator[Server]:
+    """A server that is started, and ended after the ``with`` block.
 
     Args:
-        url: a running server; None: one is started, and ended after the ``with`` block.
-        flags: of a server that is started.
+        command: starts it.
+        environment: variables in addition to this process's own, which win.
+        url: its address; None: its log has it.
 
     Raises:
         RuntimeError: the server did not start.
     """
-    if url is not None:
-        yield url
-        return
-    command = [sys.executable, "-m", "lopa_ascend.serve", "--port", "0", "--no-enable-prefix-caching", *flags]
-    # One thread: OpenMP's default would compete with the clients for the cores.
-    env = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
         with log.open("w") as output:
-            process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
+            variables = {**environment, **os.environ}
+            process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT)
         try:
-            yield _await_address(process, log)
+            yield Server(_await_address(process, log, url), process.pid)
         finally:
             process.terminate()
             process.wait()
 
 
-def _await_address(process: subprocess.Popen[bytes], log: Path) -> str:
-    """Waits until a server serves, and returns its address, which its log has."""
+def one_server(flags: Sequence[str]) -> AbstractContextManager[Server]:
+    """A server without prefix cache. One thread: OpenMP's default would compete with the clients for the cores."""
+    command = [sys.executable, "-m", "lopa_ascend.serve", "--port", "0", "--no-enable-prefix-caching", *flags]
+    return serving(command, {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"})
+
+
+@contextmanager
+def stand_ins(replicas: int, ingresses: int) -> Iterator[Server]:
+    """Stand-ins for engines behind Ray Serve, on a cluster of this machine.
+
+    Args:
+        replicas: how many there are.
+        ingresses: processes that answer HTTP.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    application = {
+        "name": "lopa",
+        "route_prefix": "/",
+        "import_path": "scripts.bench.standin:build",
+        "args": {"replicas": replicas},
+        "deployments": [{"name": "Ingress", "num_replicas": ingresses}],
+    }
+    http = {"host": "127.0.0.1", "port": port}
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump({"proxy_location": "HeadOnly", "http_options": http, "applications": [application]}, file)
+        file.flush()
+        command = [sys.executable, "-m", "ray.serve.scripts", "run", "--app-dir", str(ROOT), file.name]
+        environment = {"RAY_ADDRESS": "local", "RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": replicas})}
+        with serving(command, environment, f"http://127.0.0.1:{port}") as server:
+            yield server
+
+
+def _await_address(process: subprocess.Popen[bytes], log: Path, url: str | None) -> str:
+    """Waits until a server serves, and returns its address, which its log has if ``url`` is None."""
     while True:
         has_ended = process.poll() is not None
         text = log.read_text(errors="replace")
         for line in text.splitlines(keepends=True):
             if line.startswith(READY) and line.endswith("\n"):
                 return line.split()[1]
+        if url is not None and _is_ready(url):
+            return url
         if has_ended:
             raise RuntimeError(f"the server did not start:\n{text}")
         time.sleep(0.1)
 
 
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready").is_success
+    except httpx.TransportError:
+        return False
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="a running server (default: one is started here, without prefix cache)")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of a server that is started")
+    parser.add_argument("--stand-ins", type=number_from(1), metavar="N", help="start N stand-ins for engines")
+    parser.add_argument(
+        "--ingresses",
+        type=number_from(1),
+        metavar="N",
+        help="of the stand-ins: processes that answer HTTP (default: 1)",
+    )
     parser.add_argument(
         "--clients",
         type=number_from(1),
@@ -261,15 +333,21 @@ def parse_field(text: str) -> tuple[str, Any]:
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Measures and prints each number of clients."""
-    if args.url and args.flags:
-        parser.error("flags after -- are for a server that is started here; leave --url out")
+    if bool(args.url) + bool(args.flags) + bool(args.stand_ins) > 1:
+        parser.error("--url, --stand-ins and flags after -- name different servers; give one of them")
+    if args.ingresses and not args.stand_ins:
+        parser.error("--ingresses goes with --stand-ins alone")
+    if args.stand_ins:
+        server: AbstractContextManager[Server] = stand_ins(args.stand_ins, args.ingresses or 1)
+    else:
+        server = nullcontext(Server(args.url)) if args.url else one_server(args.flags)
     bodies = make_bodies(args.requests, args.max_tokens, dict(map(parse_field, args.fields)))
     levels = []
-    with serving(args.url, args.flags) as url:
+    with server as running:
         if not args.json:
             print(f"| {' | '.join(HEADINGS.values())} |\n{'|---' * len(HEADINGS)}|", flush=True)
         for clients in args.clients:
-            levels.append(asyncio.run(measure(url, bodies, clients)).as_json())
+            levels.append(asyncio.run(measure(running, bodies, clients)).as_json())
             if not args.json:
                 print(f"| {' | '.join(str(levels[-1][name]) for name in HEADINGS)} |", flush=True)
     if args.json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,9 @@ import httpx
 import pytest
 
 from scripts.bench.__main__ import COMMANDS, main
+from scripts.bench.processes import cpu_seconds
 from scripts.bench.prompts import questions
-from scripts.bench.serve import Answer, Level, ask, make_bodies, parse_field, serving
+from scripts.bench.serve import Answer, Level, ask, make_bodies, one_server, parse_field
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -48,7 +50,9 @@ def test_no_command_loads_torch_for_its_help() -> None:
         ("decode --params tau=0.9", "tau: unknown option; choose from"),
         ("decode --engine max_model_len=long", "max_model_len: must be"),
         ("serve --requests -1", "--requests: must be a whole number from 1 on, got '-1'"),
-        ("serve --url http://host -- --max-num-seqs 1", "leave --url out"),
+        ("serve --url http://host -- --max-num-seqs 1", "give one of them"),
+        ("serve --url http://host --stand-ins 2", "give one of them"),
+        ("serve --ingresses 2", "--ingresses goes with --stand-ins alone"),
     ],
 )
 def test_senseless_values_are_refused(command: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,9 +75,10 @@ def test_a_load_has_as_many_requests_as_are_asked_for() -> None:
 
 def test_the_figures_of_a_load() -> None:
     answers = [Answer(10, 2, 1, 0.1, 0.5), Answer(30, 6, 3, 0.2, 1.5)]
-    assert Level(2, answers, seconds=2.0).as_json() == {
+    assert Level(2, answers, seconds=2.0, cpu={"engines": 0.5}).as_json() == {
         "clients": 2, "requests_per_second": 1.0, "tokens_per_second": 20.0, "tpf": 5.0,
         "first_p50_ms": 100.0, "first_p99_ms": 200.0, "answer_p50_ms": 500.0, "answer_p99_ms": 1500.0, "pieces": 2,
+        "cpu_ms": {"engines": 250.0},
     }  # fmt: skip
 
 
@@ -111,6 +116,21 @@ def test_a_server_that_does_not_start_says_why() -> None:
     with (
         mock.patch.object(sys, "executable", "/bin/echo"),
         pytest.raises(RuntimeError, match="did not start:\n-m lopa_ascend.serve .* --no-such-flag"),
-        serving(None, ["--no-such-flag"]),
+        one_server(["--no-such-flag"]),
     ):
         pass
+
+
+BUSY = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+
+
+def test_the_seconds_of_a_server_are_those_of_its_processes_by_what_they_do() -> None:
+    command = [sys.executable, "-c", BUSY, "lopa_ascend.serve.link.process"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as engine:
+        assert engine.stdout.readline()
+        whole, alone = cpu_seconds(os.getpid()), cpu_seconds(engine.pid)
+        engine.communicate(b"\n")
+    assert alone.keys() == {"engines"}
+    assert alone["engines"] >= 0.25  # seconds of /proc are whole ticks
+    assert whole["engines"] >= 0.25  # seconds of /proc are whole ticks
+    assert whole.keys() > alone.keys()
