@@ -23,6 +23,8 @@ TOKENS = 128
 """Tokens of a step."""
 CAPTURED = "captured"
 """Beginning of the names of the cases that only graph modes need."""
+QWEN3 = "Qwen3"
+"""Beginning of the name of the case that only SDAR and DreamReasoner need."""
 ASKED = "attention, pool smaller than the entries' pages, at once"
 """Name of ``asked_case``."""
 CPU = CpuOps()
@@ -64,6 +66,15 @@ def elementwise_cases(ops: Ops) -> Iterator[Case]:
     for name, heads, tables in (("q", q, rope_tables), ("q, k and v at once", qkv, rope_tables_by_head)):
         run = partial(ops.rope, heads.to(ops.device), *tables(ops))
         yield Case(f"rope of {name}", run, CPU.rope(heads, *tables(CPU)))
+    weights, npu_qkv = randn(2, DIM), qkv.to(ops.device)
+    run = partial(normed, ops, npu_qkv, weights.to(ops.device), rope_tables(ops))
+    yield Case(f"{QWEN3}: norm and rope of q and k", run, normed(CPU, qkv, weights, rope_tables(CPU)))
+
+
+def normed(ops: Ops, qkv: Tensor, weights: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The queries and keys of a projection, normed and rotated, as SDAR has them."""
+    q, k, _ = qkv.split([HEADS, KV_HEADS, KV_HEADS], 1)
+    return ops.norm_rope(q, k, weights[0], weights[1], EPS, *tables)
 
 
 def rope_tables(ops: Ops) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from lopa_ascend.parallel.launch import rank_in_environment
 from scripts.selftest.cases import (
     ASKED,
     CAPTURED,
+    QWEN3,
     Case,
     asked_case,
     attention_cases,
@@ -250,7 +251,7 @@ def options(findings: Sequence[Finding]) -> str | None:
     They quantise nothing, whether the ops of W8A8 are ok or not.
     """
     layout = chosen_layout(findings)
-    avoidable = (CAPTURED, SPEED, ASKED, INT8, *(f"attention {layout}," for layout in ATTENTION_LAYOUTS))
+    avoidable = (CAPTURED, SPEED, ASKED, INT8, QWEN3, *(f"attention {layout}," for layout in ATTENTION_LAYOUTS))
     needed = [finding for finding in findings if not finding.name.startswith(avoidable)]
     if layout is None or any(finding.verdict != "ok" for finding in needed):
         return None
