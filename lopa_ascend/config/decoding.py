@@ -10,7 +10,7 @@ from typing import Any
 
 from lopa_ascend.config.combinations import COMMITTING, check_combinations, filled_by, fitting_defaults
 from lopa_ascend.config.decodings import PIPELINED, all_own_parameters, built_in_like, checked_own, needed_confidence
-from lopa_ascend.config.families import FAMILIES, architecture_name
+from lopa_ascend.config.families import family_of
 from lopa_ascend.config.files import ConfigError, Fields, read_json_object, shown
 from lopa_ascend.config.kinds import AUTO
 from lopa_ascend.config.parameters import ALGS, AUTO_BRANCHES, MIN_TEMPERATURE, ResearchParams, UsualParams
@@ -236,13 +236,10 @@ def recommendations(model: str | Path) -> dict[str, dict[str, Any]]:
         ConfigError: a file is broken, a name is unknown, or a value is not allowed; the message names the file.
     """
     found: dict[str, dict[str, Any]] = {}
-    file = Path(model) / "config.json"
-    config = {
-        name: value for name, value in read_json_object(file, ConfigError, optional=True).items() if value is not None
-    }
-    name = architecture_name(config)
-    family = FAMILIES.get(name) if isinstance(name, str) else None
+    family = family_of(model)
     if family is not None and family.block_field is not None:
+        file = Path(model) / "config.json"
+        config = {name: value for name, value in read_json_object(file, ConfigError).items() if value is not None}
         size = Fields(config, str(file)).integer(family.block_field, 2**10, default=family.block_size)
         found[f"{family.source} and config.json"] = {**family.recommended, "block_size": size}
     file = Path(model) / "generation_config.json"

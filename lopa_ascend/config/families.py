@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from lopa_ascend.config.files import ConfigError, read_json_object
+from lopa_ascend.types import DREAM, ModelProperties
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +19,7 @@ class Family:
     """As ``config.json`` names it."""
     checkpoints: tuple[str, ...]
     """What the names of its published checkpoints begin with."""
+    properties: ModelProperties = DREAM
     block_field: str | None = None
     """The field with the length of the blocks that the model was trained with; None: it was trained without blocks."""
     block_size: int | None = None
@@ -29,11 +34,17 @@ class Family:
     """Where they recommend them."""
 
 
+_OWN = ModelProperties(logit_shift=0, attention="block_causal")
+"""The logits of a position predict itself."""
+_NEXT = ModelProperties(logit_shift=1, attention="block_causal")
+"""They predict the next position."""
+
 FAMILIES = {
     "Dream": Family(model_type="Dream", checkpoints=("Dream-v0", "Dream-Coder", "DiffuCoder", "DreamOn")),
     "DreamReasoner": Family(
         model_type="Dream",
         checkpoints=("DreamReasoner",),
+        properties=_OWN,
         block_field="block_size",
         mask_token_id=151669,
         attention_bias=False,
@@ -43,6 +54,7 @@ FAMILIES = {
     "Fast_dLLM_Qwen": Family(
         model_type="Fast_dLLM_Qwen",
         checkpoints=("Fast_dLLM_v2",),
+        properties=_NEXT,
         block_field="bd_size",
         block_size=32,
         mask_token_id=151665,
@@ -52,6 +64,7 @@ FAMILIES = {
     "sdar": Family(
         model_type="sdar",
         checkpoints=("SDAR", "TraDo"),
+        properties=_OWN,
         block_field="block_size",
         block_size=4,
         mask_token_id=151669,
@@ -68,6 +81,16 @@ def architecture_name(config: Mapping[str, Any]) -> object:
     that. DreamReasoner calls itself Dream, and alone of the two says how long its blocks are."""
     name = config.get("model_type")
     return "DreamReasoner" if name == "Dream" and config.get("block_size") is not None else name
+
+
+def family_of(model: str | Path) -> Family | None:
+    """The family of a model directory; None if it is none of these, or does not exist.
+
+    Raises:
+        ConfigError: ``config.json`` is broken.
+    """
+    name = architecture_name(read_json_object(Path(model) / "config.json", ConfigError, optional=True))
+    return FAMILIES.get(name) if isinstance(name, str) else None
 
 
 def family_of_checkpoint(name: str) -> str | None:

@@ -15,6 +15,35 @@ from lopa_ascend.kv.pages import slots_for, worst_case
 from lopa_ascend.types import DREAM, ModelProperties
 
 
+def check_decoding(params: DecodingParams, properties: ModelProperties) -> None:
+    """Refuses a decoding that a model of these properties was not trained for.
+
+    Raises:
+        ParameterError: the message lists those that it was trained for.
+    """
+    what = "which attends to all positions"
+    if properties.is_block_causal:
+        what = f"which is block-causal and predicts {'the next' if properties.logit_shift else 'each'} position"
+        if params.window_attention != "block_causal" and params.is_pipelined:
+            message = f'"{params.window_attention}" does not go with this model, {what}; use "block_causal"'
+            raise ParameterError("window_attention", message)
+    if _decodes(properties, filled_by(params.decoding, params.base)):
+        return
+    if params.decoding == "lopa":
+        name, value, choices = "base", params.base, tuple(base for base in BASES if _decodes(properties, base))
+    else:
+        name, value = "decoding", params.decoding
+        choices = tuple(other for other in known_decodings() if _decodes(properties, filled_by(other, "d2f")))
+    raise ParameterError(name, f'"{value}" does not go with this model, {what}; use {listed(choices)}')
+
+
+def _decodes(properties: ModelProperties, filler: str) -> bool:
+    """Whether a model can fill positions by the rules of a built-in decoding."""
+    if not properties.is_block_causal:
+        return filler != "fast_dllm_v2"
+    return filler == "d2f" or (filler == "fast_dllm_v2" and properties.logit_shift == 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a request may ask of a running engine: the limits of its model, its memory and its configuration."""
@@ -75,7 +104,7 @@ class Limits:
         Raises:
             ParameterError: the request does not fit; ``param`` names the field, and the message has the numbers.
         """
-        self._check_decoding(params)
+        check_decoding(params, self.properties)
         self._check_length(prompt_tokens, params)
         if params.lookaheads > self.max_num_branches:
             message = f"{params.lookaheads} exceeds this server's max_num_branches {self.max_num_branches}"
@@ -92,30 +121,6 @@ class Limits:
     def room(self, prompt_tokens: int, block_size: int) -> int:
         """The most tokens that can follow a prompt."""
         return self.properties.room(self.max_model_len, prompt_tokens, block_size)
-
-    def _check_decoding(self, params: DecodingParams) -> None:
-        """Refuses a decoding that the model was not trained for."""
-        properties = self.properties
-        what = "which attends to all positions"
-        if properties.is_block_causal:
-            what = f"which is block-causal and predicts {'the next' if properties.logit_shift else 'each'} position"
-            if params.window_attention != "block_causal" and params.is_pipelined:
-                message = f'"{params.window_attention}" does not go with this model, {what}; use "block_causal"'
-                raise ParameterError("window_attention", message)
-        if self._decodes(filled_by(params.decoding, params.base)):
-            return
-        if params.decoding == "lopa":
-            name, value, choices = "base", params.base, tuple(base for base in BASES if self._decodes(base))
-        else:
-            name, value = "decoding", params.decoding
-            choices = tuple(other for other in known_decodings() if self._decodes(filled_by(other, "d2f")))
-        raise ParameterError(name, f'"{value}" does not go with this model, {what}; use {listed(choices)}')
-
-    def _decodes(self, filler: str) -> bool:
-        """Whether the model can fill positions by the rules of a built-in decoding."""
-        if not self.properties.is_block_causal:
-            return filler != "fast_dllm_v2"
-        return filler == "d2f" or (filler == "fast_dllm_v2" and self.properties.logit_shift == 1)
 
     def _check_length(self, prompt_tokens: int, params: DecodingParams) -> None:
         """Refuses a request whose prompt and answer together are longer than ``max_model_len``."""

@@ -8,11 +8,10 @@ from lopa_ascend.checkpoint import Architecture
 from lopa_ascend.config.families import FAMILIES
 from lopa_ascend.model.decoder import Decoder
 from lopa_ascend.model.dream import TENSORS
-from lopa_ascend.types import ModelProperties
 
 
 class FastDllm2(Decoder):
     """See ``decoder.py``."""
 
     architecture: ClassVar = Architecture("Fast_dLLM_Qwen", TENSORS.tensors, FAMILIES["Fast_dLLM_Qwen"])
-    properties: ClassVar = ModelProperties(logit_shift=1, attention="block_causal")
+    properties: ClassVar = FAMILIES["Fast_dLLM_Qwen"].properties

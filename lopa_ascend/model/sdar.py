@@ -9,7 +9,6 @@ from lopa_ascend.checkpoint import Architecture, Row
 from lopa_ascend.config.families import FAMILIES
 from lopa_ascend.model import dream
 from lopa_ascend.model.decoder import Decoder
-from lopa_ascend.types import ModelProperties
 
 TENSORS = replace(
     dream.TENSORS,
@@ -27,4 +26,4 @@ class Sdar(Decoder):
     """See ``decoder.py``."""
 
     architecture: ClassVar = Architecture("sdar", TENSORS.tensors, FAMILIES["sdar"])
-    properties: ClassVar = ModelProperties(logit_shift=0, attention="block_causal")
+    properties: ClassVar = FAMILIES["sdar"].properties

@@ -26,8 +26,10 @@ from lopa_ascend.config import (
     fitting_defaults,
     recommended_decoding,
 )
+from lopa_ascend.config.families import family_of
 from lopa_ascend.config.files import MAX_DEPTH, read_text, shown
 from lopa_ascend.config.kinds import AnyText, Boolean, Strings, Words
+from lopa_ascend.config.limits import check_decoding
 from lopa_ascend.config.presets import LIST, find_preset, presets_text
 from lopa_ascend.config.removed import instead_of
 from lopa_ascend.config.settings import HelpFormatter
@@ -196,6 +198,7 @@ def _serve_config(given: Mapping[str, Any]) -> ServeConfig:
     else:
         decoding = {**_recommended(given, decoding), **decoding}
     params = DecodingParams(**decoding)
+    _check_family(given, params)
     # Graphs are compiled for what most requests will ask for.
     engine = EngineConfig(graph_params=GraphParams.of(params), **field_values(given, ENGINE_FLAGS))
     _check_lookaheads(given, params, engine)
@@ -212,6 +215,16 @@ def _recommended(given: Mapping[str, Any], decoding: Mapping[str, Any]) -> dict[
         return fitting_defaults(recommended_decoding(given.get("model", DEMO_MODEL)), decoding)
     except ConfigError as error:
         raise ParameterError("model", f"cannot be served: {error}") from error
+
+
+def _check_family(given: Mapping[str, Any], params: DecodingParams) -> None:
+    """Refuses default decoding parameters that the model's family cannot run."""
+    try:
+        family = family_of(given.get("model", DEMO_MODEL))
+    except ConfigError as error:
+        raise ParameterError("model", f"cannot be served: {error}") from error
+    if family is not None:
+        check_decoding(params, family.properties)
 
 
 def _check_lookaheads(given: Mapping[str, Any], params: DecodingParams, engine: EngineConfig) -> None:

@@ -147,7 +147,8 @@ class BlockPaper(Paper):
 
     def content(self, request: Request) -> list[object]:
         """For each position a tag for its block size and the tokens up to the end of its block."""
-        size, tokens, tags = request.params.block_size, self.final_tokens(request), []
+        size, tokens = request.params.block_size, self.final_tokens(request)
+        tags: list[object] = []
         for end in range(size, request.limit + 1, size):
             tags += [self.numbers.setdefault((size, tokens[:end]), len(self.numbers))] * size
         return tags
@@ -157,7 +158,7 @@ class BlockPaper(Paper):
 
     def ask(self, sequence: Sequence, start: int) -> None:
         request, rng = sequence.request, random.Random(f"{self.seed} {sequence.request_id} {len(self.plans)}")
-        num_slots = 1 + request.params.num_branches
+        num_slots = 1 + request.params.lookaheads
         committed, rows = request.origin, 1
         if start >= request.origin:
             committed = min(request.limit, start + request.params.block_size * rng.randint(0, 3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,29 @@ def test_the_directory_wins_over_the_family_and_flags_over_both(tmp_path: Path) 
     tmp_path.joinpath("config.json").write_text('{"model_type": "sdar", "block_size": "8"}')
     with pytest.raises(ConfigError, match="config.json: block_size is '8', expected a positive integer"):
         recommended_decoding(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "message"),
+    [
+        (
+            {"model_type": "sdar"},
+            "--decoding parallel",
+            '--decoding.*"parallel" does not go with .* use "lopa" or "d2f"',
+        ),
+        ({"model_type": "sdar"}, "--base fast_dllm_v2 --decoding lopa", '--base.* predicts each position; use "d2f"'),
+        ({"model_type": "sdar"}, "--window-attention full", '--window-attention.* use "block_causal"'),
+        ({"model_type": "Dream"}, "--preset fast-dllm-v2-demo", '--decoding.* all positions; use "lopa" or "d2f" or'),
+        ({"model_type": "Fast_dLLM_Qwen"}, "--preset S1", '--window-attention.* use "block_causal"'),
+    ],
+)
+def test_a_decoding_that_the_family_cannot_run_is_refused_at_start(
+    tmp_path: Path, config: dict[str, Any], flags: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path.joinpath("config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit):
+        parse_args(["--model", str(tmp_path), *flags.split()])
+    assert re.search(message, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
