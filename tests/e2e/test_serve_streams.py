@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,3 +97,17 @@ def test_clients_read_streams_with_comments(impatient: ServerProcess):
         model="default", input="hi", max_output_tokens=32, extra_body=fields
     ) as stream:
         assert list(stream)[-1].type in ("response.completed", "response.incomplete")
+
+
+def test_a_client_that_leaves_during_the_silence_ends_its_request(impatient: ServerProcess):
+    slow = {"prompt": "x", "max_tokens": 1024, "ignore_eos": True, "decoding": "vanilla", "stream": True}
+    before = len(impatient.stderr.seen)
+    with impatient.http.stream("POST", "/v1/completions", json=slow) as first:
+        with impatient.http.stream("POST", "/v1/completions", json=slow) as waiting:
+            assert COMMENT in waiting.iter_lines()
+        assert COMMENT in first.iter_lines()
+    deadline = time.monotonic() + 30
+    while len(ends := [json.loads(line) for line in impatient.stderr.seen[before:] if '"finished"' in line]) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert [end["finish_reason"] for end in ends] == ["abort"] * 2

@@ -1,6 +1,7 @@
 """Fields that clients send and this server has no use for: the same rule in every route and at every depth."""
 
 import json
+import time
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,16 @@ from lopa_ascend.serve.http.body import Body, read_body
 from lopa_ascend.serve.info import AbortRequest
 from lopa_ascend.serve.openai.chat import ChatRequest
 from lopa_ascend.serve.openai.completions import CompletionRequest
-from lopa_ascend.serve.openai.fields import IGNORED, MESSAGE, PART, REASONING_ITEM, REQUEST, STREAM_OPTIONS, Ignored
+from lopa_ascend.serve.openai.fields import (
+    IGNORED,
+    MESSAGE,
+    PART,
+    REASONING_ITEM,
+    REQUEST,
+    STREAM_OPTIONS,
+    Ignored,
+    Objects,
+)
 from lopa_ascend.serve.openai.responses import ResponseRequest
 from lopa_ascend.serve.tokens import DetokenizeRequest, TokenizeRequest
 
@@ -101,7 +111,7 @@ VALUES: dict[Any, Any] = {
     str: "x",
     bool: True,
     dict[str, Any]: {"a": "b"},
-    list[dict[str, Any]]: [{"a": 1}],
+    Objects: [{"a": 1}],
     int | str: 3,
     Any: {"answer": [7]},
 }
@@ -249,6 +259,30 @@ def test_what_could_change_the_answer_is_refused_with_what_to_do(model: type[Bod
         read_body(model, json.dumps(body).encode())
     assert (refused.value.status, refused.value.param) == (400, param)
     assert words in refused.value.message
+
+
+HUGE: dict[str, tuple[type[Body], dict[str, Any], str]] = {
+    "parts": (ChatRequest, {"messages": [{**ANSWER, "content": [{"type": "text", "text": ""}] * 30_000}]}, "16384"),
+    "annotations": (ChatRequest, {"messages": [{**ANSWER, "annotations": [1] * 400_000}]}, "annotations"),
+    "logprobs": (
+        ResponseRequest,
+        {"input": [{**OUTPUT, "content": [{"type": "text", "text": "", "logprobs": [1] * 400_000}]}]},
+        "logprobs",
+    ),
+    "include": (ResponseRequest, {"input": "x", "include": [1] * 400_000}, "include"),
+    "reasoning": (ResponseRequest, {"input": [{"type": "reasoning"}] * 30_000}, "at least 1 item"),
+    "type": (ResponseRequest, {"input": [{"type": ["a"] * 200_000}]}, 'must be "message"'),
+}
+
+
+@pytest.mark.parametrize(("model", "body", "words"), HUGE.values(), ids=HUGE)
+def test_lists_that_are_huge_and_wrong_are_refused_at_once(model: type[Body], body: Any, words: str):
+    raw = json.dumps(body, separators=(",", ":")).encode()
+    start = time.thread_time()
+    with pytest.raises(ApiError, match=words) as refused:
+        read_body(model, raw)
+    assert time.thread_time() - start < 1
+    assert len(refused.value.message) < 700
 
 
 def test_every_field_that_is_refused_says_what_to_do():

@@ -248,9 +248,10 @@ def _closest(errors: list[ErrorDetails]) -> ErrorDetails:
         for error in errors:
             if error["type"] == kind:
                 return error
-    # A field that may have several types has an error for each; the longest location is the closest match.
+    # A field that may have several types has an error for each; the longest location is the closest match, and among
+    # these a value of the right type.
     of_first_field = [error for error in errors if error["loc"][0] == errors[0]["loc"][0]]
-    return max(of_first_field, key=lambda error: len(error["loc"]))
+    return max(of_first_field, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))
 
 
 def _explain(error: ErrorDetails, model: type[Body]) -> ApiError:

@@ -4,7 +4,7 @@ others."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, Field, create_model
 
@@ -18,7 +18,7 @@ MESSAGE = "messages[], input[]"
 PART = "messages[].content[], input[].content[]"
 REASONING_ITEM = 'input[] of the type "reasoning"'
 
-Objects = list[dict[str, Any]]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 _EARLIER_REASONING = "The template gets what was said, and not the reasoning before it."
 _OWN_CACHE = "The cache of prefixes needs no hints, and changes no answer."

@@ -153,7 +153,9 @@ class ResponseRequest(GenerationRequest):
         description="What the user says, or the messages of a conversation."
     )
     instructions: str | None = Field(None, description="A system message before the input.")
-    include: list[Include] | None = Field(None, description="Without effect: there are neither tools nor reasoning.")
+    include: Annotated[list[Include], Field(fail_fast=True)] | None = Field(
+        None, description="Without effect: there are neither tools nor reasoning."
+    )
     metadata: Annotated[dict[str, str] | None, AfterValidator(_check_metadata)] = Field(
         None, description="The answer repeats it."
     )
