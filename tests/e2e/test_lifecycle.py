@@ -337,6 +337,7 @@ def test_signal_while_it_loads_leaves_nothing_behind(model_dir: Path, tmp_path: 
 def test_an_engine_process_that_is_stopped_while_it_loads_is_given_up(model_dir: Path):
     with running("--model", str(model_dir), "--distributed-timeout-seconds", "2", wait=False) as server:
         (engine,) = until(lambda: server.children, 60)
+        until(lambda: b"link.process" in Path(f"/proc/{engine}/cmdline").read_bytes(), 60)
         os.kill(engine, signal.SIGSTOP)
         assert server.process.wait(timeout=60) == 1
         assert server.stderr.all() == "error: rank 0 was stopped, by SIGSTOP or a debugger, for 2 s while it started\n"
