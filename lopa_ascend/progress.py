@@ -28,7 +28,7 @@ def progress(items: Iterable[T], what: str, total: int, unit: str, *, delay: flo
         unit: what an item is.
         delay: seconds that pass before anything is shown.
     """
-    if sys.stderr.isatty():
+    if sys.stderr is not None and sys.stderr.isatty():  # None: it was closed when Python started
         yield from tqdm(items, what, total, unit=unit, delay=delay)
         return
     start = time.monotonic()

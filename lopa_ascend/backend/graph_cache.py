@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import stat
-import tempfile
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ from torch import Tensor
 from lopa_ascend.backend.compiler import Compiler, GraphError, Run, Step
 from lopa_ascend.backend.memory import is_out_of_memory
 from lopa_ascend.config import ParameterError
+from lopa_ascend.scratch import ScratchFolder, remove_abandoned
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class GraphCache:
     """
 
     def __init__(self, directory: Path | None):
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._temporary: ScratchFolder | None = None
         if directory is None:
             self._use_temporary()
             return
@@ -70,8 +70,9 @@ class GraphCache:
         self._use_temporary()
 
     def _use_temporary(self) -> None:
-        self._temporary = tempfile.TemporaryDirectory(prefix="lopa-graphs-")  # its owner alone may enter it
-        self.path = Path(self._temporary.name)
+        remove_abandoned()
+        self._temporary = ScratchFolder()
+        self.path = self._temporary.path
 
 
 class CachingCompiler(Compiler):

@@ -275,7 +275,7 @@ def recommended_decoding(model: str | Path) -> dict[str, Any]:
 
 def ignored_sampling(model: str | Path) -> dict[str, Any]:
     """The decoding parameters that ``generation_config.json`` has outside of ``lopa_ascend``, where transformers looks
-    for them. They are not used: a model's authors chose them for another way to decode.
+    for them. They are not used: a model's authors chose them for another way to decode. ``eos_token_id`` is.
 
     Args:
         model: the model directory.
@@ -284,5 +284,5 @@ def ignored_sampling(model: str | Path) -> dict[str, Any]:
         ConfigError: the file is broken.
     """
     values = read_json_object(Path(model) / "generation_config.json", ConfigError, optional=True)
-    names = ("do_sample", *DecodingParams.names())
+    names = ("do_sample", *(name for name in DecodingParams.names() if name != "eos_token_id"))
     return {name: values[name] for name in names if values.get(name) not in (None, False)}

@@ -16,7 +16,8 @@ import msgspec
 
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.config.settings import HelpFormatter
-from lopa_ascend.parallel.launch import Rendezvous, exit_rank, exit_when_stdin_closes
+from lopa_ascend.parallel.launch import Rendezvous, exit_rank, exit_when_stdin_closes, exit_with_parent
+from lopa_ascend.standard_streams import open_closed_streams, write_as_possible
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +26,12 @@ def run(config: EngineConfig) -> int:
     """Joins the other ranks and follows rank 0 until it ends the engine; returns the exit status."""
     from lopa_ascend.engine.ranks import follow, make_engine  # these import torch, which takes seconds
     from lopa_ascend.parallel.collectives import RankError
-    from lopa_ascend.parallel.mesh import Mesh
+    from lopa_ascend.parallel.mesh import Mesh, StartError
 
-    mesh = Mesh.join(config, Rendezvous.from_environment(), exit_rank)
+    try:
+        mesh = Mesh.join(config, Rendezvous.from_environment(), exit_rank)
+    except StartError:
+        return 1  # rank 0 says why
     # torchrun sends SIGTERM to every rank. Rank 0 lets its requests end first, and then ends this rank.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
@@ -49,6 +53,8 @@ def run(config: EngineConfig) -> int:
 
 
 def main() -> None:
+    open_closed_streams()
+    write_as_possible()
     parser = argparse.ArgumentParser(
         prog="python -m lopa_ascend.engine.follower",
         description=__doc__,
@@ -56,13 +62,18 @@ def main() -> None:
     )
     parser.add_argument("config", help="the engine's configuration as JSON, equal on all ranks")
     parser.add_argument("--ends-with-stdin", action="store_true", help="end when stdin closes, as when the parent ends")
+    parser.add_argument("--ends-with-parent", action="store_true", help="end with the thread that has started it")
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for rank 0
+    if arguments.ends_with_parent:
+        exit_with_parent()
     if arguments.ends_with_stdin:
         exit_when_stdin_closes()
     status = 1
     try:
         status = run(msgspec.json.decode(arguments.config, type=EngineConfig))
+    except (ValueError, OSError) as error:
+        logger.error("rank %s ends: %s", os.environ.get("RANK"), error)  # its message says all
     except Exception:
         logger.exception("rank %s ends", os.environ.get("RANK"))
     finally:

@@ -19,6 +19,7 @@ import torch
 from lopa_ascend.engine.commands import Command
 from lopa_ascend.parallel.collectives import Group, RankError
 from lopa_ascend.parallel.launch import kill_running
+from lopa_ascend.scratch import remove_abandoned
 
 HEARTBEAT = 1.0
 """Seconds between two messages of rank 0 while there is nothing to do."""
@@ -126,9 +127,10 @@ class Leader:
 
 
 def end_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ends processes at once, and waits until they are gone."""
+    """Ends processes at once, waits until they are gone, and removes what they leave."""
     kill_running(processes)
     for process in processes:
         process.wait()
         assert process.stdin is not None
         process.stdin.close()
+    remove_abandoned()

@@ -14,7 +14,9 @@ from lopa_ascend.parallel.collectives import RankError
 from lopa_ascend.parallel.launch import (
     LOCALHOST,
     Rendezvous,
+    StopWatch,
     explain_exit,
+    kill_running,
     local_rank_processes,
     rank_in_environment,
     share_cores,
@@ -91,7 +93,7 @@ def start_local_ranks(config: EngineConfig) -> Engine:
     store = serve_store(LOCALHOST, 0)
     rendezvous = Rendezvous.on_this_machine(0, config.world_size, store.port)
     with _Followers(config, store.port) as followers:
-        mesh = Mesh.join(config, rendezvous, _ignore_failure, store, followers.check)
+        mesh = Mesh.join(config, rendezvous, followers.kill, store, followers.check)
         engine = make_engine(config, mesh)
         engine.lead(list(followers.processes.values()))
         return engine
@@ -115,6 +117,7 @@ class _Followers:
 
     def __init__(self, config: EngineConfig, port: int):
         self._starts = local_rank_processes(config, port)
+        self._stops = StopWatch(config.distributed_timeout_seconds)
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         """By rank."""
 
@@ -133,6 +136,11 @@ class _Followers:
         if kind is not None:
             self._end()
 
+    def kill(self, _: str) -> None:
+        """Ends the processes after a failure, so that this rank does not wait in a collective for one that hangs. The
+        mesh keeps the message, which the next call raises."""
+        kill_running(self.processes.values())
+
     def _end(self) -> None:
         end_processes(list(self.processes.values()))
 
@@ -140,8 +148,10 @@ class _Followers:
         """Looks whether all processes still run.
 
         Raises:
-            RankError: one of them has ended.
+            RankError: one of them has ended, or was stopped for too long.
         """
         ending = explain_exit({rank: process.poll() for rank, process in self.processes.items()})
         if ending is not None:
             raise RankError(f"a rank ended while it started ({ending})")
+        if (stop := self._stops.check({rank: process.pid for rank, process in self.processes.items()})) is not None:
+            raise RankError(stop)

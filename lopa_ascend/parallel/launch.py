@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
 
 OTHER_RANK_FAILED = 3
 """Exit status of a rank that ended because another rank had failed."""
+_PR_SET_PDEATHSIG = 1
+"""Of Linux's prctl.h: the signal that a process gets when its parent ends."""
 LOCALHOST = "127.0.0.1"
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 """Name of the loopback interface."""
@@ -108,6 +113,18 @@ class Rendezvous:
                 f"MASTER_ADDR is {self.host}, which is {address} on this machine; name an address that the other "
                 "machines reach, by --master-addr or torchrun's --local-addr",
             )
+
+    def check_interface(self) -> None:
+        """Refuses a GLOO_SOCKET_IFNAME that this machine does not have.
+
+        Raises:
+            ParameterError: it names such an interface.
+        """
+        known = [name for _, name in socket.if_nameindex()]
+        for name in os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK).split(","):
+            if name not in known:
+                message = f"GLOO_SOCKET_IFNAME names {name!r}; this machine has {', '.join(known)}"
+                raise ParameterError("tensor_parallel_size", message)
 
     def environment(self) -> dict[str, str]:
         """The environment variables that tell a process that it is this rank."""
@@ -204,7 +221,9 @@ def follower_command(config: EngineConfig, *, ends_with_stdin: bool) -> tuple[st
         config: the engine's configuration.
         ends_with_stdin: whether the process ends when its stdin closes, that is when its parent ends.
     """
-    ending = ("--ends-with-stdin",) if ends_with_stdin else ()
+    ending = ["--ends-with-stdin"] if ends_with_stdin else []
+    if ends_with_stdin and threading.current_thread() is threading.main_thread():  # another may end before the engine
+        ending.append("--ends-with-parent")
     return sys.executable, "-m", "lopa_ascend.engine.follower", msgspec.json.encode(config).decode(), *ending
 
 
@@ -232,6 +251,13 @@ def exit_when_stdin_closes() -> None:
     threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
+def exit_with_parent() -> None:
+    """Lets the system kill this process when the thread that has started it ends, even while it is stopped (SIGSTOP)
+    and cannot read its stdin."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def exit_rank(failure: str) -> None:
     """Ends this process, which is a rank, at once, because the ranks cannot go on.
 
@@ -248,6 +274,41 @@ def kill_running(processes: Iterable[subprocess.Popen[bytes] | asyncio.subproces
     for process in processes:
         if process.returncode is None:
             process.kill()
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal such as SIGSTOP has stopped a process; False where the system has no /proc."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state in ("T", "t")
+
+
+class StopWatch:
+    """Looks at the processes of ranks while they start, when they do not yet watch one another.
+
+    Args:
+        timeout: seconds after which a rank that is stopped counts as hanging.
+    """
+
+    def __init__(self, timeout: float):
+        self._timeout = timeout
+        self._since: dict[int, float] = {}
+        """By rank: when it was first seen to be stopped."""
+
+    def check(self, pids: Mapping[int, int]) -> str | None:
+        """Which rank has been stopped for too long; None if none has.
+
+        Args:
+            pids: by rank, the id of its process.
+        """
+        now = time.monotonic()
+        self._since = {rank: self._since.get(rank, now) for rank, pid in pids.items() if is_stopped(pid)}
+        for rank, since in self._since.items():
+            if now - since >= self._timeout:
+                return f"rank {rank} was stopped, by SIGSTOP or a debugger, for {self._timeout:g} s while it started"
+        return None
 
 
 def explain_exit(statuses: Mapping[int, int | None]) -> str | None:

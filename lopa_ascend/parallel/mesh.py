@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous as connect_to_store
 
 from lopa_ascend.backend import collective_backend, communicator_options, open_device
-from lopa_ascend.config import EngineConfig
+from lopa_ascend.config import EngineConfig, ParameterError
 from lopa_ascend.parallel.collectives import Group, Ledger, RankError
 from lopa_ascend.parallel.launch import LOOPBACK, Rendezvous
 from lopa_ascend.parallel.store import START_TIMEOUT, TextStore, serve_store
@@ -132,9 +132,10 @@ class Mesh:
             torch_store = mesh._meet(rendezvous, store, check)
             mesh._start_watch(rendezvous, on_failure)
             mesh.all_gather_text("watched", "")  # from here on each rank hears of the end of any other
+            mesh._check_interface(rendezvous)
             mesh._connect(config, torch_store)
         except BaseException as error:
-            mesh.close("it could not join")
+            mesh.close(None if mesh.start_refused else "it could not join")
             if isinstance(error, RankError) or not isinstance(error, RuntimeError):
                 raise
             raise RankError(f"rank {mesh.rank}: the ranks did not meet: {mesh.failure or error}") from error
@@ -193,6 +194,21 @@ class Mesh:
             self._watch = ProcessWatch.connect(
                 rendezvous.host, int(port), token, self.rank, timeout, failed, parent=parent
             )
+
+    def _check_interface(self, rendezvous: Rendezvous) -> None:
+        """Raises as ``raise_together`` if a rank's network interface does not exist; on ranks other than 0 StartError
+        alone, so that one rank says why."""
+        error: ParameterError | None = None
+        try:
+            rendezvous.check_interface()
+        except ParameterError as wrong:
+            error = wrong
+        try:
+            self.raise_together(error)
+        except ParameterError as wrong:
+            if self.rank == 0:
+                raise
+            raise StartError(str(wrong)) from wrong
 
     def _connect(self, config: EngineConfig, store: Store | None) -> None:
         """Makes the groups, and initialises torch.distributed first if ``store`` is given."""

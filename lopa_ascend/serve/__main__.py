@@ -11,6 +11,7 @@ from typing import NoReturn
 from lopa_ascend.parallel.launch import follower_command, rank_in_environment
 from lopa_ascend.serve.cli import parse_args
 from lopa_ascend.serve.config import ServeConfig
+from lopa_ascend.standard_streams import open_closed_streams, write_as_possible
 
 
 def _exit_at_once(*_: object) -> None:
@@ -37,7 +38,9 @@ def _serve(config: ServeConfig) -> int:
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
+    open_closed_streams()
     config = parse_args(argv)
+    write_as_possible()
     rank = rank_in_environment()
     if rank is not None and rank > 0:
         # torchrun starts this command for each rank, and rank 0 alone serves HTTP.

@@ -273,16 +273,16 @@ class _Loader(yaml.SafeLoader):
         """By anchor: how many values an alias of it repeats."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event: Any = self.peek_event()
-        before = self._num_values
-        self._num_values += self._sizes.get(event.anchor, 0) if isinstance(event, yaml.AliasEvent) else 1
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        is_alias, before = isinstance(event, yaml.AliasEvent), self._num_values
+        self._num_values += self._sizes.get(event.anchor, 0) if is_alias else 1
         self._depth += 1
         if self._num_values > MAX_VALUES or self._depth > MAX_DEPTH:
             limits = f"at most {MAX_VALUES} values, with those that aliases repeat, and {MAX_DEPTH} levels of them"
             raise yaml.composer.ComposerError(None, None, f"expected {limits}", event.start_mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
-        if getattr(event, "anchor", None) is not None and not isinstance(event, yaml.AliasEvent):
+        if not is_alias and event.anchor is not None:
             self._sizes[event.anchor] = self._num_values - before
         return node
 

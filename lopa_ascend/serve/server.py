@@ -17,10 +17,11 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
-from lopa_ascend.config.files import read_text
+from lopa_ascend.config.files import check_regular, read_text
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.serve.app import create_app
 from lopa_ascend.serve.config import ServeConfig
+from lopa_ascend.serve.flags import option
 from lopa_ascend.serve.greeting import make_greeting
 from lopa_ascend.serve.http.connections import Connection, RareWarnings, connection_limit
 from lopa_ascend.serve.link.client import EngineClient
@@ -226,6 +227,12 @@ def check_tls(config: ServeConfig) -> None:
     """Raises OSError or ValueError if the files of the TLS flags cannot be used."""
     if config.ssl_certfile is None:
         return
+    for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+        if (file := getattr(config, name)) is not None:
+            try:
+                check_regular(Path(file), ValueError)  # OpenSSL would wait for somebody to write to a pipe
+            except (ValueError, OSError) as error:
+                raise ValueError(f"{option(name)} {error}") from error
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, lambda: config.ssl_keyfile_password or "")

@@ -237,6 +237,22 @@ for _ in range(2):
 llm.close()
 print(json.dumps([errors, followers()]))
 """
+STOPPED_AT_ONCE = """
+from subprocess import Popen
+start = Popen.__init__
+
+def stopped(process, *args, **kwargs):
+    start(process, *args, **kwargs)
+    process.send_signal(signal.SIGSTOP)
+
+Popen.__init__ = stopped
+begin, error = time.monotonic(), ""
+try:
+    LLM(tensor_parallel_size=2, distributed_timeout_seconds=2)
+except RankError as wrong:
+    error = str(wrong)
+print(json.dumps([error, time.monotonic() - begin, followers()]))
+"""
 REFUSED_BY_A_FOLLOWER = """
 from lopa_ascend.engine.commands import Generate
 llm = LLM(tensor_parallel_size=2, kv_cache_memory=KV_MEMORY)
@@ -281,6 +297,27 @@ def test_engines_one_after_another() -> None:
     assert stopped[2] < 8
     assert [engine[3] for engine in (closed, killed, stopped)] == [[], [], []]
     assert closed[0] == killed[0] == stopped[0]
+
+
+def test_a_rank_that_is_stopped_while_it_starts_is_given_up() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", START + STOPPED_AT_ONCE], stdout=subprocess.PIPE, text=True, timeout=ranks.TIMEOUT
+    )
+    error, seconds, left = json.loads(result.stdout)
+    assert error == "rank 1 was stopped, by SIGSTOP or a debugger, for 2 s while it started"
+    assert seconds < 20
+    assert left == []
+
+
+def test_a_network_interface_that_is_not_there_is_named_once() -> None:
+    command = [sys.executable, "-m", "lopa_ascend.serve", "--port", "0", "--branch-parallel-size", "2"]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "nothing0"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=ranks.TIMEOUT, env=environment)
+    assert result.returncode == 1
+    assert result.stderr.startswith(
+        "error: tensor_parallel_size: GLOO_SOCKET_IFNAME names 'nothing0'; this machine has "
+    )
+    assert result.stderr.count("\n") == 1
 
 
 def test_an_engine_that_has_failed_goes_on_saying_why() -> None:

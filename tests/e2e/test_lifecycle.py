@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import ServerProcess, running
+from tests.ports import free_ports
 from tests.tiers import slow_but
 
 # One token a forward pass, for tens of seconds: what cannot end by itself while a test looks on.
@@ -317,11 +318,48 @@ def test_what_cannot_be_served_is_one_line(flags: str, line: str, tmp_path: Path
 
 
 def test_signal_while_it_loads_leaves_nothing_behind(model_dir: Path, tmp_path: Path):
-    with running("--model", str(model_dir), wait=False, env={"TMPDIR": str(tmp_path)}) as server:
+    """Nor does SIGKILL: the next start removes the folder, and a stopped engine process ends with its server."""
+    arguments: dict[str, Any] = {"wait": False, "env": {"TMPDIR": str(tmp_path)}}
+    with running("--model", str(model_dir), **arguments) as server:
         (engine,) = until(lambda: any(tmp_path.glob("lopa-*/*")) and server.children, 60)
+        until(lambda: "torch" in Path(f"/proc/{engine}/maps").read_text(), 60)
+        os.kill(engine, signal.SIGSTOP)
+        server.process.kill()
+        until(lambda: not exists(engine), 2)
+        (left,) = tmp_path.iterdir()
+    with running("--model", str(model_dir), **arguments) as server:
+        (engine,) = until(lambda: any(tmp_path.glob("lopa-*/*")) and not left.exists() and server.children, 60)
+        left.mkdir()  # as an engine process leaves one, which is killed at every stop
         assert server.stop(signal.SIGTERM) == (0, "")
         until(lambda: not exists(engine), 2)
         assert list(tmp_path.iterdir()) == []
+
+
+def test_an_engine_process_that_is_stopped_while_it_loads_is_given_up(model_dir: Path):
+    with running("--model", str(model_dir), "--distributed-timeout-seconds", "2", wait=False) as server:
+        (engine,) = until(lambda: server.children, 60)
+        until(lambda: b"link.process" in Path(f"/proc/{engine}/cmdline").read_bytes(), 60)
+        os.kill(engine, signal.SIGSTOP)
+        assert server.process.wait(timeout=60) == 1
+        assert server.stderr.all() == "error: rank 0 was stopped, by SIGSTOP or a debugger, for 2 s while it started\n"
+
+
+def test_a_server_whose_output_cannot_be_written_goes_on(model_dir: Path):
+    port = free_ports(1)
+    without_output = ("sh", "-c", 'exec "$@" <&- >/dev/full 2>&-', "sh")
+    with running("--model", str(model_dir), "--port", str(port), wait=False, prefix=without_output) as server:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+            until(lambda: listens(port) or server.process.poll() is not None, 60)
+            assert http.post(ROUTE, json=SHORT).status_code == 200
+            assert http.get("/nothing").status_code == 404
+        null = Path(os.devnull)
+        assert [Path(f"/proc/{server.process.pid}/fd/{number}").readlink() for number in (0, 2)] == [null, null]
+        assert server.stop(signal.SIGTERM)[0] == 0
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_tls_and_a_chat_template_of_ones_own(model_dir: Path, tmp_path: Path):

@@ -1,5 +1,6 @@
 """Mistakes of clients, and requests that fail: every answer says what is wrong, and nobody else is disturbed."""
 
+import gzip
 import json
 import socket
 import time
@@ -164,12 +165,28 @@ def test_bodies_that_are_no_json(server: ServerProcess, route: str):
     refused(server.http.post(route, content=b'{"prompt": "x"}', headers={"Content-Type": "text/plain"}))
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "br", "zstd", "deflate", "GZIP", "identity, gzip"])
+def test_compressed_bodies(server: ServerProcess, encoding: str):
+    headers = {**JSON_TYPE, "Content-Encoding": encoding}
+    answer = server.http.post("/v1/completions", content=gzip.compress(b'{"prompt": "x"}'), headers=headers)
+    assert "send it as it is" in refused(answer, 415)["message"]
+    headers["Content-Encoding"] = "identity"
+    answer = server.http.post("/v1/completions", content=b'{"prompt": "x", "max_tokens": 1}', headers=headers)
+    assert answer.status_code == 200
+
+
 def test_other_routes_methods_and_models(server: ServerProcess):
     http = server.http
     refused(http.get("/v1/nothing"), 404)
     answer = http.get("/v1/completions")
     refused(answer, 405)
     assert answer.headers["allow"] == "POST"
+    for route in ("/health", "/version", "/v1/models", "/metrics", "/openapi.json"):
+        head, whole = http.head(route), http.get(route)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-type"] == whole.headers["content-type"]
+    refused_head = http.head("/v1/completions")
+    assert (refused_head.status_code, refused_head.content) == (405, b"")
     refused(http.get("/v1/models/other"), 404)
     refused(http.post("/v1/completions", json={"prompt": "x", "model": "other"}), 404)
     with pytest.raises(openai.BadRequestError) as bad:

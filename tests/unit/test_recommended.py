@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lopa_ascend.config import ConfigError, recommendations, recommended_decoding
+from lopa_ascend.config import ConfigError, ignored_sampling, recommendations, recommended_decoding
 from lopa_ascend.serve.cli import parse_args
 
 
@@ -121,3 +121,12 @@ def test_a_wrong_value_is_refused_with_the_name_of_the_file(
     with pytest.raises(SystemExit):
         parse_args(["--model", str(tmp_path)])
     assert "argument --model: cannot be served: " in capsys.readouterr().err
+
+
+def test_sampling_defaults_for_transformers_are_not_used(tmp_path: Path):
+    file = tmp_path / "generation_config.json"
+    assert ignored_sampling(tmp_path) == {}
+    file.write_text(json.dumps({"eos_token_id": 1, "do_sample": False, "top_k": None, "lopa_ascend": {"tau_act": 1}}))
+    assert ignored_sampling(tmp_path) == {}
+    file.write_text(json.dumps({"do_sample": True, "temperature": 0.2, "top_p": 0.9, "_from_model_config": True}))
+    assert ignored_sampling(tmp_path) == {"do_sample": True, "temperature": 0.2, "top_p": 0.9}

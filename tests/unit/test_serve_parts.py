@@ -16,7 +16,7 @@ from lopa_ascend.config import DecodingParams
 from lopa_ascend.serve.cli import parse_args
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.endpoint import KEEP_ALIVE, Frames
-from lopa_ascend.serve.greeting import _blocks_line, _graphs_line, _recommended_lines
+from lopa_ascend.serve.greeting import _blocks_line, _graphs_line, _recommended_lines, _sampling_line
 from lopa_ascend.serve.http import body
 from lopa_ascend.serve.http.access import Access, allow_origins, hosts_of
 from lopa_ascend.serve.http.api_error import ApiError
@@ -270,6 +270,14 @@ def test_a_slow_reader_of_a_trace_ends_its_stream_and_other_updates_are_merged(t
 
     assert asyncio.run(read()) == ([1] * MAX_UNREAD + ["slow_reader"] if trace else [MAX_UNREAD + 1])
     assert taken_out == ([generation] if trace else [])
+
+
+def test_the_greeting_says_which_sampling_defaults_are_not_used(tmp_path):
+    config = parse_args(["--model", str(tmp_path), "--temperature", "0.2"])
+    assert _sampling_line(config, DecodingParams(**config.decoding)) == ""
+    (tmp_path / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.2, "top_p": 0.9}')
+    assert "not used: top_p 0.9 of generation_config" in _sampling_line(config, DecodingParams(**config.decoding))
+    assert "not used: do_sample True, temperature 0.2, top_p" in _sampling_line(config, DecodingParams())
 
 
 def test_the_greeting_doubts_blocks_of_a_model_that_nobody_says_was_trained_for_them(tmp_path):

@@ -20,6 +20,11 @@ STALL_TIMEOUT = 60.0
 """Most seconds for which a part of an answer, of 64 KiB at most, waits for a client that does not read."""
 MAX_HEAD = 2**16
 """Most bytes of a head that comes in several pieces."""
+MAX_FRAMING = 2**16
+"""Most bytes of a message that are not its body, such as the sizes of its chunks, beside a quarter of the body."""
+CHUNK_FRAMING = 5
+"""Least bytes that a chunk has beside its content."""
+WORDY = "The body comes in too many small chunks."
 UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 SPARE_CONNECTIONS = 1024
 """Connections beside those of the requests that may wait."""
@@ -44,6 +49,8 @@ class Connection(HttpToolsProtocol):
     """The head of a request has come, and not yet all of its body."""
     _head_size = 0
     """Bytes of the head that is awaited."""
+    _body_size = _num_pieces = _framing = 0
+    """Of the message's body, so far: bytes, pieces that the parser gave, bytes beside it such as sizes of chunks."""
     _head_timer: asyncio.TimerHandle | None = None
     """Runs while the client must send something."""
     _stall_timer: asyncio.TimerHandle | None = None
@@ -64,7 +71,11 @@ class Connection(HttpToolsProtocol):
             # The parser takes what follows an Upgrade for another protocol, and so it would lose the body.
             head, end, rest = data.partition(b"\r\n\r\n")
             data = UPGRADE.sub(b"", head) + end + rest
+        else:
+            self._framing += len(data)
         super().data_received(data)
+        if self._is_in_message and self._framing > self._most_framing() and not self.transport.is_closing():
+            self.send_400_response(WORDY)
         if self.cycle is not None and not self.cycle.response_complete:
             _stop(self._head_timer)
             self._head_timer, self._head_size = None, 0
@@ -77,14 +88,32 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answers what is not HTTP, unless it follows an answer: the rest of a body that was answered early."""
+        if self._is_in_message and CHUNK_FRAMING * self._num_pieces > self._most_framing():
+            msg = WORDY
         if not (self._is_in_message and self.cycle.response_started):
             body = encode(ApiError(HTTPStatus.BAD_REQUEST, msg, code="invalid_headers").body())
             self.transport.write(BAD_REQUEST % len(body) + body)
         self.transport.close()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._is_in_message:  # what follows the body, nobody reads
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         self._is_in_message = True
+        self._body_size = self._num_pieces = self._framing = 0
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._framing -= len(body)
+        self._body_size += len(body)
+        self._num_pieces += 1
+        if CHUNK_FRAMING * self._num_pieces > self._most_framing():
+            raise ValueError(WORDY)  # the parser stops
+        super().on_body(body)
+
+    def _most_framing(self) -> int:
+        return MAX_FRAMING + self._body_size // 4
 
     def on_message_complete(self) -> None:
         self._is_in_message = False

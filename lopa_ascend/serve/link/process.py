@@ -16,8 +16,9 @@ import zmq
 
 from lopa_ascend.config import ParameterError
 from lopa_ascend.engine.commands import Abort, Generate
-from lopa_ascend.parallel.launch import exit_rank, exit_when_stdin_closes
+from lopa_ascend.parallel.launch import exit_rank, exit_when_stdin_closes, exit_with_parent
 from lopa_ascend.serve.link.messages import Failed, Ready, Start, Stepped, ToEngine, decode_to_engine, encode_message
+from lopa_ascend.standard_streams import write_as_possible
 from lopa_ascend.types import Update
 
 if TYPE_CHECKING:
@@ -36,10 +37,11 @@ def _load(socket: zmq.Socket[bytes]) -> Engine | None:
     start = decode_to_engine(socket.recv())
     assert isinstance(start, Start), start
     from lopa_ascend.engine.ranks import lead  # not at the top, because importing torch takes seconds
+    from lopa_ascend.parallel.collectives import RankError
 
     try:
         engine = lead(start.config, exit_rank)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RankError) as error:
         socket.send(encode_message(Failed(str(error))))
         return None
     ready = Ready(
@@ -107,8 +109,10 @@ def run(endpoint: str) -> int:
 
 
 def main() -> None:
+    write_as_possible()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    exit_with_parent()
     exit_when_stdin_closes()
     logging.basicConfig(format="%(message)s")
     logging.getLogger("lopa_ascend").setLevel(logging.INFO)

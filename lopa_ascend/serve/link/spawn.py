@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import tempfile
 from asyncio.subprocess import PIPE, Process
 
 import zmq
@@ -14,6 +13,7 @@ import zmq.asyncio
 from lopa_ascend.config import EngineConfig
 from lopa_ascend.parallel.launch import (
     RankProcess,
+    StopWatch,
     explain_exit,
     free_port,
     kill_running,
@@ -21,6 +21,7 @@ from lopa_ascend.parallel.launch import (
     rank_in_environment,
     share_cores,
 )
+from lopa_ascend.scratch import ScratchFolder, remove_abandoned
 from lopa_ascend.serve.link.messages import (
     Failed,
     FromEngine,
@@ -31,6 +32,8 @@ from lopa_ascend.serve.link.messages import (
     encode_message,
 )
 
+STOP_INTERVAL = 0.5
+"""Seconds between two looks whether a process is stopped."""
 LAST_MESSAGE_TIMEOUT = 1.0
 """Seconds to wait for the engine's last message after its process has ended."""
 
@@ -61,23 +64,26 @@ class EngineProcess:
         """
         if rank_in_environment() is None:
             config = share_cores(config)
-        with tempfile.TemporaryDirectory(prefix="lopa-") as folder:  # only its owner may enter it
-            endpoint = f"ipc://{folder}/engine"
-            socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
-            for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
-                socket.setsockopt(option, 0)
-            engine = cls(socket)
+        remove_abandoned()
+        folder = ScratchFolder()
+        endpoint = f"ipc://{folder.path}/engine"
+        socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
+        for option in (zmq.LINGER, zmq.SNDHWM, zmq.RCVHWM):
+            socket.setsockopt(option, 0)
+        engine = cls(socket)
+        try:
             try:
-                try:
-                    socket.bind(endpoint)
-                except zmq.ZMQError as error:  # the path is longer than that of a socket may be
-                    raise EngineFailed(str(error)) from error
-                await engine._start_processes(config, endpoint)
-                engine.send(Start(config))
-                return engine, await engine._await_ready()
-            except BaseException:
-                await engine.close()
-                raise
+                socket.bind(endpoint)
+            except zmq.ZMQError as error:  # the path is longer than that of a socket may be
+                raise EngineFailed(str(error)) from error
+            await engine._start_processes(config, endpoint)
+            engine.send(Start(config))
+            return engine, await engine._await_ready(config.distributed_timeout_seconds)
+        except BaseException:
+            await engine.close()
+            raise
+        finally:
+            folder.close()
 
     async def _start_processes(self, config: EngineConfig, endpoint: str) -> None:
         """Starts the engine process, and the other ranks unless torchrun has started them."""
@@ -92,11 +98,15 @@ class EngineProcess:
             )
             self._processes.append(process)
 
-    async def _await_ready(self) -> Ready:
+    async def _await_ready(self, timeout: float) -> Ready:
+        """Waits until the engine has loaded. A process may be stopped for ``timeout`` seconds."""
         receive = asyncio.create_task(self.receive())
         death = asyncio.create_task(self.wait())
+        stop = asyncio.create_task(self._await_stop(timeout))
         try:
-            await asyncio.wait({receive, death}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({receive, death, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if stop.done():
+                raise EngineFailed(stop.result())
             await asyncio.wait({receive}, timeout=LAST_MESSAGE_TIMEOUT)  # the last message may say why it ended
             if not receive.done():
                 raise EngineFailed(f"the engine ended while it loaded the model ({self.ending})")
@@ -104,10 +114,18 @@ class EngineProcess:
         finally:
             receive.cancel()
             death.cancel()
+            stop.cancel()
         if isinstance(message, Failed):
             raise EngineFailed(message.message)
         assert isinstance(message, Ready), message
         return message
+
+    async def _await_stop(self, timeout: float) -> str:
+        """Waits until a process has been stopped for ``timeout`` seconds, and says which."""
+        stops, pids = StopWatch(timeout), {rank: process.pid for rank, process in enumerate(self._processes)}
+        while (found := stops.check(pids)) is None:
+            await asyncio.sleep(STOP_INTERVAL)
+        return found
 
     def send(self, message: ToEngine) -> None:
         """Queues a message; the socket has no high-water mark."""
@@ -139,3 +157,4 @@ class EngineProcess:
         for process in self._processes:
             await process.wait()
         self._socket.close()
+        remove_abandoned()  # what the processes could not remove

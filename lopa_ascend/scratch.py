@@ -1,0 +1,58 @@
+"""Folders in the temporary directory that do not outlive the processes which use them, however these end."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+_PREFIX = "lopa-ascend-scratch-"
+_NAME = re.compile(_PREFIX + "[a-z0-9_]{8}")
+
+
+class ScratchFolder:
+    """A folder that its owner alone may enter. It is removed by ``close``, with this object, or at the end of the
+    process. If the process is killed, the next call of ``remove_abandoned`` removes it: a lock, which ends with the
+    process, says whether the folder is still used."""
+
+    def __init__(self) -> None:
+        self.path, lock = _locked_folder()
+        self.close = weakref.finalize(self, _remove, self.path, lock)
+        """Removes the folder. Does nothing the second time."""
+
+
+def _locked_folder() -> tuple[Path, int]:
+    """A new folder, and the file descriptor that holds its lock."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        lock = os.open(path, os.O_RDONLY)
+        with suppress(OSError):  # a file system without locks, where nobody else gets one either
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists():  # otherwise another process took it for abandoned before it was locked
+            return path, lock
+        os.close(lock)
+
+
+def _remove(path: Path, lock: int) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    os.close(lock)
+
+
+def remove_abandoned() -> None:
+    """Removes the folders of this user whose processes have ended."""
+    with os.scandir(tempfile.gettempdir()) as entries:
+        found = [entry.path for entry in entries if _NAME.fullmatch(entry.name)]
+    for path in found:
+        with suppress(OSError):  # another user's, in use, or removed in this moment
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.fstat(lock).st_uid == os.geteuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)
