@@ -29,6 +29,8 @@ from lopa_ascend.serve.server import chat_template
 
 APP = "lopa"
 """Name of the application on the cluster."""
+HEAD = "node:__internal_head__"
+"""A resource that only the head node of a cluster has."""
 DRAIN_TIME = 3600.0
 """Most seconds that a replica which is scaled down or replaced goes on with what it has."""
 UPSCALE_DELAY, DOWNSCALE_DELAY = 10.0, 600.0
@@ -91,7 +93,9 @@ def application(configs: Sequence[ServeConfig]) -> serve.Application:
     ingress = serve.deployment(
         Ingress,
         name="Ingress",
-        ray_actor_options={"num_cpus": 0},
+        # Beside the proxy and what knows the cluster, without which nothing is answered anyway: so that no other node
+        # takes answers along. A configuration file may set another place and number.
+        ray_actor_options={"num_cpus": 0, "resources": {HEAD: 0.001}},
         max_ongoing_requests=connection_limit(first.max_num_queued_reqs),
         graceful_shutdown_timeout_s=DRAIN_TIME,
         health_check_period_s=1.0,
