@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import RequestRouter
 
 from lopa_ascend.config import ParameterError
 from lopa_ascend.serve.app import create_app
@@ -76,8 +77,12 @@ def node_resources(device: str) -> list[float]:
     return [node["Resources"].get(RESOURCES[device], 0.0) for node in ray.nodes() if node["Alive"]]
 
 
-def application(configs: Sequence[ServeConfig]) -> serve.Application:
+def application(configs: Sequence[ServeConfig], router: type[RequestRouter] = FewestTokens) -> serve.Application:
     """The application for these models. Ray must have been connected to.
+
+    Args:
+        configs: how each model is served.
+        router: chooses the replica of each choice.
 
     Raises:
         ParameterError: a model cannot be placed, or two have the same name.
@@ -87,7 +92,9 @@ def application(configs: Sequence[ServeConfig]) -> serve.Application:
     if twice := {name for name in names if names.count(name) > 1}:
         raise ParameterError("served_model_name", f"{sorted(twice)[0]!r} is the name of two models")
     # The key stays with the ingress.
-    engines = [_deployment(name, replace(config, api_key=None)) for name, config in zip(names, configs, strict=True)]
+    engines = [
+        _deployment(name, replace(config, api_key=None), router) for name, config in zip(names, configs, strict=True)
+    ]
     first = configs[0]
     address = str(socket.getaddrinfo(first.host, None)[0][4][0])
     ingress = serve.deployment(
@@ -122,17 +129,17 @@ def _name(config: ServeConfig) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "-", name)
 
 
-def _deployment(name: str, config: ServeConfig) -> serve.Application:
+def _deployment(name: str, config: ServeConfig, router: type[RequestRouter]) -> serve.Application:
     """The deployment of a model."""
     placement = place(config.engine, node_resources(config.engine.device))
     seqs = config.engine.max_num_seqs
-    router = RequestRouterConfig(request_router_class=FewestTokens, request_routing_stats_period_s=STATS_PERIOD)
+    routing = RequestRouterConfig(request_router_class=router, request_routing_stats_period_s=STATS_PERIOD)
     deployment = serve.deployment(
         Replica,
         name=name,
         ray_actor_options=actor_options(config.engine),
         max_ongoing_requests=2 * seqs,  # a batch, and the next one
-        request_router_config=router,
+        request_router_config=routing,
         graceful_shutdown_timeout_s=DRAIN_TIME,
         health_check_period_s=1.0,
         max_constructor_retry_count=START_ATTEMPTS,
