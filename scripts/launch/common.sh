@@ -55,6 +55,7 @@ parse_flags() {
             --help | -h) echo "$help" && exit ;;
             --dry-run) dry_run=1 && shift ;;
             --selftest) selftest=1 && shift ;;
+            --replicas | --replicas=*) refuse "replicas are removed here: python -m lopa_ascend.serve --replicas N" ;;
             --) shift && program_flags=("$@") && break ;;
             --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;&
             --*)

@@ -117,6 +117,7 @@ def test_only_a_cpu_gets_an_environment_made(tmp_path: Path):
     ("name", "flags", "message"),
     [
         ("node", ["--nnodes", "2"], "unknown flag --nnodes (the server's own go after --)"),
+        ("node", ["--replicas", "2"], "replicas are removed here: python -m lopa_ascend.serve --replicas N"),
         ("node", ["--tp"], "--tp needs a value"),
         ("node", ["--port="], "--port needs a value"),
         ("node", ["tp"], "unexpected tp"),
