@@ -21,7 +21,7 @@ def _exit_at_once(*_: object) -> None:
 
 def _serve(config: ServeConfig) -> int:
     """Serves until the end; returns the exit status. FastAPI and Ray take long to import, so that comes here."""
-    if config.replicas is None and config.max_replicas is None:
+    if config.replicas is None:
         from lopa_ascend.serve.server import serve
 
         return serve(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import socket
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from lopa_ascend.serve.link.client import EngineClient
 from lopa_ascend.serve.openai.request import check_defaults
 from lopa_ascend.serve.replicas.engine import Replica
 from lopa_ascend.serve.replicas.link import Replicas
-from lopa_ascend.serve.replicas.placement import RESOURCES, Placement, actor_options, place
+from lopa_ascend.serve.replicas.placement import RESOURCES, Placement, actor_options, place, rank_needs
 from lopa_ascend.serve.replicas.router import FewestTokens
 from lopa_ascend.serve.server import chat_template
 
@@ -91,9 +92,10 @@ def application(configs: Sequence[ServeConfig], router: type[RequestRouter] = Fe
     names = [_name(config) for config in configs]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ParameterError("served_model_name", f"{sorted(twice)[0]!r} is the name of two models")
-    # The key stays with the ingress.
+    # Secrets stay with the ingress.
     engines = [
-        _deployment(name, replace(config, api_key=None), router) for name, config in zip(names, configs, strict=True)
+        _deployment(name, replace(config, api_key=None, ssl_keyfile_password=None), router)
+        for name, config in zip(names, configs, strict=True)
     ]
     first = configs[0]
     address = str(socket.getaddrinfo(first.host, None)[0][4][0])
@@ -106,6 +108,7 @@ def application(configs: Sequence[ServeConfig], router: type[RequestRouter] = Fe
         max_ongoing_requests=connection_limit(first.max_num_queued_reqs),
         graceful_shutdown_timeout_s=DRAIN_TIME,
         health_check_period_s=1.0,
+        max_constructor_retry_count=START_ATTEMPTS,
     )
     return ingress.bind(configs, [chat_template(config) for config in configs], address, *engines)
 
@@ -131,7 +134,10 @@ def _name(config: ServeConfig) -> str:
 
 def _deployment(name: str, config: ServeConfig, router: type[RequestRouter]) -> serve.Application:
     """The deployment of a model."""
-    placement = place(config.engine, node_resources(config.engine.device))
+    nodes = node_resources(config.engine.device)
+    if max(nodes, default=0) < config.engine.tensor_parallel_size * rank_needs(config.engine):
+        nodes = [math.inf]  # nodes that are still to come should hold a replica each; Serve waits for them, and says so
+    placement = place(config.engine, nodes)
     seqs = config.engine.max_num_seqs
     routing = RequestRouterConfig(request_router_class=router, request_routing_stats_period_s=STATS_PERIOD)
     deployment = serve.deployment(
