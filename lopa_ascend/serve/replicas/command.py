@@ -76,10 +76,12 @@ def _http_options(config: ServeConfig, host: str, port: int) -> HTTPOptions:
 def _end(timeout: float) -> None:
     """Lets replicas end what they have, and takes the application from the cluster; a local cluster ends with this
     process."""
-    deletion = threading.Thread(target=serve.delete, args=(APP,), daemon=True)
-    if timeout or "RAY_ADDRESS" in os.environ:
+    if "RAY_ADDRESS" in os.environ:
+        serve.delete(APP, _blocking=False)
+    elif timeout:
+        deletion = threading.Thread(target=serve.delete, args=(APP,), daemon=True)
         deletion.start()
-        deletion.join(timeout or None)
+        deletion.join(timeout)
     ray.shutdown()
 
 
