@@ -11,6 +11,7 @@ PARTS = {
     r"ray::ProxyActor": "proxy",
     r"ray::ServeReplica:\w+:Ingress": "ingress",
     r"ray::ServeReplica": "replicas",
+    r"ray::ServeController": "controller",
     r".*lopa_ascend\.serve\.link\.process": "engines",
     r".*-m lopa_ascend\.serve ": "HTTP",
 }
