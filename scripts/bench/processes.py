@@ -11,20 +11,25 @@ PARTS = {
     r"ray::ProxyActor": "proxy",
     r"ray::ServeReplica:\w+:Ingress": "ingress",
     r"ray::ServeReplica": "replicas",
+    r"ray::ServeController": "controller",
     r".*lopa_ascend\.serve\.link\.process": "engines",
     r".*-m lopa_ascend\.serve ": "HTTP",
 }
 """How a command line begins -> the part. Other processes are "rest"."""
 
 
-def cpu_seconds(root: int) -> dict[str, float]:
-    """CPU seconds of a process and its descendants that run now, by part.
+Used = dict[int, tuple[str, float]]
+"""By process: its part, and its CPU seconds until now."""
+
+
+def used_by(root: int) -> Used:
+    """What a process and its descendants have used.
 
     Args:
         root: id of the process.
     """
     parents: dict[int, int] = {}
-    used: dict[int, tuple[str, float]] = {}
+    used: Used = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             fields = (folder / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
@@ -38,7 +43,12 @@ def cpu_seconds(root: int) -> dict[str, float]:
     while found:
         found = {process for process, parent in parents.items() if parent in found}
         family |= found
+    return {process: used[process] for process in family & used.keys()}
+
+
+def seconds_between(before: Used, after: Used) -> dict[str, float]:
+    """CPU seconds by part. What a process that has ended in the meantime used is not known."""
     seconds: defaultdict[str, float] = defaultdict(float)
-    for part, share in (used[process] for process in family & used.keys()):
-        seconds[part] += share
-    return seconds
+    for process, (part, until_now) in after.items():
+        seconds[part] += until_now - before.get(process, (part, 0.0))[1]
+    return dict(seconds)

@@ -44,7 +44,7 @@ import yaml
 
 from scripts.arguments import number_from
 from scripts.bench.machine import describe_machine
-from scripts.bench.processes import cpu_seconds
+from scripts.bench.processes import Used, seconds_between, used_by
 from scripts.bench.prompts import chat, questions
 
 CLIENTS = (1, 2, 4, 8, 16, 32)
@@ -149,10 +149,10 @@ async def measure(server: Server, bodies: Sequence[Mapping[str, Any]], clients: 
             for body in waiting:
                 answers.append(await ask(http, body))
 
-        before, start = server.cpu_seconds(), time.perf_counter()
+        before, start = server.used(), time.perf_counter()
         await asyncio.gather(*(client() for _ in range(clients)))
-        seconds, after = time.perf_counter() - start, server.cpu_seconds()
-        return Level(clients, answers, seconds, {part: used - before.get(part, 0) for part, used in after.items()})
+        seconds = time.perf_counter() - start
+        return Level(clients, answers, seconds, seconds_between(before, server.used()))
 
 
 async def ask(http: httpx.AsyncClient, body: Mapping[str, Any]) -> Answer:
@@ -205,10 +205,11 @@ class Server:
     process: int | None = None
     """Its id, if the server was started here."""
 
-    def cpu_seconds(self) -> dict[str, float]:
-        """CPU seconds until now, by part of the server, and of the clients, which are this process."""
+    def used(self) -> Used:
+        """What the server's processes have used, and the clients, which are this process."""
         own = resource.getrusage(resource.RUSAGE_SELF)
-        return ({} if self.process is None else cpu_seconds(self.process)) | {"clients": own.ru_utime + own.ru_stime}
+        clients = {os.getpid(): ("clients", own.ru_utime + own.ru_stime)}
+        return clients if self.process is None else used_by(self.process) | clients
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from scripts.bench.__main__ import COMMANDS, main
-from scripts.bench.processes import cpu_seconds
+from scripts.bench.processes import seconds_between, used_by
 from scripts.bench.prompts import questions
 from scripts.bench.serve import Answer, Level, ask, make_bodies, one_server, parse_field
 
@@ -128,9 +128,10 @@ def test_the_seconds_of_a_server_are_those_of_its_processes_by_what_they_do() ->
     command = [sys.executable, "-c", BUSY, "lopa_ascend.serve.link.process"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as engine:
         assert engine.stdout.readline()
-        whole, alone = cpu_seconds(os.getpid()), cpu_seconds(engine.pid)
+        whole, alone = used_by(os.getpid()), used_by(engine.pid)
         engine.communicate(b"\n")
-    assert alone.keys() == {"engines"}
-    assert alone["engines"] >= 0.25  # seconds of /proc are whole ticks
-    assert whole["engines"] >= 0.25  # seconds of /proc are whole ticks
-    assert whole.keys() > alone.keys()
+    assert alone == {engine.pid: whole[engine.pid]}
+    ((part, seconds),) = seconds_between({}, alone).items()
+    assert part == "engines"
+    assert seconds >= 0.25  # /proc counts whole ticks
+    assert seconds_between(alone, whole) == {"engines": 0.0, "rest": whole[os.getpid()][1]}
