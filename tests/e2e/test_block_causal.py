@@ -96,7 +96,8 @@ def test_compiled_steps_decide_as_eager_ones(model: str, asked: list[Asked], kin
     before = served.stats().graphs
     outputs, expected = run(served, asked), run(eager(model), asked)
     after = served.stats().graphs
-    assert before is not None and after is not None
+    assert before is not None
+    assert after is not None
     # In the first pass of a prompt of no whole block there is nothing to prefill.
     assert after.num_steps > before.num_steps or all(output.num_forwards == 1 for output in outputs)
     assert after.eager_steps == {}
