@@ -67,8 +67,8 @@ def elementwise_cases(ops: Ops) -> Iterator[Case]:
         run = partial(ops.rope, heads.to(ops.device), *tables(ops))
         yield Case(f"rope of {name}", run, CPU.rope(heads, *tables(CPU)))
     weights, npu_qkv = randn(2, DIM), qkv.to(ops.device)
-    run = partial(normed, ops, npu_qkv, weights.to(ops.device), rope_tables(ops))
-    yield Case(f"{QWEN3}: norm and rope of q and k", run, normed(CPU, qkv, weights, rope_tables(CPU)))
+    run_norms = partial(normed, ops, npu_qkv, weights.to(ops.device), rope_tables(ops))
+    yield Case(f"{QWEN3}: norm and rope of q and k", run_norms, normed(CPU, qkv, weights, rope_tables(CPU)))
 
 
 def normed(ops: Ops, qkv: Tensor, weights: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
