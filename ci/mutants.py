@@ -64,11 +64,13 @@ TARGETS = {
     ),
     "scheduler": Target(
         ("lopa_ascend/engine/scheduler.py", "lopa_ascend/engine/turns.py"),
-        ("tests/unit/test_scheduler.py", "tests/unit/test_turns.py", "tests/unit/test_prefix_cache.py"),
+        ("tests/unit/test_scheduler.py", "tests/unit/test_turns.py", "tests/unit/test_prefix_cache.py")
+        + ("tests/unit/test_block_prefix_cache.py",),
     ),
     "pages": Target(
         ("lopa_ascend/kv/pages.py", "lopa_ascend/kv/prefix_cache.py"),
-        ("tests/unit/test_pages.py", "tests/unit/test_prefix_cache.py", "tests/unit/test_scheduler.py"),
+        ("tests/unit/test_pages.py", "tests/unit/test_prefix_cache.py", "tests/unit/test_scheduler.py")
+        + ("tests/unit/test_block_prefix_cache.py",),
     ),
     "placement": Target(("lopa_ascend/parallel/placement.py",), ("tests/unit/test_placement.py",)),
     "policy": Target(

@@ -6,7 +6,8 @@
     python -m scripts.eval tasks gsm8k mbpp --preset S13 --model DIR --lora-path DIR --data DIR
     python -m scripts.eval tasks lm_eval:arc_easy --model DIR                  any task of lm-eval itself
 
-A preset is made for the tasks that it names, so each task has a preset of its own. --data is a folder with TASK.jsonl
+A preset is made for the tasks that it names, so each task has a preset of its own. Without one the model decodes as is
+recommended for it. --data is a folder with TASK.jsonl
 and TASK.examples.jsonl; the project's own holds ten problems of each task, which show that everything works and say
 nothing about a model. A file with a mistake is refused with the line's number before the model is loaded. Programs that
 the model writes run in a sandbox. docs/results.md says more.
@@ -26,9 +27,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lopa_ascend.config import DecodingParams, EngineConfig, GraphParams
+from lopa_ascend.config import DecodingParams, EngineConfig, GraphParams, fitting_defaults, recommended_decoding
 from lopa_ascend.config.presets import Preset, PromptFormat, find_preset
 from lopa_ascend.config.settings import HelpFormatter
+from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.serve.flags import DECODING_FLAGS, ENGINE_FLAGS, add_flags, field_values
 from scripts.arguments import number_from
 from scripts.bench.machine import describe_machine
@@ -105,7 +107,11 @@ def evaluate(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     foreign = [Foreign.named(args, name.removeprefix(FOREIGN), counts) for name in names if name.startswith(FOREIGN)]
     prompt = find_format(args.prompt or (preset.prompts[0].name if preset else CHAT.name))
     decoding = field_values(given, DECODING_FLAGS)
-    decoding = preset.merged(decoding) if preset else decoding
+    if preset:
+        decoding = preset.merged(decoding)
+    else:
+        model = field_values(given, ENGINE_FLAGS).get("model", DEMO_MODEL)
+        decoding = {**fitting_defaults(recommended_decoding(model), decoding), **decoding}
     params = DecodingParams(**decoding)
     fixed = {"max_num_seqs": args.batch_size, "seed": SEED, "graph_params": GraphParams.of(params)}
     engine = {**fixed, **field_values(given, ENGINE_FLAGS)}
