@@ -85,7 +85,7 @@ RANGES: dict[str, list[float]] = {
     "tau_conf": [-1, 1.0001, 1e308],
     "block_size": [0, -5, 2**40],
     "num_branches": [-1, 10**6],
-    "seed": [-1, 2**64],
+    "seed": [-(2**63) - 1, 2**64],
     "min_tokens": [-1, 10**9],
     "max_active_blocks": [0, -1],
 }
