@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -282,8 +283,9 @@ class LLM:
                 with deferred_interrupts():
                     for index, prompt in enumerate(prompts):
                         unfinished[index] = self._begin(prompt, params, trace)
-                # With None, tqdm shows the bar on a terminal only.
-                with tqdm(total=len(prompts), desc="prompts", disable=True if quiet else None) as bar:
+                # With None, tqdm shows the bar on a terminal only. Without a stderr it has nowhere to write.
+                hidden = True if quiet or sys.stderr is None else None
+                with tqdm(total=len(prompts), desc="prompts", disable=hidden) as bar:
                     while unfinished:
                         with deferred_interrupts():
                             outputs |= self._step_and_drain(unfinished)

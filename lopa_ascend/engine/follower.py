@@ -72,8 +72,6 @@ def main() -> None:
     status = 1
     try:
         status = run(msgspec.json.decode(arguments.config, type=EngineConfig))
-    except (ValueError, OSError) as error:
-        logger.error("rank %s ends: %s", os.environ.get("RANK"), error)  # its message says all
     except Exception:
         logger.exception("rank %s ends", os.environ.get("RANK"))
     finally:

@@ -28,7 +28,9 @@ from lopa_ascend.parallel.watch import ProcessWatch
 from lopa_ascend.types import Traffic
 
 MEETING_TIMEOUT = timedelta(minutes=2)
-"""Time for ranks that are all there to connect by gloo. Meanwhile none of them notices that another has ended."""
+"""Most time for ranks that are all there to connect by gloo. Meanwhile none of them notices that another has ended."""
+LEAST_MEETING_TIMEOUT = timedelta(seconds=10)
+"""What they get at least, on a busy machine, however soon a rank that hangs is given up."""
 EXPLANATION_TIMEOUT = 2.0
 """Seconds in which the watch should find the rank that made a collective fail."""
 
@@ -37,30 +39,31 @@ class StartError(ValueError):
     """Another rank cannot serve."""
 
 
-def new_groups(purpose: str, ranks: list[list[int]]) -> dist.ProcessGroup:
+def new_groups(purpose: str, ranks: list[list[int]], meeting: timedelta) -> dist.ProcessGroup:
     """Makes groups of ranks, and returns that of this rank. All ranks must call it with the same ranks.
 
     Args:
         purpose: "tp" or "bp".
         ranks: the ranks of each group.
+        meeting: time for them to connect by gloo.
     """
     backend = dist.get_backend()
     group: dist.ProcessGroup | None
     group, _ = dist.new_subgroups_by_enumeration(
-        ranks, timeout=creation_timeout(backend), pg_options=communicator_options(backend, purpose)
+        ranks, timeout=creation_timeout(backend, meeting), pg_options=communicator_options(backend, purpose)
     )
     assert group is not None
     return group
 
 
-def creation_timeout(backend: str) -> timedelta:
+def creation_timeout(backend: str, meeting: timedelta) -> timedelta:
     """The timeout with which a group is made.
 
     ``_set_timeout`` sets gloo's later. HCCL's cannot be changed, and once it is over torch_npu ends the process; so it
     is longer than HCCL_EXEC_TIMEOUT, after which HCCL reports the error itself.
     """
     if backend == "gloo":
-        return MEETING_TIMEOUT
+        return meeting
     seconds = float(os.environ.get("HCCL_EXEC_TIMEOUT") or 0)
     return max(START_TIMEOUT, timedelta(seconds=seconds) + MEETING_TIMEOUT)
 
@@ -87,6 +90,8 @@ class Mesh:
         """Which rank has failed, and how; None as long as the watch has not noticed any failure."""
         self._tp_size = 1
         self._timeout = START_TIMEOUT
+        self._check_others: Callable[[], None] = lambda: None
+        """Called while this rank waits for others to join; may raise."""
         self._texts: TextStore | None = None
         self._watch: ProcessWatch | None = None
         self._owns_process_group = False
@@ -129,9 +134,11 @@ class Mesh:
             os.environ.setdefault("HCCL_EXEC_TIMEOUT", str(math.ceil(config.distributed_timeout_seconds)))
         try:
             open_device(config.device)
-            torch_store = mesh._meet(rendezvous, store, check)
+            mesh._check_others = check
+            torch_store = mesh._meet(rendezvous, store)
             mesh._start_watch(rendezvous, on_failure)
             mesh.all_gather_text("watched", "")  # from here on each rank hears of the end of any other
+            mesh._check_others = lambda: None
             mesh._check_interface(rendezvous)
             mesh._connect(config, torch_store)
         except BaseException as error:
@@ -141,7 +148,7 @@ class Mesh:
             raise RankError(f"rank {mesh.rank}: the ranks did not meet: {mesh.failure or error}") from error
         return mesh
 
-    def _meet(self, rendezvous: Rendezvous, store: Store | None, check: Callable[[], None]) -> Store | None:
+    def _meet(self, rendezvous: Rendezvous, store: Store | None) -> Store | None:
         """Waits for all ranks, and sets ``_texts``.
 
         Returns:
@@ -159,7 +166,7 @@ class Mesh:
             if store is None:
                 store = self._open_store(rendezvous)
             meeting = self._text_store(store).below("lopa")
-            shared = meeting.below(meeting.name_start(check))
+            shared = meeting.below(meeting.name_start())
         engine_number = 0 if self._owns_process_group else next(_engine_numbers)
         self._texts = shared.below(f"engine/{engine_number}")
         return None if is_initialized else shared.below("ranks").store
@@ -173,7 +180,11 @@ class Mesh:
         return store
 
     def _text_store(self, store: Store) -> TextStore:
-        return TextStore(store, self.rank, self.size, lambda: self.failure)
+        return TextStore(store, self.rank, self.size, self._look_for_failure)
+
+    def _look_for_failure(self) -> str | None:
+        self._check_others()
+        return self.failure
 
     def _start_watch(self, rendezvous: Rendezvous, on_failure: Callable[[str], None]) -> None:
         """Watches the processes of the other ranks from now on. Rank 0 tells the others where it listens."""
@@ -212,14 +223,15 @@ class Mesh:
 
     def _connect(self, config: EngineConfig, store: Store | None) -> None:
         """Makes the groups, and initialises torch.distributed first if ``store`` is given."""
+        meeting = min(MEETING_TIMEOUT, max(LEAST_MEETING_TIMEOUT, self._timeout))
         if store is not None:
             backend = collective_backend(config.device)
-            timeout = creation_timeout(backend)
+            timeout = creation_timeout(backend, meeting)
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
         grid = torch.arange(self.size).view(config.branch_parallel_size, config.tensor_parallel_size)
-        self.bp = self._group(new_groups("bp", grid.t().tolist()))
-        self.tp = self._group(new_groups("tp", grid.tolist()))
-        self.world = self._group(dist.new_group(backend="gloo", timeout=MEETING_TIMEOUT))
+        self.bp = self._group(new_groups("bp", grid.t().tolist(), meeting))
+        self.tp = self._group(new_groups("tp", grid.tolist(), meeting))
+        self.world = self._group(dist.new_group(backend="gloo", timeout=meeting))
         self._set_timeout(START_TIMEOUT)
 
     def _group(self, process_group: dist.ProcessGroup) -> Group:

@@ -40,7 +40,7 @@ class TextStore:
         store: the keys and values that all ranks share.
         rank: this rank.
         size: number of ranks.
-        failure: says why the ranks cannot go on, or None; asked while this rank waits for a text.
+        failure: says why the ranks cannot go on, or None; asked while this rank waits for a text. May raise.
     """
 
     def __init__(self, store: Store, rank: int, size: int, failure: Callable[[], str | None]):
@@ -56,13 +56,12 @@ class TextStore:
         """Leaves a text for the other ranks."""
         self.store.set(key, text)
 
-    def read(self, key: str, awaited: str = "rank 0", check: Callable[[], None] = lambda: None) -> str:
+    def read(self, key: str, awaited: str = "rank 0") -> str:
         """Waits until a rank has written a text, and returns it.
 
         Args:
             key: the text's name.
             awaited: who writes it, for an error message.
-            check: called between two looks into the store; may raise.
 
         Raises:
             RankError: the ranks have failed, or the text did not come in time.
@@ -71,7 +70,6 @@ class TextStore:
         for _ in self._poll(f"waited {START_MINUTES} minutes for {awaited}; {what_to_do}"):
             if self._has(key):
                 break
-            check()
         text: str = self.store.get(key).decode()
         return text
 
@@ -84,7 +82,7 @@ class TextStore:
         self.write(f"{subject}/{self._rank}", text)
         return [self.read(f"{subject}/{rank}", f"rank {rank} to report {subject!r}") for rank in range(self._size)]
 
-    def name_start(self, check: Callable[[], None]) -> str:
+    def name_start(self) -> str:
         """A name for this start of the ranks: the same on all of them, and unlike that of any other start.
 
         torchrun's store outlives the ranks that it starts again, and so do the texts of ranks that have ended. So each
@@ -92,16 +90,13 @@ class TextStore:
         of the others, and publishes their list. Another rank goes on when it finds its own token in that list: then
         the name is not left over from an earlier start.
 
-        Args:
-            check: called on rank 0 while it waits for another rank; may raise.
-
         Raises:
             RankError: the ranks have failed, or did not come in time.
         """
         token = secrets.token_hex(8)
         if self._rank == 0:
             self.write("leader", token)
-            tokens = [self.read(f"{token}/{rank}", f"rank {rank}", check) for rank in range(1, self._size)]
+            tokens = [self.read(f"{token}/{rank}", f"rank {rank}") for rank in range(1, self._size)]
             self.write(f"{token}/all", " ".join(tokens))
             return token
         leader = ""

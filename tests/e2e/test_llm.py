@@ -54,6 +54,11 @@ def test_prompts_as_text_texts_and_token_ids(llm: LLM) -> None:
     assert text.text == llm.tokenizer.decode(list(text.token_ids))
 
 
+def test_a_process_without_stderr(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", None)  # it was closed when Python started
+    assert llm.generate(["hello"], params()) == [one(llm, "hello")]
+
+
 def test_a_directory_recommends_how_its_model_is_decoded(tmp_path: Path) -> None:
     write_dream(tmp_path, eos_token_id=3)
     write_tokenizer(tmp_path)

@@ -293,7 +293,7 @@ def test_api_description(server: ServerProcess):
     schemas = description["components"]["schemas"]
     for reference in set(text.split('"#/components/schemas/')[1:]):
         assert reference.partition('"')[0] in schemas
-    statuses = {"200", "400", "404", "408", "413", "500", "503", "504"}
+    statuses = {"200", "400", "404", "408", "413", "415", "500", "503", "504"}
     for route in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/diffusion/completions"):
         assert statuses == description["paths"][route]["post"]["responses"].keys()
     assert server.http.get("/docs").status_code == 200
