@@ -43,7 +43,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def mixed_bodies(count: int, dice: random.Random) -> list[dict[str, Any]]:
     """Chat requests: short and long ones, under two system prompts, some of which come again."""
-    problems, bodies = itertools.cycle(questions()), []
+    problems = itertools.cycle(questions())
+    bodies: list[dict[str, Any]] = []
     systems = [" ".join(itertools.islice(problems, 4)) for _ in range(2)]
     for _ in range(count):
         if bodies and dice.random() < REPEATED:
