@@ -21,13 +21,14 @@ def _exit_at_once(*_: object) -> None:
 
 def _serve(config: ServeConfig) -> int:
     """Serves until the end; returns the exit status. FastAPI and Ray take long to import, so that comes here."""
-    if config.replicas is None and config.max_replicas is None:
+    if config.replicas is None:
         from lopa_ascend.serve.server import serve
 
         return serve(config)
     if "RAY_ADDRESS" not in os.environ:
         # Ray reads this when it is imported. All its processes then listen on the loopback interface alone.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # Serve's replicas listen on all of them nevertheless
     if find_spec("ray") is None:
         sys.stderr.write("error: --replicas needs Ray Serve, which is not installed: pip install 'ray[serve]'\n")
         return 1

@@ -223,7 +223,9 @@ def _check_lookaheads(given: Mapping[str, Any], params: DecodingParams, engine: 
 
 
 def _check_replicas(given: Mapping[str, Any]) -> None:
-    if "max_replicas" in given and given["max_replicas"] < given.get("replicas", 1):
+    if "max_replicas" in given and "replicas" not in given:
+        raise ParameterError("max_replicas", "needs --replicas")
+    if "max_replicas" in given and given["max_replicas"] < given["replicas"]:
         message = f"is {given['max_replicas']}, which is less than --replicas {given['replicas']}"
         raise ParameterError("max_replicas", message)
     if "replicas" in given and rank_in_environment() is not None:

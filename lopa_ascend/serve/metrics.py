@@ -299,7 +299,7 @@ class _EngineState(Collector):
         text = 'Choices that lost their engine, by outcome: "retried" on another one, or "failed".'
         lost = CounterMetricFamily("lopa:lost_choices", text, labels=[*LABELS, "outcome"])
         for (engine, outcome), number in self._client.lost.items():
-            lost.add_metric([self._model_name, engine, outcome], number)
+            lost.add_metric([self._model_name, engine or ENGINE, outcome], number)
         yield lost
 
 

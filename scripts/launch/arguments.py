@@ -63,7 +63,7 @@ def flag(parse: Callable[[str], object], metavar: str, text: str, default: Any =
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What is to be launched: one server or several replicas on one node, or one server on several nodes.
+    """What is to be launched: one server, on one node or several.
 
     Every field is a flag of the launch scripts, or one of the server that they start.
     """
@@ -74,7 +74,7 @@ class Launch:
     model: Path = flag(Path, "DIR", "Hugging Face directory of a Dream or of a registered model", DEMO_MODEL)
     lora_path: Path | None = flag(Path, "DIR", "PEFT LoRA adapter", None)
     host: str = flag(str, "ADDRESS", "address of the HTTP server", "127.0.0.1")
-    port: int = flag(integer(1, LAST_PORT), "N", "port of the HTTP server; replica i takes this + i", 8000)
+    port: int = flag(integer(1, LAST_PORT), "N", "port of the HTTP server", 8000)
     master_addr: str = flag(str, "HOST", "address of node 0", "127.0.0.1")
     master_port: int | None = flag(
         integer(1, LAST_PORT), "N", "port of node 0 on which the ranks of several nodes find each other", None
@@ -82,7 +82,6 @@ class Launch:
     interface: str | None = flag(str, "NAME", "this node's interface on the network between the nodes", None)
     timeout: int = flag(timeout, "SECONDS", "how long a rank may hang before all end (HCCL with AIV: at most 1091)", 60)
     max_restarts: int = flag(integer(0, 10**6), "N", "how often a server is started again after it has failed", 3)
-    replicas: int = flag(integer(1, 256), "N", "independent servers on this node", 1)
     nnodes: int = flag(integer(1, 4096), "N", "nodes of the server", 1)
     node_rank: int = flag(integer(0, 4095), "N", "this node, from 0", 0)
     graph_mode: str = flag(
@@ -91,14 +90,13 @@ class Launch:
 
     @property
     def local_ranks(self) -> int:
-        """Ranks on this node, of all replicas."""
-        return self.tp * self.bp * self.replicas // self.nnodes
+        """Ranks on this node."""
+        return self.tp * self.bp // self.nnodes
 
     @property
     def http_ports(self) -> list[int]:
-        """Ports on which this node will serve HTTP: one for each replica; none on nodes other than node 0."""
-        ports = range(self.port, min(self.port + self.replicas, LAST_PORT + 1))
-        return [*ports] if self.node_rank == 0 else []
+        """The port on which this node will serve HTTP, if it is node 0."""
+        return [self.port] if self.node_rank == 0 else []
 
     @property
     def master_ports(self) -> list[int]:
@@ -136,11 +134,8 @@ def check_arguments(launch: Launch) -> Iterator[Finding]:
         yield fail(f"{mesh} on {nodes} nodes would cut a TP group in two", f"choose --bp as a multiple of {nodes}")
     else:
         on_each_node = f", {num_ranks // nodes} on each of {nodes} nodes" if nodes > 1 else ""
-        times = f", {launch.replicas} times" if launch.replicas > 1 else ""
-        yield ok(mesh + on_each_node + times)
+        yield ok(mesh + on_each_node)
     if launch.node_rank >= nodes:
         yield fail(f"mesh: --node-rank {launch.node_rank} of {nodes} nodes", f"choose one from 0 to {nodes - 1}")
     if launch.port == launch.master_port:
         yield fail(f"ports: --port and --master-port are both {launch.port}", "change one of them")
-    if launch.port + launch.replicas - 1 > LAST_PORT:
-        yield fail(f"ports: {launch.replicas} replicas go beyond port {LAST_PORT}", "lower --port")

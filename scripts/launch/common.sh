@@ -1,6 +1,5 @@
 # shellcheck shell=bash
-# To be sourced by node.sh, cluster.sh and replicas.sh: flags, interpreter, checks, environment of the ranks, and their
-# command.
+# To be sourced by node.sh and cluster.sh: flags, interpreter, checks, environment of the ranks, and their command.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 # shellcheck source=scripts/env.sh
@@ -56,6 +55,7 @@ parse_flags() {
             --help | -h) echo "$help" && exit ;;
             --dry-run) dry_run=1 && shift ;;
             --selftest) selftest=1 && shift ;;
+            --replicas | --replicas=*) refuse "replicas are removed here: python -m lopa_ascend.serve --replicas N" ;;
             --) shift && program_flags=("$@") && break ;;
             --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;&
             --*)
@@ -122,15 +122,13 @@ check_launch() {
 # setting NAME VALUE: adds NAME=VALUE to `environment`; a value that the user has set, even an empty one, wins.
 setting() { environment+=("$1=${!1-$2}"); }
 
-# make_environment DIES [SERVER]: sets `environment` for the ranks of one server.
-#   DIES    the dies of its ranks, as in "0,1,2,3"
-#   SERVER  number of the server on this node, from 0 (0)
+# make_environment DIES: sets `environment` for the ranks of the server on these dies, as in "0,1,2,3".
 make_environment() {
     environment=()
     if [[ ${flag[device]} == cpu ]]; then
         cpu_environment
     else
-        npu_environment "$1" "${2:-0}"
+        npu_environment "$1"
     fi
     # Ranks find the self-test in this checkout; pip installs the engine without scripts/.
     [[ -z $selftest ]] || environment+=("PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}")
@@ -140,7 +138,7 @@ make_environment() {
 
 cpu_environment() {
     local threads
-    threads=$(($(nproc) / (ranks * ${flag[replicas]:-1})))
+    threads=$(($(nproc) / ranks))
     # The ranks share the cores.
     setting OMP_NUM_THREADS $((threads > 0 ? threads : 1))
     # With the torch_npu wheel installed, `import torch` needs CANN unless this is off.
@@ -158,7 +156,7 @@ npu_environment() {
     # Seconds in a collective: the same after which the engine gives up a silent rank.
     environment+=("HCCL_EXEC_TIMEOUT=${flag[timeout]}")
     # The first of the 32 ports that HCCL takes on the host: each server of a node needs ports of its own.
-    environment+=("HCCL_IF_BASE_PORT=$((${HCCL_IF_BASE_PORT:-60000} + 32 * $2))")
+    environment+=("HCCL_IF_BASE_PORT=${HCCL_IF_BASE_PORT:-60000}")
     if [[ -n ${flag[interface]:-} ]]; then
         # The network between the nodes. With "=" it is this interface; without, all whose names begin with this one.
         setting HCCL_SOCKET_IFNAME "=${flag[interface]}"

@@ -106,7 +106,7 @@ def check_hccl_ports(launch: Launch, base: str | None) -> Iterator[Finding]:
         allowed = f"set a number from {HCCL_BASE_PORTS[0]} to {HCCL_BASE_PORTS[-1]}, or unset it"
         yield fail(f"ports: {HCCL_BASE_PORT} is {base!r}", allowed)
         return
-    ports = range(int(text), int(text) + HCCL_PORTS * launch.replicas)
+    ports = range(int(text), int(text) + HCCL_PORTS)
     taken = f"ports: HCCL takes {ports[0]} to {ports[-1]}"
     if ports[-1] > LAST_PORT:
         highest = LAST_PORT + 1 - len(ports)

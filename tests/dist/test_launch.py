@@ -139,14 +139,3 @@ def test_two_nodes_answer_and_end(launched: Launched):
     assert sum("lopa_ascend.engine.follower" in command for command in launched.processes().values()) == 1
     launched.end(status=1)  # of torchrun, with its SignalException
     assert launched.processes() == {}
-
-
-@pytest.mark.slow  # tests/unit/test_launch.py has replicas of a program that is quick to start
-def test_replicas_answer_and_end(launched: Launched):
-    launched.launch("replicas", "--replicas", "2", "--bp", "1")
-    for port in (launched.port + 1, launched.port):
-        launched.url = f"http://127.0.0.1:{port}"
-        launched.await_health(True, 120)
-        assert "47" in launched.answer()
-    launched.end()
-    assert launched.processes() == {}

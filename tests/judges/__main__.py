@@ -2,7 +2,7 @@
 
     python -m tests.judges                                  every judge, each on a server that it starts
     python -m tests.judges faults --hostile 500             one of them, shorter
-    python -m tests.judges schema --url http://host:8000    a running server (all judges but kill, ranks and soak)
+    python -m tests.judges schema --url http://host:8000    a running server (all but the last four judges)
 
   schema     schemathesis finds no fault with the server's own /openapi.json
   accuracy   lm-eval over HTTP finds the accuracy that the engine has without a server
@@ -14,9 +14,10 @@
   kill       when the engine is killed, every client gets an error, and the server ends
   ranks      the same when a rank is killed or stopped
   soak       minutes of mixed load leave memory, pages and answers as they were
+  replicas   on Ray Serve, no request is lost when engines, ranks, actors or nodes end
 
 Prints a line for each verdict, "ok" or FAILED with what was found; the exit status is 1 if one is FAILED. schema,
-accuracy, clients, load and fuzz need public tools, and all judges need httpx: pip install -e '.[judge]', or
+accuracy, clients, load, fuzz and replicas need public tools, and all judges need httpx: pip install -e '.[judge]', or
 ./ci/judges.sh, which installs them first.
 """
 
@@ -37,9 +38,9 @@ from lopa_ascend.config.settings import HelpFormatter
 from scripts.arguments import number_from, positive
 from tests.judges.report import Options, Report
 
-JUDGES = ("schema", "accuracy", "clients", "load", "faults", "starve", "fuzz", "kill", "ranks", "soak")
+JUDGES = ("schema", "accuracy", "clients", "load", "faults", "starve", "fuzz", "kill", "ranks", "soak", "replicas")
 """Modules of this package, each with a function ``judge(options, report)``."""
-OWN_SERVER = ("kill", "ranks", "soak")
+OWN_SERVER = ("kill", "ranks", "soak", "replicas")
 """Judges that need the processes of a server, so they start one themselves."""
 NUMBERS: dict[str, tuple[Callable[[str], float], str]] = {
     "examples": (number_from(1), "schema: examples for each endpoint"),
@@ -50,6 +51,7 @@ NUMBERS: dict[str, tuple[Callable[[str], float], str]] = {
     "good": (number_from(1), "faults: good requests beside them"),
     "fuzz_seconds": (positive, "fuzz: duration in seconds"),
     "minutes": (positive, "soak: duration in minutes"),
+    "runs": (number_from(1), "replicas: faults under load"),
     "seed": (number_from(0), "seed of everything that is random"),
 }
 """By field of Options: how the flag of its name is parsed, and its help."""

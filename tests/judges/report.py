@@ -30,6 +30,8 @@ class Options:
     """fuzz: duration."""
     minutes: float = 20.0
     """soak: duration."""
+    runs: int = 200
+    """replicas: faults."""
     seed: int = 1
     """Seed of everything that is random."""
 

@@ -280,3 +280,17 @@ def test_help_breaks_no_flag_name(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv("COLUMNS", str(columns))
         lines = cli.build_parser(shown=None).format_help().splitlines()
         assert [line for line in lines if line.endswith("-")] == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max-replicas", "2"], "argument --max-replicas: needs --replicas"),
+        (["--replicas", "3", "--max-replicas", "2"], "argument --max-replicas: is 2, which is less than --replicas 3"),
+        (["--replicas", "0"], "argument --replicas: must be an integer from 1 to 4096"),
+    ],
+)
+def test_numbers_of_replicas_that_cannot_be(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        parse_args(flags)
+    assert message in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """The launch scripts: what they start, and what they refuse."""
 
-import os
 import signal
 import subprocess
 import time
@@ -10,7 +9,7 @@ import pytest
 
 from lopa_ascend.demo import DEMO_MODEL
 from tests.launch_scripts import CLUSTER, CPU, ROOT, Scripts
-from tests.ports import free_ports, has_ipv6, listening
+from tests.ports import free_ports, listening
 
 
 @pytest.fixture
@@ -33,38 +32,22 @@ def test_the_checks_know_the_graph_mode_of_the_server(scripts: Scripts, flags: t
     assert "--graph-mode: must be one of npugraph_ex, ge, eager, got 'inductor'" in wrong.stderr
 
 
-@pytest.mark.parametrize("name", ["node", "cluster", "replicas"])
+@pytest.mark.parametrize("name", ["node", "cluster"])
 def test_it_starts_what_it_prints(scripts: Scripts, name: str):
     port = free_ports(4)
     flags = [*CPU, "--port", str(port), "--model", str(DEMO_MODEL)]
     flags += {
         "cluster": ["--nnodes=1", *CLUSTER, "--node-rank=0", "--interface=lo", "--master-addr=127.0.0.1"]
         + ["--master-port", str(port + 2)],
-        "replicas": ["--replicas=2"],
     }.get(name, [])
     flags += ["--", "--stop", "$a 'b"]
     printed = scripts.dry_run(name, *flags)
-    several = name == "replicas"
-    done = scripts.run(name, *flags, LINGER="1" if several else "0")  # until the other one has started too
-    assert done.returncode == int(several), done.stderr  # a replica should not end by itself
+    done = scripts.run(name, *flags)
+    assert done.returncode == 0, done.stderr
     started = scripts.started()
     assert [command for _, command in started] == [command for _, command in printed]
     for (real, _), (said, _) in zip(started, printed, strict=True):
         assert real | said == real
-
-
-def test_a_replica_that_ends_takes_the_others_along(scripts: Scripts):
-    port = free_ports(6)
-    flags = ["--device", "cpu", "--tp", "1", "--replicas", "3", "--port", str(port), "--max-restarts", "2"]
-    begin = time.monotonic()
-    done = scripts.run("replicas", *flags, "--", "--fail", str(port + 1), LINGER="50")
-    assert time.monotonic() - begin < 20
-    assert done.returncode == 1
-    assert "replica 1 has ended; ending the others" in done.stderr
-    assert "replica 0 has" not in done.stderr
-    assert done.stdout.splitlines() == [f"replica {i}: http://127.0.0.1:{port + i}" for i in range(3)]
-    assert done.stderr.count(f"the server on port {port + 1} has ended with status 3; starting it again") == 2
-    assert not any(alive(file) for file in scripts.folder.glob("*.json"))
 
 
 @pytest.mark.parametrize(("restarts", "starts"), [("0", 1), ("3", 4)])
@@ -74,23 +57,6 @@ def test_a_server_that_fails_is_started_again(scripts: Scripts, restarts: str, s
     done = scripts.run("node", *flags, "--", "--fail", port)
     assert done.returncode == 3
     assert len(scripts.started()) == starts
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_ends_all_replicas(scripts: Scripts, number: signal.Signals):
-    port = free_ports(6)
-    flags = ["--device", "cpu", "--tp", "1", "--replicas", "3", "--port", str(port)]
-    host, shown = ("::1", "[::1]") if has_ipv6() else ("127.0.0.1", "127.0.0.1")
-    command = [str(ROOT / "scripts/launch/replicas.sh"), *flags, "--host", host, "--", "--ssl-certfile", "x"]
-    environment = scripts.environment({"LINGER": "50"})
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        wait_until(lambda: len(list(scripts.folder.glob("*.json"))) == 3)
-        # Ctrl-C in a terminal is for the script, which passes it on.
-        assert all(os.getsid(int(file.stem)) == int(file.stem) for file in scripts.folder.glob("*.json"))
-        process.send_signal(number)
-        assert process.wait(timeout=20) == 0
-        assert process.stdout.read().startswith(f"replica 0: https://{shown}:{port}\n")
-    assert not any(alive(file) for file in scripts.folder.glob("*.json"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -116,7 +82,7 @@ def wait_until(condition) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("name", ["node", "cluster", "replicas"])
+@pytest.mark.parametrize("name", ["node", "cluster"])
 def test_help_teaches(scripts: Scripts, name: str):
     done = scripts.run(name, "--tp", "2", "--help")
     assert done.returncode == 0
@@ -151,6 +117,7 @@ def test_only_a_cpu_gets_an_environment_made(tmp_path: Path):
     ("name", "flags", "message"),
     [
         ("node", ["--nnodes", "2"], "unknown flag --nnodes (the server's own go after --)"),
+        ("node", ["--replicas", "2"], "replicas are removed here: python -m lopa_ascend.serve --replicas N"),
         ("node", ["--tp"], "--tp needs a value"),
         ("node", ["--port="], "--port needs a value"),
         ("node", ["tp"], "unexpected tp"),
@@ -165,10 +132,8 @@ def test_only_a_cpu_gets_an_environment_made(tmp_path: Path):
         ("node", ["--tp", "08"], "argument --tp: must be an integer from 1 to 4096, got '08'"),
         ("node", ["--bp", "x[$(touch broken)]"], "argument --bp: must be an integer"),
         ("node", ["--timeout", "1"], "argument --timeout: must be an integer from 2 to 86400, got '1'"),
-        ("replicas", ["--replicas", "0"], "argument --replicas: must be an integer"),
         ("node", ["--master-port=1"], "--master-port is a flag of cluster.sh; the ranks of one node choose a port"),
         ("node", [*CPU, "--selftest"], "--selftest tests NPUs, and --device is cpu"),
-        ("replicas", ["--selftest"], "--selftest is a flag of node.sh"),
         ("node", ["--device", "gpu"], "argument --device: must be npu or cpu, got 'gpu'"),
     ],
 )
@@ -194,11 +159,6 @@ def test_wrong_flags(scripts: Scripts, name: str, flags: list[str], message: str
             "cluster",
             [*CLUSTER, "--port", "29500"],
             ["ports: --port and --master-port are both 29500; change one of them"],
-        ),
-        (
-            "replicas",
-            ["--port", "65533"],
-            ["ports: 4 replicas go beyond port 65535; lower --port"],
         ),
     ],
 )

@@ -63,12 +63,6 @@ def lines_of(findings: Iterator[Finding]) -> list[str]:
                 "note  devices: neighbours in a TP group that are on different packages: 3 and 4",
             ],
         ),
-        (
-            16,
-            None,
-            replace(NODE, bp=1, replicas=4),
-            ["ok    devices: dies 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13"],
-        ),
         (16, None, replace(NODE, bp=8, nnodes=2), ["ok    devices: dies 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13"]),
     ],
 )
@@ -308,7 +302,7 @@ def test_the_affinity_that_is_checked_is_that_of_the_ranks():
     """As the launch scripts set it, which tests/unit/test_launch.py looks at."""
     assert affinity_of(NODE, {}) == "1"
     assert affinity_of(replace(NODE, bp=8, nnodes=2), {}) == "1"
-    assert affinity_of(replace(NODE, bp=1, replicas=4), {}) == "0"
+    assert affinity_of(replace(NODE, bp=1), {}) == "0"
     assert affinity_of(replace(NODE, bp=1), {"CPU_AFFINITY_CONF": "2"}) == "2"
 
 
@@ -330,19 +324,19 @@ def test_a_checkout_is_no_installation(tmp_path: Path):
 
 def test_ports(tmp_path: Path):
     free = free_ports(4)
-    launch = Launch(device="cpu", tp=1, bp=1, replicas=2, port=free, master_port=free + 2)
-    free_lines = [f"127.0.0.1:{free}", f"127.0.0.1:{free + 1}", f"127.0.0.1:{free + 2}"]
+    launch = Launch(device="cpu", tp=1, bp=1, port=free, master_port=free + 2)
+    free_lines = [f"127.0.0.1:{free}", f"127.0.0.1:{free + 2}"]
     assert lines_of(check_network(launch, tmp_path)) == [f"ok    network: {port} is free" for port in free_lines]
     last = replace(launch, port=65535, master_port=None)
     (line,) = lines_of(check_network(last, tmp_path))
     assert re.findall(r"127\.0\.0\.1:\d+", line) == ["127.0.0.1:65535"]
     with listening() as port:
-        busy = replace(launch, replicas=1, master_port=port)
+        busy = replace(launch, master_port=port)
         remedy = "(Address already in use); stop the program that uses it, or choose another --master-port"
         assert f"FAIL  network: cannot listen on 127.0.0.1:{port} {remedy}" in lines_of(check_network(busy, tmp_path))
         other_node = replace(busy, nnodes=2, node_rank=1)
         assert lines_of(check_network(other_node, tmp_path)) == []
-    (not_ours,) = lines_of(check_network(replace(launch, replicas=1, host="192.0.2.1"), tmp_path))[:1]
+    (not_ours,) = lines_of(check_network(replace(launch, host="192.0.2.1"), tmp_path))[:1]
     assert not_ours.startswith(f"FAIL  network: cannot listen on 192.0.2.1:{free} (")
 
 

@@ -76,21 +76,6 @@ def test_a_cluster_has_one_command_but_for_the_rank_of_the_node(scripts: Scripts
     assert [pair for pair in zip(command, first, strict=True) if pair[0] != pair[1]] == [("1", "0")]
 
 
-def test_replicas_share_nothing(scripts: Scripts):
-    servers = scripts.dry_run("replicas", "--port", "9000")
-    assert [environment["ASCEND_RT_VISIBLE_DEVICES"] for environment, _ in servers] == [
-        "0,1,2,3",
-        "4,5,6,7",
-        "8,9,10,11",
-        "12,13,14,15",
-    ]
-    assert [environment["HCCL_IF_BASE_PORT"] for environment, _ in servers] == ["60000", "60032", "60064", "60096"]
-    # torch_npu splits all cores among the visible dies: binding would put every replica on the same cores.
-    assert {environment["CPU_AFFINITY_CONF"] for environment, _ in servers} == {"0"}
-    for replica, (_, command) in enumerate(servers):
-        assert command == serve("npu", 4, 1, 9000 + replica)
-
-
 @pytest.mark.parametrize(("name", "flags"), [("node", ()), ("node", ("--tp", "1", "--bp", "1")), ("cluster", CLUSTER)])
 def test_the_self_test_has_the_environment_of_the_server(scripts: Scripts, name: str, flags: tuple[str, ...]):
     ((served, server),) = scripts.dry_run(name, *flags)
@@ -114,8 +99,6 @@ def test_a_cpu_needs_little(scripts: Scripts):
         "GLOO_SOCKET_IFNAME": "lo",
     }
     assert command == serve("cpu", 2, 1)
-    servers = scripts.dry_run("replicas", *CPU, "--replicas", "2", "--tp", str(max(1, cores // 2)))
-    assert [environment["OMP_NUM_THREADS"] for environment, _ in servers] == ["1", "1"]
     ((environment, _),) = scripts.dry_run("node", *CPU, "--tp", str(cores + 1))
     assert environment["OMP_NUM_THREADS"] == "1"
 
@@ -126,12 +109,11 @@ def test_what_the_user_has_set_wins(scripts: Scripts):
     assert environment | own == environment
     ((environment, _),) = scripts.dry_run("node", PYTORCH_ALLOC_CONF="expandable_segments:False")
     assert "PYTORCH_NPU_ALLOC_CONF" not in environment
-    ((environment, _),) = scripts.dry_run("node", "--bp", "1", ASCEND_RT_VISIBLE_DEVICES="8,9,10,11")
-    assert environment["ASCEND_RT_VISIBLE_DEVICES"] == "8,9,10,11"
-    two = ("--replicas", "2", "--tp", "2")
-    servers = scripts.dry_run("replicas", *two, ASCEND_RT_VISIBLE_DEVICES="8,9,12,13", HCCL_IF_BASE_PORT="50000")
-    assert [environment["ASCEND_RT_VISIBLE_DEVICES"] for environment, _ in servers] == ["8,9", "12,13"]
-    assert [environment["HCCL_IF_BASE_PORT"] for environment, _ in servers] == ["50000", "50032"]
+    part = {"ASCEND_RT_VISIBLE_DEVICES": "8,9,10,11", "HCCL_IF_BASE_PORT": "50000"}
+    ((environment, _),) = scripts.dry_run("node", "--bp", "1", **part)
+    assert environment | part == environment
+    # torch_npu splits all cores among the visible dies: binding would put servers of parts of a node on the same cores.
+    assert environment["CPU_AFFINITY_CONF"] == "0"
 
 
 @pytest.mark.parametrize(("flags", "own"), [(("--timeout", "1800"), "60"), ((), "1800")])
@@ -145,7 +127,7 @@ def test_a_timeout_or_port_of_hccl_that_cannot_be_is_named(scripts: Scripts):
     done = scripts.run("node", "--dry-run", HCCL_EXEC_TIMEOUT="0")
     assert (done.returncode, done.stdout) == (2, "")
     assert "got '0', the value of HCCL_EXEC_TIMEOUT; set that or --timeout" in done.stderr
-    done = scripts.run("replicas", "--dry-run", HCCL_IF_BASE_PORT="x")
+    done = scripts.run("node", "--dry-run", HCCL_IF_BASE_PORT="x")
     assert (done.returncode, done.stdout) == (1, "")
     assert "FAIL  ports: HCCL_IF_BASE_PORT is 'x'; set a number from 1024 to 65520" in done.stderr
     assert scripts.run("node", "--dry-run", *CPU, HCCL_IF_BASE_PORT="x").returncode == 0

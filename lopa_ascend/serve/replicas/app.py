@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import RequestRouter
 
 from lopa_ascend.config import ParameterError
 from lopa_ascend.serve.app import create_app
@@ -24,12 +25,14 @@ from lopa_ascend.serve.link.client import EngineClient
 from lopa_ascend.serve.openai.request import check_defaults
 from lopa_ascend.serve.replicas.engine import Replica
 from lopa_ascend.serve.replicas.link import Replicas
-from lopa_ascend.serve.replicas.placement import RESOURCES, Placement, actor_options, place
+from lopa_ascend.serve.replicas.placement import RESOURCES, Placement, actor_options, place, rank_needs
 from lopa_ascend.serve.replicas.router import FewestTokens
 from lopa_ascend.serve.server import chat_template
 
 APP = "lopa"
 """Name of the application on the cluster."""
+HEAD = "node:__internal_head__"
+"""A resource that only the head node of a cluster has."""
 DRAIN_TIME = 3600.0
 """Most seconds that a replica which is scaled down or replaced goes on with what it has."""
 UPSCALE_DELAY, DOWNSCALE_DELAY = 10.0, 600.0
@@ -39,8 +42,6 @@ START_ATTEMPTS = 2
 """How often a replica may fail to start before the deployment fails."""
 STATS_PERIOD = 1.0
 """Seconds between two reports of a replica."""
-NODES_TIME = 600.0
-"""Most seconds that ``build`` waits for a node with the device. KubeRay asks for one when the head is up."""
 
 
 @serve.ingress()
@@ -77,15 +78,12 @@ def node_resources(device: str) -> list[float]:
     return [node["Resources"].get(RESOURCES[device], 0.0) for node in ray.nodes() if node["Alive"]]
 
 
-def _await_nodes(device: str) -> None:
-    """Returns when a node has some of a device's resource, or after ``NODES_TIME``."""
-    deadline = time.monotonic() + NODES_TIME
-    while not any(node_resources(device)) and time.monotonic() < deadline:
-        time.sleep(1.0)
-
-
-def application(configs: Sequence[ServeConfig]) -> serve.Application:
+def application(configs: Sequence[ServeConfig], router: type[RequestRouter] = FewestTokens) -> serve.Application:
     """The application for these models. Ray must have been connected to.
+
+    Args:
+        configs: how each model is served.
+        router: chooses the replica of each choice.
 
     Raises:
         ParameterError: a model cannot be placed, or two have the same name.
@@ -94,17 +92,23 @@ def application(configs: Sequence[ServeConfig]) -> serve.Application:
     names = [_name(config) for config in configs]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ParameterError("served_model_name", f"{sorted(twice)[0]!r} is the name of two models")
-    # The key stays with the ingress.
-    engines = [_deployment(name, replace(config, api_key=None)) for name, config in zip(names, configs, strict=True)]
+    # Secrets stay with the ingress.
+    engines = [
+        _deployment(name, replace(config, api_key=None, ssl_keyfile_password=None), router)
+        for name, config in zip(names, configs, strict=True)
+    ]
     first = configs[0]
     address = str(socket.getaddrinfo(first.host, None)[0][4][0])
     ingress = serve.deployment(
         Ingress,
         name="Ingress",
-        ray_actor_options={"num_cpus": 0},
+        # Beside the proxy and what knows the cluster, without which nothing is answered anyway: so that no other node
+        # takes answers along. A configuration file may set another place and number.
+        ray_actor_options={"num_cpus": 0, "resources": {HEAD: 0.001}},
         max_ongoing_requests=connection_limit(first.max_num_queued_reqs),
         graceful_shutdown_timeout_s=DRAIN_TIME,
         health_check_period_s=1.0,
+        max_constructor_retry_count=START_ATTEMPTS,
     )
     return ingress.bind(configs, [chat_template(config) for config in configs], address, *engines)
 
@@ -119,8 +123,6 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     common = dict(args)
     models = common.pop("models", [{}])
     configs = [config_of({**common, **model}, f"models[{index}]") for index, model in enumerate(models)]
-    for config in configs:
-        _await_nodes(config.engine.device)
     return application([replace(config, replicas=config.replicas or 1) for config in configs])
 
 
@@ -130,17 +132,20 @@ def _name(config: ServeConfig) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "-", name)
 
 
-def _deployment(name: str, config: ServeConfig) -> serve.Application:
+def _deployment(name: str, config: ServeConfig, router: type[RequestRouter]) -> serve.Application:
     """The deployment of a model."""
-    placement = place(config.engine, node_resources(config.engine.device))
+    nodes = node_resources(config.engine.device)
+    if max(nodes, default=0) < config.engine.tensor_parallel_size * rank_needs(config.engine):
+        nodes = [math.inf]  # nodes that are still to come should hold a replica each; Serve waits for them, and says so
+    placement = place(config.engine, nodes)
     seqs = config.engine.max_num_seqs
-    router = RequestRouterConfig(request_router_class=FewestTokens, request_routing_stats_period_s=STATS_PERIOD)
+    routing = RequestRouterConfig(request_router_class=router, request_routing_stats_period_s=STATS_PERIOD)
     deployment = serve.deployment(
         Replica,
         name=name,
         ray_actor_options=actor_options(config.engine),
         max_ongoing_requests=2 * seqs,  # a batch, and the next one
-        request_router_config=router,
+        request_router_config=routing,
         graceful_shutdown_timeout_s=DRAIN_TIME,
         health_check_period_s=1.0,
         max_constructor_retry_count=START_ATTEMPTS,

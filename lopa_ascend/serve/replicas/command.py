@@ -37,7 +37,7 @@ def run(config: ServeConfig) -> int:
         serve.start(proxy_location="HeadOnly", http_options=_http_options(config, host, port))
         serve.run(app, name=APP)
     except RuntimeError as error:
-        return _refused(_reason(str(error)))
+        return _refused(failure(str(error)))
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopped.set())
@@ -76,18 +76,25 @@ def _http_options(config: ServeConfig, host: str, port: int) -> HTTPOptions:
 def _end(timeout: float) -> None:
     """Lets replicas end what they have, and takes the application from the cluster; a local cluster ends with this
     process."""
-    deletion = threading.Thread(target=serve.delete, args=(APP,), daemon=True)
-    if timeout or "RAY_ADDRESS" in os.environ:
+    if "RAY_ADDRESS" in os.environ:
+        serve.delete(APP, _blocking=False)
+    elif timeout:
+        deletion = threading.Thread(target=serve.delete, args=(APP,), daemon=True)
         deletion.start()
-        deletion.join(timeout or None)
+        deletion.join(timeout)
     ray.shutdown()
 
 
-def _reason(message: str) -> str:
-    """What a replica that could not start has said, from a message with its traceback."""
-    lines = [line for line in message.splitlines() if line.strip()]
-    failed = [line.partition("EngineFailed: ")[2] for line in lines if "EngineFailed: " in line]
-    return failed[-1] if failed else message
+def failure(message: str) -> str:
+    """What a replica that could not start has said. Ray shows it as the traceback of the deployment.
+
+    Args:
+        message: what Ray says if no replica has said anything.
+    """
+    app = serve.status().applications.get(APP)
+    texts = [message, *(deployment.message for deployment in (app.deployments.values() if app else ()))]
+    said = [line.partition("EngineFailed: ")[2] for text in texts for line in text.splitlines()]
+    return next(filter(None, said), message)
 
 
 def _refused(message: str) -> int:

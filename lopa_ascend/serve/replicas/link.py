@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Set as AbstractSet
 
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
@@ -39,6 +38,8 @@ class Replicas:
         self._name = handle.deployment_name
         self._messages: asyncio.Queue[FromEngine] = asyncio.Queue()
         self._choices: dict[str, asyncio.Task[None]] = {}
+        self._known: set[str] = set()
+        """The replicas that the client knows."""
         self._closed = asyncio.Event()
         self._reporting = asyncio.create_task(self._report())
 
@@ -69,6 +70,7 @@ class Replicas:
                 message = decode_from_engine(data)
                 assert isinstance(message, Stepped), message
                 engine = message.engine
+                self._known.add(engine)
                 self._messages.put_nowait(message)
         except (RayError, RayServeException) as error:
             reason = type(error).__name__
@@ -80,12 +82,11 @@ class Replicas:
 
     async def _report(self) -> None:
         """Says once a second which replicas there are, and how they are."""
-        before: AbstractSet[str] = set()
         while True:
             board = reported.get(self._name, {})
-            for name in before - board.keys():
+            for name in self._known - board.keys():  # one that ends may still have sent something since
                 self._messages.put_nowait(Left(name))
-            before = set(board)
+            self._known = set(board)
             for stats in board.values():
                 if stats:
                     self._messages.put_nowait(decode_from_engine(stats["stats"]))
