@@ -1,6 +1,5 @@
 """Linters and schemas accept what scripts/deploy has, and the launch scripts and the server its commands."""
 
-import importlib
 import itertools
 import json
 import os
@@ -178,14 +177,6 @@ def test_the_service_has_a_node_for_each_engine(scripts: Scripts):
     given = {variable["name"]: variable.get("value") for variable in container["env"]}
     launched.pop("LD_PRELOAD", None)
     assert given == {**launched, "CPU_AFFINITY_CONF": "0", "LOPA_API_KEY": None}
-
-
-def test_serve_takes_the_configuration_of_the_service():
-    schema = pytest.importorskip("ray.serve.schema", reason="the extra ray is not installed")
-    deployed = schema.ServeDeploySchema.model_validate(yaml.safe_load(read("rayservice")[-1]["spec"]["serveConfigV2"]))
-    (application,) = deployed.applications
-    module, _, name = application.import_path.partition(":")
-    assert callable(getattr(importlib.import_module(module), name))
 
 
 def test_the_compose_file_starts_servers(scripts: Scripts):
