@@ -1,6 +1,5 @@
 """Linters and schemas accept what scripts/deploy has, and the launch scripts and the server its commands."""
 
-import importlib
 import itertools
 import json
 import os
@@ -16,7 +15,7 @@ import pytest
 import yaml
 
 from lopa_ascend.backend.npu.versions import CANN_OF_TORCH_NPU, check_versions
-from lopa_ascend.config import GRAPH_MODES_BY_DEVICE, ParameterError
+from lopa_ascend.config import GRAPH_MODES_BY_DEVICE
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.serve.cli import config_of, parse_args
 from lopa_ascend.serve.config import ServeConfig
@@ -178,26 +177,6 @@ def test_the_service_has_a_node_for_each_engine(scripts: Scripts):
     given = {variable["name"]: variable.get("value") for variable in container["env"]}
     launched.pop("LD_PRELOAD", None)
     assert given == {**launched, "CPU_AFFINITY_CONF": "0", "LOPA_API_KEY": None}
-
-
-def test_serve_takes_the_configuration_of_the_service():
-    schema = pytest.importorskip("ray.serve.schema", reason="the extra ray is not installed")
-    deployed = schema.ServeDeploySchema.model_validate(yaml.safe_load(read("rayservice")[-1]["spec"]["serveConfigV2"]))
-    (application,) = deployed.applications
-    module, _, name = application.import_path.partition(":")
-    assert callable(getattr(importlib.import_module(module), name))
-
-
-def test_an_application_waits_for_its_first_node(monkeypatch: pytest.MonkeyPatch):
-    """KubeRay asks for the application as soon as the head is up, which has no NPU."""
-    pytest.importorskip("ray", reason="the extra ray is not installed")
-    app = importlib.import_module("lopa_ascend.serve.replicas.app")
-    clusters = iter(([], [0.0], [0.0, 16.0], [0.0, 16.0], [0.0, 16.0]))
-    monkeypatch.setattr(app, "node_resources", lambda device: next(clusters))
-    monkeypatch.setattr(app.time, "sleep", lambda seconds: None)
-    with pytest.raises(ParameterError, match="32 ranks that split a forward pass need 32 NPU on one node"):
-        app.build({"device": "npu", "tensor-parallel-size": 32})
-    assert next(clusters) == [0.0, 16.0]
 
 
 def test_the_compose_file_starts_servers(scripts: Scripts):

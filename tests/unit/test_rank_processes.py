@@ -30,10 +30,10 @@ def test_every_rank_gets_a_command_and_its_place() -> None:
         assert start.environment == os.environ | Rendezvous.on_this_machine(rank, 4, 4321).environment()
         assert (start.environment["RANK"], start.environment["MASTER_PORT"]) == (str(rank), "4321")
     for rank in (1, 2, 3):
-        program, *module, config, ends_with_stdin = starts[rank].command
+        program, *module, config, with_stdin, with_parent = starts[rank].command
         assert (program, module) == (sys.executable, ["-m", "lopa_ascend.engine.follower"])
         assert msgspec.json.decode(config, type=EngineConfig) == CONFIG
-        assert ends_with_stdin == "--ends-with-stdin"
+        assert (with_stdin, with_parent) == ("--ends-with-stdin", "--ends-with-parent")
 
 
 def test_a_process_that_is_rank_0_starts_the_others_alone() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -43,8 +42,6 @@ START_ATTEMPTS = 2
 """How often a replica may fail to start before the deployment fails."""
 STATS_PERIOD = 1.0
 """Seconds between two reports of a replica."""
-NODES_TIME = 600.0
-"""Most seconds that ``build`` waits for a node with the device. KubeRay asks for one when the head is up."""
 
 
 @serve.ingress()
@@ -81,6 +78,7 @@ def node_resources(device: str) -> list[float]:
     return [node["Resources"].get(RESOURCES[device], 0.0) for node in ray.nodes() if node["Alive"]]
 
 
+<<<<<<< HEAD
 def _await_nodes(device: str) -> None:
     """Returns when a node has some of a device's resource, or after ``NODES_TIME``."""
     deadline = time.monotonic() + NODES_TIME
@@ -88,6 +86,8 @@ def _await_nodes(device: str) -> None:
         time.sleep(1.0)
 
 
+=======
+>>>>>>> w-boxes
 def application(configs: Sequence[ServeConfig], router: type[RequestRouter] = FewestTokens) -> serve.Application:
     """The application for these models. Ray must have been connected to.
 
@@ -133,8 +133,6 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     common = dict(args)
     models = common.pop("models", [{}])
     configs = [config_of({**common, **model}, f"models[{index}]") for index, model in enumerate(models)]
-    for config in configs:
-        _await_nodes(config.engine.device)
     return application([replace(config, replicas=config.replicas or 1) for config in configs])
 
 
