@@ -78,16 +78,6 @@ def node_resources(device: str) -> list[float]:
     return [node["Resources"].get(RESOURCES[device], 0.0) for node in ray.nodes() if node["Alive"]]
 
 
-<<<<<<< HEAD
-def _await_nodes(device: str) -> None:
-    """Returns when a node has some of a device's resource, or after ``NODES_TIME``."""
-    deadline = time.monotonic() + NODES_TIME
-    while not any(node_resources(device)) and time.monotonic() < deadline:
-        time.sleep(1.0)
-
-
-=======
->>>>>>> w-boxes
 def application(configs: Sequence[ServeConfig], router: type[RequestRouter] = FewestTokens) -> serve.Application:
     """The application for these models. Ray must have been connected to.
 
