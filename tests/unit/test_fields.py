@@ -146,6 +146,15 @@ def test_what_the_table_names_is_taken_with_any_value_of_its_type(row: Ignored):
 
 # ---- what clients send back ------------------------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": []}])
+def test_an_answer_may_be_sent_back_empty_and_a_question_may_not(content: dict[str, Any]) -> None:
+    asked = read_body(ChatRequest, json.dumps({"messages": [HISTORY[0], {"role": "assistant", **content}]}).encode())
+    assert said(asked)[1] == {"role": "assistant", "content": ""}
+    with pytest.raises(ApiError, match=r"messages\[0\].content"):
+        read_body(ChatRequest, json.dumps({"messages": [{"role": "user", **content}]}).encode())
+
+
 ANSWER: dict[str, Any] = {"role": "assistant", "content": "b", "refusal": None}
 OUTPUT = {
     "id": "msg_1",

@@ -74,6 +74,15 @@ class Message(Body):
         if values.get("role") in ("tool", "function"):
             message = f"must be {' or '.join(map(repr, ROLES))}, got {shown(values['role'])}"
             raise unsupported("role", message, "put the result of a tool into a message of the user")
+        if values.get("role") == "assistant" and values.get("content") in (None, []):
+            values["content"] = ""  # clients keep an empty answer so
+
+    @classmethod
+    def complete_schema(cls, schema: Json) -> None:
+        super().complete_schema(schema)
+        schema["required"].remove("content")
+        schema["else"] = {"required": ["content"]}
+        schema["if"] = {"properties": {"role": {"const": "assistant"}}}
 
     def as_template_input(self) -> dict[str, str]:
         """The message as the chat template takes it."""
