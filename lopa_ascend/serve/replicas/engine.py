@@ -129,7 +129,7 @@ class Replica:
         Args:
             message: a ``Generate``.
             tokens: of the prompt and, at most, of the answer.
-            prompt: a number that equal prompts have in common, and the tokens of the prompt.
+            prompt: a number that prompts have in common which share cached tokens, and how many these are.
 
         Yields:
             ``Stepped`` messages with the choice's updates.

@@ -21,9 +21,12 @@ from lopa_ascend.serve.link.messages import (
     encode_message,
 )
 from lopa_ascend.serve.replicas.reports import reported
+from lopa_ascend.types import ModelProperties
 
 HEARTBEAT = 1.0
 """Seconds between messages about the replicas."""
+SHARED_TOKENS = 256
+"""Prompts of a block-causal model that begin with the same tokens, so many, are likely to share a system prompt."""
 
 
 class Replicas:
@@ -31,9 +34,12 @@ class Replicas:
 
     Args:
         handle: of the deployment, whose router ``FewestTokens`` is.
+        properties: of its model.
     """
 
-    def __init__(self, handle: DeploymentHandle):
+    def __init__(self, handle: DeploymentHandle, properties: ModelProperties):
+        # The prefix cache knows whole prompts, or their beginnings if nothing behind these changes them.
+        self._prefix = SHARED_TOKENS if properties.is_block_causal else None
         self._generate = handle.generate.options(stream=True)
         self._name = handle.deployment_name
         self._messages: asyncio.Queue[FromEngine] = asyncio.Queue()
@@ -48,7 +54,7 @@ class Replicas:
         """Waits until a replica has loaded the model."""
         ready = decode_from_engine(await handle.describe.remote())
         assert isinstance(ready, Ready), ready
-        return cls(handle), ready
+        return cls(handle, ready.limits.properties), ready
 
     def send(self, message: ToEngine) -> None:
         """Gives a choice to some replica, or ends one."""
@@ -60,10 +66,11 @@ class Replicas:
     async def _run(self, asked: Generate) -> None:
         """Passes on what a replica generates; says so if the replica ends."""
         length, engine = len(asked.prompt_token_ids), ""
+        prefix = tuple(asked.prompt_token_ids[: self._prefix])
         stream = self._generate.remote(
             encode_message(asked),
             tokens=length + asked.params.max_new_tokens,
-            prompt=(hash(tuple(asked.prompt_token_ids)), length),
+            prompt=(hash(prefix), len(prefix)),
         )
         try:
             async for data in stream:

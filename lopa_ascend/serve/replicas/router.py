@@ -15,12 +15,12 @@ MAX_HOMES = 8192
 class FewestTokens(RequestRouter):
     """Sends a choice to the replica that would have the fewest tokens to compute with it.
 
-    A replica's load is what its engine reports, and what this router has sent there since. The tokens of a prompt do
-    not count on the replica that had an equal prompt last, because its prefix cache has them.
+    A replica's load is what its engine reports, and what this router has sent there since. The tokens that a prompt
+    shares with an earlier one do not count on the replica that had it last, because its prefix cache has them.
     """
 
     def initialize_state(self, prefixes: bool = True) -> None:
-        """``prefixes``: whether equal prompts go to the same replica."""
+        """``prefixes``: whether prompts that share tokens go to the same replica."""
         self._prefixes = prefixes
         self._homes: OrderedDict[int, ReplicaID] = OrderedDict()
         self._sent: dict[str, tuple[ReplicaID, int]] = {}
