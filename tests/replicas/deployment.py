@@ -25,7 +25,12 @@ from tests.replicas.processes import ENGINE, RANK, below, kill
 
 CPUS = 4
 """Of each node."""
-NODE = {"num_cpus": CPUS, "node_ip_address": LOCALHOST, "object_store_memory": 2**27}
+NODE = {
+    "num_cpus": CPUS,
+    "node_ip_address": LOCALHOST,
+    "object_store_memory": 2**27,
+    "dashboard_agent_listen_port": None,  # any: another cluster of this machine may have the usual one
+}
 CLIENTS = 24
 ANSWER_TIME = 120.0
 """Seconds after which a request counts as hanging."""

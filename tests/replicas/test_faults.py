@@ -52,13 +52,12 @@ class TestThreeReplicasOfTwoRanks:
 
 
 def other_weights(folder: Path) -> Path:
-    """The bundled model with a changed output layer: it answers otherwise."""
+    """The bundled model with the sign of its logits changed: it answers otherwise."""
     shutil.copytree(DEMO_MODEL, folder)
-    for file in folder.glob("*.safetensors"):
-        tensors = load_file(file)
-        if "lm_head.weight" in tensors:
-            tensors["lm_head.weight"] = tensors["lm_head.weight"].roll(1, 0).contiguous()
-            save_file(tensors, file)
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.norm.weight"] = -tensors["model.norm.weight"]
+    save_file(tensors, file)
     return folder
 
 
@@ -109,7 +108,8 @@ class TestTwoReplicas:
 
     def test_several_models_answer_by_name(self, deployment: Deployment):
         deployment.replicas = 2
-        models = [{"served_model_name": "first"}, {"served_model_name": "second", "max_model_len": 256}]
+        second = {"served_model_name": "second", "max_model_len": 256, "replicas": 1, "max_replicas": 2}
+        models = [{"served_model_name": "first"}, second]
         serve.run(build({"models": models}), name=APP)
         deployment.wait_until_whole()
         cards = httpx.get(f"{deployment.url}/v1/models").json()["data"]
