@@ -23,7 +23,7 @@ import httpx
 from scripts.arguments import number_from
 from scripts.bench.machine import describe_machine
 from scripts.bench.prompts import questions
-from scripts.bench.serve import Level, measure, percentile
+from scripts.bench.serve import Level, Server, measure, percentile
 
 LONG, REPEATED = 0.3, 0.4
 """Shares of requests that have a long prompt and a long answer, and that repeat an earlier prompt."""
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         bodies = mixed_bodies(args.requests, random.Random(turn))
         for name, router in ROUTERS.items():
             with deployed(args.replicas, router) as url:
-                levels[name].append(asyncio.run(measure(url, bodies, args.clients)))
+                levels[name].append(asyncio.run(measure(Server(url), bodies, args.clients)))
                 hits[name] += _prefix_hits(url) / args.turns
     print(describe_machine())
     print("| router | answer p50, s | answer p99, s | tokens/s | prefix hits |\n|---|---|---|---|---|")

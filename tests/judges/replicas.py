@@ -21,8 +21,7 @@ def judge(options: Options, report: Report) -> None:
             found[fault].append(outcomes)
             for text in outcomes.wrong:
                 report.check(f"run {run}, {fault}", False, text)
-            if run % 10 == 9:
-                print(f"  {run + 1} runs", flush=True)
+            print(f"  run {run}, {fault}: {dict(outcomes.counts)}, slowest {outcomes.slowest:.1f} s", flush=True)
     for fault, runs in found.items():
         counts = sum((outcomes.counts for outcomes in runs), Counter())
         wrong = sum(len(outcomes.wrong) for outcomes in runs)

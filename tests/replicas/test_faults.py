@@ -108,7 +108,8 @@ class TestTwoReplicas:
 
     def test_several_models_answer_by_name(self, deployment: Deployment):
         deployment.replicas = 2
-        models = [{"served_model_name": "first"}, {"served_model_name": "second", "max_model_len": 256}]
+        second = {"served_model_name": "second", "max_model_len": 256, "replicas": 1, "max_replicas": 2}
+        models = [{"served_model_name": "first"}, second]
         serve.run(build({"models": models}), name=APP)
         deployment.wait_until_whole()
         cards = httpx.get(f"{deployment.url}/v1/models").json()["data"]
