@@ -52,7 +52,7 @@ def test_entries_of_16_queries_add_no_task() -> None:
     assert tasks == captured_step(variants()["bf16"], 1)
 
 
-def test_the_tasks_that_predictions_add_up_are_those_that_are_captured() -> None:
+def test_the_file_of_captured_tasks_is_up_to_date() -> None:
     """Of the smallest step; ``python -m tests.npu.lab tests.npu.captured_tasks`` writes them anew."""
     kept = json.loads(captured_tasks.FILE.read_text())
     layer, outside = captured_tasks.captured(1)

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tests.npu.lab import device, traffic
+from tests.npu.lab import device, traffic, units
 from tests.npu.lab.device import Place, on_npu
 
 functional = torch.ops._c10d_functional
@@ -44,6 +45,12 @@ def _register(name: str, schema: str) -> None:
     _own.impl(name, shape, "Meta")
     op = getattr(torch.ops.lab, name).default
     _npu.impl(name, lambda *args: device.launch(op, args, {}), "PrivateUse1")
+
+
+def unit_of(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> str:
+    """What runs a captured collective of the laboratory; see ``units``."""
+    ranks = _resolve_process_group(args[-1]).size()
+    return units.unit_of_collective(op._schema.name.removeprefix(f"{NAMESPACE}::"), args[0], ranks)
 
 
 def _all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Tensor:

@@ -10,6 +10,7 @@ During a capture nothing is computed; ``capture`` records the launches instead.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -129,11 +130,17 @@ def allocate(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
     )
 
 
+class _Taker(threading.local):
+    """Of one thread: another one may change the tasks of a graph meanwhile."""
+
+    take: Callable[[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], Any] | None = None
+
+
 @dataclass
 class Recorder:
     """How ``capture`` takes part in launches."""
 
-    take: Callable[[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], Any] | None = None
+    taker: _Taker = field(default_factory=_Taker)
     """While a graph is captured or changed, takes launches (op, args, kwargs) instead of the device."""
     before: list[Callable[[], None]] = field(default_factory=list)
     """Called before a launch runs; may refuse it because a graph waits for an update."""
@@ -217,10 +224,10 @@ def launch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
         refuse_tiles(op, args, kwargs)
         refuse_costly(op, args)
         waits = reads_data(op, args)
-    if recorder.take is not None:
+    if recorder.taker.take is not None:
         if with_host or waits:
             raise RuntimeError(f"{name}: the host takes part in this, so no graph can hold it")
-        return recorder.take(op, args, kwargs)
+        return recorder.taker.take(op, args, kwargs)
     for check in recorder.before:
         check()
     if waits:
