@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch_npu import npu
 
-from tests.npu.lab import attention, cann, capture, device, units
+from tests.npu.lab import attention, cann, capture, collectives, device, units  # noqa: F401
 from tests.npu.lab.constraints import NpuConstraint
 from tests.npu.lab.lowering import lower
 from tests.npu.lab.traffic import host_traffic
@@ -300,6 +302,20 @@ def test_collectives_leave_the_vector_cores_above_their_limit() -> None:
     assert [units.unit_of_collective("all_reduce_", x, 4) for x in sums] == [units.AIV, units.AICPU]
     gathers = [torch.empty(kib << 10, dtype=torch.int8, device="meta") for kib in (128, 129)]
     assert [units.unit_of_collective("all_gather_into_tensor", x, 4) for x in gathers] == [units.AIV, units.AICPU]
+
+
+def test_a_collective_must_be_waited_for_before_its_result_is_used() -> None:
+    functional, x = torch.ops._c10d_functional, torch.ones(8, device="npu")
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    group = dist.group.WORLD
+    try:
+        with npu.graph(npu.NPUGraph()):
+            functional.wait_tensor(functional.all_reduce(x + 1, "sum", group.group_name)).add_(1)
+        assert capture.tapes()[-1].stream_waits == 2
+        with pytest.raises(RuntimeError, match="without having waited for it"), npu.graph(npu.NPUGraph()):
+            functional.all_reduce(x + 1, "sum", group.group_name).add_(1)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_events_of_tasks_are_values_in_the_devices_memory() -> None:

@@ -253,6 +253,7 @@ def _capture_begin(begin: Callable[..., Any]) -> Callable[..., Any]:
         _Captures.tape = _Captures.tapes[id(self)] = Tape()
         _Captures.graphs.add(self)
         device.recorder.taker.take = record
+        device.recorder.unwaited.clear()
 
     return capture_begin
 

@@ -1,7 +1,9 @@
 """Collectives of tensors on ``npu``: by gloo, on the tensors' memory.
 
 Of the functional collectives, which compiled functions use, ``all_reduce_`` is the collective, as in torch, and
-``all_reduce`` copies its argument first. Importing this module puts all of them in place for the rest of the process.
+``all_reduce`` copies its argument first. HCCL runs them on a stream of its own, so what captures one must wait for its
+result (``wait_tensor``) before another task uses it. Importing this module puts all of them in place for the rest of
+the process.
 """
 
 from __future__ import annotations
@@ -44,7 +46,14 @@ def _register(name: str, schema: str) -> None:
     _own.impl(name, waited, "CPU")
     _own.impl(name, shape, "Meta")
     op = getattr(torch.ops.lab, name).default
-    _npu.impl(name, lambda *args: device.launch(op, args, {}), "PrivateUse1")
+
+    def launched(*args: Any) -> Tensor:
+        result: Tensor = device.launch(op, args, {})
+        if device.recorder.taker.take is not None:
+            device.recorder.unwaited.add(result.untyped_storage().data_ptr())
+        return result
+
+    _npu.impl(name, launched, "PrivateUse1")
 
 
 def unit_of(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> str:
@@ -58,9 +67,15 @@ def _all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
     return result
 
 
+def _wait(x: Tensor) -> Tensor:
+    device.recorder.unwaited.discard(x.untyped_storage().data_ptr())
+    return x
+
+
 for _name, _schema in SCHEMAS.items():
     _register(_name, _schema)
 _npu.impl("all_reduce", _all_reduce, "PrivateUse1")
+_npu.impl("wait_tensor", _wait, "PrivateUse1")
 
 
 # ---- outside of graphs ---------------------------------------------------------------------------------------------

@@ -142,6 +142,8 @@ class Recorder:
 
     taker: _Taker = field(default_factory=_Taker)
     """While a graph is captured or changed, takes launches (op, args, kwargs) instead of the device."""
+    unwaited: set[int] = field(default_factory=set)
+    """Addresses of results of captured collectives that the captured stream has not waited for."""
     before: list[Callable[[], None]] = field(default_factory=list)
     """Called before a launch runs; may refuse it because a graph waits for an update."""
     waited: list[Callable[[], None]] = field(default_factory=list)
@@ -186,6 +188,13 @@ def refuse_tiles(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
         raise RuntimeError(f"{op._schema.name}: a tensor is in the format FRACTAL_NZ")
 
 
+def refuse_unwaited(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuses a collective's result before a captured stream has waited for it."""
+    used = (x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if on_npu(x))
+    if recorder.unwaited and any(address in recorder.unwaited for address in used):
+        raise RuntimeError(f"{op._schema.name}: uses what a collective writes without having waited for it")
+
+
 def refuse_costly(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
     """Refuses what costs an NPU more than the engine can pay: aclnnInplaceIndexCopy transposes the whole tensor along
     any dimension but the first, and scatter_reduce runs on the host but for sums."""
@@ -227,6 +236,7 @@ def launch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     if recorder.taker.take is not None:
         if with_host or waits:
             raise RuntimeError(f"{name}: the host takes part in this, so no graph can hold it")
+        refuse_unwaited(op, args, kwargs)
         return recorder.taker.take(op, args, kwargs)
     for check in recorder.before:
         check()
