@@ -209,7 +209,9 @@ def test_only_lengths_that_changed_are_written_to_a_graph(tmp_path: Path) -> Non
                 tokens += [token for update in served.step() for token in update.token_ids]
             steps.append(traffic)
         (eager,) = LLM(path, graph_mode="eager", **config).generate([prompt], params, quiet=True)
-    tasks = len(tape.groups)
+    stats, tasks = served.stats().graphs, len(tape.groups)
+    assert stats is not None
+    assert len(stats.replay_milliseconds) == stats.num_buckets > 0
     replays = [traffic for traffic in steps if "replay" in traffic.launches]
     updates = sum(traffic.updates for traffic in replays)
     assert tokens == list(eager.token_ids)
