@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lopa_ascend.config import EngineConfig, ParameterError
+from lopa_ascend.config import EngineConfig, ModelConfig, ParameterError
 
 if TYPE_CHECKING:
     from lopa_ascend.backend.interface import Ops
@@ -28,6 +28,41 @@ def load_ops(config: EngineConfig) -> Ops:
     from lopa_ascend.backend.cpu import load_cpu_ops
 
     return load_cpu_ops(packs_weights=config.graph_mode == "eager")
+
+
+def checked_ops(ops: Ops, config: EngineConfig, model: ModelConfig, dtype: str, max_keys: int) -> tuple[Ops, str]:
+    """Compares attention on an NPU with float32; other devices are taken as they are.
+
+    Args:
+        ops: of ``load_ops``.
+        dtype: of queries and keys, e.g. "bfloat16".
+        max_keys: positions of the longest sequence.
+
+    Returns:
+        The ops of an attention layout that computes rightly, and the layout.
+
+    Raises:
+        WrongKernelError: no layout does; names the kernel, its shape and its error.
+    """
+    if config.device != "npu":
+        return ops, config.attention_layout
+    import torch
+
+    from lopa_ascend.backend.npu.gate import AttentionShape, right_ops
+    from lopa_ascend.backend.npu.ops import NpuOps
+    from lopa_ascend.backend.npu.versions import CAPTURING_MODES
+
+    assert isinstance(ops, NpuOps)
+    shape = AttentionShape(
+        queries=min(config.graph_params.block_size, max_keys),
+        heads=model.num_heads // config.tensor_parallel_size,
+        kv_heads=model.local_kv_heads(config.tensor_parallel_size),
+        head_dim=model.head_dim,
+        dtype=getattr(torch, dtype),
+        max_keys=max_keys,
+    )
+    right = right_ops(ops, shape, config.graph_mode in CAPTURING_MODES)
+    return right, right.attention_layout
 
 
 def _check_inductor() -> None:

@@ -48,6 +48,8 @@ class Compiler(ABC):
     """Buckets that were asked for after ``freeze``."""
     memory: int
     """Bytes of device memory that captured graphs hold."""
+    replay_milliseconds: dict[str, float]
+    """By bucket, how long a replay took at start; only for buckets that were tried out."""
 
     def __init__(self) -> None:
         self.on_every_rank: Callable[[bool], bool] = lambda fact: fact
@@ -57,6 +59,7 @@ class Compiler(ABC):
         self.num_captures = 0
         self.num_refused = 0
         self.memory = 0
+        self.replay_milliseconds = {}
         self._frozen = False
 
     def check_buckets(self, names: Sequence[str]) -> None:
@@ -103,6 +106,19 @@ class Compiler(ABC):
                 f"bucket {name}: the device has no memory for its step ({error}); lower kv_cache_memory, max_num_seqs "
                 "or graph_window_blocks"
             ) from error
+
+    def try_out(self, run: Run, name: str, kv_lengths: Sequence[Sequence[int]]) -> None:  # noqa: B027  # few modes do
+        """Launches a compiled step once for each of these KV lengths, where launches may hang, and times the last one.
+        Every rank must call it.
+
+        Args:
+            run: what ``compile`` has returned.
+            name: of the bucket, for messages.
+            kv_lengths: of each launch the KV length of each entry.
+
+        Raises:
+            GraphError: a launch does not end.
+        """
 
     def freeze(self) -> None:
         """Makes every further ``compile`` an error."""

@@ -4,12 +4,13 @@ before they are loaded; then, with the weights in memory, the size of the KV poo
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lopa_ascend.backend import load_ops
+from lopa_ascend.backend import checked_ops, load_ops
 from lopa_ascend.backend.interface import Ops
 from lopa_ascend.backend.memory import default_kv_memory
+from lopa_ascend.checkpoint import with_dtype
 from lopa_ascend.config import DecodingParams, EngineConfig, Limits, ModelConfig, ParameterError
 from lopa_ascend.config.engine import DEFAULT_MODEL_LEN
 from lopa_ascend.demo import DEMO_MODEL
@@ -70,6 +71,7 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
         CheckpointError, ConfigError, ModelError, TokenizerError, ParameterError: the model cannot be served with this
             configuration.
         UnsupportedStackError: the software of the device is missing or too old.
+        WrongKernelError: an NPU does not compute attention rightly.
         GraphError: the graph mode has no room for so many graphs.
         OSError: a file cannot be read.
     """
@@ -85,6 +87,8 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
     num_token_ids = tokenizer.num_token_ids if tokenizer else model.vocab_size
     max_model_len = choose_max_model_len(config, model)
     max_num_batched_tokens = config.max_num_batched_tokens or max(4096, max_model_len)
+    ops, layout = checked_ops(ops, config, model, with_dtype(model, config.dtype).dtype, max_model_len)
+    config = replace(config, attention_layout=layout)
     graph_plan = None
     if config.graph_mode != "eager":
         identity = model_source.identity, max_model_len, num_token_ids, mesh.tp.rank, mesh.bp.rank

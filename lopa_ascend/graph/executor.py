@@ -102,6 +102,7 @@ class GraphExecutor:
             padded_tokens=self._padded_tokens,
             wasted_steps=self._wasted_steps,
             eager_steps=dict(self._eager_steps),
+            replay_milliseconds=dict(compiler.replay_milliseconds),
         )
 
     # ---- sequences -------------------------------------------------------------------------------------------------

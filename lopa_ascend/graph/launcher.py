@@ -77,9 +77,12 @@ class Launcher:
         self._run: Run | None = None
 
     def compile(self) -> None:
-        """Compiles the step. That launches it once, with padding rows only."""
-        kv_lengths = self._write([], [])
-        self._run = self._graphs.compiler.compile(self._step, self.bucket.name, self._tensors, kv_lengths)
+        """Compiles the step and tries it out, with few keys and with the most. That launches it, with padding rows
+        only."""
+        few, compiler = self._write([], []), self._graphs.compiler
+        most = [self.bucket.pages * PAGE_SIZE] * len(few)
+        self._run = compiler.compile(self._step, self.bucket.name, self._tensors, few)
+        compiler.try_out(self._run, self.bucket.name, (few, most))
 
     def launch(self, sequences: List[Sequence], views: List[HostView], probe: Probe) -> Callable[[], Tensor]:
         """Starts one step of some sequences.

@@ -348,6 +348,14 @@ class _OneEngine(Collector):
             ("lopa:graph_padded_tokens", padded, stats.padded_tokens),
             ("lopa:graph_wasted_steps", "Compiled steps of choices that had already ended.", stats.wasted_steps),
         )
+        replays = GaugeMetricFamily(
+            "lopa:graph_replay_seconds",
+            "A step of each bucket at start, with the most keys.",
+            labels=(*LABELS, "bucket"),
+        )
+        for bucket, milliseconds in stats.replay_milliseconds.items():
+            replays.add_metric((*self._labels, bucket), milliseconds / 1000)
+        yield replays
         text = (
             "Eager steps of choices on a server with graphs, by reason: a decoding parameter, or graph_window_blocks."
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,8 @@ class GraphStats:
     eager_steps: dict[str, int]
     """Steps of sequences that ran without a graph, by reason: the request's field that no graph supports, or
     "graph_window_blocks" where the window was too large."""
+    replay_milliseconds: dict[str, float] = field(default_factory=dict)
+    """How long a step of each bucket took at start, with the most keys; empty where steps are not replayed graphs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,8 @@ def check_environment(environment: Mapping[str, str], graph_mode: str) -> Iterat
     queue, blocking = (environment.get(name) for name in (npu_environment.TASK_QUEUE, npu_environment.BLOCKING))
     slow = "with which every launch takes longer"
     if queue is not None and npu_environment.number(queue) == 0:
-        findings.append(note(f"environment: {npu_environment.TASK_QUEUE} is {queue!r}, {slow}; 1 is for serving"))
+        remedy = "1 is for serving, unless the self-test says 0"
+        findings.append(note(f"environment: {npu_environment.TASK_QUEUE} is {queue!r}, {slow}; {remedy}"))
     if blocking and npu_environment.number(blocking) and graph_mode not in npu_versions.CAPTURING_MODES:
         findings.append(note(f"environment: {npu_environment.BLOCKING} is {blocking!r}, {slow}; 0 is for serving"))
     yield from findings or [ok(f"environment: no variable is in the way of graph mode {graph_mode}")]

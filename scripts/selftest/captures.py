@@ -27,7 +27,7 @@ class Captures:
         self._npu = torch.get_device_module("npu")
         self._pool, self._stream = self._npu.graph_pool_handle(), self._npu.Stream()
 
-    def capture(self, step: Step, name: str, num_entries: int = 0) -> Step:
+    def capture(self, step: Step, name: str, num_entries: int = 0, in_thread: bool = False) -> Step:
         """A function that replays the step, which runs once before the capture.
 
         The tensors that the function returns are copies: the graphs write their results into the memory that they
@@ -37,6 +37,7 @@ class Captures:
             step: what to capture.
             name: of the graph, for messages.
             num_entries: attention entries of the step.
+            in_thread: whether a thread gives replays their KV lengths.
         """
         from lopa_ascend.backend.npu.captured import CapturedRun, capturing
 
@@ -47,6 +48,7 @@ class Captures:
         with torch.no_grad(), capture:
             outputs = step(lengths)
         run = CapturedRun(graph, step, outputs[0], name, lengths)
+        run.in_thread = in_thread
 
         def replay(kv_lengths: Sequence[int]) -> list[Tensor]:
             run(kv_lengths)

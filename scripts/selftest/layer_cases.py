@@ -109,13 +109,16 @@ def captured_cases(ops: Ops) -> Iterator[Case]:
     """
     name = f"{CAPTURED} layer, replayed with"
     yield captured_case(ops, f"{name} other KV lengths", [OTHER_LENGTHS] * 2)
+    yield captured_case(ops, f"{name} KV lengths that a thread changes", [OTHER_LENGTHS] * 2, in_thread=True)
     yield captured_case(ops, f"{name} the KV lengths of the capture", [None] * 2)
     yield captured_case(ops, f"{name} up to {max(LONG_LENGTHS)} keys", [LONG_LENGTHS] * 2)
     partly_changed = [*OTHER_LENGTHS[:2], *(length + BLOCK for length in OTHER_LENGTHS[2:])]
     yield captured_case(ops, f"{CAPTURED} layer of two attention kernels", [OTHER_LENGTHS, partly_changed], 2)
 
 
-def captured_case(ops: Ops, name: str, replays: Sequence[list[int] | None], num_kernels: int = 1) -> Case:
+def captured_case(
+    ops: Ops, name: str, replays: Sequence[list[int] | None], num_kernels: int = 1, in_thread: bool = False
+) -> Case:
     """A layer that is captured and replayed as the engine does it.
 
     The host does not wait between the replays, whose inputs differ.
@@ -123,6 +126,7 @@ def captured_case(ops: Ops, name: str, replays: Sequence[list[int] | None], num_
     Args:
         replays: the KV lengths of each block in each replay; None for those of the capture.
         num_kernels: launches of the attention kernel. The cache has no more pages than these need.
+        in_thread: whether a thread gives replays their KV lengths.
     """
     width = 1 + max(pages_for(max(kv_lengths or [1])) for kv_lengths in replays)  # wider than needed, as the engine's
     num_entries = len(random_layer_inputs(None, 1, 1, ops.max_queries).entries.lengths)
@@ -137,7 +141,7 @@ def captured_case(ops: Ops, name: str, replays: Sequence[list[int] | None], num_
         return [layer(current.x, npu_caches, current.slot_mapping, entries)]
 
     def run() -> list[Tensor]:
-        replay, outputs = Captures().capture(step, name, num_entries), []
+        replay, outputs = Captures().capture(step, name, num_entries, in_thread), []
         for given in later:
             current.copy_from(given)
             outputs += replay(given.entries.kv_lengths)

@@ -37,6 +37,8 @@ from scripts.selftest.findings import (
     shortened,
     slowest,
 )
+from scripts.selftest.updates import CALLS as UPDATED_CALLS
+from scripts.selftest.updates import fastest_queue, times_by_queue
 
 VARIABLES = ("HCCL_OP_EXPANSION_MODE", "HCCL_BUFFSIZE", "CPU_AFFINITY_CONF", *npu_environment.VARIABLES)
 """Environment variables that the report names."""
@@ -60,16 +62,26 @@ def examine_node(tensor_parallel_size: int, repeats: int) -> tuple[dict[str, Any
     """
     mesh = _join(tensor_parallel_size)
     findings, times = _examine_rank(mesh, repeats)
+    updates = _update_times(findings, repeats) if mesh.rank == 0 else {}
     report = {
         "stack": _software_and_device(),
         "ranks": mesh.size,
         "findings": [asdict(finding) for finding in findings],
         "attention_us": attention_times(findings),
         "all_reduce_us": times,
+        "updates_us": updates,
         "options": options(findings),
     }
     mesh.close()
     return report, findings, mesh.rank
+
+
+def _update_times(findings: Sequence[Finding], repeats: int) -> dict[str, dict[str, float] | str]:
+    """What replays cost the host, by TASK_QUEUE_ENABLE; empty where nothing can be captured."""
+    layout = chosen_layout(findings)
+    if layout is None or not capture_works(findings):
+        return {}
+    return times_by_queue(eager_ops(layout), repeats)
 
 
 def _join(tensor_parallel_size: int) -> Mesh:
@@ -209,5 +221,10 @@ def report_text(report: dict[str, Any], findings: Sequence[Finding]) -> str:
         lines.append(f"all-reduce, {group} groups: " + ", ".join(f"{n} B {us:.0f} us" for n, us in times.items()))
     if not report["all_reduce_us"]:
         lines.append("all-reduce: not measured with one rank; torchrun starts several")
+    for queue, found in report["updates_us"].items():
+        by_kind = found if isinstance(found, str) else ", ".join(f"{kind} {us:.0f} us" for kind, us in found.items())
+        lines.append(f"host of a replay, {UPDATED_CALLS} KV lengths, {npu_environment.TASK_QUEUE}={queue}: {by_kind}")
+    if fastest := fastest_queue(report["updates_us"]):
+        lines.append(f"environment for the server: {npu_environment.TASK_QUEUE}={fastest}")
     chosen = report["options"] or "none: see above what was refused or wrong"
     return "\n".join([*lines, f"options for the server: {chosen}"])

@@ -34,7 +34,7 @@ KV_LENGTHS = (544, 4096)
 
 
 class ReplayedAttention:
-    """CALLS calls of attention in a captured graph, which the first call captures and every call replays.
+    """Calls of attention in a captured graph, which the first call captures and every call replays.
 
     Args:
         ops: the device's.
@@ -43,24 +43,28 @@ class ReplayedAttention:
         v_cache: values, likewise.
         entries: on the device, as ``ops`` take them.
         name: of the graph, for messages.
+        calls: of attention, one after the other.
     """
 
-    def __init__(self, ops: Ops, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries, name: str) -> None:
+    def __init__(
+        self, ops: Ops, q: Tensor, k_cache: Tensor, v_cache: Tensor, entries: Entries, name: str, calls: int = CALLS
+    ) -> None:
         self._attend = partial(ops.attention, q, k_cache, v_cache, entries)
-        self._kv_lengths, self._name = list(entries.kv_lengths), name
+        self._kv_lengths, self._name, self._calls = list(entries.kv_lengths), name, calls
 
     def __call__(self) -> Tensor:
-        return self._replay(self._kv_lengths)
+        return self.captured(self._kv_lengths)
 
     @cached_property
-    def _replay(self) -> CapturedRun:
+    def captured(self) -> CapturedRun:
+        """Replays the graph with other KV lengths."""
         from lopa_ascend.backend.npu.captured import CapturedRun, capturing
 
         npu = torch.get_device_module("npu")
         self._attend()  # what a first call needs, such as loading the kernel, may not happen in a capture
         graph = npu.NPUGraph()
         with capturing(graph, auto_dispatch_capture=True):
-            outputs = [self._attend() for _ in range(CALLS)]
+            outputs = [self._attend() for _ in range(self._calls)]
         return CapturedRun(graph, lambda: outputs, outputs[-1], self._name, self._kv_lengths)
 
 

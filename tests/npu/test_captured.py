@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from lopa_ascend.backend.npu.rewrites import join_in_place
 from tests.npu import captured_tasks
 from tests.npu.captured_tasks import described
+from tests.npu.lab import capture
 from tests.npu.report import BUCKET, UnfilledOps, Variant, captured_step, variants
 
 pytestmark = pytest.mark.npu
@@ -49,10 +50,11 @@ def test_a_layer_is_captured_in_few_tasks_and_nothing_else_grows_with_the_layers
 def test_entries_of_16_queries_add_no_task() -> None:
     halved = Variant(UnfilledOps(attention_layout="TND16"))
     tasks = captured_step(halved, 1, BUCKET._replace(max_queries=16))
+    assert capture.tapes()[-1].on_aicpu == []
     assert tasks == captured_step(variants()["bf16"], 1)
 
 
-def test_the_tasks_that_predictions_add_up_are_those_that_are_captured() -> None:
+def test_the_file_of_captured_tasks_is_up_to_date() -> None:
     """Of the smallest step; ``python -m tests.npu.lab tests.npu.captured_tasks`` writes them anew."""
     kept = json.loads(captured_tasks.FILE.read_text())
     layer, outside = captured_tasks.captured(1)

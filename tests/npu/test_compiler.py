@@ -284,7 +284,6 @@ def test_lengths_that_a_task_has_already_are_not_written_again(sample: Sample) -
         with host_traffic() as traffic:
             result = bucket.run(kv_lengths)
         assert traffic.updates == updates
-        assert traffic.update_milliseconds == pytest.approx(0.184 * updates)
         assert torch.equal(result.cpu(), expected[0])
         assert torch.equal(sample.caches.cpu(), expected[1])
 

@@ -1,5 +1,5 @@
-"""The laboratory's kernels refuse what the documents of the real kernels exclude. Numeric mode lifts the constraints on
-dtypes and head sizes, and no others."""
+"""The laboratory's kernels refuse what the documents of the real kernels exclude: a mirror of these documents, which
+says nothing of the kernels themselves. Numeric mode lifts the constraints on dtypes and head sizes, and no others."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from torch_npu import npu
 
 from lopa_ascend import LLM, DecodingParams
 from lopa_ascend.backend.memory import default_kv_memory, free_memory
+from lopa_ascend.backend.npu.gate import WrongKernelError
 from lopa_ascend.config import ATTENTION_LAYOUTS, ParameterError
 from lopa_ascend.kv.pool import KVPool
 from lopa_ascend.model.dream import Dream
@@ -22,7 +23,7 @@ from scripts.eval.demo import decoding, evaluate
 from scripts.eval.problems import read
 from tests import golden
 from tests.npu.lab import device  # noqa: F401
-from tests.npu.lab.constraints import NpuConstraint, numeric
+from tests.npu.lab.constraints import numeric
 from tests.npu.lab.traffic import host_traffic
 from tests.npu.strict_ops import StrictOps
 from tests.tiers import slow_but
@@ -170,9 +171,8 @@ def test_strict_mode_refuses_a_position_that_is_written_twice(small: Path) -> No
 
 
 def test_float32_is_refused_by_the_kernels_not_computed_in_another_way(small: Path) -> None:
-    llm = strict_engine(small, dtype="float32")
-    with pytest.raises(NpuConstraint, match="bfloat16 alone"):
-        answers(llm, "full")
+    with pytest.raises(WrongKernelError, match=r"TND .* is refused .*: TND takes bfloat16 alone; .*BSH"):
+        strict_engine(small, dtype="float32")
 
 
 def test_a_step_reads_back_predictions_alone_and_leaves_no_op_to_the_cpu(small: Path) -> None:
@@ -216,13 +216,12 @@ def test_free_memory_is_what_the_device_has_left() -> None:
     assert free_memory("npu", 1) == pytest.approx(before, abs=2**22)
 
 
-def test_what_attention_refuses_in_the_first_step_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = write_dream(tmp_path)
-    LLM(path, device="npu", graph_mode="eager", dtype="float32")
+def test_what_attention_will_refuse_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_dream(tmp_path, hidden=64, heads=4, kv_heads=2)
+    with pytest.raises(WrongKernelError):
+        LLM(path, device="npu", graph_mode="eager", dtype="float32")
     assert "attention on an NPU takes no float32" in caplog.text
-    assert "TND takes heads of 128 or 192 elements; this model has heads of 8, so choose BSH" in caplog.text
+    assert "TND takes heads of 128 or 192 elements; this model has heads of 16, so choose BSH" in caplog.text
     caplog.clear()
     LLM(path, device="npu", graph_mode="eager", dtype="bfloat16", attention_layout="BSH")
     assert "attention" not in caplog.text

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch_npu import npu
 
-from tests.npu.lab import capture, device  # noqa: F401
+from tests.npu.lab import attention, cann, capture, collectives, device, units  # noqa: F401
 from tests.npu.lab.constraints import NpuConstraint
 from tests.npu.lab.lowering import lower
 from tests.npu.lab.traffic import host_traffic
@@ -181,3 +185,144 @@ def test_dynamic_lowering_takes_sizes_as_inputs() -> None:
 
     assert shapes(dynamic=False) == [((6, 8),)]
     assert shapes(dynamic=True) == [((-1, 8),)]
+
+
+# ---- what a capture and an update refuse ---------------------------------------------------------------------------
+
+
+def attention_arguments(entries: int = 2, pages: int = 12, queries: int = 4) -> dict[str, Any]:
+    """Of npu_fused_infer_attention_score.default, with TND and few keys."""
+    cache = torch.zeros(entries * pages, 128, 128, dtype=torch.bfloat16, device="npu")
+    return {
+        "query": torch.ones(entries * queries, 1, 128, dtype=torch.bfloat16, device="npu"),
+        **dict.fromkeys(("key", "value"), cache),
+        "block_table": torch.zeros(entries, pages, dtype=torch.int32, device="npu"),
+        **{"num_heads": 1, "scale": 0.5, "input_layout": "TND", "block_size": 128},
+        "actual_seq_lengths": [queries * (entry + 1) for entry in range(entries)],
+        "actual_seq_lengths_kv": [9] * entries,
+    }
+
+
+def captured_attention(**changes: Any) -> npu.NPUGraph:
+    given = {**attention_arguments(), **changes}
+    graph, tensors = npu.NPUGraph(), [given.pop(name) for name in ("query", "key", "value")]
+    with npu.graph(graph, auto_dispatch_capture=True):
+        torch.ops.npu.npu_fused_infer_attention_score(*tensors, **given)
+    graph.kept = tensors, given
+    return graph
+
+
+def updated(graph: npu.NPUGraph, **changes: Any) -> None:
+    ramp().cpu()  # waits for earlier replays
+    graph.replay()
+    try:
+        graph.update([changes])
+    finally:  # so that nothing waits for this replay
+        device.recorder.taker.take = capture._Captures.waiting = None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"actual_seq_lengths_kv": [9, 9, 9]}, "a task of 2 entries is updated with 3 KV lengths"),
+        ({"input_layout": "BSH"}, "RT_ERROR_KERNEL_TYPE: .* captured as Fused.*TND.* and updated as PromptFlash"),
+        ({"actual_seq_lengths": [3, 8]}, "changes other arguments of a task than its KV lengths"),
+        ({"scale": 2.0}, "changes other arguments of a task than its KV lengths"),
+    ],
+)
+def test_an_update_changes_kv_lengths_alone(changes: dict[str, Any], message: str) -> None:
+    graph = captured_attention()
+    updated(graph, actual_seq_lengths_kv=[9, 1500])
+    with pytest.raises(RuntimeError, match=message):
+        updated(graph, **{"actual_seq_lengths_kv": [9, 9], **changes})
+
+
+def test_an_update_may_need_no_more_workspace_than_the_capture_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the host computes the most workspace for few keys. A device would write into other tensors."""
+    few = attention.workspace_bytes
+    library = torch.library.Library("npu", "IMPL")
+
+    def too_small(query: Tensor, *_: Any, **__: Any) -> Tensor:
+        return query.new_empty(few(query, 1, "TND", [9, 9]), dtype=torch.uint8)
+
+    library.impl("_npu_fused_infer_attention_score_get_max_workspace", too_small, "CPU", allow_override=True)
+    try:
+        graph = captured_attention()
+    finally:
+        library._destroy()
+    updated(graph, actual_seq_lengths_kv=[900, 1000])
+    with pytest.raises(NpuConstraint, match=r"needs \d+ bytes of workspace for these KV lengths and has 512"):
+        updated(graph, actual_seq_lengths_kv=[9, 1100])
+
+
+@pytest.mark.parametrize("launch", [lambda x: x.copy_(x + 1), lambda x: x.long().cumsum(0)])
+def test_a_group_holds_kernels_of_the_cores_alone(launch: Callable[[Tensor], object]) -> None:
+    x, event = ramp(), npu.ExternalEvent()
+
+    def capture_group() -> None:
+        with npu.graph(npu.NPUGraph()):
+            stream = npu.current_stream()
+            event.wait(stream)
+            npu.graph_task_group_begin(stream)
+            launch(x)
+
+    with pytest.raises(RuntimeError, match="507009: task not supported"):
+        capture_group()
+
+
+def unit_of(run: Callable[[], object]) -> list[str]:
+    with npu.graph(npu.NPUGraph()):
+        run()
+    return capture.tapes()[-1].on_aicpu
+
+
+@pytest.mark.parametrize(("rows", "columns", "on_cpu"), [(2000, 8192, False), (2001, 8192, True), (2001, 4096, False)])
+def test_a_gather_of_many_long_rows_runs_on_the_devices_cpu(rows: int, columns: int, on_cpu: bool) -> None:
+    with device.nothing_computed():
+        x, index = torch.empty(rows, columns, device="npu"), torch.zeros(rows, 1, dtype=torch.int64, device="npu")
+    assert unit_of(lambda: x.gather(1, index)) == ["aten::gather"] * on_cpu
+
+
+def test_sums_and_sorts_of_wide_integers_run_on_the_devices_cpu() -> None:
+    x, wide = ramp(), ramp().long()
+    assert unit_of(lambda: (x.cumsum(0), x.sort(), x.topk(2), wide.sum(), wide + 1)) == []
+    assert unit_of(lambda: wide.cumsum(0)) == ["aten::cumsum"]
+    assert unit_of(lambda: wide.sort(stable=True)) == ["aten::sort.stable"]
+
+
+def test_an_op_that_no_list_has_is_not_captured() -> None:
+    x = ramp()
+    with pytest.raises(RuntimeError, match="aten::erfinv.*not known whether a die"), npu.graph(npu.NPUGraph()):
+        x.erfinv()
+
+
+def test_collectives_leave_the_vector_cores_above_their_limit() -> None:
+    """For four ranks: sums of 4 MiB, gathers of 512 KiB in all."""
+    sums = [torch.empty(mib << 19, dtype=torch.bfloat16, device="meta") for mib in (4, 5)]
+    assert [units.unit_of_collective("all_reduce_", x, 4) for x in sums] == [units.AIV, units.AICPU]
+    gathers = [torch.empty(kib << 10, dtype=torch.int8, device="meta") for kib in (128, 129)]
+    assert [units.unit_of_collective("all_gather_into_tensor", x, 4) for x in gathers] == [units.AIV, units.AICPU]
+
+
+def test_a_collective_must_be_waited_for_before_its_result_is_used() -> None:
+    functional, x = torch.ops._c10d_functional, torch.ones(8, device="npu")
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    group = dist.group.WORLD
+    try:
+        with npu.graph(npu.NPUGraph()):
+            functional.wait_tensor(functional.all_reduce(x + 1, "sum", group.group_name)).add_(1)
+        assert capture.tapes()[-1].stream_waits == 2
+        with pytest.raises(RuntimeError, match="without having waited for it"), npu.graph(npu.NPUGraph()):
+            functional.all_reduce(x + 1, "sum", group.group_name).add_(1)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_events_of_tasks_are_values_in_the_devices_memory() -> None:
+    """As since torch_npu 2.9.0.post6 and 2.10.0.post4 with a CANN that has aclrtValueWait and aclrtValueWrite."""
+    written = ctypes.c_ulong.in_dll(cann, "standin_values_written")
+    npu.synchronize()
+    before = written.value
+    updated(captured_attention(), actual_seq_lengths_kv=[9, 10])
+    npu.synchronize()  # a thread of torch_npu's records them
+    assert written.value - before == 1

@@ -69,6 +69,8 @@ def test_golden_tokens_through_captured_collectives(tp: int, bp: int, case: str,
             tasks = Counter[str](names)
             assert (tasks[SUM], tasks[GATHER]) == (sums, gathers)
             assert not tasks["aten::fill_.Scalar"]
+        assert set(found["stream_waits"]) == {2 * (sums + gathers)}
+        assert not any(found["on_aicpu"])
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch_npu import npu
 
-from scripts.selftest import int8_cases, step_cases
+from scripts.selftest import int8_cases, step_cases, updates
 from scripts.selftest.__main__ import main
 from scripts.selftest.findings import Finding, eager_ops, examine_cases, merged, slowest
 from tests.npu.lab import attention, capture
@@ -94,6 +95,28 @@ def test_where_all_is_well(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
         "TND16": ["544", "4096"],
     }
     assert report["attention_us"]["TND"]["4096"] > report["attention_us"]["TND"]["544"]
+    assert list(report["updates_us"]["1"]) == [updates.KEPT, updates.CHANGED, updates.IN_THREAD]
+    assert report["updates_us"]["0"] == "not measured: this process does not know how it was started"
+
+
+@pytest.mark.slow  # another process loads torch_npu
+def test_replays_are_also_timed_by_a_process_with_another_task_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, "-m", "tests.npu.lab", "scripts.selftest", "--json", "x"])
+    times = updates.times_by_queue(eager_ops("TND"), repeats=2)
+    assert [sorted(found) for found in times.values()] == [
+        sorted((updates.KEPT, updates.CHANGED, updates.IN_THREAD))
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "fastest"), [({"0": 900.0, "1": 1000.0}, "0"), ({"0": 980.0, "1": 1000.0}, None), ({"1": 9.0}, None)]
+)
+def test_the_task_queue_is_switched_off_where_updates_cost_less_without(
+    changed: dict[str, float], fastest: str | None
+) -> None:
+    times: dict[str, dict[str, float] | str] = {"0": "not measured"}
+    times |= {queue: {updates.KEPT: 1.0, updates.CHANGED: us, updates.IN_THREAD: 2000} for queue, us in changed.items()}
+    assert updates.fastest_queue(times) == fastest
 
 
 def wrong_swiglu(x: Tensor, dim: int = -1) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lopa_ascend.backend.npu import compiler
+from lopa_ascend.backend.npu.captured import KV_LENGTHS
 from scripts.selftest import captures
 from scripts.selftest.cases import Case
 from scripts.selftest.findings import eager_ops, examine_cases
@@ -22,8 +23,10 @@ from tests.npu.lab import attention, capture, device
 from tests.tiers import slow_but
 
 pytestmark = pytest.mark.npu
-OTHER, SAME, LONG, TWO_KERNELS = (
-    *(f"captured layer, replayed with {which}" for which in ("other KV lengths", "the KV lengths of the capture")),
+OTHER, THREAD, SAME, LONG, TWO_KERNELS = (
+    "captured layer, replayed with other KV lengths",
+    "captured layer, replayed with KV lengths that a thread changes",
+    "captured layer, replayed with the KV lengths of the capture",
     "captured layer, replayed with up to 4500 keys",
     "captured layer of two attention kernels",
 )
@@ -49,28 +52,29 @@ def test_where_a_task_keeps_other_lengths_for_one_replay_only(monkeypatch: pytes
         group = capture._Captures.changing
         assert group is not None
         (task,) = (task for task in group.tasks if task.op is op)
-        of_capture[id(task)] = task.kwargs["actual_seq_lengths_kv"]
+        of_capture[id(task)] = task.kwargs[KV_LENGTHS]
         return change(op, args, kwargs)
 
     def forgetful(task: capture.Task) -> None:
         run(task)
         if id(task) in of_capture:
-            task.kwargs["actual_seq_lengths_kv"] = of_capture.pop(id(task))
+            task.kwargs[KV_LENGTHS] = of_capture.pop(id(task))
 
     monkeypatch.setattr(capture, "change", noted)
     monkeypatch.setattr(capture.Task, "run", forgetful)
     wrong = wrong_of(captured_cases(eager_ops("TND")))
     assert OTHER in wrong
+    assert THREAD in wrong
     assert SAME not in wrong
 
 
 def test_where_lengths_always_go_to_the_first_kernel_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    change = capture.change
 
     def misled(op: Any, args: Any, kwargs: Any) -> Any:
         assert capture._Captures.changing is not None
-        capture._Captures.changing = capture._Captures.changing.tape.groups[0]
-        return change(op, args, kwargs)
+        (task,) = capture._Captures.changing.tape.groups[0].tasks
+        task.kwargs = {**task.kwargs, KV_LENGTHS: kwargs[KV_LENGTHS]}
+        return kwargs["out"]
 
     monkeypatch.setattr(capture, "change", misled)
     assert wrong_of(captured_cases(eager_ops("TND"))) == [TWO_KERNELS]

@@ -3,15 +3,18 @@
 A captured attention task waits for an event before each run, so that its arguments can be changed while the graph runs.
 It keeps the arguments that it was given last. So where lengths are those of the graph's last replay, the host only
 records the event; to give a task other lengths, the host prepares its launch anew, which takes far longer (see
-docs/ascend.md, Host time of a replay).
+docs/ascend.md, Host time of a replay). A thread of its own can do that while this one starts the replay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch_npu import npu
@@ -41,6 +44,9 @@ def capturing(graph: npu.NPUGraph, **options: Any) -> Iterator[None]:
 class CapturedRun:
     """A ``Run`` that replays a captured graph with other KV lengths.
 
+    Attributes:
+        in_thread: whether a thread of its own gives the tasks their lengths while this one starts the replay.
+
     Args:
         graph: the captured graph.
         captured: the function that was captured. It holds the tensors whose memory the graph uses.
@@ -61,16 +67,29 @@ class CapturedRun:
         ranges = ranges_of_lengths(graph, name, kv_lengths)
         self._tasks = list(zip(mode.graph_dispatch_records, ranges, strict=True))
         self._done = npu.Event()
+        self.in_thread = False
 
     def __call__(self, kv_lengths: Sequence[int]) -> Tensor:
-        self._graph.replay()
+        if self.in_thread:
+            released = update_thread(npu.current_device()).submit(self._release_all, kv_lengths)
+            try:
+                self._graph.replay()
+            finally:
+                released.result()
+        else:
+            self._graph.replay()
+            self._release_all(kv_lengths)
+        self._done.record()
+        return self._output
+
+    @torch.inference_mode()
+    def _release_all(self, kv_lengths: Sequence[int]) -> None:
+        """Lets all attention tasks of the replay that is being started go on, with these lengths."""
         # Neither tasks nor events may change before the previous replay is over: it may still wait for them.
         self._update_stream.wait_event(self._done)
         with npu.stream(self._update_stream):
             for task, taken_range in self._tasks:
                 self._release(task, list(kv_lengths[taken_range]))
-        self._done.record()
-        return self._output
 
     def _release(self, task: Any, kv_lengths: list[int]) -> None:
         """Lets an attention task of the running graph go on, with these lengths.
@@ -84,6 +103,12 @@ class CapturedRun:
             task.op_cache_entry(*task.args, **task.kwargs)
             npu.graph_task_update_end(self._update_stream)
         task.event.record(self._update_stream)
+
+
+@cache
+def update_thread(device: int) -> ThreadPoolExecutor:
+    """The thread that updates the graphs of a device."""
+    return ThreadPoolExecutor(1, "graph updates", initializer=npu.set_device, initargs=(device,))
 
 
 def ranges_of_lengths(graph: npu.NPUGraph, name: str, kv_lengths: list[int]) -> list[slice]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from itertools import count
+from functools import partial
+from itertools import count, product
 from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any, ClassVar
@@ -36,12 +38,17 @@ from lopa_ascend.backend.compiler import MIN_KV_LENGTH, Compiler, GraphError, Ru
 from lopa_ascend.backend.graph_cache import CachingCompiler, GraphCache
 from lopa_ascend.backend.memory import causes
 from lopa_ascend.backend.npu.captured import CapturedRun, capturing
+from lopa_ascend.backend.npu.gate import replay_seconds
 from lopa_ascend.backend.npu.rewrites import join_in_place, split_in_one_op, sum_in_place
 
 MAX_GRAPHS = 64
 """npugraph_ex's own limit: a graph takes streams and events of the device, which has some two thousand."""
 NUM_LENGTHS = 61
 """Different KV lengths that a capture has in turn. All of them fit into a page."""
+ROUNDS = 3
+"""Measurements of the host's time with and without a thread."""
+FASTER = 0.9
+"""The share of the host's time that updates in a thread may take at most to be chosen."""
 OUT_OF_STREAMS = "207008"
 """Error code of the runtime when the device has no stream for another graph."""
 _numbers = count()
@@ -240,6 +247,7 @@ class NpuGraphEx(PackageCompiler):
     def __init__(self, key: str, cache_dir: Path | None):
         super().__init__(key, cache_dir)
         self._pool, self._stream = npu.graph_pool_handle(), npu.Stream()
+        self._in_thread: bool | None = None
 
     def _config(self) -> Any:
         config = npugraph_ex.CompilerConfig()
@@ -274,3 +282,31 @@ class NpuGraphEx(PackageCompiler):
         self.num_captures += 1
         self.memory += npu.memory_reserved() - memory_before
         return CapturedRun(graph, run, output, name, lengths)
+
+    def try_out(self, run: Run, name: str, kv_lengths: Sequence[Sequence[int]]) -> None:
+        """The first bucket also decides for all whether a thread updates KV lengths."""
+        assert isinstance(run, CapturedRun)
+        replays = [partial(run, lengths) for lengths in kv_lengths]
+        run.in_thread = bool(self._in_thread)
+        host, seconds = [replay_seconds(replay, f"bucket {name}") for replay in replays][-1]
+        self.replay_milliseconds[name] = 1000 * seconds
+        logger.info("bucket %s: a replay takes %.1f ms, %.1f of them the host", name, 1000 * seconds, 1000 * host)
+        if self._in_thread is None:
+            self._in_thread = run.in_thread = thread_is_faster(run, replays, name)
+
+
+def thread_is_faster(run: CapturedRun, replays: Sequence[Callable[[], object]], name: str) -> bool:
+    """Whether the host clearly launches replays faster if a thread updates their KV lengths.
+
+    Args:
+        replays: of the run, one after the other with other KV lengths.
+        name: of the bucket.
+    """
+    host = {False: math.inf, True: math.inf}
+    for in_thread, replay in product((False, True) * ROUNDS, replays):
+        run.in_thread = in_thread
+        host[in_thread] = min(host[in_thread], replay_seconds(replay, f"bucket {name}")[0])
+    is_faster = host[True] < FASTER * host[False]
+    verdict = "a thread updates KV lengths" if is_faster else "KV lengths are updated without a thread"
+    logger.info("%s: %.1f ms of the host with it, %.1f without", verdict, 1000 * host[True], 1000 * host[False])
+    return is_faster

@@ -46,6 +46,7 @@ class NpuOps:
             follow one another.
 
     Attributes:
+        attention_layout: as given.
         kernel_layout: the layout by the kernel's name, "TND" or "BSH".
 
     Raises:
@@ -60,6 +61,7 @@ class NpuOps:
         self.gathered_bytes = 0
         self.max_queries = MAX_QUERIES.get(attention_layout)
         self.score_rows: int | None = None  # fewer rows at a time are more launches
+        self.attention_layout = attention_layout
         self.kernel_layout = "BSH" if attention_layout == "BSH" else "TND"
 
     def stored(self, weight: Tensor) -> Tensor:

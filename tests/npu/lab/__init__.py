@@ -8,6 +8,7 @@ then torch_npu and torchair.
 - ``device``: a simulated NPU, whose tensors compute by these kernels.
 - ``capture``: ACL graphs on the simulated device.
 - ``limits``: what no ACL graph can hold.
+- ``units``: which unit of a die computes an op, or runs a collective.
 - ``engine``: GE graphs on the simulated device.
 - ``collectives``: collectives between ranks, through gloo.
 - ``traffic``: what was launched, and where the host waited for the device.

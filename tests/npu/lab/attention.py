@@ -18,7 +18,11 @@ from tests.npu.lab.constraints import require, require_kind
 from tests.npu.lab.kernels import kernel
 
 NAME = "npu_fused_infer_attention_score"
+KV_LENGTHS = "actual_seq_lengths_kv"
 MAX_INT32 = 2**31 - 1
+MIN_WORKSPACE = 512
+SPLIT_QUERIES, SPLIT_KEYS = 16, 1024
+"""Entries of no more queries are computed in parts of so many keys, whose results are then joined."""
 UNLIMITED = MAX_INT32
 """The default of pre_tokens and next_tokens: every query attends to all keys."""
 
@@ -143,15 +147,52 @@ def fused_infer_attention_score(  # noqa: PLR0913
 # In a captured graph, the workspace is allocated before the launch, and the kernel writes into tensors that are given.
 
 
+def kernel_kind(*, input_layout: str = "BSH", actual_seq_lengths: Sequence[int] | None = None, **_others: Any) -> str:
+    """The kernel that a call of attention is: the newer one for TND, and for BSH one for single queries and one for
+    more. A task of a graph cannot become another one. That KV lengths do not choose it is taken from the sources of
+    the tiling."""
+    if input_layout == "TND":
+        return "FusedInferAttentionScore (TND)"
+    single = actual_seq_lengths is not None and max(actual_seq_lengths) == 1
+    return "IncreFlashAttention" if single else "PromptFlashAttention"
+
+
+def workspace_bytes(query: Tensor, num_heads: int, layout: str, kv_lengths: Sequence[int]) -> int:
+    """Bytes that the kernel writes for partial results: entries of few queries are split by their keys."""
+    heads = num_heads
+    size = query.shape[-1] if layout == "TND" else query.shape[-1] // heads
+    queries = query.shape[0] if layout == "TND" else query.shape[0] * query.shape[1]
+    splits = max(-(-length // SPLIT_KEYS) for length in kv_lengths)
+    is_split = queries <= SPLIT_QUERIES * len(kv_lengths) and splits > 1
+    return MIN_WORKSPACE + (4 * queries * heads * (size + 2) * splits if is_split else 0)
+
+
 @kernel(f"_{NAME}_get_max_workspace")
-def max_workspace(query: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-    return query.new_empty(1, dtype=torch.uint8)
+def max_workspace(query: Tensor, *_args: Any, **options: Any) -> Tensor:
+    """For the most keys that the page tables hold, as the host computes it without the KV lengths."""
+    entries, pages = options["block_table"].shape
+    most = [pages * options["block_size"]] * entries
+    size = workspace_bytes(query, options.get("num_heads", 1), options.get("input_layout", "BSH"), most)
+    return query.new_empty(size, dtype=torch.uint8)
+
+
+def require_workspace(query: Tensor, *_args: Any, workspace: Tensor | None = None, **options: Any) -> int:
+    """The bytes that a call with these KV lengths writes to its workspace. Fails if that is smaller: a device does not
+    compare, and writes into other tensors of the pool."""
+    layout = options.get("input_layout", "BSH")
+    needed = workspace_bytes(query, options.get("num_heads", 1), layout, options[KV_LENGTHS])
+    has = 0 if workspace is None else workspace.numel()
+    require(needed <= has, f"{NAME}: needs {needed} bytes of workspace for these KV lengths and has {has}")
+    return needed
 
 
 @kernel(f"{NAME}.out")
 def fused_infer_attention_score_out(
     query: Tensor, key: Tensor, value: Tensor, *, workspace: Tensor | None = None, out: Sequence[Tensor], **options: Any
 ) -> tuple[Tensor, ...]:
+    written = require_workspace(query, key, value, workspace=workspace, **options)
+    assert workspace is not None
+    workspace[:written].fill_(255)
     for target, result in zip(out, fused_infer_attention_score(query, key, value, **options), strict=True):
         target.copy_(result)
     return tuple(out)

@@ -10,14 +10,18 @@ lengths of attention. Tasks keep their arguments from one replay to the next. Th
   the stream that does it, must have waited for that replay.
 - A group must not be updated between the record of its event and the end of the replay that it lets go on.
 
-A capture refuses ops and graphs that ``limits`` excludes.
+A capture refuses ops and graphs that ``limits`` excludes, and ops of which ``units`` does not know what computes them.
+A group holds tasks of cube and vector cores alone. An update changes the KV lengths of a task and nothing else: it
+keeps the kernel, the shapes, the number of entries and the workspace.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 from weakref import WeakSet
 
@@ -27,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch_npu import npu
 from torch_npu.npu import graphs
 
-from tests.npu.lab import collectives, device, limits, traffic
+from tests.npu.lab import attention, collectives, device, limits, traffic, units
 from tests.npu.lab.device import Place, on_npu
 
 
@@ -54,6 +58,8 @@ class Task:
     """Keyword arguments, with places instead of tensors."""
     results: list[Place]
     """Where the results are written."""
+    unit: str
+    """What computes it; see ``units``."""
 
     def run(self) -> None:
         given = on_host((self.args, self.kwargs))
@@ -89,6 +95,18 @@ class Tape:
     """The groups of tasks whose events must be recorded at every replay."""
     communicators: set[str] = field(default_factory=set)
     """Names of the process groups of its collectives."""
+
+    @property
+    def on_aicpu(self) -> list[str]:
+        """Names of the ops, and of the collectives, that run on the device's CPU."""
+        return [task.op.name() for task in self.tasks if task.unit == units.AICPU]
+
+    @property
+    def stream_waits(self) -> int:
+        """Pairs of an event and a wait between the stream of the graph and that of HCCL, which no task counts: one
+        before each collective and one after it."""
+        return 2 * sum(task.op.namespace == collectives.NAMESPACE for task in self.tasks)
+
     replays: int = 0
     """Replays that were launched."""
 
@@ -127,10 +145,17 @@ def record(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
         return device.compute(op, args, kwargs)
     assert _Captures.tape is not None
     limits.refuse_without_aclnn(op)
+    is_collective = op.namespace == collectives.NAMESPACE
+    unit = collectives.unit_of(op, args) if is_collective else units.unit_of(op, args, kwargs)
+    if _Captures.group is not None and (unit != units.AICORE or op._schema.name == "aten::copy_"):
+        raise RuntimeError(
+            f"{op.name()}: error 507009: task not supported; a group of tasks holds kernels of cube and vector cores"
+        )
     results = device.allocate(op, args, kwargs)
-    task = Task(op, places(args), places(kwargs), [Place.of(x) for x in tree_leaves(results) if isinstance(x, Tensor)])
+    written = [Place.of(x) for x in tree_leaves(results) if isinstance(x, Tensor)]
+    task = Task(op, places(args), places(kwargs), written, unit)
     _Captures.tape.tasks.append(task)
-    if op.namespace == collectives.NAMESPACE:
+    if is_collective:
         _Captures.tape.communicators.add(args[-1])
     if _Captures.group is not None:
         _Captures.group.tasks.append(task)
@@ -138,10 +163,26 @@ def record(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def change(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Gives other arguments to the task of this op in the group that is being changed."""
+    """Gives other arguments to the task of this op in the group that is being changed.
+
+    Raises:
+        RuntimeError: the task would be another kernel, or more than its KV lengths would change.
+        NpuConstraint: the kernel would need more workspace than the task was captured with.
+    """
     assert _Captures.changing is not None
     (task,) = (task for task in _Captures.changing.tasks if task.op is op)
-    task.args, task.kwargs = places(args), places(kwargs)
+    new_args, new_kwargs = places(args), places(kwargs)
+    kernels = [attention.kernel_kind(**given) for given in (task.kwargs, new_kwargs)]
+    if kernels[0] != kernels[1]:
+        raise RuntimeError(f"RT_ERROR_KERNEL_TYPE: a task is captured as {kernels[0]} and updated as {kernels[1]}")
+    before, after = ({**given, attention.KV_LENGTHS: None} for given in (task.kwargs, new_kwargs))
+    if (task.args, before) != (new_args, after):
+        raise RuntimeError("an update changes other arguments of a task than its KV lengths")
+    counts = [len(given[attention.KV_LENGTHS]) for given in (task.kwargs, new_kwargs)]
+    if counts[0] != counts[1]:
+        raise RuntimeError(f"a task of {counts[0]} entries is updated with {counts[1]} KV lengths")
+    attention.require_workspace(*on_host(new_args), **on_host(new_kwargs))
+    task.args, task.kwargs = new_args, new_kwargs
     return kwargs.get("out")
 
 
@@ -188,9 +229,20 @@ def host_waited() -> None:
     _Captures.over = replayed()
 
 
+_lock = threading.RLock()
+"""One thread at a time, since another one may update a graph while this one starts its replay."""
+
+
 def _around(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replaces a function of torch_npu by one that ``make`` builds around it."""
-    setattr(owner, name, make(getattr(owner, name)))
+    function = make(getattr(owner, name))
+
+    @wraps(function)
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        with _lock:
+            return function(*args, **kwargs)
+
+    setattr(owner, name, alone)
 
 
 def _capture_begin(begin: Callable[..., Any]) -> Callable[..., Any]:
@@ -200,14 +252,15 @@ def _capture_begin(begin: Callable[..., Any]) -> Callable[..., Any]:
         _Captures.tapes.pop(id(self), None)  # of a graph that has ended: the new tape is the last one
         _Captures.tape = _Captures.tapes[id(self)] = Tape()
         _Captures.graphs.add(self)
-        device.recorder.take = record
+        device.recorder.taker.take = record
+        device.recorder.unwaited.clear()
 
     return capture_begin
 
 
 def _capture_end(end: Callable[..., Any]) -> Callable[..., Any]:
     def capture_end(self: Any) -> None:
-        device.recorder.take, _Captures.tape = None, None
+        device.recorder.taker.take = _Captures.tape = _Captures.group = None
         end(self)
         alive = [_Captures.tapes[id(graph)] for graph in _Captures.graphs]
         limits.refuse_too_many(frozenset(tape.communicators) for tape in alive)
@@ -257,7 +310,7 @@ def _update_begin(begin: Callable[..., Any]) -> Callable[..., Any]:
         if group.released or not earlier_replays_are_over(group.tape, stream):
             raise RuntimeError("the tasks of a graph are changed while a replay of it may still run them")
         _Captures.changing = group
-        device.recorder.take = change
+        device.recorder.taker.take = change
 
     return update_begin
 
@@ -265,7 +318,7 @@ def _update_begin(begin: Callable[..., Any]) -> Callable[..., Any]:
 def _update_end(end: Callable[..., Any]) -> Callable[..., Any]:
     def update_end(stream: Any) -> None:
         end(stream)
-        _Captures.changing, device.recorder.take = None, None
+        _Captures.changing, device.recorder.taker.take = None, None
         traffic.updated()
 
     return update_end
@@ -296,9 +349,18 @@ def _event_record(record_event: Callable[..., Any]) -> Callable[..., Any]:
     def event_record(self: Any, stream: Any = None) -> None:
         """The event comes after all replays that were launched, for these run on one stream."""
         record_event(self, stream)
-        self.over = replayed()
+        self.over, self.behind = replayed(), _Captures.waiting
 
     return event_record
+
+
+def _event_query(query: Callable[..., Any]) -> Callable[..., Any]:
+    def event_query(self: Any) -> bool:
+        """An event behind a replay that waits does not come."""
+        behind = getattr(self, "behind", None)
+        return bool(query(self)) and (behind is None or behind is not _Captures.waiting)
+
+    return event_query
 
 
 def _event_wait(wait: Callable[..., Any]) -> Callable[..., Any]:
@@ -314,6 +376,7 @@ def _event_wait(wait: Callable[..., Any]) -> Callable[..., Any]:
 
 _around(npu.Event, "record", _event_record)
 _around(npu.Event, "wait", _event_wait)
+_around(npu.Event, "query", _event_query)
 _around(npu.ExternalEvent, "wait", _external_wait)
 _around(npu.ExternalEvent, "record", _external_record)
 _around(graphs.NPUGraph, "capture_begin", _capture_begin)

@@ -1,7 +1,9 @@
 """Collectives of tensors on ``npu``: by gloo, on the tensors' memory.
 
 Of the functional collectives, which compiled functions use, ``all_reduce_`` is the collective, as in torch, and
-``all_reduce`` copies its argument first. Importing this module puts all of them in place for the rest of the process.
+``all_reduce`` copies its argument first. HCCL runs them on a stream of its own, so what captures one must wait for its
+result (``wait_tensor``) before another task uses it. Importing this module puts all of them in place for the rest of
+the process.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tests.npu.lab import device, traffic
+from tests.npu.lab import device, traffic, units
 from tests.npu.lab.device import Place, on_npu
 
 functional = torch.ops._c10d_functional
@@ -43,7 +46,20 @@ def _register(name: str, schema: str) -> None:
     _own.impl(name, waited, "CPU")
     _own.impl(name, shape, "Meta")
     op = getattr(torch.ops.lab, name).default
-    _npu.impl(name, lambda *args: device.launch(op, args, {}), "PrivateUse1")
+
+    def launched(*args: Any) -> Tensor:
+        result: Tensor = device.launch(op, args, {})
+        if device.recorder.taker.take is not None:
+            device.recorder.unwaited.add(result.untyped_storage().data_ptr())
+        return result
+
+    _npu.impl(name, launched, "PrivateUse1")
+
+
+def unit_of(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> str:
+    """What runs a captured collective of the laboratory; see ``units``."""
+    ranks = _resolve_process_group(args[-1]).size()
+    return units.unit_of_collective(op._schema.name.removeprefix(f"{NAMESPACE}::"), args[0], ranks)
 
 
 def _all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
@@ -51,9 +67,15 @@ def _all_reduce(x: Tensor, reduce_op: str, group_name: str) -> Tensor:
     return result
 
 
+def _wait(x: Tensor) -> Tensor:
+    device.recorder.unwaited.discard(x.untyped_storage().data_ptr())
+    return x
+
+
 for _name, _schema in SCHEMAS.items():
     _register(_name, _schema)
 _npu.impl("all_reduce", _all_reduce, "PrivateUse1")
+_npu.impl("wait_tensor", _wait, "PrivateUse1")
 
 
 # ---- outside of graphs ---------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ During a capture nothing is computed; ``capture`` records the launches instead.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -129,12 +130,20 @@ def allocate(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
     )
 
 
+class _Taker(threading.local):
+    """Of one thread: another one may change the tasks of a graph meanwhile."""
+
+    take: Callable[[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], Any] | None = None
+
+
 @dataclass
 class Recorder:
     """How ``capture`` takes part in launches."""
 
-    take: Callable[[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]], Any] | None = None
+    taker: _Taker = field(default_factory=_Taker)
     """While a graph is captured or changed, takes launches (op, args, kwargs) instead of the device."""
+    unwaited: set[int] = field(default_factory=set)
+    """Addresses of results of captured collectives that the captured stream has not waited for."""
     before: list[Callable[[], None]] = field(default_factory=list)
     """Called before a launch runs; may refuse it because a graph waits for an update."""
     waited: list[Callable[[], None]] = field(default_factory=list)
@@ -179,6 +188,13 @@ def refuse_tiles(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[
         raise RuntimeError(f"{op._schema.name}: a tensor is in the format FRACTAL_NZ")
 
 
+def refuse_unwaited(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuses a collective's result before a captured stream has waited for it."""
+    used = (x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if on_npu(x))
+    if recorder.unwaited and any(address in recorder.unwaited for address in used):
+        raise RuntimeError(f"{op._schema.name}: uses what a collective writes without having waited for it")
+
+
 def refuse_costly(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
     """Refuses what costs an NPU more than the engine can pay: aclnnInplaceIndexCopy transposes the whole tensor along
     any dimension but the first, and scatter_reduce runs on the host but for sums."""
@@ -217,10 +233,11 @@ def launch(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
         refuse_tiles(op, args, kwargs)
         refuse_costly(op, args)
         waits = reads_data(op, args)
-    if recorder.take is not None:
+    if recorder.taker.take is not None:
         if with_host or waits:
             raise RuntimeError(f"{name}: the host takes part in this, so no graph can hold it")
-        return recorder.take(op, args, kwargs)
+        refuse_unwaited(op, args, kwargs)
+        return recorder.taker.take(op, args, kwargs)
     for check in recorder.before:
         check()
     if waits:

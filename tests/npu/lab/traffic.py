@@ -11,9 +11,6 @@ from tests.npu.lab import cann
 
 WAITS = ("aclrtSynchronizeStream", "aclrtSynchronizeDevice", "aclrtSynchronizeEvent", "aclrtMemcpy")
 """Functions of the runtime that wait for the device, in the order of their counters in acl.c."""
-UPDATE_MICROSECONDS = 184
-"""Host time in which a task of a captured graph is given other arguments: 3.68 ms for the attention of 20 layers,
-measured on a 910B3 in a step's place (vllm-ascend, comment of 2026-09-01 on issue 13058)."""
 
 
 @dataclass
@@ -27,11 +24,6 @@ class Traffic:
     runtime, as ``wait NAME``, are added at the end."""
     updates: int = 0
     """Tasks of captured graphs that were given other arguments."""
-
-    @property
-    def update_milliseconds(self) -> float:
-        """What the updates would cost the host of a device."""
-        return self.updates * UPDATE_MICROSECONDS / 1000
 
 
 _open: list[Traffic] = []
