@@ -10,6 +10,7 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
+from lopa_ascend.config.families import FAMILIES
 from lopa_ascend.config.files import shown
 
 if TYPE_CHECKING:
@@ -45,16 +46,17 @@ def register_model(model_type: str, build: Build) -> None:
 
 def known_models() -> tuple[str, ...]:
     """The ``model_type`` of every architecture that this process can run."""
-    return tuple(sorted({*FUSED, *_registered, *_installed()}))
+    fused = {family.model_type for family in FAMILIES.values()}
+    return tuple(sorted({*fused, *_registered, *_installed()}))
 
 
 def check_model_type(model_type: object) -> str:
-    """What config.json names as its architecture, if this process can run it.
+    """The name of the architecture that config.json describes, if this process can run it.
 
     Raises:
         ValueError: there is no such architecture.
     """
-    if isinstance(model_type, str) and model_type in known_models():
+    if isinstance(model_type, str) and model_type in {*FUSED, *known_models()}:
         return model_type
     raise ValueError(
         f"model_type is {shown(model_type)}, expected one of {', '.join(known_models())}; register another with "
