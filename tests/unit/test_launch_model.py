@@ -64,7 +64,7 @@ DOWNLOAD = "finish its download, or let this user read it"
             "{}/config.json: cannot be read (No such file or directory), expected a JSON object; " + WHOLE,
         ),
         ("config.json", "{", "{}/config.json: is not valid JSON (Expecting property name enclosed in double quotes"),
-        ("config.json", "{}", "{}/config.json: model_type is None, expected one of Dream, DreamReasoner, "),
+        ("config.json", "{}", "{}/config.json: model_type is None, expected one of Dream, Fast_dLLM_Qwen, "),
     ],
 )
 def test_a_model_that_is_not_whole(model: Path, file: str, content: str | None, line: str):
