@@ -168,7 +168,7 @@ async def ask(http: httpx.AsyncClient, body: Mapping[str, Any]) -> Answer:
         async for line in _lines(response):
             if line == b"data: [DONE]":
                 is_whole = True
-            elif line:
+            elif line and not line.startswith(b":"):  # a comment
                 _take(answer, json.loads(line.removeprefix(b"data: ")), time.perf_counter() - start)
     if not is_whole:
         raise RuntimeError("the stream was cut off")

@@ -50,7 +50,7 @@ def whole(response) -> dict[int, tuple[str, str | None, int | str | None]]:
 
 def events(text: str) -> list[dict[str, Any]]:
     """The events of a stream, which must end with [DONE]."""
-    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line and line[0] != ":"]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
 

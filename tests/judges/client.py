@@ -102,7 +102,7 @@ async def _events(response: httpx.Response, answer: Answer) -> AsyncIterator[dic
     async for line in _lines(response):
         if line == b"data: [DONE]":
             answer.done = True
-        elif line:
+        elif line and not line.startswith(b":"):  # a comment
             yield _object(line.removeprefix(b"data: "))
 
 

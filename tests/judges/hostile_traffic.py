@@ -35,11 +35,11 @@ def wrong_method(rng: random.Random) -> Attack:
 def unknown_route(rng: random.Random) -> Attack:
     routes = [
         "/v1/nope",
-        "/v1/completions/",
+        "/v1/completions/x",
         "/../../etc/passwd",
         "/%00",
         "/v1/models/..%2f..",
-        "//v1/completions",
+        "/v1//nope",
         "/*",
     ]
     return raw(b'{"prompt": "hi"}', rng.choice(routes))
