@@ -204,7 +204,7 @@ def test_an_installed_architecture_is_served_by_two_groups_of_branches(
 
 
 def test_an_unknown_architecture_is_refused_with_the_list(plain: Path, dream: Path, tmp_path: Path) -> None:
-    words = r"config\.json: model_type is 'PlainDream', expected one of Dream; register .*lopa_ascend\.register_model"
+    words = r"config\.json: model_type is 'PlainDream', expected one of Dream, Fast_dLLM_Qwen, sdar; register .*lopa_ascend\.register_model"
     with pytest.raises(CheckpointError, match=words):
         LLM(plain)
     with (
