@@ -11,7 +11,7 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
-_PREFIX = "lopa-ascend-scratch-"
+_PREFIX = "lopa-scratch-"  # short, because the path of a socket has at most 107 characters
 _NAME = re.compile(_PREFIX + "[a-z0-9_]{8}")
 
 

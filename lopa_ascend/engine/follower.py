@@ -46,8 +46,11 @@ def run(config: EngineConfig) -> int:
         mesh.close(str(error))  # the others must not take this rank for the one that has failed
         exit_rank(str(error))  # it names the rank that has ended; a traceback of this one would say no more
     except Exception as error:
+        # Before the others know, because rank 0 then ends, and this process with it.
+        logger.exception("rank %s ends", os.environ.get("RANK"))
+        sys.stderr.flush()
         mesh.close(f"{type(error).__name__}: {error}")
-        raise
+        return 1
     mesh.close()
     return 0
 

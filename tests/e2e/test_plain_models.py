@@ -204,12 +204,17 @@ def test_an_installed_architecture_is_served_by_two_groups_of_branches(
 
 
 def test_an_unknown_architecture_is_refused_with_the_list(plain: Path, dream: Path, tmp_path: Path) -> None:
-    words = r"config\.json: model_type is 'PlainDream', expected one of Dream, Fast_dLLM_Qwen, sdar; register .*lopa_ascend\.register_model"
+    known = "Dream, Fast_dLLM_Qwen, sdar"
+    words = (
+        rf"config\.json: model_type is 'PlainDream', expected one of {known}; register .*lopa_ascend\.register_model"
+    )
     with pytest.raises(CheckpointError, match=words):
         LLM(plain)
     with (
         registered(),
-        pytest.raises(CheckpointError, match=r"model_type is 'Other', expected one of Dream, PlainDream"),
+        pytest.raises(
+            CheckpointError, match=r"model_type is 'Other', expected one of Dream, Fast_dLLM_Qwen, PlainDream"
+        ),
     ):
         LLM(as_plain(dream, tmp_path / "other", "Other"))
 

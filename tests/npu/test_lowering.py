@@ -80,10 +80,10 @@ def test_the_same_model_in_plain_torch_is_six_times_as_many() -> None:
 def test_the_policy_is_small_whatever_the_number_of_rows() -> None:
     one, eight = lowered_policy(), lowered_policy(BUCKET._replace(sequences=8, branches=8, slots=8))
     assert one.kernels == eight.kernels
-    assert one.num_kernels <= 120, one.kernels
+    assert one.num_kernels <= 122, one.kernels
 
 
-@pytest.mark.parametrize(("branch_acceptance", "most"), [("verified", 148), ("exact", 167)])
+@pytest.mark.parametrize(("branch_acceptance", "most"), [("verified", 150), ("exact", 171)])
 def test_branches_that_must_be_confirmed_need_more_kernels(branch_acceptance: str, most: int) -> None:
     assert lowered_policy(BUCKET, branch_acceptance).num_kernels <= most
 

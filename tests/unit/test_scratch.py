@@ -42,14 +42,14 @@ def test_the_folders_of_killed_processes_are_removed_and_no_others(temporary: Pa
     subprocess.run([sys.executable, "-c", KILLED], check=False)
     (abandoned,) = temporary.iterdir()
     used = ScratchFolder()
-    (temporary / "lopa-ascend-scratch-of-mine").mkdir()
+    (temporary / "lopa-scratch-of-mine").mkdir()
     other = temporary / "other"
     other.mkdir()
-    (temporary / "lopa-ascend-scratch-00000000").symlink_to(other)
+    (temporary / "lopa-scratch-00000000").symlink_to(other)
     remove_abandoned()
     assert not abandoned.exists()
     assert used.path.exists()
     assert other.exists()
     assert sorted(os.listdir(temporary)) == sorted(
-        [used.path.name, "lopa-ascend-scratch-of-mine", "other", "lopa-ascend-scratch-00000000"]
+        [used.path.name, "lopa-scratch-of-mine", "other", "lopa-scratch-00000000"]
     )
