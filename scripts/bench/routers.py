@@ -19,10 +19,11 @@ from lopa_ascend.serve.replicas.app import APP, application
 from lopa_ascend.serve.replicas.router import FewestTokens
 
 
-class RoundRobin(RequestRouter):
-    """Each replica in its turn."""
+class RoundRobin(FewestTokens):
+    """Each replica in its turn. What replicas report comes through the router all the same."""
 
     def initialize_state(self) -> None:
+        super().initialize_state(prefixes=False)
         self._turns = itertools.count()
 
     async def choose_replicas(
