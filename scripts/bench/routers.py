@@ -22,8 +22,8 @@ from lopa_ascend.serve.replicas.router import FewestTokens
 class RoundRobin(FewestTokens):
     """Each replica in its turn. What replicas report comes through the router all the same."""
 
-    def initialize_state(self) -> None:
-        super().initialize_state(prefixes=False)
+    def initialize_state(self, prefixes: bool = False) -> None:
+        super().initialize_state(prefixes)
         self._turns = itertools.count()
 
     async def choose_replicas(
