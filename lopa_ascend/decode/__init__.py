@@ -2,7 +2,7 @@
 
 A strategy decodes one sequence and has two verbs: ``plan`` says what the next forward pass computes, ``absorb`` takes
 the predictions of that pass and decides. This is the definition of the decoding, which the golden traces test; compiled
-steps do the same with tensors (``graph/policy.py``).
+steps do the same with tensors (``graph/policy``).
 """
 
 from __future__ import annotations
