@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lopa_ascend.config import EngineConfig, ModelConfig, ParameterError
 
 if TYPE_CHECKING:
-    from lopa_ascend.backend.interface import Ops
+    from lopa_ascend.backend.interface import Ops, Profiler
 
 
 def load_ops(config: EngineConfig) -> Ops:
@@ -90,6 +90,17 @@ def open_device(device: str) -> None:
         from lopa_ascend.backend.npu import open_npu
 
         open_npu()
+
+
+def load_profiler(device: str) -> Profiler:
+    """The profiler of "cpu" or "npu"."""
+    if device == "npu":
+        from lopa_ascend.backend.npu import profiler as npu_profiler
+
+        return npu_profiler
+    from lopa_ascend.backend.cpu import profiler
+
+    return profiler
 
 
 def collective_backend(device: str) -> str:

@@ -17,6 +17,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from lopa_ascend.backend.compiler import GraphError, Run, Step, dynamic_kv_lengths
+from lopa_ascend.backend.cpu.profiler import mark
 from lopa_ascend.backend.graph_cache import CachingCompiler, GraphCache, check_private
 from lopa_ascend.config import ParameterError
 
@@ -112,7 +113,7 @@ class UnguardedGraph:
         args = list(self._args)
         for argument, index in self.length_inputs.items():
             args[argument] = kv_lengths[index]
-        with torch.no_grad():
+        with torch.no_grad(), mark("launch"):
             return self._graph(*args)[0]
 
 

@@ -9,8 +9,10 @@ one float dtype, that of the model, and lie on ``Ops.device``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -233,3 +235,33 @@ class Ops(Protocol):
     def read_later(self, x: Tensor) -> Callable[[], Tensor]:
         """Starts a copy of x to the host. The function that is returned waits for the copy and returns it."""
         ...
+
+
+class Profile(Protocol):
+    """A profile of this process."""
+
+    def start(self) -> None:
+        """Begins it."""
+
+    def step(self) -> None:
+        """A step of the engine has ended."""
+
+    def stop(self) -> None:
+        """Ends the profile, and writes it unless its last step has done so."""
+
+
+class Profiler(Protocol):
+    """How a device records what it computes."""
+
+    def mark(self, name: str) -> AbstractContextManager[object]:
+        """Shows what it encloses as a range in profiles."""
+
+    def start_profile(self, folder: Path, worker: str, delay: int, steps: int) -> Profile:
+        """Begins a profile, which writes itself after its last step.
+
+        Args:
+            folder: where the trace goes.
+            worker: what the trace's name begins with.
+            delay: steps that are left out. One more warms the profiler up.
+            steps: steps that are recorded.
+        """

@@ -137,6 +137,14 @@ class EngineConfig:
         group=Section.RANKS,
         metavar="SECONDS",
     )
+    profile_dir: str | None = declare(
+        None,
+        AnyText(),
+        "folder for the traces that /start_profile and /stop_profile record",
+        group=Section.ENGINE,
+        metavar="DIR",
+        default_text="nothing is recorded",
+    )
     graph_mode: str = declare(
         DERIVED,
         Choice(GRAPH_MODES),

@@ -25,5 +25,26 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
     request_id: str
 
 
-Command = Generate | Abort
+class StartProfile(msgspec.Struct, tag=True, frozen=True):
+    """Record steps from the next one on."""
+
+    name: str
+    """Of the new folder for the traces."""
+    ranks: list[int]
+    """The ranks that record."""
+    delay_steps: int
+    """Steps that are left out; one more is the profiler's warm-up."""
+    num_steps: int
+    """Steps that are recorded, at most."""
+
+
+class StopProfile(msgspec.Struct, tag=True, frozen=True):
+    """End the profile, and say what was written."""
+
+
+class ProfileError(ValueError):
+    """A profile cannot begin, or there is none to end."""
+
+
+Command = Generate | Abort | StartProfile | StopProfile
 """Everything that a running engine can be asked."""

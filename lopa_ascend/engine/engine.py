@@ -25,9 +25,10 @@ from lopa_ascend.config.kinds import format_size
 from lopa_ascend.core import Request, Result, Sequence, Step
 from lopa_ascend.decode import begin
 from lopa_ascend.decode.bad_words import BadWords
-from lopa_ascend.engine.commands import Abort, Generate
+from lopa_ascend.engine.commands import Abort, Generate, StartProfile, StopProfile
 from lopa_ascend.engine.leader import Leader, Order, end_processes
 from lopa_ascend.engine.prepare import Prepared, choose_num_pages, model_name, prepare, request_limits
+from lopa_ascend.engine.profile import Profiles, Traces
 from lopa_ascend.engine.scheduler import Scheduler
 from lopa_ascend.graph.setup import build_executor
 from lopa_ascend.kv.pages import PageTables
@@ -87,6 +88,7 @@ class Engine:
         self.kv_cache_memory = pool.num_pages * page_bytes
         self.limits = request_limits(config, prepared, self.model_config, pool.num_pages)
         self.runner = self._make_runner(model, pool, prepared)
+        self._profiles = Profiles(config, self.mesh, self.runner)
         cache = BlockPrefixCache if model.properties.is_block_causal else PrefixCache
         prefix_cache = cache(pool.allocator) if config.enable_prefix_caching else None
         # Not a method: the scheduler must not refer to the engine, so that an engine that is not used any more frees
@@ -100,7 +102,7 @@ class Engine:
         self._digests = {"who takes part": 0, "the page tables": 0, "what was decided": 0}
         """Of all that was planned and decided since the start; equal on all ranks."""
         # Without the settings that may differ between machines.
-        shared = replace(config, model=None, lora=None, threads=None, graph_cache=None)
+        shared = replace(config, model=None, lora=None, threads=None, graph_cache=None, profile_dir=None)
         self.mesh.check_agreement(
             0, {"its configuration": shared, "its model": self.model_config, "its limits": self.limits}
         )
@@ -247,11 +249,41 @@ class Engine:
                 self._failure = str(error)
                 raise
             self._failure = None
+            self._profiles.step()
         return updates
 
     def _make_step(self) -> list[Update]:
         step = self.scheduler.plan()
         return [] if step is None else self._run(step)
+
+    def start_profile(self, asked: StartProfile) -> None:
+        """Records steps from the next one on.
+
+        Raises:
+            ProfileError: a profile runs, or the engine was started without ``profile_dir``.
+            RuntimeError: the engine has ended.
+        """
+        with self._call():
+            self._check()
+            self._profiles.start(asked)
+            if self._leader is not None:
+                self._leader.outbox.append(asked)
+
+    def stop_profile(self) -> list[Traces]:
+        """Ends the profile that was started last; returns what each rank has written.
+
+        Raises:
+            ProfileError: none was started since this was called last.
+            RankError: the ranks cannot go on.
+            RuntimeError: the engine has ended.
+        """
+        with self._call():
+            self._check()
+            self._profiles.check_stop()
+            if self._leader is not None:
+                self._leader.outbox.append(StopProfile())
+                self._leader.send(Order.WAIT)
+            return self._profiles.stop()
 
     def lead(self, followers: List[subprocess.Popen[bytes]] = ()) -> None:
         """Makes this engine the one that the others follow: it tells them what it is asked.

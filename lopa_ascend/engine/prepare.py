@@ -4,6 +4,7 @@ before they are loaded; then, with the weights in memory, the size of the KV poo
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -75,6 +76,7 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
         GraphError: the graph mode has no room for so many graphs.
         OSError: a file cannot be read.
     """
+    _check_profile_dir(config)
     path = model_path(config)
     ops = load_ops(config)
     model_source = open_model(path, config, ops.device)
@@ -95,6 +97,17 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
         logit_shift = model_source.properties.logit_shift
         graph_plan = plan_graphs(config, identity, logit_shift, max_model_len, max_num_batched_tokens)
     return Prepared(model_source, ops, num_token_ids, eos_token_ids, max_model_len, max_num_batched_tokens, graph_plan)
+
+
+def _check_profile_dir(config: EngineConfig) -> None:
+    if config.profile_dir is None:
+        return
+    try:
+        Path(config.profile_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ParameterError("profile_dir", f"{config.profile_dir} cannot be a folder ({error.strerror})") from error
+    if not os.access(config.profile_dir, os.W_OK | os.X_OK):
+        raise ParameterError("profile_dir", f"this user may not write to {config.profile_dir}")
 
 
 def _check_split(config: EngineConfig, model: ModelConfig) -> None:

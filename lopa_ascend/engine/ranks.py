@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from lopa_ascend.config import EngineConfig
-from lopa_ascend.engine.commands import Generate
+from lopa_ascend.engine.commands import Abort, Command, Generate, StartProfile, StopProfile
 from lopa_ascend.engine.engine import Engine
 from lopa_ascend.engine.leader import Order, end_processes, receive_message
 from lopa_ascend.parallel.collectives import RankError
@@ -34,14 +34,23 @@ def follow(engine: Engine) -> None:
     while True:
         kind, commands = receive_message(engine.mesh.world)
         for command in commands:
-            if isinstance(command, Generate):
-                engine.add(command.request_id, command.prompt_token_ids, command.params, trace=command.trace)
-            else:
-                engine.abort(command.request_id)
+            _obey(engine, command)
         if kind is Order.END:
             return
         if kind is Order.STEP:
             engine.step()
+
+
+def _obey(engine: Engine, command: Command) -> None:
+    match command:
+        case Generate():
+            engine.add(command.request_id, command.prompt_token_ids, command.params, trace=command.trace)
+        case Abort():
+            engine.abort(command.request_id)
+        case StartProfile():
+            engine.start_profile(command)
+        case StopProfile():
+            engine.stop_profile()
 
 
 # ---- starting an engine ----------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from lopa_ascend.serve.openai.chat import ChatCompletion, ChatRequest
 from lopa_ascend.serve.openai.completions import Completion, CompletionRequest
 from lopa_ascend.serve.openai.request import GenerationRequest
 from lopa_ascend.serve.openai.responses import ResponseObject, ResponseRequest
+from lopa_ascend.serve.profiling import StartProfileRequest, StopProfileRequest, add_profiling
 from lopa_ascend.serve.tokens import DetokenizeRequest, TokenizeRequest, add_tokenizer
 
 Decorator = Callable[[Callable[[Request], Awaitable[Response]]], Callable[[Request], Awaitable[Response]]]
@@ -37,6 +38,8 @@ BODIES = (
     TokenizeRequest,
     DetokenizeRequest,
     AbortRequest,
+    StartProfileRequest,
+    StopProfileRequest,
 )
 EVENTS = (diffusion.DiffusionStart, diffusion.DiffusionStep, diffusion.DiffusionDone)
 """No operation names these as its body or its answer."""
@@ -63,6 +66,7 @@ def create_app(clients: Sequence[EngineClient], address: str | None = None) -> F
     add_tokenizer(app, endpoint, intake)
     _add_generation(app, endpoint)
     add_abort(app, clients, intake)
+    add_profiling(app, endpoint, intake)
     document(app, BODIES, EVENTS, endpoint.default.limits, with_key=config.api_key is not None)
     return app
 

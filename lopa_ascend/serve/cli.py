@@ -63,6 +63,7 @@ OTHERS_FLAGS = {
     "max_num_reqs": "--max-num-seqs",
     "gpu_memory_utilization": "--kv-cache-memory, in bytes",
     "mem_fraction_static": "--kv-cache-memory, in bytes",
+    "profiler_config": "--profile-dir",
     "enforce_eager": "--graph-mode eager",
     "diffusion_block_size": "--block-size",
     "tokenizer": "--model, whose directory has the tokenizer",
@@ -249,6 +250,8 @@ def _check_replicas(given: Mapping[str, Any]) -> None:
         raise ParameterError("max_replicas", message)
     if "replicas" in given and rank_in_environment() is not None:
         raise ParameterError("replicas", "starts its ranks itself; leave torchrun out")
+    if "replicas" in given and "profile_dir" in given:
+        raise ParameterError("profile_dir", "is for one engine; leave --replicas out")
 
 
 def _check_secrets_and_tls(given: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch_npu import npu
 
 from lopa_ascend.backend.compiler import GraphError
+from lopa_ascend.backend.npu.profiler import mark
 
 KV_LENGTHS = "actual_seq_lengths_kv"
 """The argument of the attention kernel that holds the KV lengths of its entries."""
@@ -73,11 +74,13 @@ class CapturedRun:
         if self.in_thread:
             released = update_thread(npu.current_device()).submit(self._release_all, kv_lengths)
             try:
-                self._graph.replay()
+                with mark("launch"):
+                    self._graph.replay()
             finally:
                 released.result()
         else:
-            self._graph.replay()
+            with mark("launch"):
+                self._graph.replay()
             self._release_all(kv_lengths)
         self._done.record()
         return self._output
@@ -87,7 +90,7 @@ class CapturedRun:
         """Lets all attention tasks of the replay that is being started go on, with these lengths."""
         # Neither tasks nor events may change before the previous replay is over: it may still wait for them.
         self._update_stream.wait_event(self._done)
-        with npu.stream(self._update_stream):
+        with npu.stream(self._update_stream), mark("update"):
             for task, taken_range in self._tasks:
                 self._release(task, list(kv_lengths[taken_range]))
 

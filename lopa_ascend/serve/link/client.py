@@ -6,6 +6,7 @@ Everything here belongs to one event loop, and nothing blocks it. The engine kno
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,11 +16,11 @@ from typing import Protocol
 
 from lopa_ascend.config import ParameterError
 from lopa_ascend.demo import DEMO_MODEL
-from lopa_ascend.engine.commands import Abort, Generate
+from lopa_ascend.engine.commands import Abort, Generate, StartProfile, StopProfile
 from lopa_ascend.serve.config import ServeConfig
 from lopa_ascend.serve.http.api_error import ApiError, unavailable
 from lopa_ascend.serve.link.generation import AskedChoice, Generation
-from lopa_ascend.serve.link.messages import FromEngine, Left, Lost, Ready, Stepped, ToEngine
+from lopa_ascend.serve.link.messages import FromEngine, Left, Lost, Profiled, Ready, Stepped, ToEngine
 from lopa_ascend.serve.link.spawn import EngineProcess
 from lopa_ascend.text.output import OutputStream
 from lopa_ascend.text.prompt import Prompts
@@ -108,6 +109,11 @@ class EngineClient:
         self.num_running = 0
         """Choices that the engine has begun."""
         self._generations: dict[str, Generation] = {}
+        self._profile_answers: asyncio.Queue[Profiled] = asyncio.Queue()
+        self._profile_lock = asyncio.Lock()
+        """Held until the engine has answered."""
+        self._is_profiling = False
+        """Whether a profile was begun and not asked for since."""
         self._timers: dict[str, asyncio.TimerHandle] = {}
         """Timeouts of requests, by request id."""
         self._idle = asyncio.Event()
@@ -298,6 +304,9 @@ class EngineClient:
             if isinstance(message, Lost):
                 self._lose(message)
                 continue
+            if isinstance(message, Profiled):
+                self._profile_answers.put_nowait(message)
+                continue
             if isinstance(message, Left):
                 self.engines.pop(message.engine, None)
                 continue
@@ -346,14 +355,51 @@ class EngineClient:
         choice.attempts += 1
         self._generate(lost.request_id)
 
+    # ---- profiles --------------------------------------------------------------------------------------------------
+
+    async def start_profile(self, name: str, ranks: list[int], delay_steps: int, num_steps: int) -> Profiled:
+        """Begins a profile; see ``StartProfile``.
+
+        Raises:
+            ApiError: 503, the engine is dead.
+        """
+        return await self._profile(StartProfile(name, ranks, delay_steps, num_steps))
+
+    async def stop_profile(self) -> Profiled:
+        """Ends the profile, and waits until it is written. Raises as ``start_profile`` does."""
+        return await self._profile(StopProfile())
+
+    async def _profile(self, asked: StartProfile | StopProfile) -> Profiled:
+        # The answer must be taken, even if nobody waits for it any more.
+        return await asyncio.shield(asyncio.create_task(self._exchange(asked)))
+
+    async def _exchange(self, asked: StartProfile | StopProfile) -> Profiled:
+        async with self._profile_lock:
+            if self._death is None:
+                self._engine.send(asked)
+            answer = asyncio.create_task(self._profile_answers.get())
+            death = asyncio.create_task(self.engine_died.wait())
+            await asyncio.wait({answer, death}, return_when=asyncio.FIRST_COMPLETED)
+            death.cancel()
+            if not answer.done():
+                answer.cancel()
+                raise unavailable(self._death or "the engine has ended", "engine_dead")
+            if answer.result().refusal is None:
+                self._is_profiling = isinstance(asked, StartProfile)
+            return answer.result()
+
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     async def drain(self, timeout: float) -> None:
-        """Refuses new requests; returns when all running ones are answered, or after ``timeout`` seconds."""
+        """Refuses new requests; returns when all running ones are answered, or after ``timeout`` seconds, and a profile
+        that runs is written."""
         self._stopping = True
         idle = asyncio.create_task(self._idle.wait())
         await asyncio.wait({idle}, timeout=timeout)
         idle.cancel()
+        if self._is_profiling:
+            with contextlib.suppress(ApiError):  # the engine is dead
+                await self.stop_profile()
 
     def stop(self) -> None:
         """Refuses new requests, and answers all unfinished ones with a 503."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from lopa_ascend.config import EngineConfig, Limits
-from lopa_ascend.engine.commands import Abort, Generate
+from lopa_ascend.engine.commands import Abort, Generate, StartProfile, StopProfile
 from lopa_ascend.types import EngineStats, RankReport, Update
 
 
@@ -51,6 +51,17 @@ class Stepped(msgspec.Struct, tag=True, frozen=True):
     """Which of several engines has sent it; empty if there is one."""
 
 
+class Profiled(msgspec.Struct, tag=True, frozen=True):
+    """The answer to ``StartProfile`` and to ``StopProfile``."""
+
+    traces: list[str] = []
+    """What all ranks have written, below the configured folder."""
+    refusal: str | None = None
+    """Why no profile can begin, or end, now."""
+    failures: list[str] = []
+    """What kept ranks from recording."""
+
+
 class Lost(msgspec.Struct, tag=True, frozen=True):
     """An engine has ended while it generated a request; it is one of several."""
 
@@ -66,8 +77,8 @@ class Left(msgspec.Struct, tag=True, frozen=True):
     engine: str
 
 
-ToEngine = Start | Generate | Abort
-FromEngine = Ready | Failed | Stepped | Lost | Left
+ToEngine = Start | Generate | Abort | StartProfile | StopProfile
+FromEngine = Ready | Failed | Stepped | Profiled | Lost | Left
 
 encode_message = msgspec.msgpack.Encoder().encode
 decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode

@@ -15,9 +15,18 @@ from typing import TYPE_CHECKING
 import zmq
 
 from lopa_ascend.config import ParameterError
-from lopa_ascend.engine.commands import Abort, Generate
+from lopa_ascend.engine.commands import Abort, Generate, ProfileError, StartProfile, StopProfile
 from lopa_ascend.parallel.launch import exit_rank, exit_when_stdin_closes, exit_with_parent
-from lopa_ascend.serve.link.messages import Failed, Ready, Start, Stepped, ToEngine, decode_to_engine, encode_message
+from lopa_ascend.serve.link.messages import (
+    Failed,
+    Profiled,
+    Ready,
+    Start,
+    Stepped,
+    ToEngine,
+    decode_to_engine,
+    encode_message,
+)
 from lopa_ascend.standard_streams import write_as_possible
 from lopa_ascend.types import Update
 
@@ -70,6 +79,19 @@ def _handle(engine: Engine, message: ToEngine) -> list[Update]:
     return []
 
 
+def _profile(engine: Engine, message: StartProfile | StopProfile) -> Profiled:
+    """Begins or ends a profile."""
+    try:
+        if isinstance(message, StartProfile):
+            engine.start_profile(message)
+            return Profiled()
+        found = engine.stop_profile()
+    except ProfileError as error:
+        return Profiled(refusal=str(error))
+    failures = [traces.failure for traces in found if traces.failure is not None]
+    return Profiled([file for traces in found for file in traces.files], failures=failures)
+
+
 def _serve(engine: Engine, socket: zmq.Socket[bytes]) -> None:
     """Handles messages and makes steps until the process ends."""
     while True:
@@ -77,7 +99,11 @@ def _serve(engine: Engine, socket: zmq.Socket[bytes]) -> None:
         updates: list[Update] = []
         while socket.poll(timeout):
             timeout = 0
-            updates += _handle(engine, decode_to_engine(socket.recv()))
+            message = decode_to_engine(socket.recv())
+            if isinstance(message, StartProfile | StopProfile):
+                socket.send(encode_message(_profile(engine, message)))
+            else:
+                updates += _handle(engine, message)
         if engine.has_work():
             updates += engine.step()
         socket.send(encode_message(Stepped(updates, engine.stats())))

@@ -1,0 +1,128 @@
+"""Profiles of an engine: every rank counts their steps, the chosen ranks record them."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import msgspec
+
+from lopa_ascend.backend import load_profiler
+from lopa_ascend.backend.interface import Profile
+from lopa_ascend.config import EngineConfig
+from lopa_ascend.engine.commands import ProfileError, StartProfile
+from lopa_ascend.parallel.mesh import Mesh
+from lopa_ascend.probe import no_probe
+from lopa_ascend.runner.runner import Runner
+
+logger = logging.getLogger(__name__)
+
+WARM_UP = 1
+"""Steps between those that are left out and those that are recorded."""
+
+
+class Traces(msgspec.Struct, frozen=True):
+    """What a rank has recorded."""
+
+    files: tuple[str, ...] = ()
+    """The traces, below the configured folder; on an NPU each is a folder itself."""
+    failure: str | None = None
+    """Why there are none, if the rank should have recorded steps and could not."""
+
+
+class Profiles:
+    """The profiles of one rank, one at a time.
+
+    Args:
+        config: the engine's.
+        mesh: this rank's place among others.
+        runner: of this rank; the parts of its steps are ranges in the traces.
+    """
+
+    def __init__(self, config: EngineConfig, mesh: Mesh, runner: Runner) -> None:
+        self._folder = None if config.profile_dir is None else Path(config.profile_dir)
+        self._profiler, self._mesh, self._runner = load_profiler(config.device), mesh, runner
+        self._asked: StartProfile | None = None
+        """The latest profile, until ``stop`` has told of it."""
+        self._steps_left = 0
+        """Of the profile, with those that are left out."""
+        self._profile: Profile | None = None
+        """That of this rank, while it records."""
+        self._failure: str | None = None
+        self._numbers = itertools.count()
+
+    def start(self, asked: StartProfile) -> None:
+        """Begins a profile. Every rank must be told the same.
+
+        Raises:
+            ProfileError: one runs, or the engine was started without a folder for traces.
+        """
+        if self._folder is None:
+            raise ProfileError("there is no profile_dir, the folder for traces")
+        if self._steps_left:
+            raise ProfileError("a profile runs")
+        self._asked, self._failure = asked, None
+        self._steps_left = asked.delay_steps + WARM_UP + asked.num_steps
+        if self._mesh.rank in asked.ranks:
+            try:
+                folder = self._folder / asked.name
+                folder.mkdir(parents=True, exist_ok=True)
+                self._profile = self._profiler.start_profile(
+                    folder, f"rank{self._mesh.rank}", asked.delay_steps, asked.num_steps
+                )
+                self._runner.set_probe(self._mark)
+            except (OSError, RuntimeError) as error:
+                self._fail(error)
+
+    def _mark(self, part: str, _: object) -> AbstractContextManager[object]:
+        return self._profiler.mark(part)
+
+    def step(self) -> None:
+        """Counts a step that has ended. With the last one the profile is written."""
+        if not self._steps_left:
+            return
+        self._steps_left -= 1
+        if self._profile is not None:
+            try:
+                self._profile.step()
+            except (OSError, RuntimeError) as error:
+                self._fail(error)
+        if not self._steps_left:
+            self._end()
+
+    def _end(self) -> None:
+        """Ends what this rank records, and writes it if there are recorded steps."""
+        profile, self._profile = self._profile, None
+        self._steps_left = 0
+        self._runner.set_probe(no_probe)
+        if profile is not None:
+            try:
+                profile.stop()
+            except (OSError, RuntimeError) as error:
+                self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Gives up this rank's profile; the engine goes on."""
+        self._failure, self._profile = f"{self._mesh.describe_rank(self._mesh.rank)}: {error}", None
+        logger.error("no profile: %s", self._failure)
+
+    def check_stop(self) -> None:
+        """Raises ProfileError if no profile runs, and none has ended by itself since ``stop`` was called last."""
+        if self._asked is None:
+            raise ProfileError("no profile runs")
+
+    def stop(self) -> list[Traces]:
+        """Ends the profile; returns what every rank has recorded, by rank, as soon as all have written it. Every rank
+        must call it."""
+        asked, self._asked = self._asked, None
+        assert asked is not None
+        assert self._folder is not None
+        if self._steps_left:
+            self._end()
+        found = (self._folder / asked.name).glob(f"rank{self._mesh.rank}[._]*")
+        own = Traces(tuple(sorted(str(path.relative_to(self._folder)) for path in found)), self._failure)
+        # Not by a collective: while others wait, a rank may take longer to write than a collective may take.
+        texts = self._mesh.all_gather_text(f"profile {next(self._numbers)}", msgspec.json.encode(own).decode())
+        return [msgspec.json.decode(text, type=Traces) for text in texts]
