@@ -21,6 +21,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 import lopa_ascend
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.serve.config import SECRETS, ServeConfig
+from lopa_ascend.serve.dies import Dies
 from lopa_ascend.serve.endpoint import Endpoint
 from lopa_ascend.serve.http.api_error import ApiError, unavailable
 from lopa_ascend.serve.http.body import Body, Intake, read_body
@@ -131,12 +132,15 @@ def add_state(app: FastAPI, endpoint: Endpoint) -> None:
         """The effective configuration, without secrets."""
         return effective_config(config, default.client.ready, default.name)
 
+    dies = [Dies()] if config.engine.device == "npu" and config.replicas is None else []
     plain_text = {"text/plain": {"schema": {"type": "string"}}}
 
     @app.get("/metrics", response_class=PlainTextResponse, responses={200: {"content": plain_text}})
     async def read_metrics() -> Response:
         """Prometheus metrics."""
-        text = metrics_text([model.metrics for model in endpoint.models.values()])
+        for each in dies:
+            each.refresh()
+        text = metrics_text([model.metrics for model in endpoint.models.values()], *dies)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 

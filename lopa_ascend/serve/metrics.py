@@ -260,9 +260,9 @@ class _Merged(Collector):
         return families.values()
 
 
-def metrics_text(models: Sequence[Metrics]) -> bytes:
-    """The metrics of all models in Prometheus' text format."""
-    return generate_latest(_Merged([model.registry for model in models]))
+def metrics_text(models: Sequence[Metrics], *others: Collector) -> bytes:
+    """The metrics of all models, and others, in Prometheus' text format."""
+    return generate_latest(_Merged([*(model.registry for model in models), *others]))
 
 
 TIMES = {

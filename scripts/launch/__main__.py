@@ -4,15 +4,15 @@
     python -m scripts.launch --device cpu --tp 2 --bp 2                the bundled model on CPUs
 
 It takes the flags of the launch scripts and checks: the mesh of ranks and the ports; with --device npu HCCL's ports,
-the dies, the driver, CANN, the versions of torch and torch_npu, environment variables and the CPU affinity; the
-network; the files of the model and of the adapter. A line begins with
+the dies and their health, the driver, CANN, the versions of torch and torch_npu, environment variables and the CPU
+affinity; the network; the files of the model and of the adapter. A line begins with
 
   ok      the check has passed
   note    the launch may well work
   FAIL    the launch cannot work; the line ends with what to do
 
-It takes about a second, starts nothing, and loads neither torch nor torch_npu. The exit status is 1 if any line says
-FAIL, and 2 for a wrong flag.
+It takes about a second, and longer where npu-smi is slow. It starts nothing, and loads neither torch nor torch_npu. The
+exit status is 1 if any line says FAIL, and 2 for a wrong flag.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from scripts.launch.npu import (
     check_devices,
     check_driver,
     check_environment,
+    check_health,
     check_npu_network,
     check_versions,
     installed_versions,
@@ -51,6 +52,7 @@ def check_machine(launch: Launch) -> Iterator[Finding]:
     if launch.device == "npu":
         home = Path(os.environ["ASCEND_HOME_PATH"]) if os.environ.get("ASCEND_HOME_PATH") else None
         yield from check_devices(launch, Path("/dev"), os.environ.get(VISIBLE))
+        yield from check_health(launch, os.environ.get(VISIBLE))
         yield from check_driver(INSTALL_INFO, launch.graph_mode)
         yield from check_cann(home)
         cann = None if home is None else cann_version(home)

@@ -229,6 +229,7 @@ keep_serving() {
         ((status && left-- > 0)) || exit "$status"
         echo "${0##*/}: the server on port ${flag[port]} has ended with status $status; starting it again" >&2
         pid=
+        [[ ${flag[device]} == cpu ]] || check_launch # a die may have failed
     done
 }
 

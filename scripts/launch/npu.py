@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
 from lopa_ascend.backend.npu import environment as npu_environment
+from lopa_ascend.backend.npu import health
 from lopa_ascend.backend.npu import versions as npu_versions
 from scripts.launch.arguments import Launch
 from scripts.launch.findings import Finding, fail, note, ok
@@ -53,11 +55,10 @@ def check_devices(launch: Launch, dev: Path, visible: str | None) -> Iterator[Fi
             f"devices: {dev} has no {' and no '.join(missing)}", "load the driver, or start the container with them"
         )
         return
-    if visible is not None and not re.fullmatch(r"\d+(,\d+)*", visible):
+    dies = _chosen_dies(launch, visible)
+    if not dies:
         yield fail(f"devices: {VISIBLE} is {visible!r}", "give numbers and commas alone, e.g. 0,1,2,3")
-        return
-    dies = list(range(num_needed)) if visible is None else [int(die) for die in visible.split(",")]
-    if len(dies) < num_needed:
+    elif len(dies) < num_needed:
         yield fail(f"devices: {VISIBLE} names {len(dies)} dies for {num_needed} ranks", "name more, or lower --bp")
     elif dies != sorted(set(dies)):
         yield fail(f"devices: {VISIBLE} is {visible}, but CANN takes ascending numbers", "sort them, each one once")
@@ -68,6 +69,50 @@ def check_devices(launch: Launch, dev: Path, visible: str | None) -> Iterator[Fi
     else:
         yield ok(f"devices: dies {', '.join(map(str, dies[:num_needed]))} of {num_present}")
         yield from _check_packages(launch.tp, dies[:num_needed])
+
+
+def _chosen_dies(launch: Launch, visible: str | None) -> list[int]:
+    """The dies that ``visible`` names, or else as many as the launch needs; none if it is malformed."""
+    if visible is None:
+        return list(range(launch.local_ranks))
+    return [int(die) for die in visible.split(",")] if re.fullmatch(r"\d+(,\d+)*", visible) else []
+
+
+def check_health(launch: Launch, visible: str | None, ask: health.Ask = health.ask) -> Iterator[Finding]:
+    """Checks that the dies of the ranks are not broken, as far as the driver knows.
+
+    Args:
+        launch: what is to be launched.
+        visible: the value of ASCEND_RT_VISIBLE_DEVICES; None if it is not set.
+        ask: runs npu-smi and hccn_tool.
+    """
+    try:
+        dies = health.read_dies(ask, with_links=launch.nnodes > 1)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        yield note(f"health: unknown ({error}); a container needs the host's /usr/local/bin/npu-smi")
+        return
+    chosen = [die for die in dies if die.index in _chosen_dies(launch, visible)[: launch.local_ranks]]
+    findings = []
+    for die in chosen:
+        if die.fault is not None:
+            findings.append(fail(f"health: die {die.index}: {die.fault}", _without_broken(launch, dies, die)))
+        elif die.warning is not None:
+            findings.append(note(f"health: die {die.index}: {die.warning}; after an error on it leave it out"))
+        if die.link == "DOWN":
+            findings.append(note(f"health: die {die.index}: its link to the network between nodes is down"))
+    hottest = max((die.temperature or 0 for die in chosen), default=0)
+    yield from findings or [ok(f"health: no fault of {len(chosen)} dies, at most {hottest} C")]
+
+
+def _without_broken(launch: Launch, dies: list[health.Die], broken: health.Die) -> str:
+    """How to launch on other dies than those that are broken, if possible on whole packages."""
+    good = [die.index for die in dies if die.fault is None]
+    whole = [die for die in good if die ^ 1 in good]
+    needed = launch.local_ranks
+    chosen = whole if len(whole) >= needed else good
+    lower = "" if len(good) >= needed else f"lower --bp, because {len(good)} dies are left, and "
+    names = ",".join(map(str, chosen[:needed]))
+    return f"{lower}set {VISIBLE}={names}, or reset it (npu-smi set -t reset -i {broken.npu} -c {broken.chip})"
 
 
 def check_npu_network(launch: Launch, settings: Path) -> Iterator[Finding]:

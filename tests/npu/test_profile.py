@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch_npu import npu
@@ -15,7 +16,7 @@ from tests.npu.lab.constraints import numeric
 from tests.tiny import write_dream
 
 pytestmark = pytest.mark.npu
-FIELDS = {"num_branches": 1, "block_size": 8, "max_new_tokens": 24, "tau_conf": 1.0, "ignore_eos": True}
+FIELDS: dict[str, Any] = {"num_branches": 1, "block_size": 8, "max_new_tokens": 24, "tau_conf": 1.0, "ignore_eos": True}
 
 
 def test_a_profile_of_captured_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,7 +25,7 @@ def test_a_profile_of_captured_steps(tmp_path: Path, monkeypatch: pytest.MonkeyP
     start = npu.mstx.range_start
     monkeypatch.setattr(npu.mstx, "range_start", lambda name, *rest: (ranges.append(name), start(name, *rest))[1])
     model, traces = write_dream(tmp_path / "model"), tmp_path / "traces"
-    options = {"graph_window_blocks": 4, "graph_params": GraphParams(block_size=8, num_branches=1)}
+    options: dict[str, Any] = {"graph_window_blocks": 4, "graph_params": GraphParams(block_size=8, num_branches=1)}
     with numeric():
         llm = LLM(model, device="npu", dtype="float32", max_num_seqs=1, profile_dir=str(traces), **options)
         llm.engine.start_profile(StartProfile("p", [0], delay_steps=1, num_steps=3))
