@@ -6,7 +6,7 @@ import asyncio
 import logging
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -61,7 +61,7 @@ class Dies(Collector):
         yield from _gauge("lopa:die_link_up", "Whether a die's link to the network between nodes is up.", links)
 
 
-def _gauge(name: str, text: str, values: dict[int, int | None]) -> Iterable[Metric]:
+def _gauge(name: str, text: str, values: Mapping[int, int | None]) -> Iterable[Metric]:
     """A gauge of the dies of which the value is known; nothing if it is known of none."""
     family = GaugeMetricFamily(name, text, labels=["die"])
     for index, value in values.items():

@@ -23,7 +23,12 @@ def test_a_profile_of_captured_steps(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """The stand-ins record nothing, but torch_npu writes its folder, and the parts of a step are ranges in order."""
     ranges: list[str] = []
     start = npu.mstx.range_start
-    monkeypatch.setattr(npu.mstx, "range_start", lambda name, *rest: (ranges.append(name), start(name, *rest))[1])
+
+    def noted(name: str, *rest: Any) -> Any:
+        ranges.append(name)
+        return start(name, *rest)
+
+    monkeypatch.setattr(npu.mstx, "range_start", noted)
     model, traces = write_dream(tmp_path / "model"), tmp_path / "traces"
     options: dict[str, Any] = {"graph_window_blocks": 4, "graph_params": GraphParams(block_size=8, num_branches=1)}
     with numeric():

@@ -59,6 +59,17 @@ def test_a_server_that_fails_is_started_again(scripts: Scripts, restarts: str, s
     assert len(scripts.started()) == starts
 
 
+def test_an_npu_server_is_started_again_only_if_the_checks_still_pass(scripts: Scripts):
+    """Its die may be why it has failed."""
+    log = scripts.folder / "log"
+    checks = f"echo check >> {log}; [ $(grep -c check {log}) -lt 3 ]"
+    scripts.python.write_text(
+        f"#!/bin/sh\ncase $1 in */__main__.py) {checks};; *) echo server >> {log}; exit 3;; esac\n"
+    )
+    assert scripts.run("node").returncode == 1
+    assert log.read_text().split() == ["check", "server", "check", "server", "check"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_the_server_of_a_node(scripts: Scripts, number: signal.Signals):
     command = [str(ROOT / "scripts/launch/node.sh"), *CPU, "--port", str(free_ports(1))]
