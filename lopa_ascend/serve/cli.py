@@ -64,6 +64,7 @@ OTHERS_FLAGS = {
     "gpu_memory_utilization": "--kv-cache-memory, in bytes",
     "mem_fraction_static": "--kv-cache-memory, in bytes",
     "profiler_config": "--profile-dir",
+    "enable_chunked_prefill": "missing, because a prompt is one pass: docs/troubleshooting.md, What is not supported",
     "enforce_eager": "--graph-mode eager",
     "diffusion_block_size": "--block-size",
     "tokenizer": "--model, whose directory has the tokenizer",
