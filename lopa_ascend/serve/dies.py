@@ -54,8 +54,8 @@ class Dies(Collector):
         links = {die.index: None if die.link is None else int(die.link == "UP") for die in self._dies}
         text = f"Health by npu-smi: {', '.join(f'{level} {name}' for level, name in enumerate(LEVELS))}, 4 unknown."
         yield from _gauge("lopa:die_alarm", text, levels)
-        text = "Temperature of a die in degrees Celsius."
-        yield from _gauge("lopa:die_temperature", text, {die.index: die.temperature for die in self._dies})
+        text = "Temperature of a die."
+        yield from _gauge("lopa:die_temperature_celsius", text, {die.index: die.temperature for die in self._dies})
         text = "Memory errors of several bits since a die was reset."
         yield from _gauge("lopa:die_memory_errors", text, {die.index: die.memory_errors for die in self._dies})
         yield from _gauge("lopa:die_link_up", "Whether a die's link to the network between nodes is up.", links)

@@ -61,7 +61,7 @@ def add_profiling(app: FastAPI, endpoint: Endpoint, intake: Intake) -> None:
 
     statuses = errors(*READING, 404, 409, 500)
 
-    @app.post("/start_profile", responses=statuses, openapi_extra=body_of(StartProfileRequest))
+    @app.post("/start_profile", responses=statuses, openapi_extra=body_of(StartProfileRequest, required=False))
     async def start_profile(request: Request) -> Profile:
         """Records the next steps of some ranks. One step that is not recorded comes first, to warm the profiler up."""
         asked = await fields_of(request, StartProfileRequest)
@@ -75,7 +75,7 @@ def add_profiling(app: FastAPI, endpoint: Endpoint, intake: Intake) -> None:
         _check(answer, "end it by POST /stop_profile first")
         return Profile(profile=name, ranks=ranks, delay_steps=asked.delay_steps, num_steps=asked.num_steps)
 
-    @app.post("/stop_profile", responses=statuses, openapi_extra=body_of(StopProfileRequest))
+    @app.post("/stop_profile", responses=statuses, openapi_extra=body_of(StopProfileRequest, required=False))
     async def stop_profile(request: Request) -> Traces:
         """Ends the profile, unless its last step has, and answers once all its ranks have written."""
         await fields_of(request, StopProfileRequest)

@@ -23,9 +23,10 @@ from lopa_ascend.serve.endpoint import Endpoint, ServedModel
 from lopa_ascend.serve.http.api_error import ApiError
 from lopa_ascend.serve.http.body import Intake, read_body
 from lopa_ascend.serve.info import see_a_step
+from lopa_ascend.serve.link import client as linked
 from lopa_ascend.serve.link.client import EngineClient
 from lopa_ascend.serve.link.generation import AskedChoice
-from lopa_ascend.serve.link.messages import Ready, Stepped
+from lopa_ascend.serve.link.messages import Profiled, Ready, Stepped, encode_message
 from lopa_ascend.serve.link.spawn import EngineProcess
 from lopa_ascend.serve.openai.completions import CompletionRequest
 from lopa_ascend.serve.openai.request import Planner
@@ -189,3 +190,27 @@ def test_a_request_that_waits_keeps_no_fields_without_effect(monkeypatch: pytest
             await intake.close()
 
     asyncio.run(run())
+
+
+# ---- the end ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_profile_is_ended_with_the_server_unless_the_engine_hangs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(linked, "LAST_PROFILE_TIME", 0.05)
+
+    async def run(hangs: bool) -> list[str]:
+        async with connected() as (client, engines):
+            client._watcher = asyncio.create_task(client._receive())
+            starting = asyncio.create_task(client.start_profile("name", [0], 0, 5))
+            seen = [msgspec.msgpack.decode(await engines.recv())["type"]]
+            await engines.send(encode_message(Profiled()))
+            await starting
+            draining = asyncio.create_task(client.drain(0.0))
+            seen.append(msgspec.msgpack.decode(await engines.recv())["type"])
+            if not hangs:
+                await engines.send(encode_message(Profiled(["trace"])))
+            await asyncio.wait_for(draining, 10)
+            return seen
+
+    for hangs in (False, True):
+        assert asyncio.run(run(hangs)) == ["StartProfile", "StopProfile"]

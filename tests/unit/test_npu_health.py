@@ -235,7 +235,7 @@ def test_metrics():
         'lopa:die_alarm{die="0"} 0.0',
         'lopa:die_alarm{die="3"} 1.0',
         'lopa:die_alarm{die="5"} 4.0',
-        'lopa:die_temperature{die="15"} 53.0',
+        'lopa:die_temperature_celsius{die="15"} 53.0',
         'lopa:die_memory_errors{die="0"} 2.0',
         'lopa:die_link_up{die="1"} 1.0',
     ):

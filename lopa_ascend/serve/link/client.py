@@ -31,6 +31,8 @@ logger = logging.getLogger("uvicorn.error")
 
 Observer = Callable[[Stepped], None]
 """Called with each message from the engine."""
+LAST_PROFILE_TIME = 60.0
+"""Most seconds in which a profile must be written when the server ends."""
 MAX_ATTEMPTS = 3
 """Engines that a choice may lose before it fails: it may be what ends them."""
 
@@ -398,8 +400,8 @@ class EngineClient:
         await asyncio.wait({idle}, timeout=timeout)
         idle.cancel()
         if self._is_profiling:
-            with contextlib.suppress(ApiError):  # the engine is dead
-                await self.stop_profile()
+            with contextlib.suppress(ApiError, asyncio.TimeoutError):  # the engine is dead, or hangs
+                await asyncio.wait_for(self.stop_profile(), LAST_PROFILE_TIME)
 
     def stop(self) -> None:
         """Refuses new requests, and answers all unfinished ones with a 503."""
