@@ -63,6 +63,15 @@ def test_profiles_of_chosen_ranks(model_dir: Path, tmp_path: Path):
 
         post("/start_profile", json={"ranks": [1]}).raise_for_status()
         assert post("/stop_profile").json() == {"traces": []}  # no step was made
+
+        folder.rename(tmp_path / "moved")
+        folder.touch()
+        post("/start_profile", json={"ranks": [1]}).raise_for_status()
+        generate(server)  # a rank that cannot write goes on
+        assert "rank 1 (bp 1, tp 0)" in refused(post("/stop_profile"), 500)["message"]
+        folder.unlink()
+        (tmp_path / "moved").rename(folder)
+
         post("/start_profile", json={"ranks": [1]}).raise_for_status()
         generate(server)
         status, _ = server.stop(signal.SIGTERM)
