@@ -30,7 +30,7 @@ from tests.npu.report import BUCKET, Sample, step_tensors, variants
 
 FILE = Path(__file__).parents[2] / "scripts" / "bench" / "plan" / "captured.json"
 TP, BP = 4, 4
-SEQUENCES = (1, 4, 16)
+SEQUENCES = (1, 4, 8, 16)
 KV_LENGTH = 544
 FIRST, LAST = "aten::addmm", "npu::npu_add_rms_norm"
 """The first task of the first layer, and the last one of the last."""

@@ -119,7 +119,7 @@ def test_terms_are_counts_over_rates(dream: ModelConfig):
 
 def test_launches_and_host_of_a_die(dream: ModelConfig, die: Device):
     found = predict(dream, die, Workload(requests=2))
-    assert found.launches == pytest.approx(28 * (5 * 5e-6 + 6 * 2e-6) + 114 * 2e-6)
+    assert found.launches == pytest.approx(28 * (5 * 5e-6 + 6 * 2e-6) + 116 * 2e-6)
     assert found.host == pytest.approx(0.7e-3 + 0.75e-3 + 28 * 184e-6 + 2 * 0.4e-3)
     quantised = predict(dream, die, Workload(requests=2, precision="w8a8"))
     assert quantised.launches - found.launches == pytest.approx(28 * 2e-6)
