@@ -31,8 +31,8 @@ def first_argmax(x: Tensor) -> Tensor:
 def columns_of(x: Tensor, columns: Tensor) -> Tensor:
     """The values of x [R, n] in columns int64 [R, k] of each row, as [R, k]: what ``gather`` gives.
 
-    An NPU runs a ``gather`` from many long rows on its CPU (CANN ops-nn, ``gather_elements.cpp``), and ``index_select`` on
-    its cores.
+    An NPU runs a ``gather`` from many long rows on its CPU (CANN ops-nn, ``gather_elements.cpp``), and ``index_select``
+    on its cores.
     """
     if x.is_cpu:
         return x.gather(-1, columns)
