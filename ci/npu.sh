@@ -2,14 +2,19 @@
 # The NPU tests, with the real torch_npu on stand-ins for the CANN libraries: ci/npu.sh [--quick] [PYTEST_ARGUMENT ...]
 # --quick leaves the slow ones out, and runs those that failed once more by themselves; --lowering-report counts the
 # kernels of Dream-7B's graphs instead, with the figures as JSON in the last line. The first time it makes an environment
-# of its own for them, .venv-npu (minutes; needs gcc and binutils); .venv stays as it is.
+# of its own for them, .venv-npu (minutes; needs gcc and binutils); .venv stays as it is. TORCH_NPU=2.10.0.post4 takes that
+# version of torch_npu, with the torch of its release, in .venv-npu-2.10.0.post4.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 # shellcheck source=scripts/env.sh
 source scripts/env.sh
 venv=$root/.venv-npu
-torch_npu="torch_npu==2.13.0"
+torch_npu="torch_npu==${TORCH_NPU:-2.13.0}"
+if [[ -n ${TORCH_NPU:-} ]]; then
+    venv+=-$TORCH_NPU
+    TORCH="torch==${TORCH_NPU%%.post*}"
+fi
 # What torch_npu, torchair and CANN's Python modules need (torch_npu's wheel names torch, numpy and pyyaml alone), and what
 # the tests do.
 packages=(protobuf decorator scipy attrs psutil packaging numpy pyyaml "pytest>=8" pytest-timeout hypothesis)

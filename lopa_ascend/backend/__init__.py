@@ -108,15 +108,16 @@ def collective_backend(device: str) -> str:
     return {"cpu": "gloo", "npu": "hccl"}[device]
 
 
-def communicator_options(backend: str, purpose: str) -> Any:
+def communicator_options(backend: str, purpose: str, timeout: int) -> Any:
     """Options of a group's communicator for ``torch.distributed.new_group``; None for the defaults.
 
     Args:
         backend: see ``collective_backend``.
         purpose: "tp" or "bp".
+        timeout: seconds after which a silent rank is given up.
     """
     if backend != "hccl":
         return None
     from lopa_ascend.backend.npu import hccl
 
-    return hccl.communicator_options(purpose)
+    return hccl.communicator_options(purpose, timeout)

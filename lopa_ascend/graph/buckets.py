@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 from lopa_ascend.config import divided_length
 
-SEQUENCES_FACTOR = 4
-"""Factor from one number of sequences to the next larger one: steps of few sequences read the weights in most of their
-time, so padding costs them little."""
+FEWEST_SEQUENCES = 4
+"""Sequences of the second smallest buckets: steps of up to 4 read the weights in most of their time, so padding costs
+them little. From there on numbers double, for arithmetic grows with them, and a 910C sums large messages slowly: of any
+limit of tokens, such as 585 of Dream-7B on 4 ranks (1 MiB a rank), some bucket then uses more than half."""
 MAX_EOS = 8
 """EOS ids that a request may have in a graph."""
 
@@ -129,18 +130,18 @@ def declare(shape: Bucket, max_tokens: int) -> Buckets:
     fewest_blocks = min(max(2, blocks_for_branches), shape.max_blocks)
     buckets = [
         shape._replace(sequences=sequences, blocks=blocks)
-        for sequences in _up_to(1, shape.sequences, SEQUENCES_FACTOR)
-        for blocks in _up_to(fewest_blocks, shape.max_blocks, factor=2)
+        for sequences in sorted({1, *_doubled(min(FEWEST_SEQUENCES, shape.sequences), shape.sequences)})
+        for blocks in _doubled(fewest_blocks, shape.max_blocks)
     ]
     smallest = min(bucket.tokens for bucket in buckets)
     affordable = [bucket for bucket in buckets if bucket.tokens <= max(max_tokens, smallest)]
     return Buckets(tuple(sorted(affordable, key=lambda bucket: (bucket.tokens, bucket.sequences))))
 
 
-def _up_to(first: int, last: int, factor: int) -> Iterable[int]:
-    """``first`` times powers of ``factor``, and at the end ``last``."""
+def _doubled(first: int, last: int) -> Iterable[int]:
+    """``first`` times powers of 2, and at the end ``last``."""
     value = first
     while value < last:
         yield value
-        value *= factor
+        value *= 2
     yield last

@@ -41,6 +41,8 @@ class DecodeStep:
         self._prefix_groups = tuple(entry // entries_per_sequence for entry in range(num_entries))
         self._prefixes = (0,) * bucket.sequences
         self._scored_shape = bucket.shape("sequences slots cells")
+        # The compiler of torch 2.10 cannot trace properties of a NamedTuple.
+        self._cells, self._max_cells = bucket.cells, bucket.max_cells
 
     def __call__(self, tensors: Sequence[Tensor], kv_lengths: Sequence[int]) -> Tensor:
         """Runs the step; it is what a compiler compiles.
@@ -54,7 +56,7 @@ class DecodeStep:
         """
         (launch, params, inputs), constants, storage, (k_caches, v_caches) = unflatten(tensors)
         ops = self.model.ops
-        state = policy.unpack_state(storage.states, launch, self.bucket.max_cells)
+        state = policy.unpack_state(storage.states, launch, self._max_cells)
         rows = policy.branch_rows(state, launch, params, constants)
         tokens, slot_mapping = policy.rows_of_group(
             rows,
@@ -70,7 +72,7 @@ class DecodeStep:
         scored = self.score(self.model.logits(storage.hidden.index_select(0, inputs.predicted_by)))
         predicted, bits = self._gather([column.view(self._scored_shape) for column in scored[: self.score.num_columns]])
         after, winner = policy.advance(rows, predicted, launch, params, constants, self._branch_acceptance)
-        ops.put_rows(storage.states, launch.seats, policy.pack_state(after, self.bucket.max_cells))
+        ops.put_rows(storage.states, launch.seats, policy.pack_state(after, self._max_cells))
         if self.bucket.full_attention:
             saved = storage.hidden.index_select(0, self._block_ends(inputs, winner))
             ops.put_rows(storage.hidden, inputs.save_rows.view(-1), saved)
@@ -93,7 +95,7 @@ class DecodeStep:
     def _block_ends(self, inputs: ModelInputs, winner: Tensor) -> Tensor:
         """Rows of ``Storage.hidden`` with the hidden states at the ends of blocks in the winner's slot, int [S * W].
         With full attention there is one branch-parallel group, so a branch's slot has the branch's number."""
-        return (inputs.block_ends + winner.int()[:, None] * self.bucket.cells).view(-1)
+        return (inputs.block_ends + winner.int()[:, None] * self._cells).view(-1)
 
     def _gather(self, scored: Sequence[Tensor]) -> tuple[policy.Predicted, list[Tensor]]:
         """The predictions of all branch-parallel groups [S, B, C], and the tensors that they lie in, as int32.

@@ -39,33 +39,39 @@ class StartError(ValueError):
     """Another rank cannot serve."""
 
 
-def new_groups(purpose: str, ranks: list[list[int]], meeting: timedelta) -> dist.ProcessGroup:
+def new_groups(purpose: str, ranks: list[list[int]], meeting: timedelta, timeout: int) -> dist.ProcessGroup:
     """Makes groups of ranks, and returns that of this rank. All ranks must call it with the same ranks.
 
     Args:
         purpose: "tp" or "bp".
         ranks: the ranks of each group.
         meeting: time for them to connect by gloo.
+        timeout: see ``exec_timeout``.
     """
     backend = dist.get_backend()
+    options = communicator_options(backend, purpose, timeout)
     group: dist.ProcessGroup | None
     group, _ = dist.new_subgroups_by_enumeration(
-        ranks, timeout=creation_timeout(backend, meeting), pg_options=communicator_options(backend, purpose)
+        ranks, timeout=creation_timeout(backend, meeting, timeout), pg_options=options
     )
     assert group is not None
     return group
 
 
-def creation_timeout(backend: str, meeting: timedelta) -> timedelta:
+def exec_timeout(config: EngineConfig) -> int:
+    """Seconds after which HCCL gives up a silent rank: HCCL_EXEC_TIMEOUT if it is set, else when the engine does."""
+    return math.ceil(float(os.environ.get("HCCL_EXEC_TIMEOUT") or config.distributed_timeout_seconds))
+
+
+def creation_timeout(backend: str, meeting: timedelta, timeout: int) -> timedelta:
     """The timeout with which a group is made.
 
     ``_set_timeout`` sets gloo's later. HCCL's cannot be changed, and once it is over torch_npu ends the process; so it
-    is longer than HCCL_EXEC_TIMEOUT, after which HCCL reports the error itself.
+    is longer than ``timeout`` seconds, after which HCCL reports the error itself.
     """
     if backend == "gloo":
         return meeting
-    seconds = float(os.environ.get("HCCL_EXEC_TIMEOUT") or 0)
-    return max(START_TIMEOUT, timedelta(seconds=seconds) + MEETING_TIMEOUT)
+    return max(START_TIMEOUT, timedelta(seconds=timeout) + MEETING_TIMEOUT)
 
 
 class Mesh:
@@ -130,8 +136,6 @@ class Mesh:
         mesh.rank, mesh.size = rendezvous.rank, rendezvous.world_size
         mesh._tp_size = config.tensor_parallel_size
         mesh._timeout = timedelta(seconds=config.distributed_timeout_seconds)
-        if config.device == "npu":  # HCCL has no other timeout, and reads it when the first communicator is made
-            os.environ.setdefault("HCCL_EXEC_TIMEOUT", str(math.ceil(config.distributed_timeout_seconds)))
         try:
             open_device(config.device)
             mesh._check_others = check
@@ -224,13 +228,14 @@ class Mesh:
     def _connect(self, config: EngineConfig, store: Store | None) -> None:
         """Makes the groups, and initialises torch.distributed first if ``store`` is given."""
         meeting = min(MEETING_TIMEOUT, max(LEAST_MEETING_TIMEOUT, self._timeout))
+        hccl = exec_timeout(config)
         if store is not None:
             backend = collective_backend(config.device)
-            timeout = creation_timeout(backend, meeting)
+            timeout = creation_timeout(backend, meeting, hccl)
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=timeout)
         grid = torch.arange(self.size).view(config.branch_parallel_size, config.tensor_parallel_size)
-        self.bp = self._group(new_groups("bp", grid.t().tolist(), meeting))
-        self.tp = self._group(new_groups("tp", grid.tolist(), meeting))
+        self.bp = self._group(new_groups("bp", grid.t().tolist(), meeting, hccl))
+        self.tp = self._group(new_groups("tp", grid.tolist(), meeting, hccl))
         self.world = self._group(dist.new_group(backend="gloo", timeout=meeting))
         self._set_timeout(START_TIMEOUT)
 
@@ -265,7 +270,7 @@ class Mesh:
     def start(self) -> None:
         """Waits until every rank has loaded. From now on a rank that hangs is given up after the configured timeout.
 
-        HCCL takes this timeout from ``HCCL_EXEC_TIMEOUT``, which ``join`` sets; see ``creation_timeout`` too.
+        HCCL has its own from the beginning; see ``exec_timeout``.
         """
         self.world.minimum(0, "start")
         self._set_timeout(self._timeout)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lopa_ascend.parallel.collectives import Group
+from lopa_ascend.score.reductions import columns_of
 from lopa_ascend.types import Traffic
 
 PURPOSE = "vocabulary"
@@ -95,7 +96,7 @@ class GreedyScore:
         choosable = wide + self._never_chosen if self._has_choice else wide
         best, index = choosable.max(-1, keepdim=True)
         log_shares = torch.log_softmax(wide, -1)
-        log_share = log_shares.gather(1, index)
+        log_share = columns_of(log_shares, index)
         ids = self._ids.index_select(0, index.view(-1))
         log_total = best - log_share
         rest = self._rest(log_shares, ids)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lopa_ascend.score.noise import gumbel_noise
-from lopa_ascend.score.reductions import finite_max, first_argmax, scaled, softmax_sums
+from lopa_ascend.score.reductions import columns_of, finite_max, first_argmax, scaled, softmax_sums
 from lopa_ascend.score.shards import columns
 from lopa_ascend.types import Scoring
 
@@ -44,9 +44,9 @@ def merge_scores(stats: Tensor, scoring: Scoring, positions: Tensor, round_: int
     if scoring.temperature:
         keys = scaled(logits, high[:, None], scoring.temperature) + gumbel_noise(scoring.seed, positions, round_, ids)
     chosen = first_argmax(keys)
-    probs = scaled(logits.gather(-1, chosen)[:, 0], high, scoring.temperature).exp() / total
+    probs = scaled(columns_of(logits, chosen)[:, 0], high, scoring.temperature).exp() / total
     confidences = _confidences(chosen, probs, logits, by_name, scoring)
-    return ids.gather(-1, chosen)[:, 0], probs, confidences
+    return columns_of(ids, chosen)[:, 0], probs, confidences
 
 
 def _softmax(stats: Stats, temperature: float) -> tuple[Tensor, Tensor]:
@@ -120,4 +120,4 @@ def _truncate(
         ranked.masked_fill_(is_beyond, -math.inf)
     kept = {"high": best, **softmax_sums(ranked.clone(), best, scoring)}
     width = max(1, int((ranked != -math.inf).sum(-1).amax()))  # so that noise is drawn for these alone
-    return ranked[:, :width], ids.flatten(1).gather(-1, order[:, :width]), kept
+    return ranked[:, :width], columns_of(ids.flatten(1), order[:, :width]), kept

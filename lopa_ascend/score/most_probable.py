@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lopa_ascend.parallel.collectives import Group
-from lopa_ascend.score.reductions import first_argmax
+from lopa_ascend.score.reductions import columns_of, first_argmax
 from lopa_ascend.types import Scoring
 
 
@@ -46,7 +46,7 @@ def most_probable(logits: Tensor, scoring: Scoring, count: int, first: int, tp: 
     log_totals, values, all_ids = gathered.transpose(0, 1).split([1, count, count], -1)  # [R, shards, ...] each
     ranked, order = values.flatten(1).sort(dim=-1, descending=True, stable=True)
     probs = (ranked[:, :count] - log_totals[..., 0].logsumexp(-1, keepdim=True)).exp()
-    return MostProbable(all_ids.flatten(1).gather(1, order[:, :count]).long(), probs)
+    return MostProbable(columns_of(all_ids.flatten(1), order[:, :count]).long(), probs)
 
 
 def _largest(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -58,7 +58,7 @@ def _largest(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     values, columns = [], []
     for _ in range(count):
         column = first_argmax(x)
-        values.append(x.gather(-1, column))
+        values.append(columns_of(x, column))
         columns.append(column)
         x.scatter_(-1, column, -math.inf)
     return torch.cat(values, -1), torch.cat(columns, -1)

@@ -25,7 +25,19 @@ def first_argmax(x: Tensor) -> Tensor:
         maxima = torch.cat([maxima, x[:, whole:].amax(-1, keepdim=True)], -1)
     first = maxima.argmax(-1, keepdim=True) * _BLOCK
     inside = (first + torch.arange(_BLOCK, device=x.device)).clamp_(max=size - 1)
-    return first + x.gather(-1, inside).argmax(-1, keepdim=True)
+    return first + columns_of(x, inside).argmax(-1, keepdim=True)
+
+
+def columns_of(x: Tensor, columns: Tensor) -> Tensor:
+    """The values of x [R, n] in columns int64 [R, k] of each row, as [R, k]: what ``gather`` gives.
+
+    An NPU runs a ``gather`` from many long rows on its CPU (CANN ops-nn, ``gather_elements.cpp``), and ``index_select``
+    on its cores.
+    """
+    if x.is_cpu:
+        return x.gather(-1, columns)
+    starts = torch.arange(0, x.numel(), x.shape[1], device=x.device)[:, None]
+    return x.reshape(-1).index_select(0, (starts + columns).view(-1)).view(columns.shape)
 
 
 def finite_max(x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lopa_ascend.score.noise import gumbel_noise
-from lopa_ascend.score.reductions import finite_max, first_argmax, scaled, softmax_sums
+from lopa_ascend.score.reductions import columns_of, finite_max, first_argmax, scaled, softmax_sums
 from lopa_ascend.types import Scoring
 
 MAX_OFFERED = 256
@@ -112,14 +112,14 @@ def _offer_one(
         chosen = first_argmax(noise.add_(scaled(x, high, scoring.temperature)))
     else:
         chosen = first_argmax(x)
-    values = x.gather(-1, chosen)
+    values = columns_of(x, chosen)
     # "other" is the largest logit of all ids but the chosen one; ids that may not be chosen count too.
     x.scatter_(-1, chosen, -math.inf)
     for place, logits in banned:
         x[place] = logits
     stats = {"other": x.amax(-1, keepdim=True)} if scoring.confidence == "margin" else {}
     # A row without an allowed token offers -inf for the column of a banned one, whose logit must stay.
-    x.scatter_(-1, chosen, torch.maximum(x.gather(-1, chosen), values))
+    x.scatter_(-1, chosen, torch.maximum(columns_of(x, chosen), values))
     return stats | softmax_sums(x, high, scoring), values, chosen + first
 
 

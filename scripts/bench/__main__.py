@@ -4,7 +4,7 @@
     python -m scripts.bench serve    a server under load: latency, tokens/s, and how fine its streams are
     python -m scripts.bench routing  which replica of several should get a request
     python -m scripts.bench ranks    what ranks send each other, and how work divides among them
-    python -m scripts.bench plan     how fast a step could be on a device, and the best (tp, bp, k)
+    python -m scripts.bench plan     how long a step takes on a device, and the best (tp, bp, k)
 
 Each of them has a --help of its own.
 """

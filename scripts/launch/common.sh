@@ -19,6 +19,7 @@ program_flags=() # what follows --: of the server, or of the self-test
 graph_mode= # the server's own --graph-mode, if program_flags has it
 dry_run=
 selftest= # not empty: the self-test runs, not a server
+deterministic= # not empty: HCCL sums in the same order always
 
 flags_help() {
     cat <<END
@@ -32,6 +33,8 @@ flags (default):
   --port N             port of the HTTP server ($(default port))
   --timeout SECONDS    how long a rank may hang before all end (HCCL_EXEC_TIMEOUT if it is set, else 60)
   --max-restarts N     how often a server is started again after it has failed ($(default max-restarts))
+  --deterministic      sum in the same order always, so that a request has the same tokens in every run; slow on NPUs
+                       (HCCL_DETERMINISTIC)
   --dry-run            check the arguments and print what would run, as shell commands; start nothing
   --help               print this
 END
@@ -46,7 +49,7 @@ refuse() {
     exit 2
 }
 
-# parse_flags "$@": fills `flag`, `program_flags`, `dry_run` and `selftest`. The script defines `usage`.
+# parse_flags "$@": fills `flag`, `program_flags`, `dry_run`, `selftest` and `deterministic`. The script defines `usage`.
 parse_flags() {
     local name help
     help=$(usage) # before flags replace the defaults that it names
@@ -55,6 +58,7 @@ parse_flags() {
             --help | -h) echo "$help" && exit ;;
             --dry-run) dry_run=1 && shift ;;
             --selftest) selftest=1 && shift ;;
+            --deterministic) deterministic=1 && shift ;;
             --replicas | --replicas=*) refuse "replicas are removed here: python -m lopa_ascend.serve --replicas N" ;;
             --) shift && program_flags=("$@") && break ;;
             --*=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;;&
@@ -149,8 +153,7 @@ npu_environment() {
     local library
     # Rank i of this node runs on the i-th of these dies, so neighbours in a TP group are the two dies of a package.
     environment+=("ASCEND_RT_VISIBLE_DEVICES=$1")
-    # MB, HCCL's default: a communicator takes twice this from a die's memory, and a step's messages are smaller.
-    setting HCCL_BUFFSIZE 200
+    [[ -z $deterministic ]] || environment+=(HCCL_DETERMINISTIC=true)
     # Seconds until ranks have connected: the least that HCCL allows.
     setting HCCL_CONNECT_TIMEOUT 120
     # Seconds in a collective: the same after which the engine gives up a silent rank.

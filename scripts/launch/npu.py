@@ -266,7 +266,7 @@ def check_versions(installed: Mapping[str, str], cann: str | None, graph_mode: s
         yield Finding("FAIL", f"versions: {error}")
         return
     pair = f"versions: torch {torch} and torch_npu {torch_npu}"
-    made_for = npu_versions.CANN_OF_TORCH_NPU.get(torch_npu)
+    made_for = npu_versions.cann_of(torch_npu)
     if made_for is None:
         yield note(f"{pair}: not known which CANN they are made for")
     elif cann is None:

@@ -38,8 +38,8 @@ NUM_PAGES = 2 * NUM_BLOCKS * PAGE_TABLE_WIDTH
 """Pages of the cache; one attention kernel is enough then in every layout, which the ranks choose each for itself."""
 SEED = 1
 """Of the sample, which must be the same on all ranks, whatever each of them has tried before."""
-NUM_GRAPHS = 12
-"""Graphs that an engine of TP 4 x BP 4 has by default."""
+NUM_GRAPHS = 15
+"""Graphs that an engine of TP 4 x BP 4 has by default, at most."""
 REPLAYS = 3
 """Of each of these graphs."""
 functional = torch.ops._c10d_functional

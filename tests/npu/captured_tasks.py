@@ -1,7 +1,7 @@
-"""The captured tasks of a decode step of Dream-7B on a rank of TP 4 x BP 4, for
-``python -m scripts.bench plan --captured``:
+"""The captured tasks of a decode step of Dream-7B on a rank of TP 4 x BP 4, by which tests hold those of
+``python -m scripts.bench plan``:
 
-    python -m tests.npu.lab tests.npu.captured_tasks    writes scripts/bench/plan/captured.json
+    python -m tests.npu.lab tests.npu.captured_tasks    writes tests/data/captured_tasks.json
 
 Nothing is computed. Of each task the file has the bytes that it moves, without keys and values, and its FLOPs.
 """
@@ -28,9 +28,9 @@ from tests.npu.lab.capture import Task
 from tests.npu.lab.device import Place
 from tests.npu.report import BUCKET, Sample, step_tensors, variants
 
-FILE = Path(__file__).parents[2] / "scripts" / "bench" / "plan" / "captured.json"
+FILE = Path(__file__).parents[1] / "data" / "captured_tasks.json"
 TP, BP = 4, 4
-SEQUENCES = (1, 4, 16)
+SEQUENCES = (1, 4, 8, 16)
 KV_LENGTH = 544
 FIRST, LAST = "aten::addmm", "npu::npu_add_rms_norm"
 """The first task of the first layer, and the last one of the last."""
@@ -78,7 +78,7 @@ def described(task: Task) -> list[Any]:
     if name in ("aten::mm", "aten::addmm"):
         left, right = given[-2:]
         flops = 2 * left.size[0] * left.size[1] * right.size[1]
-    if name in ("aten::index_select", "aten::gather"):
+    if name.removesuffix(".out") in ("aten::index_select", "aten::gather"):
         moved = 2 * size(task.results)
     elif name == "aten::copy_":
         moved = size(given[1:]) + size(task.results)

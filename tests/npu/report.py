@@ -212,17 +212,17 @@ def lowered_step(variant: Variant, num_layers: int, bucket: Bucket = BUCKET, bp_
 def lowered_policy(bucket: Bucket = BUCKET, branch_acceptance: str = "published") -> Lowered:
     """The decode policy: everything of a step but the model and its scores, and the writes to what outlives it."""
     tensors = step_tensors(bucket, 1)
-    shape = (bucket.sequences, bucket.branches, bucket.cells)
+    shape, max_cells = (bucket.sequences, bucket.branches, bucket.cells), bucket.max_cells
     ids, probs = (torch.zeros(shape, dtype=dtype, device="npu") for dtype in (torch.int32, torch.float32))
 
     def run(tensors: list[Tensor], ids: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
         (launch, params, _), constants, storage, _ = unflatten(tensors)
-        state = policy.unpack_state(storage.states, launch, bucket.max_cells)
+        state = policy.unpack_state(storage.states, launch, max_cells)
         rows = policy.branch_rows(state, launch, params, constants)
         written = policy.rows_of_group(rows, launch, constants, 1, 0, full_attention=False)
         predicted = policy.Predicted(ids, probs, probs)
         after, winner = policy.advance(rows, predicted, launch, params, constants, branch_acceptance)
-        return *written, policy.pack_state(after, bucket.max_cells), winner
+        return *written, policy.pack_state(after, max_cells), winner
 
     return lower(run, tensors, ids, probs)
 

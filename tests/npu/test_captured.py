@@ -10,15 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lopa_ascend.backend.npu.rewrites import join_in_place
+from lopa_ascend.runner.scoring import HEAD_ROWS
+from lopa_ascend.score.merge import merge_scores
+from lopa_ascend.score.reductions import columns_of
+from lopa_ascend.score.shards import MAX_OFFERED, shard_scores
+from lopa_ascend.types import Scoring
 from tests.npu import captured_tasks
 from tests.npu.captured_tasks import described
-from tests.npu.lab import capture
-from tests.npu.report import BUCKET, UnfilledOps, Variant, captured_step, variants
+from tests.npu.lab import capture, units
+from tests.npu.report import BUCKET, MASK, VOCABULARY, UnfilledOps, Variant, captured_step, variants
 
 pytestmark = pytest.mark.npu
-OUTSIDE = {"bf16": 105, "bf16_tp4": 112}
+OUTSIDE = {"bf16": 107, "bf16_tp4": 114}
 """Tasks of a step outside its layers. W8A8 has one more, which quantises the first norm."""
 
 
@@ -52,6 +58,46 @@ def test_entries_of_16_queries_add_no_task() -> None:
     tasks = captured_step(halved, 1, BUCKET._replace(max_queries=16))
     assert capture.tapes()[-1].on_aicpu == []
     assert tasks == captured_step(variants()["bf16"], 1)
+
+
+@pytest.mark.parametrize("name", ["bf16", pytest.param("bf16_tp4", marks=pytest.mark.slow)])
+def test_the_largest_step_runs_no_kernel_on_the_devices_cpu(name: str) -> None:
+    """But for sums that are too large for the vector cores: 56 MiB for four ranks."""
+    tasks = captured_step(variants()[name], 1, BUCKET._replace(sequences=8, blocks=8, max_blocks=8))
+    assert capture.tapes()[-1].on_aicpu == ["lab::all_reduce_"] * tasks["lab::all_reduce_"]
+
+
+class Gathers(TorchDispatchMode):
+    """Notes what would compute each gather."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units: set[str] = set()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is torch.ops.aten.gather.default:
+            self.units.add(units.unit_of(op, args, kwargs or {}))
+        return op(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("chosen_by", [{}, {"temperature": 0.5}])
+def test_eager_scores_gather_nothing_on_the_devices_cpu(shards: int, chosen_by: dict[str, Any]) -> None:
+    scoring = Scoring("max_prob", MASK, VOCABULARY, **chosen_by)
+    logits = torch.empty(HEAD_ROWS, VOCABULARY // shards, dtype=torch.bfloat16, device="meta")
+    positions = torch.empty(HEAD_ROWS, dtype=torch.int64, device="meta")
+    with Gathers() as gathers:
+        stats = shard_scores(logits, scoring, positions, 0, limit=MAX_OFFERED if shards > 1 else None)
+        merge_scores(stats.expand(shards, -1, -1), scoring, positions, 0)
+    assert units.AICPU not in gathers.units
+
+
+def test_columns_are_taken_without_a_gather_bit_by_bit() -> None:
+    x, columns = torch.randn(7, 300), torch.randint(300, (7, 3))
+    with Gathers() as gathers:
+        taken = columns_of(x.to("npu"), columns.to("npu"))
+    assert torch.equal(taken.cpu(), x.gather(1, columns))
+    assert not gathers.units
 
 
 def test_the_file_of_captured_tasks_is_up_to_date() -> None:

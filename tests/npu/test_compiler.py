@@ -356,11 +356,21 @@ def test_a_bucket_that_another_rank_lacks_is_compiled_by_all_and_ranks_wait_for_
 
 def test_only_the_tensor_parallel_communicator_runs_on_the_vector_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(hccl.EXPANSION_VARIABLE, raising=False)
-    assert hccl.communicator_options("tp").hccl_config == {"hccl_op_expansion_mode": 3}
-    assert hccl.communicator_options("bp") is None
+    assert expansion_modes() == {"tp": 3, "bp": None}
     monkeypatch.setenv(hccl.EXPANSION_VARIABLE, "AI_CPU")
-    assert hccl.communicator_options("tp") is None
-    assert hccl.communicator_options("bp") is None
+    assert expansion_modes() == {"tp": None, "bp": None}
     monkeypatch.setenv(hccl.EXPANSION_VARIABLE, "AIV")
-    assert hccl.communicator_options("tp") is None
-    assert hccl.communicator_options("bp").hccl_config == {"hccl_op_expansion_mode": 2}
+    assert expansion_modes() == {"tp": None, "bp": 2}
+
+
+def expansion_modes() -> dict[str, int | None]:
+    found = {purpose: hccl.communicator_options(purpose, 60).hccl_config for purpose in ("tp", "bp")}
+    return {purpose: config.get("hccl_op_expansion_mode") for purpose, config in found.items()}
+
+
+def test_a_communicator_has_small_buffers_and_the_timeout_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(hccl.BUFFER_VARIABLE, raising=False)
+    config = hccl.communicator_options("bp", 91).hccl_config
+    assert (config["hccl_buffer_size"], config["hccl_exec_timeout"]) == (64, 91)
+    monkeypatch.setenv(hccl.BUFFER_VARIABLE, "200")
+    assert "hccl_buffer_size" not in hccl.communicator_options("bp", 91).hccl_config

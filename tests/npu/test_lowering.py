@@ -37,7 +37,7 @@ LAYER = Counter(
 SUMS = Counter(HcomAllReduce=2)
 # Embedding, rows of cosines and sines of each head, first norm, head.
 ENDS = Counter(GatherV2=2, Unpack=1, RmsNorm=1, MatMul=1)
-SCORE = Counter(Cast=2, Add=1, ArgMaxWithValue=1, LogSoftmaxV2=1, GatherElements=1, GatherV2=1)
+SCORE = Counter(Cast=3, Add=2, ArgMaxWithValue=1, LogSoftmaxV2=1, Range=1, GatherV2=2)
 
 
 def step_of(model: Dream) -> Step:

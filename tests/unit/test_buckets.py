@@ -31,14 +31,15 @@ def test_an_engine_has_few_and_the_largest_holds_all_it_can_be_asked_for() -> No
 
 
 @pytest.mark.parametrize("max_model_len", [2048, 8192, 131072])
-def test_an_engine_of_16_ranks_has_at_most_twelve_by_default(max_model_len: int) -> None:
+def test_an_engine_of_16_ranks_has_at_most_fifteen_by_default(max_model_len: int) -> None:
     """Of tensor parallel size 4 and branch parallel size 4, and with the default limits."""
     config = EngineConfig(tensor_parallel_size=4, branch_parallel_size=4)
     slots = slots_for(1 + config.graph_params.num_branches, config.branch_parallel_size)
     blocks, pages = config.graph_window_blocks, pages_for(max_model_len)
     shape = Bucket(config.max_num_seqs, blocks, pages, 4 * slots, slots, config.graph_params.block_size, blocks)
     declared = declare(shape, max(4096, max_model_len)).declared
-    assert len(declared) <= 12
+    assert len(declared) <= 15
+    assert sorted({bucket.sequences for bucket in declared}) == [1, 4, 8, 16, 32]
     assert all(bucket.pages == pages for bucket in declared)
 
 
@@ -54,6 +55,16 @@ def test_windows_with_fewer_positions_than_branches_are_refused(settings: dict[s
     config = EngineConfig(graph_mode="inductor", **settings)
     with pytest.raises(ParameterError, match="graph_window_blocks.*fewer positions than the"):
         plan_graphs(config, "any model", 1, max_model_len, 4096)
+
+
+@pytest.mark.parametrize(("hidden_size", "tp"), [(3584, 4), (3584, 2), (2048, 4), (2048, 2)])
+def test_of_what_the_vector_cores_sum_at_a_time_a_bucket_uses_more_than_half(hidden_size: int, tp: int) -> None:
+    limit = tp * 2**20 // (2 * hidden_size)
+    declared = declare(Bucket(32, 8, 64, 4, 1, 32, 8), 8192).declared
+    assert limit / 2 < max(bucket.tokens for bucket in declared if bucket.tokens <= limit)
+    eight = Buckets(declared).choose(5, 2, 64)
+    assert eight is not None
+    assert eight.tokens == 512
 
 
 def test_windows_that_are_smaller_than_asked_for_are_logged(caplog: pytest.LogCaptureFixture) -> None:

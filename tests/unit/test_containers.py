@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lopa_ascend.backend.npu.versions import CANN_OF_TORCH_NPU, check_versions
+from lopa_ascend.backend.npu.versions import cann_of, check_versions
 from lopa_ascend.config import GRAPH_MODES_BY_DEVICE
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.serve.cli import config_of, parse_args
@@ -115,7 +115,7 @@ def test_the_images_have_versions_that_go_together():
     for mode in GRAPH_MODES_BY_DEVICE["npu"]:
         check_versions(given["TORCH"], given["TORCH_NPU"], mode)
     cann = given["CANN_IMAGE"].partition(":")[2].partition("-")[0]
-    assert CANN_OF_TORCH_NPU[given["TORCH_NPU"]] == cann
+    assert cann_of(given["TORCH_NPU"]) == cann
     versions = {
         given["RAY"],
         build_arguments("cpu")["RAY"],

@@ -29,7 +29,6 @@ def test_a_node_is_sixteen_dies(scripts: Scripts):
     environment.pop("LD_PRELOAD", None)
     assert environment == {
         "ASCEND_RT_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15",
-        "HCCL_BUFFSIZE": "200",
         "HCCL_CONNECT_TIMEOUT": "120",
         "HCCL_EXEC_TIMEOUT": "60",
         "HCCL_IF_BASE_PORT": "60000",
@@ -104,7 +103,7 @@ def test_a_cpu_needs_little(scripts: Scripts):
 
 
 def test_what_the_user_has_set_wins(scripts: Scripts):
-    own = {"HCCL_BUFFSIZE": "512", "OMP_NUM_THREADS": "10", "OMP_PROC_BIND": ""}
+    own = {"HCCL_CONNECT_TIMEOUT": "300", "OMP_NUM_THREADS": "10", "OMP_PROC_BIND": ""}
     ((environment, _),) = scripts.dry_run("node", **own)
     assert environment | own == environment
     ((environment, _),) = scripts.dry_run("node", PYTORCH_ALLOC_CONF="expandable_segments:False")
@@ -121,6 +120,13 @@ def test_hccl_gives_up_when_the_engine_does(scripts: Scripts, flags: tuple[str, 
     ((environment, command),) = scripts.dry_run("node", *flags, HCCL_EXEC_TIMEOUT=own)
     assert environment["HCCL_EXEC_TIMEOUT"] == "1800"
     assert command[command.index("--distributed-timeout-seconds") + 1] == "1800"
+
+
+def test_sums_in_the_same_order_are_a_flag(scripts: Scripts):
+    ((environment, command),) = scripts.dry_run("node")
+    assert "HCCL_DETERMINISTIC" not in environment
+    ((changed, same),) = scripts.dry_run("node", "--deterministic", HCCL_DETERMINISTIC="false")
+    assert (changed, same) == ({**environment, "HCCL_DETERMINISTIC": "true"}, command)
 
 
 def test_a_timeout_or_port_of_hccl_that_cannot_be_is_named(scripts: Scripts):

@@ -140,8 +140,10 @@ class PackageCompiler(CachingCompiler):
         options = {"config": config, "cache_dir": str(self._cache.path), **self.options}
         file = Path(self.cached_model.get_cache_bin(method, **options))
         # npugraph_ex makes `.out` variants of torch_npu's ops whose schemas do not say that they return an argument.
-        # torch's check would warn of it, and fails where the environment has CI set.
-        with torch.no_grad(), functorch_config.patch(check_custom_op_aliasing=False):
+        # The check that newer versions of torch have would warn of it, and fails where the environment has CI set.
+        check = "check_custom_op_aliasing"
+        unchecked = {check: False} if hasattr(functorch_config, check) else {}
+        with torch.no_grad(), functorch_config.patch(unchecked):
             # A rank that has loaded a bucket would wait in its collectives while others compile it, perhaps for longer
             # than HCCL does. So all ranks load it, or all compile it.
             is_whole = self.on_every_rank(self._is_whole(file))

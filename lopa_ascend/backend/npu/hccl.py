@@ -7,28 +7,41 @@ from typing import Any
 
 from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
-EXPANSION_VARIABLE = "HCCL_OP_EXPANSION_MODE"
-"""Sets the expansion mode of all communicators that have no option of their own."""
+EXPANSION_VARIABLE, BUFFER_VARIABLE = "HCCL_OP_EXPANSION_MODE", "HCCL_BUFFSIZE"
+"""Set the expansion mode, and the MB of a buffer, of all communicators that have no option of their own."""
+BUFFER_MB = 64
+"""A communicator takes twice this from a die. The largest message of a default step has 56 MiB, and HCCL sends larger
+ones in pieces."""
 AI_CPU = 2
 """The expansion mode AI_CPU, HCCL's default on a 910C: the device's CPU launches collectives."""
 VECTOR_CORES = 3
-"""The expansion mode AIV: collectives run on the vector cores, with the least latency for small messages."""
+"""The expansion mode AIV: collectives run on the vector cores, with the least latency for small messages.
+Larger ones (of sums, above 1 MiB a rank) run as with AI_CPU."""
+VECTOR_CORES_ALONE = 4
+"""As before, but nothing runs as with AI_CPU (HCCL, ``comm_config.cc``)."""
 
 
-def communicator_options(purpose: str) -> Any:
-    """Options of a communicator for the purpose "tp" or "bp"; None for HCCL's defaults.
+def communicator_options(purpose: str, timeout: int, mode: int | None = None) -> Any:
+    """Options of a communicator for the purpose "tp" or "bp". A variable of HCCL that the user has set wins.
 
     By CANN's documents only one communicator of a die may use the vector cores; two of them can wait for each other for
     ever. This is the tensor parallel one, which sums twice a layer, unless the variable says otherwise. All others
     follow the variable, or HCCL's default. Only if the variable is AIV they get AI_CPU instead.
+
+    Args:
+        timeout: seconds after which HCCL gives up a silent rank.
+        mode: the expansion mode, whatever the variable says; None for the one above.
     """
     given = os.environ.get(EXPANSION_VARIABLE)
-    if purpose == "tp":
+    if mode is None and purpose == "tp":
         mode = None if given else VECTOR_CORES
-    else:
+    elif mode is None:
         mode = AI_CPU if given == "AIV" else None
-    if mode is None:
-        return None
+    settings = {"hccl_exec_timeout": timeout}
+    if mode is not None:
+        settings["hccl_op_expansion_mode"] = mode
+    if not os.environ.get(BUFFER_VARIABLE):
+        settings["hccl_buffer_size"] = BUFFER_MB
     options = ProcessGroupHCCL.Options()
-    options.hccl_config = {"hccl_op_expansion_mode": mode}
+    options.hccl_config = settings
     return options

@@ -20,7 +20,10 @@ OUT_VARIANTS: dict[Any, Any] = {
     aten.where.self: aten.where.self_out,
 }
 """Ops with one result, and their variants that write it into given memory."""
-SAME_MEMORY = {aten.detach.default, aten.reshape.default, aten.unsqueeze.default, aten.view.default, aten.view.dtype}
+SAME_MEMORY = {
+    *(aten.alias.default, aten.detach.default, aten.reshape.default, aten.unsqueeze.default),
+    *(aten.view.default, aten.view.dtype),
+}
 """Ops whose result is all of their first argument, where that is contiguous."""
 
 

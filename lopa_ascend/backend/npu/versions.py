@@ -29,11 +29,12 @@ CANN_OF_TORCH_NPU = {
     "2.12.0": "9.1.0",
     "2.11.0": "9.1.0",
     "2.10.0.post4": "9.1.0",
+    "2.10.0.post2": "9.0.1",
     "2.9.0.post6": "9.1.0",
     "2.9.0.post2": "9.0.0",
 }
-"""By version of torch_npu: the CANN that it is made for, from torch_npu's own table. Versions that run no mode are left
-out; newer ones are not in that table yet."""
+"""By version of torch_npu: the CANN that it is made for, from torch_npu's own table, and for 2.10.0.post2 from
+vllm-ascend's images. Versions that run no mode are left out; 2.13.0 and newer ones are not in that table yet."""
 CAPTURING_MODES = ("npugraph_ex",)
 """Graph modes that capture ACL graphs, and change tasks of a captured graph."""
 OLDEST_DRIVER = "25.0.RC1"
@@ -110,6 +111,19 @@ def check_versions(torch: str, torch_npu: str, graph_mode: str) -> None:
             f"torch_npu {torch_npu} cannot write keys and values in {graph_mode} mode; install {_needed(graph_mode)}"
             + (f", or choose another mode: {', '.join(other_modes)}" if other_modes else "")
         )
+
+
+def cann_of(torch_npu: str) -> str | None:
+    """The CANN that a version of torch_npu is made for: that of the newest listed post-release up to it; None if there
+    is none.
+
+    Raises:
+        UnsupportedStackError: this is no version.
+    """
+    release, post_release = _parse(torch_npu)
+    listed = {_parse(version)[1]: cann for version, cann in CANN_OF_TORCH_NPU.items() if release_of(version) == release}
+    up_to_it = [post for post in listed if post <= post_release]
+    return listed[max(up_to_it)] if up_to_it else None
 
 
 def check_cann(cann: str) -> None:

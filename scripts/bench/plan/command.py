@@ -1,37 +1,47 @@
-"""Predicts how fast a decoding step can be on a device, what bounds it, and how best to use some dies.
+"""Predicts how long a decoding step takes on a device, what bounds it, and how best to use some dies.
 
     bench plan --tp 4 --bp 4 --k 3 --precision w8a8     one plan for Dream-7B on 910C dies
     bench plan --dies 16                                the best (tp, bp, k) for one request
     bench plan --dies 16 --tp 4                         the best (bp, k) with tp 4
     bench plan --dies 16 --requests 64 --json           the same for 64 requests, as JSON
-    bench plan --captured                               a step added up from the tasks that npugraph_ex captures
+    bench plan --device report.json --tp 4 --bp 4       with what the self-test has measured on your dies
     bench plan --validate                               the rows S1 to S18 of the paper, as one JSON line
     bench plan --device h200 --constants                the constants of a device with their sources
 
-A prediction is a floor of a step's time, so an upper bound of tokens/s. Tokens per forward pass (TPF) are an input.
-Collectives are counted twice, with optimistic and with pessimistic fixed costs, because no measured table of them is
-public.
+A prediction is a range, from the fastest to the slowest value of each constant. Padding to buckets and prompts come on
+top. Tokens per forward pass (TPF) are an input.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, replace
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from lopa_ascend.config import ConfigError, ModelConfig
 from scripts.arguments import number_from
-from scripts.bench.plan import captured
-from scripts.bench.plan.devices import Device, DeviceError, constants_table, known_devices, load_device
+from scripts.bench.plan.devices import DeviceError, Range, constants_table, known_devices, load_device
 from scripts.bench.plan.models import known_models, load_model
 from scripts.bench.plan.search import DEFAULT_TPF, Plan, best_plan, plan, tokens_per_forward
-from scripts.bench.plan.step import COLLECTIVES, PRECISIONS, Workload
+from scripts.bench.plan.step import ENDS
+from scripts.bench.plan.tasks import PRECISIONS, Workload
 from scripts.bench.plan.validate import validate
 
 CONTEXT = 1024
 """Positions in front of the window where nothing is said of them."""
-TERMS = ("weights", "kv", "flops", "launches", "host", "collectives", "device", "step")
+TERMS = {
+    "products": "matrix products",
+    "attention": "attention",
+    "collectives": "collectives",
+    "small_kernels": "small kernels",
+    "gaps": "gaps between tasks",
+    "device": "**device**",
+    "updates": "host: KV lengths",
+    "other_host": "host: launch, inputs, results",
+    "step": "**step**",
+}
+"""The terms of a step, and what they are called."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +55,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--device",
         default="910c",
         metavar="DEVICE",
-        help=f"{' or '.join(known_devices())}, or a JSON file of one device (default: 910c)",
+        help=f"{' or '.join(known_devices())}, a JSON file of one device, or a report of the self-test (default: 910c)",
     )
     parser.add_argument(
         "--precision", choices=PRECISIONS, default="bf16", help="number format of the weights (default: bf16)"
@@ -55,17 +65,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         ("bp", None, 1, "branch parallel size"),
         ("k", None, 0, "lookahead branches beside the anchor"),
         ("window", 128, 1, "positions of a branch that one pass computes"),
-        (
-            "context",
-            None,
-            0,
-            f"cached positions before the window (default: {CONTEXT}; with --captured {captured.CONTEXT})",
-        ),
-        ("requests", 1, 1, "requests at the same time, of all replicas"),
+        ("context", CONTEXT, 0, "cached positions before the window"),
         ("dies", None, 1, "dies at most, with the best of --tp, --bp and --k not given; more make replicas"),
     ):
         shown = "" if default is None else f" (default: {default})"
         parser.add_argument(f"--{name}", type=number_from(least), default=default, metavar="N", help=text + shown)
+    parser.add_argument(
+        "--requests",
+        nargs="+",
+        type=number_from(1),
+        default=[1],
+        metavar="N",
+        help="requests at the same time, of all replicas; several numbers for a column each (default: 1)",
+    )
     parser.add_argument(
         "--tpf",
         nargs="+",
@@ -74,21 +86,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="tokens per forward pass: one number for the given --k, or pairs K:X between which it is interpolated "
         "(default: " + " ".join(f"{k}:{tpf}" for k, tpf in DEFAULT_TPF.items()) + ", D2F-Dream on GSM8K in the paper)",
     )
-    parser.add_argument(
-        "--collectives",
-        choices=COLLECTIVES,
-        default="optimistic",
-        help="with --dies: the cost of collectives by which the best plan is chosen (default: optimistic)",
-    )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--captured",
-        type=Path,
-        nargs="?",
-        const=captured.FILE,
-        metavar="FILE",
-        help="add up the steps of Dream-7B, TP 4 x BP 4, whose tasks FILE has (default: those of this project's step)",
-    )
     parser.add_argument("--constants", action="store_true", help="print the constants of --device with their sources")
     parser.add_argument("--validate", action="store_true", help="print the paper's rows beside predictions")
 
@@ -126,57 +124,40 @@ def _known_tpf(args: argparse.Namespace) -> dict[int, float]:
     return {args.k: single[0]}
 
 
-def _best(args: argparse.Namespace, model: ModelConfig, device: Device) -> Plan:
+def _best(args: argparse.Namespace, model: ModelConfig, devices: Range, requests: int) -> Plan:
     """The plan that the command line asks for.
 
     Raises:
         ValueError: the flags do not go together, or nothing fits.
     """
     known = _known_tpf(args)
-    context = CONTEXT if args.context is None else args.context
-    work = Workload(precision=args.precision, window=args.window, context=context, requests=args.requests)
+    work = Workload(precision=args.precision, window=args.window, context=args.context, requests=requests)
     given = {name: getattr(args, name) for name in ("tp", "bp", "k") if getattr(args, name) is not None}
     if args.dies is not None and len(given) < 3:
         if args.k is not None:
             known = {args.k: tokens_per_forward(known, args.k)}
         sizes = {name: size for name, size in given.items() if name != "k"}
-        return best_plan(model, device, work, known, args.dies, args.collectives, sizes)
+        return best_plan(model, devices, work, known, args.dies, sizes)
     chosen = replace(work, **{"tp": 1, "bp": 1, "k": 3, **given})
-    return plan(model, device, chosen, tokens_per_forward(known, chosen.k), args.dies)
+    return plan(model, devices, chosen, tokens_per_forward(known, chosen.k), args.dies)
 
 
-def _print_table(best: Plan) -> None:
-    found = best.as_json()
-    print(
-        f"tp {found['tp']} x bp {found['bp']}, k = {found['k']}, {found['replicas']} replica(s), TPF {found['tpf']}\n"
-    )
-    print("| collectives | " + " | ".join(f"{term}, ms" for term in TERMS) + " | bound by | tokens/s, at most |")
-    print("|---" * (len(TERMS) + 3) + "|")
-    for case in COLLECTIVES:
-        row = found[case]
-        cells = [f"{row[f'{term}_ms']:.2f}" for term in TERMS]
-        print(f"| {case} | {' | '.join(cells)} | {row['bound_by']} | {row['tokens_per_second']:.0f} |")
+def table(plans: dict[int, Plan]) -> str:
+    """Plans as a table in Markdown, a column for each number of requests."""
+    found = {requests: best.as_json() for requests, best in plans.items()}
 
+    def line(name: str, cells: Iterable[str]) -> str:
+        return f"| {name} | " + " | ".join(cells) + " |"
 
-def _print_captured(args: argparse.Namespace, device: Device) -> None:
-    """Prints the steps of all captured numbers of sequences, for both costs of collectives.
+    def span(key: str, digits: int) -> Iterator[str]:
+        for best in found.values():
+            yield " to ".join(f"{value:.{digits}f}" for value in sorted(best[end][key] for end in ENDS))
 
-    Raises:
-        ValueError: a flag asks for another step than was captured.
-    """
-    for name in ("tp", "bp", "k", "dies", "tpf"):
-        if getattr(args, name) is not None:
-            raise ValueError(f"--captured has one step, TP 4 x BP 4 with k = 3; leave --{name} out")
-    context = captured.CONTEXT if args.context is None else args.context
-    columns = [
-        (f"{sequences}, {case}", captured.predict_captured(sequences, device, context, case, args.captured))
-        for sequences in captured.captured_sequences(args.captured)
-        for case in COLLECTIVES
-    ]
-    if args.json:
-        print(json.dumps({name: asdict(found) for name, found in columns}))
-    else:
-        print(captured.table(columns))
+    lines = [line("ms, by requests", map(str, found)), "|---" * (1 + len(found)) + "|"]
+    lines += [line(name, span(f"{term}_ms", 1 if "*" in name else 2)) for term, name in TERMS.items()]
+    bound = (" or ".join(dict.fromkeys(best[end]["bound_by"] for end in ENDS)) for best in found.values())
+    lines.append(line("bound by", (text.replace("_", " ") for text in bound)))
+    return "\n".join([*lines, line("tokens/s", span("tokens_per_second", 0))])
 
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -195,12 +176,13 @@ def _print_prediction(args: argparse.Namespace) -> None:
     if args.constants:
         print(constants_table(args.device))
         return
-    device = load_device(args.device)
-    if args.captured:
-        _print_captured(args, device)
-        return
-    best = _best(args, load_model(args.model), device)
+    model, devices = load_model(args.model), load_device(args.device)
+    plans = {requests: _best(args, model, devices, requests) for requests in args.requests}
     if args.json:
-        print(json.dumps({"model": args.model, "device": args.device, "precision": args.precision, **best.as_json()}))
-    else:
-        _print_table(best)
+        asked = {"model": args.model, "device": args.device, "precision": args.precision}
+        print("\n".join(json.dumps({**asked, "requests": n, **best.as_json()}) for n, best in plans.items()))
+        return
+    for requests, best in plans.items():
+        sizes = f"tp {best.work.tp} x bp {best.work.bp}, k = {best.work.k}, {best.replicas} replica(s)"
+        print(f"{requests} request(s): {sizes}, TPF {best.tpf:g}")
+    print(f"\n{table(plans)}")

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lopa_ascend.config.files import read_json_object
 
 FILE = Path(__file__).with_name("devices.json")
+REPORTED = "910c"
+"""The built-in device that the self-test runs on."""
+UPDATED_LAYERS = 28
+"""Attention calls in the graph whose updates the self-test times."""
 
 
 class DeviceError(ValueError):
@@ -30,17 +36,15 @@ class Device:
     compute_efficiency: float
     memory_efficiency: float
     matrix_kernel_s: float
-    """Fixed seconds of a matrix product or an attention, beside its arithmetic and memory traffic."""
+    """Fixed seconds of a matrix product, beside its arithmetic and memory traffic."""
+    attention_kernel_s: float
+    """Those of an attention."""
     vector_kernel_s: float
-    """Fixed seconds of any other kernel."""
-    matrix_kernels_layer: float
-    vector_kernels_layer: float
-    quantise_kernels_layer: float
-    """Further vector kernels of a layer with W8A8."""
-    other_kernels: float
-    """Vector kernels of a step outside the layers."""
+    """Those of any other kernel."""
+    gap_s: float
+    """Seconds from the end of a task to the beginning of the next one."""
     host_layer_s: float
-    """Seconds of the host for each layer of a launch."""
+    """Seconds of the host for each layer of a launch whose KV lengths have changed."""
     host_launch_s: float
     host_inputs_s: float
     """Seconds of the host to write a launch's inputs."""
@@ -53,9 +57,16 @@ class Device:
     link_efficiency: float
     link_latency_s: float
     collective_s: float
-    """Fixed seconds of a collective, optimistic."""
+    """Fixed seconds of a collective, with the wait for the slowest rank."""
     slow_collective_s: float
-    """Fixed seconds of a collective, pessimistic."""
+    """Those of a sum above the limit, and of what branch parallel ranks exchange."""
+    sum_limit_bytes: float
+    """Bytes for each rank that a sum may have at most to be fast."""
+    collective_events_s: float
+    """Seconds of the events between streams before and after a collective."""
+
+    measured_sums: tuple[tuple[int, float, float], ...] = ()
+    """(ranks, bytes, seconds) of all-reduces that the self-test has timed, in the order of their bytes."""
 
     @property
     def reachable_bandwidth(self) -> float:
@@ -67,8 +78,29 @@ class Device:
         """Bytes/s of the link."""
         return self.link_bandwidth * self.link_efficiency
 
+    def peak_flops(self, precision: str) -> float:
+        """FLOP/s of products of numbers of a format."""
+        return {"bf16": self.bf16_flops, "w8a8": self.int8_flops, "fp32": self.fp32_flops}[precision]
 
-CONSTANTS = tuple(f.name for f in fields(Device))
+    def measured_sum(self, ranks: int, num_bytes: float) -> float | None:
+        """Seconds of an all-reduce, between the next smaller and the next larger one that were timed; None if none were
+        for so many ranks and bytes."""
+        timed = [(size, seconds) for count, size, seconds in self.measured_sums if count == ranks]
+        for (small, fast), (large, slow) in itertools.pairwise(timed):
+            if small <= num_bytes <= large:
+                return fast + (slow - fast) * (num_bytes - small) / (large - small)
+        return None
+
+
+class Range(NamedTuple):
+    """A device with the fastest values of its constants, and with the slowest."""
+
+    low: Device
+    """Of a step's time."""
+    high: Device
+
+
+CONSTANTS = tuple(f.name for f in fields(Device) if f.default is MISSING)
 _POSITIVE = ("flops", "bandwidth", "bytes", "efficiency")
 """Constants whose names end so are divided by, or are sizes; all others may be 0."""
 
@@ -81,13 +113,17 @@ def known_devices() -> tuple[str, ...]:
     return tuple(read_json_object(FILE, DeviceError))
 
 
-def load_device(name: str) -> Device:
-    """A built-in device by its name, or the device that a JSON file describes.
+def load_device(name: str) -> Range:
+    """A built-in device by its name, the device that a JSON file describes, or the 910C with what a report of the
+    self-test has measured.
 
     Raises:
         DeviceError: there is no such device or file, or the file lacks a constant or a source.
     """
-    return parse_device(_description(name), name)
+    description = _description(name)
+    if "findings" in description:
+        return measured_device(description, name)
+    return parse_device(description, name)
 
 
 def constants_table(name: str) -> str:
@@ -96,12 +132,19 @@ def constants_table(name: str) -> str:
     Raises:
         DeviceError: as ``load_device``.
     """
-    description = _description(name)
-    parse_device(description, name)
+    devices, description = load_device(name), _description(name)
+    is_report = "findings" in description
+    constants = _description(REPORTED if is_report else name)["constants"]
+    built_in = parse_device({"constants": constants}, name)
     rows = [("constant", "value", "source"), ("---",) * 3]
     for constant in CONSTANTS:
-        value, unit, source = description["constants"][constant]
-        rows.append((constant, f"{value:g} {unit}".rstrip(), source))
+        _, unit, source = constants[constant]
+        if any(
+            getattr(device, constant) != getattr(old, constant) for device, old in zip(devices, built_in, strict=True)
+        ):
+            source = name
+        ends = dict.fromkeys(f"{getattr(device, constant):g}" for device in devices)
+        rows.append((constant, f"{' to '.join(ends)} {unit}".rstrip(), source))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -111,15 +154,19 @@ def _description(name: str) -> dict[str, Any]:
         found: dict[str, Any] = built_in[name]
         return found
     if not Path(name).exists():
-        raise DeviceError(f"unknown device {name!r}; choose one of {', '.join(built_in)}, or give a JSON file")
+        choices = ", ".join(built_in)
+        raise DeviceError(
+            f"unknown device {name!r}; choose one of {choices}, or give a JSON file or a self-test's report"
+        )
     return read_json_object(Path(name), DeviceError)
 
 
-def parse_device(description: dict[str, Any], source: str) -> Device:
+def parse_device(description: dict[str, Any], source: str) -> Range:
     """The device of a JSON object.
 
     Args:
-        description: "constants": name -> [value, unit, source].
+        description: "constants": name -> [value, unit, source]; a value that is known within a range alone is [fastest,
+            slowest].
         source: where it comes from, for messages.
 
     Raises:
@@ -127,25 +174,71 @@ def parse_device(description: dict[str, Any], source: str) -> Device:
     """
     constants = description.get("constants")
     if not isinstance(constants, dict):
-        raise DeviceError(f'{source}: has no object "constants"')
+        raise DeviceError(f'{source}: has no object "constants", and is no report of the self-test')
     for name in constants.keys() - set(CONSTANTS):
         raise DeviceError(f"{source}: unknown constant {name!r}; choose from {', '.join(CONSTANTS)}")
-    return Device(**{name: _value(constants, name, source) for name in CONSTANTS})
+    values = {name: _values(constants, name, source) for name in CONSTANTS}
+    low, high = ({name: ends[end] for name, ends in values.items()} for end in range(2))
+    return Range(Device(**low, measured_sums=()), Device(**high, measured_sums=()))
 
 
-def _value(constants: dict[str, Any], name: str, source: str) -> float:
+def _values(constants: dict[str, Any], name: str, source: str) -> tuple[float, float]:
+    """The fastest and the slowest value of a constant."""
     entry = constants.get(name)
     if not (isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], str) and entry[2]):
         raise DeviceError(f"{source}: {name} is {entry!r}, expected [value, unit, source]")
     value, unit, _ = entry
+    ends = value if isinstance(value, list) and len(value) == 2 else [value, value]
     must_be_positive = name.endswith(_POSITIVE)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value < math.inf or (must_be_positive and value == 0):
-        expected = "above 0" if must_be_positive else "of at least 0"
-        raise DeviceError(f"{source}: {name} is {value!r}, expected a number {expected}")
+    for end in ends:
+        is_number = isinstance(end, int | float) and not isinstance(end, bool)
+        if not is_number or not 0 <= end < math.inf or (must_be_positive and end == 0):
+            expected = "above 0" if must_be_positive else "of at least 0"
+            raise DeviceError(f"{source}: {name} is {value!r}, expected a number {expected}, or two of them")
     units = next((units for end, units in _UNITS.items() if name.endswith(end)), ("",))
-    if value and unit not in units:  # 0 is 0 in every unit
+    if any(ends) and unit not in units:  # 0 is 0 in every unit
         raise DeviceError(f"{source}: {name} is in {unit!r}, expected {' or '.join(map(repr, units))}")
-    if name.endswith("efficiency") and value > 1:
+    if name.endswith("efficiency") and max(ends) > 1:
         raise DeviceError(f"{source}: {name} is {value!r}, expected at most 1")
-    return float(value)
+    return float(ends[0]), float(ends[1])
+
+
+def measured_device(report: Mapping[str, Any], source: str) -> Range:
+    """The 910C with what the self-test has measured on one, as far as it has.
+
+    Args:
+        report: as ``scripts.selftest --json`` writes it.
+        source: where it comes from, for messages.
+
+    Raises:
+        DeviceError: the report is of another version of the self-test.
+    """
+    built_in = parse_device(_description(REPORTED), REPORTED)
+    try:
+        found = _measured(report, built_in.low)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DeviceError(f"{source}: not a report of this version's self-test ({error!r})") from error
+    return Range(*(replace(device, **found) for device in built_in))
+
+
+def _measured(report: Mapping[str, Any], device: Device) -> dict[str, Any]:
+    """The constants that a report has, by name."""
+    found: dict[str, Any] = {}
+    if parts := report["parts"]:
+        bandwidth = parts["products_bytes"] / (1e-6 * parts["products_us"])
+        found["memory_efficiency"] = min(1.0, bandwidth / device.memory_bandwidth)
+        keys = parts["attention_bytes"] / bandwidth
+        found |= {"attention_kernel_s": max(0.0, 1e-6 * parts["attention_us"] - keys), "matrix_kernel_s": 0.0}
+        found |= {"vector_kernel_s": 1e-6 * parts["small_us"], "gap_s": 0.0}  # its gap is part of each measured time
+    updates = [times for times in report["updates_us"].values() if isinstance(times, dict)]
+    if updates:
+        changed = min(min(times["changed"], times["changed by a thread"]) - times["kept"] for times in updates)
+        found["host_layer_s"] = max(0.0, 1e-6 * changed / UPDATED_LAYERS)
+        found["host_launch_s"] = 1e-6 * min(times["kept"] for times in updates)
+    times = report["all_reduce_us"]
+    if sums := times.get("tp, captured"):
+        ranks = report["tensor_parallel_size"]
+        found["measured_sums"] = tuple((ranks, int(size), 1e-6 * us) for size, us in sums.items())
+    if exchanged := times.get("bp, captured"):
+        found["slow_collective_s"] = 1e-6 * min(exchanged.values())
+    return found

@@ -1,4 +1,4 @@
-"""Tokens/s from a step's floor, and the best way to use a number of dies."""
+"""Tokens/s from the time of a step, and the best way to use a number of dies."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lopa_ascend.config import ModelConfig
-from scripts.bench.plan.devices import Device
-from scripts.bench.plan.step import COLLECTIVES, Step, Workload, memory_bytes, predict
+from scripts.bench.plan.devices import Range
+from scripts.bench.plan.step import ENDS, Step, predict
+from scripts.bench.plan.tasks import Workload, memory_bytes
 
 DEFAULT_TPF: Mapping[int, float] = {0: 3.1, 14: 10.1}
 """Lookahead branches -> tokens per forward pass: D2F-Dream on GSM8K (Table 1 of the paper; 14 branches by Table 5)."""
@@ -26,11 +27,16 @@ class Plan:
     requests: int
     """Of all replicas together."""
     steps: dict[str, Step]
-    """By what collectives cost."""
+    """At both ends of the range."""
 
-    def tokens_per_second(self, collectives: str) -> float:
-        """Of all requests together."""
-        return self.requests * self.tpf / self.steps[collectives].step
+    def tokens_per_second(self, end: str) -> float:
+        """Of all requests together, with the step at an end of its range."""
+        return self.requests * self.tpf / self.steps[end].step
+
+    @property
+    def middle(self) -> float:
+        """The geometric mean of tokens/s at both ends."""
+        return math.prod(map(self.tokens_per_second, ENDS)) ** 0.5
 
     def as_json(self) -> dict[str, Any]:
         """The plan, with steps in milliseconds."""
@@ -42,8 +48,8 @@ class Plan:
             "dies": self.replicas * self.work.tp * self.work.bp,
             "tpf": round(self.tpf, 3),
         }
-        for case in COLLECTIVES:
-            found[case] = {**self.steps[case].as_json(), "tokens_per_second": round(self.tokens_per_second(case), 1)}
+        for end in ENDS:
+            found[end] = {**self.steps[end].as_json(), "tokens_per_second": round(self.tokens_per_second(end), 1)}
         return found
 
 
@@ -64,12 +70,12 @@ def tokens_per_forward(known: Mapping[int, float], k: int) -> float:
     return known[low] + share * (known[high] - known[low])
 
 
-def plan(model: ModelConfig, device: Device, work: Workload, tpf: float, dies: int | None = None) -> Plan:
+def plan(model: ModelConfig, devices: Range, work: Workload, tpf: float, dies: int | None = None) -> Plan:
     """How fast a workload is.
 
     Args:
         model: the geometry.
-        device: of each rank.
+        devices: of each rank.
         work: ``requests`` are those of all replicas together.
         tpf: tokens per forward pass of each request.
         dies: how many there are; None: one replica.
@@ -83,18 +89,17 @@ def plan(model: ModelConfig, device: Device, work: Workload, tpf: float, dies: i
     replicas = 1 if dies is None else min(dies // size, work.requests)
     each = replace(work, requests=-(-work.requests // replicas))
     needed = memory_bytes(model, each)
-    if needed > device.memory_bytes:
+    if needed > devices.low.memory_bytes:
         raise ValueError(
             f"tp {work.tp} x bp {work.bp} needs {needed / 2**30:.1f} GiB a die, there are "
-            f"{device.memory_bytes / 2**30:.1f} GiB"
+            f"{devices.low.memory_bytes / 2**30:.1f} GiB"
         )
-    steps = {case: predict(model, device, each, case) for case in COLLECTIVES}
-    return Plan(each, replicas, tpf, work.requests, steps)
+    return Plan(each, replicas, tpf, work.requests, predict(model, devices, each))
 
 
 def all_plans(
     model: ModelConfig,
-    device: Device,
+    devices: Range,
     work: Workload,
     known_tpf: Mapping[int, float],
     dies: int,
@@ -104,7 +109,7 @@ def all_plans(
 
     Args:
         model: the geometry.
-        device: of each rank.
+        devices: of each rank.
         work: ``tp``, ``bp`` and ``k`` are ignored.
         known_tpf: tokens per forward pass by k; no k outside these is tried.
         dies: how many there are.
@@ -123,34 +128,32 @@ def all_plans(
                 if leaves_ranks_idle:
                     continue
                 try:
-                    yield plan(model, device, candidate, tokens_per_forward(known_tpf, k), dies)
+                    yield plan(model, devices, candidate, tokens_per_forward(known_tpf, k), dies)
                 except ValueError:  # the memory of a die does not hold it
                     continue
 
 
 def best_plan(
     model: ModelConfig,
-    device: Device,
+    devices: Range,
     work: Workload,
     known_tpf: Mapping[int, float],
     dies: int,
-    collectives: str = "optimistic",
     given: Mapping[str, int] | None = None,
 ) -> Plan:
-    """The plan with most tokens/s; of equal ones that with fewest dies and branches.
+    """The plan with most tokens/s in the middle of the range; of equal ones that with fewest dies and branches.
 
     Args:
-        collectives: "optimistic" or "pessimistic".
         given: see ``all_plans``, as the rest.
 
     Raises:
         ValueError: nothing fits.
     """
-    plans = list(all_plans(model, device, work, known_tpf, dies, given))
+    plans = list(all_plans(model, devices, work, known_tpf, dies, given))
     if not plans:
         if given:  # raises a more precise error where the given sizes alone are the reason
             smallest = replace(work, tp=given.get("tp", 1), bp=given.get("bp", 1), k=max(known_tpf))
-            plan(model, device, smallest, 1.0, dies)
+            plan(model, devices, smallest, 1.0, dies)
         sizes = "".join(f", {name} {size}" for name, size in (given or {}).items())
         raise ValueError(
             f"the model fits on no (tp, bp, k) of {dies} dies{sizes}, k from {min(known_tpf)} to {max(known_tpf)}; "
@@ -159,6 +162,6 @@ def best_plan(
 
     def rank(candidate: Plan) -> tuple[float, int, int]:
         used = candidate.replicas * candidate.work.tp * candidate.work.bp
-        return candidate.tokens_per_second(collectives), -used, -candidate.work.k
+        return candidate.middle, -used, -candidate.work.k
 
     return max(plans, key=rank)

@@ -1,0 +1,178 @@
+"""What one rank computes in a decoding step, task by task: counts, bytes and FLOPs of a compiled step.
+
+Tests hold the list to the tasks that npugraph_ex captures of Dream-7B (tests/data/captured_tasks.json). Compiled steps
+compute every row whole, so positions that branches share count once for each row. Left out: padding to buckets,
+prompts, and rounds without branches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lopa_ascend.config import ModelConfig
+
+PRECISIONS = ("bf16", "w8a8", "fp32")
+"""Number formats of the linear layers' weights. Embedding, head, keys and values are bf16 with "w8a8"."""
+EXCHANGED = 8
+"""Bytes of a position that branch-parallel groups exchange: token and probability."""
+MERGED = 16
+"""Bytes of a position that a tensor-parallel rank tells of its shard: best token, its logit and share, the total."""
+OTHER_TASKS = 110
+"""Small tasks of a step outside its layers, beside those that move logits: embedding, policy, states."""
+LOGIT_PASSES = {"cast": 6, "mask": 8, "maximum": 4, "softmax": 8}
+"""Bytes of each logit that is read or written, by task: from the model's dtype, and then as float32."""
+SPLIT_TASKS = 3
+"""q, k and v are copied out of their product."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What one group of ranks decodes at a time."""
+
+    precision: str = "bf16"
+    tp: int = 1
+    bp: int = 1
+    k: int = 3
+    """Lookahead branches beside the anchor."""
+    window: int = 128
+    """Positions of a branch that one pass computes."""
+    context: int = 1024
+    """Positions in front of the window whose keys and values are cached."""
+    requests: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Rows that the busiest rank computes."""
+        return self.requests * -(-(self.k + 1) // self.bp)
+
+    @property
+    def tokens(self) -> int:
+        """Positions that the busiest rank computes."""
+        return self.rows * self.window
+
+
+class Task(NamedTuple):
+    """A kernel, or a collective, and how often a step has it."""
+
+    kind: str
+    """"product", "head", "attention", "small", "sum" (an all-reduce), "merge" or "exchange" (all-gathers of the tensor
+    and of the branch parallel ranks)."""
+    bytes: float
+    """That it moves from and to memory; of a collective those of its result."""
+    flops: float = 0
+    times: int = 1
+
+
+def layer_parameters(model: ModelConfig, tp: int = 1) -> int:
+    """Weights of one layer's linear layers on a rank, without biases."""
+    return sum(rows * columns for rows, columns in _products(model, tp))
+
+
+def head_parameters(model: ModelConfig, tp: int = 1) -> int:
+    """Weights of the output head on a rank."""
+    return model.vocab_shard(tp) * model.hidden_size
+
+
+def _products(model: ModelConfig, tp: int) -> tuple[tuple[int, int], ...]:
+    """(outputs, inputs) of a layer's products on a rank: q, k and v; o; gate and up; down."""
+    heads, inner = model.local_heads(tp) * model.head_dim, model.intermediate_size // tp
+    hidden, qkv = model.hidden_size, heads + 2 * model.local_kv_heads(tp) * model.head_dim
+    return (qkv, hidden), (hidden, heads), (2 * inner, hidden), (hidden, inner)
+
+
+def weight_bytes(model: ModelConfig, precision: str, tp: int = 1) -> tuple[int, int]:
+    """Bytes of linear layers and of the head that a rank reads in a step.
+
+    W8A8 also has a float32 scale for each output channel; the head stays bf16. The embedding's rows are left out.
+    """
+    size = {"bf16": 2, "w8a8": 1, "fp32": 4}[precision]
+    scales = 4 * sum(outputs for outputs, _ in _products(model, tp)) if precision == "w8a8" else 0
+    layers = model.num_layers * (layer_parameters(model, tp) * size + scales)
+    return layers, head_parameters(model, tp) * element_bytes(precision)
+
+
+def element_bytes(precision: str) -> int:
+    """Bytes of a number in the head, in activations, and in keys and values."""
+    return 4 if precision == "fp32" else 2
+
+
+def kv_bytes_per_position(model: ModelConfig, precision: str, tp: int = 1) -> int:
+    """Bytes of a position's keys and values in all layers of a rank."""
+    return 2 * model.num_layers * model.local_kv_heads(tp) * model.head_dim * element_bytes(precision)
+
+
+def all_reduce_bytes(model: ModelConfig, work: Workload) -> int:
+    """Bytes of the hidden states that tensor-parallel ranks sum up in one all-reduce."""
+    return work.tokens * model.hidden_size * element_bytes(work.precision)
+
+
+def memory_bytes(model: ModelConfig, work: Workload) -> int:
+    """Bytes that a rank must hold: weights with the whole embedding, and keys and values of its rows.
+
+    The positions in front of the window are shared by a request's rows. A tied head is held beside the embedding,
+    transposed for the product, as on an NPU.
+    """
+    layers, head = weight_bytes(model, work.precision, work.tp)
+    cached = work.requests * work.context + work.tokens
+    held = model.vocab_size * model.hidden_size * element_bytes(work.precision)
+    return layers + head + held + cached * kv_bytes_per_position(model, work.precision, work.tp)
+
+
+def step_tasks(model: ModelConfig, work: Workload) -> Iterator[Task]:
+    """The tasks of a step.
+
+    Raises:
+        ValueError: the model cannot be split over ``tp`` ranks, or the precision is unknown.
+    """
+    if work.tp not in model.tensor_parallel_sizes():
+        sizes = ", ".join(map(str, model.tensor_parallel_sizes()))
+        raise ValueError(f"tp is {work.tp}, but the model can be split over {sizes} ranks")
+    if work.precision not in PRECISIONS:
+        raise ValueError(f"unknown precision {work.precision!r}; choose one of {', '.join(PRECISIONS)}")
+    for task in _layer_tasks(model, work):
+        yield task._replace(times=task.times * model.num_layers)
+    yield from _other_tasks(model, work)
+
+
+def _layer_tasks(model: ModelConfig, work: Workload) -> Iterator[Task]:
+    size, tokens = element_bytes(work.precision), work.tokens
+    int8 = work.precision == "w8a8"
+    weight_size = 1 if int8 else size
+    for outputs, inputs in _products(model, work.tp):
+        scales = 4 * outputs if int8 else 0
+        moved = outputs * inputs * weight_size + scales + tokens * (inputs * weight_size + outputs * size)
+        yield Task("product", moved, 2 * tokens * outputs * inputs)
+    heads, kv = model.local_heads(work.tp) * model.head_dim, model.local_kv_heads(work.tp) * model.head_dim
+    seen = work.context + work.window
+    keys = work.rows * seen * 2 * kv * size
+    yield Task("attention", 2 * tokens * heads * size + keys, 4 * tokens * seen * heads)
+    vectors = {
+        "norms": (2, 8 * model.hidden_size),  # each reads a sum and its addend, and writes the norm and the sum
+        "swiglu": (1, 3 * model.intermediate_size // work.tp),
+        "rope": (1, 4 * (heads + 2 * kv)),  # reads and writes q, k and v, and reads cosines and sines of each head
+        "split": (SPLIT_TASKS, 2 * (heads + 2 * kv)),
+        "keys and values": (1, 4 * kv),
+    }
+    for count, width in vectors.values():
+        yield Task("small", tokens * width * size / count, times=count)
+    if int8:  # norms and SwiGLU have forms that quantise; the input of the output projection needs a kernel
+        yield Task("small", tokens * heads * (size + 1))
+    if work.tp > 1:
+        yield Task("sum", all_reduce_bytes(model, work), times=2)
+
+
+def _other_tasks(model: ModelConfig, work: Workload) -> Iterator[Task]:
+    tokens, size, shard = work.tokens, element_bytes(work.precision), model.vocab_shard(work.tp)
+    parameters = head_parameters(model, work.tp)
+    moved = parameters * size + tokens * (model.hidden_size + shard) * size
+    yield Task("head", moved, 2 * tokens * parameters)
+    for per_logit in LOGIT_PASSES.values():
+        yield Task("small", tokens * shard * per_logit)
+    # The embedding, the hidden states that predict and those that are kept are each read and written.
+    yield Task("small", 10 * tokens * model.hidden_size * size / OTHER_TASKS, times=OTHER_TASKS)
+    if work.tp > 1:
+        yield Task("merge", MERGED * work.tp * tokens)
+    if work.bp > 1:
+        yield Task("exchange", EXCHANGED * work.bp * tokens)
