@@ -103,7 +103,7 @@ RULES = (
     Rule("lookahead_depth", "branch_acceptance", tuple(name for name in BRANCH_ACCEPTANCES if name != "published")),
     Rule("max_active_blocks", FILLER, ("d2f",)),
     Rule("window_attention", FILLER, COMMITTING, free=("full",)),  # all others see the whole canvas
-    Rule("denoising_steps", FILLER, ("d2f",)),
+    Rule("denoising_steps", FILLER, ("d2f", "parallel", "fast_dllm")),
     Rule("denoising_steps", "branch_acceptance", ("published",)),  # a pass that a branch saves would be counted
     Rule("sub_block_size", FILLER, ("fast_dllm_v2",)),
     Rule("sub_block_cache", "decoding", ("fast_dllm_v2",)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.acceptance import most_confident
@@ -69,7 +70,8 @@ class Canvas(Strategy):
 class Parallel(Canvas):
     """Block after block, from left to right: each pass fills what the acceptance rule lets through in the first block
     that has masks, and its most confident position if the rule lets nothing through (semi-autoregressive parallel
-    decoding, arXiv 2505.22618). One block that is as long as the canvas is decoded in any order."""
+    decoding, arXiv 2505.22618). With ``denoising_steps`` it fills at least as many as LLaDA's schedule wants (arXiv
+    2502.09992). One block that is as long as the canvas is decoded in any order."""
 
     @property
     def num_counted(self) -> int:
@@ -79,11 +81,40 @@ class Parallel(Canvas):
         masked = branch.masked_in(first_masked(branch), self.mask) if branch.masks else ()
         return self._whole_row(branch, masked)
 
+    def accept(self, predicted: Sequence[Fill]) -> list[Fill]:
+        """What the rule lets through. Fast-dLLM's "factor" for LLaDA takes the first prediction in any case, and the
+        last one as soon as it comes to it."""
+        accepted = super().accept(predicted)
+        takes_last = self.properties.factor_takes_last and self.params.acceptance == "factor"
+        return list(predicted) if takes_last and max(1, len(accepted)) == len(predicted) - 1 else accepted
+
     def choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
         accepted = self.accept(predicted)
-        if accepted or not predicted:
+        wanted = min(self._num_wanted(branch), len(predicted))
+        if len(accepted) >= wanted:
             return accepted, 0
-        return most_confident(predicted), 1
+        return most_confident(predicted, wanted), wanted - len(accepted)
+
+    def _num_wanted(self, branch: Branch) -> int:
+        """Positions that the next pass must fill: 1, or with ``denoising_steps`` as many as the schedule lacks. After n
+        passes it wants n shares of the block, the first ones one larger until these have the remainder."""
+        steps = self.params.denoising_steps
+        if steps is None or not branch.masks:
+            return 1
+        block = first_masked(branch)
+        share, remainder = divmod(block.length, steps)
+        num_passes = block.passes + 1
+        return max(1, num_passes * share + min(num_passes, remainder) - block.filled)
+
+    def settle(self, branch: Branch) -> Branch:
+        """Counts the pass in the block that it has begun to fill. A block that it has filled needs no count."""
+        if self.params.denoising_steps is None:
+            return branch
+        blocks = (
+            replace(block, passes=block.passes + 1) if block.masks and block.filled else block
+            for block in branch.blocks
+        )
+        return replace(branch, blocks=tuple(blocks))
 
 
 def first_masked(branch: Branch) -> Block:

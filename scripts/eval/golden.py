@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import msgspec
 
@@ -106,7 +106,38 @@ class FastDllm2Params(msgspec.Struct, forbid_unknown_fields=True):
         }
 
 
-FAMILIES = {"sdar": SdarParams, "fastdllm2": FastDllm2Params}
+class LladaParams(msgspec.Struct, forbid_unknown_fields=True):
+    """Of ``generate`` of LLaDA ("gsai") and of Fast-dLLM's three for LLaDA ("fastdllm"), greedy."""
+
+    variant: Literal["gsai", "fastdllm"]
+    steps: int
+    gen_length: int
+    block_length: int
+    cache: Literal["none", "prefix", "dual"] = "none"
+    threshold: float | None = None
+    factor: float | None = None
+    cfg_scale: float = 0.0
+
+    stop_at_eos: ClassVar = False
+
+    def decoding(self, model: Path) -> dict[str, Any]:
+        """The parameters by our names. As published the whole canvas is filled."""
+        if self.cfg_scale:
+            raise ValueError(
+                f"cfg_scale: is {self.cfg_scale:g}, expected 0: there is no classifier-free guidance, whose every pass "
+                "also computes the canvas behind a prompt of masks"
+            )
+        found: dict[str, Any] = {"decoding": "parallel", "block_size": self.block_length, "finish_at_eos": False}
+        if self.cache != "none":
+            found |= {"decoding": "fast_dllm", "block_cache": self.cache}
+        if self.factor is not None:
+            return found | {"acceptance": "factor", "acceptance_factor": self.factor}
+        if self.threshold is not None:
+            return found | {"tau_conf": self.threshold}
+        return found | {"tau_conf": 1.0, "denoising_steps": self.steps * self.block_length // self.gen_length}
+
+
+FAMILIES = {"sdar": SdarParams, "fastdllm2": FastDllm2Params, "llada": LladaParams}
 """The published parameters of each family that can be compared."""
 
 
