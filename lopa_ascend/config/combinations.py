@@ -109,7 +109,8 @@ RULES = (
     Rule("sub_block_cache", "decoding", ("fast_dllm_v2",)),
     Rule("acceptance", FILLER, BY_BLOCKS),
     Rule("confidence", FILLER, BY_BLOCKS),
-    Rule("acceptance", FILLER, ("d2f",), free=("factor",)),  # "sequential" needs a number of positions to fill
+    Rule("acceptance", FILLER, ("d2f",), free=("factor", "entropy")),  # "sequential" fills as many as a pass must
+    Rule("acceptance", "confidence", ("neg_entropy",), free=("factor", "sequential")),
     Rule("block_cache", FILLER, ("fast_dllm",)),
     Rule("steps", FILLER, ("vanilla",)),
     Rule("alg", FILLER, ("vanilla",)),

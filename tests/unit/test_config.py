@@ -244,7 +244,7 @@ def test_an_unknown_choice_lists_the_known_ones() -> None:
     with pytest.raises(ParameterError, match="published, verified, exact"):
         DecodingParams(branch_acceptance="verify")
     with pytest.raises(ParameterError, match="threshold, factor"):
-        DecodingParams(acceptance="entropy")
+        DecodingParams(acceptance="greedy")
 
 
 def test_the_parameters_are_frozen() -> None:
