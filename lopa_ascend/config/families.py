@@ -74,7 +74,7 @@ FAMILIES = {
     "llada": Family(
         model_type="llada",
         checkpoints=("LLaDA-8B", "LLaDA-1.5"),
-        properties=ModelProperties(logit_shift=0, attention="full", factor_takes_last=True),
+        properties=ModelProperties(logit_shift=0, attention="full", fills_as_llada=True),
         mask_token_id=126336,
         attention_bias=False,
         rms_norm_eps=1e-5,

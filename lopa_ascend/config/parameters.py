@@ -325,9 +325,9 @@ class ResearchParams:
     max_active_blocks: int | None = parameter(
         None,
         Integer(1, INT32_MAX),
-        "most blocks in the window, from the first unfinished block on",
+        "most blocks that are open at once, from the first unfinished block on",
         group=Section.RESEARCH,
-        default_text="no limit",
+        default_text='no limit; 1 with "parallel"',
     )
     finish_at_eos: bool = parameter(
         True,
