@@ -151,7 +151,9 @@ def test_a_server_has_its_template_its_decoding_and_its_end_of_turn(tmp_path: Pa
         assert answer["usage"]["completion_tokens"] > 0
         ends = server.http.post("/v1/chat/completions", json={**asked, "logit_bias": {str(eot): 100}}).json()
         assert (ends["choices"][0]["message"]["content"], ends["choices"][0]["finish_reason"]) == ("", "stop")
-        for fields in ({"decoding": "fast_dllm", "block_cache": "dual"}, {"decoding": "lopa", "base": "fast_dllm"}):
+        taken: list[dict[str, Any]] = [{"decoding": "fast_dllm", "block_cache": "dual"}, {**LOPA, "base": "fast_dllm"}]
+        for fields in taken:
             assert server.http.post("/v1/chat/completions", json={**asked, **fields}).status_code == 200
-        for fields, words in (({"cfg_scale": 1.5}, "cfg_scale"), ({"decoding": "fast_dllm_v2"}, "decoding")):
-            assert words in refused(server.http.post("/v1/chat/completions", json={**asked, **fields}))["message"]
+        for name, value in (("cfg_scale", 1.5), ("decoding", "fast_dllm_v2")):
+            answer = server.http.post("/v1/chat/completions", json={**asked, name: value})
+            assert name in refused(answer)["message"]
