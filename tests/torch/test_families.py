@@ -23,7 +23,7 @@ from lopa_ascend.checkpoint import CheckpointError, Shard
 from lopa_ascend.checkpoint.write import write_checkpoint, write_int8
 from lopa_ascend.config import ModelConfig
 from lopa_ascend.config.engine import INT8_LAYERS
-from lopa_ascend.config.families import FAMILIES
+from lopa_ascend.config.families import FAMILIES, family_of_checkpoint
 from lopa_ascend.kv.pages import PAGE_SIZE, pages_for
 from lopa_ascend.model.base import ForwardInputs, SplitModel
 from lopa_ascend.model.registry import find_fused
@@ -250,6 +250,8 @@ def test_an_adapter_is_merged(tmp_path: Path, name: str) -> None:
         ("sdar", "/models/Dream-org/DreamReasoner-8B/", "DreamReasoner"),
         ("DreamReasoner", "JetLM/SDAR-8B-Chat-b32", "sdar"),
         ("sdar", "Efficient-Large-Model/Fast_dLLM_v2_7B", "Fast_dLLM_Qwen"),
+        ("sdar", "GSAI-ML/LLaDA-8B-Instruct", "llada"),
+        ("llada", "Dream-org/Dream-v0-Instruct-7B", "Dream"),
     ],
 )
 def test_an_adapter_of_another_family_is_refused(tmp_path: Path, name: str, base: str, family: str) -> None:
@@ -265,10 +267,13 @@ def test_an_adapter_of_another_family_is_refused(tmp_path: Path, name: str, base
 
 
 def test_an_adapter_of_the_same_family_or_of_an_unknown_model_is_taken(tmp_path: Path) -> None:
-    path = write_random(tmp_path / "model", "sdar", 3)
+    sdar, llada = (write_random(tmp_path / name, name, 3) for name in ("sdar", "llada"))
     for number, base in enumerate(("Gen-Verse/TraDo-8B-Instruct", "/home/me/mine", None)):
-        write_adapter(tmp_path / str(number), path, base_model_name_or_path=base)
-        model_of(path, lora=tmp_path / str(number))
+        write_adapter(tmp_path / str(number), sdar, base_model_name_or_path=base)
+        model_of(sdar, lora=tmp_path / str(number))
+    write_adapter(tmp_path / "d2f", llada, base_model_name_or_path="GSAI-ML/LLaDA-8B-Instruct")
+    model_of(llada, lora=tmp_path / "d2f")
+    assert family_of_checkpoint("inclusionAI/LLaDA2.0-mini") is None  # another network
 
 
 @pytest.mark.parametrize(
