@@ -1,7 +1,7 @@
 """Decoding on a whole canvas, restated plainly on transformers' Qwen2 to hold the engine to.
 
 Nothing of the engine decides: the whole sequence is one dense forward pass with attention in both directions, the
-output at q - 1 predicts q, and a softmax over the vocabulary gives probabilities.
+output at q - 1 predicts q (with ``shift`` 0 the output at q), and a softmax over the vocabulary gives probabilities.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class CanvasReference(Reference):
 
     def predictions(self, logits: torch.Tensor, start: int, positions: list[int]) -> dict[int, Prediction]:
         """What ``logits``, those of the positions from ``start`` on, predict for some positions."""
-        return {q: self.prediction(logits[q - 1 - start], q) for q in positions}
+        return {q: self.prediction(logits[q - self.shift - start], q) for q in positions}
 
     def prediction(self, row: torch.Tensor, position: int) -> Prediction:
         """With a temperature a draw of this pass; the mask is never drawn, but keeps its probability."""
@@ -107,6 +107,8 @@ class CanvasReference(Reference):
     def accept_or_best(self, predicted: dict[int, Prediction]) -> list[int]:
         """What the acceptance rule lets through, or else the most confident position."""
         accepted = self.accepted(list(predicted), predicted)
+        if not self.shift and self.p.acceptance == "factor" and max(1, len(accepted)) == len(predicted) - 1:
+            return list(predicted)  # Fast-dLLM for LLaDA stops before the first that fails, but for the last one
         if accepted:
             return accepted
         ranked = sorted(predicted, key=lambda q: -predicted[q][2])
@@ -199,7 +201,7 @@ class FastDllmReference(CanvasReference):
     def decode(self) -> Decoded:
         for start, end in self.blocks():
             logits, cache = self.dense(self.x, 0)
-            self.put([start], self.predictions(logits, 0, [start]))
+            predicted = self.first_pass(logits, start, end)
             last = end if self.p.block_cache == "dual" else self.limit
             kept = [tuple(torch.cat([x[:, :, :start], x[:, :, last:]], 2) for x in layer) for layer in cache]
             while self.masked(start, end):
@@ -207,6 +209,13 @@ class FastDllmReference(CanvasReference):
                 predicted = self.predictions(logits, start, self.masked(start, end))
                 self.put(self.accept_or_best(predicted), predicted)
         return self.decoded()
+
+    def first_pass(self, logits: torch.Tensor, start: int, end: int) -> dict[int, Prediction]:
+        """Fills the block's first position, the only one that later passes do not predict; without a shift there is
+        none, and all are predicted. What was predicted."""
+        predicted = self.predictions(logits, 0, [start] if self.shift else self.masked(start, end))
+        self.put([start] if self.shift else self.accept_or_best(predicted), predicted)
+        return predicted
 
 
 class LopaParallelReference(CanvasReference):
@@ -240,11 +249,11 @@ class LopaFastDllmReference(FastDllmReference):
     def decode(self) -> Decoded:
         for start, end in self.blocks():
             logits, cache = self.dense(self.x, 0)
-            self.put([start], self.predictions(logits, 0, [start]))
+            predicted = self.first_pass(logits, start, end)
             self.winners.append(0)
             last = end if self.p.block_cache == "dual" else self.limit
             kept = [tuple(torch.cat([x[:, :, :start], x[:, :, last:]], 2) for x in layer) for layer in cache]
-            branches = [self.x]
+            branches = [*self.drafts(predicted), self.x]
             while self.mask in branches[-1][start:end]:
                 seen = []
                 for self.x in branches:

@@ -25,7 +25,7 @@ class Outcome:
 
 
 def load(path: Any) -> Qwen2ForCausalLM:
-    """A Dream directory as transformers' Qwen2 (the same architecture)."""
+    """A Dream directory as transformers' Qwen2 (the same architecture). Biases that it does not have are 0."""
     import json
 
     from safetensors.torch import load_file
@@ -36,11 +36,16 @@ def load(path: Any) -> Qwen2ForCausalLM:
     state = load_file(path / "model.safetensors")
     if values.get("tie_word_embeddings"):
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    for name, tensor in model.state_dict().items():
+        if name.endswith(".bias") and name not in state:
+            state[name] = torch.zeros_like(tensor)
     model.load_state_dict(state)
     return model.eval()
 
 
 class Reference:
+    shift = 1  # 0: the output at a position predicts the position itself
+
     def __init__(self, model: Qwen2ForCausalLM, prompt: list[int], params: Any, mask: int, eos: set[int]):
         self.model, self.p, self.mask = model, params, mask
         self.eos = set() if params.ignore_eos else eos
@@ -87,7 +92,7 @@ class Reference:
         for q in range(start, len(x)):
             if x[q] != self.mask:
                 continue
-            row = self.last if q == start else logits[q - 1 - start]
+            row = self.last if q - self.shift < start else logits[q - self.shift - start]
             assert row is not None
             probs = row.softmax(-1)
             allowed = row.clone()

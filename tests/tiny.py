@@ -89,6 +89,35 @@ def write_dream(  # noqa: PLR0913
     return path
 
 
+LLADA_NAMES = (
+    ("model.embed_tokens", "model.transformer.wte"), ("model.norm", "model.transformer.ln_f"),
+    ("model.layers", "model.transformer.blocks"), ("lm_head", "model.transformer.ff_out"),
+    ("input_layernorm", "attn_norm"), ("post_attention_layernorm", "ff_norm"), ("self_attn.o_proj", "attn_out"),
+    ("self_attn.", ""), ("mlp.gate_proj", "ff_proj"), ("mlp.up_proj", "up_proj"), ("mlp.down_proj", "ff_out"),
+)  # fmt: skip
+"""What LLaDA calls the tensors of Dream."""
+
+
+def write_llada(path: Path, dream: Path) -> Path:
+    """Writes the LLaDA with the weights of a Dream without biases: the same model, with logits of other positions."""
+    from safetensors.torch import load_file
+
+    from lopa_ascend.config.families import FAMILIES
+
+    path.mkdir(parents=True, exist_ok=True)
+    values, tensors = json.loads((dream / "config.json").read_text()), load_file(str(dream / "model.safetensors"))
+    assert not values.pop("attention_bias")
+    config = {FAMILIES["llada"].names.get(name, name): value for name, value in values.items()}
+    config |= {"model_type": "llada", "vocab_size": values["vocab_size"], "rope": True}
+    config |= {"block_type": "llama", "layer_norm_type": "rms"}
+    _write_json(path / "config.json", config)
+    _write_json(path / "generation_config.json", json.loads((dream / "generation_config.json").read_text()))
+    for old, new in LLADA_NAMES:
+        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    write_weights(path, tensors)
+    return path
+
+
 def dream_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """The tensors of a Dream checkpoint with this config.json, in layer order."""
     hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]

@@ -101,15 +101,16 @@ RULES = (
     Rule("branch_acceptance", FILLER, ("d2f",)),
     Rule("branch_acceptance", "temperature", (0,), free=("verified",)),  # a draw depends on the number of its pass
     Rule("lookahead_depth", "branch_acceptance", tuple(name for name in BRANCH_ACCEPTANCES if name != "published")),
-    Rule("max_active_blocks", FILLER, ("d2f",)),
+    Rule("max_active_blocks", FILLER, ("d2f", "parallel")),
     Rule("window_attention", FILLER, COMMITTING, free=("full",)),  # all others see the whole canvas
-    Rule("denoising_steps", FILLER, ("d2f",)),
+    Rule("denoising_steps", FILLER, ("d2f", "parallel", "fast_dllm")),
     Rule("denoising_steps", "branch_acceptance", ("published",)),  # a pass that a branch saves would be counted
     Rule("sub_block_size", FILLER, ("fast_dllm_v2",)),
     Rule("sub_block_cache", "decoding", ("fast_dllm_v2",)),
     Rule("acceptance", FILLER, BY_BLOCKS),
     Rule("confidence", FILLER, BY_BLOCKS),
-    Rule("acceptance", FILLER, ("d2f",), free=("factor",)),  # "sequential" needs a number of positions to fill
+    Rule("acceptance", FILLER, ("d2f",), free=("factor", "entropy")),  # "sequential" fills as many as a pass must
+    Rule("acceptance", "confidence", ("neg_entropy",), free=("factor", "sequential")),
     Rule("block_cache", FILLER, ("fast_dllm",)),
     Rule("steps", FILLER, ("vanilla",)),
     Rule("alg", FILLER, ("vanilla",)),
@@ -171,6 +172,8 @@ def fitting_defaults(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> d
         raise ParameterError("decoding", str(error)) from error
     if decoding != defaults.get("decoding", DEFAULTS["decoding"]):
         usable.pop("num_branches", None)  # the default number is meant for the default decoding
+    if _filler({**defaults, **asked}) != _filler(defaults):
+        usable.pop("max_active_blocks", None)  # so is the default window
     if needed_confidence(decoding) is not None:
         usable.pop("confidence", None)
     if usable.get("branch_acceptance") == "exact" and _is_sampling(asked.get("temperature")):
@@ -183,6 +186,11 @@ def fitting_defaults(defaults: Mapping[str, Any], asked: Mapping[str, Any]) -> d
     if "min_new_tokens" in usable and isinstance(longest, int):
         usable["min_new_tokens"] = max(0, min(usable["min_new_tokens"], longest))
     return usable
+
+
+def _filler(values: Mapping[str, Any]) -> str:
+    """``filled_by`` of parameters without defaults."""
+    return filled_by(*({**DEFAULTS, **values}[name] for name in ("decoding", "base")))
 
 
 def _is_sampling(temperature: Any) -> bool:

@@ -225,7 +225,7 @@ def banned_ids(params: DecodingParams) -> list[tuple[int, ...]]:
 def recommendations(model: str | Path) -> dict[str, dict[str, Any]]:
     """Decoding parameters that are recommended for a model directory, by where they come from. Later ones win.
 
-    - The authors of a block-causal family recommend a decoding, and ``config.json`` has its block size.
+    - The authors of a family recommend a decoding; of a block-causal one ``config.json`` has the block size.
     - ``generation_config.json`` may recommend parameters as it does the sampling parameters of other engines, under the
       name ``lopa_ascend``: {"eos_token_id": 7, "lopa_ascend": {"block_size": 8}}.
 
@@ -237,7 +237,9 @@ def recommendations(model: str | Path) -> dict[str, dict[str, Any]]:
     """
     found: dict[str, dict[str, Any]] = {}
     family = family_of(model)
-    if family is not None and family.block_field is not None:
+    if family is not None and family.block_field is None and family.recommended:
+        found[family.source] = dict(family.recommended)
+    elif family is not None and family.block_field is not None:
         file = Path(model) / "config.json"
         config = {name: value for name, value in read_json_object(file, ConfigError).items() if value is not None}
         size = Fields(config, str(file)).integer(family.block_field, 2**10, default=family.block_size)

@@ -28,8 +28,18 @@ class Family:
     """The mask's id if ``config.json`` has none; None: it must have one."""
     attention_bias: bool = True
     """Whether there are biases if ``config.json`` does not say it."""
+    rms_norm_eps: float = 1e-6
+    """The norms' epsilon if ``config.json`` has none."""
+    end_tokens: tuple[str, ...] = ()
+    """Special tokens of the tokenizer that end an answer and that no file names as such."""
+    names: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """What its ``config.json`` calls the fields of Qwen2, if it has names of its own."""
+    only: Mapping[str, tuple[object, ...]] = field(default_factory=dict, hash=False)
+    """Fields of its own that change the computation, with the values that can be computed. None is a missing field."""
+    unused: frozenset[str] = frozenset()
+    """Fields of its own that change nothing here, or that say what others do."""
     recommended: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Decoding parameters that the authors recommend, with the block size of ``config.json``."""
+    """Decoding parameters that the authors recommend, beside the block size if ``block_field`` has it."""
     source: str = ""
     """Where they recommend them."""
 
@@ -60,6 +70,50 @@ FAMILIES = {
         mask_token_id=151665,
         recommended={"decoding": "fast_dllm_v2", "tau_conf": 0.9},
         source="run_chatbot.py of Fast-dLLM v2",
+    ),
+    "llada": Family(
+        model_type="llada",
+        checkpoints=("LLaDA-8B", "LLaDA-1.5"),
+        properties=ModelProperties(logit_shift=0, attention="full", fills_as_llada=True),
+        mask_token_id=126336,
+        attention_bias=False,
+        rms_norm_eps=1e-5,
+        end_tokens=("<|eot_id|>",),
+        names={
+            "hidden_act": "activation_type",
+            "hidden_size": "d_model",
+            "intermediate_size": "mlp_hidden_size",
+            "max_position_embeddings": "max_sequence_length",
+            "num_attention_heads": "n_heads",
+            "num_hidden_layers": "n_layers",
+            "num_key_value_heads": "n_kv_heads",
+            "tie_word_embeddings": "weight_tying",
+            "vocab_size": "embedding_size",
+        },
+        only={
+            "activation_type": ("silu",),
+            "alibi": (False, None),
+            "attention_layer_norm": (False, None),
+            "bias_for_layer_norm": (False, None),
+            "block_group_size": (1, None),
+            "block_type": ("llama",),
+            "include_bias": (False, None),
+            "include_qkv_bias": (False, None),
+            "input_emb_norm": (False, None),
+            "layer_norm_type": ("rms",),
+            "layer_norm_with_affine": (True, None),
+            "rope": (True,),
+            "scale_logits": (False, None),
+            "weight_tying": (False, True),
+        },
+        unused=frozenset(
+            {
+                *("alibi_bias_max", "attention_layer_norm_with_affine", "embedding_dropout", "flash_attention"),
+                *("mlp_ratio", "multi_query_attention", "residual_dropout", "rope_full_precision"),
+            }
+        ),
+        recommended={"decoding": "parallel", "block_size": 32, "tau_conf": 1.0},
+        source="chat.py of LLaDA",
     ),
     "sdar": Family(
         model_type="sdar",

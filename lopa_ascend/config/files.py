@@ -174,18 +174,31 @@ class Fields:
     Args:
         values: the object.
         source: path of its file.
+        names: what the file calls fields, by the names that the methods take; the others have one name.
     """
 
-    def __init__(self, values: Mapping[str, Any], source: str):
-        self.values, self.source = values, source
+    def __init__(self, values: Mapping[str, Any], source: str, names: Mapping[str, str] | None = None):
+        self.values, self.source, self._names = values, source, names or {}
+
+    def name(self, field: str) -> str:
+        """What the file calls a field."""
+        return self._names.get(field, field)
+
+    def has(self, field: str) -> bool:
+        """Whether the file has a field."""
+        return self.name(field) in self.values
+
+    def get(self, field: str, default: object = None) -> Any:
+        """The value of a field as it is."""
+        return self.values.get(self.name(field), default)
 
     def error(self, name: str, expected: str) -> ConfigError:
         """The error of a field whose value is not what was expected."""
-        return ConfigError(f"{self.source}: {name} is {shown(self.values.get(name))}, expected {expected}")
+        return ConfigError(f"{self.source}: {self.name(name)} is {shown(self.get(name))}, expected {expected}")
 
     def expect(self, name: str, allowed: tuple[object, ...], default: object = None) -> None:
         """Raises ConfigError if the field has another value than the allowed ones."""
-        if self.values.get(name, default) not in allowed:
+        if self.get(name, default) not in allowed:
             raise self.error(name, " or ".join(map(repr, allowed)))
 
     def integer(self, name: str, at_most: int, default: int | None = None) -> int:
@@ -196,7 +209,7 @@ class Fields:
             at_most: far more than any model has. It bounds the time and memory of everything that depends on the field.
             default: of a field that is missing; None: the field must be there.
         """
-        value = self.values.get(name, default)
+        value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(name, "a positive integer")
         if value > at_most:
@@ -205,7 +218,7 @@ class Fields:
 
     def number(self, name: str, default: float, *, at_least: float = 0.0, at_most: float = 1e12) -> float:
         """A positive number in a range."""
-        value = self.values.get(name, default)
+        value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value:
             raise self.error(name, "a positive number")
         if not at_least <= value <= at_most:
@@ -214,14 +227,14 @@ class Fields:
 
     def flag(self, name: str, default: bool) -> bool:
         """True or false."""
-        value = self.values.get(name, default)
+        value = self.get(name, default)
         if not isinstance(value, bool):
             raise self.error(name, "true or false")
         return value
 
     def token(self, name: str, vocab: int) -> int:
         """A token id."""
-        value = self.values.get(name)
+        value = self.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab:
-            raise self.error(name, f"a token id below vocab_size {vocab}")
+            raise self.error(name, f"a token id below {self.name('vocab_size')} {vocab}")
         return value

@@ -106,6 +106,8 @@ class ModelConfig:
         """
         config = {name: value for name, value in config.items() if value is not None}
         fields = Fields(config, source)
+        if family is not None and family.names:
+            fields = Fields({**_implied(fields), **config}, source, family.names)
         fields.expect("model_type", (name if family is None else family.model_type,))
         rope = config.get("rope_parameters", {})
         if not isinstance(rope, dict):
@@ -120,7 +122,7 @@ class ModelConfig:
             if family.block_field is not None:
                 block_size = fields.integer(family.block_field, 2**10, default=family.block_size)
             if family.mask_token_id is not None:
-                fields = Fields({"mask_token_id": family.mask_token_id, **config}, source)
+                fields = Fields({"mask_token_id": family.mask_token_id, **fields.values}, source, family.names)
         mask, eos = _special_ids(fields, generation, str(Path(source).with_name("generation_config.json")), vocab)
         return cls(
             vocab_size=vocab,
@@ -132,7 +134,7 @@ class ModelConfig:
             head_dim=head_dim,
             max_position_embeddings=fields.integer("max_position_embeddings", 2**22),
             rope_theta=_rope_theta(fields, rope),
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-6, at_most=1.0),
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6 if family is None else family.rms_norm_eps, at_most=1.0),
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
             attention_bias=fields.flag("attention_bias", family is None or family.attention_bias),
             mask_token_id=mask,
@@ -145,6 +147,17 @@ class ModelConfig:
         )
 
 
+def _implied(fields: Fields) -> dict[str, object]:
+    """The sizes that a ``config.json`` with the names of OLMo may leave out, because other fields say them."""
+    heads, vocab = fields.integer("n_heads", 2**14), fields.integer("vocab_size", 2**24)
+    rows = fields.integer("embedding_size", 2**24, default=vocab)
+    if rows < vocab:
+        raise fields.error("embedding_size", f"at least vocab_size {vocab}")
+    inner = fields.integer("mlp_ratio", 2**10, default=4) * fields.integer("d_model", 2**20)
+    kv_heads = 1 if fields.flag("multi_query_attention", False) else heads
+    return {"embedding_size": vocab, "mlp_hidden_size": inner, "n_kv_heads": kv_heads}
+
+
 def _heads(fields: Fields, hidden: int) -> tuple[int, int, int]:
     """The numbers of query heads and of KV heads, and the size of a head.
 
@@ -155,9 +168,11 @@ def _heads(fields: Fields, hidden: int) -> tuple[int, int, int]:
     source, heads = fields.source, fields.integer("num_attention_heads", 2**14)
     kv_heads = fields.integer("num_key_value_heads", 2**14, default=heads)
     if heads % kv_heads:
-        raise ConfigError(f"{source}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    if "head_dim" not in fields.values and hidden % heads:
-        raise ConfigError(f"{source}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+        name, of = fields.name("num_attention_heads"), fields.name("num_key_value_heads")
+        raise ConfigError(f"{source}: {name} {heads} is not a multiple of {of} {kv_heads}")
+    if not fields.has("head_dim") and hidden % heads:
+        name, of = fields.name("hidden_size"), fields.name("num_attention_heads")
+        raise ConfigError(f"{source}: {name} {hidden} is not a multiple of {of} {heads}")
     head_dim = fields.integer("head_dim", 2**14, default=hidden // heads)
     if head_dim % 2:
         raise ConfigError(f"{source}: head_dim {head_dim} is odd; rotary embeddings need an even one")

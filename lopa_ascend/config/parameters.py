@@ -28,7 +28,7 @@ AUTO_REQUESTS = 2
 die, three drafts make two requests 1.2 times as fast, and three requests slower."""
 MIN_TEMPERATURE = 0.01
 """Lower temperatures count as 0: logits divided by them leave the range of float32."""
-ACCEPTANCES = ("threshold", "factor", "sequential")
+ACCEPTANCES = ("threshold", "factor", "entropy", "sequential")
 CONFIDENCES = ("max_prob", "margin", "neg_entropy")
 ALGS = {"origin": "max_prob", "maskgit_plus": "max_prob", "topk_margin": "margin", "entropy": "neg_entropy"}
 """Dream's names for the ways to choose positions, and the confidence of each."""
@@ -210,8 +210,8 @@ class ResearchParams:
         "threshold",
         Choice(ACCEPTANCES),
         'which positions of a block are filled together: "threshold": all above `tau_conf`; "factor": the most '
-        'probable ones, as many as `acceptance_factor` allows, whatever `tau_conf` is; "sequential": the first '
-        "ones, as many as a pass must fill",
+        'probable ones, as many as `acceptance_factor` allows, whatever `tau_conf` is; "entropy": all whose entropy is '
+        'at most `max_entropy`; "sequential": the first ones, as many as a pass must fill',
         group=Section.RESEARCH,
         graphs=GraphSupport.DEFAULT,
     )
@@ -219,6 +219,12 @@ class ResearchParams:
         1.0,
         Number(0, 1000),
         'bound of `acceptance` "factor"; higher is faster and less accurate',
+        group=Section.RESEARCH,
+    )
+    max_entropy: float = parameter(
+        0.5,
+        Number(0, 100),
+        'bound of `acceptance` "entropy", in nats; higher is faster and less accurate',
         group=Section.RESEARCH,
     )
     denoising_steps: int | None = parameter(
@@ -319,9 +325,9 @@ class ResearchParams:
     max_active_blocks: int | None = parameter(
         None,
         Integer(1, INT32_MAX),
-        "most blocks in the window, from the first unfinished block on",
+        "most blocks that are open at once, from the first unfinished block on",
         group=Section.RESEARCH,
-        default_text="no limit",
+        default_text='no limit; 1 with "parallel"',
     )
     finish_at_eos: bool = parameter(
         True,

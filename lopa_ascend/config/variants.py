@@ -56,7 +56,10 @@ def refuse_variants(fields: Fields, rope: Mapping[str, Any], num_layers: int, fa
         ConfigError: a field asks for one of them, or is not known and named like a part of the network.
     """
     for name, allowed in _ONLY_VALUES.items():
-        fields.expect(name, allowed, default=allowed[0])
+        if name not in family.names:
+            fields.expect(name, allowed, default=allowed[0])
+    for name, allowed in family.only.items():
+        fields.expect(name, allowed)
     if not uses_compressed_tensors(fields.values):
         fields.expect(CONFIG_FIELD, (None,), default=None)
     layer_types = fields.values.get("layer_types")
@@ -77,9 +80,9 @@ def _refuse_unknown(fields: Fields, family: Family) -> None:
 
     A name alone tells which may: files have many fields for training and for other programs.
     """
+    known = {*map(fields.name, _READ), *_WITHOUT_EFFECT, *family.only, *family.unused, family.block_field}
     for name, value in fields.values.items():
-        is_known = name in _READ or name in _WITHOUT_EFFECT or name == family.block_field
-        if not is_known and _NETWORK.search(name) and value not in (None, False, "", [], {}):
+        if name not in known and _NETWORK.search(name) and value not in (None, False, "", [], {}):
             raise ConfigError(
                 f"{fields.source}: {shown(name)} is {shown(value)}, which this engine does not know for model_type "
                 f"{family.model_type!r}; expected no such field, or false"

@@ -9,6 +9,7 @@ With c_1 >= c_2 >= ... the probabilities of the ranked predictions:
 - "threshold", of D2F (arXiv 2508.09192) and Fast-dLLM (arXiv 2505.22618): c_n > tau_conf.
 - "factor", of Fast-dLLM: (n + 1) (1 - c_n) < acceptance_factor. The more positions are filled together, the surer
   each must be.
+- "entropy", of d3LLM (arXiv 2601.07568): the entropy of each is at most max_entropy.
 - "sequential", of SDAR (arXiv 2510.06303): none, so that a block fills its first masks, as many as it must.
 """
 
@@ -47,9 +48,16 @@ def factor(params: DecodingParams) -> Rule:
     return accept
 
 
+def entropy(params: DecodingParams) -> Rule:
+    """The rule "entropy", whose confidences are negative entropies."""
+    least = float32(-params.max_entropy)
+    return lambda predictions: [fill for fill in predictions if fill.confidence >= least]
+
+
 RULES: dict[str, Callable[[DecodingParams], Rule]] = {
     "threshold": threshold,
     "factor": factor,
+    "entropy": entropy,
     "sequential": lambda params: lambda predictions: [],
 }
 

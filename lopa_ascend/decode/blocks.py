@@ -33,7 +33,7 @@ class Block:
     activated: bool = False
     """Fully activated: the block must fill at least one position in every step. Once set it stays set."""
     passes: int = 0
-    """Forward passes that computed the block since it was fully activated."""
+    """Forward passes that computed the block since it was fully activated; on a whole canvas since it was begun."""
 
     @property
     def length(self) -> int:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.acceptance import most_confident
-from lopa_ascend.decode.blocks import Block, Branch
+from lopa_ascend.decode.blocks import Block, Branch, threshold_count
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.types import DREAM, Fill, ModelProperties, RowPlan, SequencePlan
 
@@ -69,21 +70,88 @@ class Canvas(Strategy):
 class Parallel(Canvas):
     """Block after block, from left to right: each pass fills what the acceptance rule lets through in the first block
     that has masks, and its most confident position if the rule lets nothing through (semi-autoregressive parallel
-    decoding, arXiv 2505.22618). One block that is as long as the canvas is decoded in any order."""
+    decoding, arXiv 2505.22618). With ``denoising_steps`` it fills at least as many as LLaDA's schedule wants (arXiv
+    2502.09992). One block that is as long as the canvas is decoded in any order.
+
+    With ``max_active_blocks`` above 1 a pass also fills what the rule lets through in the blocks behind the first, as
+    far as ``tau_add`` opens them. With ``finish_at_eos`` a token that ends the answer is then repeated to the canvas's
+    end (d3LLM, arXiv 2601.07568).
+    """
 
     @property
     def num_counted(self) -> int:
         return first_masked(self.anchor).start - len(self.prompt)
 
     def _row(self, branch: Branch) -> RowPlan:
-        masked = branch.masked_in(first_masked(branch), self.mask) if branch.masks else ()
-        return self._whole_row(branch, masked)
+        return self._whole_row(
+            branch, [q for block in self._window(branch) for q in branch.masked_in(block, self.mask)]
+        )
+
+    def _window(self, branch: Branch) -> list[Block]:
+        """The blocks that a pass fills: the first one that has masks, and those that are open behind it; none if there
+        are no masks."""
+        first = next((i for i, block in enumerate(branch.blocks) if block.masks), len(branch.blocks))
+        window = list(branch.blocks[first : first + 1])
+        for block in branch.blocks[first + 1 : first + (self.params.max_active_blocks or 1)]:
+            if window[-1].filled < threshold_count(self.params.tau_add, window[-1].length):
+                break
+            window.append(block)
+        return window
+
+    def accept(self, predicted: Sequence[Fill]) -> list[Fill]:
+        """What the rule lets through. Fast-dLLM's "factor" for LLaDA takes the first prediction in any case, and the
+        last one as soon as it comes to it."""
+        accepted = super().accept(predicted)
+        takes_last = self.properties.fills_as_llada and self.params.acceptance == "factor"
+        return list(predicted) if takes_last and max(1, len(accepted)) == len(predicted) - 1 else accepted
 
     def choose(self, branch: Branch, predicted: list[Fill]) -> tuple[list[Fill], int]:
-        accepted = self.accept(predicted)
-        if accepted or not predicted:
-            return accepted, 0
-        return most_confident(predicted), 1
+        chosen: list[Fill] = []
+        fallbacks, window = 0, self._window(branch)
+        for block in window:
+            in_block = [fill for fill in predicted if block.start <= fill.position < block.end]
+            accepted = self.accept(in_block)
+            wanted = min(self._num_wanted(block), len(in_block)) if block is window[0] else 0
+            if len(accepted) < wanted:
+                fallbacks += wanted - len(accepted)
+                accepted = most_confident(in_block, wanted)
+            chosen += accepted
+        if self.properties.fills_as_llada and len(chosen) == fallbacks and len(window) > 1:
+            others = [fill for fill in most_confident(predicted) if fill not in chosen]
+            return chosen + others, fallbacks + len(others)
+        return chosen, fallbacks
+
+    def _num_wanted(self, block: Block) -> int:
+        """Positions of the first block that the next pass must fill: 1, or with ``denoising_steps`` as many as the
+        schedule lacks. After n passes it wants n shares of the block, the first ones one larger until these have the
+        remainder."""
+        steps = self.params.denoising_steps
+        if steps is None:
+            return 1
+        share, remainder = divmod(block.length, steps)
+        num_passes = block.passes + 1
+        return max(1, num_passes * share + min(num_passes, remainder) - block.filled)
+
+    def settle(self, branch: Branch) -> Branch:
+        """Counts the pass in the blocks that are begun, and ends the canvas behind a token that ends the answer."""
+        if self.params.denoising_steps is not None:
+            blocks = (
+                replace(block, passes=block.passes + 1) if block.masks and block.filled else block
+                for block in branch.blocks
+            )
+            branch = replace(branch, blocks=tuple(blocks))
+        has_several = (self.params.max_active_blocks or 1) > 1
+        return self._ended(branch) if has_several and self.params.finish_at_eos and branch.eos else branch
+
+    def _ended(self, branch: Branch) -> Branch:
+        """The branch, which has a token that ends the answer, with that token everywhere behind it."""
+        end = next(i for i, token in enumerate(branch.tokens) if token in self.ends)
+        tokens = branch.tokens[:end] + branch.tokens[end : end + 1] * (len(branch.tokens) - end)
+        prompt, *blocks = branch.blocks
+        places = (slice(block.start - branch.first, block.end - branch.first) for block in blocks)
+        masks = [tokens[place].count(self.mask) for place in places]
+        ended = (replace(block, masks=count) for block, count in zip(blocks, masks, strict=True))
+        return replace(branch, tokens=tokens, blocks=(prompt, *ended))
 
 
 def first_masked(branch: Branch) -> Block:

@@ -1,13 +1,13 @@
 """Fast-dLLM: block after block, with keys and values that are computed once a block and then reused (arXiv 2505.22618).
 
-The first pass of a block computes prompt and canvas, and fills the block's first position. The passes after it compute
-less, and attend to the keys and values that the first one has left in the cache for all other positions:
+The first pass of a block computes prompt and canvas. The passes after it compute less, and attend to the keys and
+values that the first one has left in the cache for all other positions:
 
 - "prefix" cache: from the block on to the end of the canvas; reused are the positions before the block.
 - "dual" cache: the block alone; reused are the positions before it and the masks after it.
 
-The reused keys and values are stale: they do not know what has been filled since. Because the output at a position
-predicts the next one, no later pass could predict the block's first position, so the first pass has to fill it.
+The reused keys and values are stale: they do not know what has been filled since. If the output at a position predicts
+the next one, no later pass could predict the block's first position, so the first pass fills it, and nothing else.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ class FastDllm(Parallel):
 
     def _row(self, branch: Branch) -> RowPlan:
         block, first = first_masked(branch), branch.first
-        if branch.tokens[block.start - first] == self.mask:
-            return self._whole_row(branch, (block.start,))
+        if not block.filled:
+            end = block.start + 1 if self.properties.logit_shift else block.end
+            return self._whole_row(branch, range(block.start, end))
         end = block.end if self.params.block_cache == "dual" else branch.end
         return RowPlan(
             start=block.start,

@@ -14,6 +14,7 @@ from lopa_ascend.backend.memory import default_kv_memory
 from lopa_ascend.checkpoint import with_dtype
 from lopa_ascend.config import DecodingParams, EngineConfig, Limits, ModelConfig, ParameterError
 from lopa_ascend.config.engine import DEFAULT_MODEL_LEN
+from lopa_ascend.config.families import FAMILIES
 from lopa_ascend.demo import DEMO_MODEL
 from lopa_ascend.engine.models import ModelSource, open_model
 from lopa_ascend.graph.setup import GraphPlan, plan_graphs
@@ -85,7 +86,8 @@ def prepare(config: EngineConfig, mesh: Mesh) -> Prepared:
     tokenizer, eos_token_ids = load_vocabulary(path, model.vocab_size), model.eos_token_ids
     if tokenizer is not None:
         check_special_ids(tokenizer, path, model.mask_token_id, eos_token_ids)
-        eos_token_ids = end_token_ids(tokenizer, model.mask_token_id, eos_token_ids)
+        family = FAMILIES.get(model.model_type)
+        eos_token_ids = end_token_ids(tokenizer, model.mask_token_id, eos_token_ids, family)
     num_token_ids = tokenizer.num_token_ids if tokenizer else model.vocab_size
     max_model_len = choose_max_model_len(config, model)
     max_num_batched_tokens = config.max_num_batched_tokens or max(4096, max_model_len)

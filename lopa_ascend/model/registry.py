@@ -23,6 +23,7 @@ FUSED = {
     "Dream": "lopa_ascend.model.dream:Dream",
     "DreamReasoner": "lopa_ascend.model.dream_reasoner:DreamReasoner",
     "Fast_dLLM_Qwen": "lopa_ascend.model.fast_dllm2:FastDllm2",
+    "llada": "lopa_ascend.model.llada:Llada",
     "sdar": "lopa_ascend.model.sdar:Sdar",
 }
 """By name of the architecture: module and class, a ``model.base.SplitModel``. They import torch, so not before use."""

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from lopa_ascend.config.families import Family
 from lopa_ascend.config.files import shown
 from lopa_ascend.text.tokenizer import Tokenizer, TokenizerError
 
@@ -51,13 +52,19 @@ def check_special_ids(tokenizer: Tokenizer, path: Path, mask_token_id: int, eos_
             )
 
 
-def end_token_ids(tokenizer: Tokenizer, mask_token_id: int, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
-    """The ids that end an answer: those of the configuration, and the tokenizer's padding unless it is the mask.
+def end_token_ids(
+    tokenizer: Tokenizer, mask_token_id: int, eos_token_ids: Sequence[int], family: Family | None = None
+) -> tuple[int, ...]:
+    """The ids that end an answer: those of the configuration, the tokenizer's padding unless it is the mask, and the
+    family's own.
 
     Models fill what follows an answer with padding. DiffuCoder has a token of its own for that, "<|dlm_pad|>", which
     its configuration does not name.
     """
-    padding = tokenizer.id_of(tokenizer.special["pad_token"]) if "pad_token" in tokenizer.special else None
-    if padding is None or padding == mask_token_id or padding in eos_token_ids:
-        return tuple(eos_token_ids)
-    return *eos_token_ids, padding
+    names = [tokenizer.special["pad_token"]] if "pad_token" in tokenizer.special else []
+    names += [] if family is None else family.end_tokens
+    ids = [*eos_token_ids]
+    for found in map(tokenizer.id_of, names):
+        if found is not None and found != mask_token_id and found not in ids:
+            ids.append(found)
+    return tuple(ids)

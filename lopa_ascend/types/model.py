@@ -16,6 +16,10 @@ class ModelProperties:
     """What a position saw in training. "full": all positions; blocks are counted from the prompt's end. "block_causal":
     the blocks up to its own, on a grid from position 0, the prompt included. There the keys and values of final blocks
     depend on nothing behind them, and the first block to decode may begin with the last tokens of the prompt."""
+    fills_as_llada: bool = False
+    """On a whole canvas a pass fills what the code for LLaDA fills, where that for Dream fills less: with "factor" a
+    block's last mask as soon as the rule comes to it (Fast-dLLM), and in a window of several blocks one position at
+    least beside the first block's (d3LLM)."""
 
     @property
     def is_block_causal(self) -> bool:

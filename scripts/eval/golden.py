@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import msgspec
 
@@ -106,7 +106,66 @@ class FastDllm2Params(msgspec.Struct, forbid_unknown_fields=True):
         }
 
 
-FAMILIES = {"sdar": SdarParams, "fastdllm2": FastDllm2Params}
+class LladaParams(msgspec.Struct, forbid_unknown_fields=True):
+    """Of ``generate`` of LLaDA ("gsai") and of Fast-dLLM's three for LLaDA ("fastdllm"), greedy."""
+
+    variant: Literal["gsai", "fastdllm"]
+    steps: int
+    gen_length: int
+    block_length: int
+    cache: Literal["none", "prefix", "dual"] = "none"
+    threshold: float | None = None
+    factor: float | None = None
+    cfg_scale: float = 0.0
+
+    stop_at_eos: ClassVar = False
+
+    def decoding(self, model: Path) -> dict[str, Any]:
+        """The parameters by our names. As published the whole canvas is filled."""
+        if self.cfg_scale:
+            raise ValueError(
+                f"cfg_scale: is {self.cfg_scale:g}, expected 0: there is no classifier-free guidance, whose every pass "
+                "also computes the canvas behind a prompt of masks"
+            )
+        found: dict[str, Any] = {"decoding": "parallel", "block_size": self.block_length, "finish_at_eos": False}
+        if self.cache != "none":
+            found |= {"decoding": "fast_dllm", "block_cache": self.cache}
+        if self.factor is not None:
+            return found | {"acceptance": "factor", "acceptance_factor": self.factor}
+        if self.threshold is not None:
+            return found | {"tau_conf": self.threshold}
+        return found | {"tau_conf": 1.0, "denoising_steps": self.steps * self.block_length // self.gen_length}
+
+
+class D3llmParams(msgspec.Struct, forbid_unknown_fields=True):
+    """Of ``generate_multi_block`` of d3LLM for LLaDA, and of ``_sample_multi_block`` for Dream, greedy."""
+
+    max_new_tokens: int
+    block_size: int
+    threshold: float
+    block_add_threshold: float
+    decoded_token_threshold: float
+    early_stop: bool = False
+
+    @property
+    def stop_at_eos(self) -> bool:
+        return self.early_stop
+
+    def decoding(self, model: Path) -> dict[str, Any]:
+        """The parameters by our names. There is no limit of blocks."""
+        return {
+            "decoding": "parallel",
+            "block_size": self.block_size,
+            "acceptance": "entropy",
+            "confidence": "neg_entropy",
+            "max_entropy": self.threshold,
+            "tau_add": self.block_add_threshold,
+            "tau_act": self.decoded_token_threshold,
+            "max_active_blocks": self.max_new_tokens,
+        }
+
+
+FAMILIES = {"sdar": SdarParams, "fastdllm2": FastDllm2Params, "llada": LladaParams, "d3llm": D3llmParams}
 """The published parameters of each family that can be compared."""
 
 
@@ -151,8 +210,8 @@ class Case:
             if trace.eos_token_id is None:
                 raise ValueError("eos_token_id: is missing, expected an id, because of stop_at_eos")
             decoding["eos_token_id"] = trace.eos_token_id
-            if decoding.get("finish_at_eos", True) and output[-1:] == [trace.eos_token_id]:
-                output = output[:-1]
+            if decoding.get("finish_at_eos", True) and trace.eos_token_id in output:
+                output = output[: output.index(trace.eos_token_id)]
         passes = [sorted(forward.fills) for forward in trace.trace if forward.fills]
         return cls(file.parent.name, model, trace.prompt_ids, DecodingParams(**decoding), output, passes)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lopa_ascend.config import ConfigError, ModelConfig
+from lopa_ascend.config.families import FAMILIES
 from lopa_ascend.config.files import read_json_object
 from lopa_ascend.config.settings import HelpFormatter
 from lopa_ascend.demo import DEMO_MODEL
@@ -39,6 +40,7 @@ SIZES: dict[str, dict[str, tuple[int, ...]]] = {
     },
     "fast-dllm-v2": {"tiny": TINY, "1.5B": (1536, 8960, 28, 12, 2, 128), "7B": (3584, 18944, 28, 28, 4, 128)},
     "dream": {"tiny": TINY, "7B": (3584, 18944, 28, 28, 4, 128)},
+    "llada": {"tiny": TINY, "8B": (4096, 12288, 32, 32, 32, 128)},
 }
 """By family and size: hidden size, width of the MLP, layers, query heads, KV heads, elements of a head."""
 SIZE_FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -69,9 +71,22 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "vocab_size": 152064,
         "max_position_embeddings": 131072,
     },
+    "llada": {
+        "architectures": ["LLaDAModelLM"],
+        "model_type": "llada",
+        "block_type": "llama",
+        "layer_norm_type": "rms",
+        "mask_token_id": 126336,
+        "eos_token_id": 126081,
+        "vocab_size": 126464,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope": True,
+        "rope_theta": 500000.0,
+    },
 }
-"""What the families' config.json has beside what all have."""
-STOPS = {"sdar": [151645, 151643], "fast-dllm-v2": [151645], "dream": [151643]}
+"""What the families' config.json has in place of, or beside, what all have."""
+STOPS = {"sdar": [151645, 151643], "fast-dllm-v2": [151645], "dream": [151643], "llada": [126081]}
 """Their EOS ids in generation_config.json."""
 TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer_config.json")
 HEAD_SPREAD = 4.0
@@ -81,9 +96,7 @@ HEAD_SPREAD = 4.0
 def files_of(family: str, size: str, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The fields of config.json, and those of generation_config.json."""
     sizes = SIZES[family][size]
-    config = {
-        **FAMILY_FIELDS[family],
-        **dict(zip(SIZE_FIELDS, sizes, strict=False)),
+    config: dict[str, Any] = {
         "attention_dropout": 0.0,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
@@ -92,6 +105,8 @@ def files_of(family: str, size: str, dtype: str) -> tuple[dict[str, Any], dict[s
         "tie_word_embeddings": (family, size) == ("fast-dllm-v2", "1.5B"),
         "torch_dtype": dtype,
         "use_sliding_window": False,
+        **dict(zip(SIZE_FIELDS, sizes, strict=False)),
+        **FAMILY_FIELDS[family],
     }
     generation: dict[str, Any] = {"eos_token_id": STOPS[family]}
     if family == "sdar":
@@ -102,7 +117,9 @@ def files_of(family: str, size: str, dtype: str) -> tuple[dict[str, Any], dict[s
         bundled = read_json_object(DEMO_MODEL / "config.json", ConfigError)
         config |= {name: bundled[name] for name in ("vocab_size", "mask_token_id", "eos_token_id")}
         generation["eos_token_id"] = bundled["eos_token_id"]
-    return config, generation
+    names = FAMILIES[config["model_type"]].names
+    renamed = {names.get(name, name): value for name, value in config.items()}
+    return {**renamed, "vocab_size": config["vocab_size"]}, generation
 
 
 def random_tensors(specs: Iterable[TensorSpec], seed: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -113,7 +130,7 @@ def random_tensors(specs: Iterable[TensorSpec], seed: int, dtype: torch.dtype) -
     for spec in specs:
         tensor = torch.empty(spec.shape, dtype=dtype)
         if len(spec.shape) == 1:
-            yield spec.name, tensor.fill_("norm" in spec.name)
+            yield spec.name, tensor.fill_("norm" in spec.ours)
             continue
         spread = HEAD_SPREAD if spec.row.linear == "lm_head" else 1.0
         spread *= spec.shape[1] ** -0.5 if spec.row.linear else 1.0

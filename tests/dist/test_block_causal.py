@@ -1,4 +1,5 @@
-"""Block-causal models on several ranks: tokens, winners and passes are those of one process, eager and in graphs."""
+"""Block-causal models and LLaDA on several ranks: tokens, winners and passes are those of one process, eager and in
+graphs."""
 
 from __future__ import annotations
 
@@ -17,6 +18,14 @@ FIELDS: dict[str, Any] = {"block_size": 8, "max_new_tokens": 40, "tau_conf": 0.5
 EXACT = {"num_branches": 3, "branch_acceptance": "exact"}
 VARIANTS: list[dict[str, Any]] = [{"decoding": "d2f"}, EXACT, {"num_branches": 3, "branch_acceptance": "verified"}]
 V2: list[dict[str, Any]] = [{"decoding": "fast_dllm_v2"}, {"base": "fast_dllm_v2", "num_branches": 3}]
+CANVAS: list[dict[str, Any]] = [
+    {"decoding": "parallel", "tau_conf": 1.0, "denoising_steps": 3},
+    {"decoding": "fast_dllm", "block_cache": "dual", "acceptance": "factor"},
+    {"base": "fast_dllm", "num_branches": 3},
+    {"base": "parallel", "num_branches": 3},
+    {"num_branches": 3, "window_attention": "full"},
+]
+FAMILIES: dict[str, list[dict[str, Any]]] = {"sdar": [], "fastdllm2": V2, "llada": CANVAS}
 
 
 def job(family: str, variants: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
@@ -29,10 +38,10 @@ def job(family: str, variants: list[dict[str, Any]], **options: Any) -> dict[str
 
 @pytest.mark.parametrize(
     ("family", "tp", "bp"),
-    slow_but([(family, *size) for family in ("sdar", "fastdllm2") for size in ((1, 2), (2, 2))], [("sdar", 2, 2)]),
+    slow_but([(family, *size) for family in FAMILIES for size in ((1, 2), (2, 2))], [("sdar", 2, 2), ("llada", 2, 2)]),
 )
 def test_ranks_decode_as_one_process(family: str, tp: int, bp: int, tmp_path: Path) -> None:
-    variants = [*VARIANTS, *(V2 if family == "fastdllm2" else [])]
+    variants = [*VARIANTS, *FAMILIES[family]]
     alone = ranks.generate(1, [job(family, variants)], tmp_path)[0]
     size = {"tensor_parallel_size": tp, "branch_parallel_size": bp}
     compiled = {"graph_mode": "inductor", "graph_params": {**EXACT, "block_size": 8}, "max_num_seqs": 2}

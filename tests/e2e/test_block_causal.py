@@ -1,5 +1,5 @@
-"""Block-causal models through the whole engine: branches, batches, compiled steps and long prompts give the tokens of
-the plain decoding. Here a graph is the step as it is, not compiled."""
+"""Block-causal models, and LLaDA in block-causal windows, through the whole engine: branches, batches, compiled steps
+and long prompts give the tokens of the plain decoding. Here a graph is the step as it is, not compiled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.e2e.batching import decisions, run
 from tests.tiers import examples
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "models"
-MODELS = [str(GOLDEN / family / model) for family in ("sdar", "fastdllm2") for model in ("model_a", "model_b")]
+MODELS = [str(GOLDEN / family / model) for family in ("sdar", "fastdllm2", "llada") for model in ("model_a", "model_b")]
 FIELDS: dict[str, Any] = {"ignore_eos": True, "block_size": 8}
 Asked = tuple[list[int], DecodingParams]
 
@@ -110,6 +110,12 @@ def test_compiled_steps_decide_as_eager_ones(model: str, asked: list[Asked], kin
 def test_neighbours_change_nothing(model: str) -> None:
     rng = random.Random(model)
     decodings: list[dict[str, Any]] = [{"decoding": "d2f", "denoising_steps": 3}, {"num_branches": 3}]
+    if "/llada/" in model:
+        decodings += [
+            {"decoding": "parallel", "denoising_steps": 3},
+            {"decoding": "fast_dllm", "block_cache": "dual", "acceptance": "factor"},
+            {"base": "fast_dllm", "num_branches": 3},
+        ]
     if "fastdllm2" in model:
         decodings += [
             {"decoding": "fast_dllm_v2", "sub_block_size": 4},

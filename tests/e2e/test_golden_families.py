@@ -1,4 +1,4 @@
-"""Every recorded trace of the published code of block-causal models, and what the runner says of traces that differ."""
+"""Every recorded trace of the published code of the families, and what the runner says of traces that differ."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[
     return int(ended.value.code or 0), rows, json.loads(last)
 
 
-@pytest.mark.parametrize(("family", "num_cases"), [("sdar", 12), ("fastdllm2", 11)])
+@pytest.mark.parametrize(("family", "num_cases"), [("sdar", 12), ("fastdllm2", 11), ("d3llm", 8)])
 def test_every_trace_is_reproduced(family: str, num_cases: int, capsys: pytest.CaptureFixture[str]) -> None:
     status, rows, report = run(GOLDEN / family, capsys)
     assert report == {"cases": num_cases, "equal": num_cases, "different": []}
@@ -31,8 +31,16 @@ def test_every_trace_is_reproduced(family: str, num_cases: int, capsys: pytest.C
     assert len(rows) == num_cases
 
 
+def test_every_trace_of_llada_is_reproduced_but_for_guidance(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, report = run(GOLDEN / "llada", capsys)
+    assert (status, report["cases"], report["equal"]) == (1, 12, 11)
+    ((case, first),) = [different.values() for different in report["different"]]
+    assert case == "gsai_cfg"
+    assert "cfg_scale: is 0.5, expected 0: there is no classifier-free guidance" in first
+
+
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
-    "family": ({"family": "llama"}, "family: unknown value 'llama', expected one of sdar, fastdllm2"),
+    "family": ({"family": "llama"}, "family: unknown value 'llama', expected one of sdar, fastdllm2, llada, d3llm"),
     "model": ({"model_dir": "../absent"}, "model_dir: .*absent has no config.json"),
     "name": (
         {"params": {"steps": 3}},

@@ -51,6 +51,12 @@ def test_factor(block, factor: float) -> None:
     assert rule(fills(block)) == most(fills(block), lambda fill: fill.max_prob, allows)
 
 
+@given(blocks, st.integers(0, 200).map(lambda n: n / 64))
+def test_entropy(block, bound: float) -> None:
+    rule = acceptance_rule(DecodingParams(acceptance="entropy", confidence="neg_entropy", max_entropy=bound))
+    assert rule(fills(block)) == [fill for fill in fills(block) if -fill.confidence <= bound]
+
+
 def test_every_rule_has_a_name() -> None:
     assert tuple(RULES) == ACCEPTANCES
 

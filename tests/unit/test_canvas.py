@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from lopa_ascend.config import DECODINGS, DecodingParams
+from lopa_ascend.config.families import FAMILIES
 from lopa_ascend.decode import STRATEGIES, begin
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.decode.vanilla import Vanilla
 from lopa_ascend.parallel.placement import Placement
-from lopa_ascend.types import RowResult, SequencePlan, StepRecord
+from lopa_ascend.types import DREAM, RowResult, SequencePlan, StepRecord
 
 MASK = 99
 EOS = 7
@@ -58,6 +59,72 @@ def test_parallel_decoding_computes_everything_and_fills_block_after_block() -> 
     assert (plan.rows[0].masked, len(record.fills), record.fallbacks) == ((7, 8, 9, 10), 4, 0)
     assert strategy.num_counted == 8
     assert strategy.num_committed == 0
+
+
+LLADA = FAMILIES["llada"].properties
+
+
+def test_a_schedule_says_how_many_positions_a_pass_fills() -> None:
+    """10 positions in 4 passes are 3, 3, 2 and 2, whatever a rule accepted before."""
+    strategy = start(block_size=10, denoising_steps=4, tau_conf=1.0)
+    assert [len(one_pass(strategy)[1].fills) for _ in range(4)] == [3, 3, 2, 2]
+    strategy = start(block_size=10, denoising_steps=4, tau_conf=0.9)
+    assert [len(one_pass(strategy, dict.fromkeys(range(3, 7), 0.95))[1].fills) for _ in range(4)] == [4, 2, 2, 2]
+    strategy = start(block_size=4, denoising_steps=8, tau_conf=1.0)  # a pass fills something
+    assert [len(one_pass(strategy)[1].fills) for _ in range(10)] == [1] * 10
+    assert strategy.plan() is None
+    # With shifted logits the first pass of a block fills its first position alone; the next one makes up for it.
+    strategy = start(decoding="fast_dllm", block_size=10, denoising_steps=2, tau_conf=1.0)
+    assert [len(one_pass(strategy)[1].fills) for _ in range(2)] == [1, 9]
+
+
+def test_a_window_of_several_blocks_opens_as_they_are_filled() -> None:
+    strategy = start(max_active_blocks=3, tau_add=0.5, max_new_tokens=16)
+    assert one_pass(strategy, {3: 0.95})[0].rows[0].masked == (3, 4, 5, 6)
+    plan, record = one_pass(strategy, {9: 0.95})
+    assert (plan.rows[0].masked, [fill.position for fill in record.fills]) == ((4, 5, 6), [4])
+    plan, record = one_pass(strategy, {9: 0.95, 10: 0.95})
+    assert plan.rows[0].masked == (5, 6, 7, 8, 9, 10)
+    assert ([fill.position for fill in record.fills], record.fallbacks) == ([5, 9, 10], 1)  # the first block goes on
+    assert one_pass(strategy)[0].rows[0].masked == (6, 7, 8, 11, 12, 13, 14)
+
+
+def test_a_pass_for_llada_fills_the_best_position_of_its_window() -> None:
+    for properties, filled in ((DREAM, [3]), (LLADA, [3, 8])):
+        params = DecodingParams(decoding="parallel", block_size=4, tau_add=0.0, max_active_blocks=2, max_new_tokens=8)
+        strategy = begin([1] * 3, params, MASK, frozenset([EOS]), properties=properties)
+        assert [fill.position for fill in one_pass(strategy, {8: 0.5})[1].fills] == filled
+
+
+def test_a_window_of_several_blocks_stops_at_an_end() -> None:
+    strategy = start(max_active_blocks=2, tau_add=0.0)
+    _, record = one_pass(strategy, {5: 0.95, 8: 0.95}, token=EOS)
+    assert [fill.position for fill in record.fills] == [5, 8]
+    assert strategy.anchor.tokens == (MASK, MASK, *[EOS] * 8)
+    assert (strategy.anchor.masks, strategy.plan() is None) == (2, False)
+    one_pass(strategy, {3: 0.95, 4: 0.95})
+    assert (strategy.plan(), strategy.final_tokens()) == (None, [5, 5])
+    for fields in ({"max_active_blocks": 1}, {"max_active_blocks": 2, "finish_at_eos": False}):
+        strategy = start(tau_add=0.0, **fields)
+        one_pass(strategy, {5: 0.95}, token=EOS)
+        assert strategy.anchor.tokens[3:] == (MASK,) * 7
+
+
+def test_the_factor_for_llada_takes_the_last_mask_too() -> None:
+    params = DecodingParams(decoding="parallel", block_size=3, acceptance="factor", max_new_tokens=3)
+    for probs, filled in (({}, [3]), ({3: 0.9, 4: 0.9}, [3, 4, 5]), ({3: 0.9}, [3])):
+        for properties, expected in ((LLADA, filled), (DREAM, filled[:2])):
+            strategy = begin([1] * 3, params, MASK, frozenset([EOS]), properties=properties)
+            assert [fill.position for fill in one_pass(strategy, probs)[1].fills] == expected
+
+
+def test_fast_dllm_for_llada_fills_in_its_first_pass() -> None:
+    params = DecodingParams(decoding="fast_dllm", block_size=4, max_new_tokens=8)
+    strategy = begin([1] * 3, params, MASK, frozenset([EOS]), properties=LLADA)
+    plan, record = one_pass(strategy, {4: 0.95, 6: 0.95})
+    assert (plan.start, plan.rows[0].masked, [fill.position for fill in record.fills]) == (0, (3, 4, 5, 6), [4, 6])
+    plan, _ = one_pass(strategy)
+    assert (plan.start, plan.rows[0].masked) == (3, (3, 5))
 
 
 def test_one_block_is_the_whole_canvas() -> None:

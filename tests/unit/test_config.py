@@ -124,10 +124,12 @@ def test_d2f_has_no_branches() -> None:
             "block_causal.*parallel.*full",
         ),
         ({"decoding": "parallel", "num_branches": 2}, "num_branches", "2.*parallel.*lopa.*0"),
-        ({"decoding": "parallel", "max_active_blocks": 2}, "max_active_blocks", "2.*parallel.*lopa.*d2f"),
+        ({"decoding": "fast_dllm", "max_active_blocks": 2}, "max_active_blocks", "2.*fast_dllm.*lopa.*d2f.*parallel"),
         ({"decoding": "d2f", "base": "parallel"}, "base", "parallel.*d2f.*lopa"),
         ({"base": "parallel", "window_attention": "block_causal"}, "window_attention", "block_causal.*base.*parallel"),
-        ({"base": "parallel", "max_active_blocks": 2}, "max_active_blocks", "2.*base.*parallel"),
+        ({"base": "fast_dllm", "max_active_blocks": 2}, "max_active_blocks", "2.*base.*fast_dllm"),
+        ({"acceptance": "entropy"}, "acceptance", "entropy.*confidence.*max_prob.*neg_entropy"),
+        ({"decoding": "vanilla", "denoising_steps": 2}, "denoising_steps", "2.*vanilla.*d2f.*parallel.*fast_dllm"),
         ({"base": "parallel", "branch_acceptance": "exact"}, "branch_acceptance", "exact.*base.*parallel.*d2f"),
         ({"base": "parallel", "block_cache": "dual"}, "block_cache", "dual.*base.*parallel.*fast_dllm"),
         ({"decoding": "vanilla", "acceptance": "factor"}, "acceptance", "factor.*vanilla"),
@@ -244,7 +246,7 @@ def test_an_unknown_choice_lists_the_known_ones() -> None:
     with pytest.raises(ParameterError, match="published, verified, exact"):
         DecodingParams(branch_acceptance="verify")
     with pytest.raises(ParameterError, match="threshold, factor"):
-        DecodingParams(acceptance="entropy")
+        DecodingParams(acceptance="greedy")
 
 
 def test_the_parameters_are_frozen() -> None:
@@ -358,6 +360,67 @@ FIELDS: dict[str, dict[str, Any]] = {
     "Fast_dLLM_Qwen": {**GOOD, "model_type": "Fast_dLLM_Qwen", "bd_size": 16},
     "sdar": {**GOOD, "model_type": "sdar", "block_size": 8},
 }
+LLADA: dict[str, Any] = {
+    "model_type": "llada", "d_model": 32, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2, "mlp_hidden_size": 48,
+    "vocab_size": 60, "embedding_size": 64, "max_sequence_length": 128, "rope_theta": 5e5, "weight_tying": False,
+    "activation_type": "silu", "block_type": "llama", "layer_norm_type": "rms", "rope": True, "mask_token_id": 63,
+    "eos_token_id": 5, "rope_full_precision": True, "alibi": False, "alibi_bias_max": 8.0, "mlp_ratio": 4,
+    "attention_layer_norm": False, "attention_layer_norm_with_affine": True, "layer_norm_with_affine": True,
+    "bias_for_layer_norm": False, "block_group_size": 1, "embedding_dropout": 0.1, "residual_dropout": 0.1,
+    "attention_dropout": 0.1, "flash_attention": True, "include_bias": False, "include_qkv_bias": False,
+    "init_fn": "mitchell", "input_emb_norm": False, "scale_logits": False, "use_cache": False, "precision": "amp_bf16",
+}  # fmt: skip
+
+
+def parse_llada(**changes: Any) -> ModelConfig:
+    values = {key: value for key, value in (LLADA | changes).items() if value is not ...}
+    return ModelConfig.from_json(values, {}, "config.json", "llada", FAMILIES["llada"])
+
+
+def test_llada_has_names_of_its_own_and_sizes_that_other_fields_say() -> None:
+    config = parse_llada()
+    assert (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim) == (32, 4, 2, 8)
+    assert (config.vocab_size, config.intermediate_size, config.max_position_embeddings) == (64, 48, 128)
+    assert (config.rms_norm_eps, config.attention_bias, config.block_size) == (1e-5, False, None)
+    null = parse_llada(n_kv_heads=None, mlp_hidden_size=None, embedding_size=None, mask_token_id=59)
+    assert (null.num_kv_heads, null.intermediate_size, null.vocab_size) == (4, 128, 60)
+    assert parse_llada(n_kv_heads=None, multi_query_attention=True).num_kv_heads == 1
+    assert parse_llada(weight_tying=True).tie_word_embeddings
+    assert parse_llada(mask_token_id=..., vocab_size=126464, embedding_size=...).mask_token_id == 126336
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("alibi", True, "alibi is True, expected False"),
+        ("attention_layer_norm", True, "attention_layer_norm is True, expected False"),
+        ("input_emb_norm", True, "input_emb_norm is True, expected False"),
+        ("scale_logits", True, "scale_logits is True, expected False"),
+        ("block_group_size", 2, "block_group_size is 2, expected 1"),
+        ("block_type", "sequential", "block_type is 'sequential', expected 'llama'"),
+        ("activation_type", "swiglu", "activation_type is 'swiglu', expected 'silu'"),
+        ("layer_norm_type", ..., "layer_norm_type is None, expected 'rms'"),
+        ("rope", ..., "rope is None, expected True"),
+        ("weight_tying", ..., "weight_tying is None, expected False or True"),
+        ("include_bias", True, "include_bias is True"),
+        ("include_qkv_bias", True, "include_qkv_bias is True"),
+        ("layer_norm_with_affine", False, "layer_norm_with_affine is False"),
+        ("d_model", 30, "d_model 30 is not a multiple of n_heads 4"),
+        ("n_kv_heads", 3, "n_heads 4 is not a multiple of n_kv_heads 3"),
+        ("n_layers", 0, "n_layers is 0, expected a positive integer"),
+        ("max_sequence_length", ..., "max_sequence_length is None"),
+        ("embedding_size", 50, "embedding_size is 50, expected at least vocab_size 60"),
+        ("mask_token_id", 64, "mask_token_id is 64, expected a token id below embedding_size 64"),
+        ("multi_query_attention", 1, "multi_query_attention is 1, expected true or false"),
+        ("mlp_ratio", 0.5, "mlp_ratio is 0.5, expected a positive integer"),
+        ("hidden_size", 32, "'hidden_size' is 32, which this engine does not know for model_type 'llada'"),
+        ("num_experts", 8, "'num_experts' is 8"),
+        ("rope_scaling", {"type": "yarn"}, "rope_scaling is"),
+    ],
+)
+def test_what_llada_does_not_have_is_refused_by_name(field: str, value: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"config.json: {words}"):
+        parse_llada(**{field: value})
 
 
 def parse_family(name: str, changes: dict[str, Any]) -> ModelConfig:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,6 +81,25 @@ def test_what_authors_recommend_is_a_preset(name: str):
     assert params.tau_add == 1 or decoding == "fast_dllm_v2"
 
 
+CANVASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "llada-chat": ("parallel", 128, {"block_size": 32, "tau_conf": 1.0}),
+    "llada-gsm8k": ("parallel", 256, {"block_size": 8, "tau_conf": 1.0}),
+    "llada-math": ("parallel", 512, {"block_size": 64, "tau_conf": 1.0}),
+    "fast-dllm-llada": ("fast_dllm", 256, {"block_size": 32, "tau_conf": 0.9, "block_cache": "dual"}),
+    "fast-dllm-llada-factor": ("fast_dllm", 256, {"acceptance": "factor", "acceptance_factor": 1.0}),
+    "d3llm-chat": ("parallel", 256, {"acceptance": "entropy", "max_entropy": 0.5, "tau_add": 0.1}),
+    "d3llm-dream-gsm8k": ("parallel", 256, {"acceptance": "entropy", "max_entropy": 0.4, "max_active_blocks": 1024}),
+}
+
+
+@pytest.mark.parametrize("name", CANVASES)
+def test_decodings_of_a_whole_canvas_are_presets(name: str):
+    decoding, max_new_tokens, fields = CANVASES[name]
+    params = DecodingParams.preset(name)
+    assert (params.decoding, params.max_new_tokens, params.window_attention) == (decoding, max_new_tokens, "full")
+    assert {field: getattr(params, field) for field in fields} == fields
+
+
 def test_presets_are_complete():
     content = json.loads(FILE.read_text())
     assert set(content["presets"]) == set(presets())
@@ -88,10 +108,11 @@ def test_presets_are_complete():
     assert used == set(content["prompts"])
     for name, preset in presets().items():
         assert preset.decoding.keys() == preset.certainty.keys() <= set(DecodingParams.names())
-        assert {"tau_conf", "block_size", "num_branches", "confidence"} <= preset.decoding.keys()
-        assert {"tau_add", "tau_act"} <= preset.decoding.keys() or name in RECOMMENDED
+        assert {"block_size", "num_branches", "confidence"} <= preset.decoding.keys()
+        assert preset.decoding.keys() & {"tau_conf", "acceptance"}
+        assert {"tau_add", "tau_act"} <= preset.decoding.keys() or name in RECOMMENDED or name in CANVASES
         assert all(text.startswith(("paper", "script", "inferred")) for text in preset.certainty.values())
-        assert preset.tasks or name in RECOMMENDED
+        assert preset.tasks or name in RECOMMENDED or name in CANVASES
         assert preset.source
 
 
@@ -112,7 +133,7 @@ def test_the_branches_of_a_preset_belong_to_its_decoding():
 
 @pytest.mark.parametrize("name", ["S0", "S19", "s13", "", "list"])
 def test_unknown_names_are_refused_with_the_list(name: str):
-    with pytest.raises(ParameterError, match="S1, S2, .*, fast-dllm-v2-eval") as refusal:
+    with pytest.raises(ParameterError, match="S1, S2, .*, d3llm-dream-gsm8k") as refusal:
         DecodingParams.preset(name)
     assert refusal.value.param == "preset"
 

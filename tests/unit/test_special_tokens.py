@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lopa_ascend.config import DecodingParams, ParameterError
+from lopa_ascend.config.families import FAMILIES
 from lopa_ascend.text.prompt import Prompts
 from lopa_ascend.text.special_ids import end_token_ids
 from lopa_ascend.text.tokenizer import Tokenizer
@@ -90,6 +91,15 @@ def test_padding_ends_an_answer_unless_it_is_the_mask(tmp_path: Path) -> None:
     assert end_token_ids(own, mask, [end, start]) == (end, start, turn_end)
     assert end_token_ids(some(write_tokenizer(tmp_path / "mask", pad_token="<|mask|>")), mask, [end]) == (end,)
     assert end_token_ids(some(write_tokenizer(tmp_path / "none", pad_token=None)), mask, [end]) == (end,)
+
+
+def test_a_family_has_tokens_that_end_an_answer(tmp_path: Path) -> None:
+    """LLaDA closes a turn with a token that none of its files names as an end."""
+    *others, eot, mask = range(VOCAB_SIZE - 4, VOCAB_SIZE)
+    names = ("<|endoftext|>", "<|startoftext|>", "<|eot_id|>", "<|mdm_mask|>")
+    tokenizer = some(write_tokenizer(tmp_path / "instruct", special=names))
+    assert end_token_ids(tokenizer, mask, others[:1], FAMILIES["llada"]) == (others[0], eot)
+    assert end_token_ids(some(write_tokenizer(tmp_path / "base")), mask, others[:1], FAMILIES["llada"]) == (others[0],)
 
 
 def test_a_stop_string_that_is_a_special_token_is_a_stop_token(tmp_path: Path) -> None:

@@ -125,6 +125,7 @@ INSTEAD: Mapping[str, str] = {
     "length_penalty": "set min_tokens",
     "prompt_logprobs": "measure likelihoods with python -m scripts.eval",
     "use_beam_search": "set num_branches",
+    "cfg_scale": "leave it out: there is no classifier-free guidance, which computes every pass twice",
     "best_of": "set n, and choose among the answers by their logprobs",
     "include_stop_str_in_output": "read stop_reason, which names the stop string",
     "detokenize": _IDS,
