@@ -27,6 +27,8 @@ QWEN3 = "Qwen3"
 """Beginning of the name of the case that only SDAR and DreamReasoner need."""
 ASKED = "attention, pool smaller than the entries' pages, at once"
 """Name of ``asked_case``."""
+ASKED_SUMS = "all-reduces on the vector cores alone"
+"""Name of the question whether a communicator may keep large sums there, too."""
 CPU = CpuOps()
 
 

@@ -10,18 +10,22 @@ from importlib import metadata
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lopa_ascend import __version__
 from lopa_ascend.backend.npu import environment as npu_environment
 from lopa_ascend.backend.npu.versions import driver_version
 from lopa_ascend.config import EngineConfig
-from lopa_ascend.parallel.collectives import RankError
+from lopa_ascend.parallel.collectives import Group, RankError
 from lopa_ascend.parallel.launch import Rendezvous, exit_rank, rank_in_environment
 from lopa_ascend.parallel.mesh import Mesh
+from scripts.selftest.cases import ASKED_SUMS
 from scripts.selftest.exchanges import EXCHANGES, collectives_case, exchanges_case
 from scripts.selftest.findings import (
+    REFUSALS,
     Finding,
     announce,
+    announce_verdict,
     announced,
     attention_times,
     capture_works,
@@ -37,6 +41,7 @@ from scripts.selftest.findings import (
     shortened,
     slowest,
 )
+from scripts.selftest.parts import captured_latencies, part_times
 from scripts.selftest.updates import CALLS as UPDATED_CALLS
 from scripts.selftest.updates import fastest_queue, times_by_queue
 
@@ -44,6 +49,8 @@ VARIABLES = ("HCCL_OP_EXPANSION_MODE", "HCCL_BUFFSIZE", "CPU_AFFINITY_CONF", *np
 """Environment variables that the report names."""
 ALL_REDUCES = "all-reduces between the ranks"
 """Name of the finding where they are refused. Without them no options are left."""
+ASKED_SECONDS = 60
+"""After which HCCL gives up a sum that the last question asks for."""
 
 
 def examine_node(tensor_parallel_size: int, repeats: int) -> tuple[dict[str, Any], list[Finding], int]:
@@ -63,13 +70,16 @@ def examine_node(tensor_parallel_size: int, repeats: int) -> tuple[dict[str, Any
     mesh = _join(tensor_parallel_size)
     findings, times = _examine_rank(mesh, repeats)
     updates = _update_times(findings, repeats) if mesh.rank == 0 else {}
+    parts = _part_times(findings, repeats) if mesh.rank == 0 else {}
     report = {
         "stack": _software_and_device(),
         "ranks": mesh.size,
+        "tensor_parallel_size": mesh.tp.size,
         "findings": [asdict(finding) for finding in findings],
         "attention_us": attention_times(findings),
         "all_reduce_us": times,
         "updates_us": updates,
+        "parts": parts,
         "options": options(findings),
     }
     mesh.close()
@@ -82,6 +92,18 @@ def _update_times(findings: Sequence[Finding], repeats: int) -> dict[str, dict[s
     if layout is None or not capture_works(findings):
         return {}
     return times_by_queue(eager_ops(layout), repeats)
+
+
+def _part_times(findings: Sequence[Finding], repeats: int) -> dict[str, float]:
+    """See ``part_times``; empty where nothing can be captured."""
+    layout = chosen_layout(findings)
+    if layout is None or not capture_works(findings):
+        return {}
+    try:
+        return part_times(eager_ops(layout), repeats)
+    except REFUSALS as error:
+        announce(f"parts of a step: not timed: {shortened(error)}\n")
+        return {}
 
 
 def _join(tensor_parallel_size: int) -> Mesh:
@@ -113,6 +135,10 @@ def _examine_rank(mesh: Mesh, repeats: int) -> tuple[list[Finding], dict[str, di
     times, of_groups = examine_groups(mesh, device, findings, repeats)
     findings += of_groups
     findings.append(examine_asked(findings, repeats))
+    if mesh.tp.size > 1:
+        found, finding = ask_vector_cores(mesh, device, findings, repeats)
+        times |= found
+        findings.append(finding)
     texts = mesh.all_gather_text("self-test", json.dumps([[asdict(finding) for finding in findings], times]))
     by_rank = [json.loads(text) for text in texts]
     findings_by_rank = [[Finding(**finding) for finding in of_rank] for of_rank, _ in by_rank]
@@ -146,7 +172,49 @@ def examine_groups(
         return {}, [Finding(ALL_REDUCES, "refused", message=shortened(error))]
     announce("timed\n")
     captured = examine(collectives_case(list(groups.values()), device), repeats)
-    return times, [captured, examine_exchanges(mesh, findings, repeats)]
+    exchanges = examine_exchanges(mesh, findings, repeats)
+    works = all(finding.verdict == "ok" for finding in (captured, exchanges))
+    if not first_failure(mesh, "captured collectives", "" if works else "a case is not ok"):
+        announce(f"{ALL_REDUCES}, captured ... ")
+        times |= {f"{name}, captured": captured_latencies(group, device, repeats) for name, group in groups.items()}
+        announce("timed\n")
+    return times, [captured, exchanges]
+
+
+def ask_vector_cores(
+    mesh: Mesh, device: torch.device, findings: Sequence[Finding], repeats: int
+) -> tuple[dict[str, dict[int, float]], Finding]:
+    """Times the sums of a communicator that may not leave the vector cores (HCCL's AIV_ONLY). The engine has none such.
+
+    Large sums leave them otherwise, and the answer tells what that costs. A device may hang, so this comes last.
+    """
+    failure = "" if capture_works(findings) and not device_failure(device) else "captured cases are not ok"
+    if failure := first_failure(mesh, "vector cores", failure):
+        return {}, announced(Finding(ASKED_SUMS, "asked", message=f"not tried: {failure}"))
+    announce(f"{ASKED_SUMS} ... ")
+    grid = torch.arange(mesh.size).view(-1, mesh.tp.size)
+    try:
+        asked = vector_cores_alone(dist.get_backend())
+        made = dist.new_subgroups_by_enumeration(grid.tolist(), pg_options=asked)
+        group: dist.ProcessGroup = made[0]
+        alone = Group(mesh.tp.rank, mesh.tp.size, group)
+        times = {"tp, vector cores alone, captured": captured_latencies(alone, device, repeats)}
+    except (RankError, *REFUSALS) as error:
+        times, message = {}, shortened(error)
+    else:
+        message = "taken; the times of all-reduces below tell whether it is faster"
+    finding = Finding(ASKED_SUMS, "asked", message=message)
+    announce_verdict(finding)
+    return times, finding
+
+
+def vector_cores_alone(backend: str) -> Any:
+    """Options of a communicator that may not leave the vector cores; None for a backend without any."""
+    if backend != "hccl":
+        return None
+    from lopa_ascend.backend.npu import hccl
+
+    return hccl.communicator_options("tp", ASKED_SECONDS, hccl.VECTOR_CORES_ALONE)
 
 
 def examine_exchanges(mesh: Mesh, findings: Sequence[Finding], repeats: int) -> Finding:
@@ -221,6 +289,10 @@ def report_text(report: dict[str, Any], findings: Sequence[Finding]) -> str:
         lines.append(f"all-reduce, {group} groups: " + ", ".join(f"{n} B {us:.0f} us" for n, us in times.items()))
     if not report["all_reduce_us"]:
         lines.append("all-reduce: not measured with one rank; torchrun starts several")
+    if parts := report["parts"]:
+        speed = parts["products_bytes"] / max(parts["products_us"], 1e-3) / 1e6
+        others = f"attention {parts['attention_us']:.1f} us, a small kernel {parts['small_us']:.1f} us"
+        lines.append(f"in a captured graph: products read {speed:.2f} TB/s, {others}")
     for queue, found in report["updates_us"].items():
         by_kind = found if isinstance(found, str) else ", ".join(f"{kind} {us:.0f} us" for kind, us in found.items())
         lines.append(f"host of a replay, {UPDATED_CALLS} KV lengths, {npu_environment.TASK_QUEUE}={queue}: {by_kind}")

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch_npu import npu
 
-from scripts.selftest import int8_cases, step_cases, updates
+from scripts.bench.plan.devices import load_device
+from scripts.selftest import int8_cases, parts, step_cases, updates
 from scripts.selftest.__main__ import main
 from scripts.selftest.findings import Finding, eager_ops, examine_cases, merged, slowest
 from tests.npu.lab import attention, capture
@@ -49,6 +50,7 @@ def small_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "o of a rank of four"
     monkeypatch.setattr(int8_cases, "PRODUCTS", {name: ALL_PRODUCTS[name]})
     monkeypatch.setattr(step_cases, "LARGE", 2**23)
+    monkeypatch.setattr(parts, "PRODUCTS", ((96, 64), (64, 32)))
 
 
 @contextmanager
@@ -97,6 +99,10 @@ def test_where_all_is_well(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert report["attention_us"]["TND"]["4096"] > report["attention_us"]["TND"]["544"]
     assert list(report["updates_us"]["1"]) == [updates.KEPT, updates.CHANGED, updates.IN_THREAD]
     assert report["updates_us"]["0"] == "not measured: this process does not know how it was started"
+    assert report["parts"]["products_bytes"] == 2 * (96 * 64 + 64 * 32)
+    measured = load_device(str(file))
+    assert measured.low.memory_efficiency == measured.high.memory_efficiency
+    assert measured.high.host_layer_s < 1
 
 
 @pytest.mark.slow  # another process loads torch_npu

@@ -131,15 +131,23 @@ from lopa_ascend.parallel import mesh
 from lopa_ascend.parallel.launch import Rendezvous, exit_rank
 from scripts.selftest.exchanges import exchanges_case
 from scripts.selftest.findings import Finding, eager_ops, examine
-from scripts.selftest.node import examine_groups, raises_on_all
+from scripts.selftest import findings as measured, parts
+from scripts.selftest.node import ask_vector_cores, examine_groups, raises_on_all
 from tests.npu.lab import capture, collectives, device
 
 tp, bp = map(int, sys.argv[2:])
 config = EngineConfig(device="npu", tensor_parallel_size=tp, branch_parallel_size=bp)
 with mock.patch.object(mesh, "collective_backend", return_value="gloo"):
     joined = mesh.Mesh.join(config, Rendezvous.from_environment(), exit_rank)
-_, findings = examine_groups(joined, torch.device("npu", 0), [Finding("attention TND, 32 queries each", "ok")], 1)
-names = [task.op.name() for task in capture.tapes()[-1].tasks]
+measured.SIZES = parts.SIZES = (1024, 4096)
+device_of_rank, known = torch.device("npu", 0), [Finding("attention TND, 32 queries each", "ok")]
+times, findings = examine_groups(joined, device_of_rank, known, 1)
+(*_, step) = (tape for tape in capture.tapes() if tape.groups)
+names = [task.op.name() for task in step.tasks]
+if tp > 1:
+    found, asked = ask_vector_cores(joined, device_of_rank, known, 1)
+    times |= found
+    assert asked.message.startswith("taken"), asked
 
 run = capture.Task.run
 
@@ -155,7 +163,7 @@ if bp == 1:
         findings.append(examine(case, 1))
 joined.close()
 with open(f"{sys.argv[1]}.{joined.rank}", "w") as file:
-    json.dump([[asdict(finding) for finding in findings], names], file)
+    json.dump([[asdict(finding) for finding in findings], names, times], file)
 """
 
 
@@ -166,7 +174,11 @@ def test_exchanges_of_a_captured_step(tp: int, bp: int, tmp_path: Path) -> None:
     assert "captured attention between collectives, as in a step ... ok\n" in errors[0]
     assert "..." not in errors[-1], "rank 0 writes the progress"
     for rank in range(tp * bp):
-        findings, names = json.loads((tmp_path / f"out.{rank}").read_text())
+        findings, names, times = json.loads((tmp_path / f"out.{rank}").read_text())
+        groups = ["tp"] * (tp > 1) + ["bp"] * (bp > 1)
+        asked = ["tp, vector cores alone, captured"] * (tp > 1)
+        assert list(times) == [*groups, *(f"{name}, captured" for name in groups), *asked]
+        assert all(list(found) == ["1024", "4096"] for found in times.values())
         assert [finding["verdict"] for finding in findings] == ["ok", "ok", "WRONG"][: len(findings)]
         assert len(findings) == (3 if bp == 1 else 2)
         gather = "lab::all_gather_into_tensor"
