@@ -109,7 +109,9 @@ class Parallel(Canvas):
         chosen: list[Fill] = []
         fallbacks, window = 0, self._window(branch)
         for block in window:
-            in_block = [fill for fill in predicted if block.start <= fill.position < block.end]
+            in_block = predicted
+            if len(window) > 1:
+                in_block = [fill for fill in predicted if block.start <= fill.position < block.end]
             late = [fill for fill in in_block if fill.token in self.ends] if self.params.eos_last else []
             early = [fill for fill in in_block if fill not in late] if late else in_block
             accepted = self.accept(early)
