@@ -111,6 +111,7 @@ RULES = (
     Rule("confidence", FILLER, BY_BLOCKS),
     Rule("acceptance", FILLER, ("d2f",), free=("factor", "entropy")),  # "sequential" fills as many as a pass must
     Rule("acceptance", "confidence", ("neg_entropy",), free=("factor", "sequential")),
+    Rule("eos_last", "decoding", ("parallel", "fast_dllm")),
     Rule("block_cache", FILLER, ("fast_dllm",)),
     Rule("steps", FILLER, ("vanilla",)),
     Rule("alg", FILLER, ("vanilla",)),

@@ -329,6 +329,13 @@ class ResearchParams:
         group=Section.RESEARCH,
         default_text='no limit; 1 with "parallel"',
     )
+    eos_last: bool = parameter(
+        False,
+        Boolean(),
+        'with "parallel" and "fast_dllm": a token that ends the answer is filled only where no other position is '
+        "left to fill",
+        group=None,
+    )
     finish_at_eos: bool = parameter(
         True,
         Boolean(),

@@ -109,12 +109,16 @@ class Parallel(Canvas):
         chosen: list[Fill] = []
         fallbacks, window = 0, self._window(branch)
         for block in window:
-            in_block = [fill for fill in predicted if block.start <= fill.position < block.end]
-            accepted = self.accept(in_block)
+            in_block = predicted
+            if len(window) > 1:
+                in_block = [fill for fill in predicted if block.start <= fill.position < block.end]
+            late = [fill for fill in in_block if fill.token in self.ends] if self.params.eos_last else []
+            early = [fill for fill in in_block if fill not in late] if late else in_block
+            accepted = self.accept(early)
             wanted = min(self._num_wanted(block), len(in_block)) if block is window[0] else 0
             if len(accepted) < wanted:
                 fallbacks += wanted - len(accepted)
-                accepted = most_confident(in_block, wanted)
+                accepted = most_confident(early, wanted) + late[: max(0, wanted - len(early))]
             chosen += accepted
         if self.properties.fills_as_llada and len(chosen) == fallbacks and len(window) > 1:
             others = [fill for fill in most_confident(predicted) if fill not in chosen]

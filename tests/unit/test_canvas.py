@@ -110,6 +110,21 @@ def test_a_window_of_several_blocks_stops_at_an_end() -> None:
         assert strategy.anchor.tokens[3:] == (MASK,) * 7
 
 
+def test_tokens_that_end_the_answer_can_be_filled_last() -> None:
+    """LLaDA's confidence_eos_eot_inf: their confidence counts as 0, the others' stay."""
+    probs = (0.99, 0.2, 0.98, 0.95)
+    for fields, passes in (({}, [[3, 5, 6], [4]]), ({"eos_last": True}, [[6], [4], [3], [5]])):
+        strategy, filled = start(max_new_tokens=4, finish_at_eos=False, **fields), []
+        while (plan := strategy.plan()) is not None:
+            masked = plan.rows[0].masked
+            tokens = tuple(EOS if position in (3, 5) else 5 for position in masked)
+            values = tuple(probs[position - 3] for position in masked)
+            filled.append(
+                [fill.position for fill in strategy.absorb(plan, [RowResult(tokens, values, values)], 0, 0).fills]
+            )
+        assert filled == passes
+
+
 def test_the_factor_for_llada_takes_the_last_mask_too() -> None:
     params = DecodingParams(decoding="parallel", block_size=3, acceptance="factor", max_new_tokens=3)
     for probs, filled in (({}, [3]), ({3: 0.9, 4: 0.9}, [3, 4, 5]), ({3: 0.9}, [3])):

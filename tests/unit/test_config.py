@@ -128,6 +128,7 @@ def test_d2f_has_no_branches() -> None:
         ({"decoding": "d2f", "base": "parallel"}, "base", "parallel.*d2f.*lopa"),
         ({"base": "parallel", "window_attention": "block_causal"}, "window_attention", "block_causal.*base.*parallel"),
         ({"base": "fast_dllm", "max_active_blocks": 2}, "max_active_blocks", "2.*base.*fast_dllm"),
+        ({"base": "parallel", "eos_last": True}, "eos_last", "True.*lopa.*parallel.*fast_dllm"),
         ({"acceptance": "entropy"}, "acceptance", "entropy.*confidence.*max_prob.*neg_entropy"),
         ({"decoding": "vanilla", "denoising_steps": 2}, "denoising_steps", "2.*vanilla.*d2f.*parallel.*fast_dllm"),
         ({"base": "parallel", "branch_acceptance": "exact"}, "branch_acceptance", "exact.*base.*parallel.*d2f"),

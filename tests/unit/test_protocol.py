@@ -44,6 +44,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "top_p": {"temperature": 1.0},
     "top_k": {"temperature": 1.0},
     "min_new_tokens": {"max_new_tokens": 400},
+    "acceptance": {"confidence": "neg_entropy"},
     "branch_acceptance": {"temperature": 0},
     "lookahead_depth": {"branch_acceptance": "verified"},
     "steps": {"decoding": "vanilla"},
