@@ -13,6 +13,7 @@ from dataclasses import replace
 from lopa_ascend.config import DecodingParams
 from lopa_ascend.decode.acceptance import most_confident
 from lopa_ascend.decode.blocks import Block, Branch, threshold_count
+from lopa_ascend.decode.constraint import Constraint
 from lopa_ascend.decode.strategy import Strategy
 from lopa_ascend.types import DREAM, Fill, ModelProperties, RowPlan, SequencePlan
 
@@ -28,9 +29,10 @@ class Canvas(Strategy):
         eos: frozenset[int],
         num_committed: int = 0,
         properties: ModelProperties = DREAM,
+        constraint: Constraint | None = None,
     ) -> None:
         assert not num_committed, "the keys and values of the prompt depend on the canvas"
-        super().__init__(prompt, params, mask, eos, num_committed, properties)
+        super().__init__(prompt, params, mask, eos, num_committed, properties, constraint)
         canvas = self.anchor
         while canvas.end < self.limit:
             canvas = canvas.open_block(min(params.block_size, self.limit - canvas.end), mask)
@@ -112,14 +114,14 @@ class Parallel(Canvas):
             in_block = predicted
             if len(window) > 1:
                 in_block = [fill for fill in predicted if block.start <= fill.position < block.end]
-            late = [fill for fill in in_block if fill.token in self.ends] if self.params.eos_last else []
+            eos_last = self.params.eos_last and self.constraint is None  # a grammar says where the answer ends
+            late = [fill for fill in in_block if fill.token in self.ends] if eos_last else []
             early = [fill for fill in in_block if fill not in late] if late else in_block
-            accepted = self.accept(early)
             wanted = min(self._num_wanted(block), len(in_block)) if block is window[0] else 0
-            if len(accepted) < wanted:
-                fallbacks += wanted - len(accepted)
-                accepted = most_confident(early, wanted) + late[: max(0, wanted - len(early))]
-            chosen += accepted
+            num_late = max(0, wanted - len(early))
+            filled, num_fallbacks = self.accept_in(branch, early, wanted - num_late)
+            chosen += filled + late[:num_late]
+            fallbacks += num_fallbacks + num_late
         if self.properties.fills_as_llada and len(chosen) == fallbacks and len(window) > 1:
             others = [fill for fill in most_confident(predicted) if fill not in chosen]
             return chosen + others, fallbacks + len(others)
@@ -145,7 +147,8 @@ class Parallel(Canvas):
             )
             branch = replace(branch, blocks=tuple(blocks))
         has_several = (self.params.max_active_blocks or 1) > 1
-        return self._ended(branch) if has_several and self.params.finish_at_eos and branch.eos else branch
+        may_end = has_several and self.params.finish_at_eos and self.constraint is None
+        return self._ended(branch) if may_end and branch.eos else branch
 
     def _ended(self, branch: Branch) -> Branch:
         """The branch, which has a token that ends the answer, with that token everywhere behind it."""

@@ -1,0 +1,22 @@
+"""A grammar that an answer keeps to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """Which texts an answer may be, as a request states it. ``text.grammars`` compiles it."""
+
+    kind: str
+    """"json" (text: a JSON schema), "json_object" (text: empty), "regex", "choice" (text: a JSON list of strings), or
+    "grammar" (text: in Lark's syntax)."""
+    text: str
+
+    def __str__(self) -> str:
+        return self.kind
+
+
+class GrammarError(ValueError):
+    """A grammar cannot be followed any further: no token fits, or that is too hard to find out."""
