@@ -19,6 +19,7 @@ from lopa_ascend.config.parameters import (
     UsualParams,
 )
 from lopa_ascend.config.settings import ParameterError, settings
+from lopa_ascend.types import Grammar
 
 if TYPE_CHECKING:
     from lopa_ascend.config.decoding import DecodingParams
@@ -58,7 +59,9 @@ class Rule:
             values: all parameters by name, not necessarily checked.
         """
         value = values[self.param]
-        if value is None or not isinstance(value, str | int | float) or value in self.free_values:
+        value = tuple(value) if isinstance(value, list) else value
+        kinds = (str, int, float, tuple, Mapping, Grammar)
+        if value is None or not isinstance(value, kinds) or value in self.free_values:
             return True
         return self._needed(values) in self.choices
 
@@ -114,6 +117,10 @@ RULES = (
     Rule("steps", FILLER, ("vanilla",)),
     Rule("alg", FILLER, ("vanilla",)),
     Rule("alg_temp", FILLER, ("vanilla",)),
+    Rule("structured_outputs", FILLER, BY_BLOCKS),  # any order of positions would leave no prefix to follow
+    # What could end an answer before its grammar is complete, go on after it, or ban all that it allows.
+    *(Rule(name, "structured_outputs", (None,)) for name in ("ignore_eos", "min_new_tokens", "stop", "bad_words")),
+    Rule("finish_at_eos", "structured_outputs", (None,)),
     Rule("alg_temp", "alg", tuple(alg for alg in ALGS if alg != "origin")),  # it ranks nothing
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lopa_ascend.config.files import shown
+from lopa_ascend.types import Grammar
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
@@ -397,3 +399,65 @@ class TokenNumbers(Kind):
 
     def allowed(self) -> str:
         return f"token ids with numbers from {self.number.allowed()}"
+
+
+@dataclass(frozen=True)
+class StructuredOutputs(Kind):
+    """A grammar, in the form of vLLM's `structured_outputs`: an object with one of ``forms``."""
+
+    metavar: ClassVar[str] = "OBJECT"
+    forms: ClassVar[tuple[str, ...]] = ("json", "json_object", "regex", "choice", "grammar")
+    max_characters: int
+    """Most characters of a schema, an expression or a grammar, or of all choices."""
+    max_choices: int
+    """Most texts of "choice"."""
+
+    def checked(self, value: object) -> object:
+        if isinstance(value, Grammar):
+            return value
+        if not isinstance(value, Mapping):
+            raise ValueError(f"must be {self.allowed()}, got {shown(value)}")
+        given = {name: item for name, item in value.items() if item is not None}
+        if unknown := given.keys() - {*self.forms}:
+            raise ValueError(f"has {shown(min(unknown, key=str))}; choose one of {', '.join(self.forms)}")
+        if len(given) != 1:
+            raise ValueError(f"must have one of {', '.join(self.forms)}, got {', '.join(given) or 'none'}")
+        [(kind, item)] = given.items()
+        text = self._text_of(kind, item)
+        if len(text) > self.max_characters:
+            raise ValueError(f"{kind}: must have at most {self.max_characters} characters, got {len(text)}")
+        return Grammar(kind, text)
+
+    def _text_of(self, kind: str, item: object) -> str:
+        if kind == "json_object":
+            if item is not True:
+                raise ValueError(f"json_object: must be true, got {shown(item)}")
+            return ""
+        if kind == "json":
+            return self._schema(item)
+        if kind == "choice":
+            if not isinstance(item, list | tuple) or not 0 < len(item) <= self.max_choices:
+                raise ValueError(f"choice: must be a list of 1 to {self.max_choices} texts, got {shown(item)}")
+            for index, text in enumerate(item):
+                if not isinstance(text, str) or not text:
+                    raise ValueError(f"choice[{index}]: must be a text that is not empty, got {shown(text)}")
+            return json.dumps(list(dict.fromkeys(map(_text, item))))
+        if not isinstance(item, str) or not item:
+            raise ValueError(f"{kind}: must be a text that is not empty, got {shown(item)}")
+        return _text(item)
+
+    def _schema(self, item: object) -> str:
+        """A JSON schema, as an object or as its text, on one line; the order of its keys stays."""
+        if isinstance(item, str) and len(item) > self.max_characters:
+            return item
+        try:
+            schema = json.loads(item) if isinstance(item, str) else item
+            text = json.dumps(schema, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"json: is no JSON: {error}") from None
+        if not isinstance(schema, dict | bool):
+            raise ValueError(f"json: must be a JSON schema, got {shown(schema)}")
+        return text
+
+    def allowed(self) -> str:
+        return f"an object with one of {', '.join(self.forms)}"

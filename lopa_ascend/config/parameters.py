@@ -15,11 +15,13 @@ from lopa_ascend.config.kinds import (
     IntegerOrAuto,
     Number,
     Strings,
+    StructuredOutputs,
     TokenIds,
     TokenNumbers,
     Words,
 )
 from lopa_ascend.config.settings import DERIVED, GraphSupport, Section, parameter
+from lopa_ascend.types import Grammar
 
 AUTO_BRANCHES = 3
 """Lookahead branches that ``num_branches`` "auto" gives a pass, if it gives any."""
@@ -157,6 +159,15 @@ class UsualParams:
         (),
         Words(max_texts=256, max_characters=64),
         "words that the answer does not contain, as texts or as lists of token ids",
+        default_text="none",
+        graphs=GraphSupport.DEFAULT,
+    )
+    structured_outputs: Grammar | None = parameter(
+        None,
+        StructuredOutputs(max_characters=2**17, max_choices=4096),
+        "grammar that the answer keeps to: {json: a JSON schema}, {json_object: true}, {regex: an expression}, "
+        "{choice: a list of texts} or {grammar: in the syntax of Lark}",
+        group=None,
         default_text="none",
         graphs=GraphSupport.DEFAULT,
     )

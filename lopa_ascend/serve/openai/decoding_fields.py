@@ -23,6 +23,7 @@ from lopa_ascend.config.kinds import (
     Kind,
     Number,
     Strings,
+    StructuredOutputs,
     TokenIds,
     TokenNumbers,
     Words,
@@ -39,6 +40,7 @@ JSON_TYPES: dict[type[Kind], Any] = {
     Integer: int,
     IntegerOrAuto: int | str,
     Number: float,
+    StructuredOutputs: dict[str, Any],
     Strings: str | Annotated[list[str], Field(fail_fast=True)],
     TokenIds: int | Annotated[list[int], Field(fail_fast=True)],
     TokenNumbers: dict[str, float],
@@ -93,6 +95,12 @@ def _range(parameter: Parameter) -> Json:
             text = {"type": "string", "minLength": 1, "maxLength": max_characters}
             ids = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
             return {"maxItems": max_texts, "items": {"anyOf": [text, {**ids, "maxItems": words.max_tokens}]}}
+        case StructuredOutputs(max_characters, max_choices):
+            text = {"type": "string", "minLength": 1, "maxLength": max_characters}
+            choices = {"type": "array", "items": text, "minItems": 1, "maxItems": max_choices}
+            forms = {"json": {"type": ["object", "boolean", "string"]}, "json_object": {"const": True}}
+            forms |= {"regex": text, "choice": choices, "grammar": text}
+            return {"properties": forms, "additionalProperties": False, "minProperties": 1, "maxProperties": 1}
         case TokenNumbers(number, max_items):
             values = {"type": "number", "minimum": number.low, "maximum": number.high}
             keys = {"propertyNames": {"pattern": "^[0-9]+$"}, "maxProperties": max_items}

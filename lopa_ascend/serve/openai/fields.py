@@ -134,7 +134,6 @@ INSTEAD: Mapping[str, str] = {
     "guided_regex": _FORM,
     "guided_choice": _FORM,
     "guided_grammar": _FORM,
-    "structured_outputs": _FORM,
     "tools": _TOOLS,
     "tool_choice": _TOOLS,
     "functions": _TOOLS,

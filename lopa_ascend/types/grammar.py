@@ -1,0 +1,18 @@
+"""A grammar that an answer keeps to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """Which texts an answer may be, as a request states it. ``text.grammars`` compiles it."""
+
+    kind: str
+    """"json" (text: a JSON schema), "json_object" (text: empty), "regex", "choice" (text: a JSON list of strings), or
+    "grammar" (text: in Lark's syntax)."""
+    text: str
+
+    def __str__(self) -> str:
+        return self.kind
