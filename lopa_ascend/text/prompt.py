@@ -11,8 +11,8 @@ from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.text.tool_calls import BEGIN
 
 NO_TOOLS = (
-    "the chat template of this model has no tools: it must read the variable tools, and write calls as <tool_call> with "
-    "JSON. Instead, describe tools and their results in messages of the user, or force a call by tool_choice"
+    "the chat template of this model knows no tools: it must read the variable tools, and write calls as <tool_call> "
+    "with JSON. Instead, describe tools and their results in messages of the user, or force a call by tool_choice"
 )
 
 
@@ -51,8 +51,8 @@ class Prompts:
     @property
     def knows_tools(self) -> bool:
         """Whether the chat template shows tools to the model, and calls in the form of ``text.tool_calls``."""
-        template = self.tokenizer.chat_template if self.tokenizer is not None else None
-        return template is not None and BEGIN in template and self.tokenizer.template_reads("tools")
+        tokenizer = self.tokenizer
+        return tokenizer is not None and BEGIN in (tokenizer.chat_template or "") and tokenizer.template_reads("tools")
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """The token ids of a prompt.
@@ -93,9 +93,7 @@ class Prompts:
         message = f"has {len(text)} characters; {limit}, which have {longest} characters at most"
         raise ContextLengthError(param, message)
 
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
-    ) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """The token ids of the prompt that the chat template makes of a conversation. For ``tools`` see
         ``ChatTemplate.render``.
 

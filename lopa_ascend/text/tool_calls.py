@@ -1,8 +1,8 @@
 """Calls of functions in the text of an answer, in the form of Hermes and Qwen, which all supported families share:
 
-    <tool_call>
-    {"name": "add", "arguments": {"a": 1}}
-    </tool_call>
+<tool_call>
+{"name": "add", "arguments": {"a": 1}}
+</tool_call>
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ MAX_PART = 8
 _FORCED = re.compile(rf"\n?{re.escape(HEAD)}([^\"]*){re.escape(MIDDLE)}")
 
 
-def call_grammar(schemas: Mapping[str, Mapping[str, Any]], *, several: bool, otherwise: str | None = None) -> str:
+def call_grammar(
+    schemas: Mapping[str, Mapping[str, Any]], *, several: bool, otherwise: Mapping[str, Any] | None = None
+) -> str:
     """The Lark grammar of an answer that calls functions.
 
     Args:
@@ -40,7 +42,7 @@ def call_grammar(schemas: Mapping[str, Mapping[str, Any]], *, several: bool, oth
     for i, (name, schema) in enumerate(schemas.items()):
         rules += [f"function{i}: {_literal(name + MIDDLE)} arguments{i}", f"arguments{i}: %json {json.dumps(schema)}"]
     if otherwise is not None:
-        rules.append(f"answer: %json {otherwise}")
+        rules.append(f"answer: %json {json.dumps(otherwise)}")
     return "\n".join(rules)
 
 
@@ -68,10 +70,12 @@ class ToolCallReader:
     Args:
         names: of the functions. A call of another one is text, as is everything that is not a whole call.
         is_forced: a grammar has made the text, so that a call is known by its beginning.
+        several: calls after the first are not left out.
     """
 
     names: Collection[str]
     is_forced: bool = False
+    several: bool = True
     calls: list[ToolCall] = field(default_factory=list)
     _content: str = ""
     _read: int = 0
@@ -84,6 +88,8 @@ class ToolCallReader:
             text: the whole text so far.
             is_final: nothing follows.
         """
+        if not self.names:
+            return text
         if self.is_forced:
             self._read_forced(text, is_final)
         else:
@@ -115,7 +121,8 @@ class ToolCallReader:
             if found is not None:
                 call, end = found
                 self._say(text, begin, keep_space=False)
-                self.calls.append(call)
+                if self.several or not self.calls:
+                    self.calls.append(call)
                 self._read = end
                 return True
             if is_final or not _is_open(text, begin + len(BEGIN)):

@@ -58,7 +58,9 @@ def test_text_that_is_no_call_stays_text(text: str, content: str, calls: list[tu
 
 
 PIECES = st.lists(
-    st.sampled_from([call(), call("get", {"q": '</tool_call>"'}), call("other"), "<tool_", "call>", "\n", " x ", "{", '"'])
+    st.sampled_from(
+        [call(), call("get", {"q": '</tool_call>"'}), call("other"), "<tool_", "call>", "\n", " x ", "{", '"']
+    )
 )
 
 

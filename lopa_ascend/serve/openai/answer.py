@@ -18,6 +18,7 @@ from lopa_ascend.serve.http.encoding import Json, Writer
 from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.logprobs import TokenProb, TokenProbs
 from lopa_ascend.serve.openai.request import GenerationRequest
+from lopa_ascend.serve.openai.tools import NO_TOOLS, Calls, Tools
 from lopa_ascend.text.tokenizer import Tokenizer
 from lopa_ascend.types import GenerationOutput, Progress, Update
 
@@ -50,7 +51,7 @@ class AnyChoice(BaseModel):
     """What choices of both routes have."""
 
     index: int
-    finish_reason: str | None = Field(description='"stop", "length" or "abort" (see /abort_request).')
+    finish_reason: str | None = Field(description='"stop", "length", "tool_calls" or "abort" (see /abort_request).')
     stop_reason: int | str | None = Field(
         description="The stop string, or the id of stop_token_ids, that ended the text; null at an EOS."
     )
@@ -85,12 +86,16 @@ class Form(ABC):
     """The content of a choice's last chunk, which has the finish reason."""
 
     @abstractmethod
-    def message(self, text: str) -> Json:
-        """The text in a choice of a whole answer."""
+    def message(self, text: str, calls: Sequence[Json] = ()) -> Json:
+        """The text in a choice of a whole answer, and its calls of functions."""
 
     @abstractmethod
     def delta(self, text: str) -> Json:
         """The text in a choice of a chunk."""
+
+    def call_delta(self, call: Json) -> Json:
+        """A piece of a call in a choice of a chunk."""
+        raise NotImplementedError("these answers have no calls")
 
     @abstractmethod
     def logprobs(self, tokens: Sequence[TokenProb], with_top: bool) -> Json:
@@ -109,6 +114,8 @@ class Details:
     """None: no log probabilities; 0: those of the tokens; more: also lists of so many most probable tokens."""
     echoed: Sequence[str] = ()
     """Texts of the prompts, which the answers begin with; empty without echo."""
+    tools: Tools = NO_TOOLS
+    """What the answer may call."""
     include_usage: bool = False
     """The stream ends with a chunk that has the usage."""
     continuous_usage: bool = False
@@ -148,6 +155,7 @@ class CompletionWriter(Writer):
         # Each prompt counts once, however many answers it gets.
         self.prompt_tokens = sum(len(choice.prompt_token_ids) for choice in choices[:: details.n])
         self._latest = [Progress((), "") for _ in choices]
+        self._calls = [Calls(details.tools) for _ in choices]
         self._probs = [self._token_probs() for _ in choices]
         self._num_begun = 0
         """Choices that have had their first chunk: always those with the lowest indices."""
@@ -164,7 +172,8 @@ class CompletionWriter(Writer):
 
     def events(self, index: int, update: Update, progress: Progress) -> list[Json]:
         before, self._latest[index] = self._latest[index], progress
-        text, known = progress.text[len(before.text) :], len(before.token_ids)
+        text, calls = self._calls[index].push(progress.text, is_final=progress.output is not None)
+        known = len(before.token_ids)
         token_ids = progress.token_ids[known:]
         tokens = self._probs[index].push(token_ids, progress.max_probs[known:], progress.alternatives[known:])
         chunks = []
@@ -172,8 +181,10 @@ class CompletionWriter(Writer):
         if text or (token_ids and shows_tokens):
             delta, logprobs = self.form.delta(text), self._logprobs(tokens)
             chunks.append(self._chunk(index, delta, logprobs=logprobs, token_ids=token_ids))
+        chunks += [self._chunk(index, self.form.call_delta(call)) for call in calls]
         if progress.output is not None:
-            chunks.append(self._chunk(index, self.form.end, output=progress.output))
+            reason = self._calls[index].finish_reason(progress.output)
+            chunks.append(self._chunk(index, self.form.end, output=progress.output, finish_reason=reason))
         return [*self._openings(index), *chunks] if chunks else []
 
     def closing(self) -> list[Json]:
@@ -197,8 +208,16 @@ class CompletionWriter(Writer):
 
     def _whole_choice(self, index: int, output: GenerationOutput) -> Json:
         tokens = self._token_probs().push(output.token_ids, output.max_probs, output.alternatives)
-        content = self.form.message(self._prefix(index) + (output.text or ""))
-        return self._choice(index, content, logprobs=self._logprobs(tokens), token_ids=output.token_ids, output=output)
+        calls = Calls(self.details.tools)
+        text, _ = calls.push(output.text or "", is_final=True)
+        return self._choice(
+            index,
+            self.form.message(self._prefix(index) + text, calls.whole()),
+            logprobs=self._logprobs(tokens),
+            token_ids=output.token_ids,
+            output=output,
+            finish_reason=calls.finish_reason(output),
+        )
 
     def _openings(self, index: int) -> list[Json]:
         """The first chunks of all choices up to ``index`` that have not begun.
@@ -209,6 +228,8 @@ class CompletionWriter(Writer):
         new = range(self._num_begun, index + 1)
         self._num_begun = max(self._num_begun, index + 1)
         content = self.form.opening
+        if content is not None and self.details.tools.is_forced:
+            content = {"delta": {**content["delta"], "content": None}}
         return [] if content is None else [self._chunk(choice, content) for choice in new]
 
     def _chunk(self, index: int, content: Json, **parts: Any) -> Json:
@@ -227,6 +248,7 @@ class CompletionWriter(Writer):
         logprobs: Json | None = None,
         token_ids: Sequence[int] | None = None,
         output: GenerationOutput | None = None,
+        finish_reason: str | None = None,
     ) -> Json:
         """One choice of an answer or of a chunk.
 
@@ -236,12 +258,13 @@ class CompletionWriter(Writer):
             logprobs: the log probabilities of its tokens.
             token_ids: its tokens, if this part may show them.
             output: set in the last part, which says how the choice ended.
+            finish_reason: of the last part.
         """
         choice = {
             "index": index,
             **content,
             "logprobs": logprobs,
-            "finish_reason": output.finish_reason if output else None,
+            "finish_reason": finish_reason,
             "stop_reason": output.stop_reason if output else None,
             "seed": output.seed if output else None,
         }

@@ -14,6 +14,8 @@ from lopa_ascend.serve.openai.answer import AnyChoice, AnyCompletion, Completion
 from lopa_ascend.serve.openai.fields import HARMLESS
 from lopa_ascend.serve.openai.logprobs import TokenProb
 from lopa_ascend.serve.openai.request import LOGPROB, GenerationRequest, Planner
+from lopa_ascend.serve.openai.structured import ResponseFormat, asked_form, response_form
+from lopa_ascend.serve.openai.tools import NO_TOOLS
 
 MAX_CHOICES = 1024
 """Most choices of one request, which has prompts times n of them."""
@@ -68,6 +70,8 @@ class CompletionRequest(GenerationRequest):
         "probable tokens. Prompts have no log probabilities.",
     )
 
+    response_format: ResponseFormat | None = None
+
     @classmethod
     def tidy(cls, values: dict[str, Any]) -> None:
         best_of = values.get("best_of")
@@ -90,7 +94,10 @@ class CompletionRequest(GenerationRequest):
             raise ParameterError("echo", "needs a tokenizer, and the model has no tokenizer files")
         prompts = [planner.encode(prompt) for prompt in self.prompt]
         with_logprobs = self.logprobs is not None
-        return planner.choices(self, prompts, "prompt", top_logprobs=self.logprobs, with_logprobs=with_logprobs)
+        form = asked_form(self, response_form(self.response_format), NO_TOOLS)
+        return planner.choices(
+            self, prompts, "prompt", form=form, top_logprobs=self.logprobs, with_logprobs=with_logprobs
+        )
 
     def writer(self, planner: Planner, model: str, choices: list[AskedChoice]) -> CompletionWriter:
         tokenizer, echoed = planner.prompts.tokenizer, list[str]()
@@ -138,7 +145,7 @@ class CompletionForm(Form):
     whole = chunk = "text_completion"
     end = {"text": ""}
 
-    def message(self, text: str) -> Json:
+    def message(self, text: str, calls: Sequence[Json] = ()) -> Json:
         return {"text": text}
 
     def delta(self, text: str) -> Json:

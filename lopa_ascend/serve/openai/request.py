@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 from unicodedata import normalize
 
 from pydantic import Field
@@ -21,10 +21,12 @@ from lopa_ascend.config import (
 from lopa_ascend.config.files import shown
 from lopa_ascend.config.kinds import INT64_MIN, MAX_TOKEN_IDS
 from lopa_ascend.serve.http.body import Body
-from lopa_ascend.serve.http.encoding import Writer
+from lopa_ascend.serve.http.encoding import Json, Writer
 from lopa_ascend.serve.link.generation import AskedChoice
 from lopa_ascend.serve.openai.decoding_fields import with_decoding_parameters
 from lopa_ascend.serve.openai.fields import HARMLESS, INSTEAD, REQUEST, STREAM_OPTIONS, ignoring
+from lopa_ascend.serve.openai.structured import Form, asked_form, calling_form
+from lopa_ascend.serve.openai.tools import Tools
 from lopa_ascend.text.prompt import Prompts
 
 MAX_MESSAGES = 2**14
@@ -33,6 +35,7 @@ MAX_N = 128
 """Most answers to one prompt; OpenAI's limit."""
 MAX_LOGPROBS = 2**20
 """Most log probabilities in an answer: each takes some 200 bytes while the answer is made."""
+OLD_NAME = "An older name for one of the fields of structured_outputs."
 ID_PARAMETERS = ("eos_token_id", "stop_token_ids", "logit_bias")
 """Parameters that name token ids one by one. Those of ``bad_words`` make words."""
 LOGPROB = (
@@ -65,6 +68,10 @@ class GenerationRequest(Body):
     stream: bool | None = Field(None, description="Answer with server-sent events. Default: false.")
     stream_options: StreamOptions | None = Field(None, description="Needs stream: true.")
     return_token_ids: bool | None = Field(None, description="Adds token_ids to every choice. Default: false.")
+    guided_json: dict[str, Any] | str | None = Field(None, description=OLD_NAME)
+    guided_regex: str | None = Field(None, description=OLD_NAME)
+    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = Field(None, description=OLD_NAME)
+    guided_grammar: str | None = Field(None, description=OLD_NAME)
 
     @abstractmethod
     def plan(self, planner: Planner) -> list[AskedChoice]:
@@ -111,14 +118,31 @@ class Planner:
     """The server's defaults, by name of the decoding parameter."""
 
     def conversation(
-        self, request: GenerationRequest, messages: list[dict[str, str]], field: str, *, with_logprobs: bool = False
+        self,
+        request: GenerationRequest,
+        messages: list[Json],
+        field: str,
+        *,
+        tools: Tools,
+        response_format: Form | None,
+        with_logprobs: bool = False,
     ) -> list[AskedChoice]:
-        """The choices for a conversation, which came in the field ``field``."""
+        """The choices for a conversation, which came in the field ``field``.
+
+        Raises:
+            ParameterError: also if no choice can be forced or left out as ``tools`` says.
+        """
+        form = asked_form(request, response_format, tools)
+        shown = tools.as_template_input()
+        if tools.is_forced and not self.prompts.knows_tools:
+            shown = []  # the grammar has the functions
         try:
-            prompt = self.prompts.encode_chat(messages)
+            prompt = self.prompts.encode_chat(messages, shown)
         except ParameterError as error:
             raise _renamed(error, {"prompt": field, "messages": field}) from None
-        return self.choices(request, [prompt], field, with_logprobs=with_logprobs)
+        if tools.is_forced or (form is not None and tools.functions):
+            form = calling_form(tools, form)
+        return self.choices(request, [prompt], field, form=form, with_logprobs=with_logprobs)
 
     def choices(
         self,
@@ -126,6 +150,7 @@ class Planner:
         prompts: list[list[int]],
         prompt_field: str,
         *,
+        form: Form | None,
         top_logprobs: int | None = None,
         with_logprobs: bool = False,
     ) -> list[AskedChoice]:
@@ -135,6 +160,7 @@ class Planner:
             request: has the decoding parameters.
             prompts: the token ids.
             prompt_field: the field in which the prompts came.
+            form: which each answer must have.
             top_logprobs: the parameter, if the request sets it by its field ``logprobs``.
             with_logprobs: the answer has log probabilities.
         """
@@ -143,6 +169,8 @@ class Planner:
         asked, sent_as = asked_parameters(request)
         if top_logprobs is not None:
             asked["top_logprobs"], sent_as["top_logprobs"] = top_logprobs, "logprobs"
+        if form is not None:
+            asked["structured_outputs"], sent_as["structured_outputs"] = form.parameter, form.field
         choices, params_by_length = [], dict[int, DecodingParams]()
         try:
             _check_sizes(asked, len(prompts) * (request.n or 1))

@@ -18,9 +18,9 @@ from lopa_ascend.config import ParameterError
 from lopa_ascend.config.files import shown
 from lopa_ascend.serve.http.body import WITHOUT_EFFECT, Body, unsupported
 from lopa_ascend.serve.http.encoding import Json
-from lopa_ascend.serve.openai.fields import CALL, INSTEAD, ignoring
+from lopa_ascend.serve.openai.fields import CALL, CALL_ITEM, CALLED, INSTEAD, ignoring
 from lopa_ascend.text.tool_calls import ToolCallReader, call_grammar
-from lopa_ascend.types import Grammar
+from lopa_ascend.types import GenerationOutput
 
 MAX_TOOLS = 128
 """Most functions of a request; OpenAI's limit."""
@@ -112,10 +112,8 @@ def _check_choice(choice: Any) -> Any:
 
 
 Choice = Annotated[str, AfterValidator(_check_choice), Field(json_schema_extra={"enum": [*CHOICES]})]
-TOOL_CHOICE = (
-    "Whether the answer calls functions: none, auto (the model decides; the default with tools), required, or the named "
-    "one. Calls that are forced keep to the functions' schemas, also with a chat template that knows no tools."
-)
+TOOL_CHOICE = "Whether the answer calls functions: none, auto (the model decides; the default), required, or the named one. Calls "
+    "that are forced keep to the functions' schemas, also with a chat template that knows no tools."
 PARALLEL = "Whether the answer may have several calls. Default: true."
 
 
@@ -129,8 +127,8 @@ class Tools:
     parallel: bool = True
     named: bool = False
     """``choice`` is a name."""
-    paths: Sequence[str] = ()
-    """For each function the field that holds its parameters."""
+    place: str = ""
+    """Where a function stands in an item of ``tools``: "function." or "" for the item itself."""
 
     @property
     def is_forced(self) -> bool:
@@ -144,22 +142,26 @@ class Tools:
             for function in given
         ]
 
-    def schemas(self) -> dict[str, Json]:
-        """By name of each function that may be called: the schema of its arguments."""
+    def callable(self) -> dict[str, tuple[str, Json]]:
+        """By name of each function that may be called: the field that has its parameters, and their JSON Schema."""
         nothing: Json = {"properties": {}, "additionalProperties": False}
         return {
-            function.name: {"type": "object", **(nothing if function.parameters is None else function.parameters)}
-            for function in self.functions
+            function.name: (
+                f"tools[{index}].{self.place}parameters",
+                {"type": "object", **(nothing if function.parameters is None else function.parameters)},
+            )
+            for index, function in enumerate(self.functions)
             if not self.named or function.name == self.choice
         }
 
-    def grammar(self, answer: str | None = None) -> Grammar:
-        """What the whole answer must be: calls, or a text with the JSON Schema ``answer`` in their place."""
+    def grammar(self, answer: Json | None = None) -> str:
+        """What the whole answer must be, in Lark: calls, or JSON with the schema ``answer`` in their place."""
         several = self.parallel and not self.named
-        return Grammar("grammar", call_grammar(self.schemas(), several=several, otherwise=answer))
+        schemas = {name: schema for name, (_, schema) in self.callable().items()}
+        return call_grammar(schemas, several=several, otherwise=answer)
 
     def reader(self) -> ToolCallReader:
-        return ToolCallReader(self.schemas().keys(), self.is_forced)
+        return ToolCallReader(self.callable().keys(), self.is_forced, self.parallel)
 
 
 NO_TOOLS = Tools()
@@ -168,62 +170,71 @@ NO_TOOLS = Tools()
 def chat_tools(
     tools: Sequence[ChatTool] | None, choice: str | ChatToolChoice | None, *, parallel: bool | None
 ) -> Tools:
-    """The functions of a chat completion.
+    """The functions of a chat completion, which may be called.
 
     Raises:
         ParameterError: a name occurs twice, or ``tool_choice`` does not fit the functions.
     """
     functions = [tool.function for tool in tools or ()]
-    name = choice.function.name if isinstance(choice, ChatToolChoice) else choice
-    return _tools(functions, "function.", name, "tool_choice.function.name", isinstance(choice, ChatToolChoice), parallel)
+    if isinstance(choice, ChatToolChoice):
+        _check_known(functions, choice.function.name, "tool_choice.function.name")
+        return Tools(_distinct(functions, "function."), choice.function.name, named=True, place="function.")
+    return _unnamed(_distinct(functions, "function."), choice, "function.", parallel=parallel is not False)
 
 
 def response_tools(
     tools: Sequence[ResponseTool] | None, choice: str | ResponseToolChoice | None, *, parallel: bool | None
 ) -> Tools:
     """The functions of a response. Raises as ``chat_tools`` does."""
-    name = choice.name if isinstance(choice, ResponseToolChoice) else choice
-    return _tools(tools or (), "", name, "tool_choice.name", isinstance(choice, ResponseToolChoice), parallel)
+    functions = tools or ()
+    if isinstance(choice, ResponseToolChoice):
+        _check_known(functions, choice.name, "tool_choice.name")
+        return Tools(_distinct(functions, ""), choice.name, named=True)
+    return _unnamed(_distinct(functions, ""), choice, "", parallel=parallel is not False)
 
 
-def _tools(
-    functions: Sequence[Function], place: str, choice: str | None, field: str, named: bool, parallel: bool | None
-) -> Tools:
+def _distinct(functions: Sequence[Function], place: str) -> Sequence[Function]:
     seen: dict[str, int] = {}
     for index, function in enumerate(functions):
         if (first := seen.setdefault(function.name, index)) != index:
             raise ParameterError(f"tools[{index}].{place}name", f"is {function.name!r}, as is that of tools[{first}]")
-    if named and choice not in seen:
-        known = ", ".join(map(repr, seen)) or "no function"
-        raise ParameterError(field, f"is {shown(choice)}; tools has {known}")
-    if choice == "required" and not seen:
+    return functions
+
+
+def _check_known(functions: Sequence[Function], name: str, field: str) -> None:
+    known = [function.name for function in functions]
+    if name not in known:
+        raise ParameterError(field, f"is {shown(name)}; tools has {', '.join(map(repr, known)) or 'no function'}")
+
+
+def _unnamed(functions: Sequence[Function], choice: str | None, place: str, *, parallel: bool) -> Tools:
+    if choice == "required" and not functions:
         raise ParameterError("tool_choice", "'required' needs tools")
     if choice == "none":
         return NO_TOOLS
-    paths = [f"tools[{index}].{place}parameters" for index in range(len(functions))]
-    return Tools(functions, choice or "auto", parallel is not False, named, paths)
+    return Tools(functions, choice or "auto", parallel, place=place)
 
 
 # ---- calls in a conversation -----------------------------------------------------------------------------------------
 
 
+def _check_arguments(arguments: str) -> str:
+    try:
+        is_object = isinstance(json.loads(arguments or "{}"), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise ValueError("must be JSON of an object")
+    return arguments or "{}"
+
+
+Arguments = Annotated[str, AfterValidator(_check_arguments), Field(description="JSON of an object.")]
+
+
+@ignoring(CALLED)
 class CalledFunction(Body):
     name: str
-    arguments: str = Field(description="JSON of an object.")
-
-    def as_template_input(self, field: str) -> Json:
-        """The call as chat templates take it.
-
-        Raises:
-            ParameterError: the arguments are no JSON object.
-        """
-        try:
-            arguments = json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise ParameterError(f"{field}.arguments", f"must be JSON of an object, got {shown(self.arguments)}")
-        return {"name": self.name, "arguments": arguments}
+    arguments: Arguments
 
 
 @ignoring(CALL)
@@ -239,14 +250,88 @@ class MessageCall(Body):
         if (kind := values.get("type")) not in (None, "function"):
             raise unsupported("type", f"must be 'function', got {shown(kind)}", INSTEAD["tool_calls"])
 
-    def as_template_input(self, field: str) -> Json:
-        return template_call(self.id, self.function.as_template_input(f"{field}.function"))
+    def as_template_input(self) -> Json:
+        return template_call(self.id, self.function.name, self.function.arguments)
 
 
-def template_call(call_id: str | None, function: Json) -> Json:
+@ignoring(CALL_ITEM)
+class CallItem(Body):
+    """A call in an earlier response."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: Arguments
+
+    def as_template_input(self) -> Json:
+        return template_call(self.call_id, self.name, self.arguments)
+
+
+def template_call(call_id: str | None, name: str, arguments: str) -> Json:
     """A call as chat templates take it in an assistant's message."""
+    function = {"name": name, "arguments": json.loads(arguments)}
     return {"type": "function", "function": function, **({} if call_id is None else {"id": call_id})}
 
 
 def new_call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
+
+
+# ---- calls in an answer ----------------------------------------------------------------------------------------------
+
+
+class Calls:
+    """The calls of one answer, as chat completions have them.
+
+    Args:
+        tools: what the answer may call.
+    """
+
+    def __init__(self, tools: Tools):
+        self._reader = tools.reader()
+        self._ids: list[str] = []
+        """Of the calls that have been sent."""
+        self._num_said = 0
+        """Characters of the text that have been sent."""
+        self._arguments: list[str] = []
+        """By call what of its arguments has been sent."""
+
+    def push(self, text: str, *, is_final: bool) -> tuple[str, list[Json]]:
+        """What is new: of the text beside calls, and of calls. A call's first piece has its name, and the others pieces
+        of its arguments.
+
+        Args:
+            text: of the model, so far.
+            is_final: nothing follows.
+        """
+        said = self._reader.push(text, is_final=is_final)
+        new, self._num_said = said[self._num_said :], len(said)
+        pieces = []
+        for index, call in enumerate(self._reader.calls):
+            if index == len(self._ids):
+                self._ids.append(new_call_id())
+                self._arguments.append("")
+                head = {"index": index, "id": self._ids[index], "type": "function"}
+                pieces.append({**head, "function": {"name": call.name, "arguments": ""}})
+            if arguments := call.arguments[len(self._arguments[index]) :]:
+                pieces.append({"index": index, "function": {"arguments": arguments}})
+                self._arguments[index] = call.arguments
+        return new, pieces
+
+    def whole(self) -> list[Json]:
+        """All calls so far."""
+        return [
+            {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call_id, call in zip(self._ids, self._reader.calls, strict=True)
+        ]
+
+    def is_complete(self, index: int) -> bool:
+        """Whether a call has all of its arguments."""
+        return self._reader.calls[index].is_complete
+
+    def finish_reason(self, output: GenerationOutput) -> str:
+        """ "tool_calls" if the answer ends with whole calls, else the reason of ``output``."""
+        calls = self._reader.calls
+        return (
+            "tool_calls" if output.finish_reason == "stop" and calls and calls[-1].is_complete else output.finish_reason
+        )
