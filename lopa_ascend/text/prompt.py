@@ -133,11 +133,13 @@ class Prompts:
           are no part of an answer's text, in which it would never be found.
 
         Raises:
-            ParameterError: there are stop strings or texts in ``bad_words``, and no tokenizer.
+            ParameterError: there are stop strings, texts in ``bad_words`` or a grammar, and no tokenizer.
         """
         has_banned_texts = any(isinstance(word, str) for word in params.bad_words)
         if self.tokenizer is None:
-            for name, needs_tokenizer in (("stop", bool(params.stop)), ("bad_words", has_banned_texts)):
+            is_constrained = params.structured_outputs is not None
+            needs = {"stop": bool(params.stop), "bad_words": has_banned_texts, "structured_outputs": is_constrained}
+            for name, needs_tokenizer in needs.items():
                 if needs_tokenizer:
                     raise ParameterError(name, f"needs a tokenizer, and {self._model_name} has no tokenizer files")
             return params

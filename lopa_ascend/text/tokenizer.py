@@ -73,6 +73,11 @@ class Tokenizer:
         self._pieces: dict[int, bytes] = {}
         """What ``piece`` has returned, by token id."""
 
+    def to_json(self) -> str:
+        """The whole of it but for the chat template, in the form of tokenizer.json."""
+        text: str = self._backend.to_str()
+        return text
+
     def encode(self, *texts: str) -> list[int]:
         """The token ids of a text, or of several, one after the other. Special tokens in a text are recognised; none is
         added.

@@ -1,7 +1,7 @@
 """The nouns that every room shares: plain data, without torch and without imports of ours."""
 
 from lopa_ascend.types.decode import BranchRecord, Fill, RowPlan, RowResult, SequencePlan, StepRecord, winner_rank
-from lopa_ascend.types.grammar import Grammar
+from lopa_ascend.types.grammar import Grammar, GrammarError
 from lopa_ascend.types.model import DREAM, ModelProperties
 from lopa_ascend.types.output import Alternatives, GenerationOutput, Progress, Update
 from lopa_ascend.types.stats import EngineStats, GraphStats, RankReport, Traffic
@@ -15,6 +15,7 @@ __all__ = [
     "Fill",
     "GenerationOutput",
     "Grammar",
+    "GrammarError",
     "GraphStats",
     "KVShape",
     "ModelProperties",

@@ -16,3 +16,7 @@ class Grammar:
 
     def __str__(self) -> str:
         return self.kind
+
+
+class GrammarError(ValueError):
+    """A grammar cannot be followed any further: no token fits, or that is too hard to find out."""

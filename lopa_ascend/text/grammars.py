@@ -1,0 +1,151 @@
+"""Compiles grammars for a tokenizer, with llguidance: JSON schemas, expressions, choices and Lark grammars.
+
+JSON is compact, ``{"a":1,"b":[2]}``, as OpenAI's is: whitespace between tokens would cost passes, and a model that does
+not know when to stop could go on with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from threading import Lock
+from typing import Any, TypeVar
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from lopa_ascend.config import ParameterError
+from lopa_ascend.text.schemas import check_schema, place_of
+from lopa_ascend.text.tokenizer import Tokenizer
+from lopa_ascend.types import Grammar, GrammarError
+
+T = TypeVar("T")
+
+LIMITS = LLParserLimits(
+    max_grammar_size=10_000,  # 1,000 optional fields
+    initial_lexer_fuel=200_000,
+    max_lexer_states=50_000,
+    verbose_errors=False,
+)
+"""So that compiling takes less than a second and 100 MB whatever the grammar is, and a mask some milliseconds."""
+MAX_FORCED = 2**14
+"""Most tokens that a grammar may force at the beginning. A longer text has no end, or fits into no answer."""
+MAX_CACHED = 64
+"""Compiled grammars that are kept."""
+_NAME = "structured_outputs"
+
+
+class GrammarMatcher:
+    """Follows a text; see ``decode.constraint.Matcher``.
+
+    Args:
+        matcher: of llguidance, at the beginning.
+        hidden: set of the tokens that no text has.
+    """
+
+    def __init__(self, matcher: LLMatcher, hidden: int):
+        self._matcher, self._hidden = matcher, hidden
+
+    def allowed(self) -> int:
+        return int.from_bytes(self._checked(self._matcher.compute_bitmask()), "little") & ~self._hidden
+
+    def accept(self, tokens: Sequence[int]) -> int:
+        known = self._before_hidden(tokens)
+        return self._checked(self._matcher.try_consume_tokens(known)) if known else 0
+
+    def roll_back(self, count: int) -> None:
+        self._checked(self._matcher.rollback(count))
+
+    @property
+    def is_complete(self) -> bool:
+        return self._checked(self._matcher.is_accepting())
+
+    @property
+    def is_over(self) -> bool:
+        return self._checked(self._matcher.is_stopped())
+
+    def forced(self) -> list[int]:
+        return self._before_hidden(self._checked(self._matcher.compute_ff_tokens()))
+
+    def _before_hidden(self, tokens: Sequence[int]) -> list[int]:
+        end = next((index for index, token in enumerate(tokens) if self._hidden >> token & 1), None)
+        return list(tokens[:end])
+
+    def _checked(self, value: T) -> T:
+        if self._matcher.is_error():
+            raise GrammarError(f"the grammar cannot be followed any further: {_reason(self._matcher.get_error())}")
+        return value
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer, and keeps the last ones. Threads may share it.
+
+    Args:
+        tokenizer: the model's.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        special = tokenizer.special_ids
+        self._tokenizer = LLTokenizer(
+            tokenizer.to_json(), n_vocab=tokenizer.num_token_ids, eos_token=special[:1] or None
+        )
+        self._hidden = sum(1 << token for token in special)
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._lock = Lock()
+
+    def matcher(self, grammar: Grammar) -> GrammarMatcher:
+        """A matcher at the beginning of a text.
+
+        Raises:
+            ParameterError: the grammar has an error, what it uses is not supported, it is too large, or no text that
+                ends keeps to it.
+        """
+        with self._lock:
+            compiled = self._compiled.pop(grammar, None)
+        if compiled is None:
+            compiled = self._compile(grammar)
+        with self._lock:
+            self._compiled[grammar] = compiled
+            if len(self._compiled) > MAX_CACHED:
+                self._compiled.popitem(last=False)
+            return GrammarMatcher(compiled.deep_copy(), self._hidden)
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        if grammar.kind == "json":
+            check_schema(json.loads(grammar.text))
+        compiled = LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=LIMITS)
+        if compiled.is_error():
+            place = place_of(json.loads(grammar.text), self._is_wrong) if grammar.kind == "json" else ""
+            raise ParameterError(_NAME, f"{grammar.kind}{place}: {_reason(compiled.get_error())}")
+        first = compiled.deep_copy()
+        if len(first.compute_ff_tokens()) > MAX_FORCED:
+            raise ParameterError(_NAME, f"{grammar.kind}: every text that keeps to it is too long, or has no end")
+        if not (any(first.compute_bitmask()) or first.is_accepting()) or first.is_error():
+            raise ParameterError(_NAME, f"{grammar.kind}: no text keeps to it")
+        return compiled
+
+    def _is_wrong(self, schema: Any) -> bool:
+        source = _source(Grammar("json", json.dumps(schema)))
+        return LLMatcher(self._tokenizer, source, log_level=0, limits=LIMITS).is_error()
+
+
+def _source(grammar: Grammar) -> str:
+    """The grammar in a form of llguidance."""
+    if grammar.kind in ("json", "json_object"):
+        schema = grammar.text if grammar.kind == "json" else '{"type": "object"}'
+        schema = {"true": "{}", "false": '{"enum": []}'}.get(schema, schema)
+        # What the schema itself says under "x-guidance" must not make it mean less.
+        options = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
+        return LLMatcher.grammar_from_json_schema(schema, overrides=options)
+    if grammar.kind == "regex":
+        return LLMatcher.grammar_from_regex(grammar.text)
+    if grammar.kind == "choice":
+        texts = (json.dumps(text, ensure_ascii=False) for text in json.loads(grammar.text))
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(texts)}")
+    return LLMatcher.grammar_from_lark(grammar.text)
+
+
+def _reason(error: str) -> str:
+    """What a message of llguidance says, on one line."""
+    text = " ".join(error.partition("\n<")[0].split())
+    return "it is too large" if text.startswith("panic") else text[:500]
